@@ -1,4 +1,4 @@
-// What is known of options before any rank starts: from checkpoints, and by what they name.
+// Checks of options before any rank starts, against checkpoints and the file system.
 
 #include <filesystem>
 
@@ -19,7 +19,7 @@ namespace {
 
 using base::invalid;
 
-/// A value that a checkpoint says, as options are compared; empty: an optional that was not there.
+/// Returns `text`, the option's value in `saved`, in canonical form; empty if it was not set.
 std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
   if (text.empty()) return text;
   try {
@@ -29,7 +29,8 @@ std::string canonical(const Option& option, const std::string& text, const job::
   }
 }
 
-/// Gives back in words what was given otherwise, if that may be.
+/// Sets the options that were not given to their values in `saved`. Returns in words the given
+/// options that differ and may.
 std::string take_options(ParsedOptions& options, const job::Snapshot& saved, bool of_model_only) {
   std::string changed;
   for (const Option& option : options.table()) {
@@ -47,7 +48,7 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     if (!option.may_change) {
       saved.expect_option(option.name, now, of_model_only ? "" : job::kTrainAnew);
     }
-    // Rank 0 compares the content of what is read there, and refuses any other.
+    // Rank 0 compares the content of these files with the checkpoint, so their paths may differ.
     if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;
     changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
                            now, was.empty() ? "none" : was);
@@ -55,8 +56,9 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
   return changed;
 }
 
-/// The option's path, if there is one, must lead to a folder, or to a file with something in it. If
-/// ranks are started here, each opens the file for itself: no pipe, and nothing that is open here.
+/// Throws `bad_data` unless the option's path, if set, leads to a readable folder or a file that is
+/// not empty. If `starts_ranks`, each rank opens the file itself, so pipes and descriptors of this
+/// process are refused.
 void check_path(const ParsedOptions& options, const std::string& name, bool is_folder,
                 bool starts_ranks = false) {
   const std::string path = options.text(name);
@@ -100,8 +102,8 @@ void check_trace(const std::string& path) {
   }
 }
 
-/// Only a launcher starts ranks again: all of them from a checkpoint, or a trainer that the job
-/// goes on without.
+/// Throws `invalid` if --max-restarts has no effect. Only a launcher restarts ranks: all of them
+/// from a checkpoint, or a lost trainer that the job continues without.
 void check_restarts(const ParsedOptions& options, const Placement& placement) {
   if (!options.given("max-restarts")) return;
   if (placement.mode == Placement::Mode::kSpawn) {
@@ -129,7 +131,7 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd) {
   const std::string resume = options.text("resume");
   const std::string folder = options.text("checkpoint");
-  if (resume == "auto" && folder.empty()) return {};  // which is refused
+  if (resume == "auto" && folder.empty()) return {};  // check_options() refuses this
   std::error_code error;
   if (std::filesystem::exists(folder, error)) check_path(options, "checkpoint", true);
   if (resume != "auto") check_path(options, "resume", true);
@@ -152,7 +154,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
   }
   if (options.given("trace")) check_trace(options.text("trace"));
   take_options(options, saved, true);
-  // Sums depend on how many threads take them.
+  // Use the job's number of threads, because the rounding of sums depends on it.
   const Json threads = saved.state.value("threads", Json());
   if (threads.is_number_integer()) {
     const Option& option = *find_option(options.table(), "threads");
@@ -164,14 +166,14 @@ void check_options(const ParsedOptions& options, Placement& placement) {
   check_restarts(options, placement);
   const bool has_rank_0 = placement.has_rank_0();
   if (has_rank_0) check_required(options);
-  // Given, taken, or found by itself: the data that is installed, say.
+  // Returns true if the option has a path: given, from a checkpoint, or found by the job itself.
   const auto has = [&](const std::string& name) {
     const Option* const option = find_option(options.table(), name);
     const std::string text = options.text(name);
     if (!option || !is_path(*option, text)) return false;
     return option->kind == ValueKind::kText || options.decided(name) || text != option->initial;
   };
-  // Data that the job makes itself, if it does.
+  // The word in place of a path if the job generates its data.
   const std::string made = has("data") ? "" : options.text("data");
   for (const Option& option : options.table()) {
     const bool given = options.given(option.name);
@@ -179,7 +181,7 @@ void check_options(const ParsedOptions& options, Placement& placement) {
       invalid(fmt::format("--{} needs --{}{}", option.name, option.needs,
                           made.empty() || option.needs != "data" ? "" : " FILE, not " + made));
     }
-    // A rank that joins does without: the data may be rank 0's to name.
+    // A joining rank skips the rest, because rank 0 may set the data.
     if (placement.mode == Placement::Mode::kJoin) continue;
     const bool idle = has("data") ? option.random_only : option.data_only;
     if (has_rank_0 && given && idle) {

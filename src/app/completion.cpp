@@ -12,7 +12,7 @@
 namespace distrain::app {
 namespace {
 
-/// What a shell can offer for an option's value beside its choices.
+/// Values that a shell can complete for an option besides its choices.
 enum Source { kNothing, kFiles, kFolders, kHosts };
 
 Source source_of(const Option& option) {
@@ -24,10 +24,10 @@ Source source_of(const Option& option) {
   return takes("HOST") ? kHosts : kNothing;
 }
 
-/// What is alike for several commands comes once, with their names: in the order of the first.
+/// Maps each text to the commands that share it, in the order of first use.
 using Rows = nlohmann::ordered_map<std::string, std::vector<std::string>>;
 
-/// The options of each command that has some: of the jobs, then of `predict`.
+/// Returns the visible options of each command that has some: the jobs, then `predict`.
 std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& program) {
   std::vector<std::pair<std::string, OptionTable>> tables;
   for (const JobCommand& job : program.commands) tables.emplace_back(job.name, job.table);
@@ -38,13 +38,13 @@ std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& progra
   return tables;
 }
 
-/// In single quotes; `quote` stands for one in the text.
+/// Returns `text` in single quotes; `quote` replaces each single quote inside it.
 std::string quoted(std::string text, const char* quote) {
   c10::ReplaceAll(text, "'", quote);
   return '\'' + text + '\'';
 }
 
-/// `text` with a backslash before each of `special`.
+/// Returns `text` with a backslash before each character of `special`.
 std::string marked(std::string text, const char* special) {
   for (size_t at = 0; (at = text.find_first_of(special, at)) != std::string::npos; at += 2) {
     text.insert(at, "\\");
@@ -63,10 +63,9 @@ std::string joined(const std::vector<std::string>& words, const char* by = " ") 
 
 // ---- bash ----
 
-/// Returns what is done for the option's value; empty for text and numbers, for which there is
-/// nothing to offer.
+/// Returns the code that completes the option's value; empty if there is nothing to offer.
 std::string bash_action(const Option& option) {
-  if (option.kind == ValueKind::kFlag) return ":";  // the next word is an option again
+  if (option.kind == ValueKind::kFlag) return ":";  // then the next word is completed as an option
   constexpr const char* kSources[] = {"", "-f", "-d", "-A hostname"};
   const Source source = source_of(option);
   std::vector<std::string> calls;
@@ -97,7 +96,7 @@ std::string bash(const Program& program) {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
 )";
-  if (program.has_one_job()) {  // its name can be left out
+  if (program.has_one_job()) {  // the job's name can be left out
     out += fmt::format("  [[ ${{COMP_WORDS[1]}} != -* ]] || command={}\n",
                        program.commands.front().name);
   }
@@ -115,7 +114,7 @@ std::string bash(const Program& program) {
   out += "    '') options='";
   for (const auto& [name, summary] : subcommands(program)) out += name + ' ';
   out += "--help --version' ;;\n  esac\n  case $command/$prev in\n";
-  Rows actions;  // with the patterns of all options that have the same
+  Rows actions;  // each with the patterns of the options that share it
   for (const auto& [command, table] : tables_of(program)) {
     for (const Option& option : table) {
       const std::string action = bash_action(option);
@@ -152,7 +151,7 @@ std::string zsh_row(const Option& option) {
   std::string value = option.choices.empty() ? kSources[source] : words;
   if (!option.choices.empty() && (source == kFiles || source == kFolders)) {
     value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:{}\"", words,
-                        kSources[source]);  // the first space: called as it stands
+                        kSources[source]);  // zsh runs an action with a leading space unchanged
   }
   std::string row = '[' + marked(option.help, "]\\") + ']';
   if (option.kind != ValueKind::kFlag) row += ":value:" + value;
@@ -178,7 +177,7 @@ _arguments -C \
   if (program.has_one_job()) {
     out += fmt::format("  ${}_options \\\n", program.commands.front().name);
   }
-  std::string commands;  // one word with a description each
+  std::string commands;  // name:"summary" of each
   for (const auto& [name, summary] : subcommands(program)) {
     commands += fmt::format(" {}\\:\"{}\"", name, marked(summary, "\"\\"));
   }

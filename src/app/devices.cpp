@@ -45,8 +45,8 @@ std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDef
   const DeviceSpec spec = device_spec(options, job);
   if (job.gpus(options, name) || spec.of(name) != kAnyGpu) return std::nullopt;
   if (placement.mode == Placement::Mode::kLocal) return 0;
-  // Among those of its host that do so. Where nobody says which ranks are on this host, all are
-  // counted: the place is modulo the number of GPUs, so neighbours get GPUs side by side.
+  // Count the lower ranks of this host that share the GPUs in turn. If it is unknown which ranks
+  // are on this host, count all lower ranks: consecutive ranks still get consecutive GPUs.
   std::vector<int> neighbours = placement.ranks;
   if (placement.mode == Placement::Mode::kJoin) {
     if (const auto told = local_rank(options.table())) return *told;

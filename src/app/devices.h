@@ -12,34 +12,36 @@
 
 namespace distrain::app {
 
-/// Throws `invalid` for a `--device` that makes no sense, as far as is known before ranks start.
+/// Throws `invalid` if `--device` is not valid for the job, as far as is known before ranks start.
 void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& job,
                    const Placement& placement);
 
-/// Which of the GPUs of its host a rank takes, in turn: modulo their number. None where it takes no
-/// GPU, or one by its number. Throws `invalid` for an environment that makes no sense. `name` is
-/// the rank's, "local" with `--local`.
+/// Returns the rank's place among the ranks of its host that share the GPUs in turn, to be taken
+/// modulo the number of GPUs; null if the rank takes no GPU in turn or its place is not known yet.
+/// Throws `invalid` if the launcher's variable for the local rank is not valid.
 std::optional<int> place_in_turn(const job::ParsedOptions& options, const job::AnyDefinition& job,
                                  const Placement& placement, int rank, const std::string& name);
 
-/// The devices of this process's rank, which are found out once: before its first line if that is
-/// possible, else once rank 0 has told the job's options. get() is for one thread; the others are
-/// thread-safe, and never wait for it: it may take long.
+/// The devices of this process's rank. They are chosen once: before the rank's first line if
+/// possible, otherwise when the options of rank 0 have arrived. Only one thread may call get(),
+/// which may take long; names() and usage() are thread-safe and do not wait for it.
 class RankDevices {
  public:
   RankDevices(const job::ParsedOptions& options, const job::AnyDefinition& job,
               const Placement& placement, int rank)
       : options_(options), job_(job), placement_(placement), rank_(rank) {}
 
-  /// Before get(), where the rank was not known before.
+  /// Sets the rank that rank 0 has assigned. Call it before get().
   void set_rank(int rank) { rank_ = rank; }
-  /// Loads what GPUs need, if they are asked for: not before a process that forks has forked.
-  /// Throws `resources`, naming the rank, without GPUs, each time.
+  /// Returns the devices; the first call chooses them. `of_rank_0` are the options that rank 0
+  /// sent, if any. Loads the CUDA libraries if a GPU is chosen, so a process that forks must fork
+  /// first. Throws `resources` with the name of the rank if a GPU or its libraries are missing.
   const std::vector<c10::Device>& get(const std::string& rank_name,
                                       const job::OptionMap& of_rank_0);
-  /// As JSON lines have them; null if they are not known, or not there.
+  /// Returns the `device` field of JSON lines; null if no devices are chosen yet.
   job::Json names() const;
-  /// `device` and `device_mem_mb`, the most that tensors took on one of them; empty on the CPU.
+  /// Returns the fields `device` and `device_mem_mb`, the largest peak of tensor memory on a
+  /// device; empty on the CPU.
   job::Json usage() const;
 
  private:
@@ -51,7 +53,7 @@ class RankDevices {
   const Placement& placement_;
   int rank_;
   mutable std::mutex mutex_;
-  std::vector<c10::Device> devices_;  // once there are some they stay; written under the mutex
+  std::vector<c10::Device> devices_;  // written once, under the mutex; get() reads without it
 };
 
 }  // namespace distrain::app

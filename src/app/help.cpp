@@ -21,7 +21,7 @@ missing; the man page of the job describes their format. Options that define the
 model come from the checkpoint, and giving one of them another value is refused.
 )";
 
-/// `text` in lines of at most kWidth, the first one starting at column `used`.
+/// Wraps `text` at kWidth and indents it by kHelpColumn; the first line already has `used` columns.
 std::string wrapped(const std::string& text, size_t used) {
   const std::string new_line = '\n' + std::string(kHelpColumn, ' ');
   std::string out = used + 2 > kHelpColumn ? new_line : std::string(kHelpColumn - used, ' ');
@@ -41,7 +41,7 @@ std::string wrapped(const std::string& text, size_t used) {
   return out + '\n';
 }
 
-/// "--rows N", "--mode async|sync", "--local".
+/// Returns the option with its value, such as "--rows N", "--mode async|sync" or "--local".
 std::string call_of(const Option& option) {
   const bool is_choice = option.kind == ValueKind::kChoice;
   const std::string value =
@@ -73,7 +73,7 @@ std::string examples_text(const std::vector<job::Example>& examples) {
   return out;
 }
 
-/// Returns what `text` makes of the command of that name, or of none if `name` is empty.
+/// Returns the result of `text` for the command `name`, or without an argument if there is none.
 std::string of_command(const Program& program, const std::string& name, const auto& text) {
   if (const JobCommand* job = program.find(name)) return text(*job);
   for (const TextCommand& command : text_commands(program)) {
@@ -82,7 +82,7 @@ std::string of_command(const Program& program, const std::string& name, const au
   return text();
 }
 
-/// Returns the options that `predict` offers, of all jobs that have it.
+/// Returns the options of `predict`, from all jobs that support it.
 OptionTable predict_options(const Program& program) {
   OptionTable table;
   for (const JobCommand& job : program.commands) {
@@ -131,7 +131,7 @@ std::string help_text(const Program& program, const JobCommand& command) {
   }
   std::string out = fmt::format("{0} - {1}\n\nUsage: {0} {2}[OPTION]...\n",
                                 program.call_of(command), command.summary, required);
-  if (program.has_one_job()) {  // this is all the help there is
+  if (program.has_one_job()) {  // there is no separate help of the program
     std::vector<std::string> others;
     for (const TextCommand& other : text_commands(program)) others.push_back(other.name);
     out += fmt::format("       {} {}\n", program.name, fmt::join(others, "|"));

@@ -32,13 +32,13 @@ namespace {
 using base::invalid;
 using Mode = Placement::Mode;
 
-// How long a launcher without rank 0 waits after a signal. Its ranks end once rank 0 has saved, has
-// ended or is silent for --peer-timeout. An hour is longer than the largest save takes, so the
-// limit is for ranks that are stuck.
+// How long a launcher without rank 0 waits for its ranks after a signal. The ranks end after rank 0
+// has saved, has exited or has been silent for --peer-timeout. An hour is longer than the largest
+// save, so only ranks that are stuck reach the limit.
 constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
-/// Returns the options for the `start` line; null for those without effect on this data and, with
-/// `inherits`, for those that rank 0 tells.
+/// Returns `config` of the `start` line. An option is null if it has no effect on this data or,
+/// with `inherits`, if rank 0 sends its value.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   const Option* const data = find_option(options.table(), "data");
@@ -53,7 +53,7 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
-/// Returns what the job trains on, in words if it is random; null if rank 0 tells it later.
+/// Returns `data` of the `start` line: --data, or words if it is empty; null if rank 0 sends it.
 Json data_of(const ParsedOptions& options, bool inherits) {
   const Option* const option = find_option(options.table(), "data");
   if (!option || (inherits && !options.given("data"))) return {};
@@ -61,7 +61,6 @@ Json data_of(const ParsedOptions& options, bool inherits) {
   return value.empty() ? option->initial_in_words : value;
 }
 
-/// Of a run: 16 hexadecimal digits.
 std::string random_id() {
   std::random_device random;
   return fmt::format("{:08x}{:08x}", random(), random());
@@ -77,15 +76,15 @@ net::PortRange port_range_of(const std::string& text) {
   invalid(fmt::format("--port-range must be like 30000-30100, not '{}'", text));
 }
 
-/// The whole process is one rank, or the job. Its lines go to a copy of stdout, and stdout itself
-/// becomes stderr: what a library prints must not get between them.
+/// Runs one rank, or the whole job with --local, and ends the process. JSON lines go to a copy of
+/// stdout, and stdout becomes stderr, so that output of libraries does not mix with the lines.
 int run_here(RankRun run) {
   run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   dup2(STDERR_FILENO, STDOUT_FILENO);
   leave_process(run_rank(run));
 }
 
-/// A command line that is understood, on its way to the ranks that it runs here.
+/// Runs the ranks of a parsed command line.
 class Invocation {
  public:
   Invocation(const JobCommand& command, ParsedOptions options, const Placement& placement,
@@ -113,7 +112,7 @@ class Invocation {
       return config_of(options_.adopting(of_rank_0), false);
     };
     run.data = data_of(options_, inherits);
-    if (!job_.spawned) {  // else they are the launcher's
+    if (!job_.spawned) {  // otherwise the launcher prints the warning and the display
       run.warning = placement_.warning;
       run.display = display();
     }
@@ -142,9 +141,10 @@ class Invocation {
     return run;
   }
 
-  /// A rank under the launcher, in a process of its own.
+  /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
-    job_.meeting_name = meeting_name(spawned.master_port);  // before the job has a random id
+    // From the user's job id, before `spawned` may replace it by a random one.
+    job_.meeting_name = meeting_name(spawned.master_port);
     job_.spawned = true;
     static_cast<job::Contact&>(job_) = spawned;
     if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
@@ -157,7 +157,7 @@ class Invocation {
 
   int launch() {
     if (placement_.spawns_all()) {
-      // Where the user has named an address others may join there, by the user that they are of.
+      // If the user named an address, other ranks of this user may join there without a token.
       const bool is_named = options_.given("master-port") || options_.given("master-addr");
       if (job_.token.empty() && !is_named) job_.token = rpc::new_token();
     }
@@ -190,7 +190,6 @@ class Invocation {
     return run_launcher(plan);
   }
 
-  /// Returns how this process displays the job to people.
   DisplayPlan display() const {
     const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
     const bool is_first = local_ || placement_.has_rank_0();
@@ -206,7 +205,7 @@ class Invocation {
 
   std::string dump() const {
     constexpr const char* kModes[] = {"local", "join", "spawn"};
-    Json gpu_places = Json::object();  // of those that take one in turn
+    Json gpu_places = Json::object();  // null for a rank that takes no GPU in turn
     for (const int rank : placement_.here()) {
       if (rank == rpc::kAnyRank) continue;
       const auto place =
@@ -232,11 +231,11 @@ class Invocation {
   }
 
  private:
-  /// "ps  server, 2 trainers, async  -  FOLDER  -  run 0123abcd"
+  /// Returns the display's first line: "ps  server, 2 trainers, async  -  FOLDER  -  run 0123abcd".
   std::string header(bool has_rank_0) const {
     std::string text = command_.name + "  ";
     if (!has_rank_0) return text + fmt::format("rank {}", fmt::join(placement_.here(), ","));
-    std::map<std::string, int> counts;  // of each role
+    std::map<std::string, int> counts;  // number of ranks by role
     for (const std::string& name : definition_.roles(options_).names()) {
       ++counts[name.substr(0, name.find_last_not_of("0123456789") + 1)];
     }
@@ -254,7 +253,7 @@ class Invocation {
     return text + "  -  run " + job_.effective.at(job::kRunId).substr(0, 8);
   }
 
-  /// This command line, on from the newest checkpoint.
+  /// Returns this command line with `--resume auto`, quoted for a shell.
   static std::string command_to_go_on() {
     std::ifstream file("/proc/self/cmdline");
     std::string text;
@@ -292,7 +291,7 @@ class Invocation {
       if (!is_job_option(option)) continue;
       const bool untold = option.each_own && !options_.decided(option.name);
       job.effective[option.name] = untold ? "" : options_.text(option.name);
-      // A path may well differ from host to host, so it is not among what has to agree.
+      // Paths (kInput) may differ from host to host, so the ranks do not compare them.
       if (option.scope == Scope::kJob && options_.given(option.name)) {
         job.given[option.name] = options_.text(option.name);
       }
@@ -305,7 +304,7 @@ class Invocation {
     return rpc::meeting_name(job_.job_id, placement_.master_addr, port);
   }
 
-  /// All ranks are here, and nobody has asked for an address.
+  /// Returns true if all ranks are on this host and no option asks for an address.
   bool meets_by_unix_socket() const {
     const auto given = [this](const char* name) { return options_.given(name); };
     const bool is_one_host = placement_.spawns_all() || placement_.one_host;
@@ -314,7 +313,7 @@ class Invocation {
            !given("port-range");
   }
 
-  /// Binds before any rank is there: a taken port is known at once, and nobody else takes it.
+  /// Returns a socket for rank 0, bound before any rank starts to report a port in use at once.
   int listen_for_rank_0() {
     if (meets_by_unix_socket()) {
       job_.rank_0_unix_name = rpc::new_unix_name();
@@ -359,7 +358,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
       return print_text(Invocation(command, options, placement, started).dump());
     }
     definition.complete(options);
-    if (spawned) {  // the launcher has checked what follows
+    if (spawned) {  // the launcher has done the checks below
       _exit(Invocation(command, options, placement, spawned->started).run_spawned(*spawned));
     }
     check_options(options, placement);
@@ -414,7 +413,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     const Invocation invocation(*command, options, placement, started);
     RankRun run = invocation.make_run();
     run.display.header.clear();
-    run.display.has_rank_0 = false;  // nothing is to be gone on with
+    run.display.has_rank_0 = false;  // there is no job to resume
     run.display.mode =
         std::min(run.display.mode,
                  run.display.pretty ? DisplayPlan::Mode::kLines : DisplayPlan::Mode::kWarnings);
@@ -439,7 +438,7 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
                 summary.end_fields("job", started, cause))};
   say(error.message);
   const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
-  if (for_people) return cause.exit_code;  // say() has told them all there is
+  if (for_people) return cause.exit_code;  // say() has printed the message
   for (const std::string& line : lines) {
     const int failed = write_all(STDOUT_FILENO, line);
     if (failed) return exit_code_of_write_error(failed, false);

@@ -30,7 +30,7 @@ std::string meant(const std::string& word, const std::vector<std::string>& candi
   return nearest ? fmt::format("; did you mean {}?", *nearest) : otherwise;
 }
 
-/// Throws `invalid` unless `args` are such as the command takes.
+/// Returns the text that `command` prints. Throws `invalid` if `args` are not valid for it.
 std::string text_of(const Program& program, const TextCommand& command,
                     const std::vector<std::string>& args) {
   std::string argument = command.argument;
@@ -112,7 +112,7 @@ int main(int argc, char** argv, const std::vector<JobCommand>& commands, const A
   }
   const Program program{std::filesystem::path(argv[0]).filename(), commands, about};
   const int code = run_command(program, {argv + 1, argv + argc}, started);
-  leave_process(code);  // destroying what LibTorch set up takes time and serves nobody
+  leave_process(code);  // skips the destructors of LibTorch's globals, which only take time
 }
 
 }  // namespace distrain::app

@@ -15,10 +15,10 @@
 namespace distrain::app {
 namespace {
 
-// Texts are paragraphs with an empty line between. Lines that begin with four spaces are shown as
-// they are; "* term: " begins a term. `Words` in backticks and options (--rank) become bold.
+// Format of texts: empty lines separate paragraphs; lines that begin with four spaces are verbatim;
+// "* term: " begins a list item. Words in backticks and options (--rank) become bold.
 
-// Where bold begins and ends, in text that is yet to be escaped.
+// Mark the begin and the end of bold text before escaped() replaces them.
 constexpr char kBold = '\1', kRoman = '\2';
 
 std::string escaped(std::string_view text) {
@@ -35,14 +35,14 @@ std::string escaped(std::string_view text) {
 std::string bold(const std::string& text) { return escaped(kBold + text + kRoman); }
 std::string italic(std::string_view text) { return "\\fI" + escaped(text) + "\\fR"; }
 
-/// One line.
+/// Converts one line of text to roff.
 std::string line_of(const std::string& text) {
   static const std::regex kWords("`([^`]*)`|(^|[^[:alnum:]-])(--[[:alnum:]][[:alnum:]-]*)");
   const bool request = text.starts_with('.') || text.starts_with('\'');
   return (request ? "\\&" : "") + escaped(std::regex_replace(text, kWords, "$2\1$1$3\2")) + '\n';
 }
 
-/// `first`: it follows a heading, which makes a paragraph by itself.
+/// Converts a text to roff. If `first`, it follows a heading, which already begins a paragraph.
 std::string paragraphs(const std::string& text, bool first = true) {
   enum class State { kBreak, kText, kTerms, kVerbatim } state = State::kBreak;
   std::string out;
@@ -72,7 +72,7 @@ std::string paragraphs(const std::string& text, bool first = true) {
   return out;
 }
 
-/// PROGRAM in the text stands for the program's name.
+/// Replaces PROGRAM by the program's name and converts the text to roff.
 std::string paragraphs_of(const Program& program, std::string text) {
   c10::ReplaceAll(text, "PROGRAM", program.name);
   return paragraphs(text);
@@ -162,7 +162,7 @@ std::string fields(const std::vector<job::Field>& all) {
 std::string events(const std::vector<job::Event>& all) {
   std::string out;
   for (const job::Event& event : all) {
-    if (event.name == "rank_end") {  // once is enough
+    if (event.name == "rank_end") {  // do not repeat the fields of `end`
       out += item(bold(event.name), line_of(event.when + ", with the fields of `end`"));
       continue;
     }
@@ -172,7 +172,7 @@ std::string events(const std::vector<job::Event>& all) {
   return out;
 }
 
-/// Returns each example below its caption, if it has one.
+/// Returns the section EXAMPLES, each example below its caption; empty if there are none.
 std::string examples(const std::vector<job::Example>& all) {
   if (all.empty()) return {};
   std::string text;

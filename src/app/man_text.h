@@ -2,7 +2,7 @@
 
 namespace distrain::app {
 
-// The common parts of all man pages, in man.cpp's form. PROGRAM stands for the program's name.
+// Common parts of man pages, in the format that man.cpp describes. PROGRAM is the program's name.
 
 /// Ends the DESCRIPTION of the program's page.
 inline constexpr const char* kProgramDescription = R"(
@@ -20,7 +20,7 @@ Options may be written `--option=value` or `--option value`, and with `_` instea
 names. If an option is given twice, the last value counts.
 )";
 
-/// Begins the OUTPUT of the program's page, before its events.
+/// Begins the OUTPUT of the program's page, before the events.
 inline constexpr const char* kOutput = R"(
 Standard output is JSON lines and nothing else: one object per line, from all ranks.
 

@@ -18,14 +18,14 @@ std::string spellings(const Option& option) {
   for (std::string name : {option.name, option.old_name}) {
     if (name == option.old_name && !name.empty()) names += ",--" + name;
     if (name.find('-') == std::string::npos) continue;
-    std::replace(name.begin(), name.end(), '-', '_');  // as the tutorials have it
+    std::replace(name.begin(), name.end(), '-', '_');  // as in PyTorch's tutorials
     names += ",--" + name;
   }
   if (option.short_name) names += std::string(",-") + option.short_name;
   return names;
 }
 
-/// The option that an argument names, without dashes and value: "--batch_size=3" → "batch-size".
+/// Returns the name of the option in `arg`: "--batch_size=3" → "batch-size".
 std::string named_in(const std::string& arg) {
   std::string name = arg.substr(std::min(arg.find_first_not_of('-'), arg.size()));
   name = name.substr(0, name.find('='));
@@ -33,8 +33,8 @@ std::string named_in(const std::string& arg) {
   return name;
 }
 
-/// Returns "; see distrain ps --help" for the command that has `table`, after the jobs that have
-/// the option `name`, if any.
+/// Returns "; see distrain ps --help" for the command that has `table`, preceded by the other jobs
+/// that have the option `name`, if any.
 std::string hint_of(const Program& program, const OptionTable& table, const std::string& name,
                     bool is_predict) {
   std::string owners, call = program.name + " predict";
@@ -64,7 +64,7 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   invalid(fmt::format("unknown option {}{}", option->substr(0, option->find('=')), hint));
 }
 
-/// Returns null if no option is spelled so.
+/// Returns null if no option has this spelling.
 const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
   if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
   const auto it = std::ranges::find_if(table, [&](const Option& option) {
@@ -73,8 +73,8 @@ const Option* find_by_spelling(const OptionTable& table, const std::string& spel
   return it == table.end() ? nullptr : &*it;
 }
 
-/// Refuses what CLI11 would read in another way than the user means: it takes another option as a
-/// value, and the argument behind `--name=`, too.
+/// Throws `invalid` for arguments that CLI11 would misread: it accepts an option as the value of
+/// the option before it, and the argument after `--name=` as its value.
 void check_values(const OptionTable& table, const std::vector<std::string>& args,
                   bool has_operand) {
   for (size_t i = 0; i < args.size(); ++i) {
@@ -114,7 +114,7 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
       });
       continue;
     }
-    // The last one holds, so that a sweep can append to a command line.
+    // The last value counts, so that a script can append options to a command line.
     app.add_option_function<std::string>(
            spellings(option),
            [&parsed, &option](const std::string& value) {
@@ -124,7 +124,7 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
   }
   check_values(table, args, operand != nullptr);
   try {
-    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 takes them reversed
+    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 expects reverse order
   } catch (const CLI::ParseError& e) {
     invalid(e.what());
   }

@@ -20,33 +20,38 @@ using job::ParsedOptions;
 using job::Scope;
 using job::ValueKind;
 
-/// Returns the job's options and those of every job (ranks, network, run) by group, the job's own
-/// first. Sets the job's mistake if two options have the same name or a name is not valid.
+/// Returns the job's own options and those of all jobs (ranks, network, run), sorted by group. Sets
+/// `mistake` of `job` if two options have the same name or a name is not valid.
 OptionTable whole_table(job::JobInfo& job);
 
-/// Throws `invalid` for whatever is wrong with `args` (without program and command name). One
-/// argument that is no option goes to `operand`, unless `operand` is null. The message about an
-/// unknown option names the help and the other jobs of `program`, unless `program` is null.
+/// Parses `args`, the arguments after the names of program and command. Stores one argument that is
+/// not an option in `operand`, unless `operand` is null. Throws `invalid` if `args` are not valid;
+/// unless `program` is null, the message about an unknown option refers to the help or to the jobs
+/// of `program` that have the option.
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
                             std::string* operand = nullptr, const Program* program = nullptr);
 
-/// Returns what help and man page show as the default; empty if there is nothing to show.
+/// Returns the default as help and man page show it; empty if they show none.
 inline std::string default_in_words(const Option& option) {
   if (option.kind == ValueKind::kFlag || option.is_required) return {};
   return option.initial_in_words.empty() ? option.initial : option.initial_in_words;
 }
-/// Takes the options that the user did not give from the checkpoint of `--resume`, if there is one
-/// yet. Returns in words which given ones differ. Throws `bad_data` for one that must not.
+/// Sets the options that the user did not give to their values in the checkpoint of `--resume`, if
+/// that checkpoint exists yet. Returns in words the given options whose values differ from the
+/// checkpoint's. Throws `bad_data` if an option differs that may not change.
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd);
-/// The same for `predict`, of those that the model depends on. Throws `invalid` for others given.
+/// Sets the options that define the model to their values in `saved`. Throws `invalid` if an option
+/// is given that `predict` does not use, and `bad_data` if a given value differs.
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved);
 
-/// The job's token: of --token-file, or else of DISTRAIN_TOKEN, which it takes out of the
-/// environment and warns of; empty if there is none. Throws `auth` for a file that others can read,
-/// `invalid` for one that holds no token.
+/// Returns the job's token from --token-file, otherwise from DISTRAIN_TOKEN with a warning; empty
+/// if neither is set. Removes DISTRAIN_TOKEN from the environment. Throws `auth` if the file
+/// belongs to another user or other users may read or change it, and `invalid` if it holds no valid
+/// token.
 std::string take_token(const ParsedOptions& options, Placement& placement);
 
-/// Checks before any rank starts: options that need others, paths; warns of options without effect.
+/// Checks, before any rank starts, the restart options, required options, options that need other
+/// options, and paths. Warns about options without effect. Throws `invalid` or `bad_data`.
 void check_options(const ParsedOptions& options, Placement& placement);
 
 }  // namespace distrain::app

@@ -19,13 +19,13 @@ using base::invalid;
 constexpr int kMaxWorld = 1024;
 constexpr int kJoiningPort = 29500;
 
-/// A number and where it comes from: "--rank", "OMPI_COMM_WORLD_RANK".
+/// A number and its source: an option ("--rank") or a variable ("OMPI_COMM_WORLD_RANK").
 struct Setting {
   int value = 0;
   std::string source;
 };
 
-/// Of a canonical value; "auto", of a rank, is any.
+/// Converts a canonical value; the rank "auto" becomes kAnyRank.
 int number_of(const std::string& text) { return base::number<int>(text).value_or(rpc::kAnyRank); }
 
 std::optional<std::string> variable(const char* name) {
@@ -33,27 +33,27 @@ std::optional<std::string> variable(const char* name) {
   return value ? std::optional<std::string>(value) : std::nullopt;
 }
 
-/// What a variable that is there says in place of an option.
+/// Parses the environment variable `name`, which must be set, as a value of `option`.
 Setting setting_of(const char* name, const job::Option& option) {
   const std::string where = fmt::format("the environment variable {}", name);
   return {number_of(canonical_value(option, *variable(name), where)), name};
 }
 
-/// A launcher that starts one process a rank and says so in the environment.
+/// An external launcher that starts one process per rank, and the variables that it sets.
 struct ProcessLauncher {
   const char* rank;
   const char* size;
   const char* local_rank;
-  const char* local_size;  // null: it does not say
-  const char* only_with;   // null, or what is set only where the others mean this process
+  const char* local_size;  // null if it sets none
+  const char* only_with;   // null, or a variable without which the others describe another process
 
   bool says(const char* name) const {
     return variable(name) && (!only_with || variable(only_with));
   }
 };
 
-// Inside an allocation mpirun's children see the SLURM_* variables of its own daemons, so Slurm
-// comes last; a batch script has SLURM_PROCID but no SLURM_STEP_ID.
+// Slurm is last because in an allocation mpirun's children inherit the SLURM_* variables of
+// mpirun's daemons. A batch script has SLURM_PROCID but no SLURM_STEP_ID.
 constexpr ProcessLauncher kLaunchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -62,8 +62,8 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
-/// A pod of an Indexed Job of Kubernetes. Other jobs may have an index, too, so it counts only if
-/// an address of rank 0 is given.
+/// A pod of an Indexed Job of Kubernetes. Other programs may set the index, too, so it counts only
+/// if the address of rank 0 is given.
 constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
                                          nullptr, nullptr};
 
@@ -110,7 +110,7 @@ class Placer {
     return Setting{number_of(options_.text(name)), fmt::format("--{}", name)};
   }
 
-  /// As many ranks as the options make.
+  /// Returns the number of ranks that the job's own options imply.
   int own_size() const {
     return static_cast<int>(options_.integer(job_.count_option)) + job_.fixed_ranks;
   }
@@ -122,7 +122,7 @@ class Placer {
         fmt::format("{} {} overrides {}={} of the environment", flag, value, name, *other));
   }
 
-  /// A flag goes before the environment, which is not even required to make sense then.
+  /// Reads `option`, or the variable `name` if the option is not given.
   std::optional<Setting> find(const char* option, const char* name) {
     if (const auto flag = flag_setting(option)) {
       warn_if_other(flag->source, options_.text(option), name);
@@ -132,7 +132,7 @@ class Placer {
     return setting_of(name, *find_option(options_.table(), option));
   }
 
-  /// A size that the environment names counts for a process that is one rank only.
+  /// Ignores a size in the environment if --rank and the job's own options imply another size.
   std::optional<Setting> find_size() {
     const char* name = launcher_ ? launcher_->size : "WORLD_SIZE";
     const std::string own = std::to_string(own_size());
@@ -144,8 +144,9 @@ class Placer {
     return find("world-size", name);
   }
 
-  /// World size and the size option follow from each other. `known`: the default counts, because
-  /// rank 0 is here; otherwise rank 0 will tell.
+  /// Derives the world size from the job's option for the number of ranks, or that option from
+  /// `size`. If `known`, rank 0 runs here, so the option's default counts; otherwise rank 0 sends
+  /// it.
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {
@@ -171,7 +172,6 @@ class Placer {
     }
   }
 
-  /// Rank 0 is elsewhere, or others are: where the options do not say, the environment does.
   void find_address() {
     if (placement_.master_addr_given) {
       warn_if_other("--master-addr", placement_.master_addr, "MASTER_ADDR");
@@ -183,11 +183,11 @@ class Placer {
   }
 
   void find_port() {
-    // A service of Kubernetes that is called "master" sets MASTER_PORT to an address of its own.
+    // A Kubernetes service called "master" sets MASTER_PORT to a URL, which is ignored.
     const std::string in_environment = variable("MASTER_PORT").value_or("");
     const bool is_service = in_environment.find("://") != std::string::npos;
     const auto port = is_service ? flag_setting("master-port") : find("master-port", "MASTER_PORT");
-    // torchrun's agent listens on MASTER_PORT itself then; all ranks compute another one from it.
+    // Here torchrun's agent itself listens on MASTER_PORT, so all ranks derive another port.
     const bool is_agents =
         variable("TORCHELASTIC_USE_AGENT_STORE") == "True" && port && port->source == "MASTER_PORT";
     const std::string id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
@@ -197,7 +197,7 @@ class Placer {
                                           : rpc::port_of_job(id);
   }
 
-  /// All ranks that a launcher has started are one job, if it also says which rank each is.
+  /// Sets the job id and the generation from the launcher's variables.
   void find_job_id() {
     if (!launcher_) return;
     const std::string launcher = launcher_->rank;
@@ -208,13 +208,13 @@ class Placer {
     if (launcher == "RANK") {
       const auto id = variable("TORCHELASTIC_RUN_ID");
       if (id && *id != "none") placement_.job_id = "torchrun " + *id;
-      // Each host's agent counts those that it has begun itself.
+      // The agent of each host counts only its own restarts, so several hosts may disagree.
       const bool is_one_host = variable("LOCAL_WORLD_SIZE") == variable("WORLD_SIZE");
       if (is_one_host) restarts("TORCHELASTIC_RESTART_COUNT");
     } else if (launcher == "OMPI_COMM_WORLD_RANK") {
       if (const auto id = variable("PMIX_NAMESPACE")) placement_.job_id = "mpirun " + *id;
     } else if (launcher == "PMI_RANK") {
-      // Hydra says nothing that tells its jobs apart, but it has one proxy for each on a host.
+      // Hydra sets no job id, but it runs one pmi_proxy per job on each host.
       const auto proxy = placement_.one_host ? base::ancestor("pmi_proxy") : std::nullopt;
       if (proxy) {
         placement_.job_id = fmt::format("hydra {}", *proxy);
@@ -227,8 +227,8 @@ class Placer {
     }
   }
 
-  /// A step is one job if Slurm says which rank a process is; otherwise ranks of one job may be in
-  /// several steps. They may be in several parts of a heterogeneous job, too.
+  /// Sets the job id to the Slurm job's, with the step if `is_step`. If Slurm did not set the rank,
+  /// ranks of one job may be in several steps. Parts of a heterogeneous job have one id.
   void find_slurm_id(bool is_step) {
     auto id = variable("SLURM_HET_JOB_ID");
     if (!id) id = variable("SLURM_JOB_ID");
@@ -236,15 +236,15 @@ class Placer {
     placement_.job_id = "slurm " + *id + (is_step ? '.' + *variable("SLURM_STEP_ID") : "");
   }
 
-  /// How many of its ranks the launcher has started on this host, if it says so.
+  /// Returns the number of ranks that the launcher started on this host; null if it sets none.
   std::optional<int> told_local_ranks() const {
     const char* name = launcher_ ? launcher_->local_size : nullptr;
     const auto count = base::number<int>(name ? variable(name).value_or("") : "");
     return count && *count > 0 ? count : std::nullopt;
   }
 
-  /// Whether all ranks are on this host, if the launcher says so. Throws if others are elsewhere,
-  /// and nothing says where rank 0 is: that would cost the whole join timeout.
+  /// Returns true if the launcher says that all ranks are on this host. Throws `invalid` if some
+  /// are on other hosts and the address of rank 0 is unknown: joining would only end by timeout.
   bool is_one_host() const {
     const auto nodes = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_NUM_NODES") : std::nullopt;
     const auto local = told_local_ranks();
@@ -267,7 +267,7 @@ class Placer {
     const std::optional<Setting> size = find_size();
     settle_size(size, rank.value == 0);
     placement_.check_rank(rank.value, rank.source);
-    // Without a word from anyone all are here, for as long as they have not met.
+    // If the launcher does not say, assume that all ranks are here until they have joined.
     const int all = placement_.world_size != 0 ? placement_.world_size : own_size();
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
@@ -291,7 +291,7 @@ class Placer {
       for (int rank = 0; rank < placement_.world_size; ++rank) placement_.ranks.push_back(rank);
     }
     placement_.local_ranks = static_cast<int>(placement_.ranks.size());
-    // All here: what the environment says of a master is about some other job.
+    // All ranks start here, so MASTER_ADDR and MASTER_PORT belong to another job.
     if (placement_.spawns_all()) return;
     find_address();
     find_port();

@@ -10,29 +10,28 @@
 
 namespace distrain::app {
 
-/// Which ranks run in or under this process, and where rank 0 is.
+/// The ranks that run in this process or under it, and the address of rank 0.
 struct Placement {
   enum class Mode { kLocal, kJoin, kSpawn };
 
   Mode mode = Mode::kSpawn;
-  int rank = -1;           ///< kJoin; rpc::kAnyRank: rank 0 will say which
-  std::vector<int> ranks;  ///< kSpawn: ascending
-  int world_size = 0;      ///< 0: follow rank 0
-  std::string source;      ///< of the rank: a flag or a variable, empty when spawning
+  int rank = -1;           ///< kJoin only; rpc::kAnyRank if rank 0 assigns it
+  std::vector<int> ranks;  ///< kSpawn only; ascending
+  int world_size = 0;      ///< 0 if rank 0 sends it
+  std::string source;      ///< kJoin only; the option or variable that set the rank
   std::string master_addr = "localhost";
   bool master_addr_given = false;
-  int master_port = 0;    ///< 0: any free one
-  int local_ranks = 1;    ///< on this host, as far as one can tell before the ranks have met
-  bool one_host = false;  ///< the launcher that started this rank says that all ranks are here
-  std::string job_id;     ///< what the launcher of the ranks calls the job; empty: nothing
-  std::optional<uint32_t> generation;  ///< how often that launcher has started it again
-  std::string warning;                 ///< for one `warn` line, empty if there is nothing to say
+  int master_port = 0;    ///< 0 for any free port
+  int local_ranks = 1;    ///< ranks on this host; an estimate until all ranks have joined
+  bool one_host = false;  ///< torchrun, mpirun or srun says that all ranks are on this host
+  std::string job_id;     ///< from the external launcher; empty if it sets none
+  std::optional<uint32_t> generation;  ///< how often the external launcher has restarted the job
+  std::string warning;                 ///< text of one `warn` line; empty if there is none
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
-  /// Throws `invalid` naming `where` if the world has no rank `number`, as far as its size is
-  /// known.
+  /// Throws `invalid` naming `where` if the world size is known and has no rank `number`.
   void check_rank(int number, const std::string& where) const;
-  /// Those in or under this process, whatever the mode; kLocal: rank 0.
+  /// Returns the ranks in this process or under it; rank 0 for kLocal.
   std::vector<int> here() const {
     if (mode == Mode::kSpawn) return ranks;
     return {mode == Mode::kLocal ? 0 : rank};
@@ -43,13 +42,15 @@ struct Placement {
   }
 };
 
-/// Found first wins: flag, torchrun's variables, Open MPI's, PMI's, Slurm's inside a step. Throws
-/// `invalid`. Sets the option that the number of ranks depends on when the world's size determines
-/// it. `on_rank_0` is called when rank 0 turns out to run here, before the size is looked at.
+/// Determines the placement from the options or from the environment. The first of these launchers
+/// whose variables are set counts: torchrun, Open MPI, PMI, Slurm inside a step, an Indexed Job of
+/// Kubernetes. If a world size is set, derives the job's option for the number of ranks from it. If
+/// rank 0 runs here, calls `on_rank_0` before it reads the size. Throws `invalid`.
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,
                 const std::function<void()>& on_rank_0);
 
-/// The number of this process among its host's, as its launcher says. Throws `invalid`.
+/// Returns the local rank from the launcher's variable, if set. Throws `invalid` if it is not
+/// valid.
 std::optional<int> local_rank(const job::OptionTable& table);
 
 }  // namespace distrain::app

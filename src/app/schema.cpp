@@ -16,7 +16,7 @@ Json type_of(FieldType type) {
     {"type": "array", "items": {"type": "string"}},
     {"type": ["string", "array"], "items": {"type": "string"}}, {"type": ["number", "string"]},
     {"type": "object"}])");
-  return kTypes.at(static_cast<size_t>(type));  // in the order in which they are declared
+  return kTypes.at(static_cast<size_t>(type));  // kTypes is in the order of the enumerators
 }
 
 void add_fields(Json& object, const std::vector<Field>& fields);
@@ -33,9 +33,9 @@ Json schema_of(const Field& field) {
   return schema;
 }
 
-/// Closed: an object with these fields and no others.
+/// Adds `fields` to the schema of an object and forbids additional properties.
 void add_fields(Json& object, const std::vector<Field>& fields) {
-  object.emplace("properties", Json::object());  // unless there are some
+  object.emplace("properties", Json::object());  // keeps properties that are already present
   object.emplace("required", Json::array());
   for (const Field& field : fields) {
     object["properties"][field.name] = schema_of(field);
@@ -49,10 +49,10 @@ FieldType type_of(const Option& option) {
   const bool is_number = option.kind == ValueKind::kReal || option.kind == ValueKind::kInteger;
   if (is_number && !option.choices.empty()) return kNumberOrText;
   constexpr FieldType kTypes[] = {kFlag, kInteger, kIntegers, kNumber, kText, kText};
-  return kTypes[static_cast<size_t>(option.kind)];  // in the order in which they are declared
+  return kTypes[static_cast<size_t>(option.kind)];  // kTypes is in the order of the enumerators
 }
 
-/// A line of one event. Which commands print it is yet to be said.
+/// Returns the schema of the event's line. The caller sets the values that `cmd` may have.
 Json line_of(const Event& event) {
   Json line{{"title", event.name}, {"description", event.when}, {"type", "object"}};
   add_fields(line, {{"v", FieldType::kInteger, "version of the format"},
@@ -105,13 +105,13 @@ std::string schema(const Program& program, const std::string& only) {
   Json all = Json::array();
   for (const std::string& name : event_names(program)) {
     if (!only.empty() && name != only) continue;
-    nlohmann::ordered_map<Json, Json> lines;  // with the commands that print them
+    nlohmann::ordered_map<Json, Json> lines;  // schema of a line → commands that print it
     const auto add = [&](const std::vector<Event>& events, const Json& cmd) {
       for (const Event& event : events) {
         if (event.name == name) lines[line_of(event)].push_back(cmd);
       }
     };
-    // What goes wrong before a command is known.
+    // If an error occurs before the command is known, `cmd` is null.
     if (name == "error" || name == "end") add(job::common_events(), nullptr);
     for (const JobCommand& command : program.commands) add(events_of(command), command.name);
     for (const auto& [line, cmds] : lines) {

@@ -22,7 +22,7 @@ constexpr size_t kLongest = 4096;
 constexpr char kHowToMake[] =
     "make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`";
 
-/// Without the white space around it, such as the file's last newline.
+/// Strips white space around `text`, such as the last newline. Throws `invalid` if it is too short.
 std::string checked(const std::string& text, const std::string& where) {
   constexpr char kSpace[] = " \t\r\n";
   const size_t begin = text.find_first_not_of(kSpace);
@@ -66,7 +66,7 @@ std::string read_token(const std::string& path) {
 std::string take_token(const ParsedOptions& options, Placement& placement) {
   const char* const variable = std::getenv(kVariable);
   const std::string in_environment = variable ? variable : "";
-  unsetenv(kVariable);  // for what this process starts
+  unsetenv(kVariable);  // child processes must not inherit it
   if (options.given("token-file")) {
     if (options.flag("insecure")) invalid("--token-file excludes --insecure");
     return read_token(options.text("token-file"));

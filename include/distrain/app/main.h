@@ -8,7 +8,7 @@
 
 namespace distrain::app {
 
-/// A subcommand that is a job of ranks. Its table has the options of every job, too.
+/// A subcommand that runs a job. Its table also has the options that all jobs share.
 struct JobCommand : job::JobInfo {
   template <class Options>
   JobCommand(const job::Definition<Options>& definition)  // NOLINT: implicit by design
@@ -20,19 +20,19 @@ struct JobCommand : job::JobInfo {
 
 /// Describes a program as a whole in its help, man page and --version.
 struct About {
-  std::string summary;                 ///< in a line
+  std::string summary;                 ///< one line
   std::string description;             ///< a paragraph
-  std::vector<job::Example> examples;  ///< the help has the first three, the man page all
-  std::string version = {};            ///< the program's own
+  std::vector<job::Example> examples;  ///< help shows the first three, the man page all of them
+  std::string version = {};            ///< of the program, not of distrain
 };
 
-/// The whole of a program whose subcommands are jobs: the command line, the launcher, the ranks.
-/// Does not come back once a job has run. Gives back the exit code. Best called first in main():
-/// where there are threads by then, as torch's are after a parallel operation, each rank is a new
-/// process that goes through main() from the start, which takes longer than a fork.
+/// Runs a program whose subcommands are jobs: parses the command line and runs the launcher or a
+/// rank. Ends the process with the exit code; returns only if stdout is closed. Call it first in
+/// main(): if the process already has threads, such as LibTorch's after a parallel operation, each
+/// rank is a new process that runs main() from its start, which takes longer than a fork.
 ///
-/// The program has the name that it was called by, and besides the jobs the subcommands help, man,
-/// completion and schema. With one job, whose name can be left out, it is that job.
+/// The program's name is the file name of argv[0]. Besides the jobs it has the subcommands help,
+/// man, completion and schema. If there is only one job, its name can be left out.
 int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about = {});
 
 }  // namespace distrain::app

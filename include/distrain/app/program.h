@@ -11,77 +11,75 @@
 
 namespace distrain::app {
 
-/// What a program's own texts are made of.
+/// A program's name, jobs and description.
 struct Program {
   std::string name;
   const std::vector<JobCommand>& commands;
   About about;
 
-  /// Null if there is no such job.
+  /// Returns null if there is no such job.
   const JobCommand* find(const std::string& job) const;
   bool has_one_job() const { return commands.size() == 1; }
-  /// Returns how a user calls the job: the job of a program with one job is the program.
+  /// Returns the words that call the job: the program's name alone if it has only one job.
   std::string call_of(const JobCommand& command) const {
     return has_one_job() ? name : name + ' ' + command.name;
   }
 };
 
-/// A subcommand that is no job: it prints a text about the program, or it is `predict`.
+/// A subcommand that is not a job: it prints a text about the program, or it is `predict`.
 struct TextCommand {
   std::string name;
   std::string summary;
-  std::string argument;  ///< SHELL, …
+  std::string argument;  ///< its name in help, such as SHELL
   std::vector<std::string> choices;
   bool needs_argument = false;
-  /// Called with an empty argument if none is given. Empty for `predict`.
+  /// Returns the text; `argument` is empty if none is given. Not set for `predict`.
   std::function<std::string(const Program&, const std::string& argument)> text = {};
-  std::string description = {};   ///< in place of the choices
-  job::OptionTable options = {};  ///< those of `predict`
+  std::string description = {};   ///< shown in help instead of the choices
+  job::OptionTable options = {};  ///< of `predict`; empty for other commands
 };
-/// Returns help, man, completion and schema, and predict if a job has it.
+/// Returns help, man, completion and schema, after predict if a job supports it.
 std::vector<TextCommand> text_commands(const Program& program);
-/// The name of each subcommand and what it does in a line, jobs first.
+/// Returns the name and the summary of each subcommand, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
 
 /// Returns the text of --version: the program's own version, then the versions of distrain and
 /// LibTorch.
 std::string version_text(const Program& program);
 
-/// What --help prints: of the program, of a job (usage, description, options by group with their
-/// defaults, examples), of another command. A program with one job has that job's help.
+/// Return the text of --help for the program, a job or another command. The help of a program with
+/// one job is that job's help.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
 
-/// The man page of the program, or of a command, as roff. The page of a program with one job is
-/// that job's page, too.
+/// Return the man page of the program, a job or another command as roff. The page of a program with
+/// one job also describes that job.
 std::string man_page(const Program& program);
 std::string man_page(const Program& program, const JobCommand& command);
 std::string man_page(const Program& program, const TextCommand& command);
 
-/// A completion script for bash, zsh or fish.
 std::string completion(const Program& program, const std::string& shell);
 
-/// All that a job prints, `config` of its `start` lines filled in.
+/// Returns all events of the job. `config` of the `start` event has a field for each option.
 std::vector<job::Event> events_of(const JobCommand& command);
-/// The names of all jobs' events.
 std::vector<std::string> event_names(const Program& program);
-/// The JSON Schema of the program's JSON lines, or of those of one event.
+/// Returns the JSON Schema of the program's lines, or of the lines of `event` unless it is empty.
 std::string schema(const Program& program, const std::string& event);
 
-/// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code. Messages
-/// about options refer to `program`, unless it is null.
+/// Parses `args` and runs the ranks that belong in this process or under it. Returns the exit code.
+/// Messages about options refer to `program`, unless it is null.
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started, const Program* program = nullptr);
-/// The command `predict`: CHECKPOINT [FILE] [OPTION]..., of whichever of the jobs saved it.
+/// Runs `predict` with the job that saved the checkpoint. Returns the exit code.
 int run_predict_command(const Program& program, const std::vector<std::string>& args,
                         base::TimePoint started);
 
-/// Reports a failure before any rank ran: one line on stderr, and `error` and `end` on stdout
-/// unless stdout is for people: a terminal, or with --pretty in `args`. Returns the exit code.
+/// Reports a failure before any rank ran: prints one line on stderr, and `error` and `end` lines on
+/// stdout unless it is a terminal or `args` has --pretty. Returns the exit code.
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
                    const std::vector<std::string>& args);
-/// Text that goes to stdout instead of JSON lines. Gives back the exit code.
+/// Prints `text` on stdout. Returns the exit code.
 int print_text(const std::string& text);
 
 }  // namespace distrain::app
