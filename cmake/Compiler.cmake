@@ -1,21 +1,21 @@
-# Flags of our own code: warnings, hardening, sanitizer, linker and compiler cache.
-option(DISTRAIN_WERROR "Warnings are errors" ON)  # OFF for a compiler that we do not know
+# Flags for our own code: warnings, hardening, sanitizer, linker and compiler cache.
+option(DISTRAIN_WERROR "Warnings are errors" ON)  # OFF for compilers that we do not test
 add_library(distrain_flags INTERFACE)
 target_compile_options(
   distrain_flags
   INTERFACE -Wall -Wextra $<$<BOOL:${DISTRAIN_WERROR}>:-Werror> -Wno-psabi -Wnon-virtual-dtor
             -Woverloaded-virtual -Wno-missing-field-initializers)
 
-# Always: LibTorch is built with it, and the layout of at::RecordFunction depends on it.
+# In every preset, because LibTorch is built with NDEBUG and the layout of at::RecordFunction depends on it.
 add_compile_definitions(NDEBUG)
 
-# With the precompiled header in memory GCC would look through half a gigabyte for garbage, again and
-# again: a tenth of the compile time, for a tenth of the memory.
+# With the precompiled header in memory GCC would garbage-collect half a gigabyte again and again. A larger
+# minimum heap saves a tenth of the compile time and costs a tenth more memory.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-heapsize=1500000>)
 endif()
 
-# One code model for libraries and programs alike, because they share a precompiled header.
+# Libraries and programs use one code model, because they share a precompiled header.
 add_compile_options(-fPIC -fno-semantic-interposition)
 add_link_options($<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:-pie>)
 
@@ -23,13 +23,13 @@ if(DISTRAIN_SANITIZER)
   add_compile_definitions(DISTRAIN_SANITIZED)
 endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # GCC's flow warnings are wrong about LibTorch's inline functions below -O2 and with a sanitizer.
+  # Below -O2 or with a sanitizer this warning has false positives in LibTorch's inline functions.
   add_compile_options(-Wno-maybe-uninitialized)
 endif()
 if(DISTRAIN_SANITIZER STREQUAL "asan")
-  # vptr wants type information that LibTorch hides. The others are of each pointer that its inline
-  # functions use: a third of the compile time, for what crashes or is asan's anyway. Layers without
-  # torch, which take bytes apart, have them (distrain_strict_flags).
+  # vptr needs type information that LibTorch hides. The checks in `strict` instrument each pointer in
+  # LibTorch's inline functions: they cost a third of the compile time and find errors that crash or that
+  # asan finds anyway. Layers without torch, which parse bytes, use them (distrain_strict_flags).
   set(strict null,alignment,object-size)
   add_compile_options(-fsanitize=address,undefined -fno-sanitize=vptr,${strict})
   add_link_options(-fsanitize=address,undefined)
@@ -37,7 +37,7 @@ elseif(DISTRAIN_SANITIZER STREQUAL "tsan")
   add_compile_options(-fsanitize=thread)
   add_link_options(-fsanitize=thread)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # It warns about atomic_thread_fence in headers that are not ours; tsan itself copes.
+    # GCC warns that tsan does not support atomic_thread_fence, which LibTorch's headers use.
     add_compile_options(-Wno-tsan)
   endif()
 elseif(DISTRAIN_SANITIZER STREQUAL "")
@@ -48,9 +48,9 @@ else()
   message(FATAL_ERROR "DISTRAIN_SANITIZER is '${DISTRAIN_SANITIZER}': use asan, tsan or nothing")
 endif()
 
-# Flags of the layers without torch, which do not share the precompiled header: they copy and parse bytes, so
-# -O2 pays there. The release preset compiles the layers with torch by -O1, in three quarters of the time:
-# paired benchmarks of small calls, allreduce and the jobs show no difference, because LibTorch does the
+# Flags for the layers without torch, which do not share the precompiled header. They copy and parse bytes, so
+# they use -O2. The release preset compiles the layers with torch with -O1, which takes three quarters of the
+# time. Paired benchmarks of small calls, allreduce and the jobs show no difference, because LibTorch does the
 # arithmetic.
 add_library(distrain_strict_flags INTERFACE)
 target_link_libraries(distrain_strict_flags INTERFACE distrain_flags)
@@ -68,7 +68,7 @@ if(DISTRAIN_LINKER)
   add_link_options(-fuse-ld=${linker})
 endif()
 
-# ccache sees through a precompiled header only with these allowances and -fpch-preprocess.
+# ccache supports a precompiled header only with this sloppiness and with -fpch-preprocess.
 find_program(DISTRAIN_CCACHE ccache)
 if(DISTRAIN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER

@@ -1,11 +1,11 @@
-# libdistrain_cuda.so: all that CUDA needs beyond c10's interfaces, loaded when a device is asked for.
-# It has no kernels, so the C++ compiler does, with the headers of the Toolkit and of NCCL alone.
-# Nothing of NVIDIA's is linked: which libraries these functions come from is settled at run time,
-# by the LibTorch at hand, or two versions of one library could end up in a process.
+# libdistrain_cuda.so: the CUDA code that c10's interfaces do not cover, loaded when a job uses a GPU. It has
+# no kernels, so a C++ compiler with the headers of the Toolkit and of NCCL suffices. It links no NVIDIA
+# library: at run time the functions come from the libraries that LibTorch loads, because otherwise a process
+# could load two versions of one library.
 set(DISTRAIN_CUDA AUTO CACHE STRING "Build libdistrain_cuda.so: AUTO (where the Toolkit is), ON, OFF")
 set_property(CACHE DISTRAIN_CUDA PROPERTY STRINGS AUTO ON OFF)
 
-# Sets `result` to the major version of CUDA that LibTorch was built for; to nothing if it does not say.
+# Sets `result` to the major version of CUDA that LibTorch was built for; empty if it is unknown.
 function(distrain_torch_cuda_version result)
   file(GLOB runtime ${torch_root}/../nvidia/*/lib/libcudart.so.* ${torch_root}/lib/libcudart*.so.*)
   set(told "")
@@ -21,8 +21,8 @@ function(distrain_torch_cuda_version result)
   endif()
 endfunction()
 
-# Sets DISTRAIN_CUDA_RUNTIME_INCLUDE and DISTRAIN_NCCL_INCLUDE, or `result` to what is missing. Takes a
-# Toolkit of the major version that LibTorch was built for, and names each other one that it skips.
+# Sets DISTRAIN_CUDA_RUNTIME_INCLUDE and DISTRAIN_NCCL_INCLUDE; sets `result` to the missing part, if any. Takes
+# a Toolkit of the major version that LibTorch was built for and prints each Toolkit that it skips.
 function(distrain_find_cuda result)
   distrain_torch_cuda_version(wanted)
   file(GLOB torch_includes ${torch_root}/../nvidia/*/include)

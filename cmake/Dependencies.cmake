@@ -1,4 +1,4 @@
-# Third-party libraries. Everything of Debian's comes by its package; LibTorch by ./run or LIBTORCH=<dir>.
+# Third-party libraries. They come from Debian packages, but LibTorch from ./run or LIBTORCH=<dir>.
 find_package(Threads REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
@@ -13,7 +13,7 @@ endif()
 find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
 add_library(distrain_fmt STATIC ${PROJECT_SOURCE_DIR}/cmake/fmt.cpp)
 
-# xxHash, static: one function of it is used.
+# xxHash is linked statically, because only one of its functions is used.
 find_path(DISTRAIN_XXHASH_INCLUDE xxhash.h REQUIRED)
 find_library(DISTRAIN_XXHASH_LIBRARY NAMES libxxhash.a REQUIRED)
 add_library(distrain_xxhash STATIC IMPORTED)
@@ -22,7 +22,7 @@ target_include_directories(distrain_xxhash SYSTEM INTERFACE ${DISTRAIN_XXHASH_IN
 
 include(Uv)
 
-# What the command line is made with.
+# The libraries that parse the command line and print JSON.
 add_library(distrain_cli INTERFACE)
 target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json)
 
@@ -38,7 +38,7 @@ if(lacking)
 endif()
 distrain_import_torch()
 
-# The definitions under which LibTorch's own RPC classes appear in its headers: oracle tests, benches.
+# Definitions that make LibTorch's headers declare its own RPC classes, for oracle tests and benchmarks.
 add_library(distrain_torch_rpc INTERFACE)
 target_compile_definitions(distrain_torch_rpc INTERFACE USE_DISTRIBUTED USE_C10D_GLOO USE_RPC
                                                         USE_TENSORPIPE)

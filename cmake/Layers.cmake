@@ -1,7 +1,7 @@
 # One target per layer, the shared precompiled header, and the "every header compiles alone" check.
 set(DISTRAIN_TORCH_FREE_LAYERS base wire net)
 
-# The headers nearly every torch unit needs, compiled once; all torch layers and their tests reuse it.
+# The precompiled header of all layers that use torch, and of their tests.
 add_library(distrain_torch_pch OBJECT ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
 target_link_libraries(distrain_torch_pch PRIVATE distrain_torch distrain_flags Threads::Threads)
 target_precompile_headers(distrain_torch_pch PRIVATE ${PROJECT_SOURCE_DIR}/cmake/torch_pch.h)
@@ -15,9 +15,9 @@ function(distrain_use_torch_pch target)
 endfunction()
 
 # distrain_layer(<name> [TORCH] [UNITS <folder>[+<folder>...]...] [DEPS <layer or target>...] [PRIVATE <target>...])
-# Sources are src/<name>/*.cpp; UNITS adds those of the layer's folders and names the folders, <name> for
-# the layer's own files, that a unity build compiles together. Each unit with torch takes three seconds for
-# templates of the precompiled header alone. A layer without sources is an interface target.
+# Sources are src/<name>/*.cpp. With UNITS, src/<name>/*/*.cpp are sources, too, and each unit names the folders
+# (<name> for src/<name> itself) that a unity build compiles together: every unit with torch spends three
+# seconds on templates of the precompiled header. A layer without sources is an interface target.
 function(distrain_layer name)
   cmake_parse_arguments(arg "TORCH" "" "UNITS;DEPS;PRIVATE" ${ARGN})
   set(target distrain_${name})
@@ -64,11 +64,12 @@ function(distrain_layer name)
   set_property(GLOBAL APPEND PROPERTY DISTRAIN_LAYERS ${name})
 endfunction()
 
-# What of torch takes long to compile, the longest first. A public header that reaches one of these finds
-# it precompiled when it is compiled alone, and nothing that it does not include.
+# Headers of torch that compile slowly, the slowest first. The check of a public header precompiles the first of
+# these that the header includes, and nothing that it does not include.
 set(DISTRAIN_COSTLY_HEADERS torch/csrc/distributed/c10d/Backend.hpp torch/nn/module.h ATen/core/Tensor.h)
 
-# distrain_costly_header(<header> <variable>): which of them it includes, directly or by our own headers.
+# distrain_costly_header(<header> <variable>): sets the variable to the slowest of these headers that <header>
+# includes, directly or through our own headers; empty if there is none.
 function(distrain_costly_header header result)
   set(open ${header})
   set(seen ${header})
@@ -95,7 +96,7 @@ function(distrain_costly_header header result)
   endforeach()
 endfunction()
 
-# Target `headers`: each public header as the whole of a translation unit.
+# Adds the target `headers`, which compiles each public header as a translation unit of its own.
 function(distrain_headers_target)
   add_custom_target(headers)
   foreach(costly IN LISTS DISTRAIN_COSTLY_HEADERS)

@@ -1,7 +1,7 @@
-# LibTorch in the folder `torch_root`, for the build and for the installed package: imported targets of
-# our own for torch_cpu and c10, because find_package(Torch) drags in CUDA.
+# Imports LibTorch from the folder `torch_root`, for the build and for the installed package. The targets for
+# torch_cpu and c10 are our own, because find_package(Torch) requires CUDA.
 
-# Sets `lacking` to what is wrong with that LibTorch, empty if nothing is, and `torch_version`.
+# Sets `lacking` to the problem with this LibTorch, empty if there is none, and sets `torch_version`.
 function(distrain_check_torch lacking)
   set(${lacking} "" PARENT_SCOPE)
   set(torch_version "" PARENT_SCOPE)
@@ -31,7 +31,7 @@ function(distrain_import_torch)
   target_include_directories(
     distrain_torch SYSTEM INTERFACE ${torch_root}/include
                                     ${torch_root}/include/torch/csrc/api/include)
-  # libtorch_cpu finds libcudart and libcupti beside itself; the linker is told where.
+  # libtorch_cpu finds libcudart and libcupti by its RPATH; the linker needs their folders.
   file(GLOB torch_needed_dirs ${torch_root}/../nvidia/cu*/lib)
   foreach(dir IN LISTS torch_needed_dirs)
     target_link_options(distrain_torch INTERFACE -Wl,-rpath-link,${dir})

@@ -1,14 +1,14 @@
-# libuv, static and hidden: libtorch_cpu.so exports a libuv of its own. The whole archive goes in, so
-# that ours is taken whatever the order of the link line, and --exclude-libs keeps torch from
-# binding to it. Only our uv is named there: hiding the inline functions and variables that we share
-# with torch would give us second copies of them.
+# libuv is linked statically and hidden, because libtorch_cpu.so exports a libuv of its own. Linking the whole
+# archive makes our code use our libuv in any link order, and --exclude-libs keeps torch from binding to it.
+# --exclude-libs names only our libuv: hiding the inline functions and variables that we share with torch would
+# duplicate them.
 find_path(DISTRAIN_UV_INCLUDE uv.h REQUIRED)
 find_library(DISTRAIN_UV_LIBRARY NAMES libuv_a.a libuv.a REQUIRED)
 cmake_path(GET DISTRAIN_UV_LIBRARY FILENAME uv_file)
 set(uv_archive ${DISTRAIN_UV_LIBRARY})
 set(uv_data ${PROJECT_SOURCE_DIR}/src/net/uv_data.cpp)
 
-# Whether all of `archive`, with uv_data.cpp, links into a shared library.
+# Sets `result` to whether the whole `archive` links into a shared library, together with uv_data.cpp.
 function(distrain_try_shared result archive)
   get_property(link_options DIRECTORY PROPERTY LINK_OPTIONS)
   list(FILTER link_options INCLUDE REGEX "^-fuse-ld=")
@@ -20,8 +20,8 @@ function(distrain_try_shared result archive)
   set(${result}_error "${line}" PARENT_SCOPE)
 endfunction()
 
-# Debian's libuv_a.a is compiled for programs: it expects the C library's variables at a fixed
-# distance, which no shared library can promise. A copy of it gets src/net's variables instead.
+# Debian's libuv_a.a is compiled for programs: its relocations of the C library's variables do not work in a
+# shared library. A copy of the archive refers to variables of src/net instead.
 distrain_try_shared(DISTRAIN_UV_IS_PIC ${uv_archive})
 if(NOT DISTRAIN_UV_IS_PIC)
   set(uv_archive ${PROJECT_BINARY_DIR}/uv/${uv_file})
@@ -46,6 +46,6 @@ target_link_libraries(
   distrain_uv INTERFACE $<LINK_LIBRARY:WHOLE_ARCHIVE,distrain_uv_archive> Threads::Threads dl rt)
 target_link_options(distrain_uv INTERFACE -Wl,--exclude-libs,${uv_file})
 if(NOT DISTRAIN_UV_IS_PIC)
-  # Archives are searched in turn, and that of `net` comes before libuv's.
+  # The linker searches the archive of `net` before libuv's, so it must know of this symbol from the start.
   target_link_options(distrain_uv INTERFACE -Wl,-u,distrain_uv_environ)
 endif()

@@ -5,7 +5,7 @@
 FMT_BEGIN_NAMESPACE
 namespace detail {
 
-// The templates that fmt's headers declare and do not define.
+// Templates that fmt's headers declare but do not define.
 template FMT_API auto thousands_sep_impl(locale_ref) -> thousands_sep_result<char>;
 template FMT_API auto decimal_point_impl(locale_ref) -> char;
 template FMT_API auto dragonbox::to_decimal(float) noexcept -> dragonbox::decimal_fp<float>;

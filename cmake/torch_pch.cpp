@@ -1,1 +1,1 @@
-// Nothing but the precompiled header.
+// Empty: the target only builds the precompiled header.

