@@ -1,12 +1,12 @@
-# What the scripts of tests/cli and tests/fault share. Source it: it takes the binary from $1, makes
-# $tmp, and removes it and every process of the test at the end.
+# Common functions of test scripts. A script sources this file, which takes the binary from $1, creates $tmp,
+# and at the end removes $tmp and kills every process of the test.
 set -u
 ulimit -c 0 # writing a core would keep a dead rank's connections open
 distrain=$(realpath "$1")
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 # shellcheck disable=SC2034  # for the scripts
 root=$(realpath "$here/../..")
-limit=${DISTRAIN_TEST_LIMIT:-40} # seconds for one command, and to wait for anything
+limit=${DISTRAIN_TEST_LIMIT:-40} # seconds for one command or one wait
 failures=0
 code=0
 tmp=$(mktemp -d)
@@ -18,7 +18,8 @@ unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE PMI_RANK PMI_SIZE
   TORCHELASTIC_RESTART_COUNT PMIX_NAMESPACE SLURM_JOB_ID SLURM_HET_JOB_ID SLURM_RESTART_COUNT \
   SLURM_STEP_NUM_NODES MPI_LOCALNRANKS OMPI_COMM_WORLD_LOCAL_SIZE JOB_COMPLETION_INDEX
 
-# Pids of living processes of this test with a name of `programs`; a zombie has no environment any more.
+# Prints the pids of this test's processes whose names are in `programs`, without zombies, which have no
+# environment.
 programs=distrain
 processes() {
   local dir
@@ -36,11 +37,11 @@ cleanup() {
 }
 trap cleanup EXIT
 
-# Under a sanitizer, where processes take long to start: time for the same code again is better saved.
+# Returns whether the binary has a sanitizer. Its processes start slowly, so scripts skip repetitions.
 sanitized() { [[ -n ${DISTRAIN_TEST_LIMIT:-} ]]; }
-# few <word>...: the first one under a sanitizer, otherwise all.
+# few <word>...: prints the first word under a sanitizer, otherwise all words.
 few() { if sanitized; then echo "$1"; else echo "$@"; fi; }
-# every <n> <word>...: all of them in the soak run, otherwise the first n.
+# every <n> <word>...: prints all words in a soak run, otherwise the first n.
 every() { if [[ ${DISTRAIN_SOAK:-} ]]; then echo "${@:2}"; else echo "${@:2:$1}"; fi; }
 
 fail() {
@@ -48,14 +49,14 @@ fail() {
   failures=$((failures + 1))
 }
 
-# Runs distrain; $code, $tmp/out and $tmp/err have what came of it.
+# run <argument>...: runs distrain and sets $code, $tmp/out and $tmp/err.
 run() {
   timeout -k 2 "$limit" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
   code=$?
   keep_lines "$tmp/out"
 }
 
-# keep_lines <file>: for the check of all lines at the end, as the file may be written anew by then.
+# keep_lines <file>: copies the JSON lines for check_lines, because the file may be overwritten later.
 keep_lines() {
   local stamp
   stamp=$(stat -c '%n %s %y' "$1")
@@ -63,8 +64,7 @@ keep_lines() {
   kept=$stamp
 }
 
-# All lines of jobs that the test has seen, and those in files that it leaves, are as `distrain schema`
-# says: no unknown event or field, none left out.
+# Checks all JSON lines of the test's jobs against `distrain schema`: no unknown event or field, no field missing.
 check_lines() {
   local files
   mapfile -d '' -t files < <(grep -rlaZ '^{"v":' "$tmp")
@@ -75,14 +75,14 @@ check_lines() {
 $(cat "$tmp/.checked")"
 }
 
-# expect <code> <name>: what the last command exited with.
+# expect <code> <name>: checks the exit code of the last command.
 expect() {
   [[ $code == "$1" ]] && return
   fail "$2: exit code $code, not $1"
   tail -n 3 "$tmp/out" "$tmp/err" | cut -c1-400
 }
 
-# expect_log <name> [file]: JSON lines, each with the common fields, and one `end`, the last.
+# expect_log <name> [file]: checks that all lines have the common fields and that only the last line is an `end`.
 expect_log() {
   local log=${2:-$tmp/out} problem
   keep_lines "$log"
@@ -97,7 +97,7 @@ expect_log() {
   tail -n 3 "$log" | cut -c1-300
 }
 
-# expect_jq <filter> <name> [file]: holds for the whole log as an array.
+# expect_jq <filter> <name> [file]: checks that the filter is true for the array of all lines.
 expect_jq() {
   keep_lines "${3:-$tmp/out}"
   jq -es "$1" "${3:-$tmp/out}" >/dev/null 2>&1 && return
@@ -105,7 +105,7 @@ expect_jq() {
   tail -n 2 "${3:-$tmp/out}" | cut -c1-500
 }
 
-# expect_error <code> <kind> <words> <name>: a failure before any rank: error, end, a line on stderr.
+# expect_error <code> <kind> <words> <name>: checks a failure before any rank: `error`, `end`, a line on stderr.
 expect_error() {
   expect "$1" "$4"
   jq -es --argjson code "$1" --arg kind "$2" --arg words "$3" 'map(.event) == ["error", "end"]
@@ -127,7 +127,7 @@ expect_no_process() {
   fail "$1: processes are left: $(processes | tr '\n' ' ')"
 }
 
-# wait_for <seconds> <command>...: true as soon as the command is.
+# wait_for <seconds> <command>...: waits until the command succeeds; returns 1 if it does not in time.
 wait_for() {
   local i limit_s=$1
   shift
@@ -138,27 +138,26 @@ wait_for() {
   return 1
 }
 
-# in_time <seconds> <command>...: runs the command, which leaves in $took how many seconds something took, up to
-# three times, until that was short enough. A machine that is too busy at one moment is not at all three.
+# in_time <seconds> <command>...: runs the command, which sets $took to a number of seconds, up to three times until
+# $took is at most <seconds>: a machine is rarely too busy three times in a row.
 in_time() {
   local goal=$1 tries=0
   shift
   for (( ; ++tries <= 3; )); do
     took=
     "$@"
-    [[ -n $took ]] || return # it has failed otherwise, and said how
+    [[ -n $took ]] || return # the command failed and has reported why
     jq -ne "$took <= $goal" >/dev/null && return
   done
   fail "$*: ends after $took s, not within $goal s, at the third try too"
 }
 
-# wait_for_lines <n> <event> <file>: until n such lines are there.
+# wait_for_lines <n> <event> <file>: waits until the file has n lines of the event.
 has_lines() { [[ $(grep -cF "\"event\":\"$2\"" "$3" 2>/dev/null) -ge $1 ]]; }
 wait_for_lines() { wait_for "$limit" has_lines "$@" || fail "no $1 lines of $2 after $limit s"; }
 
-# on_terminal <command of a shell>: into $tmp/tty what a terminal shows of it. script(1), which makes
-# the terminal, may leave before the last words have come: so the shell stays until a word behind them
-# has.
+# on_terminal <shell command>: runs the command on a terminal and writes its output to $tmp/tty. script(1) may exit
+# before it has read all output, so the shell waits until script(1) has read a mark at the end.
 on_terminal() {
   local last=END-OF-$RANDOM
   : >"$tmp/script"
@@ -169,9 +168,9 @@ on_terminal() {
   tr -d '\r' <"$tmp/script" | sed "s/$last\$//; \${/^\$/d}" >"$tmp/tty"
 }
 
-# Of a job whose lines go to $tmp/out: the process of a rank, as it was started last.
+# pid_of <rank>: prints the pid of the rank's last process in $tmp/out.
 pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
-# The end of such a job, which is process $launcher.
+# Waits for $launcher, whose output is $tmp/out, and sets $code.
 await_end() {
   wait "${launcher:?}"
   code=$?
@@ -180,7 +179,7 @@ await_end() {
 
 make_token() { (umask 077 && head -c 32 /dev/urandom | base64 >"$1"); }
 
-# joined <name> <command that starts rank $r>: four ranks, which all end well.
+# joined <name> <command>...: runs `<command> <rank>` for four ranks and checks that all succeed.
 joined() {
   local name=$1 r pids=() i
   shift
@@ -200,7 +199,7 @@ joined() {
   done
 }
 
-# A port that nobody has: below those which the kernel gives out by itself, to another test perhaps,
+# Prints a free port below the kernel's ephemeral ports, so that the kernel does not assign it to another test
 # before the job binds it.
 free_port() {
   python3 - <<'END'
@@ -211,7 +210,7 @@ try:
 except OSError:
     end = 32768
 begin = max(1024, end - 16384)
-if end - begin < 1000:  # next to none: those of the kernel, then
+if end - begin < 1000:  # too few: use the ephemeral ports
     begin, end = 32768, 60999
 while True:
     with socket.socket() as s:
@@ -225,8 +224,8 @@ while True:
 END
 }
 
-# make_images <folder> <training images> <test images> [pixels a side] [bars]: MNIST's files, with classes
-# that a net can tell apart: by how bright they are, or at once, by where a bar is.
+# make_images <folder> <training images> <test images> [pixels a side] [bars]: writes random images in MNIST's format.
+# The brightness of an image gives its class; with `bars`, the position of a bar, which a model learns faster.
 make_images() {
   mkdir -p "$1"
   python3 - "$1" "$2" "$3" "${4:-28}" "${5:-}" <<'END'
@@ -249,7 +248,7 @@ for name, count in (("train", int(sys.argv[2])), ("t10k", int(sys.argv[3]))):
 END
 }
 
-# make_text <lines>: words that follow each other by a rule.
+# make_text <lines>: prints a text in which each word determines the next.
 make_text() {
   awk -v lines="$1" 'BEGIN {
     for (i = 0; i < lines; ++i) {
@@ -260,7 +259,7 @@ make_text() {
   }'
 }
 
-# install_build: the build that $distrain is of, into $prefix.
+# Installs the build that $distrain belongs to into $prefix.
 install_build() {
   prefix=$tmp/prefix
   cmake --install "$(dirname "$distrain")/.." --prefix "$prefix" >"$tmp/log" 2>&1 && return
@@ -268,7 +267,7 @@ install_build() {
   return 1
 }
 
-# configure <folder> <option>...: the project in it, somebody else's, against what is installed.
+# configure <folder> <option>...: configures the CMake project in the folder with the installed distrain.
 configure() { cmake -S "$1" -B "$tmp/build" -DCMAKE_PREFIX_PATH="$prefix" "${@:2}" >"$tmp/log" 2>&1; }
 build_outside() { # build_outside <folder> <option>...
   configure "$@" && cmake --build "$tmp/build" >"$tmp/log" 2>&1 && return
