@@ -1,7 +1,7 @@
-# The tests of layers, of jobs whose ranks are threads of one process, on the simulated network and accelerator,
-# and the fuzz targets: no program is started.
+# Tests that start no program: tests of layers, of jobs whose ranks are threads of one process on the simulated
+# network and accelerator, and fuzz targets.
 
-# It is operator new for all of its program: GCC must not see that where others call it.
+# This file replaces operator new for its whole program. GCC must not inline it into other files.
 set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/unit/wire/counting_new.cpp
                             PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 
@@ -31,13 +31,13 @@ if(DISTRAIN_SANITIZER STREQUAL "tsan")
   return()  # the rest has one thread
 endif()
 
-# With the objects of the agent; its ranks and the network between them are simulated.
+# Uses the real agent on simulated ranks and a simulated network.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/simulation/*.cpp)
 distrain_catch_tests(simulation LABELS simulation FILES ${files} LINK distrain::rpc)
 target_include_directories(simulation PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
 
-# Fuzz targets (fuzz/README.md): a program each for those with torch and without, with its own random
-# mutations or, in the `fuzz` preset, with libFuzzer. A test is one target.
+# Fuzz targets (fuzz/README.md): one program for the targets with torch and one for the others. They make their
+# own random mutations, or use libFuzzer in the `fuzz` preset. Each target is a test.
 option(DISTRAIN_LIBFUZZER "Build tests/fuzz with libFuzzer (clang)" OFF)
 add_custom_target(fuzz_programs)
 
@@ -55,7 +55,7 @@ function(distrain_fuzz_program program folder)
   else()
     target_sources(${program} PRIVATE support/fuzz_main.cpp)
   endif()
-  # It is malloc for all of its program.
+  # This file replaces malloc for its whole program.
   set_source_files_properties(support/heap_use.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
                                                               SKIP_PRECOMPILE_HEADERS ON)
   foreach(target IN LISTS arg_TARGETS)

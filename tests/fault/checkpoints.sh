@@ -1,16 +1,17 @@
 #!/bin/bash
 # ctest: timeout=240
-# A folder of checkpoints that others get at: a job that takes it over, links.
+# A folder of checkpoints that other programs change: another job takes it over, or somebody plants links.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
 make_images "$tmp/data" 64 8
 job=(ps --mode sync --data "$tmp/data" --batch-size 4)
 
-# All that is in a folder of checkpoints: names, sizes, times.
+# listing <folder>: prints names, types, sizes, times and link targets of all files in the folder.
 listing() { find "$1" -printf '%P %y %s %T@ %l\n' | sort; }
 
-# As on a file system that has no locks: without_locks <command>...; 77: that cannot be had here.
+# "${without_locks[@]}" <command>...: runs the command with a flock() that always fails, as on a file system
+# without locks; exits with 77 if seccomp is not available.
 without_locks=(python3 "$tmp/without_locks.py")
 cat >"$tmp/without_locks.py" <<'END'
 import ctypes, errno, os, platform, struct, sys
@@ -31,7 +32,7 @@ if prctl(38, 1, 0, 0, 0) != 0 or prctl(22, 2, ctypes.byref(program), 0, 0) != 0:
 os.execv(sys.argv[1], sys.argv[1:])
 END
 
-# start <args>...: a job that would run for long; waits until it has saved, by SIGUSR1.
+# start <args>...: starts an endless job and waits until SIGUSR1 has made it save.
 start() {
   : >"$tmp/first"
   "${without_locks[@]}" "$distrain" "${job[@]}" --steps 1000000 --checkpoint "$tmp/saves" --checkpoint-every 1000000 \
@@ -56,7 +57,7 @@ if ((code == 77)); then
   echo "no seccomp here: a file system without locks is not tried"
 else
   for where in $(few --local --trainers=2); do
-    # Its machine stands still and is taken for dead; the job is taken up again elsewhere.
+    # The first job is stopped, as if its machine were dead, and another process resumes the job.
     name="a job that goes on after another has taken its place, $where"
     rm -rf "$tmp/saves"
     start "$where"
@@ -87,12 +88,12 @@ $(listing "$tmp/saves" | diff "$tmp/before" -)"
   done
 fi
 
-# Whoever may write in the folder plants links there, which lead to something dear.
+# Somebody with write access to the folder plants links to valuable files.
 run "${job[@]}" --local --steps 3 --checkpoint "$tmp/dear"
 expect 0 "a folder to lead to"
 listing "$tmp/dear" >"$tmp/before"
 dear=$(find "$tmp/dear" -name 'step-*')
-plant() { # plant <name> <target>: in a new folder that has a checkpoint
+plant() { # plant <name> <target>: creates a link in a new folder with a checkpoint
   rm -rf "$tmp/planted"
   mkdir "$tmp/planted"
   cp -r "$dear" "$tmp/planted/step-000000000002"
@@ -117,7 +118,7 @@ for name in .tmp-step-000000000009 .old-step-000000000009; do
   [[ -L $tmp/planted/$name ]] && fail "a link $name: it is there still"
   untouched "a link $name"
 done
-# While it saves every step.
+# The link appears while a job saves in every step.
 rm -rf "$tmp/planted"
 : >"$tmp/out"
 "$distrain" "${job[@]}" --local --steps 1000000 --checkpoint "$tmp/planted" --checkpoint-every 1 >"$tmp/out" 2>"$tmp/err" &

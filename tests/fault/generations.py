@@ -1,9 +1,9 @@
 """usage: generations.py DISTRAIN FOLDER: see generations.sh. FOLDER holds `images` and `job.token`.
 
-Ranks 0 and 2 have a launcher with --max-restarts. Rank 1 is started by hand, and reaches rank 0 through a gate,
-which can hold what the two say to each other. Then rank 2 is killed. The job starts again, as generation 1, with a
-new rank 1; that of generation 0 knows nothing of it, as nothing comes through the gate. What was held then comes
-late: to ranks that meet, or that are at work."""
+Ranks 0 and 2 have a launcher with --max-restarts. Rank 1 is started by hand and reaches rank 0 through a gate that can
+hold back their messages. Then rank 2 is killed, and the job restarts as generation 1 with a new rank 1. The old rank 1
+does not notice, because the gate is closed. Then the gate delivers the held messages late, to ranks that join or that
+work."""
 
 import glob
 import json
@@ -19,9 +19,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
 
 distrain, folder = sys.argv[1:]
-LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds to wait for anything
+LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds of one wait
 KINDS = {getattr(handshake, name): name.lower() for name in ("HELLO", "REJECT", "DIRECTORY", "PROOF", "JOINED")}
-# Silence is no loss for long: ranks are stopped here, or do not hear each other.
+# The peer timeout is long, because ranks are stopped or cannot hear each other.
 COMMON = ["--token-file", f"{folder}/job.token", "--transport", "tcp", "--threads", "1", "--peer-timeout", "60"]
 JOB = ["--data", f"{folder}/images", "--mode", "sync", "--epochs", "12", "--checkpoint-every", "5", "--seed", "5",
        "--log-interval", "1000000"]
@@ -36,7 +36,7 @@ def wait_until(what, is_so):
 
 
 class Process:
-    """Of the program, with the lines that it prints."""
+    """A process of the program, with the lines that it prints."""
 
     started = 0
 
@@ -48,7 +48,7 @@ class Process:
                                             stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
 
     def lines(self, event=None):
-        """Of those events, or all of them."""
+        """Returns the lines of these events, or all lines."""
         with open(self.path + ".json") as file:
             text = file.read()
         lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
@@ -58,11 +58,11 @@ class Process:
         wait_until(f"{count} {event} lines of {self.path}", lambda: len(self.lines(event)) >= count)
 
     def pid_of(self, rank):
-        """As it was started last."""
+        """Returns the pid of the rank's last process."""
         return [line["pid"] for line in self.lines("start") if line["rank"] == rank][-1]
 
     def end(self, codes, words=""):
-        """Its last line, which is to say that. It exits with one of the codes."""
+        """Waits for the end and checks exit code and message; returns the last line."""
         try:
             got = self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ class Process:
         return end
 
     def await_refusal(self, words):
-        """Of rank 1, in a `warn` line."""
+        """Waits until a `warn` line reports that rank 1 was refused."""
         def is_told():
             told = [line["message"] for line in self.lines("warn")]
             return any(each.startswith("refused rank 1 from 127.0.0.1:") and words in each for each in told)
@@ -88,8 +88,8 @@ class Passage:
 
     def __init__(self, client):
         self.client, self.server = client, None
-        self.said = b""  # by rank 1, all of it
-        self.passed = 0  # how much of that rank 0 has got
+        self.said = b""  # all bytes that rank 1 has sent
+        self.passed = 0  # the number of these bytes that were passed on to rank 0
 
     def connect(self, port):
         self.server = socket.create_connection(("127.0.0.1", port))
@@ -99,8 +99,8 @@ class Passage:
 
 
 class Gate(threading.Thread):
-    """Between rank 1 and the port of rank 0. As long as `holds` is true nothing passes, not even that one of the
-    two has gone; connections beyond the first `most` wait from the beginning."""
+    """A proxy between rank 1 and the port of rank 0. While `holds` is true it passes on neither bytes nor the end of a
+    connection. It passes on nothing on connections after the first `most`."""
 
     def __init__(self, port, most):
         super().__init__(daemon=True)
@@ -149,7 +149,7 @@ class Gate(threading.Thread):
     def write(self, sink, data):
         try:
             sink.sendall(data)
-        except OSError:  # it has refused what came before, or has gone
+        except OSError:  # the receiver has closed the connection
             pass
 
     def pass_on(self, passage):
@@ -157,7 +157,7 @@ class Gate(threading.Thread):
         passage.passed = len(passage.said)
 
     def close(self, passage):
-        """Both ends: what one of them says last has been passed on by then."""
+        """Closes both ends. All bytes have been passed on before."""
         for end in (passage.client, passage.server):
             try:
                 end.shutdown(socket.SHUT_RDWR)
@@ -165,7 +165,7 @@ class Gate(threading.Thread):
                 pass
 
     def deliver(self, passages):
-        """What was held of these, to whoever listens at the port now: by a new connection each."""
+        """Delivers the held bytes of each passage on a new connection to the process that listens at the port now."""
         with self.lock:
             self.holds = False
             for passage in passages:
@@ -175,7 +175,7 @@ class Gate(threading.Thread):
 
 
 def hear(port, words):
-    """Says them to whoever listens there. Kinds of the frames that it answers with before it closes."""
+    """Sends `words` to the port and returns the kinds of the frames received until the other side closes."""
     link = handshake.Connection(socket.create_connection(("127.0.0.1", port), timeout=LIMIT))
     link.say(words)
     heard = []
@@ -186,7 +186,7 @@ def hear(port, words):
 
 
 def say_again(name, port, passages):
-    """All that rank 1 of generation 0 has said, and what had not arrived of it, on connections of their own."""
+    """Replays, on new connections, all bytes that rank 1 of generation 0 has sent, and the bytes that were held."""
     for number, passage in enumerate(passages, 1):
         for part, words in (("all", passage.said), ("late", passage.late())):
             if words:
@@ -202,7 +202,7 @@ def free_port():
 
 
 def saved(name):
-    """The files of the newest checkpoint, but for the manifest, which has the number of the run."""
+    """Returns the files of the newest checkpoint without the manifest, which contains the run id."""
     newest = sorted(glob.glob(f"{folder}/{name}/step-*"))[-1]
     files = {}
     for path in sorted(glob.glob(newest + "/*.safetensors")):
@@ -219,15 +219,15 @@ def check_saved(name):
 
 
 class Restarted:
-    """A job that has gone on to generation 1, without rank 1 so far, and with rank 1 of generation 0 at the gate, or
-    stopped by a signal."""
+    """A job that has restarted as generation 1 and waits for its rank 1. Rank 1 of generation 0 is behind the closed
+    gate, or stopped by a signal."""
 
     def __init__(self, name, most, is_enough, stops=False):
         self.name, self.port = name, free_port()
         self.gate = Gate(self.port, most)
         self.job = Process(*JOB, "--ranks", "0,2", "--master-port", self.port, "--job-id", "nightly", "--max-restarts",
                            3, "--checkpoint", f"{folder}/{name}")
-        self.job.wait_for("start")  # somebody listens there
+        self.job.wait_for("start")  # then rank 0 listens at the port
         self.old = Process("--rank", 1, "--master-port", self.gate.own_port, "--job-id", "nightly")
         self.job.wait_for("ready", 2)
         wait_until(f"{name}: generation 0 is at work", lambda: is_enough(self))
@@ -240,10 +240,10 @@ class Restarted:
         self.job.wait_for("start", 4)
 
     def meet(self):
-        """They stay at work until finish()."""
+        """Starts the new rank 1 and stops it at work, so that the job does not end before finish()."""
         saves = len(self.job.lines("checkpoint"))
         self.new = Process("--rank", 1, "--master-port", self.port, "--job-id", "nightly")
-        self.job.wait_for("checkpoint", saves + 1 + (saves > 0))  # one of them may be the one that is loaded
+        self.job.wait_for("checkpoint", saves + 1 + (saves > 0))  # one of the lines may be about loading
         os.kill(self.new.process.pid, signal.SIGSTOP)
         if self.new.process.poll() is not None:
             sys.exit(f"{self.name}: has ended before anybody came")
@@ -257,7 +257,7 @@ class Restarted:
 
 
 def first_words_late():
-    """Rank 1 of generation 0 has joined, and connects for calls: rank 0 of generation 1 is there."""
+    """Rank 1 of generation 0 has joined; its connection for calls reaches rank 0 of generation 1."""
     run = Restarted("first-words", 1, lambda run: len(run.gate.passages) > 1 and run.gate.passages[1].said)
     run.meet()
     run.gate.deliver(run.gate.passages[1:])
@@ -269,14 +269,14 @@ def first_words_late():
 
 
 def calls_late():
-    """It has trained. Its heartbeats and calls come to rank 0 of generation 1, and all that it has said before."""
+    """Heartbeats and calls of rank 1 of generation 0 reach rank 0 of generation 1, and a replay of all its messages."""
     run = Restarted("calls", sys.maxsize, lambda run: run.job.lines("checkpoint"))
     wait_until("something is held", lambda: all(each.late() for each in run.gate.passages))
     say_again("calls, while they meet", run.port, run.gate.passages)
-    run.job.await_refusal("rank 1 has another token than rank 0")  # for all that it has proved by saying it again
+    run.job.await_refusal("rank 1 has another token than rank 0")  # a replayed proof proves nothing
     run.meet()
     run.gate.deliver(run.gate.passages)
-    if run.old.end([4, 5])["cause_rank"] != 0:  # whether it hears the refusal, or only that the connection ends
+    if run.old.end([4, 5])["cause_rank"] != 0:  # it receives the refusal, or only the end of the connection
         sys.exit(f"rank 1 of generation 0 blames another: {run.old.lines()[-1]}")
     say_again("calls, at work", run.port, run.gate.passages)
     stale = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "0"}
@@ -286,7 +286,7 @@ def calls_late():
 
 
 def stopped_meanwhile():
-    """Its connections have ended when it goes on."""
+    """Rank 1 of generation 0 is stopped; its connections have ended when it continues."""
     run = Restarted("stopped", sys.maxsize, lambda run: run.job.lines("checkpoint"), stops=True)
     run.meet()
     os.kill(run.old.process.pid, signal.SIGCONT)
@@ -296,7 +296,7 @@ def stopped_meanwhile():
 
 
 def two_generations():
-    """As torchrun starts them: one rank is of another start than rank 0."""
+    """Ranks as torchrun starts them; one rank has another restart count than rank 0."""
     port = free_port()
 
     def start(rank, generation, *arguments):
@@ -309,7 +309,7 @@ def two_generations():
     zero.wait_for("start")
     start(1, 0).end([3], "rank 0 is of generation 1, rank 1 of 0")
     zero.await_refusal("rank 1 is of generation 0, rank 0 of 1: the job has been started again since")
-    # It might be for rank 0 to be started again: this one asks until its time is over.
+    # Rank 0 might restart later, so a rank of a newer generation retries until the join timeout.
     start(1, 2, "--join-timeout", 2).end([3], "--join-timeout): rank 0 there is still of generation 1")
     others = [start(1, 1), start(2, 1)]
     for each in (*others, zero):

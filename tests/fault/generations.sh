@@ -1,8 +1,8 @@
 #!/bin/bash
 # ctest: timeout=240
-# What ranks of an earlier start of the job say comes to the ranks of a later one: late first words, late calls, all of
-# it once more, a rank that was stopped meanwhile, and ranks that join by an old count of restarts. All are refused and
-# named, and the job ends with the weights of an undisturbed run, bit by bit.
+# Messages from an earlier generation of a job reach ranks of a later one: a late handshake, late calls, a replay of all
+# messages, messages of a rank that was stopped, and joins with an old restart count. All are refused and reported, and
+# the job ends with exactly the weights of an undisturbed run.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 make_images "$tmp/images" 128 32

@@ -1,8 +1,9 @@
 """usage: impostors.py DISTRAIN FOLDER COUNT JOB...: see impostors.sh.
 
-For each JOB its ranks are started one by one, with a token and over TCP, while impostors come to all that listen:
-before all ranks are there, while they work and while they end; and again, until COUNT have come to it. None may be believed, and the job must end with the numbers of an undisturbed run. FOLDER holds
-`images` and `job.token`.
+Starts the ranks of each JOB one by one, with a token and over TCP, while impostors connect to all listening ranks:
+before all ranks have joined, while they work and while they end. Repeats the job until COUNT impostors have connected.
+No impostor may be admitted, and the job must end with the numbers of an undisturbed run. FOLDER holds `images` and
+`job.token`.
 """
 
 import json
@@ -21,10 +22,10 @@ from handshake import (DIRECTORY, HELLO, JOINED, JOINS, PEER, PROOF, SAME_USER, 
 
 distrain, folder, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 SEED = int(os.environ.get("DISTRAIN_SEED", "1"))
-LIMIT = 300  # seconds, of a job
+LIMIT = 300  # seconds for one job
 MOST_HELD = 20
 
-JOBS = {  # options, ranks, and what two runs agree on
+JOBS = {  # options, number of ranks, and the fields that two runs have in common
     "ps": (f"--data {folder}/images --mode sync --dropout off --epochs 8", 3, ("loss", "accuracy", "steps")),
     "hybrid": ("--mode sync --epochs 60", 4, ("loss", "steps")),
     "rnn": ("--mode sync --trainers 2 --epochs 20", 3, ("loss", "perplexity", "steps")),
@@ -34,7 +35,7 @@ JOBS = {  # options, ranks, and what two runs agree on
 
 
 def listening_ports(pid):
-    """Of TCP sockets that the process listens on."""
+    """Returns the ports of the TCP sockets that the process listens on."""
     inodes = set()
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -54,7 +55,7 @@ def listening_ports(pid):
 
 
 class Impostors(threading.Thread):
-    """Know all but the token; `recorded` is what a rank has said that knows it, on another connection."""
+    """Impostors know everything but the token. `recorded` is a real handshake from another connection."""
 
     def __init__(self, port, token, seed):
         super().__init__()
@@ -76,7 +77,7 @@ class Impostors(threading.Thread):
             return None
 
     def record(self):
-        """Says and hears what a rank does that joins, and goes."""
+        """Records the handshake of a rank that knows the token, and disconnects."""
         link = self.connect()
         if link is None:
             return
@@ -91,7 +92,7 @@ class Impostors(threading.Thread):
         link.socket.close()
 
     def finish(self, link, kind, is_held=False):
-        """The other side may say that it refuses; that it believes it must not."""
+        """Reads the answers: the other side may refuse, but must not admit the impostor."""
         if is_held and len(self.held) < MOST_HELD:
             self.held.append(link)
             return
@@ -142,7 +143,7 @@ class Impostors(threading.Thread):
         self.try_proof("replay", said[0], lambda _: said[1])
 
     def reflect(self):
-        """What the other side says on one connection is said to it on another one."""
+        """Sends the other side's own messages from one connection back to it on another one."""
         link = self.connect()
         if link is None:
             return
@@ -162,7 +163,7 @@ class Impostors(threading.Thread):
         link.reset() if self.random.random() < 0.5 else link.socket.close()
 
     def mutate(self):
-        """A right proof, of a hello of which one field was another one when it was said or when it was heard."""
+        """Sends a valid proof for a hello in which one field differs between sending and receiving."""
         purpose = JOINS
         own = hello(1, purpose, TOKEN)
         fields = ((0, 4), (4, 5), (5, 6), (6, 10), (10, 14), (14, 18), (18, 34), (34, 66))
@@ -182,7 +183,7 @@ class Impostors(threading.Thread):
                            lambda theirs: proof(self.token, purpose, b"initiator", own, changed(theirs)))
 
     def take_the_other_side(self):
-        """The right proof of the wrong side, or for the other purpose."""
+        """Sends a valid proof of the wrong side, or for another purpose."""
         own = hello(1, JOINS, TOKEN)
         purpose, side = self.random.choice(((JOINS, b"responder"), (PEER, b"initiator"), (PEER, b"responder")))
         self.try_proof("side", own, lambda theirs: proof(self.token, purpose, side, own, theirs))
@@ -222,7 +223,7 @@ def start(job, rank, port):
 
 
 def run(job, token=None):
-    """Gives back the `end` of rank 0, and the impostors if there were some."""
+    """Returns the `end` line of rank 0, and the impostors if there were any."""
     ranks = JOBS[job][1]
     port = free_port()
     processes = [start(job, 0, port)]

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=300
-# Somebody who does not know the token comes to all ranks of a job that listen, from before they meet until they
-# end. tests/soak/impostors.sh sends 20,000 to each of the five jobs.
+# Impostors without the token connect to all listening ranks of a job, from before the ranks join until they end.
+# tests/soak/impostors.sh sends 20,000 impostors to each of the five jobs.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 make_images "$tmp/images" 256 64

@@ -1,12 +1,12 @@
 #!/bin/bash
 # ctest: labels=asan timeout=240 first
-# However a rank or the launcher ends: the right exit code, one end, and no process left behind.
+# If a rank or the launcher ends in any way, the job has the right exit code, one `end` line, and no process left.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
-# A rank that has died is noticed at once. The peer timeout only bounds how long the others may take
-# to leave, so it is long: the machine may be slow.
-start() { # start <args>...: a job that would run for long; waits until all ranks are at work
+# The death of a rank is noticed at once. The peer timeout only limits the time that the other ranks have to exit,
+# so it is long, because the machine may be slow.
+start() { # start <args>...: starts an endless job and waits until all ranks work
   : >"$tmp/out"
   "$distrain" hybrid --epochs 1000000 --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
   launcher=$!
@@ -24,7 +24,7 @@ await_end() { # await_end <name>: sets $code
   wait "$launcher" 2>/dev/null
   code=$?
 }
-ends() { # ends <code> <name>: the launcher does, and leaves nobody
+ends() { # ends <code> <name>: the launcher ends with the code and leaves no process
   await_end "$2"
   expect "$1" "$2"
   expect_no_process "$2"
@@ -58,7 +58,8 @@ expect_log "$name"
 expect_jq '.[-1].kind == "deadline"' "$name"
 expect_no_process "$name"
 
-# While ranks meet nobody misses one, as it may yet come from elsewhere: that is the launcher's.
+# While ranks join, the other ranks do not miss a stopped rank, because it may start elsewhere. The launcher must
+# notice.
 name="SIGSTOP of a rank while another is missing"
 : >"$tmp/out"
 "$distrain" hybrid --ranks 0-2 --master-port "$(free_port)" --peer-timeout $((limit / 10)) >"$tmp/out" 2>"$tmp/err" &
@@ -90,7 +91,7 @@ for signal in TERM:143 INT:130 HUP:129; do
     and .signal == \"SIG${signal%:*}\"" "$name"
 done
 
-# Of a job that saves nothing: it ends at once, and is the reason why the others do.
+# In a job without checkpoints the signalled rank ends at once, and the others end because of it.
 name="SIGTERM of one rank"
 start
 kill -TERM "$(pid_of 1)"
@@ -104,16 +105,16 @@ kill -STOP "$(pid_of 2)"
 now_ms() { echo $((${EPOCHREALTIME/[.,]/} / 1000)); }
 begun=$(now_ms)
 kill -TERM "$launcher"
-wait_for_lines 3 rank_end "$tmp/out" # the first has been seen; two at once would be one
+wait_for_lines 3 rank_end "$tmp/out" # the first signal has arrived; two pending signals would count as one
 again=$(now_ms)
 kill -TERM "$launcher" 2>/dev/null
 ends 143 "$name"
 took=$(($(now_ms) - begun))
-# By itself the launcher would go on after 5 s. On a machine that is too slow nothing can be said.
+# Without the second signal the launcher would kill the ranks after 5 s. A too slow machine proves nothing.
 ((took < 4800 || again - begun > 2500)) || fail "$name: took $took ms"
 
-# Of a job that saves the second signal is the end, though a save might take a minute. What comes so
-# soon after the first that it would be the same one does not count.
+# The second signal ends a job with checkpoints at once, although a save might take a minute. A signal very soon after
+# the first is taken for a copy of it.
 name="SIGINT twice, with a rank that cannot stop"
 start --checkpoint "$tmp/never" --resume auto
 kill -STOP "$(pid_of 2)"
@@ -127,9 +128,9 @@ gone || fail "$name: still there after $sent signals"
 ((sent > 1)) || fail "$name: ended by the first"
 ends 130 "$name"
 
-# A terminal's Ctrl-C goes to the shell and all that it runs. A loop goes on after what exits, with
-# whatever status; it ends after what SIGINT has killed.
-interrupt_loop() { # interrupt_loop <lines> <event> <words of a shell>: sets $code
+# A terminal sends Ctrl-C to the shell and to all its jobs. A shell loop ends only if SIGINT killed its command; it
+# continues if the command exited, with any status.
+interrupt_loop() { # interrupt_loop <lines> <event> <shell command>: sets $code
   python3 - "$tmp/out" "$tmp/err" "$limit" "$@" <<'END'
 import os, signal, subprocess, sys, time
 out, err, limit, lines, event, words = sys.argv[1:]
@@ -172,8 +173,8 @@ for folder in interrupted piped alone; do
   [[ -n $(ls "$tmp/$folder") ]] || fail "Ctrl-C: nothing saved in $folder"
 done
 
-# A terminal that closes sends SIGHUP, and what is written to it fails: the signal is what counts.
-close_terminal() { # close_terminal <args of distrain>...: at its fourth step; sets $code
+# If a terminal closes, SIGHUP arrives and writes to the terminal fail. The exit code must be the signal's.
+close_terminal() { # close_terminal <args of distrain>...: closes the terminal at the fourth step; sets $code
   python3 - "$limit" "$distrain" "$@" <<'END'
 import os, pty, signal, sys, time
 child, terminal = pty.fork()
@@ -219,9 +220,9 @@ kill -0 "$launcher" || fail "$name: ended"
 kill -TERM "$launcher"
 ends 143 "$name"
 
-# A rank without a launcher says its own end.
+# A rank without a launcher reports its own end.
 name="SIGTERM of a rank that joined"
-: >"$tmp/out" # or the lines of the last run are waited for
+: >"$tmp/out" # so that wait_for_lines does not count lines of the last run
 "$distrain" hybrid --rank 1 --master-port 1 >"$tmp/out" 2>"$tmp/err" &
 launcher=$!
 wait_for_lines 1 start "$tmp/out"
@@ -232,7 +233,7 @@ expect_log "$name"
 # No descriptor of one rank is open in another, and stdin is /dev/null.
 name="descriptors"
 pipes_of() { find "/proc/$1/fd" -type l -printf '%l\n' | grep '^pipe:' | sort -u; }
-pipes_of $$ >"$tmp/ours" # what whoever runs this test left open is no concern of the ranks
+pipes_of $$ >"$tmp/ours" # descriptors that this test has inherited do not count
 start
 for rank in 0 1 2 3; do
   pid=$(pid_of "$rank")

@@ -1,9 +1,9 @@
 """usage: losses.py DISTRAIN FOLDER MODE STARTER [PORT]: see losses.sh.
 
-Runs `distrain ps` once undisturbed and once while trainers are killed, LOSSES times, each time that the job has come
-so much further (or every LOSSES_EVERY seconds). Somebody starts them again: the launcher (--max-restarts), or this
-script, by the same --rank or by --rank auto, where each rank was started by itself. With one server every step is to
-be made exactly once, and nothing may be left of those who are gone."""
+Runs `distrain ps` once undisturbed and once while LOSSES trainers are killed, at equal distances in steps (or every
+LOSSES_EVERY seconds). The launcher restarts them (--max-restarts). If each rank was started by itself, this script
+restarts them with the same --rank or with --rank auto. With one server every step must be made exactly once, and
+nothing of the lost trainers may remain."""
 
 import json
 import os
@@ -17,7 +17,7 @@ distrain, folder, mode, starter, *port = sys.argv[1:]
 losses = int(os.environ.get("LOSSES", "4"))
 every = float(os.environ.get("LOSSES_EVERY", "0"))
 epochs = int(os.environ.get("LOSSES_EPOCHS", "6"))
-longest = float(os.environ.get("LOSSES_LONGEST", "150"))  # of one run
+longest = float(os.environ.get("LOSSES_LONGEST", "150"))  # seconds for one run
 choose = random.Random(int(os.environ.get("LOSSES_SEED", "1")))
 TRAINERS, BATCH = 4, 16
 STEPS_PER_EPOCH = int(os.environ["LOSSES_IMAGES"]) // TRAINERS // BATCH
@@ -47,7 +47,7 @@ class Job:
         arguments = ["--data", f"{folder}/images", "--mode", mode, "--trainers", str(TRAINERS), "--batch-size",
                      str(BATCH), "--epochs", str(epochs), "--seed", "5", "--peer-timeout", "60", "--log-interval", "1",
                      "--threads", "1", *os.environ.get("LOSSES_ARGUMENTS", "").split()]
-        self.trainers = []  # that were started by themselves, and are there
+        self.trainers = []  # living trainers that this script started
         if starter == "launcher":
             again = ["--max-restarts", "1000", "--checkpoint", f"{folder}/{mode}.{name}"]
             self.first = Process(name, arguments + again)
@@ -70,7 +70,7 @@ class Job:
         return self.first.process.poll() is None
 
     def living(self):
-        """Trainers that have made a step, by rank: their pids, and what was started as them."""
+        """Returns the living trainers that have made a step: a map from rank to pid and Process."""
         living = {}
         for each in self.all:
             if each.process.poll() is not None:
@@ -79,7 +79,7 @@ class Job:
             for line in each.lines():
                 if line["event"] == "start":
                     started[line["rank"]] = line["pid"]
-                elif line["event"] == "step":  # who has asked for a rank knows it by now
+                elif line["event"] == "step":  # with --rank auto the rank is known by now
                     living[line["rank"]] = started.get(line["rank"]) or started[None], each
         return {rank: (pid, each) for rank, (pid, each) in living.items()
                 if rank != 0 and os.path.exists(f"/proc/{pid}")}
@@ -88,7 +88,7 @@ class Job:
         return next(line["pid"] for line in self.lines() if line["event"] == "start" and line["rank"] == 0)
 
     def lose_one(self, name):
-        # One of at least two, as the job ends with the last one. Nobody is killed twice: its loss is told first.
+        # At least one trainer must survive, because the job ends with the last one.
         living = self.living()
         if len(living) < 2:
             return False
@@ -105,7 +105,7 @@ class Job:
         return True
 
     def start_who_came_late(self, name):
-        """Where two were lost, who says auto may get the place that another one names a moment later."""
+        """Restarts trainers whose rank was taken: after two losses --rank auto may get a rank that another names."""
         for each in list(self.trainers):
             if each.process.poll() == 3:
                 self.trainers.remove(each)
@@ -118,14 +118,14 @@ class Job:
                 code = each.process.wait(max(1, limit - time.time()))
             except subprocess.TimeoutExpired:
                 sys.exit(f"{name}: still there after {longest} s: {each.lines()[-3:]}")
-            # One that was started as the others were ending finds no job any more.
+            # A trainer that was started while the job ended finds no job.
             if code != 0 and not (code == 3 and each in self.trainers):
                 sys.exit(f"{name}: exit code {code}: {each.lines()[-1]}")
         return self.first.lines()[-1]
 
 
 def resident(pid):
-    """In MB; nothing of a process that has ended."""
+    """Returns a list with the resident memory in MB; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             return [int(line.split()[1]) // 1024 for line in file if line.startswith("VmRSS")]
@@ -148,7 +148,7 @@ while job.runs() and killed < losses and time.time() - begun < longest:
     stepped = [line["rank"] for line in lines if line["event"] == "step"]
     told = sum(line["event"] == "lost" for line in lines)
     due = time.time() - begun >= every * (killed + 1) if every else len(stepped) >= next_at
-    # Until all have begun, a loss ends the job.
+    # Before all trainers have begun, a loss ends the job. Wait for the `lost` line before the next loss.
     if due and len(set(stepped)) == TRAINERS and told == killed and job.lose_one("disturbed"):
         killed += 1
         next_at = len(stepped) + STEPS // (losses + 2)
@@ -163,15 +163,15 @@ print(f"{mode}, {starter}: {killed} killed, {len(lost)} lost, {len(returned)} re
 expect(killed == losses, f"{killed} killed, not {losses}: the job is too short")
 expect(len(lost) == killed and end["lost"] == killed, "not as many lost lines as were killed")
 expect(all(line["steps_in_doubt"] == 0 and line["kind"] == "peer_lost" for line in lost), "a lost line in doubt")
-# Whoever was killed had made a step, and so had its place, at first or as one that returned.
+# Each killed trainer had made a step, so it had been admitted, at the start or as a replacement.
 there = {line["rank"] for line in lines
          if line["event"] in ("end", "rank_end") and line["rank"] and line["exit_code"] == 0 and line["steps"] > 0}
 expect(len(returned) >= killed + len(there) - TRAINERS > 0, "not all came back")
 expect(end["updates"] == STEPS, "not every step was made exactly once")
 expect(end["live_rrefs"] == 0 and end["live_contexts"] == 0, "something is left of those who are gone")
-if os.environ.get("LOSSES_TRAINED"):  # long enough for that
+if os.environ.get("LOSSES_TRAINED"):  # the job is long enough to compare accuracies
     expect(abs(end["accuracy"] - undisturbed["accuracy"]) <= 0.02, "another accuracy")
 if starter == "launcher":
     expect(end["steps"] == STEPS and end["restarts"] == killed, "other steps or restarts in the last line")
-if len(memory) >= 30:  # once the first few have made their threads' memory
+if len(memory) >= 30:  # compare after the first losses, which allocate memory for threads
     expect(memory[-1] - memory[9] <= 16, "the server grows with each loss")

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=300
-# A job that goes on without trainers that are killed, and takes up those that are started again in their place. When
-# it does not go on, and what becomes of one that was only stopped. More of it is tests/soak/losses.sh.
+# A job continues without killed trainers and admits their replacements. Tests also when a job does not continue, and
+# what happens to a trainer that was only stopped. tests/soak/losses.sh runs longer.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
@@ -12,7 +12,7 @@ expect_no_process "async, with a launcher"
 python3 "$root/tests/fault/losses.py" "$distrain" "$tmp" ssp each "$(free_port)" || fail "ssp, rank by rank"
 expect_no_process "ssp, rank by rank"
 
-# start <args>...: a job that would run for long; waits until it trains.
+# start <args>...: starts an endless job and waits until it trains.
 start() {
   rm -f "$tmp/out"
   "$distrain" ps --mode async --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout 60 "$@" \
@@ -50,7 +50,7 @@ await_end
 expect 143 "$name"
 expect_no_process "$name"
 
-# Its successor comes while it is stopped: when it goes on, its place is another's.
+# A replacement joins while the trainer is stopped. When the trainer continues, its rank is taken.
 name="one that was only stopped"
 port=$(free_port)
 rm -f "$tmp"/rank*

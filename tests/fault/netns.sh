@@ -1,13 +1,12 @@
 #!/bin/bash
 # ctest: timeout=300
-# Three ranks in three network namespaces with a switch between them, as on three machines, and links that
-# are cut: both ways or one, while the ranks meet or train. Nobody is told: what is sent is lost. All of it is
-# tests/soak/netns.sh.
+# Three ranks in three network namespaces with a switch between them, as on three machines. A link silently loses
+# all packets, in both directions or one, while the ranks join or train. tests/soak/netns.sh runs all cases.
 # shellcheck disable=SC2317  # what in_time calls
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
-peer_timeout=10 # seconds; long, as ranks that are not cut off must not seem to be on a slow machine
+peer_timeout=10 # seconds; long, so that on a slow machine only the rank behind the cut link counts as lost
 switch=dts$$
 hosts=("dt0-$$" "dt1-$$" "dt2-$$")
 # shellcheck disable=SC2317  # called by trap
@@ -32,10 +31,10 @@ for rank in 0 1 2; do
   ip -n "$host" link set eth0 address "02:00:00:00:00:1$rank" up
 done
 
-# What host $1 sends to host $2 goes to an address that nobody has.
+# lose <from> <to>: sends the packets between these hosts to a MAC address that no host has.
 lose() { ip -n "${hosts[$1]}" neigh replace "10.78.0.1$2" lladdr 02:00:00:00:00:99 dev eth0 nud permanent; }
 find_again() { ip -n "${hosts[$1]}" neigh replace "10.78.0.1$2" lladdr "02:00:00:00:00:1$2" dev eth0 nud permanent; }
-break_link() { # break_link <how>: that of rank 2
+break_link() { # break_link <how>: breaks the link of rank 2
   case $1 in
     both_ways) ip -n "$switch" link set port2 down ;;
     from) lose 2 0 && lose 2 1 ;;
@@ -49,7 +48,7 @@ mend() {
 
 make_images "$tmp/images" 256 64
 make_token "$tmp/job.token"
-renew() { # what the last ranks have left
+renew() { # mends the links and removes the output of earlier ranks
   mend
   rm -f "$tmp"/rank?
 }
@@ -64,8 +63,8 @@ start_rank() { # start_rank <rank> <option...>
 }
 pids=()
 
-# ends <name>: all ranks fail; the `error` lines of ranks 0 and 1 blame rank 2, which may blame who it cannot hear. $took
-# is how long after the cut they were there.
+# ends <name>: checks that all ranks fail and that the `error` lines of ranks 0 and 1 blame rank 2, which may blame any
+# rank. Sets $took to the seconds from the cut to the ends of ranks 0 and 1.
 ends() {
   local rank
   for rank in 0 1 2; do
@@ -85,7 +84,8 @@ ends() {
   mend
 }
 
-# What rank 2 sends still arrives when nothing reaches it, until its TCP waits for acknowledgements: for a heartbeat or two.
+# goal <how>: prints the limit in seconds. If only packets to rank 2 are lost, one or two more heartbeats of rank 2
+# arrive before its TCP waits for acknowledgements.
 goal() { [[ $1 == to ]] && echo $((peer_timeout + 2)) || echo $((peer_timeout + 1)); }
 
 at_work() { # at_work <how>
@@ -99,8 +99,8 @@ at_work() { # at_work <how>
 }
 for how in both_ways from to; do in_time "$(goal "$how")" at_work "$how"; done
 
-# A job whose trainers train for themselves goes on without the one that is cut off, which ends; once the link is
-# whole another one takes the place.
+# In async mode the job continues without the trainer behind the cut link, which ends. When the link works again,
+# a new process replaces the trainer.
 goes_on() { # goes_on <how>
   local rank name="link cut $1, at work, async"
   mode=async
@@ -126,7 +126,7 @@ goes_on() { # goes_on <how>
 }
 for how in $(every 1 both_ways from to); do goes_on "$how"; done
 
-# Rank 2 has told rank 0 where it is by then, and waits for rank 1.
+# The link breaks after rank 2 has sent rank 0 its address, while rank 2 waits for rank 1.
 meeting() { # meeting <how>
   renew
   start_rank 0 --join-timeout 20

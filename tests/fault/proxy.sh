@@ -1,19 +1,19 @@
 #!/bin/bash
 # ctest: timeout=600 first
-# A network that is slow, and one that breaks: rank 1 of three reaches rank 0 through a proxy.
+# A slow and a broken network: rank 1 of three reaches rank 0 through a proxy that injects faults.
 # shellcheck disable=SC2317  # what in_time calls
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 make_images "$tmp/images" 256 64
 pids=() codes=() order=(0 1 2)
 
-# is_connected <port>: whether somebody has a connection to it.
+# is_connected <port>: returns whether the port has an established connection.
 is_connected() {
   awk -v port="$(printf '%04X' "$1")" '$4 == "01" && $2 ~ ":" port "$" { found = 1 } END { exit !found }' \
     /proc/net/tcp /proc/net/tcp6
 }
 
-# start <fault...>: the three ranks, with the options in `options`. What the proxy says is in $tmp/proxy.
+# start <fault...>: starts three ranks with `options`. The output of the proxy goes to $tmp/proxy.
 start() {
   local rank port through
   port=$(free_port)
@@ -33,7 +33,7 @@ start() {
   done
 }
 
-# await <name>: the ranks' ends, into `codes`.
+# await <name>: waits for the ranks and sets `codes`.
 await() {
   local rank
   for rank in 0 1 2; do
@@ -49,9 +49,9 @@ await() {
 
 loss_of() { jq -c 'select(.event == "end") | [.status, .loss, .steps, .accuracy]' "$tmp/rank0"; }
 
-# ---- slow, or cut before the ends have proved who they are: nothing is lost ----
+# ---- delays, and cuts before both ends have proved that they know the token: the job is not affected ----
 
-# A rank may be silent for long here: the machine may be slow, and it is not what is tested.
+# The peer timeout is long, because the machine may be slow and silence is not tested here.
 options=(--epochs 1 --peer-timeout 60)
 start
 await "no fault"
@@ -67,11 +67,11 @@ done
 
 # ---- broken ----
 
-# By rank: whom it may blame. Ranks 0 and 1 cannot reach each other, and who of them is the first to see it says that
-# the other is lost; all others believe that.
+# The ranks that each rank may blame. Ranks 0 and 1 cannot reach each other; the first of them that notices reports the
+# other as lost, and all ranks accept that.
 blamed=("[0, 1]" "[0, 1]" "[0, 1]")
 
-# expect_errors <name>: of those that failed one `error` line each.
+# expect_errors <name>: checks that each failed rank has one `error` line.
 expect_errors() {
   local rank
   for rank in 0 1 2; do
@@ -80,8 +80,8 @@ expect_errors() {
   done
 }
 
-# ends <fault> <codes>...: each rank exits with one of these and has one `error` line, with the right rank. $took is
-# how long after the fault the last of them was there.
+# ends <fault> <codes>...: checks that each rank exits with one of the codes and has one `error` line that blames the
+# right rank. Sets $took to the seconds from the fault to the last `end` line.
 ends() {
   local name=$1 rank
   shift
@@ -104,8 +104,8 @@ ends() {
   echo "$name: ends after $times s"
 }
 
-# While they train. A place in the midst of a header, of a frame, or between two. The peer timeout is long: who
-# is not cut off must not seem to be, on a slow machine.
+# Faults while the ranks train: inside a header, inside a frame, or between two frames. The peer timeout is long, so
+# that on a slow machine no other rank counts as lost.
 options=(--epochs 1000000 --peer-timeout 10 --rpc-timeout 20)
 for fault in $(every 2 2/up/cut=12.20 2/down/reset=11.5 2/down/cut=20.48 2/down/cut=9.0 2/up/reset=15.100); do
   in_time 1 ends "$fault" 5
@@ -115,18 +115,18 @@ for fault in $(every 2 2/up/stall=12.20 2/both/drop=12.0 2/down/stall=9.0 2/up/d
 done
 for fault in $(every 1 2/up/cut=2.60 2/up/reset=220); do in_time 1 ends "$fault" 5; done
 
-# While they meet. Only rank 0 knows who is missing. Rank 1 is the last to come: before that somebody else could
-# still take its place.
+# Faults while the ranks join. Only rank 0 knows which rank is missing. Rank 1 joins last, because until then another
+# process could replace it.
 order=(0 2 1)
 options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
 blamed[2]="[0, 1, null]"
 for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 5; done
 for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 13 ends "$fault" 3 5; done
 
-# ---- changed ----
+# ---- flipped bits ----
 
-# A bit of a header: its hash does not fit, so the connection ends, and with it the job. (Nothing sums up what
-# is between headers.) Before the proof it may be tried again; what comes after it is said to be damaged.
+# A flipped bit in a header breaks the header's checksum, so the connection fails, and with it the job. (The data
+# between headers has no checksum.) Before the proof a rank may retry; after it the message is reported as damaged.
 flips=(1/up/flip=2.0:3 1/down/flip=4.24:5 2/up/flip=6.8:6 2/down/flip=9.4:7 2/up/flip=8.24:0 2/down/flip=6.24:1)
 if [[ ${DISTRAIN_SOAK:-} ]]; then
   RANDOM=${DISTRAIN_SEED:-1}

@@ -1,9 +1,9 @@
 """usage: restarts.py DISTRAIN FOLDER JOB [HOST...]: see restarts.sh.
 
-Runs a job, then once more while ranks of it are killed, one every RESTARTS_EVERY seconds for RESTARTS_SECONDS.
-With --max-restarts it goes on each time, and is to end with the very files that it had saved at the end of the
-first run. HOSTs are network namespaces, each with a launcher of its own, which share the ranks of the job; rank 0
-is in the first one, at 10.79.0.10."""
+Runs a job, then again while one of its ranks is killed every RESTARTS_EVERY seconds for RESTARTS_SECONDS. With
+--max-restarts the second run continues each time, and its last checkpoint must have the same files as the first run's.
+HOSTs are network namespaces with one launcher each, which share the ranks of the job; rank 0 is on the first HOST, at
+10.79.0.10."""
 
 import glob
 import json
@@ -17,12 +17,12 @@ import time
 distrain, folder, job, *hosts = sys.argv[1:]
 seconds = float(os.environ.get("RESTARTS_SECONDS", "6"))
 every = float(os.environ.get("RESTARTS_EVERY", "2"))
-longest = float(os.environ.get("RESTARTS_LONGEST", "150"))  # of one run
-size = float(os.environ.get("RESTARTS_SIZE", "1"))  # of the job
+longest = float(os.environ.get("RESTARTS_LONGEST", "150"))  # seconds for one run
+size = float(os.environ.get("RESTARTS_SIZE", "1"))  # factor for the length of the job
 at_least = int(os.environ.get("RESTARTS_AT_LEAST", "1"))
 choose = random.Random(int(os.environ.get("RESTARTS_SEED", "1")))
 
-JOBS = {  # how many ranks, how long a job is, what else it is told
+JOBS = {  # number of ranks, length, other options
     "hybrid": (4, "epochs", 600, "--mode sync --checkpoint-every 20"),
     "ps": (4, "epochs", 30, f"--data {folder}/images --mode sync --trainers 3 --checkpoint-every 2"),
     "rnn": (3, "epochs", 300, "--mode sync --trainers 2 --checkpoint-every 20"),
@@ -30,7 +30,7 @@ JOBS = {  # how many ranks, how long a job is, what else it is told
     "pipeline": (3, "batches", 40,
                  "--model resnet50 --image-size 32 --batch-size 8 --micro-batches 2 --checkpoint-every 1"),
 }
-GOOD = {"rl": (0, 11)}  # its goal may not be reached
+GOOD = {"rl": (0, 11)}  # exit codes of success; rl may miss its goal
 
 
 class Launcher:
@@ -46,7 +46,7 @@ class Launcher:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def pids(self):
-        """Of its ranks, by rank, as it started them last."""
+        """Returns the pids of the launcher's current ranks by rank."""
         found = {}
         for line in self.lines():
             if line["event"] == "restart":
@@ -68,7 +68,7 @@ def start(name):
     found = []
     for number, host in enumerate(hosts):
         where = ["--ranks", ",".join(map(str, share[number])), "--master-addr", "10.79.0.10", "--insecure",
-                 "--join-timeout", "60", "--threads", "1"]  # each would take all cores, as on a machine of its own
+                 "--join-timeout", "60", "--threads", "1"]  # by default each launcher would use all cores
         told = [*arguments, *saves] if number == 0 else []
         found.append(Launcher(name, number, [*told, *again, *where], ["ip", "netns", "exec", host]))
     return found
@@ -79,8 +79,8 @@ def restarts_of(launchers):
 
 
 def disturb(launchers):
-    """Gives back how many ranks were killed. Not all of that are restarts of all launchers where the machine is slow
-    to start ranks: one may be killed while others are still about to start again."""
+    """Kills ranks and returns their number. It may exceed the number of restarts, because on a slow machine a rank may
+    be killed while others are still restarting."""
     killed, begun = 0, time.time()
     while any(each.process.poll() is None for each in launchers):
         if time.time() - begun >= seconds and min(restarts_of(launchers)) >= at_least:
@@ -91,7 +91,7 @@ def disturb(launchers):
         for pid in victims:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has ended already
+            except ProcessLookupError:  # the rank has already ended
                 continue
             killed += 1
             break
@@ -116,7 +116,7 @@ def wait(launchers, name):
 
 
 def saved(name):
-    """The files of the newest checkpoint, but for the manifest, which has the number of the run."""
+    """Returns the files of the newest checkpoint without the manifest, which contains the run id."""
     newest = sorted(glob.glob(f"{folder}/{job}.{name}/step-*"))[-1]
     files = {}
     for path in sorted(glob.glob(newest + "/*.safetensors")):

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=240
-# --max-restarts: a job whose ranks are killed again and again ends as if nobody had been. When there is no
-# restart, and what becomes of signals while the launcher waits. All of it is tests/soak/restarts.sh.
+# --max-restarts: a job whose ranks are killed repeatedly ends like an undisturbed job. Tests also failures without a
+# restart, and signals while the launcher waits. tests/soak/restarts.sh runs all cases.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
@@ -11,7 +11,7 @@ for job in $(few ps hybrid); do
   expect_no_process "$job"
 done
 
-# start <args>...: a job that would run for long, and saves; waits until it trains.
+# start <args>...: starts an endless job with checkpoints and waits until it has saved.
 start() {
   rm -f "$tmp/out"
   rm -rf "$tmp/saves"
@@ -55,7 +55,8 @@ await_end
 expect 143 "$name"
 expect_jq 'all(.[]; .event != "restart")' "$name"
 
-# Rank 0 dies in its first save each time, so the job gets no further, and the launcher waits longer each time.
+# Rank 0 dies in its first save after each restart, so the job makes no progress and the launcher waits longer each
+# time.
 name="a signal while the launcher waits"
 rm -rf "$tmp/saves" "$tmp/out"
 "$distrain" ps --mode sync --data "$tmp/images" --epochs 1000000 --checkpoint "$tmp/saves" --checkpoint-every 5 \

@@ -1,11 +1,11 @@
 #!/bin/bash
 # ctest: timeout=240
-# Signals after which a job goes on.
+# Signals after which a job continues, and the state that it reports when it ends.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
-# A process group of its own, which is no orphan: a shell that would have it go on is there.
-start() { # start <args>...: a job that would run for long; waits until all ranks are at work
+# The job has a process group of its own. The group is not orphaned, so SIGTSTP stops it.
+start() { # start <args>...: starts an endless job and waits until all ranks work
   : >"$tmp/out"
   set -m
   "$distrain" hybrid --epochs 1000000 --peer-timeout 60 --log-interval 10 "$@" >"$tmp/out" 2>"$tmp/err" &
@@ -29,7 +29,7 @@ goes_on() {
   wait_for_lines $(($(grep -c '"event":"epoch"' "$tmp/out") + 2)) epoch "$tmp/out"
 }
 
-# Asks until one of the lines is as expected: a rank may be between two waits.
+# Sends SIGQUIT and checks the answers. Call it repeatedly, because a rank may be between two waits.
 # shellcheck disable=SC2317  # called by wait_for
 tells() { # tells <pid> <pattern>
   kill -QUIT "$1"
@@ -37,7 +37,7 @@ tells() { # tells <pid> <pattern>
   grep -Eq "$2" "$tmp/err"
 }
 
-# Without --checkpoint: what it has done by then.
+# Without --checkpoint, `end` reports the work done until the signal.
 start
 ends_by_term "$launcher" "SIGTERM"
 expect_log "SIGTERM"
@@ -45,7 +45,7 @@ expect_log "SIGTERM"
 expect_jq '(map(select(.event == "epoch")) | group_by(.rank) | map(map(.steps) | add) | add) as $told
   | .[-1] | .steps >= $told and .train_s > 0 and .rpc.calls > .steps and .loss > 0 and .updates > 0' "SIGTERM: what was done"
 
-# A save that makes progress is waited for, longer than the limit; a step that never ends is not.
+# The launcher waits longer than the limit for a save that makes progress, but not for a step that never ends.
 start --checkpoint "$tmp/slow" --checkpoint-every 1000000 --save-timeout 4 --inject save=6s
 ends_by_term "$launcher" "a slow save"
 expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "a slow save"
@@ -65,11 +65,11 @@ grep -q '^distrain: rank [013]' "$tmp/err" && fail "$name: others answered"
 
 name="SIGQUIT of the launcher"
 kill -STOP "$(pid_of 3)"
-# One of the trainers: the other may wait for it.
+# Only one trainer waits for rank 3; the other may wait for that trainer.
 wait_for "$limit" tells "$launcher" '^distrain: rank [01] \(trainer[01]\) waits, [1-9][0-9]*\.[0-9] s: .*, called on rank 3$' ||
   fail "$name: no trainer says what it waits for: $(head -n 3 "$tmp/err")"
 kill -CONT "$(pid_of 3)"
-for rank in 1 2 3; do # for the shutdown, a step, or nothing
+for rank in 1 2 3; do # each waits for the shutdown, a step, or a call
   wait_for "$limit" tells "$launcher" "^distrain: rank $rank \([a-z0-9]+\) waits" || fail "$name: no word of rank $rank"
 done
 goes_on
@@ -97,7 +97,7 @@ start --peer-timeout 3
 for _ in $(few 1 2); do
   kill -TSTP "$launcher"
   wait_for "$limit" all_stopped || fail "$name: not all are stopped"
-  sleep 6 # longer than a rank may be silent
+  sleep 6 # longer than the peer timeout
   all_stopped || fail "$name: somebody went on"
   kill -CONT "$launcher"
   goes_on
@@ -105,7 +105,7 @@ done
 ends_by_term "$launcher" "$name"
 expect_log "$name"
 
-# It has no launcher to read its lines, and its thread that writes them holds what writes the last one.
+# No launcher reads the lines of this rank, and its blocked writer thread holds the lock that the last line needs.
 name="SIGTERM while the reader of stdout sleeps"
 mkfifo "$tmp/fifo"
 exec 9<>"$tmp/fifo"
@@ -117,7 +117,7 @@ ends_by_term $rank "$name"
 grep -q '^distrain: ended by SIGTERM$' "$tmp/err" || fail "$name: stderr does not say so"
 exec 9<&-
 
-# A job that saves does so at the first signal, though each line that it has waits for that reader.
+# A job with checkpoints saves at the first signal, although all its lines wait for the reader.
 for where in --local --trainers=2; do
   name="SIGTERM while the reader of stdout sleeps, and there is something to save, $where"
   rm -rf "$tmp/saves"
@@ -125,7 +125,7 @@ for where in --local --trainers=2; do
   "$distrain" hybrid "$where" --epochs 1000000 --log-interval 1 --checkpoint "$tmp/saves" \
     --checkpoint-every 1000000000 >"$tmp/fifo" 2>"$tmp/err" &
   launcher=$!
-  # Of two trainers either may be the one that has more to say than its pipe takes.
+  # Either of two trainers may be the first whose pipe is full.
   wait_for "$limit" tells $launcher '^distrain: rank [01] .*waits, [1-9][0-9.]* s: the reader of standard output$' ||
     fail "$name: SIGQUIT does not tell: $(tail -n 1 "$tmp/err")"
   ends_by_term $launcher "$name"

@@ -2,18 +2,18 @@
 
 Each trial chooses a job, a fault and a moment from the seed and the trial's number, and runs the job with checkpoints:
 
-  kill, stop     SIGKILL or SIGSTOP to one rank that a launcher has started
+  kill, stop     one rank under a launcher gets SIGKILL or SIGSTOP
   cut, reset, stall, short, slow
-                 ranks that join each other over TCP, one of them through tests/support/proxy.py: the link is closed,
-                 reset, silent, cut within a frame, or slow
-  disk           the folder of checkpoints is on a disk that gets full
+                 ranks join over TCP, one of them through tests/support/proxy.py: the link is closed, reset, silent,
+                 cut within a frame, or slow
+  disk           the folder of checkpoints is on a disk that becomes full
 
-Expected: every process ends by itself; nothing is left; the error names the rank that was hit, or for a link one of
-its two ends; exit codes are those of the fault; and a run that resumes from the newest checkpoint ends with the files
-that an undisturbed run has saved, byte by byte. A slow link changes nothing.
+Expected: every process ends by itself; no process is left; the error names the rank that was hit, or for a link one of
+its two ends; the exit code fits the fault; and a run that resumes from the newest checkpoint ends with exactly the
+files of an undisturbed run. A slow link changes nothing.
 
-A moment is told by the line of the log that it comes after and the time since, so that it is the same on a slow
-machine. A fault that comes after the job has ended does not count and is tried again earlier."""
+A moment is defined by the preceding line of the log and the time since that line, so that it also fits a slow machine.
+A fault after the end of the job does not count and is repeated at an earlier moment."""
 
 import collections
 import glob
@@ -36,20 +36,20 @@ only = os.environ.get("FAULTS_ONLY")
 keep = os.environ.get("FAULTS_KEEP")
 proxy_program = os.path.join(os.path.dirname(__file__), "../support/proxy.py")
 
-JOBS = {  # how many ranks; arguments
+JOBS = {  # number of ranks; arguments
     "hybrid": (4, "--mode sync --epochs 60 --checkpoint-every 20"),
     "ps": (4, f"--data {folder}/images --mode sync --trainers 3 --epochs 4 --checkpoint-every 2"),
     "rnn": (3, "--mode sync --trainers 2 --epochs 30 --checkpoint-every 10"),
     "rl": (3, "--observers 2 --max-steps 200 --max-episodes 40 --checkpoint-every 5"),
     "pipeline": (3, "--model resnet50 --image-size 32 --batch-size 4 --micro-batches 2 --batches 4 --checkpoint-every 1"),
 }
-GOOD = {"rl": (0, 11)}  # its goal may not be reached
+GOOD = {"rl": (0, 11)}  # exit codes of success; rl may miss its goal
 LINKS = ("cut", "reset", "stall", "short", "slow")
 FAULTS = ("kill", "kill", "stop", "disk", *LINKS)
 
 
 def processes():
-    """Living ones of this test, by the mark in their environment."""
+    """Returns the pids of this test's living processes, by the mark in their environment."""
     mark = ("DISTRAIN_TEST_ID=" + os.environ["DISTRAIN_TEST_ID"]).encode()
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -57,7 +57,7 @@ def processes():
             with open(f"/proc/{pid}/comm") as comm, open(f"/proc/{pid}/environ", "rb") as environ:
                 if comm.read() == "distrain\n" and mark in environ.read().split(b"\0"):
                     found.append(int(pid))
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             pass
     return found
 
@@ -70,7 +70,7 @@ def wait_for_none():
 
 
 class Run:
-    """One command: a launcher, or a rank."""
+    """A running command: a launcher or a rank."""
 
     def __init__(self, name, job, arguments, saves):
         self.path = f"{folder}/{name}"
@@ -86,7 +86,7 @@ class Run:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def pid_of(self, rank, after):
-        """Once the log has `after` lines and the rank has started; None if the job ends before."""
+        """Waits until the log has `after` lines and the rank has started; returns None if the job ends before."""
         while True:
             ended = self.process.poll() is not None
             lines = self.lines()
@@ -109,7 +109,7 @@ class Run:
 
 
 def saved(where):
-    """The files of the newest checkpoint, but for the manifest, which has the number of the run."""
+    """Returns the newest checkpoint's name and files without the manifest, which contains the run id."""
     newest = sorted(glob.glob(where + "/step-*"))
     files = {}
     for path in sorted(glob.glob(newest[-1] + "/*.safetensors")) if newest else []:
@@ -145,7 +145,7 @@ class Undisturbed:
 
 
 def hold(pid):
-    """Stops it; false if it has ended. A process that is about to exit takes no signal any more."""
+    """Stops the process; returns False if it has ended. An exiting process does not react to the signal."""
     deadline = time.monotonic() + 10
     try:
         os.kill(pid, signal.SIGSTOP)
@@ -161,7 +161,7 @@ def hold(pid):
 
 
 def blames(lines, ranks):
-    """What is wrong with the lines of a launcher or rank that failed."""
+    """Returns problems in the lines of a failed launcher or rank, which must blame one of `ranks`."""
     found = []
     errors = [line for line in lines if line["event"] == "error"]
     if len(errors) != 1:
@@ -183,7 +183,7 @@ class Trial:
         self.rank = choose.randrange(JOBS[self.job][0])
         if self.fault in LINKS:
             self.rank = max(1, self.rank)
-        self.at = choose.random()  # of the job
+        self.at = choose.random()  # the moment as a fraction of the job's time
         self.choose = choose
         self.where = f"{folder}/saves"
         self.saves = ["--checkpoint", self.where]
@@ -212,7 +212,7 @@ class Trial:
             {"kill": self.signal, "stop": self.signal, "disk": self.disk}.get(self.fault, self.link)()
             if self.hit or self.breaches or self.at < 0.01:
                 break
-            self.clean()  # the job had ended by then
+            self.clean()  # the fault came after the end of the job
             self.at /= 2
         if not self.breaches:
             self.resume()
@@ -226,7 +226,7 @@ class Trial:
         self.clean()
 
     def await_all(self, at):
-        """Exit codes; a breach where one does not end."""
+        """Returns the exit codes; records a breach if a process does not end."""
         codes = [run.wait() for run in self.runs]
         self.took = time.time() - at
         if None in codes:
@@ -276,7 +276,7 @@ class Trial:
         for rank in range(ranks):
             arguments = ["--rank", str(rank), "--transport", "tcp", "--join-timeout", "60", "--master-port",
                          through if rank == self.rank else str(port)]
-            # All but rank 0 take the folder from it.
+            # Rank 0 sends the folder to the other ranks.
             self.runs.append(Run(f"trial.{rank}", self.job, arguments, self.saves if rank == 0 else []))
         codes = self.await_all(time.time())
         proxy.kill()
@@ -313,7 +313,7 @@ class Trial:
             subprocess.run(["mount", "-o", "remount,size=4g", self.where], check=True)
 
     def resume(self):
-        """The job goes on to the end of an undisturbed run."""
+        """Resumes the job and compares its last checkpoint with that of an undisturbed run."""
         run = Run("resumed", self.job, ["--resume", "auto"], self.saves)
         self.runs.append(run)
         code = run.wait()

@@ -1,8 +1,8 @@
 #!/bin/bash
 # ctest: timeout=7200 serial
-# Faults in all jobs and roles, at random moments: FAULTS_COUNT of them (100), by FAULTS_SEED (1). A full disk takes
-# root, which mounts a small tmpfs. FAULTS_ONLY=NUMBER repeats one of them; FAULTS_KEEP=FOLDER keeps the output of
-# those that fail.
+# Injects FAULTS_COUNT (100) faults into all jobs and roles at random moments; FAULTS_SEED (1) chooses them. The fault
+# of a full disk needs root, which mounts a small tmpfs. FAULTS_ONLY=NUMBER repeats one trial; FAULTS_KEEP=FOLDER
+# keeps the output of failed trials.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 make_images "$tmp/images" 256 64

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=1200 serial
-# A hundred 4-rank jobs in a row, none of which may hang, fail or leave something behind.
+# Runs a hundred 4-rank jobs in a row. No job may hang, fail or leave processes or files behind.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 

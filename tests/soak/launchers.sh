@@ -1,13 +1,13 @@
 #!/bin/bash
 # ctest: labels=noasan timeout=300 serial
-# Two jobs at once by each launcher that is installed (Hydra, Open MPI, Slurm as root): none mixes with the
-# other, none waits for it, and ranks know how many of them share the CPUs.
+# Two concurrent jobs by each installed launcher (Hydra, Open MPI, Slurm as root): the jobs neither mix nor wait for
+# each other, and ranks know how many ranks share the CPUs.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 # shellcheck disable=SC2317  # functions that are called through others
 source "$(dirname "$0")/../cli/lib.bash"
 tested=
 
-# What a rank of job $1 runs, with its lines in a file of its own: launchers may mix those of several ranks.
+# The command of each rank of job $1. It writes its lines to its own file, because launchers may mix lines of ranks.
 cat >"$tmp/rank" <<END
 #!/bin/bash
 job=\$1; shift
@@ -15,7 +15,7 @@ exec $distrain hybrid --epochs 3 "\$@" >"$tmp/\$job.\$\$"
 END
 chmod +x "$tmp/rank"
 
-# check_job <job> <exit code>: four ranks of one run have ended well.
+# check_job <job> <exit code>: checks that four ranks of one run have succeeded.
 check_job() {
   code=$2
   expect 0 "$1"
@@ -27,7 +27,7 @@ check_job() {
 cores=$(nproc)
 threads=$((cores > 4 ? cores / 4 : 1))
 
-# two_jobs <name> <launcher>...: at once.
+# two_jobs <name> <launcher>...: runs and checks two concurrent jobs.
 two_jobs() {
   local name=$1 job pids=() codes=()
   shift
@@ -122,7 +122,7 @@ END
   check_job slurm-a "$(cat "$tmp/code-a")"
   check_job slurm-b "$(cat "$tmp/code-b")"
   [[ $(tail -qn 1 "$tmp"/slurm-[ab] | jq -r .run | sort -u | wc -l) == 2 ]] || fail "slurm: two steps are one run"
-  # On two nodes, where Slurm does not say that both are one machine.
+  # Two nodes; Slurm does not tell that both are the same machine.
   timeout -k 2 "$limit" srun -N2 -n4 --ntasks-per-node=2 "$tmp/rank" nodes --master-addr 127.0.0.1
   check_job nodes $?
   timeout -k 2 20 srun -N2 -n4 --ntasks-per-node=2 "$tmp/rank" astray 2>"$tmp/err"

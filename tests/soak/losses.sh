@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=1800 serial
-# tests/fault/losses.py with 32 losses, one every 2 s: the model learns what it learns undisturbed, and the server
-# does not grow. LOSSES_SEED chooses who is lost.
+# tests/fault/losses.py with 32 losses, one every 2 s: the accuracy is that of an undisturbed run, and the server's
+# memory does not grow. LOSSES_SEED chooses the lost trainers.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 

@@ -1,5 +1,5 @@
 #!/bin/bash
 # ctest: timeout=600
-# All of tests/fault/netns.sh.
+# All cases of tests/fault/netns.sh.
 export DISTRAIN_SOAK=1
 exec bash "$(dirname "$0")/../fault/netns.sh" "$1"

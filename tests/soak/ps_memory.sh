@@ -1,7 +1,6 @@
 #!/bin/bash
 # ctest: timeout=900
-# The memory of a parameter server is flat: what it holds at step 2000 is at most 2 % more than at
-# step 200.
+# The memory of a parameter server does not grow: at step 2000 it is at most 2 % more than at step 200.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=3600 serial
-# Each job, in sync mode: a rank is killed every 2 s for a minute, and it ends as if nobody had been; with one
-# launcher, and with three in three network namespaces. RESTARTS_ONLY=JOB does one of them.
+# Each job, in sync mode: a rank is killed every 2 s for a minute, and the job ends like an undisturbed one. Runs with
+# one launcher, and with three launchers in three network namespaces. RESTARTS_ONLY=JOB runs only that job.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 

@@ -1,7 +1,6 @@
 #!/bin/bash
 # ctest: timeout=1200
-# CartPole is solved with each of these seeds: by one observer within 3000 episodes, by three within
-# 1000.
+# With each of these seeds CartPole is solved by one observer within 3000 episodes and by three within 1000.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
