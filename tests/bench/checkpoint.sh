@@ -1,7 +1,7 @@
 #!/bin/bash
-# What saves cost a job, a JSON line for each: `held` is the share of a save's length for which the
-# job stood still, in the median; `speed` is steps a second with a save every few seconds over those
-# without any. TMPDIR is on the disk that is measured.
+# Measures the cost of saves and prints a JSON line per job. `held` is the median fraction of a save's duration for
+# which the job is blocked; `speed` is steps per second with a save every few seconds divided by steps per second
+# without saves. Set TMPDIR to the disk to measure.
 #   ./run bench checkpoint [seconds between saves]
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
@@ -9,14 +9,14 @@ limit=300
 interval=${2:-5}
 saves=5
 
-# end_of <file> <args>...: what `end` says.
+# end_of <file> <args>...: runs a job and writes its `end` line to the file.
 end_of() {
   run "${@:2}"
   ((code == 0)) || { tail -n 1 "$tmp/out" "$tmp/err" >&2; exit 1; }
   jq -c 'select(.event == "end")' "$tmp/out" >"$1"
 }
 
-# measure <name> <trainers> <option that says how many steps> <args>...
+# measure <name> <trainers> <option for the number of steps> <args>...
 measure() {
   local name=$1 trainers=$2 count=$3 every bytes
   shift 3

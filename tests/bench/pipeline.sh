@@ -1,8 +1,8 @@
 #!/bin/bash
-# Speed of distrain pipeline as ratios, a JSON line each. `law`: a batch's time over what the
-# schedule allows with its slowest stage, (m + p - 1) / m of that stage's own time. `local`: over the
-# quickest one of the same job in one process with two threads. `sleep`: of stages that sleep 100 ms
-# a pass, over (m + p - 1) / (m p) of the time with one micro-batch.
+# Measures the speed of distrain pipeline and prints ratios of a batch's time, a JSON line each, for m micro-batches
+# and p stages. `law` divides it by the schedule's ideal time, (m + p - 1) / m times that of the slowest stage.
+# `local` divides it by the best time of the job in one process with two threads. `sleep` divides it, for stages that
+# sleep 100 ms per pass, by (m + p - 1) / (m p) times the time with one micro-batch.
 #   ./run bench pipeline [option of distrain pipeline...]
 set -euo pipefail
 distrain=$(realpath "$1")

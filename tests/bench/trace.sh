@@ -1,14 +1,14 @@
 #!/bin/bash
-# What --trace costs: steps a second of hybrid and ps without and with it, by the medians of runs in
-# turn. A JSON line for each job; `ratio` is with over without, `ratios` those of each pair, in order of
-# size: where they lie far apart, the machine had other things to do.
+# Measures the cost of --trace: the median steps per second of hybrid and ps in alternating runs without and with it.
+# Prints a JSON line per job. `ratio` is with divided by without; `ratios` are those of each pair, sorted. If they
+# differ much, the machine was busy.
 #   ./run bench trace [pairs of runs]
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 limit=300
 pairs=${2:-7}
 
-# measure <file> <args>...: adds the speed of one run, and how many ranks it had.
+# measure <file> <args>...: runs a job and appends its speed and its number of ranks to the file.
 measure() {
   local speeds=$1
   shift
@@ -17,8 +17,7 @@ measure() {
   jq -cs '[(.[-1].steps_per_s), (map(select(.event == "rank_end")) | length)]' "$tmp/out" >>"$speeds"
 }
 
-# compare <args>...: who is first changes with each pair, so that a machine that slows down or warms
-# up meanwhile is no advantage to either.
+# compare <args>...: runs pairs in alternating order, so that a machine that slows down favours neither variant.
 compare() {
   local pair traced=(--trace "$tmp/trace.json")
   rm -f "$tmp/plain" "$tmp/traced"

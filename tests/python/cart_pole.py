@@ -4,7 +4,7 @@ import numpy as np
 
 
 def balance(state, random):
-    """A linear controller that keeps the pole up."""
+    """Returns the action of a linear controller that balances the pole."""
     return int(state @ np.array([0.3, 0.6, 6.0, 1.5]) > 0)
 
 
@@ -13,7 +13,7 @@ def shaky(state, random):
 
 
 def drift(state, random):
-    """Keeps the pole up, and leaves the track to the right."""
+    """Returns actions that balance the pole but drift off the track to the right."""
     return int(state @ np.array([0.0, 0.0, 6.0, 1.5]) > 0.3)
 
 

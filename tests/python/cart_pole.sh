@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=900
-# The episodes that unit_data.cart_pole compares with are what Gymnasium plays now.
+# Checks that the recorded episodes of unit_data.cart_pole are those that Gymnasium plays now.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 

@@ -1,4 +1,4 @@
-"""PyTorch's own ConvNet with the weights of a checkpoint: its accuracy on an IDX test set.
+"""Evaluates PyTorch's own ConvNet with the weights of a checkpoint on an IDX test set.
 
 usage: convnet.py images <folder>                  writes IDX files that can be learned from
        convnet.py evaluate <folder> <checkpoint>   prints JSON: accuracy, loss, tensors
@@ -19,7 +19,7 @@ MEAN, STD = 0.1307, 0.3081
 
 
 class Net(nn.Module):
-    """github.com/pytorch/examples, mnist/main.py, with the tutorial's dropout2d."""
+    """The ConvNet of github.com/pytorch/examples, mnist/main.py, with the tutorial's dropout2d."""
 
     def __init__(self):
         super().__init__()

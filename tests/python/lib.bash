@@ -1,11 +1,11 @@
-# What the scripts of tests/python share, beside tests/cli/lib.bash, which it sources. It puts what
-# requirements.txt names into .deps/python; $python is the interpreter there.
+# Common functions of the scripts of tests/python; it sources tests/cli/lib.bash. It installs requirements.txt
+# into .deps/python and sets $python to the interpreter there.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "${BASH_SOURCE[0]}")/../cli/lib.bash"
 # shellcheck disable=SC2034  # of lib.bash
 limit=300
 
-# In a way that it is there whole or not at all, once for all scripts that run at the same time.
+# The lock makes concurrent scripts install only once. The copy of requirements.txt marks a complete installation.
 install_python() {
   local requirements=$root/tests/python/requirements.txt folder=$root/.deps/python
   python=$folder/bin/python

@@ -1,4 +1,4 @@
-"""torchvision's ResNets, for the tests of distrain's own.
+"""Records torchvision's ResNets, to test those of distrain.
 
 usage: resnet.py record            prints tests/oracle/torchvision_recorded.h
        resnet.py export <folder>   writes resnet50's random weights, an input and what comes of it
@@ -25,7 +25,7 @@ def fnv1a(text):
 
 
 def numbers(name, shape):
-    """Numbers in [-1, 1) that C++ makes in the same bits: murmur3's mix of name and place."""
+    """Returns numbers in [-1, 1) that C++ reproduces bit by bit: murmur3's mix of name and index."""
     x = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(0x9E3779B1)
     x += np.uint32(fnv1a(name) >> 32)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
@@ -36,7 +36,7 @@ def numbers(name, shape):
 
 
 def made_up(name, shape):
-    """Weights with which activations stay near 1."""
+    """Returns weights that keep activations near 1."""
     if name.endswith("num_batches_tracked"):
         return torch.zeros((), dtype=torch.long)
     u = numbers(name, tuple(shape))
@@ -120,8 +120,8 @@ inline const RecordedResNet kRecordedResNets[] = {{
 
 
 def export(folder):
-    """Scores by float32, gradients and running statistics by float64: through batch norm and ReLU
-    those of float32 differ by some percent with the order of every sum."""
+    """Records scores in float32, and gradients and running statistics in float64: in float32 those differ by some
+    percent with the order of summation, through batch norm and ReLU."""
     torch.manual_seed(1)
     model = torchvision.models.resnet50(weights=None)
     with torch.no_grad():  # running statistics that are not the initial ones

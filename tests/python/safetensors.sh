@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=900
-# Checkpoints open in Python's safetensors, and PyTorch's own ConvNet with those weights has the
-# accuracy that distrain found.
+# Python's safetensors reads checkpoints, and PyTorch's own ConvNet with those weights has the accuracy that
+# distrain reported.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -22,7 +22,7 @@ for mode in sync async; do
     fail "$mode: $(tail -n 1 "$tmp/out" | jq .accuracy) is not PyTorch's $(cat "$tmp/python")"
 done
 
-# What the other jobs save.
+# Checkpoints of the other jobs.
 run hybrid --epochs 1 --optimizer adam --checkpoint "$tmp/hybrid"
 expect 0 hybrid
 convnet inspect "$(newest "$tmp/hybrid")" | jq -e '
