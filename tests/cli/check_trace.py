@@ -1,7 +1,7 @@
-"""check_trace.py FILE RANKS NAME...: does FILE follow the rules of the Trace Event Format?
+"""check_trace.py FILE RANKS NAME...: checks that FILE follows the rules of the Trace Event Format.
 
-Prints what is wrong, a line each, and exits with 1. RANKS: how many processes there must be. NAME: a
-slice or an asynchronous event that must be there, `name@rank` for one of a certain rank.
+Prints problems, one per line, and exits with 1 if there are any. RANKS: the required number of processes. NAME: a
+required slice or asynchronous event, `name@rank` for an event of that rank.
 """
 import json
 import sys
@@ -15,7 +15,7 @@ def wrong(message, event=None):
 
 
 def check_slices(slices):
-    """Of one thread: within each other or apart. In whole nanoseconds."""
+    """Checks that the slices of a thread, in whole nanoseconds, are nested or disjoint."""
     open_until = []
     for start, end, event in slices:
         while open_until and open_until[-1] <= start:
@@ -29,8 +29,8 @@ def check_slices(slices):
 
 
 def check_arrows(flows, threads):
-    """From a `call X` to the beginning of an X; and nearly all calls have one: those of the last
-    moment may lack it."""
+    """Checks that each arrow leads from a `call X` to the begin of an X, and that nearly all calls have an arrow; the
+    last calls may have none."""
     calls = sum(event["name"].startswith("call ") for slices in threads.values() for _, _, event in slices)
     if len(flows) < 0.9 * calls - 8:
         wrong(f"{calls} calls, but only {len(flows)} arrows")
@@ -110,7 +110,7 @@ def main(path, ranks, names):
     if events and first != 0:
         wrong(f"the first event is at {first}, not 0")
     for key, slices in threads.items():
-        # As an importer sorts them: by time; a parent stands before its children in the file.
+        # Sort by time, like an importer. The file must have each parent before its children.
         slices.sort(key=lambda slice: slice[0])
         check_slices(slices)
         slices.sort(key=lambda slice: (slice[0], -slice[1]))

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300 first
-# --checkpoint and --resume: the same parameters as without a break, damage, signals, a save cut short.
+# --checkpoint and --resume: the same parameters as without interruption, damaged files, signals, interrupted saves.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -11,7 +11,7 @@ declare -A arguments=(
   [ps]="--mode sync --data $tmp/data --batch-size 4"
   [rnn]="--mode sync --trainers 2 --data $tmp/text --embedding-dim 8 --nhid 8 --batch-size 4 --bptt 5")
 
-# job <command> <more>...: with a small job's arguments
+# job <command> <argument>...: runs a small job
 job() {
   local command=$1
   shift
@@ -19,7 +19,7 @@ job() {
   run "$command" ${arguments[$command]} "$@"
 }
 newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }
-saved() { # saved <name>: as the last command's line says
+saved() { # saved <name>: the last command's `checkpoint` lines report saves
   expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length > 0
     and all(.[]; .rank == 0 and .step > 0 and .held_s <= .wall_s and (.path | test("/step-[0-9]{12}$")))' "$1: saved"
 }
@@ -28,7 +28,7 @@ loaded() {
     and .[0].rank == 0' "$1: loaded"
 }
 
-# Twelve steps, and six and six, end in the same bytes.
+# Twelve steps, and twice six steps with a checkpoint between, save the same bytes.
 for command in hybrid ps rnn; do
   for where in "" --local; do
     name="$command $where"
@@ -57,8 +57,8 @@ for command in hybrid ps rnn; do
   done
 done
 
-# What is not a checkpoint of this job.
-refused() { # refused <words> <name>: the copy in $tmp/damaged
+# Damaged checkpoints and checkpoints of other jobs are refused.
+refused() { # refused <words> <name>: resuming from $tmp/damaged fails
   local where
   for where in "" --local; do
     # shellcheck disable=SC2086
@@ -104,7 +104,7 @@ job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
 expect 0 "--resume auto, nothing there"
 saved "--resume auto, nothing there"
 
-# Two jobs on one folder: the second is refused before it trains, and the first does not notice.
+# Two jobs use one folder: the second job is refused before it trains, and the first is not affected.
 : >"$tmp/saving"
 # shellcheck disable=SC2086
 "$distrain" ps ${arguments[ps]} --steps 1000000 --checkpoint "$tmp/shared" --log-interval 1 \
@@ -123,7 +123,7 @@ for where in "" --local; do
   expect_jq 'all(.[]; .event != "step" and .event != "checkpoint")' "a second job $where: it trains"
   [[ $(grep -c '^distrain: ' "$tmp/err") == 1 ]] || fail "a second job $where: not one line on stderr"
 done
-# But it may read there.
+# Another job may still read the folder.
 job ps --local --checkpoint "$tmp/shared" --resume auto --eval-only
 expect 0 "--eval-only beside a job that saves"
 kill -USR1 $first
@@ -137,7 +137,8 @@ expect_jq 'all(.[]; .event != "error" and .event != "warn")' "the first job" "$t
 job ps --local --steps 1 --checkpoint "$tmp/shared" --resume "$(newest "$tmp/shared")" --eval-only
 expect 0 "what the first job has saved"
 
-# A signal saves. It goes to the launcher, or by the name to "one rank" or to the ranks "one by one".
+# A signal makes the job save. It goes to the launcher, or to "one rank" or to the ranks "one by one" if the name says
+# so.
 stopped() { # stopped <SIGNAL...> <command> <more>...
   local name=$1 command=$2 step pid ranks signal status
   signal=${name%%[ ,]*}
@@ -190,16 +191,15 @@ if ! sanitized; then
   stopped "SIGINT, local" rnn --local
   stopped "SIGHUP" ps
 fi
-# Each rank must know the one signal that it gets, though the others may have told it before, and it
-# is in the midst of the save or through with it.
+# Each rank must handle its signal even if other ranks have already told it to stop and it is saving or has saved.
 for command in $(few hybrid ps rnn); do
   stopped "SIGTERM, $command, one by one" "$command"
 done
-# Rank 0 serves the trainers before its own part of the job begins.
+# Rank 0 is slow, so it serves trainers before its own part of the job begins.
 stopped "SIGTERM, a late rank 0" ps --mode async --inject delay=1s@rank=0 --trace "$tmp/trace.json"
 
-# So does the end of stdout's reader, of a job in one process and of any of its ranks.
-unheard() { # unheard <name>: $code and $tmp/err are of the process that nobody heard
+# A job also saves if the reader of stdout is gone, for --local and for any rank.
+unheard() { # unheard <name>: checks $code and $tmp/err of the process without a reader, and its checkpoint
   expect 141 "$1"
   [[ -s $tmp/err ]] && fail "$1: wrote to stderr: $(cat "$tmp/err")"
   [[ -n $(newest "$tmp/unheard") ]] || fail "$1: nothing saved"
@@ -219,7 +219,7 @@ for rank in 0 1; do
     # shellcheck disable=SC2086  # words
     timeout "$limit" "$distrain" ps $endless --rank $other --master-port "$port" >"$tmp/out$other" 2>/dev/null &
   done
-  last="eval" # of the server's lines while it trains
+  last="eval" # the server prints no `step` lines
   ((rank == 0)) || last=step
   # shellcheck disable=SC2086  # words
   timeout "$limit" "$distrain" ps $endless --rank $rank --master-port "$port" 2>"$tmp/err" |
@@ -234,7 +234,7 @@ for rank in 0 1; do
   unheard "rank $rank without a reader"
 done
 
-# Without room for a checkpoint a job trains on, and ends with 9 as its last save fails.
+# If there is no room for a checkpoint, the job continues and ends with 9 when its last save fails.
 for where in --local ""; do
   (
     ulimit -f 64
@@ -252,7 +252,7 @@ for where in --local ""; do
     fail "no room $where: left behind: $(ls -A "$tmp/room$where")"
 done
 
-# A save that is cut short leaves the checkpoint before it, or the new one.
+# An interrupted save leaves the previous checkpoint or the new one.
 stride=5
 sanitized && stride=15
 for ((call = 1; call < 80; call += stride)); do
@@ -261,7 +261,7 @@ for ((call = 1; call < 80; call += stride)); do
   job ps --local --steps 1 --checkpoint "$tmp/cut"
   expect 0 "$name, before"
   job ps --local --steps 2 --checkpoint "$tmp/cut" --resume auto --inject fail=checkpoint.$call
-  ((code == 0)) && break # the save has fewer calls
+  ((code == 0)) && break # the save makes fewer system calls
   expect 137 "$name"
   job ps --local --steps 3 --checkpoint "$tmp/cut" --resume auto
   expect 0 "$name, after"

@@ -1,11 +1,10 @@
 #!/bin/bash
-# What a CPU run has to do with CUDA: nothing beyond the two small libraries that libtorch_cpu.so
-# itself names. And libdistrain_cuda.so, where it was built: it names no library of NVIDIA's, and
-# exports one function.
+# A run on CPUs loads no CUDA library except the two small ones that libtorch_cpu.so links. libdistrain_cuda.so, if it
+# was built, links no NVIDIA library and exports one function.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# Libraries that a dynamic loader opened, in all of the job's processes.
+# List the libraries that the dynamic loader opened in all processes of the job.
 LD_DEBUG=files LD_DEBUG_OUTPUT=$tmp/loader run hybrid --epochs 1 --trainers 1
 expect 0 "hybrid on the CPU"
 sed -nE 's|.*calling init: .*/(lib[^/ ]+)$|\1|p' "$tmp"/loader.* | sort -u >"$tmp/libraries"

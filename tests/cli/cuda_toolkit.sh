@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Which CUDA Toolkit cmake/Cuda.cmake takes: only one of the major version that LibTorch was built for.
+# cmake/Cuda.cmake takes only a CUDA Toolkit of the major version that LibTorch was built for.
 set -euo pipefail
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 work=$(mktemp -d)
@@ -23,7 +23,7 @@ distrain_find_cuda(lacking)
 message("found=\${DISTRAIN_CUDA_RUNTIME_INCLUDE} lacking=\${lacking}")
 END
 
-# find <expected> <LibTorch> <CMake option>...: with the wrong Toolkit first.
+# find <expected> <LibTorch> <CMake option>...: checks the chosen Toolkit if a wrong one comes first.
 find() {
   local expected=$1 torch=$2 told
   shift 2

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: labels=asan
-# Bad data: exit code 7 and one error, before anything starts where that can be known.
+# Bad data: exit code 7 and one error, if possible before any rank starts.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -17,7 +17,7 @@ expect_error 7 bad_data "--test-data" "missing --test-data"
 run hybrid --local --data "$tmp/nowhere"
 expect_error 7 bad_data "$tmp/nowhere: No such file" "--local, missing --data"
 
-# What ranks would read twice or share is refused at once, by its name.
+# A file that several ranks cannot open independently is refused at once, with its name.
 mkfifo "$tmp/fifo"
 shared="not a regular file that each rank can open"
 run hybrid --data "$tmp/fifo"
@@ -43,7 +43,7 @@ run hybrid --data "$tmp/one" --epochs 1
 expect 7 "one example for two trainers"
 expect_jq ".[-1].message == \"$tmp/one: 1 example is too few for 2 trainers: --trainers can be 1 at most\"" "one example"
 
-# Training that cannot work goes on with one warning.
+# Useless training continues with one warning.
 run hybrid --data "$tmp/one" --trainers 1 --epochs 1
 expect 0 "a single label"
 expect_jq "[.[] | select(.event == \"warn\").message] ==
@@ -52,7 +52,7 @@ run hybrid --local --data teacher --epochs 1 --lr 30
 expect 0 "a loss that grows"
 expect_jq '[.[] | select(.event == "warn").message] | length == 1 and (.[0] | startswith("the loss grows: "))' "a loss that grows"
 
-# Words that the training data does not have are told of.
+# Words that are not in the training data are counted.
 printf '__label__a one four\n__label__b five two five\n' >"$tmp/other"
 for where in "" --local; do
   # shellcheck disable=SC2086
@@ -63,7 +63,7 @@ for where in "" --local; do
     [[null, null, null, 32], [3, 2, null, 32]]' "recorded config $where"
 done
 
-# Labels of a hidden teacher: no file, so what is for files has no effect; ./teacher is a file.
+# `--data teacher` makes labels by a hidden teacher, so options for files have no effect; ./teacher is a file.
 for where in "" --local; do
   # shellcheck disable=SC2086
   run hybrid $where --data teacher --batches-per-epoch 2 --epochs 1 --batch-size 7 \
@@ -93,7 +93,7 @@ expect 0 "recorded vocabulary"
 expect_jq '[.[] | select(.event == "start")][0].config.vocab_size == 10000 and
   .[-1].config.vocab_size == 5' "recorded vocabulary"
 
-# What only reading tells: the rank says it, the launcher passes it on as the root cause.
+# Errors that only reading the file reveals: the rank reports the error, and the launcher repeats it as the root cause.
 printf '__label__a one two\nno label here\n' >"$tmp/bad"
 for where in "" --local; do
   # shellcheck disable=SC2086

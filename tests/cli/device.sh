@@ -1,14 +1,13 @@
 #!/bin/bash
 # ctest: timeout=300
-# Where --device puts a job: a GPU that is not there ends it with exit code 9. What makes no sense is in
-# tests/unit/scenario/test_usage.cpp.
+# --device: a missing GPU ends the job with exit code 9. tests/unit/scenario/test_usage.cpp tests invalid values.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
 data=$tmp/images
 make_images "$data" 64 16
 
-options_of() { # options_of <job>: that make it short
+options_of() { # options_of <job>: prints options that make the job short
   case $1 in
     hybrid) echo --epochs 1 --batches 2 ;;
     ps) echo --data "$data" --steps 2 ;;
@@ -24,10 +23,10 @@ try() { # try <job> <options>...
   run "$job" $(options_of "$job") "$@"
 }
 
-# Without a driver CUDA shows no GPU; where there is one, no process here may see it.
+# No process of this test may see a GPU, even if this machine has one.
 export CUDA_VISIBLE_DEVICES=
 
-expect_no_gpu() { # expect_no_gpu <name> <of the rank that says so>
+expect_no_gpu() { # expect_no_gpu <name> <pattern for the rank that reports it>
   expect 9 "$1"
   expect_log "$1"
   expect_jq 'map(select(.event == "error")) | length == 1 and (.[0] | .kind == "resources"
@@ -44,7 +43,7 @@ for job in $(few pipeline hybrid ps rnn rl); do
   expect_no_gpu "$job --device cuda --local" '0 [(]local[)]'
 done
 
-# A role's own: the others do without.
+# Only one role uses a GPU.
 try hybrid --device trainer1=cuda
 expect_no_gpu "hybrid --device trainer1=cuda" '1 [(]trainer1[)]'
 try hybrid --device server=cuda:1
@@ -52,7 +51,7 @@ expect_no_gpu "hybrid --device server=cuda:1" '3 [(]ps[)]'
 try pipeline --device stage2=cuda
 expect_no_gpu "pipeline --device stage2=cuda" '2 [(]worker2[)]'
 
-# A rank that joins says it, too, and the one that it has met ends at once.
+# A joining rank also reports its missing GPU, and the rank that it has joined ends at once.
 port=$(free_port)
 "$distrain" rl --rank 0 --world-size 2 --master-port "$port" --join-timeout "$limit" --max-episodes 1 \
   >"$tmp/agent" 2>"$tmp/agent.err" &
@@ -70,7 +69,7 @@ wait $server
 [[ $? == 9 ]] || fail "the server of a trainer without its GPU did not end with 9"
 expect_jq '.[-1].cause_rank == 1' "the server names the trainer" "$tmp/ps"
 
-# On the CPU nothing changes, whoever says so.
+# Options that choose the CPU change nothing.
 for words in "--device cpu" "--device server=cpu,trainer=cpu" "--num-gpus 0" "--num-gpus 0 --device cpu"; do
   # shellcheck disable=SC2086  # words
   try ps $words

@@ -1,10 +1,10 @@
 #!/bin/bash
-# What is in man/ and completions/ is what the program prints, and a man page and a shell can read it.
-# Not under asan: texts alone, which unit_app has made under it.
+# The files in man/ and completions/ are those that the program prints, and man and the shells can read them.
+# Not under asan, because unit_app makes the same texts under asan.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-complete_words() ( # complete_words <words>...: what bash offers after them
+complete_words() ( # complete_words <words>...: prints the words that bash offers after them
   # shellcheck source=/dev/null
   source "$root/completions/distrain.bash"
   # shellcheck disable=SC2317  # called by _distrain
@@ -14,12 +14,12 @@ complete_words() ( # complete_words <words>...: what bash offers after them
   _distrain
   printf '%s\n' "${COMPREPLY[@]}"
 )
-offers() { # offers <words of the answer> <words>...
+offers() { # offers <expected words> <words>...
   local answer
   answer=$(complete_words "${@:2}" | tr '\n' ' ')
   [[ $answer == "$1 " ]] || fail "bash offers '$answer', not '$1', after ${*:2}"
 }
-same() { # same <file> <args>...: the program prints it
+same() { # same <file> <args>...: the program prints the content of the file
   run "${@:2}"
   expect 0 "${*:2}"
   cmp -s "$tmp/out" "$root/$1" || fail "$1 is not what 'distrain ${*:2}' prints: ./run docs writes it"
@@ -41,12 +41,12 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
   if command -v mandoc >/dev/null; then
-    # The pages have no date: they are those of a version.
+    # The pages have a version instead of a date.
     warnings=$(mandoc -Tlint -Wwarning "$page" 2>&1 | grep -v "missing date")
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-# The documentation and the man page say which devices there are.
+# The documentation and the man page name the supported devices.
 for text in "$(cat "$root/docs/gpu.md")" \
   "$(sed -n '/^\.SH "DEVICES"/,/^\.SH "CHECKPOINTS"/p' "$root/man/distrain.1")"; do
   [[ $text == *CPU* && $text == *CUDA* ]] || fail "docs/gpu.md or man/distrain.1 does not say what computes where"
@@ -83,7 +83,7 @@ offers pipeline distrain man pip
 offers zsh distrain completion z
 offers episode distrain schema epi
 
-# A text takes one argument, of those that there are.
+# A command that prints a text takes one argument, which must be known.
 refuse() { # refuse <words> <args>...
   run "${@:2}"
   expect_error 2 invalid "$1" "${*:2}"

@@ -84,7 +84,7 @@ def masked(line):
 
 
 def same(expected, actual):
-    """Returns whether masked `actual` is masked `expected`, in which "..." stands for any text."""
+    """Returns whether masked `actual` matches masked `expected`, in which "..." stands for any text."""
     pattern = ""
     for line in expected.splitlines():
         if line.strip() == "...":
@@ -97,7 +97,7 @@ def same(expected, actual):
 
 
 def quoted(root, block):
-    """Returns a problem if the block's lines do not stand in the file that it names."""
+    """Returns a problem if the file that the block names does not contain the block's lines."""
     path = root / block.marks["from"]
     if not path.is_file():
         return f"no file {block.marks['from']}"
@@ -141,7 +141,7 @@ def excerpt(text, lines=12):
 
 
 def write_outputs(root, page, updates):
-    """Replaces outputs, the last one first so that line numbers stay."""
+    """Replaces outputs, the last one first so that line numbers stay valid."""
     lines = (root / page).read_text().splitlines()
     for block, actual in reversed(updates):
         if "..." not in block.text:
@@ -150,7 +150,7 @@ def write_outputs(root, page, updates):
 
 
 def check_page(root, scratch, page, update=False):
-    """Returns (blocks that ran, blocks, problems, what it took)."""
+    """Returns (blocks that ran, blocks, problems, time)."""
     blocks, problems = blocks_of(root, page)
     folder = scratch.parent / ("page-" + page.replace("/", "-"))
     shutil.copytree(scratch, folder, symlinks=True)

@@ -1,9 +1,9 @@
 #!/bin/bash
 # ctest: timeout=300
-# Runs every fenced block of README.md and docs/*.md from the files themselves: see docs_blocks.py. With pages as
-# further arguments, runs those of these pages alone.
+# Runs every fenced block of README.md and docs/*.md, or only those of the pages in further arguments: see
+# docs_blocks.py.
 
-# In a network of its own, if this user may make one: the pages name ports that other jobs of this host may use.
+# Use an own network namespace, if this user may create one, because other jobs may use the ports in the pages.
 if [[ -z ${own_network:-} ]] && unshare -n ip link set lo up 2>/dev/null; then
   exec env own_network=1 unshare -n bash -c 'ip link set lo up && exec bash "$@"' bash "$0" "$@"
 fi
@@ -11,7 +11,7 @@ fi
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# What a machine has after ./run demo, ./run demo ps and ./run demo rnn, made up and small.
+# Make small versions of the files that ./run demo, ./run demo ps and ./run demo rnn fetch.
 scratch=$tmp/scratch
 mkdir -p "$scratch/.deps/data" "$tmp/bin"
 python3 - "$scratch/.deps/data" <<'PYTHON'
@@ -32,7 +32,7 @@ sed -i '1s/^/in the beginning god said , /' "$scratch/.deps/data/kjv.train"
 make_images "$tmp/images" 640 100 28 bars
 cp -r "$root/examples" "$scratch/examples"
 
-# Launchers, which start all ranks here with the environment that the real ones make, and ssh.
+# Make stand-ins for ssh and for launchers, which start all ranks here with the variables that the real launchers set.
 cat >"$tmp/launch" <<'END'
 #!/bin/bash
 # Reads the options of torchrun, mpirun or srun up to the program, then starts its ranks.
@@ -73,7 +73,7 @@ for name in torchrun mpirun srun; do cp "$tmp/launch" "$tmp/bin/$name"; done
 printf '#!/bin/sh\necho localhost\n' >"$tmp/bin/scontrol"
 printf '#!/bin/sh\nshift\nexec "$@"\n' >"$tmp/bin/ssh"
 chmod +x "$tmp/bin/scontrol" "$tmp/bin/ssh"
-# Small images in place of those that ps finds by itself.
+# Use small images instead of the images that ps finds without --data.
 cat >"$tmp/bin/distrain" <<END
 #!/bin/bash
 [[ \$1 != ps || \$* == *--data* || \$* == *--resume* ]] || set -- "\$@" --data "$tmp/images"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=600 first
-# examples/ as somebody has them who has installed distrain: they build, train, join from terminals of
-# their own, go on in the same bits when they were killed, and have what distrain has.
+# The examples build with an installed distrain, train, join from several terminals, resume bit by bit after a kill, and
+# have distrain's help and completion.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 reference=$(dirname "$distrain")/recommender_reference
@@ -11,14 +11,14 @@ for program in "$root"/examples/*.cpp; do
 done
 install_build || finish
 cp -r "$root/examples" "$tmp/examples"
-# Clang, where it is, compiles them in half the time.
+# Use Clang if it is installed, because it compiles the examples in half the time.
 build_outside "$tmp/examples" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 \
   "-DCMAKE_CXX_COMPILER=$(command -v clang++ || command -v c++)" || finish
 cd "$tmp" || exit 1
 
 newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }
 
-complete_words() ( # complete_words <words>...: what bash offers after them
+complete_words() ( # complete_words <words>...: prints the words that bash offers after them
   # shellcheck source=/dev/null
   source "$tmp/completion"
   COMP_WORDS=("$@")
@@ -36,7 +36,7 @@ expect_jq '.[-1].loss < 0.4' xor
 check_lines
 rm -f "$tmp"/{.seen,out}
 
-# The library without the kit.
+# The library without the job kit.
 port=$(free_port)
 terminals=()
 for rank in 0 1 2; do
@@ -51,14 +51,14 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
   read -r name trainers data <<<"$job"
   read -ra data <<<"$data"
   data+=(--trainers "$trainers")
-  distrain=$tmp/build/$name programs=${name:0:15} # as much of it as the kernel keeps
+  distrain=$tmp/build/$name programs=${name:0:15} # the kernel truncates names of processes
 
   run "${data[@]}" --trace "$tmp/trace.json"
   expect 0 "$name"
   expect_log "$name"
   [[ ! -s $tmp/err ]] || fail "$name: on stderr: $(head -n 1 "$tmp/err")"
   case $name in
-    recommender) # compared with the same model in torch alone, on as many clicks at a time
+    recommender) # compare with the same model in torch alone, with the same global batch size
       least=$("$reference" clicks.txt $((32 * trainers)) 10 0.01)
       expect_jq "$least > 0.8 and .[-1].accuracy >= $least - 0.01" "$name" ;;
     matrix_factorization) # the ratings have a variance of 0.89 and noise of 0.04
@@ -68,7 +68,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
   problems=$(python3 "$here/check_trace.py" "$tmp/trace.json" 4 step@3 backward@3 2>&1) ||
     fail "$name, the trace: $problems"
 
-  # Killed at some step, it goes on to the same end.
+  # A job that is killed at a random step and resumed saves the same files.
   small=("${data[@]}" --optimizer adam --steps 120 --checkpoint-every 20)
   [[ $name == mlp ]] || small+=(--mode sync)
   run "${small[@]}" --checkpoint "$tmp/whole"
@@ -93,7 +93,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
       fail "$name: $file differs after $step"
   done
 
-  if [[ $name == mlp ]]; then # --local trains the same model, and predict uses it
+  if [[ $name == mlp ]]; then # mlp also has --local and predict
     run "${small[@]}" --checkpoint "$tmp/local" --local --threads 1
     expect 0 "$name --local"
     expect_jq "(.[-1].accuracy - $accuracy | fabs) < 0.005" "$name --local"
@@ -103,7 +103,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
     expect_jq ".[-1].accuracy == $accuracy" "$name predict"
   fi
 
-  # From four terminals.
+  # Start the four ranks separately.
   port=$(free_port)
   terminals=()
   for rank in 2 0 3 1; do
@@ -137,11 +137,11 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
   rm -rf "$tmp"/{.seen,out*,killed,whole,parts,local,trace.json}
 done
 
-# What docs/write-a-job.md shows.
+# The commands of docs/write-a-job.md.
 mkdir tour
 (cd tour && ln -s ../examples . && PATH=$tmp/build:$PATH timeout 120 bash examples/tour.sh >"$tmp/tour.out" 2>"$tmp/tour.err") ||
   fail "tour.sh: exit code $?: $(tail -n 3 "$tmp/tour.err")"
-grep '^{' "$tmp/tour.out" >"$tmp/tour.lines" # beside help text
+grep '^{' "$tmp/tour.out" >"$tmp/tour.lines" # without the help texts
 expect_jq 'map(select(.accuracy > 0.8)) | length == 2' "tour.sh" "$tmp/tour.lines"
-rm -r tour # its lines are of several programs
+rm -r tour # check_lines knows the schema of one program only
 finish

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # ctest: timeout=120
-# tests/gpu/run without a GPU: its verdict, exit codes and report with programs that stand in for those that
-# it builds.
+# tests/gpu/run without a GPU: its verdict, exit codes and report, with stand-ins for the programs that it builds.
 set -euo pipefail
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 work=$(mktemp -d)
@@ -9,7 +8,7 @@ trap 'rm -rf "$work"' EXIT
 bin=$work/build/bin
 mkdir -p "$bin" "$work/tools" "$work/empty"
 
-program() { # program <path> : from stdin
+program() { # program <path> : writes a program from stdin
   cat >"$1"
   chmod +x "$1"
 }
@@ -36,8 +35,8 @@ echo "========= ERROR SUMMARY: 0 errors"
 while [[ $1 != */gpu ]]; do shift; done
 exec "$@"
 END
-# Losses that fall with the learning rate, to which a device adds its noise; chaos breaks out at step 10 for
-# any change of the learning rate.
+# This stand-in prints losses that fall with the learning rate; a GPU adds noise. In rnn any change of noise or learning
+# rate is amplified from step 10, as in chaotic training.
 program "$bin/distrain" <<'END'
 #!/usr/bin/env python3
 import json, os, sys
@@ -64,7 +63,7 @@ add_test(gpu.two "$bin/gpu" two)
 set_tests_properties(gpu.two PROPERTIES LABELS "gpu;two_gpus")
 END
 
-# run <exit code> <verdict> <name=value>... [-- stage...] : sets `out`, and looks for the report.
+# run <exit code> <verdict> <name=value>... [-- stage...] : sets `out` and checks the report.
 run() {
   local expected=$1 correct=$2 code=0 settings=() fakes
   shift 2

@@ -1,11 +1,11 @@
 #!/bin/bash
-# The scripts that tests/gpu/run compares jobs with, on programs that stand in for distrain: a job that
-# hangs, differs or is slow is told of, fails the script, and keeps the others from nothing.
-# Not under asan: nothing of ours that is compiled runs.
+# The scripts with which tests/gpu/run compares jobs, on stand-ins for distrain: a job that hangs, differs or is slow is
+# reported, makes the script fail, and does not prevent the other jobs.
+# Not under asan, because no compiled code of ours runs.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# Its losses are the CPU's, but with TF32, and in ps. Its rnn hangs on a GPU.
+# The losses of this stand-in differ from the CPU's only with TF32 and in ps. Its rnn hangs on a GPU.
 cat >"$tmp/jobs" <<'END'
 #!/bin/bash
 device=cpu loss=0.5
@@ -28,7 +28,7 @@ expect_jq 'map(select(.ok) | .job) | unique == ["hybrid", "pipeline", "rl"]' "co
 expect_jq 'map(select(.job == "rnn"))[0] | .exit_code == null and .error == "no end after 2 s"' \
   "compare_jobs.py: a job that hangs"
 
-# Two stages are as quick as $speed at two micro-batches.
+# This stand-in for pipeline has the given $speed with two stages and two micro-batches.
 cat >"$tmp/pipeline" <<'END'
 #!/bin/bash
 one=80 two=100
@@ -50,7 +50,7 @@ for case in 95:0 85:0 none:1; do
   fi
 done
 
-# And the job's own lines are what compare_pipeline.py reads. Its GPU is the first word that counts.
+# compare_pipeline.py reads the lines of the real job. --device cpu overrides the GPU that the script names.
 timeout "$limit" python3 "$root/tests/gpu/compare_pipeline.py" "$distrain" --device cpu --model resnet18 \
   --image-size 33 --batch-size 2 --batches 1 --classes 10 --micro-batches 1,2 >"$tmp/out" 2>"$tmp/err"
 expect_jq 'map(select(.event == "pipeline") | .num_split) == [1,2,1,2] and .[-1].speed > 0' \

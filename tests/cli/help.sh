@@ -1,11 +1,11 @@
 #!/bin/bash
 # Help and version: plain text on stdout, exit code 0.
 # ctest: timeout=180
-# Not under asan: texts alone, which unit_app has made under it.
+# Not under asan, because unit_app makes the same texts under asan.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-text() { # text <name> <words in it>... : the last command printed it and nothing went wrong
+text() { # text <name> <words>... : the last command succeeded and printed a text with these words
   local name=$1 word out
   shift
   expect 0 "$name"

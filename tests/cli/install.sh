@@ -1,7 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# What `cmake --install` puts where is used as a stranger would: the binary, and a project of
-# somebody else's (tests/package), outside of ours.
+# Uses the installed binary, and the installed library from an independent project (tests/package).
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 build=$(dirname "$distrain")/..
@@ -15,7 +14,7 @@ for file in bin/distrain include/distrain/{base/error,rpc/agent,app/main,distrai
 done
 [[ ! -e $prefix/include/distrain/scenario ]] || fail "the five jobs' headers are installed"
 
-# The binary. It finds LibTorch, and libdistrain_cuda.so where that was built.
+# The binary finds LibTorch, and libdistrain_cuda.so if it was built.
 plugin=$(dirname "$distrain")/libdistrain_cuda.so
 distrain=$prefix/bin/distrain
 run hybrid --epochs 1 --trainers 1
@@ -32,7 +31,7 @@ else
   grep -q "$without" "$tmp/err" || fail "no CUDA, and not a word of it"
 fi
 
-# The library shows nothing of what is linked into it.
+# The library does not export symbols of the libraries that are linked into it.
 nm -D --defined-only "$libraries/libdistrain.so" >"$tmp/symbols" || fail "nm"
 seen=$(awk '$3 ~ /^(uv_|XXH|distrain_uv)|3CLI|3fmt/ { print $3 }' "$tmp/symbols" | head -n 3)
 [[ -z $seen ]] || fail "libdistrain.so exports $seen"

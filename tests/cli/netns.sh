@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# Ranks 0, 1 and 2, 3 in two network namespaces, joined by a veth pair: as on two machines.
+# Ranks 0, 1 and ranks 2, 3 run in two network namespaces with a veth pair between them, as on two machines.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -24,7 +24,7 @@ for host in "$a 1" "$b 2"; do
   ip -n "$name" link set eth0 up
 done
 
-# two_hosts <name> <option...>: the four ranks, the last first.
+# two_hosts <name> <option...>: runs the four ranks, starting with the last.
 two_hosts() {
   local name=$1 rank pids=()
   shift
@@ -53,7 +53,7 @@ for rank in 0 1 2 3; do
   expect_jq '.[0].trust == "anybody" and .[-1].status == "ok"' "insecure, rank $rank" "$tmp/rank$rank"
 done
 
-# refused <name> <words> <option...>: rank 3 of the other host is, and both sides say what to do.
+# refused <name> <words> <option...>: checks that rank 3 of the other host is refused and that both sides give advice.
 refused() {
   local name=$1 words=$2
   shift 2
@@ -81,7 +81,7 @@ make_token "$tmp/another.token"
 refused "another token" "has another token than rank 3" --token-file "$tmp/another.token"
 refused "a token on one side" "rank 0 has a token, rank 3 has none"
 
-# Options of rank 0 hold for all; one that is given on both sides and differs is refused.
+# Options of rank 0 apply to all ranks; an option that differs between two ranks is refused.
 timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
   --token-file "$tmp/job.token" --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
 rank0=$!

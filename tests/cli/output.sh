@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=240
-# stdout is JSON lines and nothing else, whatever it is connected to; a clean run is quiet on stderr.
+# stdout has only JSON lines, for any kind of stdout; a run without problems prints nothing on stderr.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -64,7 +64,7 @@ code=$?
 expect 0 "closed stdin and stderr"
 expect_log "closed stdin and stderr"
 
-# Where nobody hears what is said on stderr, the exit code and stdout still tell.
+# If stderr cannot be written, the exit code and stdout still report the error.
 "$distrain" hybrid --bogus >"$tmp/out" 2>/dev/full
 code=$?
 expect 2 "a usage error, 2>/dev/full"
@@ -78,7 +78,7 @@ done
 "$distrain" hybrid --bogus >/dev/full 2>"$tmp/err"
 [[ $(cat "$tmp/err") == "distrain: unknown option --bogus"* ]] || fail "a usage error, >/dev/full: $(cat "$tmp/err")"
 
-# Ranks leave nothing in $TMPDIR, however they end.
+# Ranks leave no files in $TMPDIR, regardless of how they end.
 mkdir "$tmp/tmpdir"
 for _ in 1 2 3; do
   TMPDIR=$tmp/tmpdir timeout "$limit" "$distrain" rl --max-episodes 50 --log-interval 1 2>/dev/null | head -n 1 >/dev/null
@@ -86,7 +86,8 @@ for _ in 1 2 3; do
 done
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
-# What people see: terminal.sh has whole sessions. timeout(1) would put the job in the background.
+# Output on a terminal; terminal.sh has whole sessions. Without --foreground timeout(1) would put the job into the
+# background.
 if command -v script >/dev/null; then
   short_run="timeout --foreground $limit '$distrain' hybrid ${short[*]}"
   export TERM=xterm
@@ -110,12 +111,12 @@ if command -v script >/dev/null; then
   [[ $(tail -n 1 "$tmp/tty") == hint:*--pretty* ]] || fail "no hint: $(tail -n 1 "$tmp/tty" | cut -c1-200)"
   sed -i '$d' "$tmp/tty"
   expect_log "both on a terminal" "$tmp/tty"
-  # What went wrong is told last, below the JSON lines.
+  # The error message is printed last, below the JSON lines.
   for where in "" --local "--rank 1 --master-addr 127.0.0.1 --master-port 9 --join-timeout 1"; do
     on_terminal "timeout --foreground $limit '$distrain' rl --max-episodes 1 $where"
     [[ $(tail -n 1 "$tmp/tty") == distrain:* ]] || fail "a failure, $where: $(tail -n 1 "$tmp/tty" | cut -c1-200)"
   done
-  # What reads a pipe writes to the terminal itself: only whole lines come between.
+  # The reader of a pipe writes to the terminal, too, so only whole lines are printed.
   on_terminal "$short_run | cat"
   grep -qF $'\x1b[J' "$tmp/tty" && fail "a bar where a pipe's reader writes to the terminal"
   grep -av '^{"v":' "$tmp/tty" | grep -q 'done: ' || fail "no lines where stdout is a pipe"
@@ -125,13 +126,13 @@ if command -v script >/dev/null; then
   grep -q '^{' "$tmp/tty" && fail "DISTRAIN_PRETTY=1: JSON on a terminal"
   grep -q 'done: ' "$tmp/tty" || fail "DISTRAIN_PRETTY=1: no lines on a terminal"
 fi
-# All of stdout is for people then, whatever goes wrong.
+# With --pretty no JSON is printed, even for errors.
 for wrong in --bogus "--trainers 0" "--data $tmp/none"; do
   # shellcheck disable=SC2086  # an option and its value
   run hybrid --pretty $wrong
   [[ ! -s $tmp/out && $(wc -l <"$tmp/err") == 1 ]] || fail "--pretty $wrong: $(cat "$tmp/out")"
 done
-# The steps of an epoch that the job ends in are told as what they are.
+# If the job ends within an epoch, the epoch's line is marked as partial.
 run hybrid "${short[@]}" --steps 6
 expect_jq '[.[] | select(.event == "epoch")] | length > 2 and all(.[]; (.epoch == 2) == (.partial == true))' "an epoch in part"
 run hybrid "${short[@]}" --steps 6 --pretty

@@ -1,10 +1,10 @@
 #!/bin/bash
 # ctest: timeout=300
-# distrain pipeline: lines, sweeps, schedules, cuts, weights, ranks that join.
+# distrain pipeline: lines, sweeps, schedules, splits, weights, ranks that join.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# Runs distrain in the background, as $job. What the last command wrote must not be taken for its.
+# Runs distrain in the background and sets $job. Empties $tmp/out first, so that old lines are not taken for new ones.
 begin() {
   : >"$tmp/out"
   "$distrain" "$@" >"$tmp/out" 2>"$tmp/err" &
@@ -33,7 +33,7 @@ expect_jq '(map(select(.event == "split")) | min_by(.batch_s)) as $best | .[-1] 
 expect_no_process "a sweep"
 jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" >"$tmp/sweep"
 
-# One run for each number, and --local, have the same losses.
+# Separate runs for each number of micro-batches, and --local, have the same losses as a sweep.
 for n in 1 3; do
   run "${small[@]}" --micro-batches $n
   jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out"
@@ -51,7 +51,7 @@ run "${small[@]}" --stages 3 --split stem,layer3.0 --schedule 1f1b --micro-batch
 expect 0 "three stages"
 expect_jq '[.[] | select(.event == "split")][0] | .activations == [3,2,1] and (.stage_s | length) == 3' "three stages"
 
-# The table, without training.
+# --explain prints the schedule without training.
 run pipeline --explain --stages 3 --micro-batches 2,4 --split layer1,layer3
 expect 0 "--explain"
 # shellcheck disable=SC2016  # jq's variables
@@ -65,8 +65,8 @@ if command -v script >/dev/null; then
   grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/tty" || fail "timeline: $(cat "$tmp/tty")"
 fi
 
-# Stages that sleep: one micro-batch goes through them one by one, several side by side, so that a
-# batch takes less than its stages together.
+# With sleeping stages one micro-batch passes the stages sequentially; several overlap, so that a batch takes less time
+# than the sum of its stages.
 run "${small[@]}" --batches 4 --micro-batches 1,4 --inject stage=300ms
 expect 0 "--inject stage"
 expect_jq '[.[] | select(.event == "split")] | .[0].batch_s >= 1.2 and .[1].batch_s >= 0.75
@@ -85,7 +85,7 @@ run "${small[@]}" --data "$tmp/images" --micro-batches 2 --loss ce --log-interva
 expect 0 "--data"
 expect_jq '[.[] | select(.event == "step")] | length == 2 and all(.[]; .accuracy >= 0 and .accuracy <= 1)' "--data"
 
-# Ranks that join inherit all of it.
+# Ranks that join inherit all options.
 port=$(free_port)
 for rank in 2 1; do
   timeout "$limit" "$distrain" pipeline --rank $rank --master-port "$port" >"$tmp/rank$rank" 2>&1 &
@@ -97,7 +97,7 @@ jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" | cmp -s - <(
   fail "ranks that join: another loss"
 for rank in 1 2; do expect_log "rank $rank" "$tmp/rank$rank"; done
 
-# A stage that dies is named.
+# The error names the stage that dies.
 begin "${small[@]}" --micro-batches 2 --inject stage=300ms --batches 1000 --log-interval 1
 wait_for_lines 1 step "$tmp/out"
 kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
@@ -108,7 +108,7 @@ expect_log "a stage dies"
 expect_jq '.[-1] | .cause_rank == 2 and .signal == "SIGKILL"' "a stage dies"
 expect_no_process "a stage dies"
 
-# SIGTERM saves, and the job goes on.
+# SIGTERM makes the job save, and the job can resume.
 saved=("${small[@]}" --micro-batches 2 --checkpoint "$tmp/saved" --resume auto --log-interval 1)
 begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
@@ -123,7 +123,7 @@ run "${saved[@]}" --batches $((step + 1))
 expect 0 "--resume"
 expect_jq "[.[] | select(.event == \"step\")] | length == 1 and .[0].step == $step + 1" "--resume"
 
-# The same by a signal to each rank, one by one, to one stage, and in one process.
+# The same with a signal to each rank one by one, to one stage, and with --local.
 begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
 for rank in 0 1 2; do
@@ -151,14 +151,14 @@ expect 143 "SIGTERM of --local"
 expect_log "SIGTERM of --local"
 expect_jq '[.[] | select(.event == "checkpoint")] | map(.action) == ["loaded", "saved"]' "SIGTERM of --local"
 
-# Files that are not what they should be.
+# Missing and invalid files.
 run pipeline --data "$tmp/nowhere"
 expect_error 7 bad_data "--data $tmp/nowhere" "missing --data"
 run pipeline --weights "$tmp/nowhere"
 expect_error 7 bad_data "--weights $tmp/nowhere" "missing --weights"
 echo nothing >"$tmp/weights"
-# The others leave because of rank 0, at times before it does; and those that have not met it yet are
-# not left to wait for the peer timeout.
+# Rank 0 fails. The other ranks end because of it, sometimes before it, and ranks that have not joined yet do not wait
+# for the peer timeout.
 for _ in $(few 1 2 3 4 5); do
   run "${small[@]}" --weights "$tmp/weights" --peer-timeout 600
   expect 7 "bad --weights"

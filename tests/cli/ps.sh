@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# distrain ps: lines, lengths, modes, images that are not what they should be.
+# distrain ps: lines, lengths, modes, invalid images.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -36,7 +36,7 @@ run "${ps[@]}" --steps 30 --log-interval 0
 expect 0 "--steps beyond the epoch"
 expect_jq '.[-1].steps == 60 and all(.[]; .event != "step")' "--steps beyond the epoch"
 
-# The files may be packed, and a folder without a test set is fine.
+# The files may be compressed, and a test set is optional.
 mkdir "$tmp/packed"
 cp "$tmp"/data/train-* "$tmp/packed"
 gzip "$tmp/packed/train-images-idx3-ubyte"
@@ -44,7 +44,7 @@ run ps --data "$tmp/packed" --local --steps 2
 expect 0 "packed, no test set"
 expect_jq 'all(.[]; .event != "eval")' "packed, no test set"
 
-# What the trainers see of each other.
+# The staleness between trainers.
 run "${ps[@]}" --steps 10 --mode ssp --staleness 0 --inject delay=5ms@rank=2
 expect 0 "ssp 0"
 expect_jq '[.[] | select(.event == "step")] | length == 20
@@ -61,7 +61,7 @@ expect 0 "--staleness without ssp"
 expect_jq '[.[] | select(.event == "warn")] | length == 1 and (.[0].message | test("--staleness"))' \
   "--staleness without ssp"
 
-# sync is --local, and the test images show it.
+# sync mode and --local give the same results on the test images.
 for where in "" --local; do
   # shellcheck disable=SC2086
   run "${ps[@]}" --mode sync --dropout off --steps 12 $where
@@ -71,7 +71,7 @@ done >"$tmp/losses"
 jq -es 'length == 2 and (.[0] - .[1] | fabs) < 1e-4' "$tmp/losses" >/dev/null ||
   fail "sync and --local differ: $(tr '\n' ' ' <"$tmp/losses")"
 
-# How much dropout: a number, or the words.
+# --dropout takes a number, `on` or `off`.
 for rate in on off 0.3; do
   run "${ps[@]}" --local --dropout $rate --steps 2 --checkpoint "$tmp/rate-$rate"
   expect 0 "--dropout $rate"
@@ -94,7 +94,7 @@ expect_error 7 bad_data "saved with --dropout off, not 0.3" "another --dropout"
 run predict "$tmp/rate-0.3" "$tmp/data"
 expect 0 "predict, with --dropout 0.3"
 
-# Ranks that join: the server reads no data, and a trainer may have its own path to it.
+# Ranks that join: the server reads no data, and a trainer may have its own path to the data.
 port=$(free_port)
 for r in 1 2; do
   timeout "$limit" "$distrain" ps --rank $r --master-port "$port" --data "$tmp/data" >"$tmp/rank$r" 2>&1 &
@@ -108,7 +108,7 @@ for r in 1 2; do
 done
 expect_jq '.[-1] | .rank == 1 and .status == "ok" and .steps == 3' "ranks that join" "$tmp/rank1"
 
-# Ranks that end before the job is done say how far they were; rank 0 makes no step itself.
+# Ranks that end early report their steps; rank 0 makes no steps.
 port=$(free_port)
 pids=()
 for r in 1 2; do
@@ -128,7 +128,7 @@ for r in 1 2; do
     "rank 0 is lost, rank $r" "$tmp/rank$r"
 done
 
-# Other folders to evaluate on.
+# --valid-data and --test-data name other folders.
 make_images "$tmp/valid" 1 12
 make_images "$tmp/test" 1 10
 run "${ps[@]}" --valid-data "$tmp/valid" --test-data "$tmp/test" --epochs 2 --limit 16

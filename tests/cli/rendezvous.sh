@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# Ports: a taken one is an error at once; ranks join by flags and by the environment.
+# A port in use is an error at once; ranks join by options and by environment variables.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -26,15 +26,15 @@ expect_jq '.[-1] | .kind == "rendezvous" and .rank == 0' "port taken, rank 0 joi
 exec 7>&-
 wait "$holder"
 
-# It is checked below, when its first interval of 5 s is over.
+# This rank is checked below, after its first interval of 5 s.
 timeout "$limit" "$distrain" hybrid --rank 1 --master-port "$(free_port)" --join-timeout 6 >"$tmp/nobody" 2>/dev/null &
 nobody=$!
-# A name without an address is told of before the first interval of 5 s is over.
+# A host name without an address is reported before the first interval of 5 s ends.
 run hybrid --rank 1 --master-addr no-such-host.invalid --join-timeout 2
 expect 3 "a host without an address"
 expect_jq '[.[] | select(.event == "waiting").reason] | length == 1 and
   (.[0] | contains("no-such-host.invalid") and endswith("; check --master-addr (MASTER_ADDR)"))' "a host without an address"
-# A pod of a Kubernetes Indexed Job; its neighbours are elsewhere.
+# A pod of a Kubernetes Indexed Job; its other pods are on other hosts.
 JOB_COMPLETION_INDEX=0 MASTER_ADDR=localhost run hybrid --world-size 4 --master-port "$(free_port)" --join-timeout 1
 expect 3 "JOB_COMPLETION_INDEX"
 expect_jq '.[-1] | .rank == 0 and (.message | contains("missing: 1, 2, 3; rank 0 listens on 127.0.0.1, which only this host reaches"))' \
@@ -59,14 +59,14 @@ expect_jq '.[-1] | .scope == "job" and .steps == 40 and .updates == 40 and .trai
 sums=$(for r in 0 1 2 3; do tail -n 1 "$tmp/rank$r"; done |
   jq -cs '[.[0].rpc.calls >= ([.[1:][].rpc.calls] | add) + 60, [.[1:][] | [.scope, .steps]]]')
 [[ $sums == '[true,[["rank",20],["rank",0],["rank",0]]]' ]] || fail "by environment: ends: $sums"
-# Each rank believes that it is alone on its host until all have met.
+# Each rank assumes that it is alone on its host until all ranks have joined.
 for r in 0 1 2 3; do
   # shellcheck disable=SC2016 # $alone and $shared are jq's
   expect_jq '[.[] | select(.event == "start" or .event == "ready").threads] as [$alone, $shared]
     | $shared == ([1, ($alone / 4 | floor)] | max)' "by environment: threads of rank $r" "$tmp/rank$r"
 done
 
-# Two steps of one allocation of Slurm, at once: neither mixes with the other nor waits for it.
+# Two concurrent steps of one Slurm allocation neither mix nor wait for each other.
 # shellcheck disable=SC2317
 by_step() {
   SLURM_PROCID=$2 SLURM_NTASKS=4 SLURM_JOB_ID=$$ SLURM_STEP_ID=$1 SLURM_STEP_NUM_NODES=1 \
@@ -87,14 +87,14 @@ for r in 1 2 3; do
 done
 cat "$tmp"/other? >"$tmp/step"
 expect_jq '[.[] | select(.event == "end").run] | unique | length == 1' "the other step" "$tmp/step"
-# On several nodes nobody would find rank 0.
+# On several nodes ranks could not find rank 0 without an address.
 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=1 SLURM_STEP_ID=1 run hybrid
 expect_error 2 invalid "need --master-addr HOST" "no address on two nodes"
 run hybrid --rank 0 --master-addr 192.0.2.1
 expect 3 "an address of another host"
 expect_jq '.[-1].message | contains("no address of this host") and contains("--listen")' "an address of another host"
 
-# Rank 0 says who is who. One more waits in vain, and says so.
+# With --rank auto rank 0 assigns the ranks. One process too many waits in vain and reports that.
 port=$(free_port)
 auto() {
   local rank=auto
@@ -128,7 +128,7 @@ for i in 0 1 2; do
   pids[i]=$!
 done
 wait_for_lines 1 ready "$tmp/auto0"
-for seconds in 1 5 20; do # rank 0 may be off the CPU for one of them
+for seconds in 1 5 20; do # retry, because rank 0 may get no CPU time for a while
   run hybrid --rank auto --join-timeout $seconds --master-port "$port"
   grep -q "rank 0 had no free place" "$tmp/out" && break
 done
@@ -165,12 +165,12 @@ expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [2,3]' "--ranks 2
 expect_jq '.[-1] | .scope == "job" and .steps == 40 and .updates == 40' "--ranks 0-1"
 expect_jq '.[-1] | .scope == "rank" and .steps == 0 and .updates == 40' "--ranks 2-3" "$tmp/b"
 expect_jq '[.[] | select(.event == "rank_end") | [.scope, .steps]] == [["rank", 20], ["rank", 20]]' "--ranks 0-1"
-# Each tells of the run as rank 0 knows it.
+# Both launchers report the run id, seed and config of rank 0.
 of_run='[.run, .seed, .config] | if any(. == null) then error("null") else . end'
 told=$(tail -n 1 "$tmp/out" | jq -c "$of_run") || fail "--ranks 0-1: end: $(tail -n 1 "$tmp/out")"
 [[ $(tail -n 1 "$tmp/b" | jq -c "$of_run") == "$told" ]] || fail "--ranks 2-3: end: $(tail -n 1 "$tmp/b"), not $told"
 
-# An option that is given on both sides has to be the same.
+# An option that is given on both sides must have the same value.
 port=$(free_port)
 timeout "$limit" "$distrain" hybrid --ranks 1-3 --master-port "$port" --lr 0.5 >"$tmp/b" 2>/dev/null &
 other=$!
@@ -189,7 +189,7 @@ cat "$tmp/b" >>"$tmp/out"
 jq -r 'select(.event == "error").message' "$tmp/out" | grep 0.5 | grep 0.25 | grep -q lr ||
   fail "--lr differs: no message names both values"
 
-# A rank of another job is refused, and rank 0 goes on waiting for its own.
+# A rank of another job is refused, and rank 0 continues to wait for its own ranks.
 port=$(free_port)
 timeout "$limit" "$distrain" pipeline --rank 1 --master-port "$port" >"$tmp/b" 2>/dev/null &
 other=$!

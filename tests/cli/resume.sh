@@ -1,5 +1,6 @@
 #!/bin/bash
-# --resume takes the job's options from the checkpoint, and says which one to take where it is damaged.
+# --resume takes the job's options from the checkpoint; if the checkpoint is damaged, the error names one to use
+# instead.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -53,7 +54,7 @@ expect_jq "([.[] | select(.event == \"warn\").message] | all(contains(\"--data\"
 run rl --resume "$saves"
 expect_error 7 bad_data "a checkpoint of ps, not of rl" "another command's"
 
-# The newest is damaged, and the one before it, too.
+# The two newest checkpoints are damaged.
 for damaged in model.safetensors manifest.json; do
   for at in 5 4; do printf X | dd of="$(step $at)/$damaged" bs=1 seek=200 conv=notrunc 2>/dev/null; done
   for resume in auto "$saves" "$(step 5)/"; do
@@ -62,7 +63,7 @@ for damaged in model.safetensors manifest.json; do
     expect_jq ".[-1].message | endswith(\"; the one before it is intact: --resume $(step 3)\")" "$damaged, --resume $resume"
   done
 done
-# Nothing newer goes unless the user removes it.
+# Only the user may remove newer checkpoints.
 run ps --local --checkpoint "$saves" --resume "$(step 3)" --steps 6
 expect 2 "newer ones in the folder"
 expect_jq '.[-1].message | contains(" is older than step-000000000005 in --checkpoint ")' \

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# distrain rl: lines, the goal that is met or missed, --local, ranks that join, ends by signal.
+# distrain rl: lines, reaching or missing the goal, --local, ranks that join, signals.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -9,7 +9,7 @@ expect 11 "not solved"
 expect_log "not solved"
 [[ $(cat "$tmp/err") == "distrain: not solved after 12 episodes"* && $(wc -l <"$tmp/err") == 1 ]] ||
   fail "not solved: on stderr: $(head -n 3 "$tmp/err")"
-one_error() { # one_error <name>: that the goal was missed is said once, as an error of the agent
+one_error() { # one_error <name>: only the agent reports an error, that the goal was missed
   expect_jq '[.[] | select(.event == "error") | [.kind, .exit_code, .cause_rank, .rank]]
     == [["goal_not_reached", 11, 0, 0]] and (.[] | select(.event == "error").message) == .[-1].message' "$1"
 }
@@ -33,7 +33,7 @@ expect_log "solved"
 [[ -s $tmp/err ]] && { fail "solved: wrote to stderr:"; head -n 5 "$tmp/err"; }
 expect_jq '.[-1] | .status == "ok" and .solved == true and .running_reward > 10 and .live_rrefs == 0' "solved"
 
-# One process plays the same episodes, whoever asks together.
+# --local plays the same episodes as several processes, regardless of how requests are batched.
 for size in "--observers 1" "--observers 3 --envs-per-observer 2"; do
   for where in "" --local; do
     # shellcheck disable=SC2086
@@ -47,7 +47,7 @@ for size in "--observers 1" "--observers 3 --envs-per-observer 2"; do
   cmp -s "$tmp/lines" "$tmp/lines--local" || fail "rl $size: other episodes than with --local"
 done
 
-# Ranks that join: rank 0 alone has missed the goal.
+# With ranks that join, only rank 0 reports that the goal was missed.
 port=$(free_port)
 for r in 1 2; do
   timeout "$limit" "$distrain" rl --rank $r --master-port "$port" >"$tmp/rank$r" 2>&1 &
@@ -85,8 +85,8 @@ expect 5 "an observer that joined is lost: the other one"
 expect_jq '.[-1] | .event == "end" and .kind == "peer_lost" and .cause_rank == 2' "an observer that joined is lost"
 expect_no_process "an observer that joined is lost"
 
-# SIGTERM saves; the job goes on where it was and ends as one that was not interrupted.
-start() { # start <args>...: a job that plays for ever; waits for its first episode
+# SIGTERM makes the job save; the resumed job ends like an uninterrupted one.
+start() { # start <args>...: starts an endless job and waits for its first episode
   : >"$tmp/out"
   timeout -k 2 "$limit" "$distrain" rl --threshold 1e6 --log-interval 1 --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
   job=$!
@@ -116,7 +116,7 @@ run rl --seed 2 --observers 2 --checkpoint "$tmp/saved" --resume auto
 expect 7 "another seed"
 expect_jq '.[-1] | .kind == "bad_data" and (.message | test("saved with --seed 1, not 2"))' "another seed"
 
-ended_by_term() { # ended_by_term <name>: by SIGTERM, after a save
+ended_by_term() { # ended_by_term <name>: the job ended by SIGTERM after a save
   expect 143 "$1"
   expect_log "$1"
   expect_jq '.[-1] | .signal == "SIGTERM" and (.message | test("checkpoint saved in"))' "$1"
@@ -163,7 +163,7 @@ expect 143 "SIGTERM to an agent that joined: its observer"
 code=$agent_code
 ended_by_term "SIGTERM to an agent that joined"
 
-# Nothing is to be saved while ranks are missing.
+# While ranks are missing there is nothing to save.
 : >"$tmp/out"
 timeout "$limit" "$distrain" rl --rank 0 --master-port "$(free_port)" --checkpoint "$tmp/none" >"$tmp/out" 2>"$tmp/err" &
 job=$!

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# distrain rnn: random batches, a text, the sample, data that is not what it should be.
+# distrain rnn: random batches, a text, generated text, invalid data.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -40,12 +40,12 @@ expect_jq '[.[] | select(.event == "text")] | length == 1 and (.[0].text | test(
   "a text: sample"
 expect_jq '.[-1] | .perplexity > 1 and .words_per_s > 0' "a text: end"
 
-# The same seed, the same sample.
+# The same seed generates the same text.
 jq -r 'select(.event == "text").text' "$tmp/out" >"$tmp/sample"
 run "${text[@]}" --epochs 2 --generate 6 --prompt "the w5"
 jq -r 'select(.event == "text").text' "$tmp/out" | cmp -s - "$tmp/sample" || fail "another sample from the same seed"
 
-# sync is --local.
+# sync mode and --local give the same results.
 for where in "" --local; do
   # shellcheck disable=SC2086
   run "${text[@]}" --trainers 2 --mode sync --dropout 0 --lr 1 --steps 8 $where
@@ -57,7 +57,7 @@ grep FAILED "$tmp/losses"
 jq -es 'length == 2 and (.[0] - .[1] | fabs) < 1e-4' "$tmp/losses" >/dev/null ||
   fail "sync and --local differ: $(tr '\n' ' ' <"$tmp/losses")"
 
-# Ranks that join inherit the text, but cannot bring one.
+# Ranks that join inherit the text and cannot give another one.
 port=$(free_port)
 timeout "$limit" "$distrain" rnn --rank 1 --master-port "$port" >"$tmp/rank1" 2>&1 &
 run "${text[@]}" --rank 0 --master-port "$port" --steps 3

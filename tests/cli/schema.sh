@@ -1,6 +1,6 @@
 #!/bin/bash
-# `distrain schema`, and that the check of all tests' lines sees what is not as it says.
-# Not under asan: a text alone, which unit_app has made under it.
+# `distrain schema`, and check_lines.py, which must find lines that do not match it.
+# Not under asan, because unit_app makes the same text under asan.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -20,7 +20,7 @@ expect_log hybrid
 jq -c 'select(.event == "step")' "$tmp/out" | head -n 1 >"$tmp/step"
 jq -c 'select(.event == "end")' "$tmp/out" >"$tmp/end"
 
-# check <words|none> <file> <filter>: of the line that the filter makes of the file's.
+# check <words|none> <file> <filter>: applies the filter to the file's line and checks the reported problem.
 check() {
   local said
   jq -c "$3" "$tmp/$2" >"$tmp/line"

@@ -1,11 +1,11 @@
 """usage: secrets.py record PORT FILE
        secrets.py find SECRET PATH...
 
-record: listens on a port of its own, which is the first line of its output, and connects whoever comes to PORT of
-this host. What rank 0 tells the first one includes the secret of the job's connections, which is written to FILE.
+record: listens on a port of its own, which it prints first, and forwards connections to PORT of this host. Rank 0 sends
+the secret of the job's connections on the first connection; the secret is written to FILE.
 
-find: a line for each file, of these PATHs and in these folders, that what the file SECRET holds stands in, or in its
-name: as it is or spelled as programs do.
+find: prints each file, of these PATHs and in these folders, whose content or name contains the content of the file
+SECRET, literally or in a common encoding.
 """
 
 import base64
@@ -54,7 +54,7 @@ def pass_on_until_directory(rank_0, client, path):
 
 
 def base64_within(secret):
-    """What is always the same in the base64 of something that has the secret in it, wherever it begins there."""
+    """Yields, for each of three offsets, the base64 digits that depend only on the secret inside a longer text."""
     for before in range(3):
         digits = base64.b64encode(bytes(before) + secret)
         begin = -(-before * 8 // 6)
@@ -80,7 +80,7 @@ def all_spellings(path):
     with open(path, "rb") as file:
         secret = file.read()
     found = dict((words, name) for name, words in spellings(secret.strip()) if len(words) >= 16)
-    try:  # a token is the base64 of bytes that are the secret as much as itself
+    try:  # a token is base64, and the decoded bytes are as secret as the token
         decoded = base64.b64decode(secret, validate=False) if secret.isascii() else b""
         found.update((words, name + ", decoded") for name, words in spellings(decoded) if len(words) >= 16)
     except ValueError:

@@ -1,16 +1,16 @@
 #!/bin/bash
 # ctest: timeout=300
-# Neither a job's token nor the secret of its connections is to be found where others look: what processes show of
-# themselves, lines, traces, checkpoints. SECURITY.md says where they are.
+# Neither a job's token nor the secret of its connections appears in places that others can read: process information,
+# JSON lines, traces, checkpoints. SECURITY.md says where they are.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 make_images "$tmp/images" 64 32
 mkdir "$tmp/secrets"
 make_token "$tmp/secrets/token"
 
-# find_secret <secret> <path>...: where it is.
+# find_secret <secret> <path>...: prints the files that contain the secret.
 find_secret() { python3 "$here/secrets.py" find "$tmp/secrets/$1" "${@:2}"; }
-# hides <name> <path>...: no secret of the job is there.
+# hides <name> <path>...: checks that no secret of the job is in these files.
 hides() {
   local secret found
   for secret in "$tmp"/secrets/*; do
@@ -19,8 +19,8 @@ hides() {
   done
 }
 
-# watch_processes: into $tmp/seen what anybody sees of all processes of this host, and $tmp/environ what root and
-# this user see of those of this test.
+# watch_processes: collects in $tmp/seen what any user can see of all processes, and in $tmp/environ the environments of
+# this test's processes, which root and this user can see.
 watch_processes() {
   local pid
   rm -rf "$tmp/seen" "$tmp/environ"
@@ -37,7 +37,7 @@ watch_processes() {
   done
 }
 
-# What is searched for is found, however it is spelled.
+# find_secret finds all encodings of a secret.
 mkdir "$tmp/spelled"
 for spelling in "cat" "xxd -p -c 999" "base64 -w 0" "rev" "jq -Rr @uri"; do
   (printf 'a '; tr -d '\n' <"$tmp/secrets/token" | $spelling) >"$tmp/spelled/${spelling%% *}"
@@ -46,8 +46,8 @@ base64 -d "$tmp/secrets/token" | xxd -p -c 999 >"$tmp/spelled/decoded"
 (printf 'token='; tr -d '\n' <"$tmp/secrets/token") | base64 -w 0 >"$tmp/spelled/within"
 [[ $(find_secret token "$tmp/spelled" | wc -l) == 7 ]] || fail "spelled: $(find_secret token "$tmp/spelled")"
 
-# Two ranks by a launcher, and rank 2 through somebody who records. They work until they are told to end, so that
-# what processes show can be seen. `given` has options of all.
+# start_job: starts two ranks with a launcher, and rank 2 through a recording proxy. They work until end_job. `given`
+# has options for all ranks.
 job=(ps --data "$tmp/images" --transport tcp --log-interval 1 --threads 1 --peer-timeout 60)
 start_job() {
   port=$(free_port)
@@ -67,7 +67,7 @@ start_job() {
   [[ $(stat -c %s "$tmp/secrets/session secret") == 32 ]] || fail "the secret of the connections is not known"
 }
 
-# end_job: tells what they wait for, and ends.
+# end_job: asks the processes by SIGQUIT what they wait for, and ends them.
 end_job() {
   local pid
   for pid in "$launcher" "$last"; do kill -QUIT "$pid"; done
@@ -93,7 +93,7 @@ given=(--token-file "$tmp/secrets/token")
 start_job
 watch_processes
 [[ $(find "$tmp/environ" -type f | wc -l) == 4 ]] || fail "not four processes: $(ls "$tmp/environ")"
-# Somebody with another token: what both sides say of it.
+# A rank with another token is refused; messages of both sides must not show a token.
 make_token "$tmp/secrets/another token"
 run "${job[@]}" --rank 2 --master-port "$port" --token-file "$tmp/secrets/another token"
 expect 4 "another token"
@@ -104,7 +104,8 @@ hides "by file: what the job leaves" "${outputs[@]}" "$tmp/out" "$tmp/err"
 
 # ---- the variable ----
 
-# It stays in the environment of those that were given it, and of ranks that they fork: SECURITY.md says so.
+# The variable stays visible in the environment of the started processes and of ranks that they fork, as SECURITY.md
+# says.
 rm "$tmp/secrets/another token"
 given=()
 DISTRAIN_TOKEN=$(cat "$tmp/secrets/token") start_job

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=240
-# What people see on terminals of 80 and 40 columns is as recorded in terminal/: with DISTRAIN_SOAK=1 each job in each
-# way, otherwise a part of them.
+# The display on terminals of 80 and 40 columns matches the recordings in terminal/: with DISTRAIN_SOAK=1 for each job
+# in each mode, otherwise for some of them.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 command -v tmux >/dev/null || { echo "no tmux"; exit 77; }

@@ -1,6 +1,7 @@
 #!/bin/bash
 # ctest: timeout=300
-# Tokens: files that are refused, DISTRAIN_TOKEN, who is let in, and what listens. Between hosts: tests/cli/netns.sh.
+# Tokens: refused files, DISTRAIN_TOKEN, admission of ranks, and listening ports. tests/cli/netns.sh tests several
+# hosts.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 make_token "$tmp/job.token"
@@ -25,7 +26,7 @@ expect_error 2 invalid "--token-file excludes --insecure" "a token, and insecure
 run hybrid --port-range 30010-30001
 expect_error 2 invalid "30000-30100" "a wrong port range"
 
-# ---- who is let in ----
+# ---- admission of ranks ----
 
 port=$(free_port)
 # shellcheck disable=SC2317  # called through joined
@@ -50,7 +51,8 @@ by_user() { timeout "$limit" "$distrain" hybrid --epochs 2 --master-port "$port"
 joined "by user" by_user
 expect_jq '.[0].trust == "user"' "by user" "$tmp/rank0"
 
-# refused <code> <kind> <words> <option...>: rank 1, started through `by`, is, by a rank 0 with the options in of_rank_0.
+# refused <code> <kind> <words> <option...>: starts rank 0 with the options in of_rank_0 and rank 1 through the command
+# in `by`, and checks that rank 0 refuses rank 1.
 refused() {
   local code_of_1=$1 kind=$2 words=$3 zero
   shift 3
@@ -74,12 +76,13 @@ make_token "$tmp/another.token"
 refused 4 auth "has another token than rank 1" --token-file "$tmp/another.token"
 of_rank_0=(--job-id "the first")
 refused 3 rendezvous "give all ranks of a job the same --job-id" --job-id "the second"
-if ((EUID == 0)); then # somebody else on this host
+if ((EUID == 0)); then # another user on this host
   of_rank_0=() by=(setpriv --reuid 12345 --regid 12345 --clear-groups)
   refused 4 auth "rank 0 is no process of this user on this host"
 fi
 
-# Two joined jobs at one address: the second one's rank 0 finds the port taken, its others are named.
+# Two jobs use one address: rank 0 of the second job finds the port in use, and its other ranks are told which job it
+# is.
 port=$(free_port)
 "$distrain" hybrid --ranks 0-2 --epochs 2 --master-port "$port" --job-id A >"$tmp/a" 2>/dev/null &
 first=$!
@@ -95,9 +98,9 @@ wait "$first"
 code=$?
 expect 0 "the job at one address"
 
-# ---- what listens ----
+# ---- listening ports ----
 
-# listeners: TCP ports that our processes listen on.
+# listeners: prints the TCP addresses and ports that our processes listen on.
 listeners() {
   python3 - "$DISTRAIN_TEST_ID" <<'END'
 import os, sys
@@ -120,7 +123,7 @@ for table in ("tcp", "tcp6"):
                 print(address, int(port, 16))
 END
 }
-listens() { # listens <option...>: into $tmp/listeners, once the job is at work
+listens() { # listens <option...>: starts a job and writes the ports of the working ranks to $tmp/listeners
   rm -f "$tmp/rank0"
   "$distrain" hybrid --epochs 1000000 --log-interval 1 "$@" >"$tmp/rank0" 2>/dev/null &
   local job=$!

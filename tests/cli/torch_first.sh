@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=120
-# A program whose main() has used torch before app::main: it does not hang, and its ranks, started by
-# exec, are those that distrain forks.
+# A program whose main() uses torch before app::main does not hang, and its ranks, which are started by exec, behave
+# like forked ranks.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 plain=$distrain
@@ -16,11 +16,11 @@ with() {
   [[ ! -s $tmp/err ]] || fail "$2 ${*:3}: on stderr: $(head -n 1 "$tmp/err")"
   mv "$tmp/out" "$tmp/$2"
 }
-same() { # same <jq filter> <what>: in both logs
+same() { # same <jq filter> <what>: the filter gives the same result for both logs
   [[ $(jq -cS "$1" "$tmp/forked" | sort) == "$(jq -cS "$1" "$tmp/by-exec" | sort)" ]] ||
     fail "$2 differ: $(jq -c "$1" "$tmp/by-exec" | head -n 2)"
 }
-compare() { # compare <arguments>...: of a job that comes to the same each time
+compare() { # compare <arguments>...: compares two runs of a deterministic job
   with "$plain" forked "$@"
   rm -rf saved
   with "$first" by-exec "$@"
@@ -32,17 +32,17 @@ compare() { # compare <arguments>...: of a job that comes to the same each time
 
 cd "$tmp" || exit 1
 make_text 60 >"$tmp/a text"
-# Large enough for a parallel region on a trainer's first thread: after a mere fork that hangs.
+# The model is large enough for a parallel region on a trainer's first thread, which would hang in a forked rank.
 compare rnn --data "$tmp/a text" --threads 2 --emsize 256 --nhid 512 --batch-size 64 --epochs 1 --steps 2
-# A number of trainers that follows, an option without effect, a relative path.
+# Tests a derived number of trainers, an option without effect, and a relative path.
 compare hybrid --world-size 5 --batch-size 7 --epochs 2 --seed 3 --mode sync --checkpoint saved
 expect_jq '[.[] | select(.event == "warn")] | length == 1' "a warning is told once" "$tmp/by-exec"
 expect_jq '([.[] | select(.event == "start").pid] | unique | length) == 5' "processes" "$tmp/by-exec"
-# Loading LibTorch takes 0.2 s, which a rank that counted from its own start would lack.
+# Loading LibTorch takes 0.2 s, which would be missing if a rank measured time from its own start.
 expect_jq '(map(select(.event == "rank_end") | .ts - .wall_s) | min) < (.[-1] | .ts - .wall_s) + 0.15' \
   "the ranks' time begins with the launcher's" "$tmp/by-exec"
 
-# Half of a job each.
+# Each program runs half of a job.
 port=$(free_port)
 "$first" hybrid --ranks 0-1 --epochs 1000000 --master-port "$port" >"$tmp/left" 2>"$tmp/err" &
 left=$!
@@ -63,7 +63,7 @@ code=$?
 expect 5 "the right half"
 expect_no_process "half of a job each"
 
-# A signal comes to the thread that waits for it, not to one of OpenMP's, which it would end with all.
+# The thread that waits for signals gets the signal. In a thread of OpenMP it would kill the process.
 : >"$tmp/out"
 "$first" hybrid --rank 1 --master-port 1 >"$tmp/out" 2>"$tmp/err" &
 wait_for_lines 1 start "$tmp/out"
@@ -80,7 +80,7 @@ kill -9 $!
 wait $! 2>/dev/null
 expect_no_process "kill -9 of the launcher"
 
-# What launchers tell their ranks is believed from them only, and if it is whole.
+# DISTRAIN_SPAWNED_RANK is ignored if it is invalid or does not come from the launcher.
 for told in '{"launcher":"x"}' '{"launcher":1}' x; do
   DISTRAIN_SPAWNED_RANK=$told run hybrid --epochs 1
   expect 0 "DISTRAIN_SPAWNED_RANK=$told"

@@ -1,11 +1,12 @@
 #!/bin/bash
 # ctest: timeout=300
-# --trace: the file follows the format's rules, and has what each job does.
+# --trace: the file follows the rules of the format and contains the activities of each job.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
 trace=$tmp/trace.json
-# expect_trace <name> <ranks> <names>...: the last command ended well and wrote a good trace.
+# expect_trace <name> <ranks> <names>...: checks that the last command succeeded and wrote a valid trace with these
+# names.
 expect_trace() {
   local name=$1 problems
   shift
@@ -56,7 +57,7 @@ expect_trace "ps --local" 1 step forward loss backward update evaluate data
 run rnn --local --steps 5 --trace "$trace"
 expect_trace "rnn --local" 1 step forward backward update data
 
-# Ranks that join learn of it from rank 0.
+# Ranks that join inherit --trace from rank 0.
 port=$(free_port)
 for rank in 1 2 3; do
   timeout -k 2 "$limit" "$distrain" hybrid --epochs 2 --rank $rank --master-port "$port" >"$tmp/out$rank" 2>"$tmp/err$rank" &
@@ -66,7 +67,7 @@ wait
 expect_trace "ranks that join" 4 allreduce@1 EmbeddingTable.forward@3 hybrid.table@2
 jq -se 'map(select(.event == "end"))[0].status == "ok"' "$tmp"/out1 >/dev/null || fail "rank 1 did not end well"
 
-# A name without a folder, and a file that is there already.
+# A name without a folder, and a file that already exists.
 cd "$tmp" || exit 1
 echo old >here.json
 run hybrid --epochs 1 --trace here.json
@@ -74,7 +75,7 @@ trace=here.json expect_trace "a file that is there" 4 allreduce
 compgen -G '*.tmp-*' >/dev/null && fail "a temporary file is left"
 cd - >/dev/null || exit 1
 
-# Wrong paths are known before any rank is there.
+# Invalid paths are reported before any rank starts.
 run hybrid --trace "$tmp/none/t.json"
 expect_error 9 resources "--trace: cannot write $tmp/none/t.json: No such file or directory" "a missing folder"
 run hybrid --local --trace "$tmp"
@@ -89,7 +90,7 @@ ln -s none/t.json "$tmp/dangling"
 run hybrid --trace "$tmp/dangling"
 expect_error 9 resources "--trace: cannot write $tmp/none/t.json: No such file or directory" "a link to nowhere"
 
-# A user without rights, where we can be one: the binary may lie where only root can look.
+# Run as a user without rights, unless only root can read the folder of the binary.
 as_nobody=()
 if ((EUID == 0)) && command -v setpriv >/dev/null; then
   as_nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups)
@@ -113,14 +114,14 @@ if ((${#as_nobody[@]})); then
   expect 0 "a new file in a sticky folder"
 fi
 
-# A link is followed.
+# A symbolic link is followed.
 echo old >"$tmp/target.json"
 ln -s target.json "$tmp/link.json"
 run hybrid --local --epochs 1 --trace "$tmp/link.json"
 [[ -L $tmp/link.json ]] || fail "a link has been replaced"
 trace=$tmp/target.json expect_trace "a link" 1 step
 
-# No room for the file: what is there is not touched.
+# If there is no room for the file, the old file stays.
 echo old >"$trace"
 (
   ulimit -f 64
@@ -133,7 +134,7 @@ expect_jq '.[-1] | .kind == "resources" and (.message | contains("cannot write")
 compgen -G "$tmp/*.tmp-*" >/dev/null && fail "no room: a temporary file is left"
 rm "$trace"
 
-# The error of a job that missed its goal is that; a trace that cannot be written then is a warning.
+# If a job misses its goal and the trace cannot be written, the goal is the error and the trace a warning.
 for local in "" --local; do
   (
     ulimit -f 64
@@ -148,7 +149,7 @@ for local in "" --local; do
   [[ $(wc -l <"$tmp/err") == 1 ]] || fail "rl $local, no room: on stderr: $(cat "$tmp/err")"
 done
 
-# A job that fails before it begins leaves the file that is there.
+# A job that fails before it begins leaves an old file unchanged.
 echo old >"$trace"
 for local in "" --local; do
   run rl $local --max-episodes 3 --resume "$tmp/nowhere" --trace "$trace"
@@ -157,7 +158,7 @@ for local in "" --local; do
 done
 rm "$trace"
 
-# A job that fails leaves rank 0's part, and its own error counts.
+# A job that fails writes the records of rank 0 and reports its own error.
 run "${ps[@]}" --lr 1e6 --trace "$trace"
 expect 8 "a job that fails"
 expect_jq '.[-1].kind == "not_finite"' "a job that fails"
@@ -167,9 +168,9 @@ else
   fail "a job that fails leaves no trace"
 fi
 
-# A rank that dies while rank 0, whose calls take 4 s each, gathers what the ranks have. The trainers'
-# calls are slow so that rank 0 has asked for their clocks before their last step. If it has not, it
-# takes two of its calls to notice: the launcher must have that patience, the peer timeout and 2 s.
+# A rank dies while rank 0, whose calls take 4 s each, collects the records. The trainers' calls are slow, so that
+# rank 0 has read their clocks before their last step. If it has not, it needs two calls to notice the loss, so the
+# launcher must wait for the peer timeout and 2 s.
 : >"$tmp/out"
 "$distrain" "${ps[@]}" --mode sync --peer-timeout 30 --inject delay=4s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
 launcher=$!

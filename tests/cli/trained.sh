@@ -1,10 +1,10 @@
 #!/bin/bash
 # ctest: timeout=300
-# A trained model is used: --eval-only and predict give what training printed, to the last digit.
+# Using a trained model: --eval-only and predict give exactly the numbers that training printed.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# make_examples <lines> <seed>: of three labels, which a word in two gives away.
+# make_examples <lines> <seed>: prints examples with three labels; about half of the words tell the label.
 make_examples() {
   awk -v lines="$1" -v seed="$2" 'BEGIN {
     srand(seed)
@@ -26,12 +26,12 @@ declare -A arguments=(
   [ps]="--data $tmp/images --batch-size 4"
   [rnn]="--data $tmp/text --valid-data $tmp/valid --trainers 2 --epochs 2 --emsize 8 --nhid 8 --batch-size 4 --bptt 5")
 
-predictions() { # predictions <file>: what the model says, without what it had been told
+predictions() { # predictions <file>: prints the model's answers without the expected ones
   jq -c 'select(.event == "prediction") | [.index, .label, .words, .scores]' "$1"
 }
 declare -A inputs=([hybrid]=$tmp/test [ps]=$tmp/images/t10k-images-idx3-ubyte [rnn]=$tmp/valid)
 
-evaluated() { # evaluated <file> <fields>: of the last evaluation
+evaluated() { # evaluated <file> <fields>: prints the fields of the last evaluation
   jq -c "select(.event == \"eval\") | [$2]" "$1" | tail -n 1 | grep . || echo "no evaluation in $1 ($RANDOM)"
 }
 
@@ -47,7 +47,7 @@ for command in hybrid ps rnn; do
     expect 0 "$name"
     expect_log "$name"
     expect_jq '(map(.event) | any(. == "epoch" or . == "step") | not) and .[-1].steps == 0' "$name: no training"
-    # In one process the shares of the trainers are one, so that losses are summed in another order.
+    # --local does not split the examples between trainers, so losses are summed in another order.
     fields=.set,.epoch,.step,.loss,.accuracy,.perplexity,.samples,.words
     [[ -z $where ]] || fields=.set,.epoch,.step,.accuracy,.samples,.words
     [[ $(evaluated "$tmp/out" $fields) == "$(evaluated "$tmp/$command.log" $fields)" ]] ||
@@ -70,13 +70,13 @@ for command in hybrid ps rnn; do
   [[ $(predictions "$tmp/out") == "$(cat "$tmp/$command.file")" ]] || fail "$name from stdin: others"
 done
 
-# Whoever gives no file is told that it is read from the terminal.
+# Without a file, predict tells the user that it reads from the terminal.
 if command -v script >/dev/null; then
   on_terminal "timeout --foreground $limit '$distrain' predict '$tmp/hybrid'"
   grep -q 'reading examples from standard input; end with Ctrl-D' "$tmp/tty" || fail "predict from a terminal: $(cat "$tmp/tty")"
 fi
 
-# Without labels: the same, but nobody knows how good they are.
+# Without labels the predictions are the same, but there is no accuracy.
 sed 's/__label__[abc] //' "$tmp/test" >"$tmp/unlabelled"
 run predict "$tmp/hybrid" "$tmp/unlabelled"
 expect 0 "no labels"
@@ -92,7 +92,7 @@ expect_jq 'map(select(.event == "prediction").text | gsub("\n"; " <eos> ") | [sc
   "text" "$tmp/generated1"
 [[ $(jq .text "$tmp/generated1") == "$(jq .text "$tmp/generated2")" ]] || fail "text: another one at the second time"
 
-# A pipeline's stages, in one; images come with labels, without, and from a folder.
+# predict runs all stages of a pipeline in one process, on images with labels, without labels, and from a folder.
 run pipeline --data "$tmp/images" --valid-data "$tmp/images" --model resnet18 --image-size 33 --classes 10 \
   --batch-size 16 --num-split 2 --epochs 2 --loss ce --checkpoint "$tmp/pipeline" # the option's old name
 expect 0 pipeline
@@ -112,7 +112,7 @@ expect_jq 'all(.[]; has("expected") or has("accuracy") | not)' "predict, of pipe
 run predict "$tmp/pipeline" "$tmp/images"
 [[ $(predictions "$tmp/out") == "$(cat "$tmp/pipeline.file")" ]] || fail "predict, of pipeline, a folder: others"
 
-# A policy plays, each time the same.
+# The policy of rl plays the same episodes each time.
 run rl --max-episodes 30 --checkpoint "$tmp/rl"
 expect 11 rl
 for try in 1 2; do
@@ -141,7 +141,7 @@ run predict "$tmp/hybrid" "$tmp/test" --embedding-dim 3
 expect_error 7 bad_data "saved with --embedding-dim 16, not 3" "another model"
 run predict "$tmp/hybrid" "$tmp/test" --lr 0.1
 expect_error 2 invalid "--lr has no effect on predict" "a learning rate"
-for option in "optimizer sgd" "momentum 0" "weight-decay 0" "clip 0" "clip 1"; do # as saved or not
+for option in "optimizer sgd" "momentum 0" "weight-decay 0" "clip 0" "clip 1"; do # with the saved value or another one
   # shellcheck disable=SC2086
   run predict "$tmp/hybrid" "$tmp/test" --$option
   expect_error 2 invalid "--${option% *} has no effect on predict" "--$option"
@@ -153,7 +153,7 @@ expect_error 9 resources "--trace: " "a trace that cannot be written, before the
 run predict "$tmp/hybrid" "$tmp/test" --rank 0
 expect_error 2 invalid "--rank has no effect on predict" "a rank"
 
-# A checkpoint that is cut short, or is something else.
+# Truncated checkpoints, and other files in their place.
 for file in manifest.json model.safetensors vocabulary.safetensors; do
   for damage in "truncate -s 40" "truncate -s -1" "cp $0"; do
     rm -rf "$tmp/hostile"
@@ -171,7 +171,7 @@ done
 run predict "$(sed 's/.*predict //' "$tmp/err")" "$tmp/test"
 expect 0 "the one before it"
 
-# Old spellings are the same options to a job that goes on.
+# A resumed job accepts old names of options.
 run rnn --local --resume "$tmp/rnn" --emsize 8 --epochs 3
 expect 0 "--emsize with --resume"
 expect_jq '.[0].config.embedding_dim == 8 and .[-1].steps > 0' "--emsize with --resume"

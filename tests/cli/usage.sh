@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=120
-# Wrong usage: exit code 2, one clear error; both spellings of options. What the jobs refuse is in
+# Wrong usage gives exit code 2 and one clear error; both spellings of options work. Errors of single jobs are in
 # tests/unit/scenario/test_usage.cpp.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -41,7 +41,7 @@ for resume in "" auto; do
   expect_error 7 bad_data "--checkpoint $tmp/file: is a file, a folder is needed" "--checkpoint FILE $resume"
 done
 
-# A person at a terminal is told once, in one line; without a command, how the program is used.
+# A terminal shows each error once, in one line; without a command it shows the usage.
 if command -v script >/dev/null; then
   for words in "--bogus" "hybrid --bogus" "hybrid --data '$tmp/nowhere'" "predict '$tmp/nowhere'"; do
     on_terminal "'$distrain' $words; echo \"code \$?\""
@@ -53,7 +53,7 @@ if command -v script >/dev/null; then
   diff <(cat "$tmp/out" && echo "code 2") "$tmp/tty" >/dev/null || fail "no command, on a terminal: $(cat "$tmp/tty")"
 fi
 
-# A placement that fails shows an option's value without starting anything.
+# --dump-placement shows the values of options without starting ranks.
 same() { # same <jq filter> <args>...
   local filter=$1
   shift
