@@ -29,8 +29,8 @@ std::string canonical(const Option& option, const std::string& text, const job::
   }
 }
 
-/// Sets the options that were not given to their values in `saved`. Returns in words the given
-/// options that differ and may.
+/// Sets options that were not given to their saved values. Returns in words which given ones
+/// differ.
 std::string take_options(ParsedOptions& options, const job::Snapshot& saved, bool of_model_only) {
   std::string changed;
   for (const Option& option : options.table()) {
@@ -56,9 +56,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
   return changed;
 }
 
-/// Throws `bad_data` unless the option's path, if set, leads to a readable folder or a file that is
-/// not empty. If `starts_ranks`, each rank opens the file itself, so pipes and descriptors of this
-/// process are refused.
+/// Throws `bad_data` unless the option's path, if set, leads to a readable folder or nonempty file.
+/// If `starts_ranks`, each rank opens the file, so pipes and open descriptors are refused.
 void check_path(const ParsedOptions& options, const std::string& name, bool is_folder,
                 bool starts_ranks = false) {
   const std::string path = options.text(name);
@@ -154,7 +153,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
   }
   if (options.given("trace")) check_trace(options.text("trace"));
   take_options(options, saved, true);
-  // Use the job's number of threads, because the rounding of sums depends on it.
+  // Use the saved job's number of threads, because the rounding of sums depends on it.
   const Json threads = saved.state.value("threads", Json());
   if (threads.is_number_integer()) {
     const Option& option = *find_option(options.table(), "threads");

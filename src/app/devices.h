@@ -33,15 +33,14 @@ class RankDevices {
 
   /// Sets the rank that rank 0 has assigned. Call it before get().
   void set_rank(int rank) { rank_ = rank; }
-  /// Returns the devices; the first call chooses them. `of_rank_0` are the options that rank 0
-  /// sent, if any. Loads the CUDA libraries if a GPU is chosen, so a process that forks must fork
-  /// first. Throws `resources` with the name of the rank if a GPU or its libraries are missing.
+  /// Returns the devices; the first call chooses them, with the options that rank 0 sent, if any.
+  /// Loads the CUDA libraries for a GPU, so a process that forks must fork first. Throws
+  /// `resources` with the name of the rank if a GPU or its libraries are missing.
   const std::vector<c10::Device>& get(const std::string& rank_name,
                                       const job::OptionMap& of_rank_0);
   /// Returns the `device` field of JSON lines; null if no devices are chosen yet.
   job::Json names() const;
-  /// Returns the fields `device` and `device_mem_mb`, the largest peak of tensor memory on a
-  /// device; empty on the CPU.
+  /// Returns the fields `device` and `device_mem_mb`, the peak of tensor memory; empty on the CPU.
   job::Json usage() const;
 
  private:

@@ -143,7 +143,7 @@ class Invocation {
 
   /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
-    // From the user's job id, before `spawned` may replace it by a random one.
+    // The name depends on the user's job id, which `spawned` may replace by a random one.
     job_.meeting_name = meeting_name(spawned.master_port);
     job_.spawned = true;
     static_cast<job::Contact&>(job_) = spawned;

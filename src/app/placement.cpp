@@ -197,7 +197,6 @@ class Placer {
                                           : rpc::port_of_job(id);
   }
 
-  /// Sets the job id and the generation from the launcher's variables.
   void find_job_id() {
     if (!launcher_) return;
     const std::string launcher = launcher_->rank;

@@ -49,8 +49,7 @@ struct Placement {
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,
                 const std::function<void()>& on_rank_0);
 
-/// Returns the local rank from the launcher's variable, if set. Throws `invalid` if it is not
-/// valid.
+/// Returns the local rank that the launcher has set, if any. Throws `invalid` if it is not valid.
 std::optional<int> local_rank(const job::OptionTable& table);
 
 }  // namespace distrain::app

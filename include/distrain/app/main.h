@@ -31,8 +31,8 @@ struct About {
 /// main(): if the process already has threads, such as LibTorch's after a parallel operation, each
 /// rank is a new process that runs main() from its start, which takes longer than a fork.
 ///
-/// The program's name is the file name of argv[0]. Besides the jobs it has the subcommands help,
-/// man, completion and schema. If there is only one job, its name can be left out.
+/// The program's name is the file name of argv[0]. Its other subcommands are help, man, completion
+/// and schema. If there is only one job, its name can be left out.
 int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about = {});
 
 }  // namespace distrain::app

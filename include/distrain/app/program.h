@@ -43,12 +43,10 @@ std::vector<TextCommand> text_commands(const Program& program);
 /// Returns the name and the summary of each subcommand, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
 
-/// Returns the text of --version: the program's own version, then the versions of distrain and
-/// LibTorch.
+/// Returns the versions of the program, distrain and LibTorch.
 std::string version_text(const Program& program);
 
-/// Return the text of --help for the program, a job or another command. The help of a program with
-/// one job is that job's help.
+/// Return the --help of the program, a job or another command. A program with one job has its help.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
@@ -79,7 +77,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
 /// stdout unless it is a terminal or `args` has --pretty. Returns the exit code.
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
                    const std::vector<std::string>& args);
-/// Prints `text` on stdout. Returns the exit code.
+/// Prints `text` on stdout and returns the exit code.
 int print_text(const std::string& text);
 
 }  // namespace distrain::app
