@@ -68,8 +68,7 @@ endfunction()
 # these that the header includes, and nothing that it does not include.
 set(DISTRAIN_COSTLY_HEADERS torch/csrc/distributed/c10d/Backend.hpp torch/nn/module.h ATen/core/Tensor.h)
 
-# distrain_costly_header(<header> <variable>): sets the variable to the slowest of these headers that <header>
-# includes, directly or through our own headers; empty if there is none.
+# distrain_costly_header(<header> <variable>): sets the variable to the first of these that <header> includes, if any.
 function(distrain_costly_header header result)
   set(open ${header})
   set(seen ${header})

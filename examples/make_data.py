@@ -1,4 +1,4 @@
-"""Writes the data of the examples into a folder: ratings.txt and digits/, the same for each seed.
+"""Writes the data of the examples into a folder: ratings.txt and digits/. A seed always gives the same data.
 
 usage: make_data.py [FOLDER] [SEED]
 
@@ -13,7 +13,7 @@ import sys
 
 
 def write_ratings(path, draw, users=300, items=200, count=12000):
-    """Ratings from 1 to 5: the match of a user's taste and an item's style, four numbers each, and noise."""
+    """Writes ratings from 1 to 5: the dot product of a user's taste and an item's style, plus noise."""
     tastes = [[draw.gauss(0, 1) for _ in range(4)] for _ in range(users)]
     styles = [[draw.gauss(0, 0.5) for _ in range(4)] for _ in range(items)]
     with open(path, "w") as file:
@@ -28,7 +28,7 @@ SHAPES = ["####.##.##.####", ".#.##..#..#.###", "###..#####..###", "###..####..#
 
 
 def write_digits(folder, prefix, draw, count):
-    """Images of 8 x 8 pixels: a digit of 3 x 5 pixels somewhere, in noise."""
+    """Writes noisy images of 8 x 8 pixels, each with a digit of 3 x 5 pixels at a random place."""
     images, labels = bytearray(), bytearray()
     for _ in range(count):
         digit, top, left = draw.randrange(10), draw.randrange(4), draw.randrange(6)

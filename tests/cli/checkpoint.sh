@@ -137,8 +137,7 @@ expect_jq 'all(.[]; .event != "error" and .event != "warn")' "the first job" "$t
 job ps --local --steps 1 --checkpoint "$tmp/shared" --resume "$(newest "$tmp/shared")" --eval-only
 expect 0 "what the first job has saved"
 
-# A signal makes the job save. It goes to the launcher, or to "one rank" or to the ranks "one by one" if the name says
-# so.
+# A signal makes the job save. The name says whether it goes to the launcher, "one rank", or the ranks "one by one".
 stopped() { # stopped <SIGNAL...> <command> <more>...
   local name=$1 command=$2 step pid ranks signal status
   signal=${name%%[ ,]*}

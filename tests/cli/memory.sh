@@ -16,8 +16,7 @@ run hybrid --num-embeddings 1000000000 --embedding-dim 1000000 --epochs 1
 expect 9 "a table that is too large"
 expect_jq '.[-1].message | test("^rank 3 \\(ps\\): out of memory: no [0-9]+ MiB for a tensor: smaller values of --num-embeddings or ")' \
   "a table that is too large"
-# If there is too little memory even for the libraries, the loader, a library or the program reports it without a crash,
-# an abort or a hang.
+# Too little memory even for the libraries gives an error message, without a crash, an abort or a hang.
 for limit_kb in $(seq 380000 12000 452000); do
   (ulimit -v "$limit_kb" && exec timeout "$limit" "$distrain" hybrid --local --epochs 1 --threads 2) \
     >"$tmp/out" 2>"$tmp/err"

@@ -86,8 +86,7 @@ for _ in 1 2 3; do
 done
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
-# Output on a terminal; terminal.sh has whole sessions. Without --foreground timeout(1) would put the job into the
-# background.
+# Output on a terminal; terminal.sh has whole sessions. --foreground keeps the job in the foreground.
 if command -v script >/dev/null; then
   short_run="timeout --foreground $limit '$distrain' hybrid ${short[*]}"
   export TERM=xterm

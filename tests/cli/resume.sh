@@ -1,6 +1,5 @@
 #!/bin/bash
-# --resume takes the job's options from the checkpoint; if the checkpoint is damaged, the error names one to use
-# instead.
+# --resume takes the job's options from the checkpoint and, if it is damaged, names one to use instead.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 

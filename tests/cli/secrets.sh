@@ -104,8 +104,7 @@ hides "by file: what the job leaves" "${outputs[@]}" "$tmp/out" "$tmp/err"
 
 # ---- the variable ----
 
-# The variable stays visible in the environment of the started processes and of ranks that they fork, as SECURITY.md
-# says.
+# The environments of the started processes and of the ranks that they fork keep the variable: see SECURITY.md.
 rm "$tmp/secrets/another token"
 given=()
 DISTRAIN_TOKEN=$(cat "$tmp/secrets/token") start_job

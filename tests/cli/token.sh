@@ -1,7 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# Tokens: refused files, DISTRAIN_TOKEN, admission of ranks, and listening ports. tests/cli/netns.sh tests several
-# hosts.
+# Tokens: refused files, DISTRAIN_TOKEN, admission of ranks, listening ports. tests/cli/netns.sh tests several hosts.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 make_token "$tmp/job.token"
@@ -51,8 +50,7 @@ by_user() { timeout "$limit" "$distrain" hybrid --epochs 2 --master-port "$port"
 joined "by user" by_user
 expect_jq '.[0].trust == "user"' "by user" "$tmp/rank0"
 
-# refused <code> <kind> <words> <option...>: starts rank 0 with the options in of_rank_0 and rank 1 through the command
-# in `by`, and checks that rank 0 refuses rank 1.
+# refused <code> <kind> <words> <option...>: checks that rank 0 with `of_rank_0` refuses rank 1, started through `by`.
 refused() {
   local code_of_1=$1 kind=$2 words=$3 zero
   shift 3
@@ -81,8 +79,7 @@ if ((EUID == 0)); then # another user on this host
   refused 4 auth "rank 0 is no process of this user on this host"
 fi
 
-# Two jobs use one address: rank 0 of the second job finds the port in use, and its other ranks are told which job it
-# is.
+# Two jobs use one address: rank 0 of the second job finds the port in use, and its other ranks are told the job.
 port=$(free_port)
 "$distrain" hybrid --ranks 0-2 --epochs 2 --master-port "$port" --job-id A >"$tmp/a" 2>/dev/null &
 first=$!

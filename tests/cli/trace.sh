@@ -5,8 +5,7 @@
 source "$(dirname "$0")/lib.bash"
 
 trace=$tmp/trace.json
-# expect_trace <name> <ranks> <names>...: checks that the last command succeeded and wrote a valid trace with these
-# names.
+# expect_trace <name> <ranks> <names>...: checks that the last command succeeded and wrote a valid trace.
 expect_trace() {
   local name=$1 problems
   shift

@@ -10,8 +10,7 @@ job=(ps --mode sync --data "$tmp/data" --batch-size 4)
 # listing <folder>: prints names, types, sizes, times and link targets of all files in the folder.
 listing() { find "$1" -printf '%P %y %s %T@ %l\n' | sort; }
 
-# "${without_locks[@]}" <command>...: runs the command with a flock() that always fails, as on a file system
-# without locks; exits with 77 if seccomp is not available.
+# "${without_locks[@]}" <command>...: makes flock() fail, as without locks; exits with 77 if seccomp is not available.
 without_locks=(python3 "$tmp/without_locks.py")
 cat >"$tmp/without_locks.py" <<'END'
 import ctypes, errno, os, platform, struct, sys

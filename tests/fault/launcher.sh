@@ -58,8 +58,7 @@ expect_log "$name"
 expect_jq '.[-1].kind == "deadline"' "$name"
 expect_no_process "$name"
 
-# While ranks join, the other ranks do not miss a stopped rank, because it may start elsewhere. The launcher must
-# notice.
+# While ranks join, only the launcher notices a stopped rank: other ranks expect it to start elsewhere.
 name="SIGSTOP of a rank while another is missing"
 : >"$tmp/out"
 "$distrain" hybrid --ranks 0-2 --master-port "$(free_port)" --peer-timeout $((limit / 10)) >"$tmp/out" 2>"$tmp/err" &

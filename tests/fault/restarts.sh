@@ -55,8 +55,7 @@ await_end
 expect 143 "$name"
 expect_jq 'all(.[]; .event != "restart")' "$name"
 
-# Rank 0 dies in its first save after each restart, so the job makes no progress and the launcher waits longer each
-# time.
+# Rank 0 dies in its first save after each restart. Without progress the launcher waits longer each time.
 name="a signal while the launcher waits"
 rm -rf "$tmp/saves" "$tmp/out"
 "$distrain" ps --mode sync --data "$tmp/images" --epochs 1000000 --checkpoint "$tmp/saves" --checkpoint-every 5 \
