@@ -10,7 +10,7 @@ foreach(layer IN LISTS layers)
   list(REMOVE_ITEM files ${symbols_test})
   if(layer IN_LIST DISTRAIN_TORCH_FREE_LAYERS)
     distrain_catch_tests(unit_${layer} LABELS unit ${layer} FILES ${files} LINK distrain::${layer})
-  elseif(layer STREQUAL "nn")  # what trains a module, too
+  elseif(layer STREQUAL "nn")  # its tests also train modules
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
                          LINK distrain::${layer} distrain::optim)
   elseif(layer STREQUAL "scenario")
@@ -28,7 +28,7 @@ file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
 distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::app distrain::scenario)
 
 if(DISTRAIN_SANITIZER STREQUAL "tsan")
-  return()  # the rest has one thread
+  return()  # the other tests have one thread
 endif()
 
 # Uses the real agent on simulated ranks and a simulated network.
@@ -75,9 +75,9 @@ distrain_fuzz_program(fuzz_torch torch LINK distrain::data distrain::collective 
                                             distrain_test_flags
                       TARGETS message trace collective manifest gzip idx safetensors)
 target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
-target_include_directories(fuzz_torch PRIVATE ${PROJECT_SOURCE_DIR}/src/data)  # as its own headers see it
+target_include_directories(fuzz_torch PRIVATE ${PROJECT_SOURCE_DIR}/src/data)  # as for src/data itself
 
-# On the simulated accelerator, which registers itself: its objects have to be linked as they are.
+# The simulated accelerator registers itself, so its object files must be linked directly.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/sim_*.cpp)
 add_library(distrain_sim OBJECT ${files})
 target_include_directories(distrain_sim PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})

@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
 
 distrain, folder = sys.argv[1:]
-LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds of one wait
+LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds that one wait may take
 KINDS = {getattr(handshake, name): name.lower() for name in ("HELLO", "REJECT", "DIRECTORY", "PROOF", "JOINED")}
 # The peer timeout is long, because ranks are stopped or cannot hear each other.
 COMMON = ["--token-file", f"{folder}/job.token", "--transport", "tcp", "--threads", "1", "--peer-timeout", "60"]

@@ -109,7 +109,7 @@ again=$(now_ms)
 kill -TERM "$launcher" 2>/dev/null
 ends 143 "$name"
 took=$(($(now_ms) - begun))
-# Without the second signal the launcher would kill the ranks after 5 s. A too slow machine proves nothing.
+# Without the second signal the launcher would kill the ranks after 5 s. On a too slow machine this is not checked.
 ((took < 4800 || again - begun > 2500)) || fail "$name: took $took ms"
 
 # The second signal ends a job with checkpoints at once, although a save might take a minute. A signal very soon after
