@@ -172,7 +172,7 @@ void check_options(const ParsedOptions& options, Placement& placement) {
     if (!option || !is_path(*option, text)) return false;
     return option->kind == ValueKind::kText || options.decided(name) || text != option->initial;
   };
-  // The word in place of a path if the job generates its data.
+  // The word for data that the job generates, if it does.
   const std::string made = has("data") ? "" : options.text("data");
   for (const Option& option : options.table()) {
     const bool given = options.given(option.name);
