@@ -1,4 +1,4 @@
-// Tests the lines and the bar that a Display prints for the events of a job.
+// Tests the lines and the progress bar that a Display prints for the events of a job.
 #include <algorithm>
 #include <string>
 
@@ -12,7 +12,7 @@ using Mode = DisplayPlan::Mode;
 
 namespace {
 
-/// A display whose screen is a string, on a clock that the test moves.
+/// A display that writes to a string and reads a clock that the test sets.
 struct Shown {
   explicit Shown(DisplayPlan plan, size_t columns = 80)
       : columns_(columns), display_(std::move(plan), screen()) {
@@ -35,7 +35,7 @@ struct Shown {
   }
   /// Returns the text that the display has written since the last call.
   std::string take() { return std::exchange(text_, {}); }
-  /// The live region's first line as it was drawn last.
+  /// Returns the first line of the live region as it was last drawn.
   std::string bar() {
     std::string text = take();
     const size_t at = text.rfind("\x1b[J");
@@ -67,7 +67,7 @@ DisplayPlan plan(Mode mode) {
 
 }  // namespace
 
-TEST_CASE("a person reads for whom a rank waits, and why") {
+TEST_CASE("the line of a waiting rank names the rank that it waits for and the reason") {
   const std::string rank_0 = R"({"event": "waiting", "rank": 0, "missing": [1, 3], "address": "a:1",
                                  "reason": "refused rank 1"})";
   const std::string rank_2 = R"({"event": "waiting", "rank": 2, "missing": [0], "address": "a:1",
@@ -79,7 +79,7 @@ TEST_CASE("a person reads for whom a rank waits, and why") {
   CHECK(lines.take() == "waiting for rank 0 at a:1 (5 s): nobody there\n");
   lines.event(rank_0);
   CHECK(lines.take() == "waiting for ranks 1,3 at a:1 (5 s): refused rank 1\n");
-  lines.event(rank_2);  // which knows less
+  lines.event(rank_2);  // has fewer details than the event of rank 2
   lines.event(rank_0);
   CHECK(lines.take().empty());
 }
@@ -97,7 +97,7 @@ TEST_CASE("the bar counts the steps of each trainer") {
   CHECK(shown.take().find("30 %  30/100") != std::string::npos);
 }
 
-TEST_CASE("narrow terminals lose the bar first and the loss never") {
+TEST_CASE("narrow terminals drop the bar first and never the loss") {
   const size_t columns = GENERATE(70, 60, 50, 40, 20, 11, 5);
   Shown shown(plan(Mode::kFull), columns);
   shown.event(progress(1, 1, 100));
@@ -111,7 +111,7 @@ TEST_CASE("narrow terminals lose the bar first and the loss never") {
   if (columns == 40) CHECK(bar == "epoch 1/3  50 %  50/100  loss 0.4821");
 }
 
-TEST_CASE("several trainers have a line that says who is slow, lost and back") {
+TEST_CASE("the line of several trainers names slow, lost and restarted trainers") {
   Shown shown(plan(Mode::kFull));
   shown.event(progress(1, 20, 100, 1, 2));
   shown.event(progress(2, 10, 100, 1, 2));
@@ -123,7 +123,7 @@ TEST_CASE("several trainers have a line that says who is slow, lost and back") {
         text.npos);
   CHECK(text.ends_with("trainer1 20    trainer2 lost at step 10"));
   CHECK(text.find("15/100") != text.npos);
-  shown.columns_ = 40;  // not enough for both: who is lost comes first
+  shown.columns_ = 40;  // too narrow for both: lost ranks come first
   shown.event(progress(1, 21, 100, 1, 2));
   CHECK(shown.bar() == "lost trainer2  slowest trainer1 21");
   shown.columns_ = 80;
@@ -132,7 +132,7 @@ TEST_CASE("several trainers have a line that says who is slow, lost and back") {
 }
 
 TEST_CASE(
-    "the restart of a lost trainer keeps the display of the job, that of all ranks resets it") {
+    "restarting a lost trainer keeps the display of the job; restarting all ranks resets it") {
   Shown shown(plan(Mode::kFull));
   shown.event(progress(1, 20, 100, 2, 2));
   shown.event(progress(2, 10, 100, 2, 2));
@@ -148,7 +148,7 @@ TEST_CASE(
   CHECK(shown.take().find(" epoch 1/3  loss 2.0000") != std::string::npos);
 }
 
-TEST_CASE("an epoch's line has the mean of its trainers and its evaluation") {
+TEST_CASE("the line of an epoch has the mean over its trainers and its evaluation") {
   Shown shown(plan(Mode::kLines));
   CHECK(shown.take() == "ps  header\n");
   shown.event(progress(1, 20, 30));
@@ -160,11 +160,11 @@ TEST_CASE("an epoch's line has the mean of its trainers and its evaluation") {
     shown.event(R"({"event":"eval","set":"valid","epoch":1,"loss":0.5,"accuracy":0.86})");
     CHECK(shown.take() == " epoch 1/3  loss 1.2500  valid 0.5000  accuracy 86.00 %  1.50 s\n");
   }
-  SECTION("without") {
+  SECTION("without an evaluation") {
     shown.event(progress(1, 31, 30, 2));
     CHECK(shown.take() == " epoch 1/3  loss 1.2500  1.50 s\n");
   }
-  SECTION("with the job's own metrics in place of an accuracy") {
+  SECTION("with the job's own metrics instead of an accuracy") {
     shown.event(R"({"event":"eval","rank":0,"set":"valid","epoch":1,"step":20,"loss":0.5,)"
                 R"("samples":9,"abs_error":0.123456})");
     CHECK(shown.take() == " epoch 1/3  loss 1.2500  valid 0.5000  abs_error 0.1235  1.50 s\n");
@@ -179,7 +179,7 @@ TEST_CASE("an epoch's line has the mean of its trainers and its evaluation") {
   }
 }
 
-TEST_CASE("an epoch that the job has cut off tells the steps of each trainer") {
+TEST_CASE("the line of an epoch that the job ended early has the steps of each trainer") {
   Shown shown(plan(Mode::kLines));
   shown.event(progress(1, 5, 30));
   shown.take();
@@ -192,11 +192,11 @@ TEST_CASE("an epoch that the job has cut off tells the steps of each trainer") {
         " 10 steps of epoch 1/3  loss 2.0000  1.50 s\ndone: 20 steps, loss 0.4821\n");
 }
 
-TEST_CASE("lines of short epochs and of their checkpoints are thinned, but for the last ones") {
+TEST_CASE("lines of short epochs and of their checkpoints are thinned, except the last ones") {
   Shown shown(plan(Mode::kLines));
   shown.take();
   std::string text;
-  for (int epoch = 1; epoch <= 100; ++epoch) {  // one in 0.4 s
+  for (int epoch = 1; epoch <= 100; ++epoch) {  // one epoch each 0.4 s
     const std::string number = std::to_string(epoch);
     shown.event(R"({"event":"epoch","rank":1,"epoch":)" + number + R"(,"loss":2,"steps":1})");
     shown.event(R"({"event":"checkpoint","action":"saved","path":"x/)" + number + "\"}");
@@ -223,7 +223,7 @@ TEST_CASE("the line of the last epoch comes before the test's line") {
   CHECK(text.find(" epoch 30  ") < text.find(" test 3.0000"));
 }
 
-TEST_CASE("a wait tells its ranks first and then its reason, as far as columns allow") {
+TEST_CASE("a waiting line shows its ranks first, then as much of its reason as fits") {
   const std::string event =
       R"({"event":"waiting","missing":[1,2],"address":"node1:29500","reason":"no route to host"})";
   Shown wide(plan(Mode::kFull));
@@ -234,7 +234,7 @@ TEST_CASE("a wait tells its ranks first and then its reason, as far as columns a
   CHECK(narrow.bar() == "waiting for ranks 1,2 (0 s): no ...");
 }
 
-TEST_CASE("a warning names its rank unless there is only one") {
+TEST_CASE("a warning names its rank unless the job has only one rank") {
   Shown shown(plan(Mode::kLines));
   shown.take();
   shown.event(R"({"event":"warn","rank":2,"role":"trainer2","message":"look out"})");
@@ -250,7 +250,7 @@ TEST_CASE("a warning names its rank unless there is only one") {
   CHECK(message_of(cause) == "rank 1 (trainer1): no answer of rank 12");
 }
 
-TEST_CASE("numbers of a prediction have 4 digits for people") {
+TEST_CASE("numbers of a prediction are shown with 4 digits") {
   DisplayPlan pretty = plan(Mode::kLines);
   pretty.pretty = true;
   Shown shown(pretty);
@@ -259,16 +259,16 @@ TEST_CASE("numbers of a prediction have 4 digits for people") {
   CHECK(shown.take() == "  index 3  scores [0.1235, 1e-09]\n");
 }
 
-TEST_CASE("a window that gets narrower leaves no residue") {
+TEST_CASE("a window that becomes narrower leaves no residue") {
   Shown shown(plan(Mode::kFull));
   shown.event(progress(1, 20, 30));
   shown.take();
-  shown.columns_ = 30;  // the terminal wraps the line of 64 columns
+  shown.columns_ = 30;  // the terminal wraps the line, which has 64 columns
   shown.event(progress(1, 21, 30));
   CHECK(shown.take().starts_with("\r\x1b[2A\x1b[J"));
 }
 
-TEST_CASE("nothing is written in the background, and lines wait") {
+TEST_CASE("nothing is written while the job is in the background, and lines are kept for later") {
   Shown shown(plan(Mode::kFull));
   shown.take();
   shown.is_free_ = false;
@@ -282,7 +282,7 @@ TEST_CASE("nothing is written in the background, and lines wait") {
   CHECK(shown.take().find("warn: look out\n") != std::string::npos);
 }
 
-TEST_CASE("whole lines have one of progress each 30 s") {
+TEST_CASE("output without a bar has a progress line each 30 s") {
   Shown shown(plan(Mode::kLines));
   shown.event(progress(1, 15, 30));
   shown.take();
@@ -295,7 +295,7 @@ TEST_CASE("whole lines have one of progress each 30 s") {
   CHECK(shown.display_.next_tick() == shown.now_ + std::chrono::seconds(30));
 }
 
-TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
+TEST_CASE("a job that a signal ends prints what is saved and how to resume") {
   DisplayPlan to_go_on = plan(Mode::kLines);
   const Json end{{"status", "failed"}, {"kind", "cancelled"}, {"signal", "SIGINT"}, {"steps", 7}};
   SECTION("without --checkpoint") {
@@ -305,7 +305,7 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
     CHECK(shown.display_.is_told());
     CHECK(shown.take() == "nothing saved: no --checkpoint; 7 steps\n");
   }
-  SECTION("with the reward of a job that plays") {
+  SECTION("with the reward of a reinforcement learning job") {
     Shown shown(to_go_on);
     shown.event(R"({"event":"progress","rank":1,"step":3,"running_reward":2.25,"loss":0.5})");
     shown.take();
@@ -313,7 +313,7 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
     CHECK(shown.take() ==
           "nothing saved: no --checkpoint; 7 steps, loss 0.5000, running reward 2.2\n");
   }
-  SECTION("with --pretty, where stdout is no terminal, stderr tells it") {
+  SECTION("with --pretty and stdout not a terminal, stderr has the text") {
     to_go_on.pretty = true;
     to_go_on.on_terminal = GENERATE(false, true);
     Shown shown(to_go_on);
@@ -323,7 +323,7 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
   to_go_on.to_go_on = "distrain ps --checkpoint run1 --resume auto";
   Shown shown(to_go_on);
   shown.take();
-  SECTION("with one") {
+  SECTION("with a checkpoint") {
     shown.event(
         R"({"event":"checkpoint","action":"saved","path":"run1/x","step":7,"wall_s":0.01})");
     CHECK(shown.take() == " saved run1/x  0.01 s\n");
@@ -331,7 +331,7 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
     CHECK(shown.take() ==
           "stopped: 7 steps; to go on:\n  distrain ps --checkpoint run1 --resume auto\n");
   }
-  SECTION("with one, where JSON lines go to the same terminal") {
+  SECTION("with a checkpoint, and JSON lines on the same terminal") {
     to_go_on.mode = Mode::kWarnings;
     to_go_on.hint = true;
     Shown warnings(to_go_on);
@@ -342,13 +342,13 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
           " saved run1/x  0.01 s\nstopped: 7 steps; to go on:\n"
           "  distrain ps --checkpoint run1 --resume auto\n");
   }
-  SECTION("before the first save") {
+  SECTION("before the first checkpoint") {
     shown.display_.finish(end);
     CHECK(shown.take() == "nothing saved yet; 7 steps\n");
   }
 }
 
-TEST_CASE("where JSON lines go to the terminal, only warnings and one hint are added") {
+TEST_CASE("when JSON lines go to the terminal, only warnings and one hint are added") {
   DisplayPlan warnings = plan(Mode::kWarnings);
   warnings.hint = true;
   Shown shown(warnings);

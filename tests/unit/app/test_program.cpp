@@ -1,4 +1,5 @@
-// What a program says of itself: help, man pages, completions, schema.
+// Tests the texts that a program generates from its declaration: help, man pages, completions,
+// schema.
 #include <string>
 
 #include "../src/app/options.h"
@@ -48,12 +49,12 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-/// A line's schema.
+/// Returns the JSON schema of the lines of `event`.
 Json schema_of(const std::string& event) { return Json::parse(schema(kShop, event))["oneOf"]; }
 
 }  // namespace
 
-TEST_CASE("a program's texts are its own") {
+TEST_CASE("the texts of a program name that program") {
   for (const TextCommand& command : text_commands(kMall)) {
     for (const std::string& choice : command.choices) {
       const std::string text = command.text(kMall, choice);
@@ -75,10 +76,10 @@ TEST_CASE("a man page has options, their details, lines and examples as roff") {
   CHECK(has(page, ".PP\n.RS 4\n.nf\na.b\n.fi\n.RE\n.TP\n\\fBterm\\fR\nwhat it is\n"));
   CHECK(has(page, "\\fBclicks_per_s\\fR\nclicks a second\n"));
   CHECK(has(page, "A small table:\n.PP\n.RS 4\n.nf\nshop clicks \\-\\-rows 3\n"));
-  CHECK_FALSE(has(page, "dump\\-placement"));  // it is hidden
+  CHECK_FALSE(has(page, "dump\\-placement"));  // a hidden option
 }
 
-TEST_CASE("help and manual of every command are printed, also of help itself") {
+TEST_CASE("help and man pages of every command are printed, including those of help itself") {
   const TextCommand help = text_commands(kShop)[0], man = text_commands(kShop)[1];
   REQUIRE(help.name == "help");
   REQUIRE(man.name == "man");
@@ -88,7 +89,7 @@ TEST_CASE("help and manual of every command are printed, also of help itself") {
   CHECK(has(man.text(kShop, "schema"), ".TH SHOP-SCHEMA 1 "));
 }
 
-TEST_CASE("a program with one job has one manual page, with its own summary and version") {
+TEST_CASE("a program with one job has one man page, with its own summary and version") {
   const Program shop{"shop", kCommands, {"sells things", "Trains models.", {}, "1.2"}};
   const std::string page = man_page(shop);
   CHECK(has(page, ".TH SHOP 1 \"\" \"shop 1.2\""));
@@ -118,7 +119,7 @@ struct Required {
 
 }  // namespace
 
-TEST_CASE("an option that is required must be given, unless a checkpoint or rank 0 has it") {
+TEST_CASE("a required option must be given, unless a checkpoint or rank 0 supplies it") {
   const std::vector<JobCommand> commands = {job::define<Required>("fill", "").role("master", 1)};
   const auto check = [&](const std::vector<std::string>& args, Placement::Mode mode, int rank,
                          const std::map<std::string, std::string>& saved = {}) {
@@ -172,7 +173,7 @@ std::string mistake_of(const job::Definition<Options>& definition) {
 
 }  // namespace
 
-TEST_CASE("a mistake in a job's declaration is kept for one clear line at the start") {
+TEST_CASE("a mistake in the declaration of a job is reported at the start in one line") {
   CHECK(clicks().info().mistake.empty());
   CHECK(mistake_of(job::define<Again>("own", "").role("trainer", 2)) ==
         "--mode is declared twice: change the first one with list.row(), list.find() or "
@@ -200,7 +201,7 @@ TEST_CASE("a mistake in a job's declaration is kept for one clear line at the st
         "the metric loss: eval lines have a field of that name");
 }
 
-TEST_CASE("messages name the option, its value and what is allowed") {
+TEST_CASE("messages name the option, its value and the allowed values") {
   const job::OptionTable& table = kCommands[0].table;
   const auto refused = [&](const std::vector<std::string>& args) {
     try {
@@ -244,7 +245,7 @@ TEST_CASE("messages name the option, its value and what is allowed") {
   CHECK(options.integer("rows-per-rank") == 3);
 }
 
-TEST_CASE("completions quote what a shell would take for its own") {
+TEST_CASE("completions quote characters that are special to the shell") {
   CHECK(has(completion(kShop, "zsh"), "'--rows-per-rank[rows [of a table\\]]:value: '"));
   CHECK(has(completion(kShop, "zsh"), "'--clicks[the user'\\''s data]:value:_files'"));
   CHECK(has(completion(kShop, "fish"), "-r -F -l clicks -d 'the user\\'s data'"));
@@ -252,14 +253,14 @@ TEST_CASE("completions quote what a shell would take for its own") {
             "clicks/--tower)\n      mapfile -t COMPREPLY < <(compgen -W 'deep wide'"));
 }
 
-TEST_CASE("a program with one job is that job") {
+TEST_CASE("a program with one job needs no command name") {
   CHECK(has(help_text(kShop, kCommands[0]),
             "Usage: shop [OPTION]...\n       shop help|man|completion|schema\n\nTwo towers.\n\n"));
   CHECK(has(completion(kShop, "zsh"), "  $clicks_options \\\n"));
   CHECK_FALSE(has(completion(kShop, "fish"), "__fish_seen_subcommand_from clicks"));
 }
 
-TEST_CASE("the schema is closed and says what is always there") {
+TEST_CASE("the schema is closed and lists the fields that are always present") {
   const Json step = schema_of("step");
   REQUIRE(step.size() == 1);
   CHECK(step[0]["additionalProperties"] == false);
@@ -267,7 +268,7 @@ TEST_CASE("the schema is closed and says what is always there") {
   CHECK(step[0]["properties"]["clicks_per_s"]["type"] == Json::array({"number", "null"}));
   CHECK(has(step[0]["required"].dump(), "clicks_per_s"));
   const Json end = schema_of("end");
-  REQUIRE(end.size() == 2);  // of no job, and of the job
+  REQUIRE(end.size() == 2);  // without a job, and with the job
   CHECK(end[0]["properties"]["cmd"]["enum"] == Json::array({nullptr}));
   CHECK_FALSE(end[0]["properties"].contains("auc"));
   CHECK(schema_of("rank_end")[0]["properties"].contains("auc"));
@@ -275,10 +276,10 @@ TEST_CASE("the schema is closed and says what is always there") {
   const Json start = schema_of("start")[0]["properties"]["config"];
   CHECK(start["additionalProperties"] == false);
   CHECK(start["properties"]["rows_per_rank"]["type"] == Json::array({"integer", "null"}));
-  CHECK_FALSE(start["properties"].contains("rank"));  // of a process alone
+  CHECK_FALSE(start["properties"].contains("rank"));  // of a process without ranks
 }
 
-TEST_CASE("a line that nobody declares is refused") {
+TEST_CASE("an undeclared line is refused") {
   const std::vector<job::Event> events = events_of(kCommands[0]);
   const Json good{{"epoch", 1}, {"step", 1}, {"loss", nullptr}, {"lr", 0.1}, {"clicks_per_s", 2.5}};
   const auto refused = [&](const char* event, const Json& fields) {
@@ -302,14 +303,14 @@ TEST_CASE("a line that nobody declares is refused") {
   CHECK(has(refused("step", bad), "step has another type"));
 }
 
-TEST_CASE("a default folder of checkpoints can be switched off") {
+TEST_CASE("a default checkpoint folder can be disabled") {
   job::Option folder{.name = "checkpoint", .initial = "own"};
   CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value: ");
   folder.may_be_empty = true;
   CHECK(canonical_value(folder, "", "--checkpoint").empty());
   const job::OptionTable table = {folder};
   CHECK(job::ParsedOptions(table).adopting({{"checkpoint", ""}}).text("checkpoint").empty());
-  folder.initial = "";  // nothing to switch off: a variable that is not set, perhaps
+  folder.initial = "";  // an empty default, for example from an unset variable, cannot be disabled
   CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value: ");
 }
 
@@ -322,7 +323,7 @@ struct Saving : job::TrainerOptions {
 
 }  // namespace
 
-TEST_CASE("a job's own default folder of checkpoints counts as one that the user gave") {
+TEST_CASE("a job's own default checkpoint folder counts as a folder that the user gave") {
   const JobCommand command(
       job::define<Saving>("saving", "saves").role("trainer", &Saving::trainers));
   const auto check = [&](const std::vector<std::string>& args) {
@@ -340,7 +341,7 @@ TEST_CASE("a job's own default folder of checkpoints counts as one that the user
                     "--resume auto needs --checkpoint");
 }
 
-TEST_CASE("--log-interval is a number of steps, or auto") {
+TEST_CASE("--log-interval is a number of steps or auto") {
   job::OptionList<Saving> list;
   job::describe_inherited(list);
   const job::OptionTable table = list.table();
@@ -356,7 +357,7 @@ TEST_CASE("--log-interval is a number of steps, or auto") {
                     "--log-interval must be auto or a whole number from 0 to 2147483647, not '-1'");
 }
 
-TEST_CASE("the end line adds up the updates of all ranks") {
+TEST_CASE("the end line sums the updates of all ranks") {
   Summary summary;
   summary.add({{"updates", 3}, {"loss", 0.5}});
   summary.add({{"steps", 2}});
@@ -367,7 +368,7 @@ TEST_CASE("the end line adds up the updates of all ranks") {
   CHECK(fields["loss"] == 0.5);
 }
 
-TEST_CASE("what a rank derived from its own options does not outlive rank 0's") {
+TEST_CASE("values that a rank derived from its own options are replaced by those of rank 0") {
   job::Option mean{.name = "mean", .kind = job::ValueKind::kReal, .initial = "0.1", .max = 1};
   mean.each_own = true;
   const job::OptionTable table = {mean};
