@@ -27,7 +27,7 @@ at::Tensor mul(at::Tensor a, at::Tensor b) { return a * b; }
 at::Tensor identity(at::Tensor a) { return a; }
 at::Tensor to_dense(at::Tensor a) { return a.to_dense(); }
 std::tuple<at::Tensor, at::Tensor> split(at::Tensor a) { return {a.sin(), a.cos()}; }
-// Calls back to the caller in the middle: A → B → A.
+// Calls the caller back while its call is in progress: A → B → A.
 at::Tensor there_and_back(rpc::CallContext& context, at::Tensor a) {
   const at::Tensor b = context.agent.rpc_sync<&mul>(context.caller, a, a + 1);
   return b.exp();
@@ -79,7 +79,7 @@ at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   return a * 2;
 }
 
-// The gradients of both are row 1, in one tensor of values or of indices.
+// The gradients of both inputs are row 1. They share one tensor: of values or of indices.
 struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& y, bool share_values) {
@@ -125,7 +125,7 @@ at::Tensor fail_in_backward(at::Tensor a) {
   return b * 3;
 }
 
-// The gradients of a local pass over the same computation.
+// Returns the gradients of a local backward pass over the same computation.
 std::vector<at::Tensor> local_gradients(const at::Tensor& loss,
                                         const std::vector<at::Tensor>& leaves) {
   loss.backward();
@@ -147,7 +147,7 @@ void check_no_leaks(Cluster& cluster) {
 
 }  // namespace
 
-TEST_CASE("gradients through one remote call, also to oneself") {
+TEST_CASE("gradients pass through one remote call, also to the calling rank itself") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::rand({2, 3})), b = leaf(at::rand({2, 3}));
   for (int to : {0, 1}) {
@@ -163,7 +163,7 @@ TEST_CASE("gradients through one remote call, also to oneself") {
   check_no_leaks(cluster);
 }
 
-TEST_CASE("gradients of sparse tensors, as arguments and as results") {
+TEST_CASE("gradients are sparse tensors, as arguments and as results") {
   Cluster cluster(2, setup);
   const at::Tensor indices = at::tensor({2, 0, 2}, at::kLong).unsqueeze(0);
   const bool coalesced = GENERATE(false, true);
@@ -188,7 +188,7 @@ TEST_CASE("gradients of sparse tensors, as arguments and as results") {
   }
 }
 
-TEST_CASE("a call under a guard is outside of the context") {
+TEST_CASE("a call under a no-grad guard is outside of the context") {
   Cluster cluster(2, setup);
   const RRef<Scale> scale = cluster[0].remote_new<Scale>(1, at::ones({3}, at::kDouble));
   const RRef<at::Tensor> weight = scale.rpc_sync<&Scale::parameter>();
@@ -199,7 +199,7 @@ TEST_CASE("a call under a guard is outside of the context") {
     CHECK_FALSE(scale.rpc_sync<&Scale::forward>(x).requires_grad());
     CHECK_FALSE(scale.remote<&Scale::forward>(x).to_here().requires_grad());
     CHECK_FALSE(weight.to_here().requires_grad());
-    // With the calls of its handler.
+    // The calls that the handler makes are outside of the context, too.
     CHECK_FALSE(cluster[0].rpc_sync<&around>(1, x, 2).requires_grad());
   }
   {
@@ -212,7 +212,7 @@ TEST_CASE("a call under a guard is outside of the context") {
   CHECK(scale.rpc_sync<&Scale::gradient>(context.id()).defined());
 }
 
-TEST_CASE("a hook that changes torch's state changes it for itself only") {
+TEST_CASE("a hook that changes torch's thread-local state changes it for itself only") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::rand({2})), b = a * 2, c = b * 3;
   c.register_hook([](const at::Tensor&) { at::GradMode::set_enabled(true); });
@@ -223,7 +223,7 @@ TEST_CASE("a hook that changes torch's state changes it for itself only") {
   CHECK_FALSE(records);
 }
 
-TEST_CASE("nested hops, shared leaves, outputs used twice") {
+TEST_CASE("nested calls, shared leaves and outputs that are used twice have the right gradients") {
   Cluster cluster(3, setup);
   const at::Tensor a = leaf(at::rand({4})), b = leaf(at::rand({4}));
   const auto expected = local_gradients(
@@ -244,7 +244,7 @@ TEST_CASE("nested hops, shared leaves, outputs used twice") {
   check_no_leaks(cluster);
 }
 
-TEST_CASE("a ring of calls deeper than the ranks") {
+TEST_CASE("a chain of calls around the ring that is longer than the number of ranks") {
   Cluster cluster(3, setup);
   const at::Tensor a = leaf(at::rand({3}));
   at::Tensor x = a;
@@ -257,7 +257,7 @@ TEST_CASE("a ring of calls deeper than the ranks") {
   CHECK(at::allclose(context.gradient(a), expected[0], 1e-12, 1e-12));
 }
 
-TEST_CASE("chains through remote(), RRef arguments and to_here()") {
+TEST_CASE("chains through remote(), RRef arguments and to_here() have the right gradients") {
   Cluster cluster(3, setup);
   const at::Tensor a = leaf(at::rand({3})), b = leaf(at::rand({3}));
   const auto expected = local_gradients(((a * b) * (a * b) * b).sum(), {a, b});
@@ -273,7 +273,7 @@ TEST_CASE("chains through remote(), RRef arguments and to_here()") {
   check_no_leaks(cluster);
 }
 
-TEST_CASE("a remote module's parameter has its gradient on its owner, per context") {
+TEST_CASE("a remote module's parameter has its gradient on its owner, one for each context") {
   Cluster cluster(2, setup);
   const at::Tensor w = at::rand({3}, at::kDouble);
   {
@@ -340,11 +340,11 @@ TEST_CASE("hooks behind a leaf's AccumulateGrad run when the context has the gra
   REQUIRE(calls.size() == 2);
   for (const Call& call : calls) {
     CHECK(call.outputs == 0);
-    CHECK(at::equal(call.gradient, at::full({2}, 3.0, at::kDouble)));  // of this pass
+    CHECK(at::equal(call.gradient, at::full({2}, 3.0, at::kDouble)));  // the gradient of this pass
     CHECK(call.current == context->id());
   }
   CHECK(at::equal(calls[1].in_context, at::full({2}, 6.0, at::kDouble)));
-  calls[0].gradient.zero_();  // the hook's to keep: not the context's
+  calls[0].gradient.zero_();  // the hook owns its copy; the context's gradient does not change
   CHECK(at::equal(context->gradient(a), at::full({2}, 6.0, at::kDouble)));
 
   calls.clear();
@@ -367,7 +367,7 @@ TEST_CASE("a hook behind a leaf's AccumulateGrad may fail the pass, also on anot
   CHECK(e.message.find("post hook broke") != std::string::npos);
 }
 
-TEST_CASE("gradients are announced as they are ready, and the end of the pass") {
+TEST_CASE("gradients are announced when they are ready, and then the end of the pass") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2})), b = leaf(at::ones({2})), unused = leaf(at::ones({2}));
   autograd::Context context(cluster[0]);
@@ -385,7 +385,7 @@ TEST_CASE("gradients are announced as they are ready, and the end of the pass") 
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
 }
 
-TEST_CASE("each leaf has a gradient of its own, though one tensor came for several") {
+TEST_CASE("each leaf has its own gradient even if one tensor was passed to several") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2})), b = leaf(at::ones({2})), c = leaf(at::ones({1}));
   autograd::Context context(cluster[0]);
@@ -397,7 +397,7 @@ TEST_CASE("each leaf has a gradient of its own, though one tensor came for sever
   CHECK(at::equal(context.gradient(c), at::full({1}, 2.0, at::kDouble)));
 }
 
-TEST_CASE("each leaf has sparse rows of its own, though one tensor of them came for several") {
+TEST_CASE("each leaf has its own sparse rows even if one tensor of rows was passed to several") {
   Cluster cluster(1, setup);
   const bool share_values = GENERATE(true, false);
   CAPTURE(share_values);
@@ -410,7 +410,7 @@ TEST_CASE("each leaf has sparse rows of its own, though one tensor of them came 
   CHECK(at::equal(context.gradient(b).to_dense(), expected));
 }
 
-TEST_CASE("several passes of one context add up") {
+TEST_CASE("the gradients of several passes of one context are summed") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2}));
   autograd::Context context(cluster[0]);
@@ -420,7 +420,7 @@ TEST_CASE("several passes of one context add up") {
   CHECK(at::equal(context.gradient(a), at::full({2}, 6.0, at::kDouble)));
 }
 
-TEST_CASE("a plain backward names the one to use") {
+TEST_CASE("a plain backward over a remote result names autograd::backward") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2}));
   autograd::Context context(cluster[0]);
@@ -448,7 +448,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     CHECK(token.use_count() == 1);
   }
   {
-    // Two outputs of which one is not used: FAST mode names the rank that waits.
+    // One of the two outputs is unused: in FAST mode the error names the waiting rank.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
     const at::Tensor unused = cluster[0].rpc_sync<&mul>(1, a, a);
@@ -464,7 +464,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
   check_no_leaks(cluster);
 }
 
-TEST_CASE("a rank that dies in the middle fails the pass") {
+TEST_CASE("a rank that dies during the pass fails the pass") {
   Cluster cluster(3, setup);
   const at::Tensor a = leaf(at::ones({2}));
   autograd::Context context(cluster[0]);
@@ -473,14 +473,16 @@ TEST_CASE("a rank that dies in the middle fails the pass") {
   CHECK(error_of([&] { autograd::backward(context, {y.sum()}); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("contexts of a rank that is lost end on the others, not those that it took part in") {
+TEST_CASE(
+    "contexts that a lost rank began end on other ranks, contexts that it only joined do not") {
   Cluster cluster(4, setup);
   g_told = 0;
   std::optional<autograd::Context> kept(cluster[0]);
   cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1);  // which calls rank 2
-  std::thread loser([&] {                                   // whose current context is its own
+  std::thread loser([&] {  // the current context of this thread is the lost rank's own
     autograd::Context context(cluster[1]);
-    cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})), 2);  // which calls 3, and that 0
+    cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})),
+                                 2);  // which calls rank 3, which calls rank 0
     cluster[1].rpc_sync<&mul_guarded>(3, leaf(at::ones({2})));
     CHECK(cluster[2].live_contexts() == 2);
     CHECK(cluster[3].live_contexts() == 1);
@@ -494,7 +496,8 @@ TEST_CASE("contexts of a rank that is lost end on the others, not those that it 
   };
   while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(over());
-  // It fails once rank 0 knows of the loss: nobody is there to pass the end on to rank 2.
+  // The call fails once rank 0 knows of the loss: then no rank can forward the context's end to
+  // rank 2.
   CHECK_THROWS_AS(cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1), base::Exception);
   kept.reset();
   const auto gone = [&] { return cluster[2].live_contexts() == 0; };

@@ -1,4 +1,4 @@
-// Several contexts at a time, as a pipeline has them.
+// Tests several concurrent contexts, as a pipeline uses them.
 #include <chrono>
 #include <memory>
 #include <thread>
@@ -19,16 +19,16 @@ using Scope = autograd::Context::Scope;
 
 namespace {
 
-/// What guards of passes have told. They hold it: they hear of a failure after the initiator does,
-/// who may have dropped the stage by then.
+/// Counts the calls to the guards of passes. The guards own it because they may be notified of a
+/// failure after the initiator, which may have destroyed the stage by then.
 struct Told {
   uint64_t gather_in = 0;
   std::atomic<int> ended{0};
   std::atomic<int> failed{0};
 };
 
-/// A stage whose backward passes wait for the test. What waits at the gate holds the guard, so the
-/// guard must not hold the gate.
+/// A stage whose backward passes wait until the test opens a gate. A task that waits at the gate
+/// holds the guard, so the guard must not hold the gate.
 struct GatedStage : std::enable_shared_from_this<GatedStage> {
   using Constructor = GatedStage(double weight);
   explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}
@@ -78,7 +78,7 @@ void setup_gated(Agent& agent) {
   agent.expose<&fetch_later>("fetch_later");
 }
 
-/// One context for each micro-batch, all under way.
+/// One context for each micro-batch, all in flight.
 struct Batch {
   Batch(Agent& agent, const RRef<GatedStage>& stage, int micro_batches) {
     for (int m = 0; m < micro_batches; ++m) {
@@ -105,7 +105,7 @@ void check_all_released(Cluster& cluster) {
 
 }  // namespace
 
-TEST_CASE("gradients wait until they are admitted, and gather in one context") {
+TEST_CASE("gradients wait until they are admitted and are summed in one context") {
   Cluster cluster(2, setup_gated);
   {
     const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
@@ -143,7 +143,7 @@ TEST_CASE("gradients that are not admitted fail their pass") {
   check_all_released(cluster);
 }
 
-TEST_CASE("a rank that dies with gradients at its gate fails their passes") {
+TEST_CASE("a rank that dies while gradients wait at its gate fails their passes") {
   Cluster cluster(2, setup_gated);
   const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
   Batch batch(cluster[0], stage, 2);
@@ -153,7 +153,7 @@ TEST_CASE("a rank that dies with gradients at its gate fails their passes") {
   }
 }
 
-TEST_CASE("gradients have a timeout of their own") {
+TEST_CASE("gradients have their own timeout") {
   Cluster cluster(2, setup_gated);
   {
     const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
@@ -164,7 +164,7 @@ TEST_CASE("gradients have a timeout of their own") {
     const base::Error error = error_of(
         [&] { autograd::backward(context, {root}, {.timeout = std::chrono::milliseconds(50)}); });
     CHECK(error.kind == ErrorKind::kDeadline);
-    // The gradients that come in late belong to no pass any more.
+    // The pass of the gradients that arrive late has ended already.
     for (int i = 0; i < 3000 && stage.rpc_sync<&GatedStage::failures>() == 0; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
@@ -188,7 +188,7 @@ TEST_CASE("a guard outside a context is refused") {
   check_all_released(cluster);
 }
 
-TEST_CASE("an explicit context is current where a scope says so") {
+TEST_CASE("an explicit context is the current one within its scope") {
   Cluster cluster(1, setup_gated);
   {
     const autograd::Context outer(cluster[0]);
@@ -200,7 +200,7 @@ TEST_CASE("an explicit context is current where a scope says so") {
   CHECK(rpc::current_context() == 0);
 }
 
-TEST_CASE("an RRef is fetched without waiting, from here and from there") {
+TEST_CASE("an RRef is fetched without blocking, locally and remotely") {
   Cluster cluster(2, setup_gated);
   {
     const auto value = cluster[0].make_rref(at::ones({2}));

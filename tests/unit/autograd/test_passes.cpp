@@ -1,4 +1,4 @@
-// How contexts, and the passes over one of them, begin and end.
+// Tests how contexts and the passes over a context begin and end.
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -38,7 +38,7 @@ void set_up(Agent& agent) {
 
 const base::Error kBroken{ErrorKind::kBadData, "broken", 0, {}};
 
-/// A context's state with what has been told to a guard of its next pass.
+/// The state of a context, with counts of the calls to a guard of its next pass.
 struct Guarded {
   explicit Guarded(Agent& agent_in) : agent(agent_in), state(std::make_shared<ContextState>(1)) {
     guard();
@@ -74,7 +74,7 @@ TEST_CASE("contexts may end in another order than they began, and on another thr
   CHECK(rpc::current_context() == third->id());
   third.reset();
   CHECK(rpc::current_context() == second->id());
-  // Calls are of the one that is left.
+  // Calls belong to the context that is still alive.
   autograd::backward(*second, {agent.rpc_sync<&times_two>(1, a).sum()});
   CHECK(at::equal(second->gradient(a), at::full({2}, 2.0, at::kDouble)));
   std::thread([context = std::move(second)]() mutable {
@@ -90,7 +90,7 @@ TEST_CASE("contexts may end in another order than they began, and on another thr
   CHECK(rpc::current_context() == last.id());
 }
 
-TEST_CASE("a context that another thread ends is none of its maker's any more") {
+TEST_CASE("a context that another thread ends is no longer the current context of its creator") {
   Cluster cluster(2, set_up);
   Agent& agent = cluster[0];
   const auto end_elsewhere = [](std::unique_ptr<autograd::Context>& context) {
@@ -107,7 +107,7 @@ TEST_CASE("a context that another thread ends is none of its maker's any more") 
   CHECK(at::equal(agent.rpc_sync<&times_two>(1, leaf()), at::full({2}, 2.0, at::kDouble)));
 }
 
-TEST_CASE("what comes late for a context that has ended does not make it again") {
+TEST_CASE("late messages for an ended context do not create it again") {
   constexpr int kContexts = 5000;
   Cluster cluster(2, set_up);
   const auto here = autograd::Runtime::of(cluster[0]), there = autograd::Runtime::of(cluster[1]);
@@ -118,12 +118,12 @@ TEST_CASE("what comes late for a context that has ended does not make it again")
   std::vector<uint64_t> ended;
   for (int i = 0; i < kContexts; ++i) {
     const auto next = here->create();
-    // The other rank hears of some directly, and of the others by the next one.
+    // The other rank is notified of some releases directly and of the others with the next release.
     if (i % 3 != 0) next->add_participant(1);
     ended.push_back(next->id());
     here->release(next->id());
   }
-  // Released in another order than made.
+  // Releases contexts in another order than their creation.
   std::vector<std::shared_ptr<ContextState>> some;
   for (int i = 0; i < 6; ++i) some.push_back(here->create());
   for (const int i : {4, 1, 3, 0, 5}) {
@@ -131,14 +131,14 @@ TEST_CASE("what comes late for a context that has ended does not make it again")
     ended.push_back(some[static_cast<size_t>(i)]->id());
     here->release(ended.back());
   }
-  CHECK(cluster[0].rpc_sync<&times_two>(1, leaf()).defined());  // behind all of them
+  CHECK(cluster[0].rpc_sync<&times_two>(1, leaf()).defined());  // a message behind all releases
   CHECK(std::ranges::all_of(ended, is_refused));
   CHECK_FALSE(is_refused(longest.id()));
   CHECK_FALSE(is_refused(some[2]->id()));
   here->release(some[2]->id());
 }
 
-TEST_CASE("when the last context has ended there is none, in whatever order") {
+TEST_CASE("when the last context has ended no context is current, in any order of the ends") {
   Cluster cluster(1, set_up);
   auto first = std::make_unique<autograd::Context>(cluster[0]);
   auto second = std::make_unique<autograd::Context>(cluster[0]);
@@ -147,7 +147,7 @@ TEST_CASE("when the last context has ended there is none, in whatever order") {
   CHECK(rpc::current_context() == 0);
 }
 
-TEST_CASE("a second backward beside one of the same context is refused, and leaves it alone") {
+TEST_CASE("a second concurrent backward of one context is refused and does not disturb the first") {
   Cluster cluster(2, set_up);
   Agent& agent = cluster[0];
   autograd::Context context(agent, autograd::Context::Scope::kExplicit);
@@ -179,21 +179,21 @@ TEST_CASE("a second backward beside one of the same context is refused, and leav
   CHECK(running.get().message == "(no error)");
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
   CHECK_FALSE(context.gradient(b).defined());
-  autograd::backward(context, {loss, other});  // one after the other is fine
+  autograd::backward(context, {loss, other});  // sequential passes are allowed
   CHECK(at::equal(context.gradient(a), at::full({2}, 4.0, at::kDouble)));
   CHECK(at::equal(context.gradient(b), at::full({2}, 3.0, at::kDouble)));
 }
 
-TEST_CASE("what is late for a failed pass does not end the next one") {
+TEST_CASE("late messages of a failed pass do not end the next pass") {
   Cluster cluster(1, set_up);
   Guarded context(cluster[0]);
-  SECTION("one that never began here") {
+  SECTION("a pass that never began here") {
     const auto next = context.begin(2);
     CHECK_FALSE(context.state->fail_pass(1, kBroken));
     CHECK(*context.told == 0);
     CHECK(context.begin(2) == next);
   }
-  SECTION("one that began here, and fails here once more") {
+  SECTION("a pass that began here and fails here again") {
     const auto failed = context.begin(1);
     CHECK(context.state->fail_pass(1, kBroken));
     CHECK(*context.told == 1);
@@ -204,7 +204,7 @@ TEST_CASE("what is late for a failed pass does not end the next one") {
     CHECK(*context.told == 1);
     CHECK(context.begin(2) == next);
   }
-  SECTION("one that never was told of its failure here") {
+  SECTION("a pass whose failure was never reported here") {
     const auto forgotten = context.begin(1);
     const auto next = context.begin(2);
     forgotten->fail(kBroken);
@@ -212,14 +212,14 @@ TEST_CASE("what is late for a failed pass does not end the next one") {
     CHECK(context.begin(2) == next);
   }
   CHECK(error_of([&] { context.begin(1); }).kind == ErrorKind::kCancelled);
-  // The next one's own failure is told.
+  // The failure of the next pass is reported.
   const int before = *context.told;
   CHECK(context.state->fail_pass(2, kBroken));
   CHECK(*context.told == before + 1);
   CHECK_FALSE(context.state->fail_pass(2, kBroken));
 }
 
-TEST_CASE("a pass that fails before it begins here is told to those who wait for it, once") {
+TEST_CASE("a pass that fails before it begins here is reported once to its waiters") {
   Cluster cluster(1, set_up);
   Guarded context(cluster[0]);
   CHECK(context.state->fail_pass(1, kBroken));
@@ -231,7 +231,7 @@ TEST_CASE("a pass that fails before it begins here is told to those who wait for
   CHECK(*context.told == 1);
 }
 
-TEST_CASE("a gradient of a pass that has failed is none of the next one's") {
+TEST_CASE("a gradient of a failed pass is not added to the next pass") {
   Cluster cluster(1, set_up);
   Guarded context(cluster[0]);
   const at::Tensor a = leaf();
@@ -248,7 +248,7 @@ TEST_CASE("a gradient of a pass that has failed is none of the next one's") {
   CHECK(context.state->take_ready_hooks(2, a).size() == 1);
 }
 
-TEST_CASE("a call that failed, and whose error was caught, spoils no later backward") {
+TEST_CASE("a failed call whose error was caught does not spoil a later backward") {
   Cluster cluster(2, set_up);
   Agent& agent = cluster[0];
   const int to = GENERATE(0, 1);
@@ -262,8 +262,8 @@ TEST_CASE("a call that failed, and whose error was caught, spoils no later backw
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
 }
 
-TEST_CASE("nor does a call that was given up, and is answered late") {
-  // Its handler leaves the answer to the test.
+TEST_CASE("an abandoned call that is answered late does not spoil a later backward") {
+  // The handler leaves it to the test to send the answer.
   std::mutex mutex;
   std::vector<std::function<void()>> answers;
   Cluster cluster(2, [&](Agent& agent) {
@@ -279,7 +279,7 @@ TEST_CASE("nor does a call that was given up, and is answered late") {
   const int to = GENERATE(0, 1);
   const at::Tensor a = leaf();
   autograd::Context context(agent);
-  // A handler that gets no processor in time is not run at all.
+  // A handler that gets no processor before the timeout does not run at all.
   std::vector<std::function<void()>> late;
   for (auto timeout = std::chrono::milliseconds(10); late.empty(); timeout *= 2) {
     const auto call = agent.call_raw(rpc::To(to).timeout(timeout), "keep",
@@ -288,14 +288,14 @@ TEST_CASE("nor does a call that was given up, and is answered late") {
     std::lock_guard lock(mutex);
     late = answers;
   }
-  // This call comes behind the news, on the same connection.
+  // On the connection, this call follows the notice that the first call was abandoned.
   const at::Tensor b = agent.rpc_sync<&times_two>(to, a);
   for (const auto& answer : late) answer();
   autograd::backward(context, {b.sum()});
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
 }
 
-TEST_CASE("nor does one that was given up when its answer had come and was not read") {
+TEST_CASE("an abandoned call whose answer has arrived unread does not spoil a later backward") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(
@@ -307,7 +307,8 @@ TEST_CASE("nor does one that was given up when its answer had come and was not r
       options);
   Agent& agent = cluster[0];
   testing::g_gate = false;
-  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(0);  // all that could read it
+  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(
+      0);  // occupies the only thread that could read the answer
   testing::wait_for_call_at_gate();
   const at::Tensor a = leaf();
   autograd::Context context(agent);
@@ -321,7 +322,7 @@ TEST_CASE("nor does one that was given up when its answer had come and was not r
   held_up.wait();
 }
 
-TEST_CASE("an answer that was on its way when its call was given up is waited for no more") {
+TEST_CASE("an answer in flight when its call is abandoned is no longer waited for") {
   ContextState state(1);
   const at::Tensor sent = leaf() * 2;
   const auto node_for = [&](int caller, uint64_t call) {
@@ -339,7 +340,7 @@ TEST_CASE("an answer that was on its way when its call was given up is waited fo
   CHECK(state.send(3) == argument);
 }
 
-TEST_CASE("a context adds sparse gradients and dense ones in any order") {
+TEST_CASE("a context sums sparse and dense gradients in any order") {
   ContextState state(1);
   const at::Tensor a = at::zeros({3, 1}, at::kDouble).requires_grad_();
   const at::Tensor rows =
