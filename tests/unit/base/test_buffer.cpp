@@ -13,7 +13,7 @@
 
 using namespace distrain::base;
 
-TEST_CASE("buffers are aligned to 64 and as large as asked") {
+TEST_CASE("buffers are aligned to 64 bytes and have the requested size") {
   BufferPool pool;
   for (const size_t size : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{511}, size_t{512},
                             size_t{513}, size_t{640}, size_t{641}, size_t{4095}, size_t{65536},
@@ -22,11 +22,11 @@ TEST_CASE("buffers are aligned to 64 and as large as asked") {
     REQUIRE(buffer);
     CHECK(buffer->size == size);
     CHECK(reinterpret_cast<uintptr_t>(buffer->data) % 64 == 0);
-    std::memset(buffer->data, 0xAB, size);  // asan looks on
+    std::memset(buffer->data, 0xAB, size);  // address sanitizer checks the bounds
   }
 }
 
-TEST_CASE("a buffer is used again for the sizes of its class") {
+TEST_CASE("a buffer is reused for sizes of its class") {
   BufferPool pool;
   const uint8_t* first = nullptr;
   {
@@ -40,7 +40,7 @@ TEST_CASE("a buffer is used again for the sizes of its class") {
   CHECK(third->data != first);
 }
 
-TEST_CASE("no more than max_idle_bytes are kept") {
+TEST_CASE("at most max_idle_bytes are kept") {
   BufferPool none(0);
   { const BufferPtr buffer = none.allocate(1 << 16); }
   BufferPool some(1 << 16);
@@ -54,7 +54,7 @@ TEST_CASE("no more than max_idle_bytes are kept") {
   CHECK(some.allocate(1 << 16));
 }
 
-TEST_CASE("the blocks that were in use last are kept") {
+TEST_CASE("the most recently used blocks are kept") {
   constexpr size_t kMiB = size_t{1} << 20;
   BufferPool pool(3 * kMiB);
   { const BufferPtr of_another_time = pool.allocate(2 * kMiB); }
@@ -64,13 +64,13 @@ TEST_CASE("the blocks that were in use last are kept") {
       const BufferPtr buffer = pool.allocate(pattern.size());
       std::copy(pattern.begin(), pattern.end(), buffer->data);
     }
-    const BufferPtr again = pool.allocate(pattern.size());  // a fresh one is of zeros
+    const BufferPtr again = pool.allocate(pattern.size());  // a new block would contain zeros
     return std::equal(pattern.begin(), pattern.end(), again->data);
   };
   CHECK(is_kept());
 }
 
-TEST_CASE("one block beyond the bound is kept beside the others, up to four times the bound") {
+TEST_CASE("one block above the bound is kept in addition, up to four times the bound") {
   constexpr size_t kMiB = size_t{1} << 20;
   BufferPool pool(kMiB);
   const auto is_kept = [&pool](size_t size) {
@@ -79,7 +79,7 @@ TEST_CASE("one block beyond the bound is kept beside the others, up to four time
       std::memset(buffer->data, 0x5A, size);
     }
     { const BufferPtr small = pool.allocate(1000); }
-    const BufferPtr again = pool.allocate(size);  // a fresh one is of zeros
+    const BufferPtr again = pool.allocate(size);  // a new block would contain zeros
     return std::all_of(again->data, again->data + size, [](uint8_t byte) { return byte == 0x5A; });
   };
   CHECK(is_kept(4 * kMiB));
@@ -94,7 +94,7 @@ TEST_CASE("buffers may outlive their pool") {
   std::memset(kept->data, 1, kept->size);
 }
 
-TEST_CASE("a size that no machine has gives nullptr, not a small block") {
+TEST_CASE("an impossible size gives nullptr, not a small block") {
   BufferPool pool;
   CHECK(pool.allocate(SIZE_MAX) == nullptr);
   CHECK(pool.allocate(SIZE_MAX - 64) == nullptr);
@@ -124,7 +124,7 @@ TEST_CASE("threads share a pool without sharing a buffer") {
   CHECK_FALSE(torn);
 }
 
-TEST_CASE("AdaptivePoll sees an event that is there or comes, and gives up after its window") {
+TEST_CASE("AdaptivePoll sees an event that is ready or arrives, and gives up after its window") {
   AdaptivePoll poll;
   CHECK(poll.allowed(Clock::now()));
   CHECK(poll.poll([] { return true; }));
@@ -134,7 +134,7 @@ TEST_CASE("AdaptivePoll sees an event that is there or comes, and gives up after
     return false;
   }));
   CHECK(looks >= 1);
-  // Whatever the load made of the calls above: it says no at once while it is switched off.
+  // Whatever the load did to the calls above: while polling is disabled, it returns false at once.
   looks = 0;
   const TimePoint still_off = Clock::now() + AdaptivePoll::kFirstPause / 2;
   if (!poll.allowed(still_off)) {
@@ -143,11 +143,11 @@ TEST_CASE("AdaptivePoll sees an event that is there or comes, and gives up after
   }
 }
 
-TEST_CASE("a slow yield switches polling off, twice as long each time, a second at most") {
+TEST_CASE("a slow yield disables polling, each time for twice as long, at most for a second") {
   AdaptivePoll poll;
   Duration pause{};
   for (int i = 0; i < 12; ++i) {
-    // "It took long" is told by a time before the yield that is long past.
+    // A start time in the past makes the yield look slow.
     const TimePoint after = poll.yield(Clock::now() - std::chrono::milliseconds(1));
     CHECK_FALSE(poll.allowed(after));
     const Duration expected = std::min<Duration>(AdaptivePoll::kFirstPause * (1 << std::min(i, 10)),
@@ -157,7 +157,7 @@ TEST_CASE("a slow yield switches polling off, twice as long each time, a second 
     CHECK(expected >= pause);
     pause = expected;
   }
-  // It still looks once. Again where a slow machine let the pause pass before that.
+  // A disabled poll still looks once. Repeats if a slow machine let the pause end before the look.
   int looks = 0;
   bool seen = false;
   TimePoint until;

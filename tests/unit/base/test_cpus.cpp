@@ -1,4 +1,4 @@
-// CPU quotas of control groups, in folders that look as the kernel's.
+// Tests CPU quotas of control groups in folders with the layout of the kernel's.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -14,7 +14,7 @@ using namespace distrain;
 
 namespace {
 
-/// What a process sees of the kernel.
+/// A folder tree in place of the kernel's /proc and /sys.
 class Root {
  public:
   explicit Root(const std::string& groups) {
@@ -35,7 +35,7 @@ class Root {
   std::string path_ = (std::filesystem::temp_directory_path() / "cpus-XXXXXX").string();
 };
 
-/// As many CPUs as the quotas here are about, whatever the machine has.
+/// Returns `count` or the machine's number of CPUs, whichever is smaller.
 int at_most(int count) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -55,7 +55,7 @@ TEST_CASE("without a quota the CPUs are those of the affinity mask") {
   CHECK(base::available_cpus("/nowhere").count == all.count);
 }
 
-TEST_CASE("the smallest quota above a process counts, in control groups of version 2") {
+TEST_CASE("the smallest quota among the parent control groups applies (version 2)") {
   const Root root("0::/slice/job/step");
   const base::Cpus all = root.cpus();
   root.write("/sys/fs/cgroup/slice/job/step/cpu.max", "6400000 100000");
@@ -66,11 +66,11 @@ TEST_CASE("the smallest quota above a process counts, in control groups of versi
   CHECK(root.cpus().count == 1);
   if (all.count > 1) {
     CHECK(limited.key != all.key);
-    CHECK(root.cpus().key != limited.key);  // those of another group
+    CHECK(root.cpus().key != limited.key);  // another group has another key
   }
 }
 
-TEST_CASE("quotas of version 1 count, where a container sees a part of the hierarchy, too") {
+TEST_CASE("quotas of version 1 apply, also if a container sees only a part of the hierarchy") {
   const Root whole("4:memory:/m\n3:cpu,cpuacct:/a/b");
   whole.write("/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1");
   whole.write("/sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us", "100000");

@@ -24,7 +24,7 @@ ErrorKind error_kind(const Future<T>& future) {
   return result.ok() ? ErrorKind{} : result.error().kind;
 }
 
-// Keeps tasks until it is told to run them, and counts what was bound to it.
+// Keeps tasks until run() is called and counts how many tasks were bound to it.
 class ManualExecutor final : public Executor {
  public:
   void post(Task task) override { tasks.push_back(std::move(task)); }
@@ -47,7 +47,7 @@ InlineExecutor at_once;
 
 }  // namespace
 
-TEST_CASE("a promise brings its future a value") {
+TEST_CASE("a promise passes a value to its future") {
   Promise<int> promise;
   const Future<int> future = promise.future();
   CHECK(future.valid());
@@ -59,7 +59,7 @@ TEST_CASE("a promise brings its future a value") {
   CHECK(future.wait() == 3);
 }
 
-TEST_CASE("a promise brings its future an error") {
+TEST_CASE("a promise passes an error to its future") {
   Promise<void> promise;
   promise.fail(some_error("broken"));
   try {
@@ -95,7 +95,7 @@ TEST_CASE("an abandoned promise fails its futures with cancelled") {
 
   Promise<int> first;
   const Future<int> of_first = first.future();
-  first = Promise<int>();  // assigned over: abandoned too
+  first = Promise<int>();  // assignment abandons the old promise, too
   CHECK(error_kind(of_first) == ErrorKind::kCancelled);
 
   Promise<int> moved = std::move(first);
@@ -112,13 +112,13 @@ TEST_CASE("take moves the value out") {
   CHECK(*promise.future().take() == 9);
 }
 
-TEST_CASE("ready and failed futures") {
+TEST_CASE("futures may be created ready or failed") {
   CHECK(Future<int>::ready(4).wait() == 4);
   CHECK(error_kind(Future<int>::failed(some_error("x"))) == ErrorKind::kBadData);
   CHECK(Future<void>::ready({}).done());
 }
 
-TEST_CASE("wait_until comes back at its deadline and leaves the future usable") {
+TEST_CASE("wait_until returns at its deadline and leaves the future usable") {
   Promise<int> promise;
   const Future<int> future = promise.future();
   const TimePoint start = Clock::now();
@@ -126,11 +126,11 @@ TEST_CASE("wait_until comes back at its deadline and leaves the future usable") 
   CHECK(Clock::now() >= start + 5ms);
   CHECK_FALSE(future.wait_until(start - 1h));
   promise.set(1);
-  CHECK(future.wait_until(start - 1h));  // done already
+  CHECK(future.wait_until(start - 1h));  // a completed future ignores the deadline
   CHECK(future.wait_until(kNever));
 }
 
-TEST_CASE("then gives the future of the function's value") {
+TEST_CASE("then returns a future of the function's result") {
   Promise<int> promise;
   const Future<std::string> text =
       promise.future().then(at_once, [](int& n) { return std::to_string(n); });
@@ -139,12 +139,12 @@ TEST_CASE("then gives the future of the function's value") {
   promise.set(12);
   CHECK(text.wait() == "12");
   nothing.wait();
-  // and once it is there already
+  // Also if the future is complete already.
   CHECK(promise.future().then(at_once, [](int n) { return n * 2; }).wait() == 24);
   CHECK(Future<void>::ready({}).then(at_once, [] { return 5; }).wait() == 5);
 }
 
-TEST_CASE("then runs on the executor, bound where it was registered") {
+TEST_CASE("then runs on the executor that was bound at its registration") {
   ManualExecutor executor;
   Promise<int> promise;
   const Future<int> future = promise.future().then(executor, [](int n) { return n + 1; });
@@ -165,7 +165,7 @@ TEST_CASE("a continuation that the executor drops is cancelled") {
   CHECK(error_kind(future) == ErrorKind::kCancelled);
 }
 
-TEST_CASE("errors go past then, exceptions become errors") {
+TEST_CASE("errors skip then, and exceptions become errors") {
   int calls = 0;
   const auto count = [&calls](int n) {
     ++calls;
@@ -185,7 +185,7 @@ TEST_CASE("errors go past then, exceptions become errors") {
   CHECK(error_kind(other) == ErrorKind::kInternal);
 }
 
-TEST_CASE("a future inside a future is unwrapped") {
+TEST_CASE("a nested future is unwrapped") {
   Promise<int> outer;
   Promise<std::string> inner;
   const Future<std::string> future =
@@ -204,7 +204,7 @@ TEST_CASE("a future inside a future is unwrapped") {
   CHECK(error_kind(abandoned) == ErrorKind::kCancelled);
 }
 
-TEST_CASE("a long chain of continuations") {
+TEST_CASE("a long chain of continuations does not overflow the stack") {
   Promise<int> promise;
   Future<int> future = promise.future();
   for (int i = 0; i < 1000; ++i) future = future.then(at_once, [](int n) { return n + 1; });
@@ -212,7 +212,7 @@ TEST_CASE("a long chain of continuations") {
   CHECK(future.wait() == 1000);
 }
 
-TEST_CASE("a completed future holds nothing of its continuations") {
+TEST_CASE("a completed future holds no state of its continuations") {
   auto captured = std::make_shared<int>(0);
   const std::weak_ptr<int> watch = captured;
   Promise<int> promise;
@@ -223,7 +223,7 @@ TEST_CASE("a completed future holds nothing of its continuations") {
   CHECK(watch.expired());
 }
 
-TEST_CASE("wait_all throws the first error to come, without waiting for the rest") {
+TEST_CASE("wait_all throws the first error without waiting for the other futures") {
   std::vector<Promise<int>> promises(3);
   std::vector<Future<int>> futures;
   for (const auto& promise : promises) futures.push_back(promise.future());
@@ -237,7 +237,7 @@ TEST_CASE("wait_all throws the first error to come, without waiting for the rest
     CHECK_FALSE(futures[1].done());
   }
   other.join();
-  promises[1].fail(some_error("second"));  // later than the one that was thrown
+  promises[1].fail(some_error("second"));  // later than the error that was thrown
   promises[0].set(1);
   wait_all(std::vector{futures[0], Future<int>::ready(2)});
   wait_all(std::vector<Future<int>>{});
@@ -290,7 +290,7 @@ TEST_CASE("many waiters on many threads all wake up") {
 }
 
 // The waiter may destroy the promise as soon as it sees the value, while set() is still returning.
-TEST_CASE("a promise may die as soon as its future is done") {
+TEST_CASE("a promise may be destroyed as soon as its future is complete") {
   std::atomic<Promise<int>*> mailbox{nullptr};
   constexpr int kRounds = 3000;
   std::thread setter([&mailbox] {
@@ -310,7 +310,7 @@ TEST_CASE("a promise may die as soon as its future is done") {
   CHECK(right);
 }
 
-TEST_CASE("a blocking wait tells its observer, a satisfied one does not") {
+TEST_CASE("a blocking wait notifies its observer, a wait on a completed future does not") {
   struct Observer final : BlockObserver {
     void on_block() override { ++blocks; }
     void on_unblock() override { ++unblocks; }
@@ -335,14 +335,15 @@ TEST_CASE("a blocking wait tells its observer, a satisfied one does not") {
   thread_state().observer = nullptr;
 }
 
-TEST_CASE("waiting on a thread that must not wait ends the process") {
+TEST_CASE("waiting on a thread that must not wait aborts the process") {
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
-    std::signal(SIGABRT, SIG_DFL);  // Catch2's handler would report into our output
-    ::close(STDERR_FILENO);         // its message is no news here
+    std::signal(SIGABRT, SIG_DFL);  // Catch2's handler would report to the test's output
+    ::close(STDERR_FILENO);         // hides the expected message
     thread_state().must_not_wait = true;
-    static_cast<void>(Future<int>::ready(1).wait());  // no wait at all: fine
+    static_cast<void>(
+        Future<int>::ready(1).wait());  // a completed future needs no waiting: allowed
     Promise<int> promise;
     static_cast<void>(promise.future().wait_until(Clock::now() + 1ms));
     _exit(0);
@@ -353,7 +354,7 @@ TEST_CASE("waiting on a thread that must not wait ends the process") {
   CHECK(WTERMSIG(status) == SIGABRT);
 }
 
-TEST_CASE("what is to bring a value hears that nobody wants it, once") {
+TEST_CASE("the producer is notified once that nobody wants its value") {
   for (int round = 0; round < 2000; ++round) {
     Promise<int> promise;
     const Future<int> future = promise.future();
@@ -367,7 +368,7 @@ TEST_CASE("what is to bring a value hears that nobody wants it, once") {
   }
 }
 
-TEST_CASE("what is cancelled reaches the future that a continuation has made") {
+TEST_CASE("a cancellation reaches the future that a continuation returned") {
   InlineExecutor executor;
   for (const bool is_late : {false, true}) {
     CAPTURE(is_late);
@@ -387,7 +388,7 @@ TEST_CASE("what is cancelled reaches the future that a continuation has made") {
   }
 }
 
-TEST_CASE("a continuation of what is cancelled does not run") {
+TEST_CASE("a continuation of a cancelled future does not run") {
   ManualExecutor executor;
   Promise<int> first;
   bool ran = false;

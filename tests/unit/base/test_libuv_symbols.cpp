@@ -1,4 +1,5 @@
-// libtorch_cpu.so exports a newer libuv of its own. Our calls must reach ours, and torch's its own.
+// libtorch_cpu.so exports another, newer libuv. Our calls must reach our libuv, and torch's calls
+// torch's.
 #include <string>
 
 #include <ATen/ATen.h>
@@ -16,8 +17,8 @@ std::string object_of(void* address) {
 
 }  // namespace
 
-TEST_CASE("our libuv and torch's are different objects") {
-  REQUIRE(at::ones({2}).sum().item<double>() == 2.0);  // torch is really linked
+TEST_CASE("our libuv and torch's libuv are different objects") {
+  REQUIRE(at::ones({2}).sum().item<double>() == 2.0);  // forces the link to torch
   void* const ours = reinterpret_cast<void*>(&uv_write);
   void* const torchs = dlsym(RTLD_DEFAULT, "uv_write");
   REQUIRE(torchs != nullptr);

@@ -1,5 +1,5 @@
 // ctest: labels=notsan
-// Under tsan a signal's handler runs later, and what it does to the mask is lost.
+// Under thread sanitizer a signal handler runs later, and its change of the signal mask is lost.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -14,13 +14,13 @@
 
 using namespace distrain;
 
-TEST_CASE("signals are blocked in the threads that there are, too") {
+TEST_CASE("signals are blocked in existing threads, too") {
   const sigset_t wanted = base::signal_set({SIGUSR2});
   std::array<int, 2> pipe_ends{};
   REQUIRE(pipe(pipe_ends.data()) == 0);
   CHECK(base::other_threads().empty());
   int blocked = -1;
-  std::atomic<bool> runs{false};  // until then it blocks all signals, whatever is asked of it
+  std::atomic<bool> runs{false};  // until it runs, a thread has all signals blocked
   std::thread other([&] {
     runs = true;
     char byte = 0;
@@ -41,7 +41,7 @@ TEST_CASE("signals are blocked in the threads that there are, too") {
   for (const int end : pipe_ends) close(end);
 }
 
-TEST_CASE("the peak of the resident set goes up with what is touched") {
+TEST_CASE("the peak resident set grows with touched memory") {
   const double before = base::peak_rss_mb();
   CHECK(before > 1);
   std::vector<char> block(size_t{64} << 20, 'x');

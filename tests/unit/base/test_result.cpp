@@ -1,4 +1,4 @@
-// Result, Error, UniqueFunction, clock: the small types everything else is made of.
+// Tests the small types of base: Result, Error, UniqueFunction and the clock.
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -45,13 +45,13 @@ TEST_CASE("a Result holds a value or an error") {
   }
 }
 
-TEST_CASE("a Result holds what can only be moved") {
+TEST_CASE("a Result holds a move-only value") {
   Result<std::unique_ptr<int>> result = std::make_unique<int>(5);
   const std::unique_ptr<int> taken = std::move(result.value());
   CHECK(*taken == 5);
 }
 
-TEST_CASE("error kinds have the exit codes and the numbers of the contract") {
+TEST_CASE("error kinds have the exit codes and wire numbers that are documented") {
   const int codes[] = {1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 1, 1};
   const char* const names[] = {"internal",   "invalid",   "rendezvous",    "auth",
                                "protocol",   "peer_lost", "remote_failed", "bad_data",
@@ -69,7 +69,7 @@ TEST_CASE("error kinds have the exit codes and the numbers of the contract") {
   CHECK(exit_code(static_cast<ErrorKind>(999)) == 1);
 }
 
-TEST_CASE("current_error knows our exceptions, std's and others") {
+TEST_CASE("current_error translates our exceptions, those of std and others") {
   const auto error_of = [](auto thrown) {
     try {
       throw thrown;
@@ -88,7 +88,7 @@ TEST_CASE("current_error knows our exceptions, std's and others") {
   CHECK_FALSE(error_of(42).message.empty());
 }
 
-TEST_CASE("a UniqueFunction owns what cannot be copied and lets go of it") {
+TEST_CASE("a UniqueFunction owns a move-only callable and destroys it") {
   auto value = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = value;
   UniqueFunction<int(int)> f = [own = std::make_unique<std::shared_ptr<int>>(std::move(value))](
@@ -101,7 +101,7 @@ TEST_CASE("a UniqueFunction owns what cannot be copied and lets go of it") {
   CHECK(watch.expired());
 }
 
-TEST_CASE("a UniqueFunction<void()> takes a function whose result nobody wants") {
+TEST_CASE("a UniqueFunction<void()> takes a function and ignores its result") {
   int calls = 0;
   UniqueFunction<void()> f = [&calls] { return ++calls; };
   f();
@@ -117,7 +117,7 @@ TEST_CASE("a UniqueFunction passes references and move-only arguments through") 
   CHECK(n == 5);
 }
 
-TEST_CASE("a deadline further away than the clock reaches is never") {
+TEST_CASE("a deadline beyond the range of the clock is never reached") {
   CHECK(deadline_after(std::chrono::nanoseconds::max()) == kNever);
   const TimePoint before = Clock::now();
   const TimePoint soon = deadline_after(std::chrono::milliseconds(5));

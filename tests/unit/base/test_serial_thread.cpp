@@ -9,7 +9,7 @@
 
 using namespace distrain;
 
-TEST_CASE("a serial thread runs tasks in order, also those that block") {
+TEST_CASE("a serial thread runs tasks in order, including tasks that block") {
   base::Promise<void> gate;
   std::vector<int> order;
   {
@@ -27,7 +27,7 @@ TEST_CASE("a serial thread runs tasks in order, also those that block") {
   CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_CASE("a serial thread whose last owner is a task of its own runs what is queued, and ends") {
+TEST_CASE("a serial thread that is released by its own task runs the queued tasks and ends") {
   auto thread = std::make_shared<base::SerialThread>("test");
   const std::weak_ptr<base::SerialThread> watch = thread;
   base::Promise<void> gate;
@@ -46,7 +46,7 @@ TEST_CASE("a serial thread whose last owner is a task of its own runs what is qu
   CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_CASE("a serial thread is idle once its last task is gone") {
+TEST_CASE("a serial thread is idle once its last task is destroyed") {
   base::SerialThread thread("test");
   for (int i = 0; i < 100; ++i) {
     auto held = std::make_shared<int>(i);

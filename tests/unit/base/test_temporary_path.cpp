@@ -18,7 +18,7 @@ TemporaryPath new_folder() {
 
 }  // namespace
 
-TEST_CASE("a temporary folder goes with its object") {
+TEST_CASE("a temporary folder is removed with its object") {
   std::string path;
   {
     const TemporaryPath folder = new_folder();
@@ -29,7 +29,7 @@ TEST_CASE("a temporary folder goes with its object") {
   CHECK_FALSE(fs::exists(path));
 }
 
-TEST_CASE("a temporary path goes once, wherever it was moved to") {
+TEST_CASE("a temporary path is removed once, wherever it was moved to") {
   TemporaryPath first = new_folder();
   const std::string path = first.path();
   TemporaryPath folder = std::move(first);
@@ -42,7 +42,7 @@ TEST_CASE("a temporary path goes once, wherever it was moved to") {
   CHECK(fs::remove(path));
 }
 
-TEST_CASE("a file that is finished stays") {
+TEST_CASE("a finished file is kept") {
   const TemporaryPath folder = new_folder();
   const std::string kept = folder.path() + "/kept";
   const std::string dropped = folder.path() + "/dropped";

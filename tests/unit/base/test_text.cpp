@@ -3,7 +3,7 @@
 
 using namespace distrain::base;
 
-TEST_CASE("only a whole text is a number") {
+TEST_CASE("a text is a number only if all of it is") {
   CHECK(number<int>("12") == 12);
   CHECK(number<int>("-1") == -1);
   CHECK(number<double>("5e-2") == 0.05);
@@ -25,7 +25,7 @@ TEST_CASE("a list is split at each comma") {
   CHECK(split(",a,", ',') == Parts{"", "a", ""});
 }
 
-TEST_CASE("a word that is near enough is meant") {
+TEST_CASE("a similar word is suggested") {
   const std::vector<std::string> words = {"adam", "adamw", "sgd"};
   CHECK(did_you_mean("adm", words) == "adam");
   CHECK(did_you_mean("sgdd", words) == "sgd");

@@ -37,7 +37,7 @@ auto submit(ThreadPool& pool, F fn) {
   return future;
 }
 
-// The number of threads once it is `wanted`, or what it still is after a long while.
+// Waits up to 20 s until the pool has `wanted` threads; returns its number of threads.
 int settled_threads(const ThreadPool& pool, int wanted) {
   const TimePoint end = Clock::now() + 20s;
   while (pool.threads() != wanted && Clock::now() < end) std::this_thread::yield();
@@ -46,7 +46,7 @@ int settled_threads(const ThreadPool& pool, int wanted) {
 
 }  // namespace
 
-TEST_CASE("tasks run in the order of their posting") {
+TEST_CASE("tasks start in the order of their posting") {
   std::vector<int> order;
   ThreadPool pool(options(1));
   for (int i = 0; i < 1000; ++i) pool.post([&order, i] { order.push_back(i); });
@@ -55,7 +55,7 @@ TEST_CASE("tasks run in the order of their posting") {
   CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_CASE("threads start when needed and not beyond size") {
+TEST_CASE("threads start when needed, up to the size of the pool") {
   ThreadPool pool(options(3));
   CHECK(pool.threads() == 0);
   std::mutex mutex;
@@ -72,26 +72,26 @@ TEST_CASE("threads start when needed and not beyond size") {
   CHECK(pool.threads() <= 3);
 }
 
-TEST_CASE("all of size run at once") {
+TEST_CASE("as many tasks run at once as the pool's size") {
   ThreadPool pool(options(4));
   std::atomic<int> here{0};
   std::vector<Future<void>> futures;
   for (int i = 0; i < 4; ++i) {
     futures.push_back(submit(pool, [&here] {
       ++here;
-      while (here < 4) std::this_thread::yield();  // passes only with four threads at work
+      while (here < 4) std::this_thread::yield();  // passes only if four threads run
     }));
   }
   wait_all(futures);
 }
 
-TEST_CASE("the pool grows while tasks wait, and shrinks back") {
+TEST_CASE("the pool grows while tasks wait, and shrinks again") {
   ThreadPool pool(options(2));
   Promise<void> gate;
   const Future<void> opened = gate.future();
   std::vector<Future<void>> waiting;
   for (int i = 0; i < 20; ++i) waiting.push_back(submit(pool, [opened] { opened.wait(); }));
-  // A task behind 20 that wait still runs.
+  // A task still runs while 20 tasks wait.
   CHECK(submit(pool, [] { return 7; }).wait() == 7);
   CHECK(pool.threads() >= 21);
   gate.set();
@@ -100,7 +100,7 @@ TEST_CASE("the pool grows while tasks wait, and shrinks back") {
   CHECK(submit(pool, [] { return 8; }).wait() == 8);
 }
 
-TEST_CASE("nested waits 64 deep do not deadlock a pool of one") {
+TEST_CASE("nested waits 64 deep do not deadlock a pool of one thread") {
   ThreadPool pool(options(1));
   std::function<int(int)> nest = [&](int depth) -> int {
     if (depth == 0) return 0;
@@ -112,7 +112,7 @@ TEST_CASE("nested waits 64 deep do not deadlock a pool of one") {
   CHECK(settled_threads(pool, 1) == 1);
 }
 
-TEST_CASE("a wait beyond the cap fails with overloaded, and the pool goes on") {
+TEST_CASE("a wait beyond the cap fails with overloaded, and the pool still works") {
   ThreadPool pool(options(1, 8));
   std::function<int(int)> nest = [&](int depth) -> int {
     if (depth == 0) return 0;
@@ -136,7 +136,7 @@ TEST_CASE("two pools that call each other do not deadlock") {
   CHECK(bounce(40) == 40);
 }
 
-TEST_CASE("stop runs what is queued, tasks posted later are dropped") {
+TEST_CASE("stop runs queued tasks; tasks that are posted later are dropped") {
   std::atomic<int> ran{0};
   auto dropped = std::make_shared<int>(0);
   const std::weak_ptr<int> watch = dropped;
@@ -157,7 +157,7 @@ TEST_CASE("stop runs what is queued, tasks posted later are dropped") {
   CHECK(pool.threads() == 0);
 }
 
-TEST_CASE("stop with tasks that wait for queued ones") {
+TEST_CASE("stop returns while tasks wait for queued tasks") {
   for (int round = 0; round < 20; ++round) {
     Promise<void> gate;
     const Future<void> opened = gate.future();
@@ -171,12 +171,13 @@ TEST_CASE("stop with tasks that wait for queued ones") {
   }
 }
 
-TEST_CASE("a pool that never ran a task stops") {
+TEST_CASE("a pool that never ran a task can be stopped") {
   ThreadPool pool(options(2));
   pool.stop();
 }
 
-TEST_CASE("a task's captures die before the next task runs, outside the pool's lock") {
+TEST_CASE(
+    "the captures of a task are destroyed before the next task runs, outside the pool's lock") {
   ThreadPool pool(options(1));
   struct PostsWhenDestroyed {
     ThreadPool& pool;

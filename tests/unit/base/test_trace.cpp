@@ -41,7 +41,7 @@ TEST_CASE("A scope without a tracer records nothing", "[trace]") {
   CHECK(tracer->dropped() == 0);
 }
 
-TEST_CASE("Slices under way are waited for", "[trace]") {
+TEST_CASE("Reading the events waits for open slices", "[trace]") {
   const auto tracer = started();
   CHECK(tracer->settle(0s));
   std::atomic<bool> end{false};
@@ -69,7 +69,7 @@ TEST_CASE("Slices under way are waited for", "[trace]") {
   ends.join();
 }
 
-TEST_CASE("Scopes of a thread lie within each other", "[trace]") {
+TEST_CASE("Scopes of a thread are nested", "[trace]") {
   const auto tracer = started();
   {
     const TraceBinding binding(tracer, "main");
@@ -109,7 +109,7 @@ TEST_CASE("Bindings are nested, and each tracer has its own events", "[trace]") 
       traced("nobody's", [] {});
     }
     traced("c", [] {});
-    // A thread that is bound to another tracer, or to none, has a lane too.
+    // A thread that is bound to another tracer, or to none, has a lane, too.
     TraceEvent event;
     event.name = other->intern("call ", "f");
     other->record(event);
@@ -121,7 +121,7 @@ TEST_CASE("Bindings are nested, and each tracer has its own events", "[trace]") 
   CHECK(names == std::map<std::string, size_t>{{"other", 1}, {"thread", 2}});
 }
 
-TEST_CASE("Texts stay, and are there once", "[trace]") {
+TEST_CASE("Interned texts stay valid and are stored once", "[trace]") {
   const auto tracer = started();
   const TraceBinding binding(tracer, "main");
   const char* const text = tracer->intern("call ", "f");
@@ -134,7 +134,7 @@ TEST_CASE("Texts stay, and are there once", "[trace]") {
   CHECK(tracer->intern("call ", large) == "call " + large);
 }
 
-TEST_CASE("What is beyond the limit is counted", "[trace]") {
+TEST_CASE("Events beyond the limit are counted", "[trace]") {
   const auto tracer = started(2000);
   const TraceBinding binding(tracer, "main");
   for (int i = 0; i < 5000; ++i) TraceScope scope("event");
@@ -144,7 +144,7 @@ TEST_CASE("What is beyond the limit is counted", "[trace]") {
   CHECK(kept + tracer->dropped() == 5000);
 }
 
-TEST_CASE("The threads of a pool share few tracks", "[trace]") {
+TEST_CASE("The threads of a pool share a few tracks", "[trace]") {
   const auto tracer = started();
   constexpr int kRounds = 20;
   {
@@ -158,7 +158,7 @@ TEST_CASE("The threads of a pool share few tracks", "[trace]") {
       pool.stop();
     }
   }
-  CHECK(tracer.use_count() == 1);  // threads that have ended hold nothing
+  CHECK(tracer.use_count() == 1);  // ended threads hold no reference
   const auto tracks = tracer->tracks();
   CHECK(tracks.size() <= 3);
   CHECK(events_of(*tracer) == kRounds * 30);
@@ -201,7 +201,7 @@ TEST_CASE("Events can be read while threads record", "[trace]") {
   CHECK(events_of(*tracer) >= 3 * 2 * 3000);
 }
 
-TEST_CASE("A false clock shows in what is told, not in what is recorded", "[trace]") {
+TEST_CASE("A simulated clock error changes reported times, not recorded times", "[trace]") {
   Tracer right;
   CHECK(right.shown(1000) == 1000);
   CHECK(right.clock_domain() == Tracer().clock_domain());
