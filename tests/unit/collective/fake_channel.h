@@ -1,4 +1,5 @@
-// The ranks of a job within one process, joined by an unreliable-looking but correct network.
+// Connects the ranks of a job within one process by a network that reorders messages of different
+// pairs.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +25,9 @@
 
 namespace distrain::testing {
 
-/// One loop thread delivers all messages, in a random order that keeps each pair's. A message's
-/// bytes are read when it is delivered, not when it is sent, as a queued zero-copy send would be.
+/// One loop thread delivers all messages in a random order that keeps the order of each pair of
+/// ranks. The bytes of a message are read at its delivery, not when it is sent, as in a queued
+/// zero-copy send.
 class FakeNetwork {
  public:
   explicit FakeNetwork(int size, uint32_t seed = 1) : random_(seed), handlers_(size_t(size)) {
@@ -46,7 +48,7 @@ class FakeNetwork {
   rpc::Channel& channel(int rank) { return *channels_[size_t(rank)]; }
   int size() const { return int(channels_.size()); }
 
-  /// What is sent from `from` to `to` stays on its way until release().
+  /// Holds messages from `from` to `to` back until release().
   void hold(int from, int to) {
     std::lock_guard lock(mutex_);
     held_.insert({from, to});
@@ -58,7 +60,8 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
-  /// All others learn that `rank` is lost, because of `cause` unless that is below 0.
+  /// Notifies all other ranks that `rank` is lost, caused by the loss of `cause` if that is not
+  /// negative.
   void kill(int rank, int cause = -1) {
     {
       std::lock_guard lock(mutex_);
@@ -210,7 +213,8 @@ class FakeNetwork {
   std::thread loop_;
 };
 
-/// CHECK for the threads of run_ranks: Catch2's own may be used by one thread at a time.
+/// CHECK for the threads of run_ranks, because Catch2's CHECK may be used by one thread at a time
+/// only.
 #define RANK_CHECK(...)                                                                 \
   do {                                                                                  \
     if (!(__VA_ARGS__)) {                                                               \
@@ -219,7 +223,7 @@ class FakeNetwork {
     }                                                                                   \
   } while (false)
 
-/// Runs `body(rank)` for each rank on a thread of its own; rethrows the first failure.
+/// Runs `body(rank)` for each rank on its own thread; rethrows the first failure.
 inline void run_ranks(int size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> failures{size_t(size)};
   std::vector<std::thread> threads;

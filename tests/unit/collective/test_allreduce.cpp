@@ -16,7 +16,7 @@ at::Tensor values(at::ScalarType dtype, at::IntArrayRef sizes, int seed) {
   return at::randn(sizes, generator, at::kDouble).to(dtype);
 }
 
-// Serial, in rank order, with torch's own arithmetic.
+// Returns the reduction in rank order, computed serially with torch's arithmetic.
 at::Tensor expected(ReduceOp op, const std::vector<at::Tensor>& inputs) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
@@ -42,7 +42,7 @@ at::Tensor expected(ReduceOp op, const std::vector<at::Tensor>& inputs) {
     if (at::isComplexType(dtype)) {
       at::view_as_real(sum).div_(double(inputs.size()));
     } else {
-      // By a tensor: a scalar's division may become a multiplication.
+      // Divides by a tensor because torch may replace the division by a scalar by a multiplication.
       sum = sum / at::full_like(sum, double(inputs.size()));
     }
   }
@@ -76,7 +76,7 @@ TEST_CASE("allreduce equals the serial sum in rank order, bit for bit") {
   }
 }
 
-TEST_CASE("allreduce in chunks of any length") {
+TEST_CASE("allreduce works in chunks of any length") {
   const int size = GENERATE(2, 3, 8);
   TestGroup group(size, {.direct_bytes = 0});
   for (int64_t count : {1, 7, 15, 16, 17, 129, 1000}) {
@@ -85,7 +85,7 @@ TEST_CASE("allreduce in chunks of any length") {
   }
 }
 
-TEST_CASE("allreduce of every dtype") {
+TEST_CASE("allreduce works for every dtype") {
   const int64_t direct_bytes = GENERATE(1 << 20, 0);
   TestGroup group(3, {.direct_bytes = direct_bytes});
   for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
@@ -108,17 +108,17 @@ TEST_CASE("allreduce of every dtype") {
   }
 }
 
-TEST_CASE("halves are accumulated in float32 and rounded once") {
+TEST_CASE("half-precision sums are accumulated in float32 and rounded once") {
   TestGroup group(4);
-  // 2048 + 1 is not a Half: rounding each sum would give 2048.
+  // 2048 + 1 is not representable in half precision: rounding each sum would give 2048.
   run_ranks(4, [&](int rank) {
     const at::Tensor x = at::full({3}, rank == 0 ? 2048.0 : 1.0, at::kHalf);
     group[rank].allreduce(x).wait();
-    RANK_CHECK(x[0].item<double>() == 2052.0);  // 2051, to even
+    RANK_CHECK(x[0].item<double>() == 2052.0);  // 2051, rounded to even
   });
 }
 
-TEST_CASE("min and max keep a NaN, whichever rank has it") {
+TEST_CASE("min and max propagate a NaN of any rank") {
   const int where = GENERATE(0, 1, 2);
   TestGroup group(3);
   run_ranks(3, [&](int rank) {
@@ -131,14 +131,15 @@ TEST_CASE("min and max keep a NaN, whichever rank has it") {
   });
 }
 
-TEST_CASE("allreduce of tensors of any shape and strides") {
+TEST_CASE("allreduce works for tensors of any shape and strides") {
   const int64_t direct_bytes = GENERATE(1 << 20, 0);
   TestGroup group(3, {.direct_bytes = direct_bytes});
   check_allreduce(group, ReduceOp::SUM, at::kFloat, {});
   check_allreduce(group, ReduceOp::SUM, at::kFloat, {3, 0, 2});
   run_ranks(3, [&](int rank) {
     const at::Tensor whole = at::zeros({6, 8});
-    const at::Tensor part = whole.t().slice(0, 1, 7, 2);  // neither contiguous nor at the start
+    const at::Tensor part =
+        whole.t().slice(0, 1, 7, 2);  // neither contiguous nor at the start of its storage
     part.fill_(double(rank + 1));
     group[rank].allreduce(part).wait();
     RANK_CHECK(part.eq(6).all().item<bool>());
@@ -146,7 +147,7 @@ TEST_CASE("allreduce of tensors of any shape and strides") {
   });
 }
 
-TEST_CASE("a tensor that requires a gradient") {
+TEST_CASE("allreduce accepts a tensor that requires a gradient") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
     const at::Tensor parameter = at::ones({4}).set_requires_grad(true);
@@ -158,7 +159,7 @@ TEST_CASE("a tensor that requires a gradient") {
   });
 }
 
-TEST_CASE("many operations under way, waited for in another order") {
+TEST_CASE("many operations may be in flight and be awaited in another order") {
   const int size = GENERATE(2, 4);
   const uint32_t seed = GENERATE(1, 2, 3);
   TestGroup group(size, {}, seed);
@@ -170,7 +171,7 @@ TEST_CASE("many operations under way, waited for in another order") {
       tensors.push_back(at::full({count}, double(rank + i)));
       pending.push_back(group[rank].allreduce(tensors.back()));
     }
-    // What was sent may still be on its way; the next round must not disturb it.
+    // Sends may still be in flight; the next round must not disturb them.
     for (int i = 59; i >= 0; --i) {
       pending[size_t(i)].wait();
       const double sum = size * i + size * (size - 1) / 2.0;
@@ -180,7 +181,7 @@ TEST_CASE("many operations under way, waited for in another order") {
   });
 }
 
-TEST_CASE("the same bits whatever the order of arrival") {
+TEST_CASE("the order of arrival does not change the bits of the result") {
   std::optional<at::Tensor> first;
   for (uint32_t seed = 1; seed <= 5; ++seed) {
     TestGroup group(4, {}, seed);
@@ -192,7 +193,7 @@ TEST_CASE("the same bits whatever the order of arrival") {
   }
 }
 
-TEST_CASE("what a small and a large allreduce send") {
+TEST_CASE("a small and a large allreduce send the expected messages") {
   TestGroup group(4);
   run_ranks(4, [&](int rank) { group[rank].allreduce(at::ones({10})).wait(); });
   CHECK(group.network.messages() == 4 * 3);

@@ -8,7 +8,7 @@
 using namespace distrain;
 using namespace distrain::testing;
 
-TEST_CASE("broadcast from each root, of any dtype and strides") {
+TEST_CASE("broadcast works from each root, for any dtype and strides") {
   const int size = GENERATE(1, 2, 3, 8);
   TestGroup group(size);
   run_ranks(size, [&](int rank) {
@@ -56,7 +56,7 @@ TEST_CASE("allgather") {
   });
 }
 
-TEST_CASE("nobody leaves a barrier before all are in it") {
+TEST_CASE("no rank leaves a barrier before all ranks have entered it") {
   const int size = GENERATE(2, 3, 8);
   TestGroup group(size);
   std::atomic<int> inside{0};
@@ -69,12 +69,12 @@ TEST_CASE("nobody leaves a barrier before all are in it") {
   });
 }
 
-TEST_CASE("groups of some ranks beside each other") {
+TEST_CASE("several groups of some of the ranks work concurrently") {
   FakeNetwork network(4);
-  FakeNetwork other(4);  // each group has a channel of its own
+  FakeNetwork other(4);  // each group has its own channel
   base::ThreadPool pool({.name = "test"});
   run_ranks(4, [&](int rank) {
-    // Ranks 3, 1 in this order; ranks 0, 2.
+    // One group has the ranks 3 and 1 in this order, the other the ranks 0 and 2.
     const std::vector<int> ranks = rank % 2 ? std::vector{3, 1} : std::vector{0, 2};
     auto half = c10::make_intrusive<Backend>(network.channel(rank), pool,
                                              collective::Group{uint32_t(rank % 2), ranks});
@@ -93,7 +93,7 @@ TEST_CASE("groups of some ranks beside each other") {
   });
 }
 
-TEST_CASE("a group that is none") {
+TEST_CASE("an impossible group is refused") {
   FakeNetwork network(3);
   base::ThreadPool pool({.name = "test"});
   const auto make = [&](std::vector<int> ranks) {
@@ -107,7 +107,7 @@ TEST_CASE("a group that is none") {
   CHECK(make({}).kind == base::ErrorKind::kInvalid);
 }
 
-TEST_CASE("c10d's interface: several tensors, futures, completion") {
+TEST_CASE("c10d's interface works: several tensors, futures, completion") {
   const int64_t count = GENERATE(9, 40000);
   TestGroup group(3);
   run_ranks(3, [&](int rank) {
@@ -162,7 +162,7 @@ TEST_CASE("our futures complete without a waiting thread of the caller") {
   });
 }
 
-TEST_CASE("several threads wait for one operation") {
+TEST_CASE("several threads may wait for one operation") {
   const int64_t count = GENERATE(9, 200000);
   TestGroup group(2);
   for (int round = 0; round < 10; ++round) {

@@ -13,7 +13,7 @@ namespace {
 
 using Call = std::function<collective::Pending(Backend&)>;
 
-// Each rank's error when rank r calls calls[r].
+// Returns the error of each rank when rank r calls calls[r].
 std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& calls) {
   std::vector<base::Error> errors(calls.size());
   run_ranks(int(calls.size()), [&](int rank) {
@@ -24,7 +24,7 @@ std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& ca
 
 }  // namespace
 
-TEST_CASE("ranks that call different operations are told so, both") {
+TEST_CASE("two ranks that call different operations both get an error") {
   const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
   const Call longer = [](Backend& b) { return b.allreduce(at::ones({8})); };
   const Call large = [](Backend& b) { return b.allreduce(at::ones({100000})); };
@@ -62,12 +62,12 @@ TEST_CASE("ranks that call different operations are told so, both") {
       CHECK(contains(error.message, test.first_text));
       CHECK(contains(error.message, test.second_text));
     }
-    // The group is still in step.
+    // The group is still synchronized.
     run_ranks(2, [&](int rank) { group[rank].allreduce(at::ones({3})).wait(); });
   }
 }
 
-TEST_CASE("one of three ranks calls something else") {
+TEST_CASE("one of three ranks that calls another operation is named") {
   TestGroup group(3, {.timeout = milliseconds(20000)});
   const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
   const Call max = [](Backend& b) { return b.allreduce(at::ones({7}), ReduceOp::MAX); };
@@ -77,10 +77,11 @@ TEST_CASE("one of three ranks calls something else") {
   }
 }
 
-TEST_CASE("a rank that does not come is named when the deadline passes") {
+TEST_CASE("a rank that is missing at the deadline is named") {
   const int64_t count = GENERATE(5, 100000);
   std::vector<base::Error> errors(4);
-  // Of the ranks that do come, one may be later than a short deadline, and is then named as well.
+  // With a short deadline, one of the participating ranks may be late, too; it is then named as
+  // well.
   for (const int timeout : {80, 1000, 20000}) {
     TestGroup group(4, {.timeout = milliseconds(timeout)});
     run_ranks(4, [&](int rank) {
@@ -101,7 +102,7 @@ TEST_CASE("a rank that does not come is named when the deadline passes") {
   }
 }
 
-TEST_CASE("timeouts of one call, of a Work's wait and of a future") {
+TEST_CASE("a call, the wait of a Work and a future each have a timeout") {
   TestGroup group(2);
   Backend& backend = group[0];
   const at::Tensor x = at::ones({5});
@@ -126,20 +127,20 @@ TEST_CASE("timeouts of one call, of a Work's wait and of a future") {
   CHECK(thrown_by([&] { backend.enter_barrier().wait(); }).kind == ErrorKind::kDeadline);
 }
 
-TEST_CASE("a late rank's messages do not disturb what follows") {
+TEST_CASE("messages of a late rank do not disturb later operations") {
   TestGroup group(2);
   const at::Tensor x = at::ones({5});
   CHECK(thrown_by([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
         ErrorKind::kDeadline);
   run_ranks(2, [&](int rank) {
-    if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 sent its part
+    if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 has sent its part
     const at::Tensor y = at::ones({5});
     group[rank].allreduce(y).wait();
     RANK_CHECK(y.eq(2).all().item<bool>());
   });
 }
 
-TEST_CASE("a lost rank fails what is under way and what follows") {
+TEST_CASE("a lost rank fails in-flight and later operations") {
   const int64_t count = GENERATE(5, 100000);
   TestGroup group(3);
   std::vector<collective::Pending> pending;
@@ -161,7 +162,7 @@ TEST_CASE("a lost rank fails what is under way and what follows") {
   }
 }
 
-TEST_CASE("a rank that has left because of another does not take the blame") {
+TEST_CASE("a rank that left because another rank failed is not blamed") {
   TestGroup group(2);
   const auto pending = group[0].allreduce(at::ones({5}));
   group.network.kill(1, 7);
@@ -169,7 +170,7 @@ TEST_CASE("a rank that has left because of another does not take the blame") {
   CHECK(thrown_by([&] { group[0].allreduce(at::ones({5})).wait(); }).rank == 7);
 }
 
-TEST_CASE("a rank outside the group may be lost") {
+TEST_CASE("the loss of a rank outside the group does not matter") {
   FakeNetwork network(3);
   base::ThreadPool pool({.name = "test"});
   const collective::Group pair{1, {0, 2}};
@@ -181,7 +182,8 @@ TEST_CASE("a rank outside the group may be lost") {
   });
 }
 
-TEST_CASE("a rank that refuses is named on the others, and the group stays in step") {
+TEST_CASE(
+    "a rank that refuses an operation is named on the others, and the group stays synchronized") {
   const int64_t count = GENERATE(5, 100000);
   TestGroup group(3);
   run_ranks(3, [&](int rank) {
@@ -205,13 +207,13 @@ TEST_CASE("a rank that refuses is named on the others, and the group stays in st
   });
 }
 
-TEST_CASE("wrong arguments throw at once and count for nothing") {
+TEST_CASE("wrong arguments throw at once and do not count as an operation") {
   TestGroup group(1);
   Backend& backend = group[0];
   const auto kind = [](auto f) { return thrown_by(f).kind; };
   CHECK(kind([&] { backend.allreduce(at::Tensor()); }) == ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}).to_sparse()); }) == ErrorKind::kInvalid);
-  // What cannot be sent, or not be written to, says so in one line.
+  // A tensor that cannot be sent or written gives an error of one line.
   const at::Tensor expanded = at::ones({1}).expand({3});
   for (const auto& [tensor, what] : {
            std::pair{expanded, "expanded"},
@@ -241,7 +243,7 @@ TEST_CASE("wrong arguments throw at once and count for nothing") {
   CHECK(backend.getSequenceNumberForGroup() == 0);
 }
 
-TEST_CASE("closing a group ends what is under way") {
+TEST_CASE("closing a group fails in-flight operations") {
   TestGroup group(2);
   const auto pending = group[0].allreduce(at::ones({5}));
   const auto large = group[0].allreduce(at::ones({100000}));
@@ -254,7 +256,7 @@ TEST_CASE("closing a group ends what is under way") {
   CHECK(thrown_by([&] { future.wait(); }).kind == ErrorKind::kCancelled);
 }
 
-TEST_CASE("a rank that closes the group fails what waits for it, now and later") {
+TEST_CASE("a rank that closes the group fails the others' current and later waits for it") {
   const int64_t count = GENERATE(5, 100000);
   TestGroup group(3);
   std::vector<at::Tensor> sums;
@@ -277,7 +279,7 @@ TEST_CASE("a rank that closes the group fails what waits for it, now and later")
     CHECK(error.rank == 1);
     CHECK(contains(error.message, "rank 1 has closed the group, and takes no part in"));
   }
-  // Rank 2 needs nothing of rank 1 for this.
+  // Rank 2 needs nothing from rank 1 for this broadcast.
   const at::Tensor x = at::full({count}, 4.0F, at::kFloat), y = at::empty({count});
   const auto sent = group[0].broadcast(x, 0);
   group[2].broadcast(y, 0).wait();
@@ -286,7 +288,7 @@ TEST_CASE("a rank that closes the group fails what waits for it, now and later")
 }
 
 TEST_CASE("a rank that is far ahead waits until the others have begun") {
-  constexpr int kCalls = 8, kAhead = 3;  // of the size below, within 64 MiB
+  constexpr int kCalls = 8, kAhead = 3;  // kAhead broadcasts of the size below fit in 64 MiB
   TestGroup group(2);
   const at::Tensor x = at::zeros({20 << 20}, at::kByte), y = at::empty_like(x);
   std::atomic<int> issued{0};
@@ -304,13 +306,13 @@ TEST_CASE("a rank that is far ahead waits until the others have begun") {
   });
 }
 
-TEST_CASE("waiting for the others to begin ends with the deadline, and with the group") {
+TEST_CASE("the wait for the others to begin ends at the deadline or with the group") {
   TestGroup group(2);
   const at::Tensor x = at::zeros({40 << 20}, at::kByte);
   const auto first = group[0].broadcast(x, 0);
   const auto late = group[0].broadcast(x, 0, milliseconds(20));
   CHECK(thrown_by([&] { late.wait(); }).kind == ErrorKind::kDeadline);
-  // Rank 1 gets a refusal in place of the bytes that had no room.
+  // Rank 1 gets a refusal instead of the bytes that did not fit.
   const at::Tensor y = at::empty_like(x);
   group[1].broadcast(y, 0).wait();
   const base::Error refusal = thrown_by([&] { group[1].broadcast(y, 0).wait(); });
@@ -324,7 +326,7 @@ TEST_CASE("waiting for the others to begin ends with the deadline, and with the 
   for (const auto& one : {second, third}) CHECK(thrown_by([&] { one.wait(); }).rank == 1);
 }
 
-TEST_CASE("a rank that sends too much for what has not begun is overloaded") {
+TEST_CASE("a rank that sends too much for operations that have not begun is overloaded") {
   FakeNetwork network(2);
   base::ThreadPool pool({.name = "test"});
   auto backend =
@@ -340,9 +342,9 @@ TEST_CASE("a rank that sends too much for what has not begun is overloaded") {
   CHECK(error.rank == 1);
 }
 
-TEST_CASE("bytes that are no message of ours") {
+TEST_CASE("malformed messages fail the operation") {
   std::mt19937 random(3);
-  std::vector<uint8_t> bytes;  // the network may read them until it ends
+  std::vector<uint8_t> bytes;  // the network may read them until it is destroyed
   for (int round = 0; round < 300; ++round) {
     FakeNetwork network(2, uint32_t(round));
     base::ThreadPool pool({.name = "test"});
@@ -351,7 +353,7 @@ TEST_CASE("bytes that are no message of ours") {
     const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(30000));
     bytes.resize(random() % 200);
     for (uint8_t& byte : bytes) byte = uint8_t(random());
-    // Half of them begin like a header.
+    // Half of the messages begin with a valid header.
     if (round % 2 && bytes.size() >= collective::kHeaderBytes) {
       collective::encode_header({.kind = collective::OpKind::kAllreduceDirect,
                                  .reduce_op = ReduceOp::SUM,
@@ -364,7 +366,7 @@ TEST_CASE("bytes that are no message of ours") {
     network.channel(1).send(0, {1, 0, random() % 3}, std::span(&piece, 1), nullptr);
     const bool whole = bytes.size() == collective::kHeaderBytes + 20;
     if (whole) continue;
-    // Bytes 7, 12 to 15 and 24 to 63 of a header have no meaning; the length is still wrong.
+    // Bytes 7, 12 to 15 and 24 to 63 of a header are unused; the length is still wrong.
     CHECK(thrown_by([&] { pending.wait(); }).kind != ErrorKind::kDeadline);
   }
 }

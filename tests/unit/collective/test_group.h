@@ -39,7 +39,7 @@ struct TestGroup {
   std::vector<BackendPtr> backends;
 };
 
-/// The error that `f` throws; fails the test when it throws nothing or something else.
+/// Returns the error that `f` throws; fails the test if `f` throws nothing or another type.
 template <class F>
 base::Error thrown_by(F f) {
   try {
@@ -50,7 +50,7 @@ base::Error thrown_by(F f) {
   throw std::runtime_error("no error was thrown");
 }
 
-/// Equal down to the last bit: NaN equals itself, 0 differs from -0.
+/// Compares bit by bit: NaN equals itself, 0 differs from -0.
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.contiguous();
   const at::Tensor y = b.contiguous();

@@ -13,7 +13,7 @@ using namespace distrain::testing;
 using base::ErrorKind;
 using collective::StagedReduceGroup;
 
-TEST_CASE("a reduce group of CPU tensors is the Backend's") {
+TEST_CASE("a reduce group of CPU tensors works as the Backend") {
   const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   run_ranks(3, [&](int rank) {
@@ -41,21 +41,22 @@ TEST_CASE("a reduce group of CPU tensors is the Backend's") {
   });
 }
 
-TEST_CASE("a group tells why it has failed for good") {
+TEST_CASE("a group reports why it has failed permanently") {
   TestGroup group(2);
   CHECK_FALSE(group[0].failure());
-  group[0].abort();  // not for good
+  group[0].abort();  // an error that is not permanent
   CHECK_FALSE(group[0].failure());
   group.network.kill(1);
   CHECK(thrown_by([&] { group[0].allreduce(at::ones({3})).wait(); }).kind == ErrorKind::kPeerLost);
-  while (!group[0].failure()) std::this_thread::yield();  // a send may know it before the group
+  while (!group[0].failure())
+    std::this_thread::yield();  // a send may know of the abort before the group does
   CHECK(group[0].failure()->kind == ErrorKind::kPeerLost);
   CHECK(group[0].failure()->rank == 1);
   group[1].shutdown();
   CHECK(group[1].failure()->kind == ErrorKind::kCancelled);
 }
 
-TEST_CASE("forks of a group have orders of their own") {
+TEST_CASE("forks of a group have independent orders of operations") {
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   run_ranks(3, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -90,12 +91,12 @@ TEST_CASE("forks of a group have orders of their own") {
   });
 }
 
-TEST_CASE("means of different passes are an error that names the rank ahead") {
+TEST_CASE("averaging different passes is an error that names the rank that is ahead") {
   const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   run_ranks(3, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
-    for (const uint64_t forward : {1, 2, 0}) {  // 0: not known
+    for (const uint64_t forward : {1, 2, 0}) {  // 0: unknown
       const at::Tensor a = at::full({count}, double(rank));
       const bool ahead = rank == 2 && forward == 2;
       const auto mean = reduce.start(a, {.forward = ahead ? forward + 1 : forward});
