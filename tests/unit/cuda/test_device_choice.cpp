@@ -47,7 +47,7 @@ class Gpus final : public cuda::Accelerators {
 
 }  // namespace
 
-TEST_CASE("one device is for all roles that compute") {
+TEST_CASE("one device applies to all roles that compute") {
   CHECK(spec("cpu").of("trainer0") == kCpu);
   CHECK(spec("cuda").of("trainer0") == kAny);
   CHECK(spec("cuda").of("ps") == kAny);
@@ -57,14 +57,14 @@ TEST_CASE("one device is for all roles that compute") {
   CHECK(spec("cuda").for_all() == kAny);
 }
 
-TEST_CASE("roles have their own devices, by name, class or alias") {
+TEST_CASE("devices are chosen per role, by name, class or alias") {
   const DeviceSpec some = spec("server=cpu,trainer=cuda,trainer1=cuda:3,master=cuda:0");
   CHECK(some.of("ps") == kCpu);
   CHECK(some.of("trainer0") == kAny);
   CHECK(some.of("trainer1") == gpu(3));
   CHECK(some.of("trainer11") == kAny);
   CHECK(some.of("master") == gpu(0));
-  CHECK(some.of("worker1") == kCpu);  // not named
+  CHECK(some.of("worker1") == kCpu);  // a role without a device
   CHECK_FALSE(some.named("worker1"));
   CHECK(some.named("ps") == kCpu);
   CHECK_FALSE(some.for_all());
@@ -72,7 +72,7 @@ TEST_CASE("roles have their own devices, by name, class or alias") {
   CHECK(spec("stage2=cuda:1,stage=cuda:0").of("worker1") == gpu(0));
 }
 
-TEST_CASE("what is no device, no role or said twice is refused") {
+TEST_CASE("an invalid device, an unknown role and a repeated role are refused") {
   for (const char* text : {"gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:99999999999",
                            "CUDA", "cuda:1 ", "mps", "meta", "cpu:0"}) {
     CAPTURE(text);
@@ -90,13 +90,13 @@ TEST_CASE("what is no device, no role or said twice is refused") {
   CHECK(spec("observer=cpu,trainer=cuda").of("observer1") == kCpu);
 }
 
-TEST_CASE("a rank that is named must be one of the job's") {
+TEST_CASE("a named rank must be a rank of the job") {
   const DeviceSpec some = spec("trainer=cuda,trainer2=cpu");
   CHECK_NOTHROW(some.check_ranks({"trainer1", "trainer2"}));
   CHECK_THROWS_AS(some.check_ranks({"trainer0", "trainer1"}), base::Exception);
 }
 
-TEST_CASE("a device without an index is the one of the rank's place") {
+TEST_CASE("a device without an index gets the rank's local index") {
   CHECK(resolve(kCpu, Gpus(0), 0) == c10::Device(c10::kCPU));
   CHECK(resolve(kAny, Gpus(2), 0) == c10::Device(c10::kCUDA, 0));
   CHECK(resolve(kAny, Gpus(2), 1) == c10::Device(c10::kCUDA, 1));
@@ -104,7 +104,7 @@ TEST_CASE("a device without an index is the one of the rank's place") {
   CHECK(resolve(gpu(1), Gpus(2), 0) == c10::Device(c10::kCUDA, 1));
 }
 
-TEST_CASE("a device that is not there is an error that names the rank") {
+TEST_CASE("a missing device is an error that names the rank") {
   const auto error_of = [](DeviceChoice choice, int count) {
     try {
       cuda::naming_rank(2, "trainer1",

@@ -10,7 +10,7 @@
 namespace distrain {
 namespace {
 
-TEST_CASE("a plugin that is not there is named, and looked for again") {
+TEST_CASE("a missing plugin is named, and the next call looks for it again") {
   setenv("DISTRAIN_CUDA_LIBRARY", "/nowhere/libdistrain_cuda.so", 1);
   for (int i = 0; i < 2; ++i) {
     const base::Error error = testing::error_of([] { cuda::load(); });
