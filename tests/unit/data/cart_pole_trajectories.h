@@ -10,9 +10,9 @@ namespace distrain::testing {
 struct CartPoleTrajectory {
   std::string_view policy;
   std::array<double, 4> initial;                   ///< state
-  std::string_view actions;                        ///< one character a step
-  bool terminated, truncated;                      ///< by the last step
-  double reward;                                   ///< of all steps
+  std::string_view actions;                        ///< one character per step
+  bool terminated, truncated;                      ///< after the last step
+  double reward;                                   ///< sum over all steps
   std::vector<std::array<float, 4>> observations;  ///< after each step
 };
 

@@ -1,4 +1,4 @@
-// What the tests of checkpoints share.
+// Shared helpers of the tests of checkpoints.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using wire::DType;
 using Json = nlohmann::ordered_json;
 using Strings = std::vector<std::string>;
 
-// A checkpoint whose contents say its step and version.
+// A checkpoint whose contents are derived from its step and version.
 struct Sample {
   explicit Sample(int64_t step, int version = 0, size_t size = 5)
       : weights(size, static_cast<uint8_t>(16 * step + version)) {
@@ -49,7 +49,7 @@ inline void check_same(const LoadedCheckpoint& loaded, const Checkpoint& expecte
       REQUIRE(read.contains(key));
       REQUIRE(read.at(key).shape == tensor.shape);
       REQUIRE(std::ranges::equal(read.at(key).bytes, tensor.bytes));
-      // The bytes are those in `contents`.
+      // The tensor uses the bytes in `contents`, not a copy.
       REQUIRE(read.at(key).bytes.data() == loaded.contents.at(name).tensors().at(key).bytes.data());
     }
   }
@@ -61,7 +61,7 @@ inline void check_newest(const std::string& folder, const Sample& expected) {
   check_same(CheckpointStore::load(*path), expected.checkpoint);
 }
 
-// A manifest with the end that makes it whole.
+// Returns the manifest `text` with the checksum that ends a valid manifest.
 inline std::string sealed(const std::string& text) {
   char digits[17];
   std::snprintf(digits, sizeof digits, "%016llx",
@@ -74,7 +74,7 @@ inline std::string step_name(int64_t step) {
   return "step-" + std::string(12 - digits.size(), '0') + digits;
 }
 
-// But for the lock's file, which stays.
+// Returns the names in `folder`, except the lock file, which stays.
 inline Strings names_in(const std::string& folder) {
   Strings names;
   for (const auto& entry : fs::directory_iterator(folder)) {

@@ -1,4 +1,4 @@
-// Processes that save, and die or are stopped on the way.
+// Child processes that save checkpoints and are killed or stopped during a save.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace distrain::data {
 
-// The exit code of a child process that runs `function`; it leaves nothing behind but files.
+// Runs `function` in a child process and returns its exit code. Only files outlive the child.
 inline int in_child(const std::function<int()>& function) {
   const pid_t child = fork();
   if (child == 0) _exit(function());
@@ -28,7 +28,7 @@ inline int in_child(const std::function<int()>& function) {
 
 constexpr int kNoSeccomp = 77;
 
-// Lets every system call of this number fail, in this process, for good.
+// Makes every later system call `number` of this process fail with `error`.
 inline void forbid(long number, int error) {
   const sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),

@@ -1,4 +1,4 @@
-// What the tests of readers and checkpoints share.
+// Shared helpers of the tests of readers and checkpoints.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace distrain::data {
 
-// The message of the error of this kind that `call` throws.
+// Returns the message of the error that `call` throws, which must be of kind `kind`.
 template <class F>
 std::string error_of(base::ErrorKind kind, F call) {
   try {
@@ -35,7 +35,7 @@ std::string bad_data(F call) {
   return error_of(base::ErrorKind::kBadData, call);
 }
 
-/// The numbers of an int64 tensor, row by row.
+/// Returns the elements of an int64 tensor in row-major order.
 inline std::vector<int64_t> ints(const at::Tensor& tensor) {
   const auto* first = tensor.const_data_ptr<int64_t>();
   return {first, first + tensor.numel()};

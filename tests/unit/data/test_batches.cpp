@@ -21,7 +21,7 @@ base::ErrorKind kind_of(uint64_t seed, Shard shard, int64_t examples, int64_t ba
   return base::ErrorKind::kInternal;
 }
 
-// All examples of an epoch of one trainer, in order.
+// Returns all examples of one trainer's epoch, in order.
 Ints epoch_of(const EpochSampler& sampler) {
   Ints all;
   for (int64_t step = 0; step < sampler.steps(); ++step) {
@@ -65,7 +65,7 @@ TEST_CASE("An epoch has every example once, disjoint over the trainers") {
     Ints own = epoch_of(sampler);
     REQUIRE(static_cast<int64_t>(own.size()) == shard_size);
     if (examples - trainer * shard_size < 0 || trainer + (shard_size - 1) * trainers >= examples) {
-      CHECK(own.back() == own.front());  // a short shard wraps around within itself
+      CHECK(own.back() == own.front());  // a short shard repeats its own examples
       own.pop_back();
     }
     all.insert(all.end(), own.begin(), own.end());
@@ -75,19 +75,20 @@ TEST_CASE("An epoch has every example once, disjoint over the trainers") {
   for (int64_t i = 0; i < examples; ++i) REQUIRE(all[static_cast<size_t>(i)] == i);
 }
 
-TEST_CASE("Every epoch and every seed has its own order, always the same") {
+TEST_CASE("The order depends on epoch and seed and is reproducible") {
   const Shard shard{1, 2};
   const Ints first = epoch_of(EpochSampler(1, 0, shard, 100, 8));
   CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 8)));
   CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 32)));
   CHECK(first != epoch_of(EpochSampler(1, 1, shard, 100, 8)));
   CHECK(first != epoch_of(EpochSampler(2, 0, shard, 100, 8)));
-  // Pinned: a change of the algorithm changes every recorded run.
+  // The expected order is fixed because a change of the algorithm changes every recorded run.
   CHECK(epoch_of(EpochSampler(1, 0, Shard{0, 1}, 8, 8)) == Ints{0, 4, 1, 2, 3, 5, 7, 6});
 }
 
-TEST_CASE("The shuffle is fair") {
-  // Where example 0 goes, over many epochs: each of 10 places about equally often.
+TEST_CASE("The shuffle is uniform") {
+  // Counts the position of example 0 over many epochs: each of 10 positions is about equally
+  // frequent.
   std::vector<int> places(10);
   for (int epoch = 0; epoch < 10'000; ++epoch) {
     const Ints order = epoch_of(EpochSampler(5, epoch, Shard{}, 10, 10));
@@ -96,7 +97,7 @@ TEST_CASE("The shuffle is fair") {
   for (const int count : places) CHECK(std::abs(count - 1000) < 150);
 }
 
-TEST_CASE("A sampler has the batches of every epoch and shard") {
+TEST_CASE("A sampler returns the batches of every epoch and shard") {
   Sampler sampler(1, 3, 31, 4);
   for (const int epoch : {1, 1, 2, 1}) {
     for (int shard = 0; shard < 3; ++shard) {
@@ -110,7 +111,7 @@ TEST_CASE("A sampler has the batches of every epoch and shard") {
   }
 }
 
-TEST_CASE("Full batches go through one epoch after the other") {
+TEST_CASE("Full batches are drawn from one epoch after the other") {
   for (const int64_t batch_size : {4, 15, 40}) {
     CAPTURE(batch_size);
     Ints seen, expected;
@@ -140,13 +141,13 @@ TEST_CASE("Impossible shards are refused") {
   CHECK_THROWS_AS(sampler.batch(-1), base::Exception);
 }
 
-TEST_CASE("A batch is the bags of its examples") {
+TEST_CASE("A batch has the bags of its examples") {
   const TextDataset data =
       parse_fast_text("__label__b one two\n__label__a\n__label__a three\n__label__b\n", "f");
   const Ints examples = {2, 1, 0, 3};
   const Batch batch = make_batch(data, examples);
   CHECK(ints(batch.indices) == Ints{2, 0, 1});
-  CHECK(ints(batch.offsets) == Ints{0, 1, 1, 3});  // the last bag begins at the end: empty
+  CHECK(ints(batch.offsets) == Ints{0, 1, 1, 3});  // the last bag begins at the end: it is empty
   CHECK(ints(batch.targets) == Ints{0, 0, 1, 1});
   CHECK(batch.size() == 4);
   const Batch some = make_batch(data, Ints{1, 2});
@@ -155,7 +156,7 @@ TEST_CASE("A batch is the bags of its examples") {
   CHECK(ints(some.targets) == Ints{0, 0});
 }
 
-TEST_CASE("Random bags are the tutorial's") {
+TEST_CASE("Random bags have the distribution of the PyTorch tutorial") {
   const RandomBags bags{1, 100, 8};
   std::set<size_t> sizes;
   std::set<int64_t> steps, indices, targets;
@@ -177,7 +178,7 @@ TEST_CASE("Random bags are the tutorial's") {
   CHECK((*targets.begin() == 0 && *targets.rbegin() == 7));
 }
 
-TEST_CASE("Random bags depend on seed, trainer, epoch and step alone") {
+TEST_CASE("Random bags depend only on seed, trainer, epoch and step") {
   const auto indices = [](const Batch& batch) { return ints(batch.indices); };
   const RandomBags bags{1, 100, 8};
   const Ints first = indices(bags.batch(0, 0, 0));
@@ -190,7 +191,7 @@ TEST_CASE("Random bags depend on seed, trainer, epoch and step alone") {
   CHECK_THROWS_AS((RandomBags{1, 100, 0}.batch(0, 0, 0)), base::Exception);
 }
 
-TEST_CASE("a hidden teacher labels the same bags, by their indices and the seed alone") {
+TEST_CASE("a hidden teacher labels equal bags equally: labels depend only on indices and seed") {
   const RandomBags bags{1, 100, 8, true};
   const Batch taught = bags.batch(1, 2, 3), random = RandomBags{1, 100, 8}.batch(1, 2, 3);
   const Ints indices = ints(taught.indices), offsets = ints(taught.offsets);

@@ -1,5 +1,5 @@
-// Small files that stand for much: what is read of them is what their header claims and the job
-// needs, and no more.
+// Tests small files that decompress to much or claim much: a reader reads no more than the header
+// claims and the job needs.
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
@@ -34,7 +34,7 @@ std::string zipped(const std::string& text) {
   return result;
 }
 
-// A gzip file of `begin` and a GiB of zeros, about a MiB long: 256 members of 4 MiB.
+// Returns a gzip file of `begin` and a GiB of zeros, about a MiB long, in 256 members of 4 MiB.
 std::string bomb(const std::string& begin) {
   static const std::string zeros = zipped(std::string(kGiB / 256, '\0'));
   std::string text = begin.empty() ? "" : zipped(begin);
@@ -55,7 +55,7 @@ std::string idx_header(const std::vector<uint32_t>& sizes) {
   return header;
 }
 
-/// The most memory that this process has had so far, in bytes.
+/// Returns the peak resident memory of this process in bytes.
 size_t most_memory() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -74,14 +74,14 @@ TEST_CASE("A gzip file is read to its limit and no further") {
         path + ": longer than the 5 bytes that its header says");
   CHECK(std::string(bytes.begin(), bytes.begin() + 5) == "begin");
   CHECK(std::all_of(bytes.begin() + 5, bytes.end(), [](uint8_t byte) { return byte == 0; }));
-  // A limit may become known on the way; then it is of what follows.
+  // A limit that is set later applies to the remaining bytes.
   GzipReader other(path, {kGiB, "that are read"});
   CHECK(other.read(bytes.data(), 4) == 4);
   other.limit({1, "of the rest"});
   CHECK(other.read(bytes.data(), 1) == 1);
   CHECK(bad_data([&] { other.read(bytes.data(), 1); }) ==
         path + ": longer than the 1 bytes of the rest");
-  // What ends at its limit is read to its end, check sum and all.
+  // A file that ends exactly at the limit is read completely, including its checksum.
   for (const std::string& text : {std::string("begin"), zipped("begin")}) {
     const auto whole = folder.write("whole", text);
     GzipReader exact(whole, {5, ""});
@@ -112,7 +112,7 @@ TEST_CASE("An IDX file that decompresses to more than its header says costs no m
 TEST_CASE("A safetensors file that is larger than its tensors costs no memory") {
   const Folder folder;
   const auto path = folder.write("sparse", std::string("\x02\0\0\0\0\0\0\0{}", 10));
-  std::filesystem::resize_file(path, uint64_t{1} << 42);  // of holes
+  std::filesystem::resize_file(path, uint64_t{1} << 42);  // a sparse file
   CHECK(bad_data([&] { Safetensors::read(path); }) ==
         path + ": 4398046511094 bytes too many after the last tensor");
   const std::string begin = path + ": not a safetensors file: ";

@@ -11,7 +11,7 @@ using namespace distrain;
 using data::CartPole;
 using Observation = CartPole::Observation;
 
-TEST_CASE("CartPole is Gymnasium's, action by action") {
+TEST_CASE("CartPole follows Gymnasium's recorded trajectories") {
   REQUIRE(testing::kCartPoleTrajectories.size() == 6);
   for (const auto& recorded : testing::kCartPoleTrajectories) {
     CAPTURE(recorded.policy);
@@ -24,7 +24,7 @@ TEST_CASE("CartPole is Gymnasium's, action by action") {
       const CartPole::Step step = environment.step(recorded.actions[i] - '0');
       for (size_t j = 0; j < step.observation.size(); ++j) {
         CAPTURE(j);
-        // 1e-6; what was recorded has seven digits.
+        // The tolerance is 1e-6 because the recorded values have seven digits.
         CHECK(std::abs(step.observation[j] - recorded.observations[i][j]) < 1e-6);
       }
       const bool last = i + 1 == recorded.actions.size();
@@ -36,7 +36,7 @@ TEST_CASE("CartPole is Gymnasium's, action by action") {
   }
 }
 
-TEST_CASE("the beginning of an episode follows from its key alone") {
+TEST_CASE("the initial state of an episode depends only on its key") {
   CartPole a, b;
   std::set<Observation> seen;
   Observation least{1, 1, 1, 1}, most{-1, -1, -1, -1};
@@ -64,6 +64,6 @@ TEST_CASE("the beginning of an episode follows from its key alone") {
     CHECK(least[i] < -0.0495F);
     CHECK(most[i] <= 0.05F);
     CHECK(most[i] > 0.0495F);
-    CHECK(std::abs(sums[i] / 1000) < 0.0037);  // four deviations of the mean
+    CHECK(std::abs(sums[i] / 1000) < 0.0037);  // four standard deviations of the mean
   }
 }

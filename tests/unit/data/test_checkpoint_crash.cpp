@@ -18,7 +18,7 @@ namespace {
 constexpr int kSaved = 0;
 constexpr int kKilled = 9;
 
-// Saves in a process that ends just before its nth system call.
+// Saves in a child process that exits just before its system call number `nth`.
 int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nth) {
   return in_child([&] {
     int calls = 0;
@@ -32,7 +32,7 @@ int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nt
 
 }  // namespace
 
-TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
+TEST_CASE("A save that ends at any system call leaves the old or the new checkpoint") {
   const bool again = GENERATE(false, true);
   const bool only_one = GENERATE(false, true);
   const Sample before(1);
@@ -58,7 +58,8 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
       break;
     }
     REQUIRE(exit_code == kKilled);
-    // Going on works, and clears everything away. A second end at the same place is no worse.
+    // A later save works and removes all leftovers. A second crash at the same place does no
+    // further harm.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
     CheckpointStore(folder.path()).save(later.checkpoint);
@@ -74,7 +75,7 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
   CHECK(ended_new > 3);
 }
 
-TEST_CASE("Clearing away after a save that ended may end as well") {
+TEST_CASE("Removing the leftovers of a crashed save may crash as well") {
   const Sample later(4);
   for (int first = 1; first < 100; first += 3) {
     for (int second = 1; second < 100; second += 5) {
@@ -88,28 +89,28 @@ TEST_CASE("Clearing away after a save that ended may end as well") {
   }
 }
 
-TEST_CASE("Files are on the disk before they get their name") {
+TEST_CASE("Files are synced to the disk before they are renamed") {
   const Folder folder;
   Strings calls;
   CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
   store.save(Sample(1).checkpoint);
-  const Strings expected = {"openat",   "flock",    "getdents",           // whose folder it is
-                            "getdents", "getdents",                       // it is; what is there
-                            "mkdirat",                                    //
+  const Strings expected = {"openat",   "flock",    "getdents",  // checks the owner of the folder
+                            "getdents", "getdents",              // the folder is ours; lists it
+                            "mkdirat",                           //
                             "openat",   "write",    "write",    "write",  // header and two tensors
                             "fsync",    "close",                          //
-                            "openat",   "write",    "fsync",    "close",  // no tensors
+                            "openat",   "write",    "fsync",    "close",  // a file without tensors
                             "openat",   "write",    "fsync",    "close",  // the manifest
-                            "fsync",                                      // their folder
-                            "getdents",                                   // it is ours still
-                            "renameat", "renameat",                       // no old one; the new one
-                            "fsync",                                      // the parent
-                            "getdents", "renameat",                       // nothing was replaced
+                            "fsync",                 // the folder of these files
+                            "getdents",              // the folder is still ours
+                            "renameat", "renameat",  // no old checkpoint; the new one
+                            "fsync",                 // the parent folder
+                            "getdents", "renameat",  // nothing was replaced
                             "getdents"};
   CHECK(calls == expected);
 }
 
-TEST_CASE("A system call that fails is an error with the file, and leaves what was there") {
+TEST_CASE("A failing system call is an error with the file, and keeps the old checkpoint") {
   for (const long number : {SYS_mkdirat, SYS_write, SYS_fsync, SYS_renameat}) {
     const Folder folder;
     CheckpointStore(folder.path()).save(Sample(1).checkpoint);
@@ -131,16 +132,16 @@ TEST_CASE("A system call that fails is an error with the file, and leaves what w
       continue;
     }
     CHECK(code == 1);
-    // What was there stays, and the disk is not filled with a half of the new one.
+    // The old checkpoint stays, and no part of the new one fills the disk.
     CHECK(names_in(folder.path()) == Strings{step_name(1)});
     check_newest(folder.path(), Sample(1));
   }
 }
 
-TEST_CASE("A replacement that fails leaves the old one under its name") {
+TEST_CASE("A failed replacement leaves the old checkpoint under its name") {
   const Folder folder;
   CheckpointStore(folder.path()).save(Sample(1).checkpoint);
-  // The second rename fails: what it would rename is gone.
+  // The second rename fails because its source was removed.
   const int code = in_child([&] {
     int renames = 0;
     CheckpointStore store(folder.path(), [&](const char* name) {
@@ -160,7 +161,7 @@ TEST_CASE("A replacement that fails leaves the old one under its name") {
   check_newest(folder.path(), Sample(1));
 }
 
-TEST_CASE("A full disk is an error with the file's name, and leaves nothing") {
+TEST_CASE("A full disk is an error with the file's name, and leaves no files") {
   const Folder folder;
   CheckpointStore(folder.path()).save(Sample(1).checkpoint);
   const int code = in_child([&] {

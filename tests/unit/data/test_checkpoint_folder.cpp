@@ -1,5 +1,5 @@
-// Whose folder it is that checkpoints are saved in: links that others put there, two jobs at once,
-// and a job that goes on after another has taken its place.
+// Tests the ownership of a checkpoint folder: links that others put there, two concurrent jobs, and
+// a job that continues after another job has taken over its folder.
 // ctest: labels=notsan
 #include <csignal>
 #include <filesystem>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kLinkRefused = ": a symbolic link, which is not followed";
 
-/// A checkpoint elsewhere, which no link may lead to.
+/// A checkpoint outside of the folder, which must not be reached through a link.
 class Outside {
  public:
   Outside() {
@@ -40,7 +40,7 @@ class Outside {
   Folder folder_;
 };
 
-/// Puts a checkpoint of this generation into `folder`, as a job does that another machine runs.
+/// Puts a checkpoint of `generation` into `folder`, as a job on another machine would.
 void put_from_elsewhere(const std::string& folder, int64_t step, int generation) {
   const Folder elsewhere;
   for (int job = 0; job < generation; ++job) {
@@ -69,12 +69,12 @@ TEST_CASE("The folder that the user names may be a link") {
   for (int64_t step = 1; step < 4; ++step) store.save(Sample(step).checkpoint);
   check_newest(folder.path("saves"), Sample(3));
   CHECK(names_in(folder.path("large disk")) == Strings{step_name(2), step_name(3)});
-  // So may a name that the user has given to one of them.
+  // A name that the user gave to a checkpoint may be a link, too.
   fs::create_directory_symlink("saves/" + step_name(2), folder.path("best"));
   check_same(CheckpointStore::load(folder.path("best")), Sample(2).checkpoint);
 }
 
-TEST_CASE("A link in place of a checkpoint is refused, by all that read and write") {
+TEST_CASE("A link in place of a checkpoint is refused by all readers and writers") {
   const Outside outside;
   const Folder folder;
   CheckpointStore(folder.path()).save(Sample(2).checkpoint);
@@ -112,7 +112,7 @@ TEST_CASE("A link in place of a checkpoint's file is refused") {
   check_newest(folder.path(), Sample(1));
 }
 
-TEST_CASE("A link in place of what a save leaves goes, and nothing that it leads to") {
+TEST_CASE("A link in place of a save's leftovers is removed, but not its target") {
   const Outside outside;
   const Folder folder;
   for (const std::string prefix : {".tmp-", ".old-"}) {
@@ -129,7 +129,7 @@ TEST_CASE("A link in place of what a save leaves goes, and nothing that it leads
   outside.check_untouched();
 }
 
-TEST_CASE("A link in place of the folder, once it is open, is not followed") {
+TEST_CASE("A link that replaces the open folder is not followed") {
   const Outside outside;
   const Folder folder;
   const auto saves = folder.path("saves");
@@ -145,7 +145,7 @@ TEST_CASE("A link in place of the folder, once it is open, is not followed") {
     CHECK(error_of(base::ErrorKind::kResources, [&] { store.save(Sample(2).checkpoint); }) ==
           saves + ": another folder stands where this job has saved");
   }
-  SECTION("in the midst of one") {
+  SECTION("during a save") {
     CheckpointStore(saves).prepare();
     CheckpointStore(saves).save(Sample(1).checkpoint);
     CheckpointStore store(saves, [&](const char* name) {
@@ -159,7 +159,7 @@ TEST_CASE("A link in place of the folder, once it is open, is not followed") {
   outside.check_untouched();
 }
 
-TEST_CASE("A link in place of what is being written is not taken for it") {
+TEST_CASE("A link that replaces the checkpoint being written is not published as a checkpoint") {
   const Outside outside;
   const Folder folder;
   CheckpointStore(folder.path()).save(Sample(1).checkpoint);
@@ -180,7 +180,7 @@ TEST_CASE("A link in place of what is being written is not taken for it") {
   outside.check_untouched();
 }
 
-TEST_CASE("A second job on one folder is refused until the first is gone") {
+TEST_CASE("A second job on one folder is refused until the first has ended") {
   const Folder folder;
   const auto link = folder.path() + ".link";
   fs::create_directory_symlink(folder.path(), link);
@@ -194,7 +194,7 @@ TEST_CASE("A second job on one folder is refused until the first is gone") {
     const std::string expected = "another job saves in this folder: " + named;
     const std::string process = " (process " + std::to_string(getpid()) + ")";
     const auto check_refused = [&](const std::string& message) {
-      // The process is named where the kernel tells it.
+      // The message names the process if the kernel reports its ID.
       CHECK((message == expected || message == expected + process));
     };
     check_refused(bad_data([&] { second.prepare(); }));
@@ -210,7 +210,7 @@ TEST_CASE("A second job on one folder is refused until the first is gone") {
   fs::remove(link);
 }
 
-TEST_CASE("A job that was killed leaves its folder free") {
+TEST_CASE("The folder of a killed job is free") {
   const Folder folder;
   int pipe_of_child[2];
   REQUIRE(pipe(pipe_of_child) == 0);
@@ -234,7 +234,7 @@ TEST_CASE("A job that was killed leaves its folder free") {
   CheckpointStore(folder.path()).prepare();
 }
 
-TEST_CASE("Whoever removes the lock's file lets another job in, and that one's folder it is then") {
+TEST_CASE("After the lock file is removed, another job may take the folder over") {
   const Folder folder;
   const auto lock = folder.path(".lock");
   const std::string expected = "another job saves in this folder: ";
@@ -242,20 +242,20 @@ TEST_CASE("Whoever removes the lock's file lets another job in, and that one's f
   first.prepare();
   first.save(Sample(1).checkpoint);
   REQUIRE(fs::remove(lock));
-  first.save(Sample(2).checkpoint);  // and takes it again
+  first.save(Sample(2).checkpoint);  // and takes the folder over again
   std::optional<CheckpointStore> second(folder.path());
   CHECK(bad_data([&] { second->prepare(); }).starts_with(expected));
   REQUIRE(fs::remove(lock));
   second->prepare();
   for (const int64_t step : {3, 4}) CHECK(refused(first, step).starts_with(expected));
   CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
-  // If the other is gone and has not saved, nothing is lost.
+  // If the other job has ended without a save, nothing is lost.
   second.reset();
   first.save(Sample(3).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
 }
 
-TEST_CASE("A link in place of the lock's file is not followed") {
+TEST_CASE("A link in place of the lock file is not followed") {
   const Folder outside;
   const Folder folder;
   fs::create_symlink(outside.path("file"), folder.path(".lock"));
@@ -266,7 +266,7 @@ TEST_CASE("A link in place of the lock's file is not followed") {
   CHECK(fs::is_empty(outside.path()));
 }
 
-TEST_CASE("Where a file system has no locks, a job says so and goes by the generations") {
+TEST_CASE("If a file system has no locks, a job warns and relies on the generations") {
   const Folder folder;
   const int code = in_child([&] {
     forbid(SYS_flock, ENOLCK);
@@ -276,7 +276,7 @@ TEST_CASE("Where a file system has no locks, a job says so and goes by the gener
     first.prepare();
     second.prepare();
     if (first.why_no_lock() != "No locks available") return 2;
-    // Both have the same number, as neither has found the other's.
+    // Both have the same generation because neither has found a checkpoint of the other.
     second.save(Sample(1).checkpoint);
     second.save(Sample(2).checkpoint);
     try {
@@ -298,7 +298,7 @@ TEST_CASE("Where a file system has no locks, a job says so and goes by the gener
   CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
 }
 
-TEST_CASE("Who only reads in a folder needs no lock and leaves nothing") {
+TEST_CASE("A reader needs no lock and leaves no files") {
   const Folder folder;
   for (const int64_t step : {1, 2}) CheckpointStore(folder.path()).save(Sample(step).checkpoint);
   fs::remove(folder.path(".lock"));
@@ -316,7 +316,7 @@ TEST_CASE("Who only reads in a folder needs no lock and leaves nothing") {
   CHECK(fs::last_write_time(folder.path()) == changed);
 }
 
-TEST_CASE("Each job that takes a folder over is a generation") {
+TEST_CASE("Each job that takes over a folder increments the generation") {
   const Folder folder;
   for (int generation = 1; generation < 4; ++generation) {
     CheckpointStore store(folder.path());
@@ -325,7 +325,7 @@ TEST_CASE("Each job that takes a folder over is a generation") {
       CHECK(generation_in(store.save(Sample(step).checkpoint)) == generation);
     }
   }
-  // One of before there were any is loaded, and counts as 0.
+  // A checkpoint without a generation, from an older version, is loaded and counts as generation 0.
   const auto manifest = folder.path(step_name(7)) + "/manifest.json";
   std::string text = read_text(manifest);
   text.resize(text.rfind(",\"xxh64\""));
@@ -336,12 +336,12 @@ TEST_CASE("Each job that takes a folder over is a generation") {
   fs::remove_all(folder.path(step_name(6)));
   check_newest(folder.path(), Sample(7));
   CHECK(generation_in(CheckpointStore(folder.path()).save(Sample(8).checkpoint)) == 1);
-  // Of one that is damaged nothing is believed, nor does it keep a job from saving.
+  // The generation of a damaged checkpoint is ignored, and the job can still save.
   write_text(folder.path(step_name(8)) + "/manifest.json", "{\"generation\":9}");
   CHECK(generation_in(CheckpointStore(folder.path()).save(Sample(9).checkpoint)) == 1);
 }
 
-TEST_CASE("A job whose folder another has taken over neither writes nor deletes") {
+TEST_CASE("A job whose folder another job took over neither writes nor deletes") {
   const Folder folder;
   put_from_elsewhere(folder.path(), 1, 1);
   std::string at;
@@ -358,7 +358,7 @@ TEST_CASE("A job whose folder another has taken over neither writes nor deletes"
   const std::string expected =
       "another job has taken over " + folder.path() + ": it has saved there, as generation 4";
   SECTION("before a save") {
-    step_of_other = GENERATE(1, 2, 9);  // its own may be the newest by step
+    step_of_other = GENERATE(1, 2, 9);  // the other job's checkpoint may be the newest by step
     fs::remove_all(folder.path(step_name(1)));
     put_from_elsewhere(folder.path(), step_of_other, 4);
     fs::create_directory(folder.path(".tmp-" + step_name(5)));
@@ -368,13 +368,13 @@ TEST_CASE("A job whose folder another has taken over neither writes nor deletes"
     CHECK(refused(zombie, 6) == expected);
     CHECK(names_in(folder.path()) == before);
   }
-  SECTION("while it writes") {
+  SECTION("during a write") {
     at = GENERATE("write", "fsync");
     CHECK(refused(zombie, 5) == expected);
     CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   }
-  SECTION("before it removes the older ones") {
-    // What it has written by then stays.
+  SECTION("before it removes the older checkpoints") {
+    // The checkpoint that it has written by then stays.
     int renames = 0;
     CheckpointStore other_zombie(
         folder.path("other"),
@@ -394,10 +394,11 @@ TEST_CASE("A job whose folder another has taken over neither writes nor deletes"
   }
 }
 
-// As where rank 0's machine stands still, the job is taken up again on another one, which has no
-// word of the lock, and then the first goes on.
+// If rank 0's machine is suspended, the job may be resumed on another machine, which does not see
+// the lock; then the first machine continues.
 TEST_CASE(
-    "Wherever a save stands still while another job takes the folder, that one keeps its own") {
+    "A save that is suspended at any call while another job takes over the folder does not harm "
+    "that job") {
   constexpr int kSaved = 0;
   constexpr int kRefused = 1;
   int refusals = 0;
@@ -432,7 +433,7 @@ TEST_CASE(
       WARN("no seccomp here");
       return;
     }
-    if (!WIFSTOPPED(status)) {  // after its last call
+    if (!WIFSTOPPED(status)) {  // the child has made its last call
       REQUIRE(WEXITSTATUS(status) == kSaved);
       break;
     }
@@ -446,11 +447,12 @@ TEST_CASE(
     late += names_in(folder.path()) == before ? 0 : 1;
   }
   CHECK(refusals > 15);
-  // It had looked, and stood still at one of the two calls that publish, or of two that remove.
+  // The suspended job had checked the owner, and stopped at one of the two calls that publish or
+  // the two that remove.
   CHECK(late <= 4);
 }
 
-TEST_CASE("A folder that is removed beneath a job is an error, and not made anew") {
+TEST_CASE("A folder that is removed during a job is an error, and is not created again") {
   const Folder folder;
   const auto saves = folder.path("saves");
   CheckpointStore store(saves);

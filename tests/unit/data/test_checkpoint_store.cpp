@@ -23,7 +23,7 @@ std::string no_resources(const std::function<void()>& call) {
 
 }  // namespace
 
-TEST_CASE("A checkpoint that was saved is loaded") {
+TEST_CASE("A saved checkpoint is loaded") {
   const Folder folder;
   CheckpointStore store(folder.path());
   store.prepare();
@@ -39,14 +39,14 @@ TEST_CASE("A checkpoint that was saved is loaded") {
     CHECK(fs::path(loaded.path).lexically_normal().string().starts_with(path));
     check_same(loaded, sample.checkpoint);
   }
-  // A copy has its own hold on the bytes.
+  // A copy keeps the bytes alive.
   std::optional<LoadedCheckpoint> first = CheckpointStore::load(path);
   const LoadedCheckpoint copy = *first;
   first.reset();
   check_same(copy, sample.checkpoint);
 }
 
-TEST_CASE("A checkpoint of many megabytes, and one of nothing") {
+TEST_CASE("A checkpoint of many megabytes and an empty one are loaded") {
   const Folder folder;
   CheckpointStore store(folder.path());
   const Sample large(1, 0, 9'000'001);
@@ -58,7 +58,7 @@ TEST_CASE("A checkpoint of many megabytes, and one of nothing") {
   check_same(CheckpointStore::load(store.save(last)), last);
 }
 
-TEST_CASE("Before a damaged checkpoint there may be an intact one") {
+TEST_CASE("If the newest checkpoint is damaged, an older intact one is named") {
   const Folder folder;
   CheckpointStore store(folder.path(), {}, 3);
   for (int64_t step = 7; step < 10; ++step) store.save(Sample(step).checkpoint);
@@ -75,7 +75,7 @@ TEST_CASE("Before a damaged checkpoint there may be an intact one") {
   CHECK_FALSE(CheckpointStore::intact_before("/nowhere"));
 }
 
-TEST_CASE("As many are kept as one asks for") {
+TEST_CASE("The requested number of checkpoints is kept") {
   const Folder folder;
   const int64_t keep = GENERATE(1, 3);
   CheckpointStore store(folder.path(), {}, keep);
@@ -85,13 +85,13 @@ TEST_CASE("As many are kept as one asks for") {
   CHECK(names_in(folder.path()) == expected);
 }
 
-TEST_CASE("The newest two are kept") {
+TEST_CASE("By default the newest two are kept") {
   const Folder folder;
   CheckpointStore store(folder.path());
   for (int64_t step = 7; step < 12; ++step) store.save(Sample(step).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(10), step_name(11)});
   check_newest(folder.path(), Sample(11));
-  // No save removes what is newer than it.
+  // No save removes a newer checkpoint.
   for (const int64_t step : {7, 8, 9}) store.save(Sample(step).checkpoint);
   CHECK(names_in(folder.path()) ==
         Strings{step_name(8), step_name(9), step_name(10), step_name(11)});
@@ -128,7 +128,7 @@ TEST_CASE("Other things in the folder are left alone") {
   check_newest(folder.path(), Sample(4));
 }
 
-TEST_CASE("A folder that cannot be made or written is found out before") {
+TEST_CASE("A folder that cannot be created or written is reported before training") {
   const Folder folder;
   const auto deep = folder.path("a/b/c");
   CheckpointStore(deep).prepare();
@@ -159,7 +159,7 @@ TEST_CASE("A folder that cannot be made or written is found out before") {
         "cannot open " + file + ": Not a directory");
 }
 
-TEST_CASE("What could not be loaded is not saved") {
+TEST_CASE("A checkpoint that could not be loaded is not saved") {
   const Folder folder;
   Checkpoint good = Sample(1).checkpoint;
   const std::map<std::string, StoredTensor> none;
@@ -192,7 +192,7 @@ TEST_CASE("What could not be loaded is not saved") {
   CHECK(names_in(folder.path()).empty());
 }
 
-TEST_CASE("Where there is no checkpoint") {
+TEST_CASE("A missing checkpoint is reported") {
   const Folder folder;
   const auto missing = folder.path("missing");
   CHECK(!CheckpointStore::newest(missing));
@@ -235,7 +235,7 @@ TEST_CASE("A changed, missing or added byte anywhere is found") {
       CHECK(bad_data([&] { CheckpointStore::load(path); }) ==
             "cannot open " + file + ": No such file or directory");
     }
-    // Not what a file should be; a pipe must not be waited for.
+    // Not a regular file; opening a pipe must not block.
     fs::create_directory(file);
     CHECK(bad_data([&] { CheckpointStore::load(path); }) == file + ": not a regular file");
     fs::remove(file);
@@ -247,7 +247,7 @@ TEST_CASE("A changed, missing or added byte anywhere is found") {
   }
 }
 
-TEST_CASE("Files that do not fit the manifest are named with what is wrong") {
+TEST_CASE("Files that do not match the manifest are named with the reason") {
   const Folder folder;
   const auto path = CheckpointStore(folder.path()).save(Sample(1).checkpoint);
   const auto model = path + "/model.safetensors";
@@ -262,7 +262,7 @@ TEST_CASE("Files that do not fit the manifest are named with what is wrong") {
   write_text(model, changed);
   CHECK(bad_data([&] { CheckpointStore::load(path); }) ==
         model + ": damaged: its checksum differs from the one in manifest.json");
-  // A file of the right size and hash that is no safetensors file.
+  // A file of the right size and hash that is not a safetensors file.
   write_text(model, whole);
   std::string manifest = read_text(path + "/manifest.json");
   manifest.resize(manifest.rfind(",\"xxh64\""));
@@ -279,7 +279,7 @@ TEST_CASE("Files that do not fit the manifest are named with what is wrong") {
         }).starts_with(optimizer + ": not a safetensors file: "));
 }
 
-TEST_CASE("A manifest that is whole but not right is refused") {
+TEST_CASE("A valid checksum with invalid contents of a manifest is refused") {
   const Folder folder;
   const auto manifest = folder.path("manifest.json");
   const auto refused = [&](const std::string& text) {
@@ -288,7 +288,7 @@ TEST_CASE("A manifest that is whole but not right is refused") {
     REQUIRE(message.starts_with(manifest + ": "));
     return message.substr(manifest.size() + 2);
   };
-  // With one field of a right manifest changed.
+  // Changes one field of a valid manifest.
   const std::map<std::string, std::string> right = {{"format", "\"distrain-checkpoint\""},
                                                     {"version", "1"},
                                                     {"step", "5"},
@@ -360,7 +360,7 @@ TEST_CASE("A manifest that is whole but not right is refused") {
        {"1", "\"0123456789abcde\"", "\"0123456789abcdeF\"", "\"x123456789abcdef\""}) {
     CHECK(file("a", "{\"bytes\":1,\"xxh64\":" + hash + "}") == "file 'a' has no hash");
   }
-  // A size that nobody has memory for is compared first.
+  // The size is compared with the file's before memory is allocated.
   folder.write("a", "x");
   CHECK(bad_data([&] {
           write_text(

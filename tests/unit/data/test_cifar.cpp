@@ -10,7 +10,8 @@
 namespace distrain::data {
 namespace {
 
-// A record whose planes are filled with `label`, one more and two more, but for its first pixel.
+// Returns a record whose planes are filled with `label`, `label` + 1 and `label` + 2, except the
+// first pixel.
 std::string record(char label, char first = 100) {
   std::string bytes(1, label);
   for (int plane = 0; plane < 3; ++plane) {
@@ -22,7 +23,7 @@ std::string record(char label, char first = 100) {
 
 std::string batch_name(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
 
-// File k has the labels k and k + 1.
+// Writes five files; file k has the labels k and k + 1.
 void write_batches(const Folder& folder, const std::string& below = "") {
   for (int k = 1; k <= 5; ++k) {
     folder.write(below + batch_name(k),
@@ -68,7 +69,7 @@ TEST_CASE("CIFAR-10's files are read in order, with or without the test images")
   CHECK(read.test->labels == std::vector<uint8_t>{9});
 }
 
-TEST_CASE("CIFAR-10's images to look at are a file's, or a folder's test images") {
+TEST_CASE("CIFAR-10's images for prediction are those of a file, or a folder's test images") {
   const Folder folder;
   folder.write("some.bin", record(3) + record(4));
   CHECK(read_cifar10_images(folder.path("some.bin")).labels == std::vector<uint8_t>{3, 4});
@@ -88,7 +89,7 @@ TEST_CASE("CIFAR-10's files may lie in the folder of their archive") {
   CHECK(read_cifar10(folder.path("cifar-10-batches-bin")).train.count == 10);
 }
 
-TEST_CASE("a CIFAR-10 file may be longer than what is read at a time, and compressed") {
+TEST_CASE("a CIFAR-10 file may be larger than the read buffer, and compressed") {
   const Folder folder;
   write_batches(folder);
   std::string text;

@@ -44,7 +44,7 @@ TEST_CASE("Words are numbered by falling frequency, then by appearance") {
   CHECK(read_words(path, 6).size() == 6);
 }
 
-TEST_CASE("A text that has <unk> and <eos> itself means the reserved words") {
+TEST_CASE("<unk> and <eos> in a text are the reserved words") {
   const Folder folder;
   const auto path = folder.write("text", "x <unk> <unk> <unk>\n<eos> y y\n");
   const Vocabulary words = read_words(path, 0);
@@ -52,7 +52,7 @@ TEST_CASE("A text that has <unk> and <eos> itself means the reserved words") {
   CHECK(read_corpus(path, words).tokens == Ints{3, 0, 0, 0, 1, 1, 2, 2, 1});
 }
 
-TEST_CASE("Each line that has a word ends with <eos>") {
+TEST_CASE("Each line with a word ends with <eos>") {
   const Folder folder;
   const auto words = read_words(folder.write("train", "one two two\n"), 0);
   const Ints expected{3, 2, kEndOfLine, kUnknownWord, kEndOfLine};
@@ -64,7 +64,7 @@ TEST_CASE("Each line that has a word ends with <eos>") {
   }
 }
 
-TEST_CASE("A file that is no plain text is refused, with what to do") {
+TEST_CASE("A file that is not plain text is refused with advice") {
   const Folder folder;
   const auto why = [&](const std::string& bytes) {
     const auto path = folder.write("file", bytes);
@@ -91,20 +91,20 @@ TEST_CASE("A prompt has its words and no <eos>") {
   CHECK(to_tokens(" \n ", words).empty());
 }
 
-TEST_CASE("The lines of a text are its words without their ends") {
+TEST_CASE("The lines of a text have its words without <eos>") {
   const Folder folder;
   const auto words = read_words(folder.write("train", "one two two\nthree\n"), 0);
   const auto text = folder.write("text", "two one\n\n new\nthree three");
   CHECK(read_corpus(text, words).lines() == std::vector<Ints>{{2, 3}, {kUnknownWord}, {4, 4}});
 }
 
-TEST_CASE("A vocabulary is made of its words again") {
+TEST_CASE("A vocabulary is restored from its words") {
   const Folder folder;
   const auto words = read_words(folder.write("train", "one two two\n"), 0);
   CHECK(all_words(Vocabulary(all_words(words))) == Strings{"<unk>", "<eos>", "two", "one"});
 }
 
-TEST_CASE("A random text has words of the whole vocabulary, by its seed") {
+TEST_CASE("A random text has words of the whole vocabulary and depends on its seed") {
   const Ints words = random_corpus(1, 5, 1000).tokens;
   CHECK(words.size() == 1000);
   CHECK(std::set<int64_t>(words.begin(), words.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
@@ -133,7 +133,7 @@ TEST_CASE("A text that cannot be read or has no word is an error with its name")
 }
 
 TEST_CASE("Columns are read side by side, each with its next word as target") {
-  const Ints tokens = count_to(11);  // two columns of 5, one token left over
+  const Ints tokens = count_to(11);  // two columns of 5 tokens, one token left over
   const TokenColumns columns(tokens, 2, 0, 2);
   CHECK(columns.steps(3) == 2);
   const auto first = columns.batch(0, 3);
@@ -155,7 +155,7 @@ TEST_CASE("Columns are read side by side, each with its next word as target") {
   CHECK(second.steps(INT64_MAX) == 1);
 }
 
-TEST_CASE("The batches of a column are all its words, once") {
+TEST_CASE("The batches of a column have all its words once") {
   const Ints tokens = count_to(103);
   for (int64_t columns = 1; columns <= 51; ++columns) {
     for (const int64_t length : {1, 2, 3, 7, 50, 1000}) {
@@ -180,7 +180,7 @@ TEST_CASE("The batches of a column are all its words, once") {
   }
 }
 
-TEST_CASE("Columns that are not there are refused") {
+TEST_CASE("Impossible columns are refused") {
   const Ints tokens = count_to(10);
   CHECK(bad_data([&] { TokenColumns(tokens, 6, 0, 1); }) ==
         "10 tokens are too few for 6 columns of at least two tokens: a smaller --batch-size makes "

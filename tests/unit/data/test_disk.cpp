@@ -1,4 +1,4 @@
-// Folders that are removed, and links that others put there.
+// Tests the removal of folders in which others have put links.
 #include <filesystem>
 
 #include "../src/data/files/open_folder.h"
@@ -19,7 +19,7 @@ void remove_in(const Folder& folder, const std::string& name, const Disk::Probe&
 
 }  // namespace
 
-TEST_CASE("a folder goes with its files, and nothing beyond it") {
+TEST_CASE("removing a folder removes its files, and nothing outside of it") {
   const Folder outside;
   outside.write("precious", "data");
   const Folder folder;
@@ -31,12 +31,13 @@ TEST_CASE("a folder goes with its files, and nothing beyond it") {
   SECTION("with a link to a file") {
     fs::create_symlink(outside.path("precious"), doomed + "/link");
   }
-  SECTION("with a link in its place") {
+  SECTION("with a link in place of the folder") {
     fs::remove_all(doomed);
     fs::create_symlink(outside.path(), doomed);
   }
-  SECTION("with a link in its place once it is open") {
-    // The probe comes before each call: after the folder has been read, another stands there.
+  SECTION("with a link that replaces the open folder") {
+    // The probe runs before each system call: after the folder has been read, another folder
+    // replaces it.
     const Disk::Probe swap = [&](const char* name) {
       if (std::string(name) != "unlinkat" || fs::is_symlink(doomed)) return;
       fs::rename(doomed, folder.path("moved"));
@@ -51,7 +52,7 @@ TEST_CASE("a folder goes with its files, and nothing beyond it") {
   CHECK(data::read_text(outside.path("precious")) == "data");
 }
 
-TEST_CASE("what is no folder is not removed as one") {
+TEST_CASE("a path that is not a folder is not removed as one") {
   const Folder folder;
   folder.write("file", "text");
   remove_in(folder, "file");

@@ -55,7 +55,7 @@ class Files : public Folder {
   ImageSet read(std::string_view images, std::string_view labels) const {
     return read_idx(write("images", images), write("labels", labels));
   }
-  // The reason that read() is refused with; the file must be named.
+  // Returns the reason for which read() refuses the files; the message must name `file`.
   std::string bad(const std::string& file, std::string_view images, std::string_view labels) const {
     const std::string message = bad_data([&] { read(images, labels); });
     REQUIRE(message.starts_with(path(file) + ": "));
@@ -82,7 +82,7 @@ TEST_CASE("A pair of IDX files is read, plain or compressed, whatever its name")
   }
 }
 
-TEST_CASE("A gzip file of several members is one") {
+TEST_CASE("A gzip file of several members is read as one") {
   const Files files;
   for (const size_t cut : {0, 1, 17, 28}) {
     const auto parts = gzip(kImages.substr(0, cut)) + gzip("") + gzip(kImages.substr(cut));
@@ -91,7 +91,7 @@ TEST_CASE("A gzip file of several members is one") {
   }
 }
 
-TEST_CASE("Larger files than a buffer; pipes are not waited for") {
+TEST_CASE("Files larger than a buffer are read; opening a pipe does not block") {
   const Files files;
   std::string pixels(5'000'000, '\0');
   for (size_t i = 0; i < pixels.size(); ++i) pixels[i] = static_cast<char>(i * i >> 7);
@@ -105,7 +105,7 @@ TEST_CASE("Larger files than a buffer; pipes are not waited for") {
   CHECK(bad_data([&] { read_idx(pipe, files.path("labels")); }) == pipe + ": not a regular file");
 }
 
-TEST_CASE("An IDX file that is cut short at any byte is refused") {
+TEST_CASE("An IDX file that is truncated at any byte is refused") {
   const Files files;
   const std::string whole[] = {kImages, gzip(kImages)};
   for (const auto& text : whole) {
@@ -135,11 +135,11 @@ TEST_CASE("A file longer than its header says is refused") {
   CHECK(files.bad_labels(kLabels + "x") == "longer than the 3 bytes that its header says");
 }
 
-TEST_CASE("A changed bit of a gzip file's data is found, or changes nothing") {
+TEST_CASE("A changed bit in a gzip file is detected or changes nothing") {
   const Files files;
   const std::string whole = gzip(kImages);
   int same = 0;
-  for (size_t at = 10; at < whole.size(); ++at) {  // ten bytes of header: time, system, …
+  for (size_t at = 10; at < whole.size(); ++at) {  // the gzip header has ten bytes: time, system, …
     for (int bit = 0; bit < 8; ++bit) {
       std::string text = whole;
       text[at] = static_cast<char>(text[at] ^ 1 << bit);
@@ -154,10 +154,10 @@ TEST_CASE("A changed bit of a gzip file's data is found, or changes nothing") {
       }
     }
   }
-  CHECK(same < 8);  // the bits that fill the last byte up
+  CHECK(same < 8);  // the padding bits of the last byte
 }
 
-TEST_CASE("What is not an IDX file of bytes is refused") {
+TEST_CASE("A file that is not an IDX file of bytes is refused") {
   const Files files;
   const auto told = [](const std::string& wanted, const std::string& begin) {
     return "not an IDX file of " + wanted + ": it begins with " + begin +
@@ -174,13 +174,13 @@ TEST_CASE("What is not an IDX file of bytes is refused") {
   CHECK(files.bad_labels(labels("ab")) == "2 labels for the 3 images of " + files.path("images"));
 }
 
-TEST_CASE("A header's word is not enough to allocate memory") {
+TEST_CASE("A header's claim alone does not allocate memory") {
   const Files files;
   CHECK(files.bad_images(images(UINT32_MAX, UINT32_MAX, UINT32_MAX, "")) ==
         "4294967295 images of 4294967295 x 4294967295 pixels are more than the 8 GiB that are "
         "read");
   CHECK(files.bad_images(images(8193, 1024, 1024, "")).find("8 GiB") != std::string::npos);
-  // Eight GiB promised, none there.
+  // The header claims eight GiB, the file has none.
   const auto memory = [] {
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
@@ -190,7 +190,7 @@ TEST_CASE("A header's word is not enough to allocate memory") {
   CHECK(files.bad_images(images(8192, 1024, 1024, "x")) ==
         "cut short: 1 of 8589934592 bytes after the header");
   CHECK(memory() - before < 64 << 10);
-  // A small file that decompresses to 64 MB, of which its header knows nothing.
+  // A small file decompresses to 64 MB, more than its header claims.
   CHECK(files.bad_images(gzip(kImages + std::string(64 << 20, '\0'))) ==
         "longer than the 12 bytes that its header says");
 }
@@ -205,7 +205,7 @@ TEST_CASE("An IDX file that cannot be read is an error with its name") {
   CHECK(bad_data([&] { read_idx(files.path(), path); }) == files.path() + ": not a regular file");
 }
 
-TEST_CASE("A folder of images has its files in several spellings") {
+TEST_CASE("A folder of images may use several spellings of the file names") {
   for (const std::string separator : {"-", "."}) {
     for (const bool compressed : {false, true}) {
       const Folder folder;
@@ -226,7 +226,7 @@ TEST_CASE("A folder of images has its files in several spellings") {
   }
 }
 
-TEST_CASE("Images to look at may have labels") {
+TEST_CASE("Images for prediction may have labels") {
   const Files files;
   const std::string path = files.write("t10k-images-idx3-ubyte", kImages);
   CHECK(read_images(path).pixels.size() == kPixels.size());
@@ -241,7 +241,7 @@ TEST_CASE("Images to look at may have labels") {
   CHECK(read_images(files.path()).labels.size() == 3);
 }
 
-TEST_CASE("A folder of images that is not whole is refused") {
+TEST_CASE("An incomplete folder of images is refused") {
   const Folder folder;
   const auto bad = [&] { return bad_data([&] { read_image_folder(folder.path()); }); };
   CHECK(bad_data([&] { read_image_folder(folder.path("none")); }) ==

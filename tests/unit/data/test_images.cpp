@@ -7,7 +7,7 @@
 namespace distrain::data {
 namespace {
 
-// Three images of two channels, 2 x 3; the pixels are numbered.
+// Returns three images of two channels, 2 x 3, with numbered pixels.
 ImageSet numbered() {
   ImageSet set;
   set.count = 3;
@@ -21,7 +21,7 @@ ImageSet numbered() {
 
 }  // namespace
 
-TEST_CASE("A batch of images has them in the order asked for, normalised by channel") {
+TEST_CASE("A batch of images is in the requested order and normalised by channel") {
   const ImageSet set = numbered();
   const std::vector<int64_t> examples = {2, 0, 2};
   const ImageBatch batch = make_batch(set, examples, {{0.5, 0.25}, {0.5, 2}, 2});
@@ -33,7 +33,7 @@ TEST_CASE("A batch of images has them in the order asked for, normalised by chan
   CHECK(at::equal(batch.labels, at::tensor({9, 7, 9}, at::kLong)));
 }
 
-TEST_CASE("Images are resized, and one channel stands for several") {
+TEST_CASE("Images are resized, and a single channel is repeated") {
   ImageSet set = numbered();
   set.count = 6;
   set.channels = 1;
@@ -47,7 +47,7 @@ TEST_CASE("Images are resized, and one channel stands for several") {
   CHECK(batch.labels.item<int64_t>() == -1);
 }
 
-TEST_CASE("A folder without images to train with is refused") {
+TEST_CASE("A folder without training images is refused") {
   const Folder folder;
   CHECK(bad_data([&] { read_training_images(folder.path()); }) ==
         folder.path() +

@@ -41,7 +41,7 @@ void record(base::Tracer& tracer, int events) {
 
 }  // namespace
 
-TEST_CASE("A run without a file for its trace records nothing", "[trace]") {
+TEST_CASE("A run without a trace file records nothing", "[trace]") {
   RunTrace trace([](const std::string& message) { FAIL(message); });
   trace.start("", 2);
   CHECK_FALSE(trace.tracer()->on());
@@ -50,11 +50,11 @@ TEST_CASE("A run without a file for its trace records nothing", "[trace]") {
   trace.write_own(0, "role");
 }
 
-TEST_CASE("Events that were too many are told of once", "[trace]") {
+TEST_CASE("Dropped events are reported once", "[trace]") {
   const TracePath path;
   std::vector<std::string> warnings;
   RunTrace trace([&](const std::string& message) { warnings.push_back(message); });
-  trace.start(path.text(), 2000);  // so many ranks: 2000 events each
+  trace.start(path.text(), 2000);  // so many ranks that each may record 2000 events
   trace.begin_alone();
   record(*trace.tracer(), 10'000);
   trace.write_own(1, "another rank's");
@@ -69,7 +69,8 @@ TEST_CASE("Events that were too many are told of once", "[trace]") {
   CHECK(warnings.size() == 1);
 }
 
-TEST_CASE("A rank whose trace cannot be had leaves rank 0's part and an error", "[trace]") {
+TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and an error",
+          "[trace]") {
   const TracePath path;
   RunTrace trace([](const std::string& message) { FAIL(message); });
   testing::Cluster cluster(

@@ -42,7 +42,7 @@ std::vector<uint8_t> file_of(const std::map<std::string, StoredTensor>& tensors,
   return file;
 }
 
-// A file with this header, whatever it is.
+// Returns a file with `header`, which may be invalid.
 std::vector<uint8_t> file_of(std::string_view header, std::string_view data = {}) {
   std::vector<uint8_t> file(8);
   const uint64_t length = header.size();
@@ -56,7 +56,7 @@ std::string refused(const std::vector<uint8_t>& file) {
   return bad_data([&] { Safetensors::parse(file, "f"); });
 }
 
-// Of a file with this header and four bytes after it.
+// Returns the reason for which a file with `header` and four bytes of data is refused.
 std::string refused(std::string_view header) { return refused(file_of(header, "abcd")); }
 
 std::vector<uint8_t> from_hex(std::string_view hex) {
@@ -93,7 +93,7 @@ void check_same(const std::map<std::string, StoredTensor>& a,
 
 }  // namespace
 
-TEST_CASE("What is written is read again") {
+TEST_CASE("A written file is read back") {
   const auto tensors = some_tensors();
   const std::map<std::string, std::string> metadata = {{"by", "distrain"}, {"x", "\"\\\n"}};
   const auto file = file_of(tensors, metadata);
@@ -104,13 +104,13 @@ TEST_CASE("What is written is read again") {
   const Folder folder;
   const auto path = folder.write("f", {reinterpret_cast<const char*>(file.data()), file.size()});
   check_same(Safetensors::read(path).tensors(), tensors);
-  // DISTRAIN_KEEP_SAFETENSORS=<file> keeps one to look at with other readers.
+  // DISTRAIN_KEEP_SAFETENSORS=<file> keeps a file for inspection by other readers.
   if (const char* keep = std::getenv("DISTRAIN_KEEP_SAFETENSORS")) {
     write_text(keep, read_text(path));
   }
 }
 
-TEST_CASE("Copies and moved ones keep the bytes") {
+TEST_CASE("Copies and moved-to objects keep the bytes") {
   std::vector<Safetensors> files;
   {
     const auto first = Safetensors::parse(file_of(some_tensors()), "f");
@@ -120,13 +120,13 @@ TEST_CASE("Copies and moved ones keep the bytes") {
   check_same(files.back().tensors(), some_tensors());
 }
 
-TEST_CASE("A file without tensors") {
+TEST_CASE("A file may have no tensors") {
   const auto read = Safetensors::parse(file_of(std::map<std::string, StoredTensor>{}), "f");
   CHECK(read.tensors().empty());
   CHECK(read.metadata().empty());
 }
 
-TEST_CASE("Each dtype of the format") {
+TEST_CASE("Each dtype of the format is read and written") {
   const std::vector<uint8_t> bytes(8 * 3);
   for (int number = 1; number <= 15; ++number) {
     const auto dtype = static_cast<DType>(number);
@@ -137,7 +137,7 @@ TEST_CASE("Each dtype of the format") {
   }
 }
 
-TEST_CASE("What cannot be written is invalid") {
+TEST_CASE("Contents that cannot be written are invalid") {
   const auto invalid = [](const std::string& name, const StoredTensor& tensor) {
     return error_of(base::ErrorKind::kInvalid, [&] { safetensors_header({{name, tensor}}); });
   };
@@ -157,7 +157,7 @@ TEST_CASE("What cannot be written is invalid") {
 }
 
 // Written by safetensors 0.8.0 for Python from numpy arrays.
-TEST_CASE("A file of Python's library is read") {
+TEST_CASE("A file that Python's library wrote is read") {
   const auto file = Safetensors::parse(
       from_hex(
           "50010000000000007b225f5f6d657461646174615f5f223a7b226d616465206279223a22507974686f6e20c3"
@@ -185,7 +185,7 @@ TEST_CASE("A file of Python's library is read") {
   CHECK(tensors.at("none").dtype == DType::kFloat16);
 }
 
-TEST_CASE("A file that is no safetensors file is refused") {
+TEST_CASE("A file that is not a safetensors file is refused") {
   const std::string begin = "f: not a safetensors file: ";
   CHECK(refused(std::vector<uint8_t>{}) == begin + "shorter than 8 bytes");
   CHECK(refused(std::vector<uint8_t>(7)) == begin + "shorter than 8 bytes");
@@ -207,7 +207,7 @@ TEST_CASE("A header that is not JSON is refused") {
   }
 }
 
-TEST_CASE("A header with something that is not in the format is refused") {
+TEST_CASE("A header with unknown contents is refused") {
   const auto entry = [](const std::string& fields) { return refused("{\"a\":{" + fields + "}}"); };
   const std::string none = "f: tensor 'a' has ";
   CHECK(entry(R"("shape":[4],"data_offsets":[0,4])") == none + "no dtype");
@@ -245,11 +245,11 @@ TEST_CASE("A header with something that is not in the format is refused") {
   CHECK(refused(R"({"__metadata__":{},"__metadata__":{}})") == "f: '__metadata__' is there twice");
   const std::string empty = R"({"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
   CHECK(refused(R"({"a":)" + empty + R"(,"a":)" + empty + "}") == "f: 'a' is there twice");
-  // Escapes do not hide it.
+  // An escape sequence does not hide a duplicate key.
   CHECK(refused(R"({"a":)" + empty + R"(,"\u0061":)" + empty + "}") == "f: 'a' is there twice");
 }
 
-TEST_CASE("A deep header is refused where it begins to be deep") {
+TEST_CASE("A deep header is refused at its first level beyond the limit") {
   const std::string many(10'000'000, '[');
   CHECK(refused("{\"a\":{\"shape\":" + many).ends_with("has a shape that is none"));
   std::string objects;
@@ -257,7 +257,7 @@ TEST_CASE("A deep header is refused where it begins to be deep") {
   CHECK(refused("{\"a\":" + objects).ends_with("has a shape that is none"));
 }
 
-TEST_CASE("Tensors that do not lie one after the other are refused") {
+TEST_CASE("Tensors that are not contiguous in the file are refused") {
   const auto entry = [](const char* name, const char* shape, const char* offsets) {
     return "\""s + name + R"(":{"dtype":"U8","shape":)" + shape + R"(,"data_offsets":)" + offsets +
            "}";
@@ -287,14 +287,14 @@ TEST_CASE("Tensors that do not lie one after the other are refused") {
   CHECK(Safetensors::parse(both, "f").tensors().at("a").bytes[0] == 'a');
 }
 
-TEST_CASE("A file cut short at any byte is refused") {
+TEST_CASE("A file truncated at any byte is refused") {
   const auto file = file_of(some_tensors(), {{"a", "b"}});
   for (size_t size = 0; size < file.size(); ++size) {
     CHECK(refused({file.begin(), file.begin() + static_cast<ptrdiff_t>(size)}).starts_with("f: "));
   }
 }
 
-TEST_CASE("A file with a changed byte is read or refused, never worse") {
+TEST_CASE("A file with a changed byte is read or refused without a crash") {
   const auto file = file_of(some_tensors(), {{"a", "b"}});
   int read = 0;
   for (size_t at = 0; at < file.size(); ++at) {
@@ -317,7 +317,7 @@ TEST_CASE("A file with a changed byte is read or refused, never worse") {
   CHECK(read > 1000);
 }
 
-TEST_CASE("A message is short and on one line, whatever the file says") {
+TEST_CASE("A message is short and on one line, whatever the file contains") {
   const auto message = refused("{\"" + std::string(100'000, 'x') + "\\n\":{\"y\\u001b\":1}}");
   CHECK(message.size() < 200);
   for (const char c : message) CHECK(static_cast<unsigned char>(c) >= 0x20);

@@ -65,19 +65,19 @@ TEST_CASE("Line ends, blanks and empty lines do not matter") {
   CHECK(words(data) == words(expected));
 }
 
-TEST_CASE("A label without a word is an empty bag") {
+TEST_CASE("A label without a word gives an empty bag") {
   const TextDataset data = parse_fast_text("__label__a\n__label__b w\n__label__a", "f");
   CHECK(data.offsets == Ints{0, 0, 1, 1});
   CHECK(data.labels == Ints{0, 1, 0});
 }
 
-TEST_CASE("Bytes that are no UTF-8 are words like others") {
+TEST_CASE("Words may be invalid UTF-8") {
   const TextDataset data = parse_fast_text("__label__\xFF \xC3\x28 \x80 caf\xC3\xA9\n", "f");
   CHECK(words(data) == Strings{"\xC3\x28", "\x80", "caf\xC3\xA9"});
   CHECK(data.vocabulary->labels == Strings{"\xFF"});
 }
 
-TEST_CASE("Labels are numbered by name, words by appearance") {
+TEST_CASE("Labels are numbered by name, words by first appearance") {
   const TextDataset data = parse_fast_text("__label__c z\n__label__a y\n__label__b x z\n", "f");
   CHECK(data.vocabulary->labels == Strings{"a", "b", "c"});
   CHECK(data.labels == Ints{2, 0, 1});
@@ -127,7 +127,7 @@ TEST_CASE("A test text is encoded with the training vocabulary") {
         "test: no example in this file");
 }
 
-TEST_CASE("Examples to look at need no label") {
+TEST_CASE("Examples for prediction need no label") {
   const TextDataset train = parse_fast_text("__label__b one two\n__label__a three\n", "train");
   const TextDataset data =
       parse_fast_text("two\n\n__label__a one\nnew\n", "f", train.vocabulary, Labels::kSome);
@@ -175,7 +175,7 @@ TEST_CASE("A file that cannot be read is an error with its name") {
   }
 }
 
-TEST_CASE("One line may be long") {
+TEST_CASE("A line may be long") {
   std::string text = "__label__a";
   for (int i = 0; i < 300'000; ++i) text += " w" + std::to_string(i % 5000);
   const TextDataset data = parse_fast_text(text, "f");
@@ -204,7 +204,7 @@ TEST_CASE("The hash is XXH64") {
   CHECK(content_hash("Nobody inspects the spammish repetition") == 0xFBCEA83C8A378BF1ULL);
 }
 
-TEST_CASE("Random bytes are read or refused, never worse") {
+TEST_CASE("Random bytes are read or refused without a crash") {
   const std::vector<std::string> pieces = {"__label__", "__label__a ", "__label__b", "word ",
                                            "\n",        "\r\n",        "\t",         " ",
                                            "\0"s,       "\xEF\xBB\xBF"};

@@ -92,7 +92,7 @@ TEST_CASE("A trace file follows the format's rules", "[trace]") {
   CHECK(slices["inner"]["ts"] == 0.5);
   CHECK(slices["inner"]["tid"] == slices["outer"]["tid"]);
 
-  // An event a line; of events of one time the file's order counts.
+  // Each event has a line; events of the same time keep the order of the file.
   const std::string text = read_text(path);
   const auto place = [&](const std::string& part) {
     INFO(part);
@@ -109,7 +109,7 @@ TEST_CASE("A trace file follows the format's rules", "[trace]") {
   CHECK(std::count(text.begin(), text.end(), '\n') == 1 + 20 + 1);
 }
 
-TEST_CASE("A trace of nothing, and one larger than a buffer", "[trace]") {
+TEST_CASE("An empty trace, and one larger than a buffer, are written", "[trace]") {
   const Folder folder;
   const std::string path = folder.path("t.json");
   write_trace(path, {{0, "local", {}, 0}});
@@ -124,7 +124,7 @@ TEST_CASE("A trace of nothing, and one larger than a buffer", "[trace]") {
   CHECK(trace["traceEvents"].back()["ts"] == 299.99);
 }
 
-TEST_CASE("A name that is not text does not break the file", "[trace]") {
+TEST_CASE("A name that is not valid text does not break the file", "[trace]") {
   const Folder folder;
   std::vector<base::RankTrace> ranks = {{0, "\xff\xfe", {{"main", {}}}, 0}};
   ranks[0].tracks[0].events.push_back(made(Kind::kSlice, "bad \xc3( \x01 name", 1, 2));
@@ -132,7 +132,7 @@ TEST_CASE("A name that is not text does not break the file", "[trace]") {
   CHECK(parse_trace(folder.path("t.json"))["traceEvents"].size() == 5);
 }
 
-TEST_CASE("Paths that cannot be written are refused before", "[trace]") {
+TEST_CASE("Paths that cannot be written are refused before the run", "[trace]") {
   const Folder folder;
   using base::ErrorKind;
   check_trace_path(folder.path("new.json"));
@@ -153,13 +153,13 @@ TEST_CASE("Paths that cannot be written are refused before", "[trace]") {
   CHECK(error_of(ErrorKind::kResources, [&] { check_trace_path(too_long); }) ==
         "cannot write " + too_long + ": File name too long");
   CHECK(names_in(folder) == std::set<std::string>{"old.json"});
-  if (geteuid() == 0) return;  // who may write everywhere
+  if (geteuid() == 0) return;  // root may write everywhere
   std::filesystem::create_directory(folder.path("locked"));
   std::filesystem::permissions(folder.path("locked"), std::filesystem::perms(0555));
   error_of(ErrorKind::kResources, [&] { check_trace_path(folder.path("locked/t.json")); });
 }
 
-TEST_CASE("The longest name is not too long", "[trace]") {
+TEST_CASE("The longest file name is accepted", "[trace]") {
   const Folder folder;
   const std::string name(NAME_MAX, 't');
   check_trace_path(folder.path(name));
@@ -198,7 +198,7 @@ TEST_CASE("Links are followed", "[trace]") {
         folder.path("far") + ": is not a plain file");
 }
 
-TEST_CASE("A file that is gone before it has its name is told of", "[trace]") {
+TEST_CASE("A file that is removed before it is renamed is reported", "[trace]") {
   const Folder folder;
   const std::string path = folder.path("t.json");
   const auto lose_it = [&](const std::string& call) {
