@@ -14,8 +14,8 @@
 
 namespace distrain::testing {
 
-/// A distributed pass that computes its gradients by torch's own engine, without touching `.grad`,
-/// and tells of them in a given order.
+/// A distributed pass that computes its gradients with torch's own engine, without touching
+/// `.grad`, and announces them in a given order.
 class FakePass final : public ddp::GradientPass {
  public:
   at::Tensor gradient(const at::Tensor& variable) override { return slot(variable); }
@@ -29,9 +29,10 @@ class FakePass final : public ddp::GradientPass {
   }
   void on_pass_end(std::function<void()> fn) override { end_ = std::move(fn); }
 
-  size_t refuses_after = SIZE_MAX;  ///< number of variables
+  size_t refuses_after = SIZE_MAX;  ///< a number of variables
 
-  /// `order`: indices of the variables in the order of their registration.
+  /// Runs the backward pass of `loss` and announces the gradients of the variables in `order`,
+  /// which has indices in the order of registration.
   void backward(const at::Tensor& loss, const std::vector<size_t>& order) {
     std::vector<at::Tensor> variables;
     for (auto& [variable, fn] : ready_) variables.push_back(variable);
@@ -48,7 +49,7 @@ class FakePass final : public ddp::GradientPass {
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     backward(loss, order);
   }
-  /// What happens when the pass dies.
+  /// Ends the pass as a failed pass does.
   void drop() {
     ready_.clear();
     end_ = nullptr;

@@ -6,7 +6,7 @@
 using namespace distrain;
 using Lists = std::vector<std::vector<size_t>>;
 
-TEST_CASE("buckets are cut by bytes and dtype") {
+TEST_CASE("buckets are divided by bytes and dtype") {
   const std::vector<at::Tensor> parameters = {at::empty({10}), at::empty({10}, at::kDouble),
                                               at::empty({10}), at::empty({100}),
                                               at::empty({10}), at::empty({0})};
@@ -18,7 +18,7 @@ TEST_CASE("buckets are cut by bytes and dtype") {
   CHECK(ddp::assign_buckets({}, {}, 1, 1).empty());
 }
 
-TEST_CASE("a bucket whose gradients are in use takes new memory") {
+TEST_CASE("a bucket whose gradients are in use allocates new memory") {
   const std::vector<at::Tensor> parameters = {at::empty({2, 3}), at::empty({4})};
   ddp::Bucket bucket({1, 0}, parameters);
   bucket.begin();

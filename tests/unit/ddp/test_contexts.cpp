@@ -1,4 +1,5 @@
-// DistributedDataParallel in passes of autograd contexts: forward() tells the reducer of them.
+// Tests DistributedDataParallel in passes of autograd contexts, which forward() announces to the
+// reducer.
 // ctest: timeout=120
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
@@ -8,7 +9,7 @@
 using namespace distrain;
 using namespace distrain::testing;
 
-TEST_CASE("passes of contexts give the means that torch gives, and plain ones the same bits") {
+TEST_CASE("passes of contexts and plain passes give the same bits, the means that torch gives") {
   const auto train = [](bool plain, bool in_context) {
     return on_trainers([=](Trainer& trainer) {
       for (int step = 0; step < 10; ++step) {
@@ -34,10 +35,10 @@ TEST_CASE("passes of contexts give the means that torch gives, and plain ones th
   };
   const Values plain = train(true, false);
   CHECK(all_same_bits(plain, train(false, false)));
-  CHECK(all_same_bits(plain, train(true, true)));  // in turns
+  CHECK(all_same_bits(plain, train(true, true)));  // alternating
 }
 
-TEST_CASE("several forwards before one backward, and several backwards") {
+TEST_CASE("several forwards before one backward and several backwards are averaged") {
   on_trainers([](Trainer& trainer) {
     for (int round = 0; round < 3; ++round) {
       const auto wanted = reference(trainer, {1, 2});
@@ -68,7 +69,7 @@ TEST_CASE("several forwards before one backward, and several backwards") {
   });
 }
 
-TEST_CASE("contexts of micro-batches, under way together") {
+TEST_CASE("contexts of micro-batches may be in flight together") {
   on_trainers([](Trainer& trainer) {
     for (int round = 0; round < 3; ++round) {
       std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -94,10 +95,10 @@ TEST_CASE("contexts of micro-batches, under way together") {
   });
 }
 
-TEST_CASE("a forward() that trains nothing tells the reducer nothing") {
+TEST_CASE("a forward() without gradients announces no pass to the reducer") {
   on_trainers([](Trainer& trainer) {
     for (int step = 0; step < 3; ++step) {
-      if (trainer.rank() == 1) {  // alone
+      if (trainer.rank() == 1) {  // without the other rank
         autograd::Context context(trainer.agent);
         {
           const at::NoGradGuard no_grad;
@@ -113,7 +114,7 @@ TEST_CASE("a forward() that trains nothing tells the reducer nothing") {
   });
 }
 
-TEST_CASE("one pass at a time, whoever announced it") {
+TEST_CASE("only one pass runs at a time, whoever announced it") {
   on_trainers([](Trainer& trainer) {
     FakePass fake;
     trainer.model->reducer().attach(fake);
@@ -132,7 +133,7 @@ TEST_CASE("one pass at a time, whoever announced it") {
   });
 }
 
-TEST_CASE("a Reducer by itself is told of a context by expect()") {
+TEST_CASE("expect() announces a context to a Reducer without a module") {
   Cluster cluster(kTrainers, [](rpc::Agent& agent) { autograd::install(agent); });
   cluster.on_all([](rpc::Agent& agent) {
     const at::Tensor w = at::ones({3}).set_requires_grad(true);
@@ -147,7 +148,7 @@ TEST_CASE("a Reducer by itself is told of a context by expect()") {
   cluster.shutdown();
 }
 
-TEST_CASE("a gradient that comes when its pass has failed begins no other pass") {
+TEST_CASE("a gradient that arrives after its pass has failed begins no other pass") {
   Cluster cluster(kTrainers, [](rpc::Agent& agent) { autograd::install(agent); });
   cluster.on_all([](rpc::Agent& agent) {
     const at::Tensor w = at::ones({3}).set_requires_grad(true);
@@ -157,7 +158,7 @@ TEST_CASE("a gradient that comes when its pass has failed begins no other pass")
       reducer.expect(*autograd::ContextRef::current());
       const at::Tensor loss = (w * double(agent.rank() + step)).sum();
       const bool fails = step == 1 || step == 2;
-      if (fails && agent.rank() == 0) {  // between the gradient and the reducer's hook
+      if (fails && agent.rank() == 0) {  // runs between the gradient and the reducer's hook
         context.on_gradient_ready(w, [&](const at::Tensor&) {
           autograd::fail_passes(context, {ErrorKind::kBadData, "on purpose", 0, {}});
         });
@@ -173,7 +174,7 @@ TEST_CASE("a gradient that comes when its pass has failed begins no other pass")
   cluster.shutdown();
 }
 
-TEST_CASE("the current context of a thread is its agent's") {
+TEST_CASE("the current context of a thread is that of the calling agent") {
   Cluster cluster(2, [](rpc::Agent& agent) { autograd::install(agent); });
   CHECK_FALSE(autograd::ContextRef::current());
   const autograd::Context context(cluster[1], Scope::kExplicit);
@@ -203,7 +204,7 @@ TEST_CASE("the current context of a thread is its agent's") {
 
 namespace {
 
-/// What rank 2 calls on the trainers.
+/// Runs on the trainers when rank 2 calls it.
 at::Tensor remote_forward(rpc::CallContext& call, const at::Tensor& x) {
   return call.agent.local<Trainer>().model->forward(x);
 }
@@ -213,7 +214,7 @@ at::Tensor remote_module_forward(rpc::CallContext& call, const at::Tensor& x) {
 
 }  // namespace
 
-TEST_CASE("replicas in the handlers of another rank's pass") {
+TEST_CASE("replicas work in the handlers of another rank's pass") {
   Cluster cluster(kTrainers + 1, [](rpc::Agent& agent) {
     autograd::install(agent);
     agent.expose<&remote_forward>("forward");
@@ -227,8 +228,7 @@ TEST_CASE("replicas in the handlers of another rank's pass") {
     agent.provide(mine);
   });
   rpc::Agent& master = cluster[kTrainers];
-  // The pass that fails comes last: it is over on a trainer some time after the master has heard of
-  // it.
+  // The failing pass is last because it ends on a trainer some time after the master is notified.
   for (const int step : {0, 1, 3, 2}) {
     autograd::Context context(master);
     std::vector<base::Future<at::Tensor>> outputs;

@@ -40,21 +40,21 @@ TEST_CASE("replicas start and stay equal") {
   CHECK_FALSE(at::equal(modules[0]->weight.detach(), start));
 }
 
-TEST_CASE("buffers come from rank 0 before each forward while training") {
+TEST_CASE("buffers come from rank 0 before each forward in training mode") {
   TestGroup group(3);
   run_ranks(3, [&](int rank) {
     DistributedDataParallel model(torch::nn::BatchNorm1d(4), group.backends[size_t(rank)]);
     for (int step = 0; step < 3; ++step) {
       model.forward(at::full({8, 4}, double(rank + 1))).sum().backward();
     }
-    // Twice by rank 0's data, then once by one's own.
+    // Two steps with rank 0's data, then one with the rank's own data.
     at::Tensor wanted = at::zeros({4});
     for (int step = 0; step < 3; ++step) wanted = 0.9 * wanted + 0.1 * (step < 2 ? 1 : rank + 1);
     RANK_CHECK(at::allclose(model.module()->running_mean, wanted));
     RANK_CHECK(model.module()->num_batches_tracked.item<int64_t>() == 3);
     if (rank != 0) return;
     model.module()->eval();
-    model.forward(at::ones({2, 4}));  // the others are not asked
+    model.forward(at::ones({2, 4}));  // does not communicate with the others
   });
 }
 
@@ -86,7 +86,7 @@ TEST_CASE("different models are refused on every rank, naming rank and parameter
   });
 }
 
-TEST_CASE("a deeper model through a shared_ptr") {
+TEST_CASE("a nested model is held by a shared_ptr") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
     auto module = std::make_shared<torch::nn::SequentialImpl>(

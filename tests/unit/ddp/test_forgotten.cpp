@@ -1,4 +1,4 @@
-// What becomes of a trainer that forgets something in a pass of an autograd context.
+// Tests a trainer that omits a call in a pass of an autograd context.
 // ctest: timeout=120
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -9,14 +9,14 @@
 using namespace distrain;
 using namespace distrain::testing;
 
-TEST_CASE("parameters that were used without forward() are an error, on all trainers") {
+TEST_CASE("using parameters without forward() is an error on all trainers") {
   const auto forgetting = GENERATE(0, 1, 2, 3, 4);
   const bool on_both = GENERATE(false, true);
-  if (forgetting == 2 && !on_both) return;  // that trainer has promised a backward, too
+  if (forgetting == 2 && !on_both) return;  // the other trainer has announced a backward, too
   on_trainers([&](Trainer& trainer) {
     const auto forget = [&] {
       switch (forgetting) {
-        case 0:  // the module's forward in place of the DistributedDataParallel's
+        case 0:  // calls the module's forward instead of the DistributedDataParallel's
           return trainer.forward_alone(2);
         case 1: {  // out of the context
           const rpc::ContextScope outside(0);
@@ -32,7 +32,7 @@ TEST_CASE("parameters that were used without forward() are an error, on all trai
           trainer.model->module()->train();
           return loss;
         }
-        default: {  // only without gradients
+        default: {  // runs forward() only without gradients
           const at::NoGradGuard no_grad;
           trainer.forward(2);
         }
@@ -48,7 +48,7 @@ TEST_CASE("parameters that were used without forward() are an error, on all trai
       const int culprit = on_both ? trainer.rank() : 1;
       expect(error.kind == ErrorKind::kInvalid, error.message);
       expect(error.rank == culprit, "rank");
-      // The last layer's gradients come first.
+      // The gradients of the last layer arrive first.
       expect(contains(error.message, "parameter '2."), error.message);
       expect(contains(error.message, "on rank " + std::to_string(culprit)), error.message);
       expect(contains(error.message, "forward() in that context"), error.message);
@@ -57,7 +57,7 @@ TEST_CASE("parameters that were used without forward() are an error, on all trai
   });
 }
 
-TEST_CASE("a forward whose backward comes on no trainer is harmless") {
+TEST_CASE("a forward whose backward runs on no trainer is harmless") {
   on_trainers([](Trainer& trainer) {
     for (int step = 0; step < 4; ++step) {
       const auto wanted = reference(trainer, {step});
@@ -78,8 +78,8 @@ TEST_CASE("a forward whose backward comes on no trainer is harmless") {
   });
 }
 
-TEST_CASE("a forward whose backward comes on some trainers only names the one without") {
-  const bool plain = GENERATE(false, true);  // the pass by which rank 1 goes on
+TEST_CASE("if only some trainers run the backward of a forward, the missing trainer is named") {
+  const bool plain = GENERATE(false, true);  // the kind of pass with which rank 1 continues
   on_trainers([=](Trainer& trainer) {
     trainer.step(1);
     for (int step = 2; step < 5; ++step) {
@@ -103,7 +103,7 @@ TEST_CASE("a forward whose backward comes on some trainers only names the one wi
   });
 }
 
-TEST_CASE("a pass that reaches no parameter, or not all") {
+TEST_CASE("a pass that reaches no parameter, or not all, is an error") {
   const bool none = GENERATE(false, true);
   on_trainers([=](Trainer& trainer) {
     trainer.step(1);
@@ -120,7 +120,7 @@ TEST_CASE("a pass that reaches no parameter, or not all") {
   });
 }
 
-TEST_CASE("a pass that fails before it reaches a parameter tells the others at once") {
+TEST_CASE("a pass that fails before it reaches a parameter notifies the others at once") {
   on_trainers([](Trainer& trainer) {
     trainer.step(1);
     {
@@ -131,7 +131,7 @@ TEST_CASE("a pass that fails before it reaches a parameter tells the others at o
           throw base::Exception(ErrorKind::kBadData, "the user's");
         });
       }
-      // Rank 0 hears of it while rank 1 has not ended its context yet.
+      // Rank 0 is notified while rank 1 has not ended its context yet.
       const base::Error error =
           error_of([&] { autograd::backward(context, {trainer.loss_of(output)}); });
       const bool own = trainer.rank() == 1;
@@ -143,7 +143,7 @@ TEST_CASE("a pass that fails before it reaches a parameter tells the others at o
   });
 }
 
-TEST_CASE("a plain backward over the result of a call names the one to use") {
+TEST_CASE("a plain backward over the result of a call names autograd::backward") {
   const bool on_both = GENERATE(false, true);
   on_trainers([=](Trainer& trainer) {
     for (int step = 0; step < 3; ++step) {
@@ -166,7 +166,7 @@ TEST_CASE("a plain backward over the result of a call names the one to use") {
           expect(contains(error.message, "on rank " + std::to_string(1 - trainer.rank())),
                  error.message);
         } else if (step == 0) {
-          // All gradients were there, but rank 1 took no part in what follows the first pass.
+          // All gradients arrived, but rank 1 did not take part in the steps after the first pass.
           expect(error.kind == ErrorKind::kRemoteFailed && error.rank == 1, error.message);
           expect(contains(error.message, "rank 1 failed before its end"), error.message);
         } else {
@@ -179,7 +179,7 @@ TEST_CASE("a plain backward over the result of a call names the one to use") {
   });
 }
 
-TEST_CASE("a replica that goes with a pass still to come tells the others") {
+TEST_CASE("a replica that is destroyed while a pass is announced notifies the others") {
   on_trainers([](Trainer& trainer) {
     autograd::Context context(trainer.agent);
     const at::Tensor loss = trainer.forward(1);
@@ -216,7 +216,7 @@ TEST_CASE("a trainer whose last loss does not depend on the parameters is named 
   });
 }
 
-TEST_CASE("a post-accumulate hook that no pass of a context would call is refused") {
+TEST_CASE("a post-accumulate hook is refused, because a pass of a context would not call it") {
   Cluster cluster(1, [](rpc::Agent& agent) { autograd::install(agent); });
   const at::Tensor w = at::ones({3}).set_requires_grad(true);
   int calls = 0;

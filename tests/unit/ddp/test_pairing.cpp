@@ -1,4 +1,4 @@
-// Which passes of two ranks are averaged with each other.
+// Tests which passes of two ranks are averaged with each other.
 // ctest: timeout=120
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
@@ -9,7 +9,7 @@ using namespace distrain::testing;
 
 namespace {
 
-/// Of both trainers: rank 1 has left a pass out.
+/// Checks the error, on both trainers, that rank 1 has omitted a pass.
 void expect_left_out(const base::Error& error, const std::string& its_pass,
                      const std::string& the_others) {
   expect(error.kind == ErrorKind::kInvalid, error.message);
@@ -20,12 +20,12 @@ void expect_left_out(const base::Error& error, const std::string& its_pass,
 
 }  // namespace
 
-TEST_CASE("a rank that leaves out a backward is not averaged with another's next step") {
+TEST_CASE("if a rank omits a backward, its next step is not averaged with the omitted one") {
   on_trainers([](Trainer& trainer) {
     trainer.forward(1).backward();
     trainer.update(trainer.grads());
     if (trainer.rank() == 1) trainer.forward(2);
-    for (int step : {2, 3}) {  // nor in any step after it
+    for (int step : {2, 3}) {  // and not in any later step
       const at::Tensor loss = trainer.forward(step + trainer.rank());
       expect_left_out(error_of([&] { loss.backward(); }), "of forward " + std::to_string(step + 1),
                       "of forward " + std::to_string(step));
@@ -34,7 +34,7 @@ TEST_CASE("a rank that leaves out a backward is not averaged with another's next
   });
 }
 
-TEST_CASE("a rank that leaves out one of several micro-batches") {
+TEST_CASE("a rank that omits one of several micro-batches is named") {
   on_trainers([](Trainer& trainer) {
     trainer.step(1);
     std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -57,7 +57,7 @@ TEST_CASE("a rank that leaves out one of several micro-batches") {
   });
 }
 
-TEST_CASE("with the step of the job, a rank that leaves out forward and backward") {
+TEST_CASE("with set_step(), a rank that omits forward and backward is named") {
   const bool plain = GENERATE(true, false);
   on_trainers([=](Trainer& trainer) {
     ddp::Reducer& reducer = trainer.model->reducer();
@@ -72,11 +72,11 @@ TEST_CASE("with the step of the job, a rank that leaves out forward and backward
     expect_left_out(error, plain ? "of forward 1 in step 8" : "of forward 2 in step 8",
                     plain ? "of forward 1 in step 7" : "of forward 2 in step 7");
     for (const at::Tensor& p : trainer.parameters()) p.mutable_grad() = at::Tensor();
-    reducer.set_step(9);  // they have found together again
+    reducer.set_step(9);  // the ranks are synchronized again
   });
 }
 
-TEST_CASE("forwards that train nothing differ between ranks and pair nothing wrongly") {
+TEST_CASE("forwards without gradients may differ between ranks and do not shift the pairing") {
   on_trainers([](Trainer& trainer) {
     const auto evaluate = [&] {
       for (int times = 0; times < 2 * trainer.rank(); ++times) {
@@ -115,7 +115,7 @@ at::Tensor forward_for(rpc::CallContext& call, const at::Tensor& x) {
 
 }  // namespace
 
-TEST_CASE("calls for two contexts may come to the ranks in different orders") {
+TEST_CASE("calls for two contexts may reach the ranks in different orders") {
   Cluster cluster(kTrainers + 1, [](rpc::Agent& agent) {
     autograd::install(agent);
     agent.expose<&forward_for>("forward_for");
@@ -158,7 +158,7 @@ TEST_CASE("calls for two contexts may come to the ranks in different orders") {
   cluster.shutdown();
 }
 
-TEST_CASE("two Reducers of one group whose gradients come in different orders") {
+TEST_CASE("the gradients of two Reducers of one group may arrive in different orders") {
   Cluster cluster(kTrainers);
   cluster.on_all([](rpc::Agent& agent) {
     const auto group = join_group(agent);
@@ -166,7 +166,7 @@ TEST_CASE("two Reducers of one group whose gradients come in different orders") 
     const at::Tensor second = at::ones({3}).set_requires_grad(true);
     ddp::Reducer of_first({{"w", first}}, group), of_second({{"w", second}}, group);
     for (int step = 0; step < 3; ++step) {
-      // Torch computes the gradient of what was used last first.
+      // Torch computes the gradient of the most recently used tensor first.
       const double by = agent.rank() + step;
       at::Tensor a, b;
       if (agent.rank() == 0) a = (first * by).sum();

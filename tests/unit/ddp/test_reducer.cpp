@@ -50,7 +50,7 @@ at::Tensor input_of(int rank, int step) {
   return at::randn({5, 4}, generator, at::kFloat);
 }
 
-// Of one process over the mean of the losses.
+// Returns the gradients of one process over the mean of the losses.
 std::vector<at::Tensor> reference(int size, int step) {
   const PlainModel model;
   at::Tensor total;
@@ -64,7 +64,7 @@ std::vector<at::Tensor> reference(int size, int step) {
   return gradients;
 }
 
-// Relative to the largest element: small ones are differences of large ones.
+// Compares relative to the largest element, because small elements are differences of large ones.
 bool close(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
          (a - b).abs().max().item<double>() <= 1e-6 * std::max(1.0, b.abs().max().item<double>());
@@ -91,13 +91,13 @@ TEST_CASE("a plain backward leaves the mean over the ranks in .grad") {
   plain_steps(size, {}, 3);
 }
 
-TEST_CASE("buckets of every size") {
+TEST_CASE("buckets of every size give the mean") {
   for (size_t cap : {size_t{1}, size_t{100}, size_t{500}, size_t{3000}}) {
     plain_steps(3, {.bucket_cap_bytes = cap, .first_bucket_bytes = cap / 2}, 4);
   }
 }
 
-TEST_CASE("buckets are in reverse order first, then in rank 0's order of arrival") {
+TEST_CASE("buckets are in reverse order first, then in the order of arrival on rank 0") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
     const PlainModel model;
@@ -109,7 +109,7 @@ TEST_CASE("buckets are in reverse order first, then in rank 0's order of arrival
     for (int step = 0; step < 3; ++step) {
       FakePass pass;
       reducer.attach(pass);
-      // Ranks see different orders, too.
+      // The order of arrival differs between ranks, too.
       const std::vector<size_t> order =
           rank == 0 ? std::vector<size_t>{2, 0, 5, 1, 4, 3} : std::vector<size_t>{5, 4, 3, 2, 1, 0};
       pass.backward(model.loss(input_of(rank, step)), order);
@@ -124,13 +124,14 @@ TEST_CASE("buckets are in reverse order first, then in rank 0's order of arrival
   });
 }
 
-TEST_CASE("a distributed pass gets the mean, and .grad is not touched") {
+TEST_CASE("a distributed pass gets the mean and does not touch .grad") {
   const int size = GENERATE(2, 4);
   TestGroup group(size);
   run_ranks(size, [&](int rank) {
     const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
-    std::vector<std::unique_ptr<FakePass>> passes;  // kept: later passes must not change them
+    std::vector<std::unique_ptr<FakePass>>
+        passes;  // kept alive: later passes must not change their gradients
     for (int step = 0; step < 4; ++step) {
       passes.push_back(std::make_unique<FakePass>());
       reducer.attach(*passes.back());
@@ -146,7 +147,7 @@ TEST_CASE("a distributed pass gets the mean, and .grad is not touched") {
   });
 }
 
-TEST_CASE("plain and distributed passes take turns") {
+TEST_CASE("plain and distributed passes may alternate") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
     const PlainModel model;
@@ -168,7 +169,7 @@ TEST_CASE("plain and distributed passes take turns") {
   });
 }
 
-TEST_CASE("a parameter without gradient is named on every rank, and the group goes on") {
+TEST_CASE("a parameter without gradient is named on every rank, and the group stays usable") {
   const size_t cap = GENERATE(size_t{1}, size_t{1} << 20);
   const bool distributed = GENERATE(false, true);
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
@@ -188,7 +189,7 @@ TEST_CASE("a parameter without gradient is named on every rank, and the group go
     };
     const at::Tensor& extra = model.parameters.back().tensor;
     for (int step = 0; step < 4; ++step) {
-      // In the second step rank 1 leaves out two.
+      // In the second step rank 1 omits two parameters.
       const bool lacks = step == 1 && rank == 1;
       at::Tensor loss = model.loss(input_of(rank, step), !lacks);
       if (!lacks) loss = loss + extra.sum();
@@ -221,7 +222,7 @@ TEST_CASE("a sparse gradient is refused by name") {
   });
 }
 
-TEST_CASE("a pass that dies tells the other ranks at once") {
+TEST_CASE("a pass that dies notifies the other ranks at once") {
   const int kind = GENERATE(0, 1, 2);
   TestGroup group(3, {.timeout = std::chrono::seconds(60)});
   const base::TimePoint start = base::Clock::now();
@@ -238,7 +239,7 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
     if (rank != 1) {
       fails(model.loss(input_of(rank, 0)));
     } else if (kind == 0) {
-      // Thrown in the middle: some parameters have their gradients, some have not.
+      // The hook throws after some of the parameters have their gradients.
       const unsigned hook = model[0].register_hook(
           [](const at::Tensor&) -> void { throw std::runtime_error("user's"); });
       bool thrown = false;
@@ -254,7 +255,7 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
       reducer.attach(pass);
       if (kind == 1) pass.drop();
     }
-    // And the next pass is as if nothing had been.
+    // The next pass works normally.
     model.zero_grad();
     model.loss(input_of(rank, 1)).backward();
     const auto wanted = reference(3, 1);
@@ -276,7 +277,7 @@ TEST_CASE("a lost rank ends backward with peer_lost") {
   killer.join();
 }
 
-TEST_CASE("a second pass beside the first is refused") {
+TEST_CASE("a second concurrent pass is refused") {
   TestGroup group(1);
   const PlainModel model;
   Reducer reducer(model.parameters, group.backends[0]);
@@ -319,7 +320,7 @@ TEST_CASE("gradients accumulate over backward passes as without a Reducer") {
   });
 }
 
-TEST_CASE("parameters used twice, shared, strided and frozen") {
+TEST_CASE("parameters may be used twice, shared, strided or frozen") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
     const at::Tensor w = at::ones({4, 3}).t().set_requires_grad(true);  // not contiguous
@@ -333,11 +334,11 @@ TEST_CASE("parameters used twice, shared, strided and frozen") {
   });
 }
 
-TEST_CASE("the reducer's hooks go with it") {
+TEST_CASE("the hooks of a Reducer are removed with it") {
   TestGroup group(2);
   const PlainModel model;
   { Reducer reducer(model.parameters, group.backends[0]); }
-  model.loss(input_of(0, 0)).backward();  // would wait for rank 1
+  model.loss(input_of(0, 0)).backward();  // would otherwise wait for rank 1
   CHECK(model[0].grad().defined());
   Reducer again(model.parameters, group.backends[0]);
 }

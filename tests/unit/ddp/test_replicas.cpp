@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMostSent = 1 << 20;
 
-/// What rank 0 makes of a rank 1 that says `bytes` and `text` of its model.
+/// Returns the error of rank 0 when rank 1 describes its model by `bytes` and `text`.
 base::Error check_against(int64_t bytes, const std::string& text) {
   TestGroup group(2, {.timeout = std::chrono::seconds(20)});
   base::Error error;
@@ -33,12 +33,12 @@ base::Error check_against(int64_t bytes, const std::string& text) {
         return theirs;
       };
       const at::Tensor theirs = exchange(at::tensor({int64_t{1}, bytes}, at::kLong));
-      // Whoever says more than this is not asked for it.
+      // Only this many bytes are requested from a peer that claims more.
       const int64_t longest = std::min(std::max(bytes, theirs[1].item<int64_t>()), kMostSent);
       const at::Tensor mine = at::zeros({longest}, at::kByte);
       std::copy(text.begin(), text.end(), mine.data_ptr<uint8_t>());
       exchange(mine);
-    } catch (const std::exception&) {  // rank 0 has gone
+    } catch (const std::exception&) {  // rank 0 has failed
     }
   });
   return error;
@@ -48,14 +48,14 @@ const std::string kText = "a: Float [2], without gradient\n";  // rank 0's
 
 }  // namespace
 
-TEST_CASE("a peer's description of its model is not believed") {
+TEST_CASE("a false description of a peer's model is refused") {
   const auto size = static_cast<int64_t>(kText.size());
   for (const int64_t bytes : {int64_t{-1}, int64_t{1} << 40}) {
     const base::Error error = check_against(bytes, "");
     CHECK(error.kind == ErrorKind::kProtocol);
     CHECK(error.rank == 1);
   }
-  CHECK(check_against(size, kText).kind == ErrorKind::kProtocol);  // with another sum
+  CHECK(check_against(size, kText).kind == ErrorKind::kProtocol);  // with another checksum
   CHECK(check_against(size, kText.substr(0, kText.size() - 1)).kind == ErrorKind::kProtocol);
   const base::Error other = check_against(size, "a: Float [3]\n");
   CHECK(other.kind == ErrorKind::kInvalid);

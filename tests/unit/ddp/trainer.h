@@ -72,7 +72,7 @@ class CountingGroup final : public ReduceGroup {
     group_->refuse(count, error);
   }
 
-  std::atomic<int>& refused = *count_;  // by its forks, too
+  std::atomic<int>& refused = *count_;  // counts refusals of forks, too
 };
 
 inline std::shared_ptr<CountingGroup> join_group(rpc::Agent& agent) {
@@ -93,7 +93,7 @@ struct Trainer {
   int rank() const { return agent.rank(); }
   at::Tensor loss_of(const at::Tensor& output) const { return output.pow(2).mean(); }
   at::Tensor forward(int step) { return loss_of(model->forward(batch(rank(), step))); }
-  /// As one who forgets the DistributedDataParallel.
+  /// Returns the loss of a forward that bypasses the DistributedDataParallel.
   at::Tensor forward_alone(int step) {
     return loss_of(model->module()->forward(batch(rank(), step)));
   }
@@ -128,8 +128,8 @@ struct Trainer {
   std::optional<Model> model;
 };
 
-/// The gradients of the mean loss of both trainers over some steps, by torch alone, with the
-/// parameters of `trainer`.
+/// Returns the gradients of the mean loss of both trainers over `steps`, computed by torch alone
+/// with the parameters of `trainer`.
 inline std::vector<at::Tensor> reference(const Trainer& trainer, const std::vector<int>& steps) {
   auto net = make_net();
   const auto theirs = trainer.parameters();
@@ -164,8 +164,8 @@ using Values = std::vector<at::Tensor>;
 
 inline at::Tensor doubled(const at::Tensor& x) { return x * 2; }
 
-/// Runs `fn` on both trainers and checks that their replicas are the same bits before and after
-/// another step. Gives back their parameters.
+/// Runs `fn` on both trainers, checks that their replicas have the same bits before and after
+/// another step, and returns their parameters.
 inline Values on_trainers(const std::function<void(Trainer&)>& fn) {
   Cluster cluster(kTrainers, [](rpc::Agent& agent) {
     autograd::install(agent);
