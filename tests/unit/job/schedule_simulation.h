@@ -1,5 +1,5 @@
-// The trainers of a job that a Schedule drives, one event after the other in an order that comes
-// from a seed.
+// Simulates the trainers of a job that a Schedule drives: one event after the other, in an order
+// that depends on a seed.
 #pragma once
 
 #include <limits>
@@ -31,7 +31,7 @@ inline int64_t steps_of_each(const Schedule::Terms& terms) {
   return terms.steps > 0 ? terms.steps : terms.epochs * terms.steps_per_epoch;
 }
 
-// After how many steps of each trainer a job that is not stopped saves.
+// Returns the number of steps of each trainer at each save of a job that is not stopped.
 inline std::vector<int64_t> expected_saves(const Schedule::Terms& terms, int64_t from = 0) {
   std::vector<int64_t> saves;
   if (!terms.save) return saves;
@@ -44,7 +44,7 @@ inline std::vector<int64_t> expected_saves(const Schedule::Terms& terms, int64_t
   return saves;
 }
 
-// As from a checkpoint's file.
+// Returns the position as read back from a checkpoint file.
 inline Position read_back(const Position& position, int trainers) {
   return Position::from_json(Json::parse(position.to_json().dump()), trainers);
 }
@@ -56,7 +56,8 @@ struct Saved {
 
 class Simulation {
  public:
-  // Trainers wait after a step until nobody is more than `lead` steps behind (0: sync).
+  // After a step, a trainer waits while another trainer is more than `lead` steps behind; 0 means
+  // sync mode.
   Simulation(const Schedule::Terms& terms, int64_t lead, uint64_t seed)
       : terms_(terms),
         lead_(terms.take_over ? kUnbounded : lead),
@@ -69,7 +70,7 @@ class Simulation {
     schedule_.resume(read_back(saved.position, terms_.trainers));
   }
 
-  // `stop_at`: the call to next() from which on its trainer says that it is to stop.
+  // Runs the job. From the call number `stop_at` to next(), the calling trainer requests a stop.
   void run(int64_t stop_at = kUnbounded) {
     INFO(describe(terms_) << ", lead " << lead_ << ", stop at call " << stop_at);
     stop_at_ = stop_at;
@@ -86,7 +87,7 @@ class Simulation {
     REQUIRE(outstanding_ == 0);
     REQUIRE(ends_ == 1);
     REQUIRE(stopped_says_ == (stopped ? terms_.trainers : 0));
-    REQUIRE((saves.empty() || saves.back().done == done_));  // nothing is lost
+    REQUIRE((saves.empty() || saves.back().done == done_));  // all completed steps are saved
     REQUIRE(saves.empty() == !terms_.save);
   }
 
@@ -104,7 +105,7 @@ class Simulation {
   int64_t calls() const { return calls_; }
 
   std::vector<Saved> saves;
-  std::vector<bool> evaluations;  // of a whole epoch or not
+  std::vector<bool> evaluations;  // true: the evaluation of a whole epoch
   bool stopped = false;
   std::vector<std::string> errors;
 
@@ -112,7 +113,7 @@ class Simulation {
   struct Trainer {
     base::Future<Task> task;
     int64_t made = 0;
-    bool asks = false;  // finished what it had, and waits for slower ones
+    bool asks = false;  // has completed its task and waits for slower trainers
     bool stops = false;
     bool ended = false;
   };
@@ -195,7 +196,8 @@ class Simulation {
     trainer.asks = true;
   }
 
-  // In two events, so that others come in between.
+  // Begins the step in one event and completes it in another, so that events of other trainers come
+  // in between.
   void make_step(Trainer& trainer, const Task& task) {
     const StepKey key(task.epoch, task.shard, task.step);
     if (in_hand_.insert(key).second) {

@@ -1,4 +1,4 @@
-// Saves that are written while the job goes on.
+// Tests saves that are written while the job continues.
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -63,7 +63,8 @@ struct Saving {
     Snapshot snapshot;
     snapshot.step = step;
     snapshot.files["model"]["x"] = at::full({100'000}, value);
-    snapshot.files["model"]["mask"] = at::full({3}, -INFINITY);  // nobody trains it
+    snapshot.files["model"]["mask"] =
+        at::full({3}, -INFINITY);  // a constant, so it may be infinite
     snapshot.trained["model"] = {"x"};
     return snapshot;
   }
@@ -73,13 +74,13 @@ struct Saving {
 
   const Folder folder;
   Lines lines;
-  std::vector<base::Error> told;  // by the thread that saves
+  std::vector<base::Error> told;  // written by the saving thread
   std::optional<Checkpoints> checkpoints;
 };
 
 }  // namespace
 
-TEST_CASE("a save goes on behind the back of whoever asked for it") {
+TEST_CASE("a save continues in the background") {
   Saving saving;
   base::Promise<void> go_on;
   const auto fill = [may = go_on.future()](Snapshot& snapshot) {
@@ -104,10 +105,10 @@ TEST_CASE("a save goes on behind the back of whoever asked for it") {
   CHECK(saving.checkpoints->last_saved().find("step 4") != std::string::npos);
 }
 
-TEST_CASE("what is not finite is not saved, and a later save is") {
+TEST_CASE("values that are not finite are not saved, and a later save works") {
   Saving saving;
   Snapshot bad = Saving::snapshot(1);
-  // The last of all, as it is looked at in pieces.
+  // The last element, because the tensor is checked in pieces.
   bad.files["model"]["x"][-1] =
       GENERATE(std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN());
   saving.checkpoints->save(bad, {}, base::Clock::now());
@@ -123,7 +124,7 @@ TEST_CASE("what is not finite is not saved, and a later save is") {
   CHECK(saving.told.size() == 1);
 }
 
-TEST_CASE("a save that fails on a full disk leaves the older checkpoint, and the next one works") {
+TEST_CASE("a save that fails on a full disk keeps the older checkpoint, and the next save works") {
   const std::string on_save_error = GENERATE("continue", "stop");
   CAPTURE(on_save_error);
   Saving saving({}, on_save_error);
@@ -133,7 +134,7 @@ TEST_CASE("a save that fails on a full disk leaves the older checkpoint, and the
   };
   save(1);
   const std::string saves = saving.folder.path("saves"), first = saving.newest().value();
-  // As on a full disk, a write in the middle of a file fails.
+  // A write in the middle of a file fails, as on a full disk.
   const auto handler = signal(SIGXFSZ, SIG_IGN);
   rlimit limit{};
   getrlimit(RLIMIT_FSIZE, &limit);
@@ -165,7 +166,7 @@ TEST_CASE("a save that fails on a full disk leaves the older checkpoint, and the
   CHECK(read_checkpoint(saves).step == 3);
 }
 
-TEST_CASE("a job that would go on from an older checkpoint than the newest is refused") {
+TEST_CASE("resuming from a checkpoint that is older than the newest is refused") {
   Saving saving;
   for (const int64_t step : {1, 2}) {
     saving.checkpoints->save(Saving::snapshot(step), {}, base::Clock::now());
@@ -186,7 +187,7 @@ TEST_CASE("a job that would go on from an older checkpoint than the newest is re
   }
 }
 
-TEST_CASE("what a part says that cannot be had is why the save has failed") {
+TEST_CASE("the error of a part that is unavailable is the error of the save") {
   Saving saving;
   const auto fill = [](Snapshot&) {
     throw base::Exception(base::ErrorKind::kPeerLost, "rank 3 is gone");
@@ -197,7 +198,7 @@ TEST_CASE("what a part says that cannot be had is why the save has failed") {
   CHECK(saving.lines.saved().empty());
 }
 
-TEST_CASE("whoever ends while a save is under way waits for it") {
+TEST_CASE("destroying Checkpoints waits for the save in progress") {
   Saving saving([] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     return false;

@@ -36,11 +36,11 @@ class TracePath {
 
 }  // namespace
 
-TEST_CASE("Training ends at the smaller of two limits that were given") {
+TEST_CASE("Training ends at the smaller of two limits that are given") {
   const job::OptionTable table = {{.name = "epochs", .kind = ValueKind::kInteger},
                                   {.name = "steps", .kind = ValueKind::kInteger}};
-  // Steps of a plan with 10 steps an epoch, 0 where the epochs are the limit. `taken`: what the
-  // checkpoint says, or the defaults.
+  // Returns the number of steps of a plan with 10 steps per epoch, 0 if the epochs are the limit.
+  // `taken`: the options of the checkpoint, or the defaults.
   const auto planned = [&](TrainerOptions taken, std::optional<int> epochs,
                            std::optional<int64_t> steps) {
     ParsedOptions parsed(table);
@@ -57,20 +57,20 @@ TEST_CASE("Training ends at the smaller of two limits that were given") {
   CHECK(planned(fresh, {}, {}) == Limits{100, 0});
   CHECK(planned(fresh, 3, 1000) == Limits{3, 0});
   CHECK(planned(fresh, 3, 5) == Limits{3, 5});
-  CHECK(planned(fresh, {}, 5000) == Limits{0, 5000});  // a default does not count
+  CHECK(planned(fresh, {}, 5000) == Limits{0, 5000});  // a default is no limit
   CHECK(planned(fresh, 3, 0) == Limits{3, 0});
   TrainerOptions resumed = fresh;
   resumed.epochs = 3;
-  resumed.steps = 50;  // both were given then
+  resumed.steps = 50;  // as if both limits had been given
   CHECK(planned(resumed, {}, {}) == Limits{3, 0});
   CHECK(planned(resumed, {}, 40) == Limits{0, 40});
   CHECK(planned(resumed, 6, {}) == Limits{6, 0});
-  resumed.epochs = 0;  // of a run with --steps alone, which are reached
+  resumed.epochs = 0;  // the epochs of a run with --steps alone, which is complete
   resumed.steps = 0;
   CHECK(planned(resumed, {}, {}) == Limits{100, 0});
 }
 
-TEST_CASE("What a process has done is known when its job has ended") {
+TEST_CASE("The progress of a process is known when its job has ended") {
   Progress progress;
   CHECK(progress.fields().empty());
   int calls = 1;
@@ -84,7 +84,7 @@ TEST_CASE("What a process has done is known when its job has ended") {
   CHECK(progress.fields()["steps"] == 2);
 }
 
-TEST_CASE("--log-interval says which steps print a line") {
+TEST_CASE("--log-interval selects the steps that print a line") {
   struct Sink final : EventSink {
     void emit(std::string_view event, const Json& fields) override {
       CHECK(event == "step");
@@ -116,7 +116,7 @@ TEST_CASE("--log-interval says which steps print a line") {
   CHECK(by_time.back() == 5);
 }
 
-TEST_CASE("An evaluation has an accuracy only if the job counts right answers") {
+TEST_CASE("An evaluation has an accuracy only if the job counts correct answers") {
   Evaluation evaluation;
   Evaluation share{.samples = 4, .loss_sum = 2, .means = {{"abs_error", 1}}};
   evaluation.add(share);
@@ -127,7 +127,7 @@ TEST_CASE("An evaluation has an accuracy only if the job counts right answers") 
   CHECK(fields_of(evaluation, Unit::kSamples)["accuracy"] == 0);
 }
 
-TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
+TEST_CASE("A local job that fails writes its trace and its error", "[trace]") {
   const TracePath path;
   NoSink sink;
   Job job;
@@ -139,7 +139,7 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   };
   CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
   CHECK(path.read()["traceEvents"].back()["name"] == "failing");
-  // If that cannot be written either, the job's error counts.
+  // If the trace cannot be written either, the error of the job is thrown.
   job.effective["trace"] = "/nowhere/t.json";
   CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
   const auto works = [](const Job&) { return Outcome(); };
@@ -149,7 +149,7 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
 }
 
-TEST_CASE("a loss that is not one number is refused by its epoch and step") {
+TEST_CASE("a loss that is not a scalar is refused with its epoch and step") {
   CHECK(checked_loss(at::full({1}, 0.5), 1, 1) == 0.5);
   CHECK_THROWS_WITH(checked_loss(at::zeros({32}), 2, 7),
                     "the loss at epoch 2, step 7 is not one number: return its mean or sum, such "

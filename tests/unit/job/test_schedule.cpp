@@ -13,7 +13,8 @@ using namespace distrain::job;
 
 namespace {
 
-// Every job of few trainers, steps and epochs, and how far its trainers may run apart.
+// Calls `fn` for each job with few trainers, steps and epochs, and for each lead between its
+// trainers.
 void for_each_job(const std::function<void(const Schedule::Terms&, int64_t lead)>& fn) {
   for (const int trainers : {1, 2, 3}) {
     for (const int64_t steps_per_epoch : {1, 3, 4}) {
@@ -44,7 +45,7 @@ std::vector<int64_t> totals_of(const std::vector<Saved>& saves, int trainers) {
 
 }  // namespace
 
-TEST_CASE("a share of an evaluation is its part of the examples, in their order") {
+TEST_CASE("a share of an evaluation is a contiguous part of the examples") {
   const auto batches = [](const Share& share, int64_t n, int64_t size) {
     std::vector<std::vector<int64_t>> all;
     share.each_batch(n, size, [&](std::span<const int64_t> batch) {
@@ -66,7 +67,7 @@ TEST_CASE("every step is handed out once, with an evaluation after each epoch an
       INFO(describe(terms));
       REQUIRE_FALSE(job.stopped);
       REQUIRE(totals_of(job.saves, terms.trainers) == expected_saves(terms));
-      // A job that ends within an epoch evaluates that part, too.
+      // A job that ends within an epoch evaluates that part of it, too.
       const int64_t whole = steps_of_each(terms) / terms.steps_per_epoch;
       std::vector<bool> evaluations(static_cast<size_t>(whole), true);
       if (steps_of_each(terms) % terms.steps_per_epoch > 0) evaluations.push_back(false);
@@ -75,7 +76,7 @@ TEST_CASE("every step is handed out once, with an evaluation after each epoch an
   });
 }
 
-TEST_CASE("a job goes on from each of its checkpoints to the same end") {
+TEST_CASE("a job resumes from each of its checkpoints and completes") {
   for_each_job([](const Schedule::Terms& terms, int64_t lead) {
     Simulation job(terms, lead, 1);
     job.run();
@@ -91,16 +92,16 @@ TEST_CASE("a job goes on from each of its checkpoints to the same end") {
   });
 }
 
-TEST_CASE("a stop at any moment saves all that was done, and the rest can be made later") {
+TEST_CASE("a stop at any call saves all completed steps, and the rest can be made later") {
   for_each_job([](const Schedule::Terms& terms, int64_t lead) {
     for (int64_t at = 1;; at += testing::kSanitized ? 5 : 1) {
       const auto seed = static_cast<uint64_t>(at);
       Simulation job(terms, lead, seed);
       job.run(at);
-      if (job.calls() < at) break;  // it had ended
+      if (job.calls() < at) break;  // the job ended before the stop
       INFO(describe(terms) << ", lead " << lead << ", stop at call " << at);
       REQUIRE(job.stopped == terms.save);
-      if (!terms.save) {  // there is nothing to stop for
+      if (!terms.save) {  // without saves a stop has no effect
         job.check_complete();
         continue;
       }
@@ -113,7 +114,7 @@ TEST_CASE("a stop at any moment saves all that was done, and the rest can be mad
   });
 }
 
-TEST_CASE("a stopped job can be stopped again, before it has made a step") {
+TEST_CASE("a stopped job can be stopped again before it has made a step") {
   Schedule::Terms terms{3, 2, 0, 4, GENERATE(false, true), true, 0};
   Saved saved{{1, {0, 0, 0}, 0}, {}};
   for (int64_t times = 0; times < 40; ++times) {
@@ -129,23 +130,23 @@ TEST_CASE("a stopped job can be stopped again, before it has made a step") {
   last.check_complete();
 }
 
-TEST_CASE("a trainer that is done takes over the steps of a slow one") {
+TEST_CASE("a trainer that has completed its shard takes over steps of a slow trainer") {
   Schedule::Terms terms{2, 1, 0, 5, true, false, 0};
   Schedule schedule(terms,
                     {[] {}, [](const Position&, bool) {}, [](const Position&) {}, [](bool) {}});
   const base::Future<Task> slow = schedule.next(1, false);
-  CHECK_FALSE(slow.done());  // until the other one is there
+  CHECK_FALSE(slow.done());  // waits for the other trainer
   std::map<int32_t, int> made;
   for (int i = 0; i < 9; ++i) ++made[schedule.next(0, false).wait().shard];
   CHECK(slow.wait().shard == 1);
   CHECK(made == std::map<int32_t, int>{{0, 5}, {1, 4}});
   const base::Future<Task> fast = schedule.next(0, false);
-  CHECK_FALSE(fast.done());  // until the slow one is there
+  CHECK_FALSE(fast.done());  // waits for the slow trainer
   CHECK(schedule.next(1, false).wait().kind == Task::Kind::kEvaluate);
   CHECK(fast.wait().kind == Task::Kind::kEvaluate);
 }
 
-TEST_CASE("trainers on threads of their own get every step once, stopped or not") {
+TEST_CASE("trainers on several threads get every step once, stopped or not") {
   constexpr int kTrainers = 4;
   base::Random random({17});
   for (int round = 0; round < 200; ++round) {
@@ -219,7 +220,7 @@ TEST_CASE("an error in a hook reaches all trainers") {
   }
 }
 
-TEST_CASE("why nothing more is to come is told who waits, and who comes") {
+TEST_CASE("the error that ends a schedule reaches waiting and later callers") {
   Schedule schedule({2, 1, 0, 1, false, false, 0}, {});
   const base::Future<Task> waits = schedule.next(0, false);
   REQUIRE_FALSE(waits.done());
@@ -230,7 +231,7 @@ TEST_CASE("why nothing more is to come is told who waits, and who comes") {
   }
 }
 
-TEST_CASE("a trainer that asks twice is told so") {
+TEST_CASE("a second concurrent call of a trainer is refused") {
   Schedule schedule({2, 1, 0, 1, false, false, 0}, {});
   const base::Future<Task> waits = schedule.next(0, false);
   CHECK(testing::error_of([&] { (void)schedule.next(0, false); }).kind ==
@@ -238,7 +239,7 @@ TEST_CASE("a trainer that asks twice is told so") {
   CHECK_FALSE(waits.done());
 }
 
-TEST_CASE("a position becomes JSON and back; what is none is refused") {
+TEST_CASE("a position is converted to JSON and back; invalid JSON is refused") {
   const Position position{3, {4, 0, 2}, 30};
   const Position back = read_back(position, 3);
   CHECK(back.epoch == 3);
@@ -280,7 +281,7 @@ TEST_CASE("a position beyond the end of the epoch is refused") {
   schedule.resume({1, {5, 5}, 10});
 }
 
-TEST_CASE("a schedule tells whom the others wait for") {
+TEST_CASE("a schedule names the trainer that the others wait for") {
   Schedule schedule({.trainers = 3, .steps_per_epoch = 1}, {});
   CHECK(schedule.waits().empty());
   std::vector<base::Future<Task>> tasks{schedule.next(2, false), schedule.next(0, false)};

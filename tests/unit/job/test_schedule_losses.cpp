@@ -1,4 +1,4 @@
-// A schedule whose trainers are lost at any moment, and come back or not.
+// Tests a schedule whose trainers are lost at any moment and return or not.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -13,8 +13,8 @@ using namespace distrain::job;
 
 namespace {
 
-// How the optimizers of a job let trainers wait for each other: nobody goes on who is more than
-// `lead` steps ahead of the slowest of those who neither rest nor are lost.
+// Models how the optimizers of a job make trainers wait: a trainer waits while it is more than
+// `lead` steps ahead of the slowest trainer that is neither resting nor lost.
 class Pace {
  public:
   Pace(int trainers, int64_t lead) : lead_(lead), all_(static_cast<size_t>(trainers)) {}
@@ -55,13 +55,13 @@ class Pace {
 };
 
 struct Chances {
-  int64_t loss = 0;         // in a thousand events
-  int64_t unknown = 0;      // in ten losses: nobody knows what was made
-  int64_t most_losses = 0;  // in a run
+  int64_t loss = 0;         // per thousand events
+  int64_t unknown = 0;      // per ten losses: it is unknown which steps the lost trainer made
+  int64_t most_losses = 0;  // per run
   bool come_back = true;
 };
 
-// One event after the other, in an order that comes from a seed.
+// Runs one event after the other, in an order that depends on a seed.
 class LossSimulation {
  public:
   LossSimulation(const Schedule::Terms& terms, int64_t lead, const Chances& chances, uint64_t seed)
@@ -127,7 +127,7 @@ class LossSimulation {
     Seat seat;
     base::Future<Task> asked;
     Task task;
-    int64_t of_lease = 0;  // steps made
+    int64_t of_lease = 0;  // completed steps of the lease
     int64_t of_seat = 0;
     bool stops = false;
   };
@@ -170,7 +170,8 @@ class LossSimulation {
     if (!right) errors_.push_back(what);
   }
 
-  // Nobody has a lease, and all parts of it have been brought since it began, or began again.
+  // Checks that no trainer has a lease and that the trainers have brought all parts since the
+  // meeting began or was repeated.
   void expect_meeting(const std::string& what) {
     for (const Trainer& each : trainers_) {
       expect(each.at == At::kAsking || each.at == At::kGone, what + " while one was at work");
@@ -184,7 +185,7 @@ class LossSimulation {
     parts_.clear();
   }
 
-  // ---- a trainer's own ----
+  // ---- the state of one trainer ----
 
   bool can_go_on(int t) const {
     switch (trainer(t).at) {
@@ -253,7 +254,7 @@ class LossSimulation {
     ask(t);
   }
 
-  // ---- who is lost ----
+  // ---- losses ----
 
   std::vector<int> who(At at) const {
     std::vector<int> some;
@@ -285,7 +286,7 @@ class LossSimulation {
   void lose_somebody() {
     const int t = static_cast<int>(random_.below(static_cast<uint64_t>(terms_.trainers)));
     Trainer& its = trainer(t);
-    // There is always another one, as rank 0 sees to.
+    // At least one other trainer is left, as rank 0 ensures.
     if (losses_ >= chances_.most_losses || here() < 2 || its.at == At::kGone ||
         its.at == At::kEnded) {
       return;
@@ -293,7 +294,7 @@ class LossSimulation {
     ++losses_;
     const bool asks = its.at == At::kAsking;
     const bool was_told = asks && t != in_next_ && its.asked.done();
-    if (was_told) {  // the answer is on its way
+    if (was_told) {  // the task was handed out but has not arrived
       its.task = its.asked.wait();
       its.of_lease = 0;
     }
@@ -369,7 +370,7 @@ class LossSimulation {
   Pace pace_;
   Schedule schedule_;
   std::vector<Trainer> trainers_;
-  std::vector<std::pair<int32_t, int32_t>> parts_;  // brought to the meeting under way
+  std::vector<std::pair<int32_t, int32_t>> parts_;  // brought to the current meeting
   Steps done_;
   Steps doubted_;
   std::vector<std::string> errors_;
@@ -380,8 +381,8 @@ class LossSimulation {
   int64_t again_ = 0;
   int64_t twice_ = 0;
   int64_t in_doubt_ = 0;
-  int in_next_ = -1;  // who is asking just now
-  int to_tell_ = 0;   // losses that go_on() has to follow
+  int in_next_ = -1;  // the trainer that is in next() now, or -1
+  int to_tell_ = 0;   // losses that need a call of go_on()
   int ends_ = 0;
 };
 
@@ -412,7 +413,7 @@ Case some_job(base::Random& random) {
 
 }  // namespace
 
-TEST_CASE("each step is made once, however many trainers are lost and come back") {
+TEST_CASE("each step is made once, however many trainers are lost and return") {
   int64_t losses = 0, returns = 0, again = 0;
   for (uint64_t seed = 0; seed < kRuns; ++seed) {
     base::Random random({seed, 1});
@@ -432,7 +433,7 @@ TEST_CASE("each step is made once, however many trainers are lost and come back"
   CHECK(again > static_cast<int64_t>(kRuns / 20));
 }
 
-TEST_CASE("a step is made twice only if nobody could tell whether a lost trainer had made it") {
+TEST_CASE("a step is made twice only if it is unknown whether a lost trainer made it") {
   for (uint64_t seed = 0; seed < kRuns; ++seed) {
     base::Random random({seed, 2});
     const Case job = some_job(random);
@@ -446,7 +447,7 @@ TEST_CASE("a step is made twice only if nobody could tell whether a lost trainer
   }
 }
 
-TEST_CASE("a job that loses trainers can be stopped at any moment, and goes on from there") {
+TEST_CASE("a job that loses trainers can be stopped at any moment and resumed") {
   for (uint64_t seed = 0; seed < kRuns; ++seed) {
     base::Random random({seed, 3});
     Case job = some_job(random);
@@ -463,13 +464,13 @@ TEST_CASE("a job that loses trainers can be stopped at any moment, and goes on f
   }
 }
 
-TEST_CASE("what a lost trainer had is handed out before all else, and to those who wait") {
+TEST_CASE("the steps of a lost trainer are handed out first, also to waiting trainers") {
   Schedule schedule({.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
   const base::Future<Task> first = schedule.next(0, false, 5);
   const Task lost = schedule.next(1, false, 4).wait();
   REQUIRE(first.wait().count == 5);
   CHECK(lost.count == 4);
-  const Task last = schedule.next(0, false, 5).wait();  // of the other one's shard
+  const Task last = schedule.next(0, false, 5).wait();  // a step of the other trainer's shard
   CHECK(last.shard == 1);
   CHECK(last.step == 4);
   const base::Future<Task> waits = schedule.next(0, false, 2);
@@ -490,7 +491,7 @@ TEST_CASE("what a lost trainer had is handed out before all else, and to those w
   CHECK(schedule.next(0, false).wait().kind == Task::Kind::kEvaluate);
 }
 
-TEST_CASE("a seat that another has taken gets nothing, and nobody takes one that is not empty") {
+TEST_CASE("a replaced seat gets no task, and only an empty seat can be taken") {
   Schedule schedule({.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
   CHECK(testing::error_of([&] { schedule.take_seat(1); }).kind == base::ErrorKind::kInvalid);
   const base::Future<Task> waits = schedule.next(1, false);
@@ -498,7 +499,7 @@ TEST_CASE("a seat that another has taken gets nothing, and nobody takes one that
   const Schedule::Lost lost = schedule.lose(1, std::nullopt);
   CHECK(lost.back == 0);
   CHECK(testing::error_of([&] { (void)waits.wait(); }).kind == base::ErrorKind::kPeerLost);
-  CHECK(schedule.lose(1, 7).made == 0);  // once
+  CHECK(schedule.lose(1, 7).made == 0);  // a loss counts once
   const Seat next = schedule.take_seat(1);
   CHECK(next.before == 1);
   CHECK(testing::error_of([&] { (void)schedule.next(1, false); }).kind ==
