@@ -17,7 +17,7 @@ using nn::Dropout;
 
 namespace {
 
-// The tutorial's network, as torch.nn has it.
+// The network of the tutorial, built from torch.nn modules.
 struct TorchConvNet final : torch::nn::Module {
   TorchConvNet() {
     conv1 = register_module("conv1", torch::nn::Conv2d(1, 32, 3));
@@ -37,7 +37,7 @@ struct TorchConvNet final : torch::nn::Module {
 
 }  // namespace
 
-TEST_CASE("the ConvNet's parameters have the names, shapes and number of PyTorch's") {
+TEST_CASE("the parameters of the ConvNet have PyTorch's names, shapes and number") {
   const ConvNet net(1);
   TorchConvNet other;
   int64_t count = 0;
@@ -57,7 +57,7 @@ TEST_CASE("the ConvNet's parameters have the names, shapes and number of PyTorch
   CHECK(count == 1'199'882);
 }
 
-TEST_CASE("without dropout the ConvNet is PyTorch's, in output and gradients") {
+TEST_CASE("without dropout the ConvNet has PyTorch's output and gradients") {
   const ConvNet net(1);
   TorchConvNet other;
   {
@@ -82,7 +82,7 @@ TEST_CASE("without dropout the ConvNet is PyTorch's, in output and gradients") {
   }
 }
 
-TEST_CASE("the ConvNet begins as torch.nn's layers do, by the seed") {
+TEST_CASE("the ConvNet is initialized as torch.nn's layers are, depending on the seed") {
   const ConvNet net(1), same(1), other(2);
   const std::vector<double> fans_in = {9, 9, 288, 288, 9216, 9216, 128, 128};
   for (size_t i = 0; i < fans_in.size(); ++i) {
@@ -96,7 +96,7 @@ TEST_CASE("the ConvNet begins as torch.nn's layers do, by the seed") {
   }
 }
 
-TEST_CASE("the ConvNet's dropout is of its key") {
+TEST_CASE("the ConvNet's dropout depends on its key") {
   const ConvNet net(1);
   const at::Tensor images = at::randn({3, 1, 28, 28});
   const auto scores = [&](Dropout dropout, std::optional<double> rate = {}) {

@@ -32,7 +32,7 @@ torch::nn::LSTM torch_lstm(const Lstm& lstm) {
 
 }  // namespace
 
-TEST_CASE("without dropout the LSTM is torch's, in output, state and gradients") {
+TEST_CASE("without dropout the LSTM has torch's output, state and gradients") {
   Lstm lstm(kInput, kHidden, kLayers, GENERATE(0.0, 0.5), 11);
   torch::nn::LSTM other = torch_lstm(lstm);
   const at::Tensor x = at::rand({kLength, kColumns, kInput}).requires_grad_();
@@ -44,7 +44,7 @@ TEST_CASE("without dropout the LSTM is torch's, in output, state and gradients")
   CHECK(at::allclose(output, expected));
   CHECK(at::allclose(state.hidden, std::get<0>(carried)));
   CHECK(at::allclose(state.cell, std::get<1>(carried)));
-  CHECK_FALSE(state.hidden.requires_grad());  // the batch before is done with
+  CHECK_FALSE(state.hidden.requires_grad());  // the state is detached from the previous batch
   CHECK_FALSE(state.cell.requires_grad());
 
   const at::Tensor weight = at::rand_like(output);
@@ -58,7 +58,7 @@ TEST_CASE("without dropout the LSTM is torch's, in output, state and gradients")
   }
 }
 
-TEST_CASE("two batches with the state carried give what one long batch gives") {
+TEST_CASE("two batches with a carried state give the same result as one long batch") {
   Lstm lstm(kInput, kHidden, kLayers, 0.5, 11);
   const at::Tensor x = at::rand({2 * kLength, kColumns, kInput});
   Dropout none;
@@ -71,7 +71,7 @@ TEST_CASE("two batches with the state carried give what one long batch gives") {
   CHECK(at::allclose(halves.cell, whole.cell));
 }
 
-TEST_CASE("dropout is between the layers, by its key") {
+TEST_CASE("dropout is between the layers and depends on its key") {
   Lstm lstm(kInput, kHidden, kLayers, 0.5, 11);
   const at::Tensor x = at::rand({kLength, kColumns, kInput});
   const auto output = [&](Dropout dropout) {
@@ -83,7 +83,7 @@ TEST_CASE("dropout is between the layers, by its key") {
   CHECK_FALSE(at::equal(output(Dropout({1})), output(Dropout())));
 }
 
-TEST_CASE("the LSTM's weights are uniform within 1 / sqrt(hidden), by the seed") {
+TEST_CASE("the LSTM's weights are uniform within 1 / sqrt(hidden) and depend on the seed") {
   const Lstm lstm(kInput, 64, kLayers, 0.0, 11), same(kInput, 64, kLayers, 0.0, 11),
       other(kInput, 64, kLayers, 0.0, 12);
   for (const auto& [name, weight] : lstm->named()) {

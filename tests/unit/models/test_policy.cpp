@@ -36,7 +36,7 @@ std::vector<PolicyStep> some_steps(size_t count) {
 
 }  // namespace
 
-TEST_CASE("the policy's gradient is autograd's") {
+TEST_CASE("the policy's gradient equals autograd's") {
   Policy policy(GENERATE(1, 2));
   const std::vector<PolicyStep> steps = some_steps(50);
   const std::vector<at::Tensor> parameters = testing::torch_parameters(policy);
@@ -54,13 +54,13 @@ TEST_CASE("the policy's gradient is autograd's") {
   }
 }
 
-TEST_CASE("the policy's gradient is what the loss changes by") {
+TEST_CASE("the policy's gradient equals the numerical one") {
   Policy policy(3);
   const std::vector<PolicyStep> steps = some_steps(20);
   const Policy::Loss loss = policy.loss(steps);
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
     CAPTURE(Policy::names()[i]);
-    // Along the gradient itself the loss changes most, so that rounding matters least.
+    // The loss changes most along the gradient, so rounding matters least there.
     const at::Tensor direction = loss.gradients[i] / loss.gradients[i].norm();
     at::Tensor& parameter = policy.parameters()[i];
     const at::Tensor before = parameter.clone();
@@ -75,7 +75,7 @@ TEST_CASE("the policy's gradient is what the loss changes by") {
   }
 }
 
-TEST_CASE("an action depends on its own state and key alone") {
+TEST_CASE("an action depends only on its own state and key") {
   const Policy policy(1);
   const std::vector<PolicyInput> inputs = some_inputs(300);
   const std::vector<int> together = policy.act(inputs);
@@ -84,19 +84,19 @@ TEST_CASE("an action depends on its own state and key alone") {
   CHECK(policy.act({}).empty());
 }
 
-TEST_CASE("actions are drawn as often as the policy says") {
+TEST_CASE("actions are drawn with the policy's probabilities") {
   Policy policy(1);
-  // Without the second layer's weights dropout does not matter.
+  // Without the weights of the second layer, dropout has no effect.
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, std::log(3.0F)}));
   std::vector<PolicyInput> inputs = some_inputs(4000);
   int64_t ones = 0;
   for (const int action : policy.act(inputs)) ones += action;
-  CHECK(ones > 3000 - 4 * 28);  // four deviations
+  CHECK(ones > 3000 - 4 * 28);  // four standard deviations
   CHECK(ones < 3000 + 4 * 28);
 }
 
-TEST_CASE("a policy's scores may be as large as they like") {
+TEST_CASE("a policy's scores may be arbitrarily large") {
   Policy policy(1);
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, 1e30F}));
@@ -127,7 +127,7 @@ TEST_CASE("dropout keeps two fifths of the units, and the mean") {
   CHECK(Policy::dropout_mask({1, 1, 0, 1, 0}) != Policy::dropout_mask({1, 2, 0, 1, 0}));
 }
 
-TEST_CASE("a policy begins as torch.nn.Linear does") {
+TEST_CASE("a policy is initialized as torch.nn.Linear is") {
   Policy policy(1), same(1), other(2);
   const std::vector<double> bounds = {0.5, 0.5, 1 / std::sqrt(128.0), 1 / std::sqrt(128.0)};
   for (size_t i = 0; i < bounds.size(); ++i) {

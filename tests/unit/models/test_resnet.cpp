@@ -21,7 +21,7 @@ std::string refused_cut(const std::string& model, int stages,
                         [&] { cut_resnet(model, stages, split, 1000, 128); });
 }
 
-// The blocks of each stage, as "layer1.0 layer1.1 | …".
+// Returns the blocks of each stage, as "layer1.0 layer1.1 | …".
 std::string cut(const std::string& model, int stages, const std::vector<std::string>& split = {}) {
   const std::vector<std::string> blocks = resnet_blocks(model);
   std::string text;
@@ -90,7 +90,7 @@ TEST_CASE("the ResNets have torchvision's number of parameters and buffers") {
   CHECK(resnet18.buffers().size() == 60);
   for (const auto& [name, parameter] : resnet18.parameters()) CHECK(parameter.requires_grad());
   for (const auto& [name, buffer] : resnet18.buffers()) CHECK_FALSE(buffer.requires_grad());
-  // More of the names is compared with torchvision's in tests/oracle.
+  // The tests in tests/oracle compare more names with torchvision's.
   std::vector<std::string> first;
   for (size_t i = 0; i < 4; ++i) first.push_back(resnet50.parameters()[i].first);
   CHECK(first == std::vector<std::string>{"conv1.weight", "bn1.weight", "bn1.bias",
@@ -99,7 +99,7 @@ TEST_CASE("the ResNets have torchvision's number of parameters and buffers") {
   CHECK(resnet50.parameters().back().first == "fc.bias");
 }
 
-TEST_CASE("there is no other ResNet") {
+TEST_CASE("other depths of a ResNet are refused") {
   for (const auto& call : std::vector<std::function<void()>>{
            [] { resnet_blocks("resnet34"); }, [] { resnet_costs("resnet34", 10, 32); },
            [] { cut_resnet("resnet34", 2, {}, 10, 32); },
@@ -115,10 +115,10 @@ TEST_CASE("there is no other ResNet") {
   CHECK_THROWS(ResNetStage("resnet18", 10, {3, 3}, 1));
 }
 
-TEST_CASE("stages in a row are the whole model bit for bit, whatever the cut") {
+TEST_CASE("stages in a row equal the whole model bit for bit, wherever it is split") {
   const at::Tensor images = at::randn({2, 4, 3, 40, 40});
   const at::Tensor labels = at::randint(7, {2, 4}, at::kLong);
-  // Two micro-batches, both forward before the first goes backward.
+  // Two micro-batches: both run forward before the first runs backward.
   const auto train = [&](std::vector<ResNetStage>& stages) {
     const at::Tensor first = forward(stages, images[0]);
     const at::Tensor second = forward(stages, images[1]);
@@ -142,7 +142,7 @@ TEST_CASE("stages in a row are the whole model bit for bit, whatever the cut") {
   }
 }
 
-TEST_CASE("what travels between stages is contiguous, forward and backward") {
+TEST_CASE("tensors that are sent between stages are contiguous, forward and backward") {
   std::vector<ResNetStage> stages = make_stages(cut_resnet("resnet18", 2, {}, 7, 64), 7, 3);
   const at::Tensor sent = stages[0].forward(at::randn({2, 3, 64, 64}));
   CHECK(sent.sizes() == std::vector<int64_t>{2, 8, 8, 128});
@@ -152,7 +152,7 @@ TEST_CASE("what travels between stages is contiguous, forward and backward") {
   CHECK(received.grad().is_contiguous());
 }
 
-TEST_CASE("the ResNets begin as torchvision's do, by seed and name") {
+TEST_CASE("the ResNets are initialized as torchvision's, depending on seed and name") {
   const ResNetStage net("resnet50", 1000, whole_resnet("resnet50"), 1);
   for (const auto& [name, parameter] : net.parameters()) {
     CAPTURE(name);
@@ -187,7 +187,7 @@ TEST_CASE("the ResNets begin as torchvision's do, by seed and name") {
       at::equal(net.state().at("layer4.1.conv2.weight"), net.state().at("layer4.2.conv2.weight")));
 }
 
-TEST_CASE("training moves the running statistics, evaluation uses them") {
+TEST_CASE("training updates the running statistics, evaluation uses them") {
   std::vector<ResNetStage> net = make_stages({whole_resnet("resnet18")}, 7, 3);
   const at::Tensor images = at::randn({4, 3, 40, 40});
   const at::Tensor trained = forward(net, images);
@@ -197,13 +197,13 @@ TEST_CASE("training moves the running statistics, evaluation uses them") {
   const at::Tensor evaluated = forward(net, images, false);
   check_same(state(net[0]), moved);
   CHECK_FALSE(at::allclose(evaluated, trained));
-  // An image's scores do not depend on its batch any more.
+  // In evaluation, the scores of an image do not depend on its batch.
   CHECK(at::allclose(forward(net, images.narrow(0, 0, 1), false), evaluated.narrow(0, 0, 1), 1e-4,
                      1e-4));
   CHECK(at::allclose(forward(net, images), trained));
 }
 
-TEST_CASE("one value a channel is too few to train batch norm") {
+TEST_CASE("one value per channel is too few to train batch norm") {
   std::vector<ResNetStage> net = make_stages({whole_resnet("resnet18")}, 7, 3);
   const auto refused = [](auto call) { return data::error_of(base::ErrorKind::kInvalid, call); };
   CHECK(refused([&] {
@@ -221,7 +221,7 @@ TEST_CASE("one value a channel is too few to train batch norm") {
   forward(net, at::randn({1, 3, 32, 32}), false);
 }
 
-TEST_CASE("a ResNet is cut by names, by the tutorial, or evenly") {
+TEST_CASE("a ResNet is split by names, as in the tutorial, or evenly") {
   CHECK(resnet_blocks("resnet18") ==
         std::vector<std::string>{"stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0",
                                  "layer3.1", "layer4.0", "layer4.1", "head"});
@@ -239,7 +239,7 @@ TEST_CASE("a ResNet is cut by names, by the tutorial, or evenly") {
         "layer4.1 | head");
 }
 
-TEST_CASE("no other cut has a cheaper most expensive stage") {
+TEST_CASE("the automatic split minimizes the cost of the most expensive stage") {
   for (const std::string model : {"resnet18", "resnet50"}) {
     const std::vector<double> costs = resnet_costs(model, 1000, 128);
     REQUIRE(costs.size() == resnet_blocks(model).size());
@@ -267,7 +267,7 @@ TEST_CASE("no other cut has a cheaper most expensive stage") {
   }
 }
 
-TEST_CASE("a cut that is none is refused") {
+TEST_CASE("an invalid split is refused") {
   const std::string blocks =
       "stem, layer1.0, layer1.1, layer2.0, layer2.1, layer3.0, layer3.1, layer4.0, layer4.1, head";
   CHECK(refused_cut("resnet18", 2, {"layer5"}) == "--split: resnet18 has no block layer5, but " +
@@ -292,7 +292,7 @@ TEST_CASE("a cut that is none is refused") {
   CHECK(refused_cut("resnet18", 0, {}) == "--stages must be at least 1, not 0");
 }
 
-TEST_CASE("weights are loaded by whatever stage they belong to, and are checked") {
+TEST_CASE("weights are loaded into any split of stages, and are checked") {
   const ResNetStage other("resnet18", 7, whole_resnet("resnet18"), 5);
   NamedTensors weights = state(other);
   for (auto& [name, tensor] : weights) {
