@@ -1,4 +1,4 @@
-// Connected pairs of either transport, raw sockets, and frames whose content follows from a number.
+// Connected pairs of each transport, raw sockets, and frames whose content depends on a seed.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ namespace distrain::net {
 
 using namespace std::chrono_literals;
 
-// Of any wait here; a failure, never a pace. CTest's own limit of 60 s would not say what of.
+// The limit of each wait; reaching it is a failure. CTest's limit of 60 s would not name the wait.
 inline constexpr auto kLongest = 45s;
 
 inline double cpu_seconds() {
@@ -41,8 +41,8 @@ inline double cpu_seconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// Whether this process, left alone, computes next to nothing. A virtual machine may charge it for
-// time that the processor was away: then it has another try.
+// Returns true if this process uses almost no CPU time while idle. Tries three times because a
+// virtual machine may charge a process for time in which the processor was away.
 inline bool uses_no_cpu() {
   for (int i = 0; i < 3; ++i) {
     const double before = cpu_seconds();
@@ -81,7 +81,7 @@ inline Fd accept_one(const Fd& listener) {
   return fd;
 }
 
-/// What `connect` comes to, which is called on the loop with what it is to tell.
+/// Calls `connect` on the loop with a callback and returns the result that the callback receives.
 template <class Connect>
 base::Result<Fd> connected_on_loop(Loop& loop, const Connect& connect) {
   base::Promise<Fd> promise;
@@ -124,7 +124,8 @@ struct Unix {
 
 // ---- frames ----
 
-// `size` bytes that follow from `seed`; a shifted, torn or repeated piece shows.
+// Returns `size` bytes that depend on `seed`, so that a shifted, torn or repeated piece is
+// detected.
 inline std::vector<uint8_t> pattern(size_t size, uint64_t seed) {
   std::vector<uint8_t> bytes(size);
   uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;
@@ -165,7 +166,7 @@ inline bool intact(const InFrame& frame) {
           reinterpret_cast<uintptr_t>(frame.payload.data()) % wire::kPayloadAlignment == 0);
 }
 
-// A frame as it lies on the wire.
+// Returns a frame as it is sent on the wire.
 inline std::vector<uint8_t> wire_bytes(const OutFrame& frame) {
   wire::FrameHeader header = frame.header;
   header.meta_bytes = static_cast<uint32_t>(frame.meta.size());
@@ -184,7 +185,7 @@ inline std::vector<uint8_t> wire_bytes(const OutFrame& frame) {
 
 // ---- the ends of a connection ----
 
-// What a stream's handler was told. Shared with the handler, so that it may outlive the test's end.
+// Records the calls of a stream's handler. Shared with the handler, which may outlive the test.
 class Record {
  public:
   Stream::Handler handler() {
@@ -268,7 +269,7 @@ void on_loop(Loop& loop, F fn) {
 
 // ---- raw sockets ----
 
-// False when the other side is gone.
+// Returns false if the peer has disconnected.
 inline bool raw_write(int fd, std::span<const uint8_t> bytes, size_t step = SIZE_MAX) {
   while (!bytes.empty()) {
     const ssize_t n =
@@ -284,7 +285,7 @@ inline bool raw_write(int fd, std::span<const uint8_t> bytes, size_t step = SIZE
   return true;
 }
 
-// Up to `count` bytes; fewer at the end of the connection.
+// Reads `count` bytes, or fewer at the end of the connection.
 inline std::vector<uint8_t> raw_read(int fd, size_t count) {
   std::vector<uint8_t> bytes(count);
   size_t have = 0;

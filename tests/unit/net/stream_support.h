@@ -1,4 +1,4 @@
-// Streams to test: two of one connection, or one against a raw socket.
+// Pairs of streams for tests: two of one connection, or one against a raw socket.
 #pragma once
 
 #include <functional>
@@ -17,11 +17,11 @@ struct Pair {
     b = started(loop, std::move(second), record_b);
   }
   Record record_a, record_b;
-  Loop loop;  // after the records: it ends first
+  Loop loop;  // after the records, so that it is destroyed first
   StreamPtr a, b;
 };
 
-// A stream against a socket in the test's hands.
+// A stream against a socket that the test reads and writes directly.
 template <class Transport>
 struct Half {
   explicit Half(const wire::Limits& limits = {}) {
@@ -35,7 +35,7 @@ struct Half {
   StreamPtr stream;
 };
 
-// Sends until the socket takes no more; what was sent is large enough to be queued.
+// Sends until the socket's buffer is full; the bytes are too many to fit, so some are queued.
 inline std::vector<std::weak_ptr<const void>> fill(Stream& stream, size_t frames, size_t bytes) {
   std::vector<std::weak_ptr<const void>> alive;
   for (size_t i = 0; i < frames; ++i) {

@@ -30,7 +30,7 @@ TEST_CASE("posted tasks run on the loop in their order") {
   CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_CASE("each poster's order is kept") {
+TEST_CASE("the order of each posting thread is kept") {
   Loop loop;
   constexpr int kThreads = 4, kTasks = 2000;
   std::vector<std::vector<int>> seen(kThreads);
@@ -48,7 +48,7 @@ TEST_CASE("each poster's order is kept") {
   }
 }
 
-TEST_CASE("a task posted by a task runs after those that wait already") {
+TEST_CASE("a task that a task posts runs after those that wait already") {
   Loop loop;
   std::vector<int> order;
   base::Promise<void> done;
@@ -68,8 +68,8 @@ TEST_CASE("a task posted by a task runs after those that wait already") {
   CHECK(order == std::vector<int>{0, 1, 2, 3});
 }
 
-TEST_CASE("the loop does not poll after a heartbeat, as nothing follows it") {
-  Record record;  // outlives the loop, which tells it of the end
+TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it") {
+  Record record;  // outlives the loop, which reports the end of the stream to it
   Loop loop;
   auto ends = Unix::connected();
   const StreamPtr stream = started(loop, std::move(ends.first), record);
@@ -87,7 +87,8 @@ TEST_CASE("the loop does not poll after a heartbeat, as nothing follows it") {
     record.take();
     return activity() - before;
   };
-  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // the question itself
+  CHECK(send_and_count(wire::FrameKind::kHeartbeat) ==
+        1);  // the loop wakes up once for this question
   CHECK(send_and_count(wire::FrameKind::kCall) == 2);
 }
 
@@ -102,13 +103,13 @@ TEST_CASE("wake-ups are not lost") {
   CHECK(ran == 3000);
 }
 
-TEST_CASE("timers run in the order of their times, not before them") {
+TEST_CASE("timers run in the order of their times and not early") {
   Loop loop;
   std::vector<int> order;
   bool early = false;
   base::Promise<void> done;
   const int delays[] = {7, 3, 5, 1, 9, 5, 0};
-  on_loop(loop, [&] {  // where no timer runs before all are there
+  on_loop(loop, [&] {  // on the loop, so that no timer runs before all are set
     const base::TimePoint start = base::Clock::now() + 2ms;
     for (int i = 0; i < 7; ++i) {
       const base::TimePoint when = start + delays[i] * 1ms;
@@ -125,7 +126,7 @@ TEST_CASE("timers run in the order of their times, not before them") {
   CHECK_FALSE(early);
 }
 
-TEST_CASE("a timer that is due runs at once, one for never does not") {
+TEST_CASE("a due timer runs at once, a timer for kNever does not run") {
   Loop loop;
   base::Promise<void> done;
   loop.call_at(base::kNever, [&done] { done.fail({}); });
@@ -134,7 +135,7 @@ TEST_CASE("a timer that is due runs at once, one for never does not") {
   done.future().wait();
 }
 
-TEST_CASE("timers from inside the loop, and from inside timers") {
+TEST_CASE("timers may be set inside the loop and inside timers") {
   Loop loop;
   base::Promise<int> done;
   int count = 0;
@@ -149,14 +150,14 @@ TEST_CASE("timers from inside the loop, and from inside timers") {
   CHECK(done.future().wait() == 5);
 }
 
-TEST_CASE("a cancelled timer does not run and lets go of its task") {
+TEST_CASE("a cancelled timer does not run and releases its task") {
   Loop loop;
   std::atomic<bool> ran{false};
   auto token = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = token;
   const uint64_t id = loop.call_at(base::Clock::now() + 1h, [&ran, token] { ran = true; });
   token.reset();
-  // In one task of the loop, so that it cannot run before it is cancelled.
+  // In one task of the loop, so that the timer cannot run before it is cancelled.
   on_loop(loop, [&] { loop.cancel(loop.call_at(base::Clock::now() + 3ms, [&] { ran = true; })); });
   loop.cancel(id);
   base::Promise<void> later;
@@ -164,13 +165,13 @@ TEST_CASE("a cancelled timer does not run and lets go of its task") {
   later.future().wait();
   CHECK(watch.expired());
   CHECK_FALSE(ran);
-  loop.cancel(last);  // has run: harmless
+  loop.cancel(last);  // has run already: no effect
   loop.cancel(123456);
   on_loop(loop, [] {});
 }
 
-// The id is known to its owner before the loop has seen the timer: a reply may be that quick.
-TEST_CASE("the loop cancels a timer that is still on its way to it") {
+// The caller has the ID before the loop has received the timer: a reply may be that quick.
+TEST_CASE("the loop cancels a timer that is still in its queue") {
   Loop loop;
   std::atomic<bool> ran{false};
   auto token = std::make_shared<int>(1);
@@ -189,7 +190,7 @@ TEST_CASE("the loop cancels a timer that is still on its way to it") {
   CHECK(watch.expired());
 }
 
-TEST_CASE("a timer cancels others, also itself, inside its task") {
+TEST_CASE("a timer can cancel other timers and itself inside its task") {
   Loop loop;
   bool other_ran = false;
   base::Promise<void> done;
@@ -206,7 +207,7 @@ TEST_CASE("a timer cancels others, also itself, inside its task") {
   CHECK_FALSE(other_ran);
 }
 
-TEST_CASE("many timers from many threads, half of them cancelled") {
+TEST_CASE("many timers from many threads run, except the half that is cancelled") {
   Loop loop;
   std::atomic<int> ran{0}, wrong{0};
   std::vector<std::thread> threads;
@@ -238,13 +239,13 @@ TEST_CASE("an idle loop uses no CPU") {
   const StreamPtr stream = started(loop, std::move(first), record);
   REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 1, 1))));
   REQUIRE(record.wait_frames(1));
-  std::this_thread::sleep_for(5ms);  // its polling after activity is over long before
+  std::this_thread::sleep_for(5ms);  // longer than the loop polls after activity
   CHECK(uses_no_cpu());
   stream->close(false);
   REQUIRE(record.wait_closed());
 }
 
-TEST_CASE("a loop that ends drops what it has not run") {
+TEST_CASE("a loop that ends drops the tasks that it has not run") {
   auto token = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = token;
   base::Future<void> future;
@@ -259,7 +260,7 @@ TEST_CASE("a loop that ends drops what it has not run") {
   CHECK(future.wait_result().error().kind == base::ErrorKind::kCancelled);
 }
 
-TEST_CASE("a loop that ends at once, and one whose tasks post on") {
+TEST_CASE("a loop may end at once, and while its tasks post tasks") {
   for (int i = 0; i < 100; ++i) Loop loop;
   for (int i = 0; i < 50; ++i) {
     std::function<void()> on;
@@ -269,8 +270,8 @@ TEST_CASE("a loop that ends at once, and one whose tasks post on") {
   }
 }
 
-// The task's effect is seen, and the loop destroyed, while post() is still returning.
-TEST_CASE("a loop may end as soon as a task posted to it has run") {
+// The test sees the task's effect and destroys the loop while post() is still returning.
+TEST_CASE("a loop may be destroyed as soon as a posted task has run") {
   std::atomic<Loop*> mailbox{nullptr};
   std::atomic<int> ran{0};
   constexpr int kRounds = 300;
@@ -291,19 +292,19 @@ TEST_CASE("a loop may end as soon as a task posted to it has run") {
   CHECK(ran == kRounds);
 }
 
-TEST_CASE("two loops in one process") {
+TEST_CASE("two loops work in one process") {
   Loop one, two;
   base::Promise<bool> done;
   one.post([&] { two.post([&] { done.set(two.in_loop() && !one.in_loop()); }); });
   CHECK(done.future().wait());
 }
 
-TEST_CASE("waiting on the loop thread ends the process") {
+TEST_CASE("waiting on the loop thread aborts the process") {
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
     std::signal(SIGABRT, SIG_DFL);
-    ::close(STDERR_FILENO);  // its message is no news here
+    ::close(STDERR_FILENO);  // hides the expected message
     Loop loop;
     base::Promise<void> never;
     on_loop(loop, [&never] { never.future().wait(); });

@@ -26,7 +26,7 @@ base::TimePoint soon() { return base::deadline_after(kLongest); }
 
 bool has_ipv6() { return listen_tcp("::1", 0).ok(); }
 
-// "fe80::1%eth0", or nothing.
+// Returns an address such as "fe80::1%eth0", or an empty string.
 std::string link_local_address() {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return {};
@@ -44,7 +44,7 @@ std::string link_local_address() {
 
 }  // namespace
 
-TEST_CASE("an Fd closes what it owns, once") {
+TEST_CASE("an Fd closes its descriptor once") {
   int pipe_fds[2];
   REQUIRE(::pipe(pipe_fds) == 0);
   Fd read_end(pipe_fds[0]);
@@ -64,7 +64,7 @@ TEST_CASE("an Fd closes what it owns, once") {
   CHECK(::close(released) == 0);
 }
 
-TEST_CASE("listen and connect over TCP") {
+TEST_CASE("TCP sockets listen and connect") {
   for (const std::string host : {"", "127.0.0.1", "localhost"}) {
     const Fd listener = std::move(listen_tcp(host, 0).value());
     const uint16_t port = local_name(listener.get()).port;
@@ -74,7 +74,7 @@ TEST_CASE("listen and connect over TCP") {
     const Fd server = accept_one(listener);
     CHECK(remote_name(client.get()).port == port);
     CHECK(local_name(client.get()).port == remote_name(server.get()).port);
-    CHECK(remote_name(server.get()).host == "127.0.0.1");  // a v4 client of a v6 socket too
+    CHECK(remote_name(server.get()).host == "127.0.0.1");  // an IPv4 client of an IPv6 socket, too
   }
   if (has_ipv6()) {
     const Fd all = std::move(listen_tcp("", 0).value());
@@ -82,7 +82,7 @@ TEST_CASE("listen and connect over TCP") {
   }
 }
 
-TEST_CASE("listening on a taken port is a rendezvous error that names it") {
+TEST_CASE("listening on a taken port is a rendezvous error that names the port") {
   for (const std::string host : {"127.0.0.1", "localhost", ""}) {
     const Fd first = std::move(listen_tcp(host, 0).value());
     const uint16_t port = local_name(first.get()).port;
@@ -105,14 +105,14 @@ TEST_CASE("a port is free again as soon as its listener is closed") {
   CHECK(listen_tcp("127.0.0.1", port).ok());
 }
 
-TEST_CASE("listening on an address of another machine, or on no address at all") {
+TEST_CASE("listening on an address of another machine, or on an invalid address, fails") {
   CHECK(error_of(listen_tcp("192.0.2.1", 0)).kind == base::ErrorKind::kRendezvous);
   const base::Error error = error_of(listen_tcp("no-such-host.invalid", 29500));
   CHECK(error.kind == base::ErrorKind::kRendezvous);
   CHECK(contains(error.message, "listening on no-such-host.invalid:29500: host "));
 }
 
-TEST_CASE("connecting to nobody fails at once and names whom") {
+TEST_CASE("connecting to a closed port fails at once and names the address") {
   uint16_t port = 0;
   { port = local_name(std::move(listen_tcp("127.0.0.1", 0).value()).get()).port; }
   const base::TimePoint start = base::Clock::now();
@@ -128,8 +128,8 @@ TEST_CASE("connecting to an unknown host fails and names it") {
   CHECK(contains(error.message, "no-such-host.invalid"));
 }
 
-TEST_CASE("connecting gives up at its deadline") {
-  // A listener whose backlog is full takes no more connections.
+TEST_CASE("connecting fails at its deadline") {
+  // A listener whose backlog is full accepts no more connections.
   const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -153,7 +153,7 @@ TEST_CASE("connecting gives up at its deadline") {
   }
 }
 
-TEST_CASE("listen and connect over a unix socket") {
+TEST_CASE("unix sockets listen and connect") {
   const TempDir folder;
   const Fd listener = std::move(listen_unix(folder / "s").value());
   const Fd client = std::move(connect_unix(folder / "s").value());
@@ -167,7 +167,7 @@ TEST_CASE("listen and connect over a unix socket") {
   CHECK(contains(nobody.message, folder / "t"));
 }
 
-TEST_CASE("the path of a unix socket may have 107 bytes, not more") {
+TEST_CASE("the path of a unix socket may have at most 107 bytes") {
   const TempDir folder;
   const std::string prefix = folder / "";
   const std::string longest = prefix + std::string(107 - prefix.size(), 'x');
@@ -189,7 +189,7 @@ TEST_CASE("sockets are not inherited by programs that the process starts") {
   }
 }
 
-TEST_CASE("without descriptors it is resources") {
+TEST_CASE("running out of descriptors is a resources error") {
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
@@ -213,7 +213,7 @@ TEST_CASE("without descriptors it is resources") {
   CHECK(status == 0);
 }
 
-TEST_CASE("which names are this machine's") {
+TEST_CASE("local host names are recognized") {
   CHECK(is_loopback("localhost"));
   CHECK(is_loopback("127.0.0.1"));
   CHECK(is_loopback("127.8.9.10"));
@@ -221,11 +221,11 @@ TEST_CASE("which names are this machine's") {
   CHECK_FALSE(is_loopback("no-such-host.invalid"));
 }
 
-TEST_CASE("a server listens on the interface that its name means, or on all") {
+TEST_CASE("a server listens on the interface of its host name, or on all interfaces") {
   for (const std::string host : {"localhost", "127.0.0.1", "127.8.9.10", "::1", "[::1]"}) {
     CHECK(host_to_bind(host).value() == host);
   }
-  // Loopback under another name: as the own name in /etc/hosts.
+  // Other names of the loopback interface, as /etc/hosts may have for the host's own name.
   for (const char* host : {"ip6-localhost", "localhost.localdomain"}) {
     if (is_loopback(host)) CHECK(host_to_bind(host).value().empty());
   }
@@ -238,7 +238,7 @@ TEST_CASE("a server refuses an address of another machine, and a name that does 
   CHECK(error.message.find("--listen") != std::string::npos);
 }
 
-TEST_CASE("an IPv6 address may stand in brackets, and a link-local one keeps its interface") {
+TEST_CASE("an IPv6 address may be in brackets, and a link-local one keeps its interface") {
   if (!has_ipv6()) return;
   const Fd listener = std::move(listen_tcp("[::1]", 0).value());
   const SocketName name = local_name(listener.get());
@@ -251,7 +251,7 @@ TEST_CASE("an IPv6 address may stand in brackets, and a link-local one keeps its
   CHECK(local_name(scoped.get()).host == link_local);
 }
 
-TEST_CASE("the host key is the same for the whole process and for its children") {
+TEST_CASE("the host key is the same in the whole process and in its children") {
   const std::string key = host_key();
   CHECK_FALSE(key.empty());
   CHECK(host_key() == key);
@@ -264,7 +264,7 @@ TEST_CASE("the host key is the same for the whole process and for its children")
 
 // ---- Listener ----
 
-TEST_CASE("a listener accepts many, at once and one by one") {
+TEST_CASE("a listener accepts many connections, concurrent and sequential") {
   Loop loop;
   Fd socket = std::move(listen_tcp("127.0.0.1", 0).value());
   const uint16_t port = local_name(socket.get()).port;
@@ -295,7 +295,7 @@ TEST_CASE("a listener accepts many, at once and one by one") {
   on_loop(loop, [&held] { held.clear(); });
 }
 
-TEST_CASE("a listener accepts what came before it") {
+TEST_CASE("a listener accepts connections that were made before it was created") {
   const TempDir folder;
   Fd socket = std::move(listen_unix(folder / "s").value());
   const Fd first = std::move(connect_unix(folder / "s").value());
@@ -308,7 +308,7 @@ TEST_CASE("a listener accepts what came before it") {
   CHECK(accepted == 2);
 }
 
-TEST_CASE("a listener is destroyed while others connect") {
+TEST_CASE("a listener may be destroyed while others connect") {
   for (int round = 0; round < 20; ++round) {
     Loop loop;
     Fd socket = std::move(listen_tcp("127.0.0.1", 0).value());
@@ -331,7 +331,7 @@ TEST_CASE("a listener is destroyed while others connect") {
   }
 }
 
-TEST_CASE("a listener destroys itself inside on_connection, or outlives its loop") {
+TEST_CASE("a listener may destroy itself inside on_connection, or outlive its loop") {
   const TempDir folder;
   {
     Loop loop;
@@ -362,9 +362,9 @@ TEST_CASE("a listener destroys itself inside on_connection, or outlives its loop
   listener.reset();
 }
 
-// Without a descriptor for it a connection stays in the backlog and the socket readable: accepting
-// must pause then, not spin, and go on when there are descriptors again.
-TEST_CASE("a listener without descriptors pauses and goes on") {
+// Without a free descriptor a connection stays in the backlog and the socket readable. Accepting
+// must pause then instead of spinning, and continue when descriptors are free again.
+TEST_CASE("a listener without free descriptors pauses and continues later") {
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
@@ -407,7 +407,7 @@ TEST_CASE("a listener without descriptors pauses and goes on") {
   CHECK(WEXITSTATUS(status) == 0);
 }
 
-TEST_CASE("the name of a unix socket needs no file, and goes with it") {
+TEST_CASE("an abstract unix socket needs no file, and its name is free when it is closed") {
   const std::string name = "@distrain-test-" + std::to_string(getpid());
   {
     const Fd listener = std::move(listen_unix(name).value());
@@ -421,7 +421,7 @@ TEST_CASE("the name of a unix socket needs no file, and goes with it") {
   CHECK(contains(gone.message, name));
 }
 
-TEST_CASE("the loop connects by TCP, and says why it could not") {
+TEST_CASE("the loop connects by TCP and reports why it could not connect") {
   Loop loop;
   const auto connect = [&](const std::string& host, uint16_t port) {
     return connected_on_loop(loop, [&](OnConnected done) {
@@ -439,14 +439,14 @@ TEST_CASE("the loop connects by TCP, and says why it could not") {
   const base::Error refused = error_of(connect("127.0.0.1", port));
   CHECK(refused.kind == base::ErrorKind::kRendezvous);
   CHECK(contains(refused.message, std::to_string(port)));
-  // A name would have to be looked up, which blocks.
+  // A host name is refused because looking it up would block the loop.
   CHECK(error_of(connect("localhost", port)).kind == base::ErrorKind::kRendezvous);
 }
 
-TEST_CASE("the loop gives up on a listener that does not accept, by the deadline or with its end") {
+TEST_CASE("connecting to a listener that does not accept ends at the deadline or with the loop") {
   const TempDir folder;
   const Fd listener = std::move(listen_unix(folder / "s").value());
-  REQUIRE(::listen(listener.get(), 0) == 0);  // room for one
+  REQUIRE(::listen(listener.get(), 0) == 0);  // room for one connection
   const Fd first = std::move(connect_unix(folder / "s").value());
   bool is_told = false;
   {

@@ -1,4 +1,5 @@
-// The frames of a stream: sizes, order, pieces, several senders. Each test runs for each transport.
+// Tests the frames of a stream: sizes, order, pieces, several senders. Each test runs for each
+// transport.
 #include <atomic>
 #include <map>
 #include <random>
@@ -37,7 +38,7 @@ TEMPLATE_TEST_CASE("frames of all sizes are echoed intact", "", Tcp, Unix) {
       ++id;
       REQUIRE(stream->send(make_frame(id, meta, payload, 1 + id % 3)).ok());
       REQUIRE(record.wait_frames(1));
-      // One at a time: the large ones are not kept.
+      // Takes one frame at a time so that the large ones are freed.
       const InFrame frame = record.take();
       REQUIRE(frame.header.call_id == id);
       REQUIRE(frame.meta.size() == meta);
@@ -56,7 +57,7 @@ TEMPLATE_TEST_CASE("a header arrives with all its fields", "", Tcp, Unix) {
   frame.header.call_id = 1;
   frame.header.context_id = UINT64_MAX;
   frame.header.autograd_id = 5;
-  frame.header.meta_bytes = 999;  // overwritten by send
+  frame.header.meta_bytes = 999;  // send() overwrites it
   frame.meta = {1, 2, 3};
   REQUIRE(pair.a->send(std::move(frame)).ok());
   REQUIRE(pair.record_b.wait_frames(1));
@@ -70,7 +71,7 @@ TEMPLATE_TEST_CASE("a header arrives with all its fields", "", Tcp, Unix) {
   CHECK(header.autograd_id == 5);
 }
 
-TEMPLATE_TEST_CASE("many frames at once keep their order", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("many frames in flight keep their order", "", Tcp, Unix) {
   Pair<TestType> pair;
   constexpr size_t kFrames = 5000;
   std::mt19937 random(1);
@@ -85,7 +86,7 @@ TEMPLATE_TEST_CASE("many frames at once keep their order", "", Tcp, Unix) {
   CHECK(right);
 }
 
-TEMPLATE_TEST_CASE("a payload of thousands of pieces goes out in order", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a payload of thousands of pieces is sent in order", "", Tcp, Unix) {
   Pair<TestType> pair;
   REQUIRE(pair.a->send(make_frame(1, 5, 2'000'003, 5000)).ok());
   REQUIRE(pair.a->send(make_frame(2, 0, 700, 700)).ok());
@@ -94,7 +95,7 @@ TEMPLATE_TEST_CASE("a payload of thousands of pieces goes out in order", "", Tcp
   CHECK(intact(pair.record_b.frames()[1]));
 }
 
-TEMPLATE_TEST_CASE("both directions at once", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("both directions work concurrently", "", Tcp, Unix) {
   Pair<TestType> pair;
   constexpr size_t kFrames = 60, kBytes = 300'000;
   std::thread other([&] {
@@ -112,7 +113,7 @@ TEMPLATE_TEST_CASE("both directions at once", "", Tcp, Unix) {
   CHECK(right);
 }
 
-TEMPLATE_TEST_CASE("frames that come byte by byte, or all in one", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("frames that arrive byte by byte or in one piece are intact", "", Tcp, Unix) {
   Half<TestType> half;
   std::vector<uint8_t> bytes;
   const size_t sizes[][2] = {{0, 0}, {1, 0}, {0, 1}, {47, 3}, {48, 64}, {200, 100}, {0, 0}};
@@ -132,8 +133,8 @@ TEMPLATE_TEST_CASE("frames that come byte by byte, or all in one", "", Tcp, Unix
   }
 }
 
-TEMPLATE_TEST_CASE("frames in pieces of any length, across the scratch buffer's end", "", Tcp,
-                   Unix) {
+TEMPLATE_TEST_CASE("frames in pieces of any length may cross the end of the scratch buffer", "",
+                   Tcp, Unix) {
   Half<TestType> half;
   std::mt19937 random(3);
   constexpr size_t kFrames = 400;
@@ -156,7 +157,7 @@ TEMPLATE_TEST_CASE("frames in pieces of any length, across the scratch buffer's 
   CHECK(right);
 }
 
-TEMPLATE_TEST_CASE("several senders: each one's order is kept, nothing is torn", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("several senders keep their order, and no frame is torn", "", Tcp, Unix) {
   Pair<TestType> pair;
   constexpr uint64_t kSenders = 4, kFrames = 300;
   std::vector<std::thread> senders;
@@ -182,12 +183,13 @@ TEMPLATE_TEST_CASE("several senders: each one's order is kept, nothing is torn",
   CHECK(right);
 }
 
-TEMPLATE_TEST_CASE("a slow reader: the queue waits, in order, and holds what it has to send", "",
-                   Tcp, Unix) {
+TEMPLATE_TEST_CASE(
+    "with a slow reader, frames wait in the queue in order and keep their payloads alive", "", Tcp,
+    Unix) {
   Half<TestType> half;
   constexpr size_t kFrames = 300, kBytes = 65'000;
   const auto alive = fill(*half.stream, kFrames, kBytes);
-  CHECK(count_alive(alive) > kFrames / 4);  // no socket takes 19 MB
+  CHECK(count_alive(alive) > kFrames / 4);  // no socket buffers 19 MB
   CHECK_FALSE(alive.back().expired());
   bool right = true;
   for (size_t i = 0; i < kFrames; ++i) {
@@ -196,7 +198,7 @@ TEMPLATE_TEST_CASE("a slow reader: the queue waits, in order, and holds what it 
   }
   CHECK(right);
   CHECK(eventually([&] { return count_alive(alive) == 0; }));
-  // idle again: the next one is written by the caller
+  // The stream is idle again: the caller writes the next frame itself.
   REQUIRE(half.stream->send(make_frame(1, 3, 4)).ok());
   CHECK(raw_read(half.raw.get(), wire_bytes(make_frame(1, 3, 4)).size()).size() == 48 + 64 + 4);
 }
@@ -214,11 +216,11 @@ TEMPLATE_TEST_CASE("frames sent before start arrive", "", Tcp, Unix) {
   for (size_t i = 0; i < kFrames; ++i) CHECK(record_b.frames()[i].header.call_id == i);
 }
 
-// BBR paces: large messages take twice as long.
+// BBR paces its sends, so that large messages take twice as long.
 TEST_CASE("a stream on loopback does not use BBR, whatever the system's default is") {
   auto [first, second] = Tcp::connected();
   const int fd = first.get();
-  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "bbr", 3) != 0) return;  // not in this kernel
+  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "bbr", 3) != 0) return;  // this kernel has no BBR
   Loop loop;
   const StreamPtr stream = adopt_socket(loop, first.release());
   char name[16] = {};

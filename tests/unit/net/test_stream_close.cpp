@@ -1,4 +1,5 @@
-// How a stream ends: by our close, by the peer's end, by its loop's. For each transport.
+// Tests how a stream ends: by close(), by the peer or by its loop. Each test runs for each
+// transport.
 #include <atomic>
 #include <thread>
 
@@ -7,7 +8,7 @@
 using namespace distrain;
 using namespace distrain::net;
 
-TEMPLATE_TEST_CASE("close delivers what was sent before", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("close delivers frames that were sent before", "", Tcp, Unix) {
   Pair<TestType> pair;
   constexpr size_t kFrames = 100;
   for (size_t i = 0; i < kFrames; ++i) REQUIRE(pair.a->send(make_frame(i, 10, 200'000)).ok());
@@ -25,9 +26,9 @@ TEMPLATE_TEST_CASE("close delivers what was sent before", "", Tcp, Unix) {
   CHECK(pair.record_b.closes() == 1);
 }
 
-// A socket that is closed while it holds unread bytes resets a TCP connection, and what the kernel
-// had not sent yet would be lost.
-TEMPLATE_TEST_CASE("close delivers everything though the other side sends too", "", Tcp, Unix) {
+// Closing a socket with unread data resets a TCP connection, and data that the kernel has not sent
+// yet would be lost.
+TEMPLATE_TEST_CASE("close delivers all frames even if the other side is sending", "", Tcp, Unix) {
   for (int round = 0; round < 10; ++round) {
     Half<TestType> half;
     std::atomic<bool> stop{false};
@@ -55,14 +56,15 @@ TEMPLATE_TEST_CASE("close delivers everything though the other side sends too", 
   }
 }
 
-TEMPLATE_TEST_CASE("close ends even if the other side never does", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("close ends even if the other side never closes", "", Tcp, Unix) {
   Half<TestType> half;
   REQUIRE(half.stream->send(make_frame(1, 10, 10)).ok());
   half.stream->close();
   REQUIRE(half.record.wait_closed());
   CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
   const auto expected = wire_bytes(make_frame(1, 10, 10));
-  CHECK(raw_read(half.raw.get(), expected.size() + 1) == expected);  // and then the end
+  CHECK(raw_read(half.raw.get(), expected.size() + 1) ==
+        expected);  // and then the end of the connection
 }
 
 TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
@@ -71,13 +73,13 @@ TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
   half.stream->close(false);
   REQUIRE(half.record.wait_closed());
   CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
-  // Let go at once, not with the last handle of the stream.
+  // The frames are released at once, not with the last handle of the stream.
   CHECK(eventually([&] { return count_alive(alive) == 0; }));
   CHECK_FALSE(half.stream->send(make_frame(1, 0, 0)).ok());
   CHECK(raw_read(half.raw.get(), 300 * 66'000).size() < 300 * 65'000);
 }
 
-TEMPLATE_TEST_CASE("a flush that cannot end is cut by close without flush", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("close without flush ends a flush that cannot complete", "", Tcp, Unix) {
   Half<TestType> half;
   const auto alive = fill(*half.stream, 300, 65'000);
   half.stream->close();
@@ -91,7 +93,7 @@ TEMPLATE_TEST_CASE("a flush that cannot end is cut by close without flush", "", 
   CHECK(half.record.closes() == 1);
 }
 
-TEMPLATE_TEST_CASE("the peer's end is told once", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("the end of the peer is reported once", "", Tcp, Unix) {
   Half<TestType> half;
   half.raw.reset();
   REQUIRE(half.record.wait_closed());
@@ -103,7 +105,7 @@ TEMPLATE_TEST_CASE("the peer's end is told once", "", Tcp, Unix) {
   CHECK(half.record.closes() == 1);
 }
 
-TEMPLATE_TEST_CASE("a peer that ends in the middle of a frame is lost", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a peer that disconnects in the middle of a frame is lost", "", Tcp, Unix) {
   for (const size_t cut : {size_t{1}, size_t{47}, size_t{48}, size_t{100}, size_t{90'000}}) {
     Half<TestType> half;
     const auto bytes = wire_bytes(make_frame(1, 100, 100'000));
@@ -115,7 +117,7 @@ TEMPLATE_TEST_CASE("a peer that ends in the middle of a frame is lost", "", Tcp,
   }
 }
 
-TEMPLATE_TEST_CASE("a stream that has ended keeps no half of a frame", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a stream that has ended frees a partial frame", "", Tcp, Unix) {
   auto [ours, theirs] = TestType::connected();
   base::BufferPool pool;
   std::weak_ptr<base::Buffer> body;
@@ -139,8 +141,8 @@ TEMPLATE_TEST_CASE("a stream that has ended keeps no half of a frame", "", Tcp, 
   CHECK(body.expired());
 }
 
-// Writing to a connection that is gone raises SIGPIPE unless that is seen to.
-TEMPLATE_TEST_CASE("the peer ends while much is queued for it", "", Tcp, Unix) {
+// Writing to a closed connection raises SIGPIPE unless the stream prevents it.
+TEMPLATE_TEST_CASE("the peer may disconnect while much data is queued for it", "", Tcp, Unix) {
   for (int round = 0; round < 5; ++round) {
     Half<TestType> half;
     const auto alive = fill(*half.stream, 100, 65'000);
@@ -155,7 +157,8 @@ TEMPLATE_TEST_CASE("the peer ends while much is queued for it", "", Tcp, Unix) {
 
 namespace {
 
-// Says one thing and leaves while the loop, until `go`, is late.
+// Sends one frame and disconnects while the loop is blocked until `go`; checks that the frame is
+// received.
 void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
   REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(7, 20, 0))));
   half.raw.reset();
@@ -169,8 +172,8 @@ void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
 
 }  // namespace
 
-// An abort says who is to blame: it must not be lost because our own writes fail first.
-TEST_CASE("a peer's last words are heard though it left our queue unread") {
+// An abort names its cause, so it must not be lost because our own writes fail first.
+TEST_CASE("a peer's last frame is received though the peer left our queue unread") {
   for (int round = 0; round < 10; ++round) {
     Half<Unix> half;
     const auto alive = fill(*half.stream, 100, 65'000);
@@ -182,9 +185,10 @@ TEST_CASE("a peer's last words are heard though it left our queue unread") {
   }
 }
 
-TEST_CASE("a loop that is late hears a peer's last words all the same") {
+TEST_CASE("a late loop still receives a peer's last frame") {
   Half<Unix> half;
-  ::shutdown(half.raw.get(), SHUT_RD);  // so that our write fails: the last words have a second
+  ::shutdown(half.raw.get(),
+             SHUT_RD);  // makes our write fail; the stream then waits a second for the last frames
   REQUIRE(half.stream->send(make_frame(1, 0, 0)).ok());
   base::Promise<void> late, go;
   half.loop.call_at(base::deadline_after(300ms), [&late, opened = go.future()] {
@@ -196,7 +200,7 @@ TEST_CASE("a loop that is late hears a peer's last words all the same") {
   check_last_words_heard(half, go);
 }
 
-TEMPLATE_TEST_CASE("closing and letting go of the stream inside its own handlers", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a handler may close and release its own stream", "", Tcp, Unix) {
   for (const bool flush : {false, true}) {
     auto [first, second] = TestType::connected();
     Record record;
@@ -220,7 +224,8 @@ TEMPLATE_TEST_CASE("closing and letting go of the stream inside its own handlers
   }
 }
 
-TEMPLATE_TEST_CASE("a loop that ends closes its streams, queued data or not", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a loop that ends closes its streams, whether data is queued or not", "", Tcp,
+                   Unix) {
   auto [first, second] = TestType::connected();
   auto [third, fourth] = TestType::connected();
   Record record, idle_record;
@@ -237,7 +242,7 @@ TEMPLATE_TEST_CASE("a loop that ends closes its streams, queued data or not", ""
   CHECK(idle_record.closes() == 1);
   CHECK(record.error().kind == base::ErrorKind::kCancelled);
   CHECK(count_alive(alive) == 0);
-  // What is left of them is harmless.
+  // Calls of a closed stream have no effect.
   CHECK_FALSE(stream->send(make_frame(1, 0, 0)).ok());
   stream->close();
   idle->close(false);
@@ -258,7 +263,8 @@ TEMPLATE_TEST_CASE("a stream that was never started may outlive its loop", "", T
   CHECK(raw_read(second.get(), 48).size() == 48);
 }
 
-TEMPLATE_TEST_CASE("a stream closed before its start tells so when it is started", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a stream that was closed before its start reports it when it is started", "",
+                   Tcp, Unix) {
   for (const bool flush : {false, true}) {
     auto [first, second] = TestType::connected();
     Record record;
@@ -272,7 +278,7 @@ TEMPLATE_TEST_CASE("a stream closed before its start tells so when it is started
   }
 }
 
-TEMPLATE_TEST_CASE("a connection that was reset before it was adopted", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a connection that was reset before it was adopted is reported", "", Tcp, Unix) {
   auto [first, second] = TestType::connected();
   const linger at_once{1, 0};
   setsockopt(second.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
@@ -285,7 +291,7 @@ TEMPLATE_TEST_CASE("a connection that was reset before it was adopted", "", Tcp,
   CHECK((stream->peer_name() == "unix") == !TestType::kIsTcp);
 }
 
-TEMPLATE_TEST_CASE("closes from all sides at once: on_close once each", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("concurrent closes from all sides call on_close once each", "", Tcp, Unix) {
   for (int round = 0; round < 30; ++round) {
     Record record_a, record_b;
     {
@@ -315,7 +321,7 @@ TEMPLATE_TEST_CASE("closes from all sides at once: on_close once each", "", Tcp,
   }
 }
 
-TEMPLATE_TEST_CASE("streams come and go without a descriptor left behind", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("streams leave no descriptor open", "", Tcp, Unix) {
   const auto descriptors = [] {
     size_t count = 0;
     for ([[maybe_unused]] const auto& entry :
@@ -324,7 +330,7 @@ TEMPLATE_TEST_CASE("streams come and go without a descriptor left behind", "", T
     }
     return count;
   };
-  { const Loop first; }  // libuv keeps a pipe from its first loop on
+  { const Loop first; }  // libuv keeps the pipe of its first loop open
   const size_t before = descriptors();
   {
     Loop loop;

@@ -1,5 +1,5 @@
-// What a stream refuses: bytes that are no frame, frames beyond the limits; and limits and handlers
-// that are replaced as it runs. For each transport.
+// Tests refused input (invalid frames, frames beyond the limits) and limits and handlers that are
+// replaced at run time. Each test runs for each transport.
 #include <atomic>
 #include <memory>
 #include <random>
@@ -12,7 +12,7 @@
 using namespace distrain;
 using namespace distrain::net;
 
-TEMPLATE_TEST_CASE("bytes that are no frame end the stream with protocol", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("an invalid frame ends the stream with protocol", "", Tcp, Unix) {
   std::mt19937 random(5);
   for (int round = 0; round < 20; ++round) {
     Half<TestType> half;
@@ -29,7 +29,8 @@ TEMPLATE_TEST_CASE("bytes that are no frame end the stream with protocol", "", T
   }
 }
 
-TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body arrives", "", Tcp,
+                   Unix) {
   const wire::Limits limits{1000, 4, 1 << 20};
   wire::FrameHeader meta, tensors, payload, huge;
   meta.meta_bytes = 1001;
@@ -38,7 +39,8 @@ TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body", 
   huge.payload_bytes = UINT64_MAX;
   for (const wire::FrameHeader& header : {meta, tensors, payload, huge}) {
     Half<TestType> half(limits);
-    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 1000, 1 << 20))));  // just allowed
+    REQUIRE(raw_write(half.raw.get(),
+                      wire_bytes(make_frame(1, 1000, 1 << 20))));  // exactly at the limit
     std::array<uint8_t, wire::kHeaderBytes> bytes;
     wire::encode_header(header, bytes);
     REQUIRE(raw_write(half.raw.get(), bytes));
@@ -48,8 +50,8 @@ TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body", 
   }
 }
 
-#ifndef DISTRAIN_SANITIZED  // which allocate otherwise
-TEMPLATE_TEST_CASE("connections that say nothing cost little memory", "", Tcp, Unix) {
+#ifndef DISTRAIN_SANITIZED  // sanitizers allocate more memory
+TEMPLATE_TEST_CASE("silent connections use little memory", "", Tcp, Unix) {
   constexpr size_t kConnections = 100;
   std::vector<std::unique_ptr<Record>> records;
   std::vector<Fd> peers;
@@ -61,7 +63,7 @@ TEMPLATE_TEST_CASE("connections that say nothing cost little memory", "", Tcp, U
       records.push_back(std::make_unique<Record>());
       streams.push_back(started(loop, std::move(first), *records.back()));
       REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 0, 0))));
-      REQUIRE(records.back()->wait_frames(1));  // so it is open
+      REQUIRE(records.back()->wait_frames(1));  // so the stream is open
       peers.push_back(std::move(second));
     }
   };
@@ -72,13 +74,13 @@ TEMPLATE_TEST_CASE("connections that say nothing cost little memory", "", Tcp, U
 }
 #endif
 
-TEMPLATE_TEST_CASE("a frame that no peer would take is refused where it is sent", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("sending a frame that no peer would accept is refused", "", Tcp, Unix) {
   Pair<TestType> pair;
   OutFrame meta;
   meta.meta.resize(size_t{wire::Limits{}.max_meta_bytes} + 1);
   OutFrame tensors;
   tensors.header.tensor_count = wire::Limits{}.max_tensors + 1;
-  OutFrame payload;  // not read: its length alone is too much
+  OutFrame payload;  // never read: its length alone is too large
   payload.payload.assign(2, std::span<const uint8_t>(reinterpret_cast<const uint8_t*>(&payload),
                                                      wire::Limits{}.max_payload_bytes));
   for (OutFrame* frame : {&meta, &tensors, &payload}) {
@@ -86,11 +88,11 @@ TEMPLATE_TEST_CASE("a frame that no peer would take is refused where it is sent"
     REQUIRE_FALSE(status.ok());
     CHECK(status.error().kind == base::ErrorKind::kInvalid);
   }
-  REQUIRE(pair.a->send(make_frame(1, 1, 1)).ok());  // the stream is as it was
+  REQUIRE(pair.a->send(make_frame(1, 1, 1)).ok());  // the stream still works
   REQUIRE(pair.record_b.wait_frames(1));
 }
 
-TEMPLATE_TEST_CASE("limits set in on_frame hold from the next frame on", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("limits that on_frame sets apply from the next frame on", "", Tcp, Unix) {
   auto [first, second] = TestType::connected();
   Record record;
   Loop loop;
@@ -102,7 +104,7 @@ TEMPLATE_TEST_CASE("limits set in on_frame hold from the next frame on", "", Tcp
        },
        [&](const base::Error& error) { record.closed(error); }},
       wire::kJoinLimits);
-  // All in one burst, so that they are decoded out of one buffer.
+  // All in one write, so that they are decoded from one buffer.
   std::vector<uint8_t> bytes;
   for (uint64_t id = 0; id < 4; ++id) {
     const auto frame = wire_bytes(make_frame(id, 10, id == 0 ? 0 : 3000));
@@ -114,7 +116,8 @@ TEMPLATE_TEST_CASE("limits set in on_frame hold from the next frame on", "", Tcp
   CHECK(record.count() == 3);
 }
 
-TEMPLATE_TEST_CASE("a handler replaced before the stream is open hears no more", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a handler that is replaced before the stream is open is not called", "", Tcp,
+                   Unix) {
   auto [first, second] = TestType::connected();
   Record before, after;
   Loop loop;
@@ -128,7 +131,7 @@ TEMPLATE_TEST_CASE("a handler replaced before the stream is open hears no more",
   CHECK(before.closes() == 0);
 }
 
-TEMPLATE_TEST_CASE("a handler replaced in on_frame gets all that follows", "", Tcp, Unix) {
+TEMPLATE_TEST_CASE("a handler that is set in on_frame gets all later frames", "", Tcp, Unix) {
   auto [first, second] = TestType::connected();
   Record before, after;
   Loop loop;
@@ -138,7 +141,7 @@ TEMPLATE_TEST_CASE("a handler replaced in on_frame gets all that follows", "", T
   const std::weak_ptr<int> watch = token;
   stream->start({[&, token](InFrame frame) {
                    stream->set_handler_on_loop(after.handler());
-                   alive_inside = *token == 1;  // though it is replaced already
+                   alive_inside = *token == 1;  // although the handler has been replaced
                    before.add(std::move(frame));
                  },
                  [&](const base::Error& error) { before.closed(error); }},
