@@ -16,7 +16,7 @@
 
 namespace distrain::testing {
 
-// What only the rank of a parameter knows.
+// Returns a gradient that only the owner of the parameter has.
 inline at::Tensor gradient_of(rpc::CallContext& call, const rpc::RRef<at::Tensor>& parameter,
                               uint64_t context) {
   return autograd::gradient(call.agent, context, parameter.local_value());
@@ -38,7 +38,7 @@ inline void setup_modules(rpc::Agent& agent) {
   agent.expose<&forward_of>("forward_of");
 }
 
-/// A cluster whose rank 1 exposes `make` as "net".
+/// Returns a cluster whose rank 1 exposes `make` as "net".
 template <class Make>
 Cluster cluster_with(Make make) {
   return Cluster(2, [&make](rpc::Agent& agent) {
@@ -58,14 +58,15 @@ inline std::vector<at::Tensor> gradients_in(const autograd::Context& context,
   return gradients;
 }
 
-/// `module` gets these values.
+/// Sets the parameters and buffers of `module` to `values`.
 template <class Holder>
 void give_values(const Holder& module, const nn::NamedTensors& values) {
   const at::NoGradGuard no_grad;
   for (auto& item : module->named_parameters()) item.value().copy_(values.at(item.key()));
 }
 
-/// What torch computes for `loss(module(x))` in one process, at these values.
+/// Returns the gradients that torch computes for `loss(module(x))` in one process, with these
+/// values.
 template <class Holder, class Loss>
 std::vector<at::Tensor> oracle_gradients(Holder module, const nn::NamedTensors& values,
                                          const Loss& loss) {

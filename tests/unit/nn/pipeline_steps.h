@@ -1,4 +1,5 @@
-// Forward and backward of the first two micro-batches, as they stand in a schedule's row.
+// The forward and backward steps of the first two micro-batches, in the notation of a schedule's
+// row.
 #pragma once
 
 #include "distrain/nn/pipeline_schedule.h"

@@ -29,7 +29,7 @@ torch::nn::Sequential make_dropping_net() {
                                torch::nn::Linear(64, 3));
 }
 
-// How far apart two lookups of the same rows are in one pass.
+// Returns the difference between two lookups of the same rows in one pass.
 struct TwoLookupsImpl : torch::nn::Module {
   torch::nn::Embedding table = register_module(
       "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)));
@@ -54,7 +54,9 @@ void on_threads(int count, const std::function<void(int)>& run) {
 
 }  // namespace
 
-TEST_CASE("four async trainers over a plain Sequential: no error, right gradients, loss falls") {
+TEST_CASE(
+    "four async trainers over a plain Sequential have no error, right gradients and a falling "
+    "loss") {
   constexpr int kTrainers = 4, kSteps = 500;
   torch::manual_seed(1);
   std::atomic<int> made{0};
@@ -66,7 +68,7 @@ TEST_CASE("four async trainers over a plain Sequential: no error, right gradient
       return make_net();
     });
   });
-  // What a net of its own says of the same inputs.
+  // The targets are the outputs of a separate net for the same inputs.
   const at::Tensor inputs = at::rand({64, 8});
   const at::Tensor targets = make_net()->forward(inputs).detach().argmax(1);
   const auto loss_at = [&](const RemoteModule<>& net, const at::Tensor& x, const at::Tensor& y) {
@@ -97,10 +99,10 @@ TEST_CASE("four async trainers over a plain Sequential: no error, right gradient
   CHECK(made <= 1 + kTrainers);  // the module, and a replica for each pass in flight
   cluster.shutdown();
   CHECK(cluster[0].live_contexts() == 0);
-  CHECK(cluster[0].live_rrefs() > 0);  // judge's and keeper's
+  CHECK(cluster[0].live_rrefs() > 0);  // `judge` and `keeper` hold references
 }
 
-TEST_CASE("each of many concurrent passes has the gradients of the parameters that it saw") {
+TEST_CASE("each of many concurrent passes has the gradients of the parameters that it used") {
   constexpr int kTrainers = 4, kSteps = 40;
   torch::manual_seed(2);
   Cluster cluster = cluster_with([] { return torch::nn::Linear(4, 1); });
@@ -111,8 +113,8 @@ TEST_CASE("each of many concurrent passes has the gradients of the parameters th
     DistributedOptimizer optimizer(agent, parameters, optim::Sgd{.lr = 1e-3},
                                    Sharing{Sharing::Mode::kAsync, kTrainers, t});
     for (int step = 0; step < kSteps; ++step) {
-      // Row i gives the weight's i-th element and the bias, so the result says what was seen; of
-      // its square the gradients are known from that.
+      // Row i of `x` selects element i of the weight and the bias, so the output shows the
+      // parameters that were used; the gradients of the squared output follow from them.
       const at::Tensor x = at::eye(4) * (t + 1);
       autograd::Context context(agent);
       const at::Tensor y = net.forward(x);
@@ -128,7 +130,7 @@ TEST_CASE("each of many concurrent passes has the gradients of the parameters th
   });
 }
 
-TEST_CASE("dropout depends on the pass's key alone, whoever else draws at the time") {
+TEST_CASE("dropout depends only on the pass's key, even with concurrent random draws") {
   Cluster cluster = cluster_with(&make_dropping_net);
   RemoteModule net(cluster[0], 1, "net");
   const at::Tensor x = at::rand({16, 8});
@@ -136,7 +138,7 @@ TEST_CASE("dropout depends on the pass's key alone, whoever else draws at the ti
   for (uint64_t key = 0; key < 16; ++key) {
     net.seed(key);
     alone.push_back(net.forward(x));
-    CHECK_FALSE(at::equal(net.forward(x), alone.back()));  // the second pass of the key
+    CHECK_FALSE(at::equal(net.forward(x), alone.back()));  // the second pass with the key
     if (key > 0) CHECK_FALSE(at::equal(alone[key], alone[key - 1]));
   }
   std::atomic<int> different{0};
@@ -161,12 +163,13 @@ TEST_CASE("dropout depends on the pass's key alone, whoever else draws at the ti
   CHECK(at::equal(oracle->forward(x), judged));
 }
 
-TEST_CASE("passes and replicas move no generator of the process; its seed gives the first key") {
+TEST_CASE("passes and replicas do not advance torch's generator; its seed gives the first key") {
   const auto make = [] {
     return torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Dropout(0.5));
   };
   Cluster cluster = cluster_with(make);
-  const RemoteModule first(cluster[0], 1, "net");  // which makes it, and draws as torch does
+  const RemoteModule first(cluster[0], 1,
+                           "net");  // creates the module on rank 1, with torch's random numbers
   const at::Tensor x = at::ones({100, 64});
   torch::manual_seed(7);
   const at::Tensor expected = at::rand({4});
@@ -181,7 +184,7 @@ TEST_CASE("passes and replicas move no generator of the process; its seed gives 
   const RemoteModule other(cluster[0], 1, "net");
   CHECK_FALSE(at::equal(other.forward(x), y));
 
-  // Half of the elements are 0, the others twice what they are without.
+  // Half of the elements are 0, the others twice their value without dropout.
   RemoteModule judge = one;
   judge.eval();
   const at::Tensor whole = judge.forward(x);
@@ -191,7 +194,7 @@ TEST_CASE("passes and replicas move no generator of the process; its seed gives 
   CHECK(dropped < 0.55);
 }
 
-TEST_CASE("a handle that travels draws numbers of its own, the same in every run") {
+TEST_CASE("a copy of a handle on another rank has its own random numbers, the same in every run") {
   Cluster cluster = cluster_with(
       [] { return torch::nn::Sequential(torch::nn::Linear(8, 8), torch::nn::Dropout(0.5)); });
   const at::Tensor x = at::ones({50, 8});
@@ -223,13 +226,13 @@ void move_states(const RemoteModule<>& net) {
 
 }  // namespace
 
-TEST_CASE("a module's whole state moves without a deadline") {
+TEST_CASE("transferring a module's whole state has no deadline") {
   const auto setup = [](rpc::Agent& agent) {
     testing::setup_modules(agent);
     agent.expose<&move_states>("move_states");
     nn::expose_module(agent, "net", [] { return torch::nn::Linear(8, 8); });
   };
-  // Whatever rank 2 calls with a deadline is late.
+  // Every call of rank 2 with the default deadline is late.
   Cluster cluster(3, setup, {}, [](rpc::AgentOptions& options) {
     options.rpc_timeout = std::chrono::nanoseconds(options.rank == 2 ? 1 : 60'000'000'000);
   });
@@ -237,7 +240,7 @@ TEST_CASE("a module's whole state moves without a deadline") {
   cluster.shutdown();
 }
 
-TEST_CASE("no row of a table changes while a pass looks it up") {
+TEST_CASE("a row of a table does not change while a pass looks it up") {
   constexpr int kTrainers = 3, kPasses = 200;
   Cluster cluster(1 + kTrainers, [](rpc::Agent& agent) {
     testing::setup_modules(agent);

@@ -6,7 +6,7 @@
 using namespace distrain;
 using nn::Dropout;
 
-TEST_CASE("one key gives one series of masks, another key another") {
+TEST_CASE("equal keys give equal series of masks, different keys different ones") {
   const at::Tensor x = at::ones({40, 50});
   Dropout first({7, 1, 2}), again({7, 1, 2}), other({7, 2, 1});
   const at::Tensor a = first(x, 0.5), b = first(x, 0.5);
@@ -16,7 +16,7 @@ TEST_CASE("one key gives one series of masks, another key another") {
   CHECK_FALSE(at::equal(a, other(x, 0.5)));
 }
 
-TEST_CASE("dropout does not draw from the process's generator") {
+TEST_CASE("dropout does not use torch's generator") {
   at::manual_seed(3);
   const at::Tensor expected = at::rand({4});
   at::manual_seed(3);
@@ -34,7 +34,7 @@ TEST_CASE("elements are kept with probability 1 - p and scaled to keep the mean"
   CHECK(at::allclose(y, x * kept / (1 - p)));
 }
 
-TEST_CASE("channels are kept or dropped whole") {
+TEST_CASE("channels are kept or dropped as a whole") {
   const at::Tensor x = at::rand({60, 50, 3, 4}) + 1;
   const at::Tensor y = Dropout({5}).channels(x, 0.25);
   const at::Tensor kept = y.ne(0).sum({2, 3});
@@ -43,7 +43,7 @@ TEST_CASE("channels are kept or dropped whole") {
   CHECK(at::allclose(y, x * y.ne(0) / 0.75));
 }
 
-TEST_CASE("what is off, or drops nothing, gives its argument back") {
+TEST_CASE("dropout that is disabled or has probability 0 returns its argument") {
   const at::Tensor x = at::rand({2, 3, 4, 5});
   Dropout off;
   CHECK_FALSE(off.on());
@@ -54,7 +54,7 @@ TEST_CASE("what is off, or drops nothing, gives its argument back") {
   CHECK(on(x, 0).is_same(x));
 }
 
-TEST_CASE("what drops everything gives zeros, and zero gradients") {
+TEST_CASE("dropout with probability 1 gives zeros, and zero gradients") {
   const at::Tensor x = at::rand({2, 3, 4, 5}).requires_grad_();
   Dropout drop({1});
   const at::Tensor y = drop(x, 1), z = drop.channels(x, 1);
@@ -64,7 +64,7 @@ TEST_CASE("what drops everything gives zeros, and zero gradients") {
   CHECK(x.grad().eq(0).all().item<bool>());
 }
 
-TEST_CASE("the gradient goes through the mask that the values went through") {
+TEST_CASE("the gradient is masked as the values were") {
   const at::Tensor x = at::rand({30, 40}).add_(1).requires_grad_();
   const at::Tensor y = Dropout({9})(x, 0.5);
   y.sum().backward();

@@ -25,7 +25,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// Writes a buffer by a way of its own, if only in training.
+// Writes a buffer in an unusual way, in training mode only.
 struct CounterImpl : torch::nn::Module {
   explicit CounterImpl(bool by_kernel) : by_kernel_(by_kernel) {
     linear = register_module("linear", torch::nn::Linear(8, 4));
@@ -51,7 +51,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 
-// Parameters that no version can be made of.
+// Has parameters that cannot be copied to a version.
 struct OddImpl : torch::nn::Module {
   explicit OddImpl(const std::string& how) {
     const at::Tensor whole = at::rand({4, 4});
@@ -103,7 +103,7 @@ TEST_CASE("a module that keeps running statistics is refused by name and type") 
               torch::nn::InstanceNorm1d(
                   torch::nn::InstanceNorm1dOptions(2).track_running_stats(true)));
         }).message.starts_with("module net.1 (torch::nn::InstanceNorm1dImpl) writes its running"));
-  // Without them it may be used.
+  // Without running statistics the module is accepted.
   Cluster cluster = cluster_with([] {
     return torch::nn::Sequential(
         torch::nn::Linear(8, 4),
@@ -114,7 +114,7 @@ TEST_CASE("a module that keeps running statistics is refused by name and type") 
         at::IntArrayRef({3, 2}));
 }
 
-TEST_CASE("a forward pass that writes a buffer is refused, and nobody sees what it wrote") {
+TEST_CASE("a forward pass that writes a buffer is refused, and its write is not visible") {
   const bool by_kernel = GENERATE(false, true);
   CAPTURE(by_kernel);
   Cluster cluster = cluster_with([=] { return Outer(by_kernel); });
@@ -147,7 +147,7 @@ TEST_CASE("a module whose forward pass writes its parameters is refused") {
   CHECK(error.message.starts_with("module net writes its parameter weight in forward()"));
 }
 
-TEST_CASE("parameters of which no version can be made are refused by name") {
+TEST_CASE("parameters that cannot be copied to a version are refused by name") {
   const auto refusal = [](const std::string& how) {
     const base::Error error = refusal_of([how] { return Odd(how); });
     CHECK(error.kind == ErrorKind::kInvalid);
@@ -168,9 +168,9 @@ TEST_CASE("parameters of which no version can be made are refused by name") {
   CHECK(error.message.starts_with("module net: make() gave another one than at first: first is"));
 }
 
-TEST_CASE("a name that is not exposed is refused with those that are") {
+TEST_CASE("an unknown name is refused with the list of exposed names") {
   Cluster cluster(3, [](rpc::Agent& agent) {
-    if (agent.rank() == 2) return autograd::install(agent);  // it knows nothing of modules
+    if (agent.rank() == 2) return autograd::install(agent);  // rank 2 does not install modules
     testing::setup_modules(agent);
     if (agent.rank() == 0) return;
     nn::expose_module(agent, "net", [] { return PlainNet(); });
@@ -188,7 +188,7 @@ TEST_CASE("a name that is not exposed is refused with those that are") {
         "this agent has no modules: call nn::install(agent) before join()");
 }
 
-TEST_CASE("what a module cannot make of its inputs is said with its name, and it goes on") {
+TEST_CASE("an error of a module's forward has its name, and the module stays usable") {
   Cluster cluster(2, [](rpc::Agent& agent) {
     testing::setup_modules(agent);
     nn::expose_module(agent, "two", [] { return Two(); });

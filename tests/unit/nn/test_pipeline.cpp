@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kWidth = 5;
 
-// y = tanh(x · w), with numbers of its own. A negative number cuts the graph.
+// y = tanh(x · w), where w depends on the number of the stage. A negative number detaches the
+// output from the graph.
 class TanhStage : public std::enable_shared_from_this<TanhStage> {
  public:
   using Constructor = TanhStage(int number);
@@ -56,7 +57,7 @@ class TanhStage : public std::enable_shared_from_this<TanhStage> {
   nn::StagePasses passes_{"TanhStage.forward"};
 };
 
-/// A value that the test brings.
+/// A value that the test sets.
 std::shared_ptr<base::Promise<at::Tensor>> g_late;
 base::Future<at::Tensor> late_value() { return g_late->future(); }
 
@@ -113,7 +114,7 @@ TEST_CASE("the stages of a pipeline get the gradients of the whole model") {
   CHECK(TanhStage::alive == 0);
 }
 
-TEST_CASE("a pass that fails on a stage fails the batch by the stage's words") {
+TEST_CASE("a pass that fails on a stage fails the batch with the stage's error") {
   Cluster cluster(2, setup_stages);
   {
     nn::Pipeline<TanhStage> pipeline(cluster[0]);
@@ -130,7 +131,7 @@ TEST_CASE("a pass that fails on a stage fails the batch by the stage's words") {
   cluster.shutdown();
 }
 
-TEST_CASE("a stage whose step waits for its turn goes with its agent") {
+TEST_CASE("a stage whose step waits for its turn ends with its agent") {
   base::Future<at::Tensor> second;
   {
     Cluster cluster(2, setup_stages);
@@ -147,7 +148,7 @@ TEST_CASE("a stage whose step waits for its turn goes with its agent") {
   CHECK(TanhStage::alive == 0);
 }
 
-TEST_CASE("a batch that cannot work is refused, and ends all its waits") {
+TEST_CASE("an impossible batch is refused and ends all its waits") {
   const std::string name = GENERATE("gpipe", "1f1b", "naive");
   CAPTURE(name);
   const auto sum = [](size_t, const at::Tensor& y) { return y.sum(); };
@@ -185,7 +186,7 @@ TEST_CASE("a batch that cannot work is refused, and ends all its waits") {
 
 namespace {
 
-/// One stage on rank 1, and the micro-batches of a batch as its trainer has them.
+/// One stage on rank 1, and the micro-batches of two batches of its trainer.
 struct TwoBatches {
   explicit TwoBatches(rpc::Agent& agent_in)
       : agent(agent_in), stage(agent.remote_new<TanhStage>(1, 1)), whole(agent) {}
@@ -218,7 +219,7 @@ struct TwoBatches {
 
 }  // namespace
 
-TEST_CASE("late steps of a batch have no part in the next one") {
+TEST_CASE("late steps of a batch do not affect the next batch") {
   enum class Late { kInput, kError, kCall };
   const Late late = GENERATE(Late::kInput, Late::kError, Late::kCall);
   g_late = std::make_shared<base::Promise<at::Tensor>>();
@@ -250,7 +251,7 @@ TEST_CASE("late steps of a batch have no part in the next one") {
   CHECK(TanhStage::alive == 0);
 }
 
-TEST_CASE("two messages may bring the gradients of one step") {
+TEST_CASE("two messages may carry the gradients of one step") {
   Cluster cluster(2, setup_stages);
   {
     TwoBatches two(cluster[0]);

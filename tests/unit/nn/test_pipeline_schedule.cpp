@@ -27,7 +27,7 @@ PipelineSchedule one_micro_batch(std::vector<std::vector<PipelineStep>> stages) 
 
 }  // namespace
 
-TEST_CASE("the schedules take as long and hold as much as their papers say") {
+TEST_CASE("the schedules have the duration and memory use of their papers") {
   for (int stages = 1; stages <= 6; ++stages) {
     for (int64_t m = 1; m <= 9; ++m) {
       CAPTURE(stages, m);
@@ -60,7 +60,7 @@ TEST_CASE("1f1b alternates as soon as a stage can") {
         "  stage 2  .  F0 B0 F1 B1 .  (holds 1)\n");
 }
 
-TEST_CASE("a table that is no schedule is refused") {
+TEST_CASE("an invalid table is refused") {
   CHECK(refusal(one_micro_batch({{F0, B0}, {F0, B0}})) == "accepted");
   CHECK(refusal(one_micro_batch({})).find("no stage") != std::string::npos);
   CHECK(refusal(one_micro_batch({{F0, B0}, {F0}})).find("stage 2: B0 is missing") !=
@@ -73,13 +73,13 @@ TEST_CASE("a table that is no schedule is refused") {
   CHECK(refusal(one_micro_batch({{F0, B0, B0}})).find("B0 is there twice") != std::string::npos);
   CHECK(refusal(one_micro_batch({{F0, B0, F1}})).find("F1 is of no micro-batch") !=
         std::string::npos);
-  // The second stage wants the second micro-batch first, the first one keeps it for later.
+  // The second stage needs the second micro-batch first, but the first stage sends it later.
   CHECK(refusal({"own", 2, {{F0, B0, F1, B1}, {F1, B1, F0, B0}}}).find("wait for each other") !=
         std::string::npos);
   CHECK_THROWS_AS(make_schedule("zigzag", 2, 2), base::Exception);
 }
 
-TEST_CASE("layers are cut so that the slowest stage is as quick as can be") {
+TEST_CASE("layers are split so that the slowest stage is as fast as possible") {
   using Cuts = std::vector<size_t>;
   CHECK(balanced_cuts({1, 2, 3}, 1) == Cuts{});
   CHECK(balanced_cuts({1, 2, 3}, 2) == Cuts{2});

@@ -17,7 +17,7 @@ using testing::error_of;
 
 namespace {
 
-// y = x · w + b; made on whichever rank.
+// y = x · w + b, on any rank.
 struct Affine {
   using Constructor = Affine(int64_t in, int64_t out, double value);
   Affine(int64_t in, int64_t out, double value) {
@@ -66,7 +66,7 @@ void check_all_gone(Cluster& cluster) {
 
 }  // namespace
 
-TEST_CASE("a remote module is used like one here") {
+TEST_CASE("a remote module is used like a local one") {
   Cluster cluster(3, setup);
   for (int owner = 0; owner < 3; ++owner) {
     CAPTURE(owner);
@@ -85,7 +85,7 @@ TEST_CASE("a remote module is used like one here") {
   check_all_gone(cluster);
 }
 
-TEST_CASE("remote_parameters are the module's, in order, on its rank") {
+TEST_CASE("remote_parameters are those of the module, in order, on its rank") {
   Cluster cluster(3, setup);
   {
     const Module module(cluster[0], 2, 3, 2, 0.5);
@@ -95,7 +95,7 @@ TEST_CASE("remote_parameters are the module's, in order, on its rank") {
     CHECK(parameters[0].to_here().sizes() == at::IntArrayRef({3, 2}));
     CHECK(parameters[1].to_here().sizes() == at::IntArrayRef({2}));
 
-    // The very tensors: a pass through the module has their gradients.
+    // They share the module's tensors: a pass through the module gives them gradients.
     const at::Tensor x = at::rand({4, 3}, at::kDouble).requires_grad_();
     autograd::Context context(cluster[0]);
     autograd::backward(context, {module.forward(x).sum()});
@@ -109,7 +109,7 @@ TEST_CASE("remote_parameters are the module's, in order, on its rank") {
   check_all_gone(cluster);
 }
 
-TEST_CASE("a module travels as an argument and as a result, and lives as long as it is held") {
+TEST_CASE("a module may be an argument and a result, and lives as long as it is referenced") {
   Cluster cluster(3, setup);
   const at::Tensor x = at::ones({1, 3}, at::kDouble);
   for (int owner = 0; owner < 3; ++owner) {
@@ -127,7 +127,7 @@ TEST_CASE("a module travels as an argument and as a result, and lives as long as
     }
   }
   {
-    // Gradients go through a call that itself calls the module.
+    // Gradients pass through a call that itself calls the module.
     const Module module(cluster[0], 2, 3, 2, 1);
     const at::Tensor leaf = at::rand({2, 3}, at::kDouble).requires_grad_();
     autograd::Context context(cluster[0]);
@@ -137,7 +137,7 @@ TEST_CASE("a module travels as an argument and as a result, and lives as long as
   check_all_gone(cluster);
 }
 
-TEST_CASE("what goes wrong in the constructor is thrown by the first use") {
+TEST_CASE("an error of the constructor is thrown by the first use") {
   Cluster cluster(2, setup);
   for (int owner = 0; owner < 2; ++owner) {
     const Module module(cluster[0], owner, -1, 2, 0.5);

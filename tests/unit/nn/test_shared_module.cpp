@@ -33,7 +33,7 @@ torch::nn::Sequential make_sequential() {
 
 at::Tensor loss_of(const at::Tensor& scores) { return scores.pow(2).sum(); }
 
-// Everything that a make() may give.
+// All types that a factory may return.
 torch::nn::AnyModule make_any() { return torch::nn::AnyModule(PlainNet()); }
 std::shared_ptr<PlainNetImpl> make_pointer() { return std::make_shared<PlainNetImpl>(); }
 std::shared_ptr<torch::nn::SequentialImpl> make_sequential_pointer() {
@@ -62,7 +62,7 @@ void check_against_torch(Make make, Oracle oracle) {
 
 }  // namespace
 
-TEST_CASE("a plain module on another rank computes what torch does, to the last bit") {
+TEST_CASE("a plain module on another rank computes what torch does, bit for bit") {
   torch::manual_seed(1);
   SECTION("a holder") {
     check_against_torch([] { return PlainNet(); }, PlainNet());
@@ -75,7 +75,7 @@ TEST_CASE("a plain module on another rank computes what torch does, to the last 
   }
 }
 
-TEST_CASE("two forwards and an update before the first backward: both have torch's gradients") {
+TEST_CASE("two forwards and an update before the first backward give torch's gradients") {
   torch::manual_seed(2);
   Cluster cluster = cluster_with([] { return PlainNet(); });
   Agent& agent = cluster[0];
@@ -112,7 +112,7 @@ TEST_CASE("two forwards and an update before the first backward: both have torch
       oracle_gradients(PlainNet(), between, [&](auto& net) { return loss_of(net->forward(y)); }));
 }
 
-TEST_CASE("replicas are used again, and an update moves no parameter that no pass needs") {
+TEST_CASE("replicas are reused, and an update copies only parameters that a pass needs") {
   std::atomic<int> made{0};
   Cluster cluster = cluster_with([&made] {
     ++made;
@@ -155,14 +155,14 @@ TEST_CASE("replicas are used again, and an update moves no parameter that no pas
   const auto moved = addresses();
   for (int i = 0; i < 5; ++i) step();
   CHECK(addresses() == moved);
-  // Outside of a context nothing is kept.
+  // Outside of a context no replica is kept.
   for (int i = 0; i < 5; ++i) net.forward(x);
   CHECK(made == 2);
 }
 
 namespace {
 
-// A bag whose words have weights; without words the decoder that is tied to it.
+// A bag whose words have weights; without words, the decoder that shares its table.
 struct WeightedBagImpl : torch::nn::Module {
   WeightedBagImpl() {
     const at::NoGradGuard no_grad;
@@ -179,7 +179,7 @@ TORCH_MODULE(WeightedBag);
 
 }  // namespace
 
-TEST_CASE("a pass that has saved a sparse table keeps its version; a lookup has nothing copied") {
+TEST_CASE("a pass that has saved a sparse table keeps its version; a lookup copies nothing") {
   Cluster cluster = cluster_with([] { return WeightedBag(); });
   Agent& agent = cluster[0];
   const RemoteModule net(agent, 1, "net");
@@ -192,7 +192,7 @@ TEST_CASE("a pass that has saved a sparse table keeps its version; a lookup has 
     const rpc::ContextScope inside(context.id());
     return net.forward(words, weights).sum();
   };
-  // As another trainer: it takes 100 from every element.
+  // Updates as another trainer would: subtracts 100 from every element.
   const auto update = [&] {
     autograd::Context other(agent, Scope::kExplicit);
     autograd::backward(other, {forward(other, ids, at::ones({4})) * 100});
@@ -228,8 +228,8 @@ namespace {
 
 constexpr int kAtOnce = 4;
 
-// Counts the bytes of tensors on the CPU that are made while it lives. Whoever makes a tensor of
-// `meeting` bytes waits until kAtOnce threads do so.
+// Counts the bytes of CPU tensors that are allocated during its lifetime. A thread that allocates a
+// tensor of `meeting` bytes waits until kAtOnce threads do so.
 class CountedMemory final : public c10::Allocator {
  public:
   explicit CountedMemory(size_t meeting) : meeting_(meeting) { c10::SetCPUAllocator(this); }
@@ -262,7 +262,7 @@ class CountedMemory final : public c10::Allocator {
   std::atomic<size_t> peak_{0};
 };
 
-// 4 MiB, and as many passes at once.
+// Has 4 MiB of parameters and makes all passes run concurrently.
 struct BigImpl : torch::nn::Module {
   explicit BigImpl(std::latch& all) : all(all) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -290,7 +290,7 @@ double peak_of_first_forwards(Make make, const at::Tensor& x, size_t meeting = 0
 TEST_CASE("concurrent first passes share the module's memory") {
   std::latch all(kAtOnce);
   CHECK(peak_of_first_forwards([&] { return Big(all); }, at::ones({1})) <= 4 * 2.2);
-  // All passes look up at once: they meet where they make their results.
+  // All passes look up concurrently: they wait for each other when they allocate their results.
   constexpr size_t kResult = 3 * 64 * sizeof(float);
   const at::Tensor rows = at::zeros({3}, at::kLong);
   CHECK(peak_of_first_forwards([] { return torch::nn::Embedding(1 << 14, 64); }, rows, kResult) <=
@@ -303,7 +303,7 @@ TEST_CASE("concurrent first passes share the module's memory") {
             rows.unsqueeze(1), kResult) <= 4 * 1.2);
 }
 
-TEST_CASE("random values are drawn for the first module only, and its replicas have them") {
+TEST_CASE("random values are drawn for the first module only, and its replicas copy them") {
   std::latch all(kAtOnce);
   std::atomic<int> filled{0};
   Cluster cluster = cluster_with([&] {
@@ -322,7 +322,7 @@ TEST_CASE("random values are drawn for the first module only, and its replicas h
   CHECK(filled == 1);
 }
 
-TEST_CASE("two trainers in sync mode, stopped and resumed: as torch's Adam on the mean") {
+TEST_CASE("two trainers in sync mode, stopped and resumed, equal torch's Adam on the mean") {
   torch::manual_seed(3);
   const auto make = [] { return PlainNet(); };
   const at::Tensor x[2] = {at::rand({4, 8}), at::rand({6, 8})};
@@ -385,7 +385,7 @@ TEST_CASE("two trainers in sync mode, stopped and resumed: as torch's Adam on th
 
 namespace {
 
-// The same matrix reads words and scores them; its bias is not trained; a buffer scales.
+// One matrix embeds words and scores them. The bias is frozen, and a buffer scales the scores.
 struct TiedImpl : torch::nn::Module {
   TiedImpl() {
     words = register_module("words", torch::nn::Embedding(6, 4));
@@ -403,7 +403,7 @@ TORCH_MODULE(Tied);
 
 }  // namespace
 
-TEST_CASE("a tied parameter is one, a frozen one is not trained, a buffer is saved") {
+TEST_CASE("a tied parameter counts once, a frozen one is not trained, a buffer is saved") {
   Cluster cluster = cluster_with([] { return Tied(); });
   Agent& agent = cluster[0];
   const RemoteModule net(agent, 1, "net");
@@ -414,7 +414,7 @@ TEST_CASE("a tied parameter is one, a frozen one is not trained, a buffer is sav
   CHECK(names == std::vector<std::string>{"bias", "matrix", "scale"});
 
   const at::Tensor ids = at::tensor({1, 3, 3, 5}, at::kLong);
-  net.forward(ids);  // a replica has the buffer from now on
+  net.forward(ids);  // creates a replica, which has a copy of the buffer
   state["scale"] = at::full({1}, -3.0);
   state["matrix"] = at::rand({6, 4});
   net.load_state(state);
@@ -433,7 +433,7 @@ TEST_CASE("a tied parameter is one, a frozen one is not trained, a buffer is sav
               torch::autograd::grad({loss_of(expected)}, {oracle->matrix}));
 }
 
-TEST_CASE("load_state changes nothing if something does not fit") {
+TEST_CASE("load_state changes nothing if a value does not fit") {
   Cluster cluster = cluster_with([] { return Tied(); });
   const RemoteModule net(cluster[0], 1, "net");
   const nn::NamedTensors state = net.state();
@@ -457,7 +457,8 @@ TEST_CASE("load_state changes nothing if something does not fit") {
         "the state is not of module net: scale is Double [1], not Float [1]");
 }
 
-TEST_CASE("who names a module gets the same one; its handle travels and outlives the first") {
+TEST_CASE(
+    "equal names give the same module; a handle can be sent and may outlive the first handle") {
   torch::manual_seed(4);
   Cluster cluster(3, [](Agent& agent) {
     testing::setup_modules(agent);
@@ -482,7 +483,7 @@ TEST_CASE("who names a module gets the same one; its handle travels and outlives
     if (rank == 0) first = y;
     CHECK(at::equal(y, first));
   }
-  // On another rank it is another one.
+  // The same name on another rank is another module.
   CHECK_FALSE(
       at::equal(RemoteModule(cluster[0], 0, "net", 12, 2.0, "out", sizes, true).forward(x), first));
 

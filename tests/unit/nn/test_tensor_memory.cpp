@@ -5,12 +5,12 @@
 
 using namespace distrain;
 
-TEST_CASE("big tensors take the blocks that others left") {
+TEST_CASE("large tensors reuse freed blocks") {
   nn::reuse_tensor_memory();
   at::Tensor tensor = at::ones({1 << 20});
   const void* const block = tensor.data_ptr();
   tensor.reset();
-  tensor = at::ones({900'000});  // an epoch's last batch is smaller
+  tensor = at::ones({900'000});  // the last batch of an epoch is smaller
   CHECK(tensor.data_ptr() == block);
   const at::Tensor another = at::ones({1 << 20});
   CHECK(another.data_ptr() != block);

@@ -33,7 +33,7 @@ TEST_CASE("steps have their turn in the order of the row") {
   const auto turns = make_turns({F0, B0, F1, B1});
   const auto b0 = enter(turns, B0);
   const auto f1 = enter(turns, F1);
-  CHECK(failure(enter(turns, F1)) == base::ErrorKind::kInvalid);  // it waits already
+  CHECK(failure(enter(turns, F1)) == base::ErrorKind::kInvalid);  // the step waits already
   CHECK_FALSE(b0.done());
   const auto f0 = enter(turns, F0);
   REQUIRE(f0.done());
@@ -43,11 +43,11 @@ TEST_CASE("steps have their turn in the order of the row") {
   CHECK_FALSE(f1.done());
   b0.wait()->done();
   REQUIRE(f1.done());
-  CHECK(failure(enter(turns, F0)) == base::ErrorKind::kInvalid);  // it is over
+  CHECK(failure(enter(turns, F0)) == base::ErrorKind::kInvalid);  // the step has ended
   CHECK(failure(enter(turns, {Kind::kForward, 7})) == base::ErrorKind::kInvalid);
 }
 
-TEST_CASE("when a step dies in its turn nobody has one any more") {
+TEST_CASE("when a step fails in its turn no later step gets one") {
   const auto turns = make_turns({F0, B0});
   auto b0 = enter(turns, B0);
   enter(turns, F0).take().reset();
@@ -55,7 +55,7 @@ TEST_CASE("when a step dies in its turn nobody has one any more") {
   CHECK(failure(enter(turns, B0)) == base::ErrorKind::kCancelled);
 }
 
-TEST_CASE("all are told the first failure, whoever comes later and whatever fails then") {
+TEST_CASE("all waiters and later callers get the first failure") {
   const auto turns = make_turns({F0, B0, F1, B1});
   const auto b0 = enter(turns, B0);
   const auto f0 = enter(turns, F0);
@@ -68,7 +68,7 @@ TEST_CASE("all are told the first failure, whoever comes later and whatever fail
   }
 }
 
-TEST_CASE("a turn outlives the turns") {
+TEST_CASE("a turn may outlive its Turns") {
   base::Future<Turns::TurnPtr> f0;
   {
     const auto turns = make_turns({F0, B0});
@@ -77,7 +77,7 @@ TEST_CASE("a turn outlives the turns") {
   f0.take().reset();
 }
 
-TEST_CASE("one step at a time, however they come") {
+TEST_CASE("only one step runs at a time, whatever their order of arrival") {
   constexpr int64_t kMicroBatches = 40;
   std::mt19937 random(1);
   for (int round = 0; round < 20; ++round) {
