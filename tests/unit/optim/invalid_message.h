@@ -8,7 +8,7 @@
 
 namespace distrain::optim {
 
-/// What `call` is told that it cannot have.
+/// Returns the message of the `invalid` error that `call` throws.
 inline std::string invalid_message(const std::function<void()>& call) {
   try {
     call();

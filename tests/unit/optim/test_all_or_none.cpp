@@ -1,4 +1,4 @@
-// What has been changed where a step, or the loading of a state, fails.
+// Tests which values have changed after a step, or the loading of a state, fails.
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
@@ -43,7 +43,7 @@ at::Tensor zeros_leaf() { return at::zeros({2, 2}, at::kDouble).requires_grad_()
 at::Tensor ones() { return at::ones({2, 2}, at::kDouble); }
 at::Tensor zeros() { return at::zeros({2, 2}, at::kDouble); }
 
-// Passes every check, and cannot be applied.
+// Returns a gradient that passes every check and cannot be applied.
 at::Tensor rows_out_of_range() {
   return at::_sparse_coo_tensor_unsafe(at::full({1, 1}, 1000000, at::kLong),
                                        at::ones({1, 2}, at::kDouble), {2, 2});
@@ -51,7 +51,7 @@ at::Tensor rows_out_of_range() {
 
 }  // namespace
 
-TEST_CASE("an update that fails halfway tells what has been updated") {
+TEST_CASE("an update that fails halfway reports the parameters that it has updated") {
   Cluster cluster(1, set_up_cells);
   const std::vector<at::Tensor> own = {zeros_leaf(), zeros_leaf(), zeros_leaf()};
   DistributedOptimizer optimizer(cluster[0], {}, own, optim::Rule{optim::Adagrad{.lr = 1}, {}, 0});
@@ -65,7 +65,8 @@ TEST_CASE("an update that fails halfway tells what has been updated") {
   CHECK(at::equal(own[2].detach(), zeros()));
 }
 
-TEST_CASE("where one of several owners fails the others' updates stand, and the error says so") {
+TEST_CASE(
+    "if one of several owners fails, the updates of the others remain, and the error names them") {
   Cluster cluster(3, set_up_cells);
   Agent& agent = cluster[0];
   const auto first = agent.remote_new<Cell>(1, zeros()),
@@ -88,7 +89,7 @@ TEST_CASE("where one of several owners fails the others' updates stand, and the 
   CHECK(at::equal(own.detach(), -ones()));
 }
 
-TEST_CASE("a state of which one part does not fit is not loaded at all") {
+TEST_CASE("a state with a part that does not fit is not loaded at all") {
   Cluster cluster(1, set_up_cells);
   const std::vector<at::Tensor> own = {zeros_leaf(), zeros_leaf()};
   DistributedOptimizer optimizer(cluster[0], {}, own, optim::Rule{optim::Adagrad{.lr = 1}, {}, 0});

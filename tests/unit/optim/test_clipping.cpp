@@ -1,4 +1,4 @@
-// Clipping where several participants train the same parameters.
+// Tests clipping if several participants train the same parameters.
 // ctest: timeout=120
 #include <algorithm>
 #include <chrono>
@@ -47,7 +47,7 @@ void set_up_weights(Agent& agent) {
 
 at::Tensor row(std::vector<double> values) { return at::tensor(values, at::kDouble); }
 
-// Two weights on two owners, rank 1 and rank 2; rank 0 has all participants.
+// Two weights whose owners are rank 1 and rank 2. All participants run on rank 0.
 struct Shared {
   explicit Shared(Cluster& cluster)
       : agent(cluster[0]),
@@ -55,7 +55,7 @@ struct Shared {
         second(agent.remote_new<Weight>(2, at::zeros({2}, at::kDouble))),
         parameters{first.rpc_sync<&Weight::parameter>(), second.rpc_sync<&Weight::parameter>()} {}
 
-  // One step by these gradients.
+  // Makes one step with these gradients.
   void step(DistributedOptimizer& optimizer, const at::Tensor& of_first,
             const at::Tensor& of_second, double max_norm, const at::Tensor& own = {},
             const at::Tensor& of_own = {}) const {
@@ -78,7 +78,7 @@ double scale(const std::vector<at::Tensor>& gradients, double max_norm) {
 
 }  // namespace
 
-TEST_CASE("a participant that clips does not wait for one that has ended, async and ssp") {
+TEST_CASE("a participant that clips does not wait for one that has ended, in async and ssp mode") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSsp);
   CAPTURE(static_cast<int>(mode));
   Cluster cluster(3, set_up_weights);
@@ -102,10 +102,11 @@ TEST_CASE("a participant that clips does not wait for one that has ended, async 
   CHECK(at::allclose(shared.second.rpc_sync<&Weight::value>(), -kSteps * g2 / 5, 1e-6));
 }
 
-TEST_CASE("sync: one norm of the means and one scale, whoever comes last") {
+TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives last") {
   const at::Tensor g1[3] = {row({3, 1}), row({-1, 7}), row({0.1, 0.2})};
   const at::Tensor g2[3] = {row({0.3, 2}), row({5, -2}), row({-0.7, 0})};
-  const at::Tensor own_gradient = row({0.3, 0.7});  // the same for all, as under DDP
+  const at::Tensor own_gradient =
+      row({0.3, 0.7});  // the same for all participants, as under DistributedDataParallel
   const double max_norm = GENERATE(0.5, 100.0);
   at::Tensor l1 = at::zeros({2}, at::kDouble).requires_grad_(), l2 = l1.clone().detach(),
              l3 = l1.clone().detach();
@@ -131,7 +132,7 @@ TEST_CASE("sync: one norm of the means and one scale, whoever comes last") {
         shared.step(optimizer, g1[p], g2[p], max_norm, own[at], own_gradient);
       });
       if (threads.size() == 3) break;
-      // Until both owners have its part.
+      // Waits until both owners have this participant's part.
       std::string wanted;
       for (int other = 0; other < 3; ++other) {
         const auto end = order.begin() + static_cast<std::ptrdiff_t>(threads.size());
@@ -157,7 +158,8 @@ TEST_CASE("sync: one norm of the means and one scale, whoever comes last") {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST_CASE("replicas stay equal though each participant's shared gradients have their own norm") {
+TEST_CASE(
+    "replicas stay equal though the shared gradients of each participant have their own norm") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSsp);
   Cluster cluster(3, set_up_weights);
   const Shared shared(cluster);
@@ -177,7 +179,7 @@ TEST_CASE("replicas stay equal though each participant's shared gradients have t
   CHECK(at::equal(own[0].detach(), own[1].detach()));
 }
 
-TEST_CASE("gradients of no finite norm are not clipped, and nothing is updated") {
+TEST_CASE("gradients without a finite norm are not clipped, and no parameter is updated") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSync);
   const double bad =
       GENERATE(std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN());
@@ -193,7 +195,8 @@ TEST_CASE("gradients of no finite norm are not clipped, and nothing is updated")
   CHECK(at::equal(shared.second.rpc_sync<&Weight::value>(), row({0, 0})));
 }
 
-TEST_CASE("in sync mode all clip or none: neither waits for the other") {
+TEST_CASE(
+    "in sync mode all participants must clip or none: a mix is an error instead of a deadlock") {
   const bool clips_first = GENERATE(true, false);
   Cluster cluster(3, set_up_weights);
   const Shared shared(cluster);

@@ -28,9 +28,9 @@ using testing::error_of;
 
 namespace {
 
-std::vector<optim::UpdateCount> g_counts;  // by rank, of the cluster made last
+std::vector<optim::UpdateCount> g_counts;  // by rank, of the most recent cluster
 
-// x · w, with w on this object's rank.
+// x · w, where w is on the rank of this object.
 struct Layer {
   using Constructor = Layer(at::Tensor weight);
   explicit Layer(at::Tensor w) : weight(w.clone().requires_grad_()) {}
@@ -74,7 +74,7 @@ void set_up_layers(Agent& agent) {
 
 at::Tensor numbers(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
-// Each parameter is used by itself: its gradient is `input`'s column sums times `scale`.
+// Runs a backward pass in which the parameter's gradient is `scale`.
 void backward_of(autograd::Context& context, const RRef<Layer>& layer, double scale) {
   const at::Tensor x = at::full({1, 2}, scale, at::kDouble);
   autograd::backward(context, {layer.rpc_sync<&Layer::forward>(x).sum()});
@@ -82,7 +82,7 @@ void backward_of(autograd::Context& context, const RRef<Layer>& layer, double sc
 
 }  // namespace
 
-TEST_CASE("SGD, Adagrad and Adam over two owners and local parameters are torch's own") {
+TEST_CASE("SGD, Adagrad and Adam over two owners and local parameters equal torch's") {
   const int which = GENERATE(0, 1, 2, 3);
   CAPTURE(which);
   at::manual_seed(3);
@@ -143,7 +143,7 @@ TEST_CASE("SGD, Adagrad and Adam over two owners and local parameters are torch'
   }
 }
 
-TEST_CASE("sync mode applies the mean of all participants, in whatever order they come") {
+TEST_CASE("sync mode applies the mean of all participants, in any order of arrival") {
   const at::Tensor w = at::zeros({2, 1}, at::kDouble);
   std::vector<int> order = {0, 1, 2};
   do {
@@ -152,7 +152,7 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
       const auto layer = cluster[3].make_rref(Layer(w));
       std::vector<RRef<Layer>> layers(3);
       std::vector<std::unique_ptr<DistributedOptimizer>> optimizers;
-      // Each participant reaches the one layer by an RRef of its own.
+      // Each participant has its own RRef to the same layer.
       const auto shared = cluster[0].remote_new<Layer>(3, w);
       const auto parameter = shared.rpc_sync<&Layer::parameter>();
       std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -161,7 +161,7 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
             cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
             Sharing{Sharing::Mode::kSync, 3, rank}));
       }
-      // 0.1 + 0.2 + 0.3 depends on the order of the sum in its last bit.
+      // The last bit of 0.1 + 0.2 + 0.3 depends on the order of the sum.
       for (int rank = 0; rank < 3; ++rank) {
         contexts.push_back(std::make_unique<autograd::Context>(cluster[0]));
         backward_of(*contexts.back(), shared, 0.1 * (rank + 1));
@@ -189,7 +189,7 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST_CASE("an owner tells whose update it waits for") {
+TEST_CASE("an owner reports which participant's update it waits for") {
   Cluster cluster(2, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   const RRef<at::Tensor> parameter = layer.rpc_sync<&Layer::parameter>();
@@ -211,7 +211,7 @@ TEST_CASE("an owner tells whose update it waits for") {
   CHECK(cluster[1].waits().empty());
 }
 
-TEST_CASE("a long wait for a participant is told once, while it lasts") {
+TEST_CASE("a long wait for a participant is reported once, while it lasts") {
   std::atomic<int> told{0};
   rpc::AgentOptions options;
   options.long_wait = 1ms;
@@ -236,7 +236,7 @@ TEST_CASE("a long wait for a participant is told once, while it lasts") {
   CHECK(told == 1);
 }
 
-TEST_CASE("what an owner waits for is told during an update, too") {
+TEST_CASE("the reason of an owner's wait is also reported during an update") {
   Cluster cluster(2, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   DistributedOptimizer optimizer(cluster[0],
@@ -244,7 +244,8 @@ TEST_CASE("what an owner waits for is told during an update, too") {
                                  optim::Sgd{.lr = 1});
   autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
-  std::optional<autograd::ParameterRead> reading(cluster[1]);  // the update waits for its end
+  std::optional<autograd::ParameterRead> reading(
+      cluster[1]);  // the update waits until this read ends
   std::thread stepping([&] { optimizer.step(context); });
   std::atomic<bool> over{false};
   auto asking = std::async(std::launch::async, [&] {
@@ -261,7 +262,7 @@ TEST_CASE("what an owner waits for is told during an update, too") {
   CHECK(cluster[1].waits().empty());
 }
 
-TEST_CASE("steps that a lost rank has asked for are not applied") {
+TEST_CASE("steps that a lost rank has requested are not applied") {
   rpc::AgentOptions one_worker;
   one_worker.worker_threads = 1;
   Cluster cluster(3, set_up_layers, one_worker);
@@ -282,17 +283,17 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
 
   g_occupied = g_released = false;
   std::thread first([&] { cluster[0].rpc_sync<&occupy_worker>(1); });
-  while (!g_occupied) std::this_thread::yield();  // it has the only worker
+  while (!g_occupied) std::this_thread::yield();  // the call occupies the only worker
   base::Error error;
   std::thread second([&] { error = error_of([&] { lost->step(lost_context); }); });
   while (cluster[2].waits().empty()) std::this_thread::yield();
   const auto asked = [&] {
     return error_of([&] { cluster[1].call_raw(2, "unknown", [](rpc::Encoder&) {}).wait(); });
   };
-  REQUIRE(asked().kind == ErrorKind::kNotFound);  // its answer comes behind the step
+  REQUIRE(asked().kind == ErrorKind::kNotFound);  // the answer arrives after the step
   cluster[2].abort({ErrorKind::kBadData, "no more", -1, {}});
   second.join();
-  // By its own end, or by the others that have heard of it.
+  // The call fails with the end of rank 2's own agent, or with the news of it from the others.
   CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));
   while (asked().kind == ErrorKind::kNotFound) std::this_thread::yield();
   g_released = true;
@@ -302,7 +303,7 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
   CHECK(*g_counts[1] == 1);
 }
 
-TEST_CASE("async mode applies each update as it comes") {
+TEST_CASE("async mode applies each update when it arrives") {
   Cluster cluster(4, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(3, at::zeros({2, 1}, at::kDouble));
   const auto parameter = layer.rpc_sync<&Layer::parameter>();
@@ -313,7 +314,7 @@ TEST_CASE("async mode applies each update as it comes") {
       DistributedOptimizer optimizer(cluster[0], {parameter}, optim::Sgd{.lr = 0.5});
       for (int step = 0; step < kSteps; ++step) {
         autograd::Context context(cluster[0]);
-        // The gradient does not depend on the weight, so neither do the updates on their order.
+        // The gradient does not depend on the weight, so the order of the updates does not matter.
         backward_of(context, layer, 2);
         optimizer.step(context);
       }
@@ -349,17 +350,17 @@ TEST_CASE("several contexts are summed into one update") {
   CHECK(at::equal(unused.rpc_sync<&Layer::value>(), at::ones({2, 1}, at::kDouble)));
   CHECK(*g_counts[1] == 1);
   while (!contexts.empty()) contexts.pop_back();
-  // Of contexts that are gone there is nothing to apply.
+  // Contexts that have ended have no gradients to apply.
   optimizer.step(ids);
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::full({2, 1}, -7.0, at::kDouble)));
 }
 
-TEST_CASE("a step that one parameter cannot make is made by none") {
+TEST_CASE("a step that one parameter cannot make changes none") {
   Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   const auto layer = agent.remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   const auto table = agent.remote_new<Table>(1, at::zeros({2, 1}, at::kDouble));
-  // Momentum takes no sparse gradients.
+  // SGD with momentum refuses sparse gradients.
   DistributedOptimizer optimizer(
       agent, {layer.rpc_sync<&Layer::parameter>(), table.rpc_sync<&Table::parameter>()},
       optim::Sgd{.lr = 0.1, .momentum = 0.9});
@@ -371,7 +372,8 @@ TEST_CASE("a step that one parameter cannot make is made by none") {
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::zeros({2, 1}, at::kDouble)));
 }
 
-TEST_CASE("parameters have one optimizer; who comes later has to agree with it") {
+TEST_CASE(
+    "parameters have one optimizer; a later DistributedOptimizer must have the same options") {
   Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   std::vector<RRef<at::Tensor>> parameters;
@@ -399,7 +401,7 @@ TEST_CASE("parameters have one optimizer; who comes later has to agree with it")
   CHECK(attach({parameters[2], parameters[0]}, sgd).kind == ErrorKind::kInvalid);
   CHECK(attach({parameters[2]}, optim::Adam{}).message == "(no error)");
   CHECK(attach(two, optim::Sgd{.lr = -1}).kind == ErrorKind::kInvalid);
-  // A participant that is not one, and one that comes twice.
+  // A participant number out of range, and a repeated one.
   DistributedOptimizer odd(agent, {parameters[3]}, sgd, Sharing{Sharing::Mode::kSync, 2, 5});
   autograd::Context context(agent);
   CHECK(error_of([&] { odd.step(context); }).kind == ErrorKind::kInvalid);
@@ -421,7 +423,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   auto slow = std::make_unique<autograd::Context>(agent);
   const at::Tensor early = table.rpc_sync<&Table::forward>(indices, offsets);
   {
-    // The same rows are updated between the forward and the backward of the first.
+    // The same rows are updated between the forward and the backward pass of the first context.
     autograd::Context quick(agent);
     const at::Tensor y = table.rpc_sync<&Table::forward>(indices, offsets);
     autograd::backward(quick, {y.pow(2).sum()});
@@ -429,11 +431,12 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   }
   const at::Tensor between = table.rpc_sync<&Table::value>();
   CHECK_FALSE(at::allclose(between, w));
-  autograd::backward(*slow, {early.pow(2).sum()});  // no "modified by an inplace operation"
+  autograd::backward(*slow,
+                     {early.pow(2).sum()});  // does not throw "modified by an inplace operation"
   optimizer.step(*slow);
   slow.reset();
 
-  // Both passes saw the first weights: the second gradient is the first once more.
+  // Both passes used the initial weights: the second gradient equals the first.
   const at::Tensor leaf = w.clone().requires_grad_();
   std::get<0>(at::embedding_bag(leaf, indices, offsets, false, 0, true)).pow(2).sum().backward();
   at::Tensor expected = w.clone();
@@ -442,11 +445,11 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   CHECK(at::allclose(between, expected, 1e-12, 1e-12));
   rule->apply(0, expected, leaf.grad());
   CHECK(at::allclose(table.rpc_sync<&Table::value>(), expected, 1e-12, 1e-12));
-  // Rows that no lookup touched are as they were.
+  // Rows that no lookup used do not change.
   CHECK(at::equal(table.rpc_sync<&Table::value>().slice(0, 4, 9), w.slice(0, 4, 9)));
 }
 
-TEST_CASE("trainers share one sparse table at full speed") {
+TEST_CASE("several trainers share one sparse table at full speed") {
   Cluster cluster(4, set_up_layers);
   const at::Tensor w = at::zeros({10, 3}, at::kDouble);
   const auto table = cluster[0].remote_new<Table>(3, w);

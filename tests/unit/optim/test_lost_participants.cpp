@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Parameters whose participants are lost, rest, and come back.
+// Tests parameters whose participants are lost, rest and return.
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -25,8 +25,8 @@ using Mode = optim::Sharing::Mode;
 
 namespace {
 
-// One number that participants train, participant 0 being the first process of rank 1 and so on.
-// Each step takes 1 from it.
+// One number that participants train, each on its own rank: participant 0 is the first process of
+// rank 1, and so on. Each step subtracts 1 from it.
 struct OneNumber {
   OneNumber(Mode mode, int participants, int64_t staleness)
       : cluster(1, [](Agent& agent) { autograd::install(agent); }),
@@ -62,7 +62,7 @@ ErrorKind kind_of_step(const base::Future<uint64_t>& step) {
 
 }  // namespace
 
-TEST_CASE("in ssp the others go on when the slowest is lost") {
+TEST_CASE("in ssp the others continue when the slowest is lost") {
   OneNumber shared(Mode::kSsp, 3, 1);
   for (const int each : {0, 1}) CHECK(shared.step(each).done());
   const auto first = shared.step(0), second = shared.step(1);
@@ -80,17 +80,17 @@ TEST_CASE("in ssp the others go on when the slowest is lost") {
   CHECK(shared.made() == 7);
 }
 
-TEST_CASE("in ssp one that rests is not waited for until it makes a step") {
+TEST_CASE("in ssp a resting participant is not waited for until it makes a step") {
   OneNumber shared(Mode::kSsp, 2, 1);
   CHECK(shared.step(0).done());
   const auto waits = shared.step(0);
   CHECK_FALSE(waits.done());
-  shared.optimizer.rest(OneNumber::process(1, 1));  // another process, which is no participant
+  shared.optimizer.rest(OneNumber::process(1, 1));  // another process, which is not a participant
   CHECK_FALSE(waits.done());
   shared.optimizer.rest(OneNumber::process(1));
   CHECK(waits.done());
   for (int i = 0; i < 3; ++i) CHECK(shared.step(0).done());
-  // It begins as far as the others have come: five steps, and now its sixth.
+  // Participant 1 begins where the others are, after five steps, and has made its sixth now.
   CHECK(shared.step(1).done());
   CHECK(shared.optimizer.progress(1).lead == 1);
   CHECK(shared.step(0).done());
@@ -102,7 +102,7 @@ TEST_CASE("in ssp one that rests is not waited for until it makes a step") {
   CHECK(ahead.done());
 }
 
-TEST_CASE("in ssp all but one may be lost, or rest") {
+TEST_CASE("in ssp all participants but one may be lost or rest") {
   OneNumber shared(Mode::kSsp, 3, 0);
   const auto waits = shared.step(0);
   CHECK_FALSE(waits.done());
@@ -111,25 +111,25 @@ TEST_CASE("in ssp all but one may be lost, or rest") {
   shared.optimizer.rest(OneNumber::process(2));
   CHECK(waits.done());
   for (int i = 0; i < 5; ++i) CHECK(shared.step(0).done());
-  shared.lose(2);  // as it rests
+  shared.lose(2);  // while it rests
   CHECK(shared.step(0).done());
 }
 
-TEST_CASE("in ssp a new process begins as far as the slowest of the others") {
+TEST_CASE("in ssp a new process begins where the slowest of the others is") {
   OneNumber shared(Mode::kSsp, 3, 1);
   shared.lose(2);
   for (int i = 0; i < 3; ++i) {
     for (const int each : {0, 1}) CHECK(shared.step(each).done());
   }
-  CHECK(shared.step(0).done());  // 4 and 3
+  CHECK(shared.step(0).done());  // steps: 4 and 3
   shared.optimizer.take_part(2, OneNumber::process(2, 1));
   CHECK(shared.optimizer.progress(2).lead == 0);
   CHECK(shared.step(1).done());
   const auto waits = shared.step(0);
-  CHECK_FALSE(waits.done());  // 5, 4 and 3
+  CHECK_FALSE(waits.done());  // steps: 5, 4 and 3
   CHECK(shared.step(2, 1).done());
   CHECK(waits.done());
-  // It can be lost as the one before.
+  // The new process can be lost as its predecessor was.
   const auto ahead = shared.step(0);
   CHECK_FALSE(ahead.done());
   CHECK(shared.step(1).done());
@@ -138,15 +138,15 @@ TEST_CASE("in ssp a new process begins as far as the slowest of the others") {
   CHECK(ahead.done());
 }
 
-TEST_CASE("the loss of a process that had the place before is not its successor's") {
+TEST_CASE("the loss of a previous process does not affect its successor") {
   OneNumber shared(Mode::kSsp, 2, 1);
   shared.lose(1);
   shared.optimizer.take_part(1, OneNumber::process(1, 1));
-  shared.lose(1, 0);  // once more
+  shared.lose(1, 0);  // a repeated report of the loss
   CHECK(shared.step(1, 1).done());
 }
 
-TEST_CASE("a late step of a lost process is refused, and changes nothing") {
+TEST_CASE("a late step of a lost process is refused and changes nothing") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSsp);
   const bool comes_back = GENERATE(false, true);
   CAPTURE(comes_back);
@@ -164,16 +164,16 @@ TEST_CASE("a late step of a lost process is refused, and changes nothing") {
   CHECK(shared.made() == 2);
 }
 
-TEST_CASE("a step of a lost process that waited for others fails") {
+TEST_CASE("a step of a lost process that waits for others fails") {
   OneNumber shared(Mode::kSsp, 2, 0);
   const auto waits = shared.step(0);
   CHECK_FALSE(waits.done());
   shared.lose(0);
   CHECK(kind_of_step(waits) == ErrorKind::kPeerLost);
-  CHECK(shared.made() == 1);  // it had been made
+  CHECK(shared.made() == 1);  // the step had been applied
 }
 
-TEST_CASE("the last step that was applied is told of each process") {
+TEST_CASE("the last applied step of each process is reported") {
   OneNumber shared(Mode::kAsync, 2, 0);
   const auto last = [&](int participant, uint32_t incarnation = 0) {
     return shared.optimizer.last_step_of(OneNumber::process(participant, incarnation));
@@ -184,7 +184,7 @@ TEST_CASE("the last step that was applied is told of each process") {
   CHECK(last(1) == 0);
   CHECK(last(0, 1) == std::nullopt);
   CHECK(last(7) == std::nullopt);
-  // A step that is refused was not applied.
+  // A refused step is not applied.
   CHECK_THROWS(
       shared.optimizer.step({0, 1, 1, 4}, {at::ones({2}, at::kDouble)}, OneNumber::process(0)));
   CHECK(last(0) == 3);
@@ -196,7 +196,7 @@ TEST_CASE("the last step that was applied is told of each process") {
   CHECK(last(0, 1) == 1);
 }
 
-TEST_CASE("in sync mode nobody goes on without a participant that is lost") {
+TEST_CASE("in sync mode no participant continues without a lost one") {
   const bool job_goes_on = GENERATE(false, true);
   OneNumber shared(Mode::kSync, 2, 0);
   const auto waits = shared.step(0, 0, 1);
@@ -205,10 +205,11 @@ TEST_CASE("in sync mode nobody goes on without a participant that is lost") {
   CHECK(kind_of_step(waits) == ErrorKind::kPeerLost);
   CHECK(error_of([&] { static_cast<void>(shared.step(0, 0, 2)); }).kind == ErrorKind::kPeerLost);
   CHECK(shared.made() == 0);
-  CHECK(shared.optimizer.last_step_of(OneNumber::process(0)) == std::nullopt);  // it cannot tell
+  CHECK(shared.optimizer.last_step_of(OneNumber::process(0)) ==
+        std::nullopt);  // unknown in sync mode
 }
 
-TEST_CASE("where a loss ends the job all fail who wait for others") {
+TEST_CASE("if a loss ends the job, all waits for others fail") {
   OneNumber shared(Mode::kSsp, 3, 0);
   const auto first = shared.step(0), second = shared.step(1);
   shared.lose(2, 0, false);
@@ -217,7 +218,7 @@ TEST_CASE("where a loss ends the job all fail who wait for others") {
   CHECK(kind_of_step(shared.step(0)) == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("a step that waits for a participant that has left fails, and names its rank") {
+TEST_CASE("a step that waits for a participant that has left fails and names its rank") {
   const auto fails = [](const auto& waits) {
     const base::Error error = error_of([&] { waits.wait(); });
     CHECK(error.kind == ErrorKind::kPeerLost);
@@ -241,7 +242,7 @@ TEST_CASE("a step that waits for a participant that has left fails, and names it
     shared.optimizer.leave(OneNumber::process(1));
     fails(waits);
   }
-  SECTION("in sync mode, but not the step that it has made") {
+  SECTION("in sync mode, except for a step that it has made") {
     OneNumber shared(Mode::kSync, 3, 0);
     const auto last = shared.step(1), waits = shared.step(0);
     shared.optimizer.leave(OneNumber::process(1));
@@ -260,7 +261,7 @@ TEST_CASE("a step that waits for a participant that has left fails, and names it
     fails(waits);
     fails(shared.step(0));
   }
-  SECTION("in ssp, but not for one that rested before") {
+  SECTION("in ssp, except for a participant that rested before") {
     OneNumber shared(Mode::kSsp, 2, 0);
     shared.optimizer.rest(OneNumber::process(1));
     shared.optimizer.leave(OneNumber::process(1));
@@ -278,7 +279,7 @@ struct Factor {
   }
 };
 
-// Rank 0's, which it shows to others for as long as the test keeps it here.
+// The factor of rank 0, which other ranks can get as long as the test keeps it here.
 struct Shown {
   rpc::RRef<Factor> factor;
 };
@@ -296,7 +297,7 @@ void set_up_factor(Agent& agent) {
   agent.provide(std::make_shared<Shown>());
 }
 
-// What ranks 1 and 2 do.
+// The training loop of ranks 1 and 2.
 class Trainer {
  public:
   explicit Trainer(Agent& agent)
@@ -335,7 +336,7 @@ void wait_until(const std::function<bool()>& holds) {
 
 }  // namespace
 
-TEST_CASE("a trainer goes on without another, and with the one that comes in its place") {
+TEST_CASE("a trainer continues without another, and with the process that replaces it") {
   Cluster cluster(3, set_up_factor);
   cluster[0].go_on_without({1, 2}, 1, "", true);
   const auto factor = std::make_shared<Factor>();
@@ -348,7 +349,7 @@ TEST_CASE("a trainer goes on without another, and with the one that comes in its
     const rpc::ProcessNumber process = rpc::process_number(2, before);
     for (int i = 0; i < 2; ++i) other->step(), stays->step();
     CHECK(optim::last_step_of(cluster[0], process) == 2);
-    // A pass whose context ends with its process: rank 0 has gradients of it.
+    // A pass whose context ends with its process. Rank 0 holds gradients of the pass.
     auto context = std::make_unique<autograd::Context>(cluster[2]);
     other->backward(*context);
     CHECK(cluster[0].live_contexts() > 0);
@@ -376,7 +377,8 @@ TEST_CASE("a trainer goes on without another, and with the one that comes in its
   }
 }
 
-TEST_CASE("shutdown() ends waits for steps of a trainer, unless others may call it for more") {
+TEST_CASE(
+    "shutdown() ends waits for steps of a trainer unless other ranks may still call that trainer") {
   const bool is_called = GENERATE(false, true);
   CAPTURE(is_called);
   Cluster cluster(3, set_up_factor);

@@ -9,7 +9,7 @@
 namespace distrain::optim {
 static_assert(rpc::Serializable<OptimizerFields>);
 
-TEST_CASE("Options survive the way through plain fields") {
+TEST_CASE("Options survive the conversion to plain fields") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
       OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
@@ -23,7 +23,7 @@ TEST_CASE("Options survive the way through plain fields") {
   CHECK(to_fields(back).values == fields.values);
 }
 
-TEST_CASE("Every field has its own place") {
+TEST_CASE("Every option has its own field") {
   const auto adam = std::get<Adam>(from_fields({"adam",
                                                 {{"lr", 0.1},
                                                  {"beta1", 0.2},
@@ -54,7 +54,7 @@ TEST_CASE("Every field has its own place") {
   CHECK(rmsprop.centered);
 }
 
-TEST_CASE("Fields that are not given keep their defaults") {
+TEST_CASE("Missing fields have their default") {
   const auto adagrad = std::get<Adagrad>(from_fields({"adagrad", {{"lr", 0.05}}}));
   CHECK(adagrad.lr == 0.05);
   CHECK(adagrad.eps == 1e-10);
@@ -63,7 +63,7 @@ TEST_CASE("Fields that are not given keep their defaults") {
   CHECK(std::get<RmsProp>(from_fields({"rmsprop", {}})).lr == 0.01);
 }
 
-TEST_CASE("Wrong options are named") {
+TEST_CASE("Invalid options are named") {
   const auto message = [](OptimizerFields fields) {
     return invalid_message([&] { from_fields(fields); });
   };

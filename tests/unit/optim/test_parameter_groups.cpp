@@ -1,4 +1,5 @@
-// Groups of parameters, over several ranks; parameters of a rank that trains them with others.
+// Tests groups of parameters over several ranks, and parameters that their owner trains together
+// with other ranks.
 // ctest: timeout=120
 #include <condition_variable>
 #include <mutex>
@@ -29,7 +30,7 @@ using Mode = optim::Sharing::Mode;
 
 namespace {
 
-// x · w, with w on this object's rank.
+// x · w, where w is on the rank of this object.
 struct Column {
   using Constructor = Column(at::Tensor weight);
   explicit Column(at::Tensor w) : weight(w.clone().requires_grad_()) {}
@@ -39,7 +40,7 @@ struct Column {
   at::Tensor weight;
 };
 
-// What a rank trains with others: each rank has one.
+// Each rank's column, which it trains together with other ranks.
 struct Home {
   std::shared_ptr<Column> column = std::make_shared<Column>(at::zeros({2, 1}, at::kDouble));
 };
@@ -61,13 +62,13 @@ void set_up_columns(Agent& agent) {
 
 at::Tensor leaf(const at::Tensor& value) { return value.clone().requires_grad_(); }
 
-// The gradient of the layer's two weights is `scale`, whatever they are.
+// Runs a backward pass in which both weights of the layer have the gradient `scale`.
 void backward_of(autograd::Context& context, const RRef<Column>& layer, double scale) {
   const at::Tensor x = at::full({1, 2}, scale, at::kDouble);
   autograd::backward(context, {layer.rpc_sync<&Column::forward>(x).sum()});
 }
 
-// One step of a participant, with gradients of `scale`.
+// Makes one step of a participant, with gradients of `scale`.
 void step(Agent& agent, DistributedOptimizer& optimizer, const RRef<Column>& layer, double scale,
           double max_norm = 0) {
   autograd::Context context(agent);
@@ -77,13 +78,13 @@ void step(Agent& agent, DistributedOptimizer& optimizer, const RRef<Column>& lay
 
 }  // namespace
 
-TEST_CASE("groups over two owners and local parameters are torch's parameter groups") {
+TEST_CASE("groups over two owners and local parameters equal torch's parameter groups") {
   at::manual_seed(3);
   const at::Tensor w1 = at::rand({4, 3}, at::kDouble), w2 = at::rand({3, 2}, at::kDouble),
                    w3 = at::rand({2}, at::kDouble);
   const std::vector<at::Tensor> local = {leaf(w1), leaf(w2), leaf(w3)};
   using torch::optim::AdamWOptions;
-  // Weights with decay, the bias without and with another rate.
+  // The weights have weight decay, the bias has none and another learning rate.
   std::vector<torch::optim::OptimizerParamGroup> reference_groups;
   reference_groups.emplace_back(
       std::vector<at::Tensor>{local[0], local[1]},
@@ -129,7 +130,7 @@ TEST_CASE("groups over two owners and local parameters are torch's parameter gro
     CHECK(at::allclose(second.rpc_sync<&Column::value>(), local[1].detach(), 1e-12, 1e-12));
     CHECK(at::allclose(bias.detach(), local[2].detach(), 1e-12, 1e-12));
 
-    // Group by group.
+    // The state is ordered by group.
     const auto state = optimizer.state();
     REQUIRE(state.size() == 3);
     CHECK(state[0].at("exp_avg").sizes() == w1.sizes());
@@ -146,7 +147,7 @@ TEST_CASE("groups over two owners and local parameters are torch's parameter gro
   cluster.shutdown();
 }
 
-TEST_CASE("two groups of one owner have their own rules, of different kinds") {
+TEST_CASE("two groups of one owner may have rules of different kinds") {
   Cluster cluster(2, set_up_columns);
   {
     Agent& agent = cluster[0];
@@ -167,17 +168,17 @@ TEST_CASE("two groups of one owner have their own rules, of different kinds") {
     both();
     optimizer.set_lr_factor(0.5);
     both();
-    // 1 + 1/2; 1/4 of the first velocity, 1, and 1/8 of the second, 3/2.
+    // Expected: 1 + 1/2; 1/4 of the first velocity, 1, and 1/8 of the second, 3/2.
     CHECK(at::equal(fast.rpc_sync<&Column::value>(), at::full({2, 1}, -1.5, at::kDouble)));
     CHECK(at::equal(slow.rpc_sync<&Column::value>(), at::full({2, 1}, -0.4375, at::kDouble)));
 
-    // Who comes later has to have the same groups.
+    // A later DistributedOptimizer must have the same groups.
     const auto attach = [&](const std::vector<ParameterGroup>& groups) {
       return error_of([&] { DistributedOptimizer again(agent, groups); });
     };
     const OptimizerOptions first = optim::Sgd{.lr = 1};
     const OptimizerOptions second = optim::Sgd{.lr = 0.25, .momentum = 0.5};
-    // Empty groups beside them, or none, are no difference.
+    // Additional empty groups make no difference.
     CHECK(attach({{{}, {}, optim::Adam{}}, {{one}, {}, first}, {{other}, {}, second}}).message ==
           "(no error)");
     CHECK(attach({{{one}, {}, first}, {{other}, {}, first}}).message ==
@@ -188,14 +189,14 @@ TEST_CASE("two groups of one owner have their own rules, of different kinds") {
   cluster.shutdown();
 }
 
-TEST_CASE("a parameter that is given twice is refused, naming the groups") {
+TEST_CASE("a repeated parameter is refused, naming the groups") {
   Cluster cluster(2, set_up_columns);
   {
     Agent& agent = cluster[0];
     const at::Tensor here = leaf(at::zeros({2, 1}));
     const auto layer = agent.remote_new<Column>(1, here.detach());
     const auto there = layer.rpc_sync<&Column::parameter>();
-    const auto again = layer.rpc_sync<&Column::parameter>();  // another RRef to it
+    const auto again = layer.rpc_sync<&Column::parameter>();  // another RRef to the same parameter
     const OptimizerOptions sgd = optim::Sgd{};
     const auto refused = [&](const std::vector<ParameterGroup>& groups) {
       const base::Error error = error_of([&] { DistributedOptimizer optimizer(agent, groups); });
@@ -208,14 +209,14 @@ TEST_CASE("a parameter that is given twice is refused, naming the groups") {
           "two of the parameters of group 0 share their memory: give a tied one once");
     CHECK(refused({{{}, {}, sgd}, {{}, {here}, sgd}, {{}, {here}, sgd}}) ==
           "a parameter of group 2 is in group 1, too");
-    // A shared one of this rank is its own as well.
+    // A shared parameter of this rank may not be given as a local one, too.
     CHECK(refused({{{agent.make_rref(here)}, {}, sgd}, {{}, {here}, sgd}}) ==
           "a parameter of group 1 is in group 0, too");
     CHECK(refused({{{}, {here, here.view({1, 2})}, sgd}}) ==
           "two of the parameters of group 0 share their memory: give a tied one once");
     CHECK(refused({{{}, {at::Tensor()}, sgd}}) == "a parameter of group 0 is an undefined tensor");
     CHECK(refused({{{}, {}, optim::Sgd{.lr = -1}}}) == "sgd: lr cannot be -1.000000");
-    // Nothing of that is left behind.
+    // The refused constructors have no effect.
     DistributedOptimizer optimizer(agent, {ParameterGroup{{there}, {here}, sgd}});
     DistributedOptimizer nothing(agent, std::vector<ParameterGroup>{});
     autograd::Context context(agent);
@@ -224,7 +225,7 @@ TEST_CASE("a parameter that is given twice is refused, naming the groups") {
   cluster.shutdown();
 }
 
-TEST_CASE("a replica of DistributedDataParallel is no shared parameter") {
+TEST_CASE("a replica of DistributedDataParallel is not a shared parameter") {
   struct Replica final : autograd::LeafHook {
     void operator()(const at::Tensor&) override {}
     void on_context_gradient(const autograd::ContextRef&, const at::Tensor&) override {}
@@ -243,7 +244,7 @@ TEST_CASE("a replica of DistributedDataParallel is no shared parameter") {
   cluster.shutdown();
 }
 
-TEST_CASE("a rank trains parameters of its own with another rank: async") {
+TEST_CASE("a rank trains its own parameters together with another rank: async") {
   Cluster cluster(2, set_up_columns);
   {
     constexpr int kSteps = 25;
@@ -252,7 +253,7 @@ TEST_CASE("a rank trains parameters of its own with another rank: async") {
       DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
                                      optim::Sgd{.lr = 0.5}, Sharing{Mode::kAsync, 2, agent.rank()});
       for (int i = 0; i < kSteps; ++i) {
-        // Each one's rate is its own.
+        // Each participant has its own learning rate factor.
         optimizer.set_lr_factor(agent.rank() == 0 ? 1 : 0.5);
         step(agent, optimizer, layer, 2);
       }
@@ -262,8 +263,8 @@ TEST_CASE("a rank trains parameters of its own with another rank: async") {
   cluster.shutdown();
 }
 
-TEST_CASE("a rank trains parameters of its own with another rank: sync, clipped or not") {
-  // Its own replicas beside them are updated by each rank's steps alone.
+TEST_CASE("a rank trains its own parameters together with another rank: sync, clipped or not") {
+  // The rank's local parameters are updated by its own steps only.
   const double max_norm = GENERATE(0.0, 0.5);
   Cluster cluster(2, set_up_columns);
   {
@@ -280,14 +281,15 @@ TEST_CASE("a rank trains parameters of its own with another rank: sync, clipped 
         optimizer.set_lr_factor(1.0 / (i + 1));
         autograd::Context context(agent);
         const at::Tensor x = at::full({1, 2}, agent.rank() + 1.0, at::kDouble);
-        // The owner needs no call.
+        // The owner needs no remote call.
         const at::Tensor y =
             layer.is_owner() ? layer.local_value().forward(x) : layer.rpc_sync<&Column::forward>(x);
         autograd::backward(context, {y.sum() + mine.sum() * 2});
         optimizer.step(context);
       }
     });
-    // The mean of the gradients 1 and 2 of two weights, and 2 of three of its own.
+    // The shared gradients are the mean of 1 and 2, for two weights; the local ones 2, for three
+    // weights.
     const double norm = std::sqrt(2 * 1.5 * 1.5 + 3 * 4);
     const double scale = max_norm > 0 ? max_norm / (norm + 1e-6) : 1;
     double rates = 0;
@@ -301,8 +303,9 @@ TEST_CASE("a rank trains parameters of its own with another rank: sync, clipped 
   cluster.shutdown();
 }
 
-TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back who is ahead") {
-  const int fast = GENERATE(0, 1);  // the owner, or the other
+TEST_CASE(
+    "a rank trains its own parameters together with another rank: ssp limits the faster one") {
+  const int fast = GENERATE(0, 1);  // 0: the owner is faster; 1: the other rank
   CAPTURE(fast);
   Cluster cluster(2, set_up_columns);
   {
@@ -310,9 +313,9 @@ TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back
     constexpr int64_t kStaleness = 2;
     std::mutex mutex;
     std::condition_variable changed;
-    int begun = 0;       // steps of the fast one
-    int64_t slow = 0;    // steps of the other that are done
-    bool ahead = false;  // it was, too far
+    int begun = 0;       // begun steps of the fast rank
+    int64_t slow = 0;    // completed steps of the slow rank
+    bool ahead = false;  // true if the fast rank exceeded the limit
     cluster.on_all([&](Agent& agent) {
       const auto layer = agent.rpc_sync<&column>(0);
       DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
@@ -326,10 +329,10 @@ TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back
             ahead = ahead || i > slow + kStaleness;
             changed.notify_all();
           } else {
-            // Until the fast one is as far ahead as it may be.
+            // Waits until the fast rank is as far ahead as allowed.
             const int limit = std::min<int>(kSteps, i + static_cast<int>(kStaleness) + 1);
             changed.wait(lock, [&] { return begun >= limit; });
-            ++slow;  // about to be
+            ++slow;  // before the step completes
           }
         }
         step(agent, optimizer, layer, 1);
@@ -341,7 +344,7 @@ TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back
   cluster.shutdown();
 }
 
-TEST_CASE("in sync mode all step with the same learning rate") {
+TEST_CASE("in sync mode all participants have the same learning rate") {
   Cluster cluster(2, set_up_columns);
   {
     std::vector<base::Error> errors(2);
@@ -364,7 +367,7 @@ TEST_CASE("in sync mode all step with the same learning rate") {
   cluster.shutdown();
 }
 
-TEST_CASE("who waits for a rank that is lost gets its error, on the owner, too") {
+TEST_CASE("a wait for a lost rank fails with that rank's error, on the owner, too") {
   const auto [mode, max_norm] = GENERATE(std::pair(Mode::kSync, 0.0), std::pair(Mode::kSync, 1.0),
                                          std::pair(Mode::kSsp, 0.0), std::pair(Mode::kSsp, 1.0));
   CAPTURE(static_cast<int>(mode), max_norm);
@@ -384,7 +387,7 @@ TEST_CASE("who waits for a rank that is lost gets its error, on the owner, too")
     });
   }
   while (attached < 2) std::this_thread::yield();
-  cluster.kill(2);  // the third participant never comes
+  cluster.kill(2);  // the third participant never steps
   for (std::thread& thread : threads) thread.join();
   for (const base::Error& error : errors) {
     CHECK(error.kind == ErrorKind::kPeerLost);

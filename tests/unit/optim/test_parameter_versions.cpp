@@ -25,7 +25,7 @@ using testing::error_of;
 
 namespace {
 
-// tanh(x · w)², whose backward needs w: through versions, or with the parameter itself.
+// tanh(x · w)², whose backward pass needs w: a version of it, or the parameter itself.
 struct SquareLayer {
   using Constructor = SquareLayer(at::Tensor weight);
   explicit SquareLayer(at::Tensor w) : weight(w.clone().requires_grad_()) {}
@@ -42,7 +42,7 @@ struct SquareLayer {
   optim::Progress progress(rpc::CallContext& call, int participant) {
     return optim::progress_of(call.agent, weight, participant);
   }
-  // What the owner, as an onlooker, sees of its own parameter's optimizer.
+  // Returns the state of the owner's optimizer, read as an onlooker.
   optim::ParameterState seen(rpc::CallContext& call) {
     const Sharing onlooking{Sharing::Mode::kSync, 1, Sharing::kOnlooker};
     return DistributedOptimizer(call.agent, {parameter(call)}, optim::Adam{}, onlooking).state()[0];
@@ -50,7 +50,7 @@ struct SquareLayer {
   at::Tensor weight;
 };
 
-// Holds a read while updates wait for it, and needs another read and a thread for that.
+// Holds a read while updates wait for it, and needs another read and a worker thread to end.
 std::atomic<bool> g_reading{false}, g_may_call{false};
 void read_again(rpc::CallContext& call) { const autograd::ParameterRead read(call.agent); }
 void read_and_call(rpc::CallContext& call) {
@@ -90,7 +90,7 @@ at::Tensor gradient_at(const at::Tensor& weight, const at::Tensor& x) {
 
 }  // namespace
 
-TEST_CASE("an update leaves a pass in flight on the version that it was built on") {
+TEST_CASE("an update keeps the version that a pass in flight was built on") {
   Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   at::manual_seed(5);
@@ -112,11 +112,11 @@ TEST_CASE("an update leaves a pass in flight on the version that it was built on
     CHECK(layer.rpc_sync<&SquareLayer::address>() != first);
     autograd::backward(*slow, {early.sum()});
     optimizer.step(*slow);
-    // Its gradient is that of the first weights, applied to the second.
+    // The gradient is that of the first weights, applied to the second ones.
     CHECK(at::allclose(layer.rpc_sync<&SquareLayer::value>(), between - 0.5 * gradient_at(w, x),
                        1e-12, 1e-12));
   }
-  // With nobody in flight it is updated where it is.
+  // With no pass in flight the parameter is updated in place.
   const int64_t last = layer.rpc_sync<&SquareLayer::address>();
   for (int step = 0; step < 5; ++step) {
     autograd::Context context(agent);
@@ -126,7 +126,7 @@ TEST_CASE("an update leaves a pass in flight on the version that it was built on
   CHECK(layer.rpc_sync<&SquareLayer::address>() == last);
 }
 
-TEST_CASE("a pass that saved the parameter itself is refused, never fed another version") {
+TEST_CASE("a pass that saved the parameter itself fails instead of using another version") {
   Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   const at::Tensor w = at::rand({3, 2}, at::kDouble), x = at::rand({4, 3}, at::kDouble);
@@ -159,7 +159,7 @@ struct Blocked final : base::BlockObserver {
 
 }  // namespace
 
-TEST_CASE("reads that overlap without end do not starve an update") {
+TEST_CASE("overlapping reads do not starve an update") {
   Cluster cluster(1, set_up_square_layers);
   std::atomic<bool> updated{false};
   std::atomic<int> reads[2] = {0, 0};
@@ -172,7 +172,7 @@ TEST_CASE("reads that overlap without end do not starve an update") {
         const autograd::ParameterRead read(cluster[0]);
         const int before = reads[other];
         ++reads[own];
-        // The other one begins its next read before this one ends.
+        // The other reader begins its next read before this one ends.
         while (reads[other] == before && !readers[other].is_blocked && !updated) {
           std::this_thread::yield();
         }
@@ -187,7 +187,7 @@ TEST_CASE("reads that overlap without end do not starve an update") {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_CASE("updates that wait for a read leave threads and reads to its nested call") {
+TEST_CASE("updates that wait for a read leave threads and reads for its nested call") {
   rpc::AgentOptions two_workers;
   two_workers.worker_threads = 2;
   Cluster cluster(2, set_up_square_layers, two_workers);
@@ -204,14 +204,14 @@ TEST_CASE("updates that wait for a read leave threads and reads to its nested ca
   while (!g_reading) std::this_thread::yield();
   std::vector<std::thread> steps;
   for (int i = 0; i < 4; ++i) steps.emplace_back([&] { optimizer.step(context); });
-  while (agent.waits().size() < 5) std::this_thread::yield();  // all have been sent
+  while (agent.waits().size() < 5) std::this_thread::yield();  // all updates have been sent
   agent.rpc_sync<&allow_call>(1);
   reading.wait();
   for (std::thread& step : steps) step.join();
   CHECK(layer.rpc_sync<&SquareLayer::progress>(0).updates == 4);
 }
 
-TEST_CASE("async trainers on a dense layer finish every pass") {
+TEST_CASE("async trainers on a dense layer complete every pass") {
   Cluster cluster(4, set_up_square_layers);
   const at::Tensor w = at::rand({16, 8}, at::kDouble) * 0.01;
   const auto layer = cluster[0].remote_new<SquareLayer>(3, w);
@@ -242,7 +242,7 @@ TEST_CASE("async trainers on a dense layer finish every pass") {
   CHECK(layer.rpc_sync<&SquareLayer::progress>(0).lead == 0);
 }
 
-TEST_CASE("ssp: nobody runs more than the staleness ahead of the slowest") {
+TEST_CASE("in ssp no trainer runs more than the staleness ahead of the slowest") {
   const int64_t staleness = GENERATE(0, 1, 3);
   Cluster cluster(2, set_up_square_layers);
   const auto layer = cluster[0].remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
@@ -265,20 +265,21 @@ TEST_CASE("ssp: nobody runs more than the staleness ahead of the slowest") {
     for (int64_t i = 0; i < kSteps; ++i) step();
   });
   for (int64_t i = 0; i < kSteps; ++i) {
-    // The fast one comes as far as it may, and no further.
+    // The fast trainer goes as far ahead as allowed and no further.
     const int64_t expected = std::min(kSteps, i + staleness);
     while (done[0] < expected) std::this_thread::sleep_for(1ms);
     std::this_thread::sleep_for(10ms);
     CHECK(done[0] == expected);
     const auto progress = layer.rpc_sync<&SquareLayer::progress>(0);
-    CHECK(progress.lead <= staleness + 1);  // its last update is in; it may not read yet
+    CHECK(progress.lead <=
+          staleness + 1);  // its last update has been applied, but it may not read yet
     slow();
   }
   fast.join();
   CHECK(layer.rpc_sync<&SquareLayer::progress>(1).updates == 2 * kSteps);
 }
 
-TEST_CASE("clipping takes the norm over all owners together, as torch does over one model") {
+TEST_CASE("clipping uses the norm over all owners, as torch does over one model") {
   const auto mode = GENERATE(Sharing::Mode::kSync, Sharing::Mode::kAsync);
   const double max_norm = GENERATE(0.25, 1e6);
   Cluster cluster(4, set_up_square_layers);
@@ -290,7 +291,7 @@ TEST_CASE("clipping takes the norm over all owners together, as torch does over 
   // Rank 0 is participant 0, rank 1 participant 1.
   const RRef<at::Tensor> parameters[2] = {first.rpc_sync<&SquareLayer::parameter>(),
                                           second.rpc_sync<&SquareLayer::parameter>()};
-  std::latch have_gradients(2);  // of the first parameters, both
+  std::latch have_gradients(2);  // both ranks have the gradients of their first parameters
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
@@ -322,7 +323,7 @@ TEST_CASE("clipping takes the norm over all owners together, as torch does over 
   } else {
     e1 = w1.clone();
     e2 = w2.clone();
-    for (const int t : {0, 1}) {  // each by its own norm
+    for (const int t : {0, 1}) {  // each with its own norm
       const double scale = std::min(1.0, max_norm / (norm(g1[t], g2[t]) + 1e-6));
       e1 -= 0.5 * scale * g1[t];
       e2 -= 0.5 * scale * g2[t];
@@ -332,7 +333,7 @@ TEST_CASE("clipping takes the norm over all owners together, as torch does over 
   CHECK(at::allclose(second.rpc_sync<&SquareLayer::value>(), e2, 1e-10, 1e-12));
 }
 
-TEST_CASE("an optimizer that was given the state of another goes on as that one would have") {
+TEST_CASE("an optimizer that loads the state of another continues as that one would") {
   const int which = GENERATE(0, 1, 2, 3);
   const optim::OptimizerOptions options =
       which == 0   ? optim::OptimizerOptions(optim::Sgd{.lr = 0.1})
@@ -372,7 +373,7 @@ TEST_CASE("an optimizer that was given the state of another goes on as that one 
   CHECK(at::equal(here_again, here));
   CHECK(state[0].at("step").item<int64_t>() == 3);
 
-  // What does not fit is refused.
+  // A state that does not fit is refused.
   CHECK(error_of([&] { more.load_state({state[0]}); }).kind == base::ErrorKind::kBadData);
   CHECK(error_of([&] {
           more.load_state({state[1], state[0]});
@@ -385,14 +386,14 @@ TEST_CASE("an optimizer that was given the state of another goes on as that one 
   CHECK(error_of([&] { more.load_state(other); }).kind == base::ErrorKind::kBadData);
 }
 
-TEST_CASE("an optimizer's whole state moves without a deadline") {
+TEST_CASE("transferring an optimizer's whole state has no deadline") {
   Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   const auto layer = agent.remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
   DistributedOptimizer optimizer(agent, {layer.rpc_sync<&SquareLayer::parameter>()}, optim::Adam{});
-  // Every call with the default deadline is late from now on.
+  // From now on every call with the default deadline is late.
   const auto timeout = std::exchange(agent.core().options.rpc_timeout, 1ns);
-  // A reply may still come before the loop looks at the clock.
+  // A reply may still arrive before the loop checks the deadline.
   while (error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind !=
          base::ErrorKind::kDeadline) {
   }

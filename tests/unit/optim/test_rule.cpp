@@ -11,7 +11,7 @@ namespace distrain::optim {
 using base::ErrorKind;
 using testing::error_of;
 
-TEST_CASE("A rule is made of what a command line says") {
+TEST_CASE("A rule is created from command-line options") {
   const Rule plain = make_rule({});
   CHECK(std::get<Sgd>(plain.options).lr == 0.01);
   CHECK(plain.schedule == Schedule());

@@ -38,7 +38,7 @@ double cosine(double floor, double part) {
   return floor + 0.5 * (1 - floor) * (1 + std::cos(std::numbers::pi * part));
 }
 
-// What parse() says to a wrong text; a line, of kind invalid.
+// Returns the error of parse() for an invalid text, which must be one line and of kind invalid.
 std::string refused(const std::string& text) {
   const base::Error error = error_of([&] { Schedule::parse(text); });
   CAPTURE(text, error.message);
@@ -51,16 +51,16 @@ std::string refused(const std::string& text) {
 
 static_assert(rpc::Serializable<ScheduleState>);
 
-TEST_CASE("A schedule is constant unless it is another") {
+TEST_CASE("A schedule is constant by default") {
   const Schedule schedule;
   CHECK(schedule.text() == "constant");
   for (const int64_t step : {0, 1, 1000000}) CHECK(schedule.factor(step, step) == 1);
 }
 
-TEST_CASE("The step schedule is torch's StepLR") {
+TEST_CASE("The step schedule equals torch's StepLR") {
   const auto optimizer = torch_sgd();
   torch::optim::StepLR reference(*optimizer, 3, 0.5);
-  reference.step();  // LibTorch's class takes the first call, not its construction, for the start
+  reference.step();  // LibTorch's class counts from the first call, not from its construction
   const Schedule by_steps(StepDecay{3, 0.5}), by_epochs(StepDecay{3, 0.5, kEpochs});
   for (int64_t behind = 0; behind < 20; ++behind) {
     CAPTURE(behind);
@@ -70,7 +70,7 @@ TEST_CASE("The step schedule is torch's StepLR") {
   }
 }
 
-TEST_CASE("The cosine schedule is its closed form, and stays at its floor") {
+TEST_CASE("The cosine schedule equals its closed form and stays at its floor") {
   const double floor = GENERATE(0.0, 0.1, 1.0);
   const Schedule schedule(Cosine{50, floor});
   for (int64_t step = 0; step <= 50; ++step) {
@@ -80,7 +80,7 @@ TEST_CASE("The cosine schedule is its closed form, and stays at its floor") {
   CHECK(schedule.factor(0, 99) == 1);
   for (const int64_t step : {50, 51, 100, 1000}) CHECK(schedule.factor(step, 0) == floor);
 
-  // CosineAnnealingLR's recursion, as PyTorch documents it.
+  // The recursion of CosineAnnealingLR, as PyTorch documents it.
   double lr = kLr;
   for (int64_t t = 1; t < 50; ++t) {
     const auto term = [](int64_t at) {
@@ -91,8 +91,8 @@ TEST_CASE("The cosine schedule is its closed form, and stays at its floor") {
   }
 }
 
-TEST_CASE("A warm-up is torch's LinearLR, and what follows begins when it is over") {
-  // LinearLR's recursion, as PyTorch documents it: start_factor 1/8, total_iters 7.
+TEST_CASE("A warm-up equals torch's LinearLR, and the schedule after it begins when it ends") {
+  // The recursion of LinearLR, as PyTorch documents it: start_factor 1/8, total_iters 7.
   const int64_t length = 8, total = length - 1;
   const double start = 1.0 / static_cast<double>(length);
   const Schedule alone(Constant{}, {length});
@@ -121,7 +121,7 @@ TEST_CASE("A warm-up is torch's LinearLR, and what follows begins when it is ove
   }
 }
 
-TEST_CASE("The plateau schedule is torch's ReduceLROnPlateau") {
+TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
   struct Case {
     Plateau plateau;
     float factor;
@@ -139,7 +139,7 @@ TEST_CASE("The plateau schedule is torch's ReduceLROnPlateau") {
   bool reduced = false;
   for (int evaluation = 0; evaluation < 40; ++evaluation) {
     CAPTURE(evaluation);
-    // Torch keeps the best one as a float: metrics that are floats compare alike.
+    // Torch stores the best metric as a float, so float metrics compare equally.
     const float metric =
         3.0F / static_cast<float>(1 + evaluation / 3) + at::rand({1}).item<float>();
     schedule.observe(metric);
@@ -148,7 +148,7 @@ TEST_CASE("The plateau schedule is torch's ReduceLROnPlateau") {
     CHECK(kLr * schedule.factor(evaluation * 10, evaluation) ==
           Approx(lr_of(*optimizer)).epsilon(1e-6));
     reduced = reduced || schedule.factor(0, 0) < 1;
-    // One that is saved and loaded after each metric goes the same way.
+    // A schedule that is saved and loaded after each metric gives the same rates.
     Schedule next(each.plateau);
     next.load_state(resumed.state());
     next.observe(metric);
@@ -158,7 +158,7 @@ TEST_CASE("The plateau schedule is torch's ReduceLROnPlateau") {
   CHECK(reduced);
 }
 
-TEST_CASE("A metric that is not a number is no better than any; others do not look") {
+TEST_CASE("A metric that is not a number is never better, and other schedules ignore metrics") {
   Schedule plateau(Plateau{1, 0.5, 0, 0}, {10});
   CHECK(plateau.factor(4, 0) == 0.5);
   for (int i = 0; i < 2; ++i) plateau.observe(std::numeric_limits<double>::quiet_NaN());
@@ -171,7 +171,7 @@ TEST_CASE("A metric that is not a number is no better than any; others do not lo
   CHECK_FALSE(cosine.observes());
 }
 
-TEST_CASE("A state that the schedule cannot have come to is refused") {
+TEST_CASE("A state that the schedule cannot reach is refused") {
   const auto refuse = [](Schedule schedule, const ScheduleState& state) {
     const base::Error error = error_of([&] { schedule.load_state(state); });
     CHECK(error.kind == ErrorKind::kBadData);
@@ -187,11 +187,11 @@ TEST_CASE("A state that the schedule cannot have come to is refused") {
   CHECK_NOTHROW(constant.load_state({}));
 }
 
-TEST_CASE("A schedule is what its text says, and says so") {
+TEST_CASE("A schedule is parsed from its text and printed as it") {
   struct Case {
     std::string text;
     Schedule schedule;
-    std::string printed;  // empty: as the text
+    std::string printed;  // empty: the same as the text
   };
   const Case each = GENERATE(
       Case{"constant", Schedule(), ""}, Case{"step:30,0.1", Schedule(StepDecay{30, 0.1}), ""},
@@ -218,7 +218,7 @@ TEST_CASE("A schedule is what its text says, and says so") {
   CHECK(Schedule::parse(parsed.text()) == parsed);
 }
 
-TEST_CASE("A schedule counts epochs if its lengths do") {
+TEST_CASE("A schedule counts epochs if its lengths are in epochs") {
   for (const char* text : {"step:3e", "cosine:3e,0.1", "warmup:2e", "warmup:2e+step:3e"}) {
     CHECK(Schedule::parse(text).counts_epochs());
   }
@@ -227,7 +227,7 @@ TEST_CASE("A schedule counts epochs if its lengths do") {
   }
 }
 
-TEST_CASE("A text that is no schedule is refused in a line that says why") {
+TEST_CASE("An invalid text is refused with a reason in one line") {
   const std::string forms =
       ": must be constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
       "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], optionally after warmup:LENGTH+";

@@ -33,7 +33,7 @@ at::Tensor sparse(const std::vector<int64_t>& rows, const at::Tensor& values,
   return at::sparse_coo_tensor(at::tensor(rows, at::kLong).unsqueeze(0), values, shape);
 }
 
-// A gradient by rows of which some come twice, and the same one dense.
+// A sparse gradient with repeated rows, and the equal dense gradient.
 struct SparsePair {
   at::Tensor sparse_gradient;
   at::Tensor dense_gradient;
@@ -45,7 +45,7 @@ SparsePair random_rows(int64_t rows, int64_t dim, int64_t count, at::ScalarType 
   return {gradient, gradient.to_dense()};
 }
 
-// Runs both on the same gradients and compares after every step.
+// Runs our rule and torch's on the same gradients and compares after every step.
 void compare_dense(
     const OptimizerOptions& options,
     const std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>&
@@ -63,7 +63,9 @@ void compare_dense(
   for (int step = 0; step < kSteps; ++step) {
     for (size_t i = 0; i < own.size(); ++i) {
       at::Tensor gradient = at::randn(own[i].sizes(), type);
-      if (i == 1) gradient = at::randn({1}, type).expand({7});  // as the gradient of a sum
+      if (i == 1)
+        gradient =
+            at::randn({1}, type).expand({7});  // an expanded tensor, as the gradient of a sum
       rule->apply(i, own[i], gradient);
       reference[i].mutable_grad() = gradient.clone();
     }
@@ -78,7 +80,7 @@ void compare_dense(
   CHECK(own[0].requires_grad());
 }
 
-// Applies the same gradients sparse and dense; the results must be the same.
+// Applies the same gradients sparse and dense; the results must be equal.
 void compare_sparse(const OptimizerOptions& options) {
   at::manual_seed(4);
   at::Tensor by_rows = at::randn({10, 4});
@@ -96,7 +98,7 @@ void compare_sparse(const OptimizerOptions& options) {
 
 }  // namespace
 
-TEST_CASE("Dense SGD is torch's") {
+TEST_CASE("Dense SGD equals torch's") {
   const Sgd options = GENERATE(Sgd{0.1}, Sgd{0.1, 0.9}, Sgd{0.1, 0, 0.01}, Sgd{0.1, 0.9, 0.01, 0.3},
                                Sgd{0.1, 0.8, 0.02, 0, true});
   const auto make = [&](std::vector<at::Tensor> parameters) {
@@ -111,7 +113,7 @@ TEST_CASE("Dense SGD is torch's") {
   compare_dense(options, make, at::kDouble);
 }
 
-TEST_CASE("Dense Adagrad is torch's") {
+TEST_CASE("Dense Adagrad equals torch's") {
   const Adagrad options = GENERATE(Adagrad{0.05}, Adagrad{0.05, 0.1}, Adagrad{0.05, 0, 0.01},
                                    Adagrad{0.05, 0.01, 0.02, 0.1, 1e-6});
   compare_dense(options, [&](std::vector<at::Tensor> parameters) {
@@ -124,7 +126,7 @@ TEST_CASE("Dense Adagrad is torch's") {
   });
 }
 
-TEST_CASE("Dense Adam is torch's") {
+TEST_CASE("Dense Adam equals torch's") {
   const Adam options =
       GENERATE(Adam{0.01}, Adam{0.01, 0.8, 0.99, 1e-6}, Adam{0.01, 0.9, 0.999, 1e-8, 0.02},
                Adam{0.01, 0.9, 0.9, 1e-8, 0.02, true});
@@ -138,7 +140,7 @@ TEST_CASE("Dense Adam is torch's") {
   });
 }
 
-TEST_CASE("Dense AdamW is torch's") {
+TEST_CASE("Dense AdamW equals torch's") {
   const AdamW options =
       GENERATE(AdamW{}, AdamW{0.01, 0.8, 0.99, 1e-6, 0.3}, AdamW{0.01, 0.9, 0.999, 1e-8, 0},
                AdamW{0.1, 0.9, 0.9, 1e-8, 0.2, true});
@@ -154,7 +156,7 @@ TEST_CASE("Dense AdamW is torch's") {
   compare_dense(options, make, at::kDouble);
 }
 
-TEST_CASE("Dense RMSprop is torch's") {
+TEST_CASE("Dense RMSprop equals torch's") {
   const RmsProp options =
       GENERATE(RmsProp{}, RmsProp{0.05, 0.9, 1e-6, 0.02}, RmsProp{0.02, 0.8, 1e-5, 0, 0.9},
                RmsProp{0.02, 0.9, 1e-4, 0, 0, true}, RmsProp{0.01, 0.95, 1e-4, 0.01, 0.7, true});
@@ -171,7 +173,7 @@ TEST_CASE("Dense RMSprop is torch's") {
   compare_dense(options, make, at::kDouble);
 }
 
-TEST_CASE("A factor of the learning rate is another learning rate") {
+TEST_CASE("A factor of the learning rate has the effect of another learning rate") {
   at::manual_seed(8);
   const auto options = [](double lr) {
     return std::vector<OptimizerOptions>{
@@ -202,7 +204,7 @@ TEST_CASE("A factor of the learning rate is another learning rate") {
         "a learning rate cannot be multiplied by nan");
 }
 
-TEST_CASE("What is kept has PyTorch's names, and training goes on from it in the same bits") {
+TEST_CASE("The state has PyTorch's names, and training resumes from it with the same bits") {
   struct Case {
     OptimizerOptions options;
     std::vector<std::string> names;
@@ -235,13 +237,13 @@ TEST_CASE("What is kept has PyTorch's names, and training goes on from it in the
   CHECK(at::equal(copy, parameter));
 }
 
-TEST_CASE("Sparse SGD and Adagrad are the dense ones of the same gradient") {
+TEST_CASE("Sparse SGD and Adagrad equal the dense rules with the same gradient") {
   compare_sparse(Sgd{0.1});
   compare_sparse(Adagrad{0.05});
   compare_sparse(Adagrad{0.05, 0.1, 0, 0.2, 1e-6});
 }
 
-TEST_CASE("Sparse Adam is SparseAdam") {
+TEST_CASE("Sparse Adam equals SparseAdam") {
   at::manual_seed(5);
   const Adam options{0.01, 0.8, 0.95, 1e-6};
   const auto rule = make_update_rule(options);
@@ -251,7 +253,7 @@ TEST_CASE("Sparse Adam is SparseAdam") {
   auto value = expected.accessor<double, 2>();
   std::vector<std::vector<double>> first(6, std::vector<double>(3)), second = first;
   for (int step = 1; step <= kSteps; ++step) {
-    const SparsePair pair = random_rows(5, 3, 4, at::kDouble);  // row 5 never
+    const SparsePair pair = random_rows(5, 3, 4, at::kDouble);  // row 5 is never used
     const at::Tensor rows = pair.sparse_gradient.coalesce().indices()[0];
     const auto gradient = pair.dense_gradient.accessor<double, 2>();
     rule->apply(0, parameter,
@@ -276,12 +278,12 @@ TEST_CASE("Sparse Adam is SparseAdam") {
   CHECK(difference(parameter[5], start[5]) == 0);
 }
 
-TEST_CASE("A sparse gradient touches its rows only") {
+TEST_CASE("A sparse gradient changes only its rows") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1}), OptimizerOptions(Adam{0.1}));
   const auto rule = make_update_rule(options);
   at::Tensor parameter = at::randn({8, 2});
-  // Untouched rows that hold what no arithmetic survives.
+  // Unused rows hold values that any arithmetic would change.
   parameter[7].fill_(std::numeric_limits<float>::infinity());
   const at::Tensor before = parameter.clone();
   rule->apply(0, parameter, sparse({1, 3, 1}, at::ones({3, 2}), {8, 2}));
@@ -289,7 +291,7 @@ TEST_CASE("A sparse gradient touches its rows only") {
   for (const int64_t row : {1, 3}) CHECK_FALSE(at::equal(parameter[row], before[row]));
 }
 
-TEST_CASE("A sparse gradient without rows counts as a step, as torch's does, and changes nothing") {
+TEST_CASE("A sparse gradient without rows counts as a step, as in torch, and changes nothing") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1, 0.5}), OptimizerOptions(Adam{0.1}));
   const auto rule = make_update_rule(options);
@@ -298,13 +300,13 @@ TEST_CASE("A sparse gradient without rows counts as a step, as torch's does, and
   rule->apply(0, parameter, sparse({}, at::empty({0, 2}), {4, 2}));
   CHECK(at::equal(parameter, before));
   CHECK(rule->step_count(0) == 1);
-  // What is kept is whole.
+  // The state is complete.
   make_update_rule(options)->load(0, parameter, rule->state(0));
   rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {4, 2}));
   CHECK(rule->step_count(0) == 2);
 }
 
-TEST_CASE("A parameter may have one dimension or three and still be sparse by rows") {
+TEST_CASE("A parameter of one or three dimensions may have row-sparse gradients") {
   const auto rule = make_update_rule(Adagrad{0.1});
   at::Tensor vector = at::zeros({5});
   rule->apply(0, vector, sparse({4, 4}, at::ones({2}), {5}));
@@ -314,7 +316,7 @@ TEST_CASE("A parameter may have one dimension or three and still be sparse by ro
   CHECK(cube.sum().item<float>() == Approx(-0.4));
 }
 
-TEST_CASE("A parameter may take dense and sparse gradients in turn") {
+TEST_CASE("Dense and sparse gradients may alternate") {
   at::manual_seed(6);
   const auto mixed = make_update_rule(Adagrad{0.1});
   const auto dense = make_update_rule(Adagrad{0.1});
@@ -341,7 +343,7 @@ TEST_CASE("State belongs to the index, not to the tensor") {
   CHECK(rule->step_count(99) == 0);
 }
 
-TEST_CASE("The gradient itself is left alone") {
+TEST_CASE("The gradient itself is not modified") {
   const OptimizerOptions options =
       GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.1}), OptimizerOptions(Adagrad{0.1, 0, 0.1}),
                OptimizerOptions(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}), OptimizerOptions(AdamW{}),
