@@ -1,4 +1,5 @@
-// Ranks that meet: an agent that joins on a thread of its own, and a rank made by hand.
+// Ranks that join a job: an agent that joins on its own thread, and a rank that the test implements
+// by sending frames.
 #pragma once
 
 #include <chrono>
@@ -32,7 +33,7 @@ inline void setup(rpc::Agent& agent) {
   agent.expose<&nap>("nap");
 }
 
-/// The body of kPrepared of a rank without devices.
+/// Returns the body of kPrepared of a rank without devices.
 inline wire::Bytes no_devices() {
   wire::Bytes bytes;
   wire::Writer out(bytes);
@@ -45,7 +46,7 @@ inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0
   options.rank = rank;
   options.world_size = world_size;
   options.master_port = port;
-  // No rank is lost, nor too late, because the machine is slow: a test of that sets its own limits.
+  // Long limits, so that a slow machine loses no rank. A test of the limits sets its own.
   options.join_timeout = 60s;
   options.peer_timeout = 0s;
   if (rank == 0) {
@@ -54,7 +55,7 @@ inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0
   return options;
 }
 
-// What a rank's join() comes to, on a thread of its own.
+// Runs join() of a rank on its own thread and keeps the result.
 class Joining {
  public:
   explicit Joining(rpc::AgentOptions options, std::function<void()> prepare = {}) {
@@ -64,7 +65,7 @@ class Joining {
       return error_of([&] { agent_->join(prepare); });
     });
   }
-  /// Kind internal and "(no error)" when it has joined.
+  /// Returns kind internal and the message "(no error)" if the rank has joined.
   base::Error result() {
     if (!result_) result_ = done_.get();
     return *result_;
@@ -80,7 +81,7 @@ class Joining {
   std::optional<base::Error> result_;
 };
 
-// A rank by hand: frames over a blocking socket.
+// A rank that the test implements: it sends frames over a blocking socket.
 class RawRank {
  public:
   explicit RawRank(uint16_t port)
@@ -109,7 +110,8 @@ class RawRank {
     send_bytes(head, sizeof head);
     send_bytes(meta.data(), meta.size());
   }
-  /// Its header and meta; nothing when the other side has closed, or says nothing for 60 s.
+  /// Returns header and body of the next frame, or nullopt if the peer has closed or is silent for
+  /// 60 s.
   std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
     uint8_t head[wire::kHeaderBytes];
     if (!receive_bytes(head, sizeof head)) return std::nullopt;
@@ -124,7 +126,7 @@ class RawRank {
     pollfd entry{fd_.get(), POLLIN, 0};
     return ::poll(&entry, 1, 0) == 1;
   }
-  /// Proves itself as the side that has connected. False when it is not believed.
+  /// Authenticates as the connecting side. Returns false if the peer refuses.
   bool introduce(int rank, wire::HelloPurpose purpose, const std::string& secret = {}) {
     rpc::identity::Initiator initiator({{rank, wire::Trust::kSameUser, 0, {}}, secret}, purpose);
     send(wire::FrameKind::kHello, initiator.hello());
@@ -139,8 +141,8 @@ class RawRank {
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
   }
-  /// Proves itself as rank 0, to a rank that joins, and gives back what that says of itself. It has
-  /// the rank's own place for it, or this one.
+  /// Authenticates as rank 0 to a joining rank and returns its Join message. Assigns the rank its
+  /// own number, or `place` if given.
   wire::Join be_joined(std::optional<uint64_t> place = {}) {
     REQUIRE(hear(wire::FrameKind::kHello));
     const wire::Hello hello = wire::decode_hello(heard);
@@ -152,7 +154,7 @@ class RawRank {
     send(wire::FrameKind::kJoined, {}, place.value_or(static_cast<uint64_t>(hello.rank)));
     return wire::decode_join(heard);
   }
-  /// The body of what came last.
+  /// The body of the last frame.
   wire::Bytes heard;
 
  private:
@@ -178,16 +180,17 @@ class RawRank {
   net::Fd fd_;
 };
 
-// Whoever connects after this meets a rank 0 that has handled what was sent to it before and knows
-// who has gone: what came before the probe is read with it at the latest, its end a round later.
+// Waits until rank 0 has handled all earlier frames and disconnects. Its loop reads earlier frames
+// no later than the probe, and notices closed connections one iteration later.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
-  probe.send(wire::FrameKind::kPrepared, no_devices());  // no way to begin, so it is cut off
+  probe.send(wire::FrameKind::kPrepared,
+             no_devices());  // an invalid first frame, so rank 0 closes the connection
   CHECK(probe.closed_by_peer());
 }
 
-// A port that refuses connections, and that nobody else gets, for as long as its socket is open.
-// Rank 0 can take it: by SO_REUSEADDR two sockets may be bound to a port on which one listens.
+// A port that refuses connections and that no other process gets while the socket is open. Rank 0
+// can listen on it because SO_REUSEADDR lets two sockets bind to a port on which one listens.
 class ReservedPort {
  public:
   ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -204,7 +207,7 @@ class ReservedPort {
   net::Fd socket_;
 };
 
-// The job comes up with rank 1 as it should be, after all that rank 0 has been through.
+// Checks that the job starts normally with rank 1 after the faults that rank 0 has survived.
 inline void check_comes_up(Joining& zero) {
   Joining one(options_for(1, 2, zero.agent().port()));
   CHECK(one.joined());

@@ -1,5 +1,4 @@
-// A value whose copies are counted, what a rank does with RRefs to it, and checks that none is
-// left.
+// A value whose copies are counted, functions that use RRefs to it, and checks that none is left.
 #pragma once
 
 #include <atomic>
@@ -18,7 +17,7 @@ namespace distrain::testing {
 
 using namespace std::chrono_literals;
 
-// A value whose life is counted, over all agents of this process.
+// Counts its living objects over all agents of this process.
 struct Tracked {
   using Constructor = Tracked(int64_t value);
   explicit Tracked(int64_t v) : value(v) { ++alive; }
@@ -30,7 +29,7 @@ struct Tracked {
 };
 using Ref = rpc::RRef<Tracked>;
 
-// What a rank holds on to.
+// RRefs that a rank keeps.
 struct Shelf {
   std::mutex mutex;
   std::vector<Ref> refs;
@@ -72,7 +71,7 @@ bool eventually(F holds, std::chrono::milliseconds limit = 30s) {
   return true;
 }
 
-// Nothing is left of any RRef, without a shutdown.
+// Checks that no RRef is left, without a shutdown.
 inline void check_all_gone(Cluster& cluster) {
   const auto live = [&] {
     std::vector<size_t> counts;
@@ -81,7 +80,7 @@ inline void check_all_gone(Cluster& cluster) {
   };
   const std::vector<size_t> none(static_cast<size_t>(cluster.size()), 0);
   const bool gone = eventually([&] { return live() == none && Tracked::alive == 0; });
-  CAPTURE(live(), Tracked::alive.load());  // a call still under way may make new ones after that
+  CAPTURE(live(), Tracked::alive.load());  // a call in flight may create new RRefs after that
   CHECK(gone);
 }
 

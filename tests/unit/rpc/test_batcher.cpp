@@ -21,7 +21,7 @@ std::vector<int> squares(const std::vector<int>& numbers) {
 
 }  // namespace
 
-TEST_CASE("a single asker has its answer at once") {
+TEST_CASE("a single request is answered at once") {
   base::ThreadPool pool({});
   const auto asker = std::this_thread::get_id();
   Squares batcher(pool, [&](const std::vector<int>& numbers) {
@@ -37,7 +37,7 @@ TEST_CASE("a single asker has its answer at once") {
   CHECK(pool.threads() == 0);
 }
 
-TEST_CASE("what is asked during a pass goes into the next, all of it") {
+TEST_CASE("requests that arrive during a pass are all answered by the next one") {
   base::ThreadPool pool({});
   base::Promise<void> go, running;
   std::vector<size_t> sizes;
@@ -60,7 +60,7 @@ TEST_CASE("what is asked during a pass goes into the next, all of it") {
   CHECK(sizes == std::vector<size_t>{1, 8});
 }
 
-TEST_CASE("many askers get their own answers, one pass at a time") {
+TEST_CASE("many threads get their own answers, with one pass at a time") {
   constexpr int kThreads = 8, kAsks = 3000;
   base::ThreadPool pool({});
   std::atomic<int> inside{0}, wrong{0}, asked{0};
@@ -93,7 +93,7 @@ class DroppingExecutor final : public base::Executor {
   int dropped = 0;
 };
 
-/// A batcher whose first pass lasts until it may go.
+/// A batcher whose first pass lasts until the test ends it.
 struct HeldBatcher {
   explicit HeldBatcher(base::Executor& executor)
       : batcher(executor, [this](const std::vector<int>& numbers) {
@@ -112,7 +112,7 @@ struct HeldBatcher {
 
 }  // namespace
 
-TEST_CASE("a pass that an executor drops cancels what waits, and the next goes on") {
+TEST_CASE("a pass that an executor drops cancels its waiting requests, and the next pass works") {
   DroppingExecutor executor;
   HeldBatcher held(executor);
   std::thread first([&] { CHECK(held.batcher.ask(2).wait() == 4); });
@@ -128,7 +128,7 @@ TEST_CASE("a pass that an executor drops cancels what waits, and the next goes o
   CHECK(held.batcher.ask(5).wait() == 25);
 }
 
-TEST_CASE("a pass that throws is over before anybody hears of it") {
+TEST_CASE("a pass that throws has ended before its requests fail") {
   base::ThreadPool pool({});
   base::InlineExecutor at_once;
   HeldBatcher held(pool);
@@ -147,7 +147,7 @@ TEST_CASE("a pass that throws is over before anybody hears of it") {
   CHECK(bad.wait_result().error().kind == base::ErrorKind::kInvalid);
 }
 
-TEST_CASE("a pass that throws fails what it was for, and the next goes on") {
+TEST_CASE("a pass that throws fails its own requests, and the next pass works") {
   base::ThreadPool pool({});
   Squares batcher(pool, [&](const std::vector<int>& numbers) {
     if (numbers[0] < 0) throw base::Exception(base::ErrorKind::kInvalid, "below 0");

@@ -60,7 +60,7 @@ std::set<std::string> texts_of(const std::unordered_set<int>& numbers) {
 }
 at::Tensor compressed_rows() { return at::eye(2).to_sparse_csr(); }
 
-// What of torch's thread-local state this test changes.
+// Returns the part of torch's thread-local state that this test changes.
 std::string torch_state() {
   std::string state = at::GradMode::is_enabled() ? "grad" : "no grad";
   if (at::autocast::is_autocast_enabled(at::kCPU)) state += ", autocast";
@@ -100,7 +100,7 @@ int64_t boom(int kind) {
   return 0;
 }
 base::Future<int64_t> later(rpc::CallContext& context, int64_t value);
-// A calls B calls A …, `depth` times, each waiting inside its handler.
+// Makes nested calls A → B → A …, `depth` times; each handler waits for the next call.
 int64_t bounce(rpc::CallContext& context, int64_t depth);
 
 struct Counter {
@@ -157,7 +157,7 @@ int64_t bounce(rpc::CallContext& context, int64_t depth) {
 
 }  // namespace
 
-TEST_CASE("calls with all kinds of arguments and results") {
+TEST_CASE("calls accept all kinds of arguments and results") {
   const std::string transport = GENERATE("unix", "tcp");
   rpc::AgentOptions options;
   options.transport = transport;
@@ -172,7 +172,7 @@ TEST_CASE("calls with all kinds of arguments and results") {
             "w" + std::to_string(to) + " for w" + std::to_string(from));
       const at::Tensor x = at::arange(6, at::kDouble).view({2, 3});
       CHECK(at::equal(a.rpc_sync<&scale>("w" + std::to_string(to), x, 2), x * 2));
-      // A view sends its own elements only, in its own order.
+      // A view sends only its own elements, in its own order.
       CHECK(at::equal(a.rpc_sync<&scale>(to, x.t().select(0, 1), 3.0), x.t().select(0, 1) * 3));
       const Point p = a.rpc_sync<&mirror>(to, Point{1, 2, {"a", "b"}});
       CHECK((p.x == 2 && p.y == 1 && p.tags == std::vector<std::string>{"b", "a"}));
@@ -213,7 +213,7 @@ TEST_CASE("arguments are converted without loss or refused") {
   CHECK(error_of([&] { a.rpc_sync<&is_positive>(1, 128); }).kind == ErrorKind::kInvalid);
 }
 
-TEST_CASE("what a function or a continuation changes of torch's state ends with it") {
+TEST_CASE("changes of torch's state by a function or a continuation end with it") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose_calls, options);
@@ -225,7 +225,7 @@ TEST_CASE("what a function or a continuation changes of torch's state ends with 
   CHECK(cluster[0].rpc_sync<&torch_state>(1) == state);
 }
 
-TEST_CASE("what a layer changes of torch's state when a rank is lost ends with it") {
+TEST_CASE("changes of torch's state by a layer's on_rank_lost end with it") {
   struct Changing final : rpc::Layer {
     void on_rank_lost(const rpc::Loss&) override {
       found.set(torch_state());
@@ -241,7 +241,7 @@ TEST_CASE("what a layer changes of torch's state when a rank is lost ends with i
   CHECK(second->found.future().wait() == first->found.future().wait());
 }
 
-TEST_CASE("tensors of every dtype, sparse and undefined ones") {
+TEST_CASE("tensors of every dtype, sparse and undefined ones can be sent") {
   Cluster cluster(2, expose_calls);
   for (const at::ScalarType type :
        {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat,
@@ -266,7 +266,7 @@ TEST_CASE("tensors of every dtype, sparse and undefined ones") {
   cluster.shutdown();
 }
 
-TEST_CASE("member functions of what a rank provides are called as its functions are") {
+TEST_CASE("member functions of a provided object are called as functions are") {
   using rpc::of_local;
   Cluster cluster(3, [](Agent& agent) {
     if (agent.rank() != 2) agent.provide(std::make_shared<Account>());
@@ -318,7 +318,7 @@ TEST_CASE("errors keep their kind, text and rank") {
   CHECK(e.message.find("wait_at_gate") != std::string::npos);
 }
 
-TEST_CASE("a call whose caller has given up is not run, nor one whose rank is closing") {
+TEST_CASE("an abandoned call does not run, nor does a call of a closing rank") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose_calls, options);
@@ -333,24 +333,24 @@ TEST_CASE("a call whose caller has given up is not run, nor one whose rank is cl
   CHECK(error_of([&] { cluster[0].rpc_sync<&count>(rpc::To(1).timeout(30ms)); }).kind ==
         ErrorKind::kDeadline);
   auto patient = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
-  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer comes behind them
+  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer arrives after the abandoned calls
   std::this_thread::sleep_for(31ms);
   g_gate = true;
-  patient.wait();  // in its turn after the other
+  patient.wait();  // runs after the call before it
   CHECK(g_counted == 1);
 
   busy.wait();
   busy = occupy();
   auto queued = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
-  std::thread killer([&] { cluster.kill(1); });     // returns once the call at the gate has
-  CHECK(error_of([&] { busy.wait(); }).rank == 1);  // so it is closing
+  std::thread killer([&] { cluster.kill(1); });  // returns once the call at the gate has returned
+  CHECK(error_of([&] { busy.wait(); }).rank == 1);  // so rank 1 is closing
   g_gate = true;
   killer.join();
   CHECK(error_of([&] { queued.wait(); }).rank == 1);
   CHECK(g_counted == 1);
 }
 
-TEST_CASE("calls of a rank that is lost are not run") {
+TEST_CASE("calls of a lost rank do not run") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(3, expose_calls, options);
@@ -359,18 +359,18 @@ TEST_CASE("calls of a rank that is lost are not run") {
   auto busy = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
   testing::wait_for_call_at_gate();
   auto queued = cluster[2].rpc_async<&count>(rpc::To(1).without_deadline());
-  cluster[1].rpc_sync<&add>(2, 1, 1);  // its answer comes behind that
+  cluster[1].rpc_sync<&add>(2, 1, 1);  // its answer arrives after that call
   cluster.kill(2);
   CHECK(error_of([&] { queued.wait(); }).kind == ErrorKind::kCancelled);
   while (error_of([&] { cluster[1].rpc_sync<&add>(2, 1, 1); }).kind != ErrorKind::kPeerLost) {
   }
   g_gate = true;
   busy.wait();
-  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);  // in its turn after it
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);  // runs after that call
   CHECK(g_counted == 0);
 }
 
-TEST_CASE("nested calls go deeper than there are threads") {
+TEST_CASE("nested calls may be deeper than the number of threads") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose_calls, options);
@@ -378,7 +378,7 @@ TEST_CASE("nested calls go deeper than there are threads") {
   cluster.shutdown();
 }
 
-TEST_CASE("a rank tells what it waits for") {
+TEST_CASE("a rank reports what it waits for") {
   Cluster cluster(2, expose_calls);
   CHECK(cluster[0].waits().empty());
   g_gate = false;
@@ -393,7 +393,7 @@ TEST_CASE("a rank tells what it waits for") {
   CHECK(cluster[0].waits().empty());
 }
 
-TEST_CASE("a rank at its end tells whom it waits for") {
+TEST_CASE("a rank in shutdown() reports whom it waits for") {
   Cluster cluster(3, expose_calls);
   std::thread first([&] { cluster[0].shutdown(); });
   std::vector<rpc::Wait> waits;
@@ -410,7 +410,7 @@ TEST_CASE("a rank at its end tells whom it waits for") {
   CHECK(cluster[0].waits().empty());
 }
 
-TEST_CASE("many calls at once from many threads") {
+TEST_CASE("many threads make many calls concurrently") {
   Cluster cluster(3, expose_calls);
   std::vector<std::thread> threads;
   std::atomic<int64_t> sum{0};
@@ -435,11 +435,11 @@ TEST_CASE("a rank that dies fails the calls that wait for it") {
   g_gate = false;
   auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   testing::wait_for_call_at_gate();
-  std::thread killer([&] { cluster.kill(2); });  // returns once the call has
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call has returned
   const base::Error e = error_of([&] { waiting.wait(); });
   g_gate = true;
   killer.join();
-  // Whether it goes in the middle of the call or answers that it is shutting down, it is named.
+  // Rank 2 is named, whether it dies during the call or answers that it is shutting down.
   CHECK((e.kind == ErrorKind::kPeerLost || e.kind == ErrorKind::kCancelled));
   CHECK(e.rank == 2);
   CHECK(error_of([&] { cluster[0].rpc_sync<&add>(2, 1, 1); }).kind == ErrorKind::kPeerLost);
@@ -447,7 +447,7 @@ TEST_CASE("a rank that dies fails the calls that wait for it") {
   CHECK(error_of([&] { cluster[1].shutdown(); }).rank == 2);
 }
 
-TEST_CASE("abort tells everybody why") {
+TEST_CASE("abort sends its reason to all ranks") {
   Cluster cluster(2, expose_calls);
   auto waiting = cluster[0].rpc_async<&nap>(rpc::To(1).without_deadline(), 100);
   cluster[1].abort(base::Error{ErrorKind::kNotFinite, "loss is NaN", -1, {}});
@@ -456,7 +456,7 @@ TEST_CASE("abort tells everybody why") {
   CHECK(e.rank == 1);
 }
 
-TEST_CASE("what a rank shares is made by who asks first") {
+TEST_CASE("a shared object is created by the first thread that asks for it") {
   Cluster cluster(2, [](Agent& agent) { agent.expose<&draw_shared>("draw_shared"); });
   std::atomic<int64_t> sum = 0;
   std::vector<std::thread> threads;
@@ -464,9 +464,9 @@ TEST_CASE("what a rank shares is made by who asks first") {
     threads.emplace_back([&, t] { sum += cluster[t % 2].rpc_sync<&draw_shared>(1, 100); });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(sum == 8 * 100 + 36);  // one counter, from 101 to 108
+  CHECK(sum == 8 * 100 + 36);  // all use one counter, from 101 to 108
   CHECK(cluster[1].local<Counter>().get() == 108);
-  CHECK(cluster[1].rpc_sync<&draw_shared>(1, 0) == 109);  // the first one's arguments hold
+  CHECK(cluster[1].rpc_sync<&draw_shared>(1, 0) == 109);  // later constructor arguments are ignored
   CHECK(cluster[0].rpc_sync<&draw_shared>(0, 7) == 8);
   cluster.shutdown();
 }

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// What bounds the calls that wait on a rank, and the replies that it keeps: Note [Credit].
+// Tests the limits of waiting calls and of replies that a rank keeps: Note [Credit].
 #include <deque>
 #include <list>
 #include <queue>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// A receiver and the windows of its senders, with nothing between them.
+// A receiver's budget and the windows of its senders, directly connected.
 struct Flows {
   Flows(int ranks, uint64_t total, uint64_t per_peer) : budget(ranks, total, per_peer) {
     for (int rank = 0; rank < ranks; ++rank) {
@@ -58,7 +58,7 @@ std::atomic<int> g_runs{0};
 
 void count_run() { ++g_runs; }
 
-// What answers the calls of keep().
+// Holds the promises of the calls of keep().
 struct Kept {
   std::mutex mutex;
   std::vector<std::shared_ptr<base::Promise<int64_t>>> answers;
@@ -75,7 +75,7 @@ struct Kept {
   }
 };
 
-// Holds its argument, and no thread, until Kept::answer_all().
+// Holds its argument, but no thread, until Kept::answer_all().
 base::Future<int64_t> keep(rpc::CallContext& call, at::Tensor) {
   const auto answer = std::make_shared<base::Promise<int64_t>>();
   Kept& kept = *call.agent.shared<Kept>();
@@ -97,7 +97,7 @@ bool waits_for_room(const Agent& agent) {
 
 std::atomic<int> g_in_flood{0};
 
-// Takes all workers of both ranks, then sends its caller far more than that has room for.
+// Occupies all workers of both ranks, then sends its caller far more than the caller has room for.
 int64_t flood(rpc::CallContext& call, int workers) {
   for (++g_in_flood; g_in_flood < workers;) std::this_thread::sleep_for(1ms);
   std::vector<base::Future<int64_t>> sizes;
@@ -125,7 +125,7 @@ at::Tensor mebibytes(int64_t count) { return at::ones({count << 18}); }
 
 }  // namespace
 
-TEST_CASE("a caller waits for credit, which comes back as calls begin") {
+TEST_CASE("a caller waits for credit, which returns as calls begin") {
   Flows flows(2, 16 * kMiB, 4 * kMiB);
   flows.send(1, 3 * kMiB);
   const base::Status late = flows[1].take(2 * kMiB, base::deadline_after(5ms));
@@ -137,20 +137,20 @@ TEST_CASE("a caller waits for credit, which comes back as calls begin") {
   CHECK_FALSE(flows[1].waiting_since());
 }
 
-TEST_CASE("a call larger than all of the pool runs alone, and what it was granted comes back") {
+TEST_CASE("a call larger than the whole pool runs alone, and its credit returns") {
   Flows flows(3, 12 * kMiB, 64 * kMiB);  // windows of 2 MiB
   for (int i = 0; i < 3; ++i) {
     const int rank = 1 + i % 2;
     flows.send(rank, 64 * kMiB);
     CHECK_FALSE(flows.has_room(3 - rank, 64 * kMiB));
     CHECK_FALSE(flows.has_room(3 - rank, 3 * kMiB));
-    CHECK(flows.has_room(3 - rank, 2 * kMiB));  // its own window
+    CHECK(flows.has_room(3 - rank, 2 * kMiB));  // the rank's own window
     flows.begin(rank, 64 * kMiB);
   }
   CHECK(flows.budget.held() == 6 * kMiB);
 }
 
-TEST_CASE("windows are never more than half of the budget, however many ranks there are") {
+TEST_CASE("windows take at most half of the budget, however many ranks there are") {
   for (const int ranks : {1, 2, 769, 4096}) {
     CAPTURE(ranks);
     Flows flows(ranks, 1024 * kMiB, 256 * kMiB);
@@ -159,8 +159,8 @@ TEST_CASE("windows are never more than half of the budget, however many ranks th
   }
 }
 
-TEST_CASE("a grant for a call that was given up goes back") {
-  Budget budget(2, 16 * kMiB, 16 * kMiB);  // windows and a pool of 4 and 8 MiB
+TEST_CASE("credit that was granted to an abandoned call is returned") {
+  Budget budget(2, 16 * kMiB, 16 * kMiB);  // windows of 4 MiB, a pool of 8 MiB
   std::deque<Window::Request> asked;
   Window window([&](const Window::Request& request) { asked.push_back(request); });
   const auto tell_budget = [&] {
@@ -171,18 +171,19 @@ TEST_CASE("a grant for a call that was given up goes back") {
   const uint64_t first = budget.open(rpc::process_number(1, 0)).at(0).bytes;
   window.grant(first, budget.window());
   CHECK_FALSE(window.take(9 * kMiB, base::deadline_after(1ms)).ok());
-  REQUIRE(asked.size() == 1);  // it stands until it is granted
+  REQUIRE(asked.size() == 1);  // the request stays until it is granted
   const Budget::Grants grants = tell_budget();
   REQUIRE(grants.size() == 1);
   CHECK(grants[0].bytes == 5 * kMiB);
-  SECTION("when nobody waits any more") {
+  SECTION("when no call waits any more") {
     window.grant(grants[0].bytes, budget.window());
     CHECK(tell_budget().empty());
     CHECK(budget.held() == 4 * kMiB + rpc::kFirstCredit);
-    CHECK(window.try_take(4 * kMiB));  // its own it has kept
+    CHECK(window.try_take(4 * kMiB));  // the window's own credit is kept
     CHECK_FALSE(window.try_take(1));
   }
-  SECTION("before a larger one is asked for, as two that keep some could wait for each other") {
+  SECTION(
+      "before a larger request, because two senders that keep a part could wait for each other") {
     Window::Waiter larger;
     larger.bytes = 12 * kMiB;
     window.line_up(larger);
@@ -198,7 +199,7 @@ TEST_CASE("a grant for a call that was given up goes back") {
   }
 }
 
-TEST_CASE("small calls that wait ask for their credit together") {
+TEST_CASE("small waiting calls request their credit together") {
   std::vector<Window::Request> asked;
   Window window([&](const Window::Request& request) { asked.push_back(request); });
   window.grant(8 * kMiB - rpc::kFirstCredit, 8 * kMiB);
@@ -213,12 +214,12 @@ TEST_CASE("small calls that wait ask for their credit together") {
   CHECK(window.try_serve(waiters.front()));
   window.leave(waiters.front());
   REQUIRE(asked.size() == 2);
-  CHECK(asked[1].target - asked[1].spent == kMiB);  // a part of a window at the most
+  CHECK(asked[1].target - asked[1].spent == kMiB);  // at most a part of a window
   for (Window::Waiter& waiter : waiters) window.leave(waiter);
 }
 
-TEST_CASE("a large call is not overtaken in the pool by the small ones of others") {
-  Flows flows(3, 12 * kMiB, 12 * kMiB);  // windows and a pool of 2 and 6 MiB
+TEST_CASE("a large call is not overtaken in the pool by small calls of other ranks") {
+  Flows flows(3, 12 * kMiB, 12 * kMiB);  // windows of 2 MiB, a pool of 6 MiB
   flows.send(1, 2 * kMiB);
   for (int i = 0; i < 4; ++i) flows.send(1, kMiB);
   Window::Waiter large, small;
@@ -227,30 +228,30 @@ TEST_CASE("a large call is not overtaken in the pool by the small ones of others
   flows[2].line_up(large);
   flows[1].line_up(small);
   CHECK_FALSE(flows[2].try_serve(large));
-  CHECK_FALSE(flows[1].try_serve(small));  // though there is room for it
+  CHECK_FALSE(flows[1].try_serve(small));  // although there is room for it
   for (int i = 0; i < 3; ++i) flows.begin(1, kMiB);
   CHECK(flows[2].try_serve(large));
   flows[2].leave(large);
   flows[1].leave(small);
 }
 
-TEST_CASE("what a lost rank held is there for others, and its successor begins anew") {
+TEST_CASE("the credit of a lost rank is free for others, and its successor starts anew") {
   Flows flows(3, 12 * kMiB, 12 * kMiB);
   flows.send(1, 8 * kMiB);
   CHECK_FALSE(flows.has_room(2, 3 * kMiB));
   flows.tell(flows.budget.lose(1));
-  CHECK(flows.budget.arrive(1, 64 * kMiB));  // on its way, and run by nobody
+  CHECK(flows.budget.arrive(1, 64 * kMiB));  // on its way, and never run
   CHECK(flows.has_room(2, 8 * kMiB));
   const rpc::ProcessNumber next = rpc::process_number(1, 1);
   flows.budget.renew(next);
   CHECK(flows.budget.open(rpc::process_number(1, 0)).empty());
-  flows.begin(1, 8 * kMiB);  // of the one before
+  flows.begin(1, 8 * kMiB);  // a call of the lost process
   CHECK(flows.budget.arrive(1, rpc::kFirstCredit));
   CHECK_FALSE(flows.budget.arrive(1, 1));
   CHECK(flows.budget.open(next).size() == 1);
 }
 
-TEST_CASE("a rank that claims credit that it does not have is found out") {
+TEST_CASE("a rank that claims credit that it does not have is detected") {
   Budget budget(2, 16 * kMiB, 4 * kMiB);
   CHECK(budget.arrive(1, rpc::kFirstCredit));
   CHECK_FALSE(budget.arrive(1, 1));
@@ -260,7 +261,7 @@ TEST_CASE("a rank that claims credit that it does not have is found out") {
   }
 }
 
-TEST_CASE("those who wait for a rank that is lost are told") {
+TEST_CASE("waits for a lost rank fail") {
   Flows flows(2, 16 * kMiB, kMiB);
   flows.send(1, kMiB);
   std::thread waiting(
@@ -271,7 +272,7 @@ TEST_CASE("those who wait for a rank that is lost are told") {
   CHECK(flows[1].take(1, base::kNever).error().kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("many threads, calls of all sizes: credit is neither lost nor made") {
+TEST_CASE("many threads with calls of all sizes neither lose nor create credit") {
   constexpr uint64_t kTotal = 6 * kMiB;
   Flows flows(3, kTotal, 4 * kMiB);
   std::mutex mutex;
@@ -329,8 +330,9 @@ TEST_CASE("many threads, calls of all sizes: credit is neither lost nor made") {
 
 namespace {
 
-// Senders that always have calls for one receiver, which begins one after the other, in virtual
-// time. Words and calls of one rank keep their order and take as long as its network does.
+// Simulates, in virtual time, senders that always have calls for one receiver, which begins one
+// call after the other. Control messages and calls of one rank keep their order and have the
+// latency of its network.
 class Simulation {
  public:
   struct Sender {
@@ -340,7 +342,7 @@ class Simulation {
     uint64_t served = 0;
     uint64_t latency = 0;
     int idle = 0;
-    bool is_hasty = false;  // gives a waiting call up when the next one wants to be sent
+    bool is_hasty = false;  // abandons a waiting call when the next one is ready
   };
 
   Simulation(int ranks, uint64_t total, uint64_t per_peer, uint64_t seed)
@@ -465,7 +467,7 @@ class Simulation {
 
 }  // namespace
 
-TEST_CASE("of 4,096 ranks that always have more to send each gets its share of the bytes") {
+TEST_CASE("each of 4,096 ranks that always have more to send gets its share of the bytes") {
   constexpr int kRanks = 4096;
   constexpr uint64_t kShare = 6 * kMiB;
   Simulation simulation(kRanks, 1024 * kMiB, 256 * kMiB, 7);
@@ -481,7 +483,7 @@ TEST_CASE("of 4,096 ranks that always have more to send each gets its share of t
   CHECK(simulation.budget().held() <= 512 * kMiB);
 }
 
-TEST_CASE("what waits on a rank stays within its budget, and all of it is done") {
+TEST_CASE("waiting calls stay within a rank's budget, and all of them run") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   options.peer_budget = 8 * kMiB;
@@ -498,8 +500,8 @@ TEST_CASE("what waits on a rank stays within its budget, and all of it is done")
     }
   });
   while (!waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
-  CHECK(sent == 3);  // of 2 MiB and a little each
-  // Others are not kept from it: replies and words need no credit.
+  CHECK(sent == 3);  // 2 MiB each, plus a small overhead
+  // Other calls still work, because replies and control messages need no credit.
   CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
   g_gate = true;
   caller.join();
@@ -523,8 +525,8 @@ TEST_CASE("calls that have begun and wait for others stay within the budget, too
     }
   });
   while (sent < kCalls && !waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
-  CHECK(sent < 20);  // 16 MiB are in work, and as much as its window waits
-  // What needs no credit goes on.
+  CHECK(sent < 20);  // 16 MiB are in work, and the window limits the waiting calls
+  // Messages that need no credit still pass.
   CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
   cluster[1].shared<Kept>()->answer_all();
   caller.join();
@@ -532,7 +534,7 @@ TEST_CASE("calls that have begun and wait for others stay within the budget, too
   cluster.shutdown();
 }
 
-TEST_CASE("a call that finds no room in its time is overloaded") {
+TEST_CASE("a call without room before its deadline is overloaded") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   options.peer_budget = 8 * kMiB;
@@ -552,7 +554,7 @@ TEST_CASE("a call that finds no room in its time is overloaded") {
   cluster.shutdown();
 }
 
-TEST_CASE("messages that nobody has opened a channel for are bounded") {
+TEST_CASE("messages for a channel that is not open are bounded") {
   rpc::AgentOptions options;
   options.total_budget = 4 * kMiB;
   Cluster cluster(2, expose_all, options);
@@ -563,7 +565,9 @@ TEST_CASE("messages that nobody has opened a channel for are bounded") {
   const std::span<const uint8_t> piece(bytes);
   for (uint16_t i = 0; i < 8; ++i) {
     auto& channel = cluster[0].open_channel(static_cast<uint16_t>(20 + i % 3));
-    static_cast<void>(error_of([&] { channel.send(1, {}, {&piece, 1}, {}); }));  // the last ones
+    static_cast<void>(error_of([&] {
+      channel.send(1, {}, {&piece, 1}, {});
+    }));  // the last sends may fail
   }
   const base::Error error = error_of([&] { held_up.wait(); });
   CHECK(error.kind == ErrorKind::kOverloaded);
@@ -572,7 +576,7 @@ TEST_CASE("messages that nobody has opened a channel for are bounded") {
   g_gate = true;
 }
 
-TEST_CASE("messages that came early are no debt once their channel is open") {
+TEST_CASE("early messages no longer count once their channel is open") {
   rpc::AgentOptions options;
   options.total_budget = 4 * kMiB;
   Cluster cluster(2, expose_all, options);
@@ -581,7 +585,7 @@ TEST_CASE("messages that came early are no debt once their channel is open") {
   for (uint16_t round = 0; round < 4; ++round) {
     const auto number = static_cast<uint16_t>(20 + round);
     for (int i = 0; i < 3; ++i) cluster[0].open_channel(number).send(1, {}, {&piece, 1}, {});
-    CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);  // they have come
+    CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);  // the messages have arrived
     std::atomic<int> heard{0};
     cluster[1].open_channel(number).set_handler({[&](rpc::ChannelMessage) { ++heard; }, {}});
     CHECK(heard == 3);
@@ -591,7 +595,7 @@ TEST_CASE("messages that came early are no debt once their channel is open") {
 }
 
 TEST_CASE("calls that have begun keep their credit when too many hold too much") {
-  Flows flows(5, 10 * kMiB, 10 * kMiB);  // windows and a pool of 1 and 5 MiB
+  Flows flows(5, 10 * kMiB, 10 * kMiB);  // windows of 1 MiB, a pool of 5 MiB
   const auto has_back = [&, held = flows.budget.held()](uint64_t sent) {
     return flows.budget.held() + sent <= held;
   };
@@ -600,14 +604,14 @@ TEST_CASE("calls that have begun keep their credit when too many hold too much")
     flows.send(rank, bytes);
     flows.tell(flows.budget.begin(work, rpc::process_number(rank, 0), bytes));
   };
-  begin(a, 1, 20 * kMiB);  // larger than all room, but alone
+  begin(a, 1, 20 * kMiB);  // larger than the whole pool, but alone
   CHECK(has_back(0));
   begin(b, 2, 3 * kMiB);
   begin(c, 3, 3 * kMiB);
   flows.tell(flows.budget.begin(none, rpc::process_number(3, 0), 0));
   CHECK(flows.budget.held() == 9 * kMiB);
   CHECK_FALSE(flows.has_room(2, 3 * kMiB));
-  flows.tell(flows.budget.end(c));  // it had its own
+  flows.tell(flows.budget.end(c));  // c had kept its credit
   CHECK(flows.budget.held() == 8 * kMiB);
   flows.tell(flows.budget.end(none));
   flows.tell(flows.budget.end(a));
@@ -619,7 +623,7 @@ TEST_CASE("calls that have begun keep their credit when too many hold too much")
   flows.tell(flows.budget.end(d));
 }
 
-TEST_CASE("a call that waits is found by its rank and id") {
+TEST_CASE("a waiting call is found by its rank and ID") {
   rpc::CallQueue queue;
   for (const auto& [from, id] : std::vector<std::pair<int, uint64_t>>{
            {1, 7}, {2, 7}, {1, 8}, {1, 8}, {2, 9}, {1, 9}, {3, 1}}) {
@@ -631,7 +635,7 @@ TEST_CASE("a call that waits is found by its rank and id") {
   CHECK_FALSE(queue.take(1, 1));
   CHECK(queue.take(2, 7)->from == 2);
   CHECK_FALSE(queue.take(2, 7));
-  CHECK(queue.take(1, 8));  // given twice: the last one is the one
+  CHECK(queue.take(1, 8));  // pushed twice: takes the last one
   queue.drop_all_of(3);
   std::vector<std::pair<int, uint64_t>> left;
   const auto never = [](int) { return false; };
@@ -639,7 +643,7 @@ TEST_CASE("a call that waits is found by its rank and id") {
   CHECK(left == std::vector<std::pair<int, uint64_t>>{{1, 7}, {1, 8}, {2, 9}, {1, 9}});
 }
 
-TEST_CASE("calls of a rank that is blocked are parked in their order, and found there") {
+TEST_CASE("calls of a blocked rank are parked in their order and can be found") {
   rpc::CallQueue queue;
   std::vector<int> blocked{1};
   const auto is_blocked = [&](int rank) { return std::ranges::count(blocked, rank) > 0; };
@@ -652,12 +656,12 @@ TEST_CASE("calls of a rank that is blocked are parked in their order, and found 
   for (const uint64_t id : {1, 2, 3, 4}) push(1, id);
   push(2, 5);
   CHECK(queue.pop(is_blocked)->id == 5);
-  CHECK(queue.take(1, 2)->id == 2);  // by its rank and id
+  CHECK(queue.take(1, 2)->id == 2);  // found by its rank and ID
   CHECK_FALSE(queue.pop_parked(1, is_blocked).first);
   blocked.clear();
   push(1, 6);
   push(3, 7);
-  CHECK(queue.pop(is_blocked)->id == 7);  // 6 is behind those that are parked
+  CHECK(queue.pop(is_blocked)->id == 7);  // call 6 is queued behind the parked calls
   for (const uint64_t id : {1, 3, 4, 6}) {
     const auto [call, has_more] = queue.pop_parked(1, is_blocked);
     CHECK(call->id == id);
@@ -672,7 +676,7 @@ TEST_CASE("calls of a rank that is blocked are parked in their order, and found 
   CHECK_FALSE(queue.pop_parked(4, is_blocked).first);
 }
 
-TEST_CASE("a call that is cancelled before it has left does not leave") {
+TEST_CASE("a call that is cancelled before it is sent is not sent") {
   rpc::AgentOptions options;
   options.call_delay = 50ms;
   Cluster cluster(2, expose_all, options);
@@ -684,7 +688,7 @@ TEST_CASE("a call that is cancelled before it has left does not leave") {
   cluster.shutdown();
 }
 
-TEST_CASE("a call whose time is over before it has left gives its credit back") {
+TEST_CASE("a call whose deadline passes before it is sent returns its credit") {
   rpc::AgentOptions options;
   options.call_delay = 50ms;
   options.peer_budget = 2 * kMiB;
@@ -696,7 +700,7 @@ TEST_CASE("a call whose time is over before it has left gives its credit back") 
   cluster.shutdown();
 }
 
-TEST_CASE("a call that is larger than all that may wait on a rank is lent all it needs") {
+TEST_CASE("a call larger than a rank's whole budget gets all the credit that it needs") {
   rpc::AgentOptions options;
   options.peer_budget = 2 * kMiB;
   options.total_budget = 4 * kMiB;
@@ -705,7 +709,7 @@ TEST_CASE("a call that is larger than all that may wait on a rank is lent all it
   cluster.shutdown();
 }
 
-TEST_CASE("a call that no frame can hold is refused, and takes no credit with it") {
+TEST_CASE("a call that no frame can hold is refused and takes no credit") {
   rpc::AgentOptions options;
   options.peer_budget = 2 * kMiB;
   Cluster cluster(2, expose_all, options);
@@ -720,7 +724,7 @@ TEST_CASE("a call that no frame can hold is refused, and takes no credit with it
   cluster.shutdown();
 }
 
-TEST_CASE("two ranks whose functions flood each other with no room left both go on") {
+TEST_CASE("two ranks that flood each other until no room is left both continue") {
   constexpr int kWorkers = 2;
   rpc::AgentOptions options;
   options.worker_threads = kWorkers;
@@ -736,10 +740,10 @@ TEST_CASE("two ranks whose functions flood each other with no room left both go 
     }
     for (const auto& each : floods) expect(each.wait() == 6 << 18, "a wrong size");
   });
-  cluster.shutdown();  // by all: nobody is lost
+  cluster.shutdown();  // by all ranks: none is lost
 }
 
-TEST_CASE("two ranks that flood each other with calls larger than all room both go on") {
+TEST_CASE("two ranks that flood each other with calls larger than the whole budget both continue") {
   rpc::AgentOptions options;
   options.worker_threads = 2;
   options.peer_budget = 2 * kMiB;
@@ -751,7 +755,7 @@ TEST_CASE("two ranks that flood each other with calls larger than all room both 
     for (int thread = 0; thread < 4; ++thread) {
       threads.emplace_back([&] {
         for (int i = 0; i < 8; ++i) {
-          // Larger than all credit, there and back.
+          // Larger than the whole credit, in both directions.
           right += agent.rpc_sync<&same>(rpc::To(other).without_deadline(), mebibytes(3)).numel() ==
                    3 << 18;
         }
@@ -763,7 +767,7 @@ TEST_CASE("two ranks that flood each other with calls larger than all room both 
   cluster.shutdown();
 }
 
-TEST_CASE("a call that is cancelled is not run, and what it took is free at once") {
+TEST_CASE("a cancelled call does not run, and its credit is free at once") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   options.peer_budget = 8 * kMiB;
@@ -776,12 +780,12 @@ TEST_CASE("a call that is cancelled is not run, and what it took is free at once
     auto first = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     first.cancel();
     CHECK(error_of([&] { first.wait(); }).kind == ErrorKind::kCancelled);
-    // While the only worker stands before the gate.
+    // While the only worker waits at the gate.
     auto second = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     g_gate = true;
     CHECK(second.wait() == 7 << 18);
     held_up.wait();
-    held_up.cancel();  // nothing to cancel any more
+    held_up.cancel();  // the call has finished: no effect
     cluster.shutdown();
     CHECK(cluster[0].live_rrefs() == 0);
   }
@@ -789,7 +793,7 @@ TEST_CASE("a call that is cancelled is not run, and what it took is free at once
 
 namespace {
 
-// Rank 0, and rank 1 by hand, which is connected to it.
+// Rank 0, and a connected rank 1 that the test implements.
 struct ByHand {
   explicit ByHand(rpc::AgentOptions options) : zero(options), control(zero.agent().port()) {
     control.join(1);
@@ -815,16 +819,16 @@ at::Tensor give(int64_t mib) {
 
 }  // namespace
 
-TEST_CASE("a rank that sends more calls than it may is lost before there is memory for them") {
+TEST_CASE("a rank that exceeds its credit is lost before memory is allocated") {
   rpc::AgentOptions options = options_for(0, 2);
   options.worker_threads = 1;
   options.peer_budget = kMiB;
   ByHand job(options);
   auto call = job.zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
   wire::FrameHeader header;
-  // Of each only the header comes.
-  SECTION("a large one") { header.payload_bytes = uint64_t{60} << 30; }
-  SECTION("a large one that claims to need no credit") {
+  // Only the header of each frame is sent.
+  SECTION("a large call") { header.payload_bytes = uint64_t{60} << 30; }
+  SECTION("a large call that claims to need no credit") {
     header.channel = wire::kWithoutCredit;
     header.payload_bytes = uint64_t{60} << 30;
   }
@@ -839,7 +843,7 @@ TEST_CASE("a rank that sends more calls than it may is lost before there is memo
     header.autograd_id = 64 * kMiB;
   }
   bool has_many = false;
-  SECTION("one small one after the other") { has_many = true; }
+  SECTION("one small call after the other") { has_many = true; }
   job.zero.agent().expose<&wait_at_gate>("wait_at_gate");
   g_gate = false;
   auto held_up = job.zero.agent().rpc_async<&wait_at_gate>(0);
@@ -872,15 +876,15 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
     wire::Writer out(meta);
     out.put(uint32_t{0});  // no RRefs
     out.put(std::string_view("give"));
-    out.put(uint32_t{0});  // without a deadline
+    out.put(uint32_t{0});  // no deadline
     out.put(uint8_t{0});
     out.put(int64_t{8});
     job.calls->send(wire::FrameKind::kCall, meta, id);
   }
   while (g_gives == 0) std::this_thread::sleep_for(1ms);
-  // On the one worker, behind all that have come by then.
+  // These calls run on the only worker, after the calls of `give` that have arrived by then.
   for (int i = 0; i < kCalls; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
-  CHECK(g_gives <= 3);  // what the kernel takes, and one more
+  CHECK(g_gives <= 3);  // as many replies as the kernel buffers, and one more
   uint64_t next = 1;
   while (next <= kCalls) {
     const auto frame = job.calls->receive();
@@ -894,7 +898,7 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
 
 namespace {
 
-// Clients that call rank 0 without end, until that has seen enough.
+// Clients that call rank 0 repeatedly, until rank 0 has counted enough calls.
 struct Race {
   std::atomic<int> calling[4] = {};
   std::atomic<int> done[4] = {};
@@ -903,7 +907,8 @@ struct Race {
 };
 Race* g_race = nullptr;
 
-// Every client has a call under way all the time, as if it had many.
+// Waits until every client has a call in flight, so that each appears always busy; then counts one
+// call of the caller.
 void take_part(rpc::CallContext& call, at::Tensor) {
   Race& race = *g_race;
   while (!race.over && (!race.calling[1] || !race.calling[2] || !race.calling[3])) {
@@ -917,7 +922,7 @@ void take_part(rpc::CallContext& call, at::Tensor) {
 
 }  // namespace
 
-TEST_CASE("a client with many threads takes nothing of the share of others") {
+TEST_CASE("a client with many threads does not reduce the share of the others") {
   const auto [greedy, others, kib] =
       GENERATE(std::tuple(8, 1, 448), std::tuple(4, 4, 448), std::tuple(4, 1, 400));
   CAPTURE(greedy, others, kib);

@@ -11,7 +11,7 @@ namespace {
 
 using rpc::control::Doorway;
 
-// Believes ranks that know the secret, and refuses them then.
+// Accepts ranks that know the secret and then refuses them with "heard".
 Doorway::Callbacks expects(const std::string& secret) {
   Doorway::Callbacks callbacks;
   callbacks.credentials = [secret](wire::HelloPurpose) {
@@ -37,7 +37,7 @@ struct Door {
   uint16_t port = 0;
 };
 
-// Whether this rank is heard by who listens there.
+// Returns true if the doorway authenticates this rank.
 bool is_heard_as_peer(RawRank& rank) {
   if (!rank.introduce(1, wire::HelloPurpose::kPeer, "the secret")) return false;
   const auto answer = rank.receive();
@@ -47,13 +47,14 @@ bool is_heard_as_peer(RawRank& rank) {
 
 }  // namespace
 
-TEST_CASE("a hello that came while the process was stopped is heard when it goes on") {
+TEST_CASE("a hello that arrived while the process was stopped is handled when it continues") {
   bool is_heard = false;
-  for (const auto patience : {100ms, 2000ms, 8000ms}) {  // the loop is to be held up in time
+  for (const auto patience :
+       {100ms, 2000ms, 8000ms}) {  // repeated with more patience until the loop is blocked in time
     Door door(patience);
     RawRank slow(door.port);
     RawRank quick(door.port);
-    REQUIRE(is_heard_as_peer(quick));  // so the loop has seen both connections
+    REQUIRE(is_heard_as_peer(quick));  // so the loop has accepted both connections
     std::atomic<bool> is_stopped = false;
     std::atomic<bool> goes_on = false;
     door.loop.post([&] {
@@ -75,7 +76,8 @@ TEST_CASE("a hello that came while the process was stopped is heard when it goes
   CHECK(is_heard);
 }
 
-TEST_CASE("when all places are taken, the oldest stranger goes and others wait their turn") {
+TEST_CASE(
+    "when all places are taken, the oldest unauthenticated connection is closed and others wait") {
   Door door(600s);
   std::vector<RawRank> strangers;
   for (int i = 0; i < 200; ++i) strangers.emplace_back(door.port);
@@ -84,7 +86,7 @@ TEST_CASE("when all places are taken, the oldest stranger goes and others wait t
   CHECK(strangers.front().closed_by_peer());
 }
 
-TEST_CASE("strangers take a quarter of the descriptors at most") {
+TEST_CASE("unauthenticated connections use at most a quarter of the descriptors") {
   rlimit before{};
   REQUIRE(getrlimit(RLIMIT_NOFILE, &before) == 0);
   const rlimit few{64, before.rlim_max};
@@ -99,7 +101,7 @@ TEST_CASE("strangers take a quarter of the descriptors at most") {
   setrlimit(RLIMIT_NOFILE, &before);
 }
 
-TEST_CASE("who proves nothing in time is shown the door") {
+TEST_CASE("a connection that does not authenticate in time is closed") {
   Door door(200ms);
   RawRank silent(door.port);
   CHECK(silent.closed_by_peer());

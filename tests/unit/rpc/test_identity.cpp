@@ -1,5 +1,5 @@
-// Who is believed: the handshake of Note [Identity], field by field, and agents that do not belong
-// together.
+// Tests authentication: each field of the handshake of Note [Identity], and agents that do not
+// belong together.
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -40,7 +40,7 @@ std::string hex(std::span<const uint8_t> bytes) {
   return rpc::identity::hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
 }
 
-// What one connection says, so that it can be said again elsewhere.
+// The messages of one connection, for a replay on another one.
 struct Words {
   wire::Bytes initiator_hello, responder_hello;
   wire::Proof initiator_proof, responder_proof;
@@ -59,15 +59,15 @@ Words exchange(HelloPurpose purpose) {
 
 }  // namespace
 
-// In a process of its own: `look` runs at its exit after all that was registered later, OpenSSL's
-// own handler included, while a thread goes on proving who it is. Does nothing when it is run for
-// the sake of its file's name.
-TEST_CASE("a process that exits while a thread uses OpenSSL", "[.][exits]") {
+// Runs in its own process. `look` runs after all exit handlers that were registered later,
+// including OpenSSL's, while a thread keeps authenticating. Without the environment variable (a
+// normal run of all tests) it does nothing.
+TEST_CASE("a process exits while a thread uses OpenSSL", "[.][exits]") {
   if (!std::getenv("DISTRAIN_TEST_EXIT")) return;
   static base::Error refused;
   static std::thread thread;
   static bool worked_before = false;
-  static std::atomic<int> rounds_left{-1};  // without end
+  static std::atomic<int> rounds_left{-1};  // endless
   const auto look = [] {
     rounds_left = 100;
     thread.join();
@@ -75,7 +75,7 @@ TEST_CASE("a process that exits while a thread uses OpenSSL", "[.][exits]") {
   };
   std::atexit(look);
   rpc::identity::set_up();
-  std::atexit([] {  // as the destructor of a static agent
+  std::atexit([] {  // stands for the destructor of a static agent
     worked_before = OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1;
   });
   thread = std::thread([] {
@@ -86,7 +86,7 @@ TEST_CASE("a process that exits while a thread uses OpenSSL", "[.][exits]") {
   std::exit(2);
 }
 
-TEST_CASE("after exit() nobody proves anything, and nothing of OpenSSL is used") {
+TEST_CASE("after exit() authentication fails, and OpenSSL is not used") {
   char program[] = "unit_rpc";
   char test[] = "[exits]";
   char* arguments[] = {program, test, nullptr};
@@ -100,9 +100,9 @@ TEST_CASE("after exit() nobody proves anything, and nothing of OpenSSL is used")
   CHECK(WEXITSTATUS(status) == 0);
 }
 
-// RFC 4231's test cases 1 and 2; HMAC fills their keys up with zeros. HKDF as Python's hmac module
-// computes it, an empty secret as one zero byte.
-TEST_CASE("keys and proofs are those of the RFCs") {
+// The test cases 1 and 2 of RFC 4231; HMAC pads their keys with zeros. HKDF as Python's hmac module
+// computes it, with an empty secret as one zero byte.
+TEST_CASE("keys and proofs match the RFCs") {
   rpc::identity::Key key{};
   std::fill_n(key.begin(), 20, uint8_t{0x0b});
   const std::string hi = "Hi There";
@@ -121,7 +121,7 @@ TEST_CASE("keys and proofs are those of the RFCs") {
         "dd32e40be3fe2e071c25a0ff5d3cc853722d733143fc3380fc428a0d0e34f028");
 }
 
-TEST_CASE("two sides that know the same secret believe each other") {
+TEST_CASE("two sides that know the same secret accept each other") {
   std::set<wire::Bytes> hellos;
   for (int i = 0; i < 100; ++i) {
     for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
@@ -132,7 +132,7 @@ TEST_CASE("two sides that know the same secret believe each other") {
   }
 }
 
-TEST_CASE("nobody is believed who does not know the secret") {
+TEST_CASE("a side that does not know the secret is refused") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     Initiator honest(of(1), purpose);
     Initiator impostor(of(1, "another secret"), purpose);
@@ -146,17 +146,17 @@ TEST_CASE("nobody is believed who does not know the secret") {
   }
 }
 
-TEST_CASE("what was said on another connection, or by the other side, is no proof") {
+TEST_CASE("messages of another connection, or of the other side, are not a proof") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     const Words before = exchange(purpose);
-    // Replayed to a responder: its nonce is another one now.
+    // Replayed to a responder, whose nonce differs now.
     const Responder responder(of(0), wire::decode_hello(before.initiator_hello));
     CHECK(kind_of([&] { responder.check(before.initiator_proof); }) == ErrorKind::kAuth);
     // Replayed to an initiator.
     Initiator initiator(of(1), purpose);
     initiator.answer(before.responder_hello);
     CHECK(kind_of([&] { initiator.check(before.responder_proof); }) == ErrorKind::kAuth);
-    // Reflected: each side gets back what it has said itself.
+    // Reflected: each side gets its own messages back.
     Initiator alone(of(1), purpose);
     const wire::Proof own = alone.answer(alone.hello());
     CHECK(kind_of([&] { alone.check(own); }) == ErrorKind::kAuth);
@@ -167,11 +167,11 @@ TEST_CASE("what was said on another connection, or by the other side, is no proo
   }
 }
 
-TEST_CASE("each bit of both hellos and of both proofs counts") {
+TEST_CASE("each bit of both hellos and of both proofs is checked") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     const size_t bits = exchange(purpose).initiator_hello.size() * 8;
     REQUIRE(bits == 66 * 8);
-    // In the initiator's hello, as the responder hears it.
+    // In the initiator's hello, as the responder receives it.
     for (size_t bit = 0; bit < bits; ++bit) {
       Initiator initiator(of(1), purpose);
       wire::Bytes changed = initiator.hello();
@@ -183,7 +183,7 @@ TEST_CASE("each bit of both hellos and of both proofs counts") {
       const ErrorKind kind = kind_of(accepts);
       REQUIRE((kind == ErrorKind::kAuth || kind == ErrorKind::kProtocol));
     }
-    // In the responder's, as the initiator hears it.
+    // In the responder's hello, as the initiator receives it.
     for (size_t bit = 0; bit < bits; ++bit) {
       Initiator initiator(of(1), purpose);
       const Responder responder(of(0), wire::decode_hello(initiator.hello()));
@@ -218,25 +218,25 @@ TEST_CASE("proofs that are too short or too long are malformed") {
   }
 }
 
-TEST_CASE("another job or another generation is named") {
+TEST_CASE("another job and another generation are named") {
   const rpc::identity::Self self = of(0).self;
   wire::Hello other{HelloPurpose::kJoin, self.trust, 1, self.generation, 0, self.job_id, {}};
   CHECK_FALSE(rpc::identity::mismatch(self, other));
-  other.job_id = {};  // it knows none yet
+  other.job_id = {};  // does not know its job ID yet
   CHECK_FALSE(rpc::identity::mismatch(self, other));
   other.job_id = {9};
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "rank 1 belongs to job 09000000"));
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
-  // Also where its proof does not fit: what was said before the job was started again may come
-  // late.
+  // The generation is named even if the proof is wrong, because messages from before a restart of
+  // the job may arrive late.
   const auto why = [&] { return rpc::identity::why_not_believed(self, other); };
   CHECK(contains(why(),
                  "another token than rank 0 (it says that it is of generation 3, rank 0 of 4)"));
   other.purpose = HelloPurpose::kPeer;
   CHECK(contains(why(), "this job's ranks (it says that it is of generation 3, rank 0 of 4)"));
-  other.generation = wire::kAnyGeneration;  // it has not been told
+  other.generation = wire::kAnyGeneration;  // does not know its generation
   CHECK_FALSE(rpc::identity::mismatch(self, other));
   CHECK_FALSE(contains(why(), "generation"));
 }
@@ -245,10 +245,10 @@ TEST_CASE("another job or another generation is named") {
 
 namespace {
 
-// What rank 0 says of whom it refuses.
+// Records the errors for which rank 0 refuses ranks.
 struct Refusals {
   std::mutex mutex;
-  std::vector<base::Error> all;  // by mutex
+  std::vector<base::Error> all;  // guarded by `mutex`
 
   void listen(AgentOptions& options) {
     options.on_refused = [this](const base::Error& error) {
@@ -268,7 +268,7 @@ struct Refusals {
 
 }  // namespace
 
-TEST_CASE("ranks with one token make a job, whatever the transport") {
+TEST_CASE("ranks with the same token form a job, over any transport") {
   AgentOptions options;
   options.token = "a token that nobody knows";
   options.transport = GENERATE("unix", "tcp");
@@ -281,11 +281,11 @@ TEST_CASE("ranks with one token make a job, whatever the transport") {
   cluster.shutdown();
 }
 
-TEST_CASE("a rank that rank 0 does not believe is refused on both sides, and the job comes up") {
+TEST_CASE("a rank that rank 0 refuses gets an error on both sides, and the job starts") {
   AgentOptions options = options_for(0, 2);
   Refusals refusals;
   refusals.listen(options);
-  std::string said;  // by the rank that is refused
+  std::string said;  // by the refused rank
   std::string heard;
   AgentOptions mine = options_for(1, 2);
   SECTION("another token") {
@@ -299,12 +299,12 @@ TEST_CASE("a rank that rank 0 does not believe is refused on both sides, and the
     said = "rank 0 has a token, rank 1 has none";
     heard = "rank 1 has no token, rank 0 has one";
   }
-  SECTION("a token too many") {
+  SECTION("a token on one side only") {
     mine.token = "a token";
     said = "rank 0 has no token, rank 1 has one";
     heard = "rank 1 has a token, rank 0 has none";
   }
-  SECTION("rank 0 trusts everybody") {
+  SECTION("rank 0 accepts every rank") {
     options.insecure = true;
     said = "rank 0 was started with --insecure, rank 1 was not";
     heard = "rank 0 was started with --insecure, rank 1 was not";
@@ -333,10 +333,11 @@ TEST_CASE("a rank that rank 0 does not believe is refused on both sides, and the
   other.join();
 }
 
-TEST_CASE("rank 0 tells of each rank that it refuses, and why it waits for it") {
+TEST_CASE("rank 0 reports each rank that it refuses, and why it waits for it") {
   base::Error error;
   std::vector<base::Error> told;
-  for (const auto timeout : {1s, 4s, 16s, 64s}) {  // those who come are to be there in time
+  for (const auto timeout :
+       {1s, 4s, 16s, 64s}) {  // repeated with a longer timeout until the ranks come in time
     AgentOptions options = options_for(0, 4);
     options.token = "the right token of it";
     options.join_timeout = timeout;
@@ -358,7 +359,7 @@ TEST_CASE("rank 0 tells of each rank that it refuses, and why it waits for it") 
     refuse([](AgentOptions& o) { o.rank = 2, o.world_size = 3; });
     refuse([](AgentOptions& o) { o.rank = 3, o.token = ""; });
     refuse([](AgentOptions& o) { o.rank = 7, o.world_size = 0; });
-    Joining one(right);  // whose refusals are of no interest any more
+    Joining one(right);  // later refusals of this rank do not matter
     while (!one.agent().has_place() && !one.ended()) std::this_thread::sleep_for(1ms);
     refuse([](AgentOptions& o) { o.rank = 1; });
     error = zero.result();
@@ -386,19 +387,19 @@ TEST_CASE("rank 0 tells of each rank that it refuses, and why it waits for it") 
             why[5] + "; refused rank " + why[2] + "; refused rank " + why[3]);
 }
 
-TEST_CASE("what strangers claim takes little room, and few lines") {
+TEST_CASE("claims of strangers use little memory and print few lines") {
   rpc::control::Refusals refusals(3);
   int told = 0;
   for (int rank = -5000; rank < 5000; ++rank) {
     const std::string text = "refused rank " + std::to_string(rank);
     told += refusals.add(rank, text, text) ? 1 : 0;
   }
-  CHECK(told == 8 + 2);  // of all that are none, and of ranks 1 and 2
+  CHECK(told == 8 + 2);  // 8 for unknown ranks, and ranks 1 and 2
   CHECK(refusals.text() == "refused rank 4999; refused rank 1; refused rank 2");
   CHECK_FALSE(refusals.add(1, "refused rank 1", "again"));
   CHECK(refusals.text() == "refused rank 4999; again; refused rank 2");
   CHECK(refusals.add(1, "another reason", ""));
-  refusals.forget(1);  // it has joined
+  refusals.forget(1);  // the rank has joined
   CHECK(refusals.text() == "refused rank 2");
 }
 
@@ -432,7 +433,7 @@ TEST_CASE("a rank of another job or of an earlier generation is refused") {
   CHECK_FALSE(refusals.first().empty());
 }
 
-TEST_CASE("a rank of a later generation waits until rank 0 has been started again") {
+TEST_CASE("a rank of a later generation waits until rank 0 is restarted") {
   const ReservedPort reserved;
   AgentOptions options = options_for(0, 2, reserved.port());
   Refusals refusals;
@@ -441,7 +442,7 @@ TEST_CASE("a rank of a later generation waits until rank 0 has been started agai
   AgentOptions mine = options_for(1, 2, reserved.port());
   mine.generation = 1;
   Joining one(mine);
-  while (refusals.first().empty()) std::this_thread::sleep_for(1ms);  // it has come
+  while (refusals.first().empty()) std::this_thread::sleep_for(1ms);  // rank 0 has refused it once
   if (one.ended()) FAIL(one.result().message);
   old_zero->agent().abort(base::Error{ErrorKind::kCancelled, "started again", 0, {}});
   CHECK_FALSE(old_zero->joined());
@@ -452,7 +453,7 @@ TEST_CASE("a rank of a later generation waits until rank 0 has been started agai
   CHECK(zero.joined());
 }
 
-TEST_CASE("a rank that has not been told the generation is of rank 0's") {
+TEST_CASE("a rank that does not know its generation gets rank 0's") {
   AgentOptions options = options_for(0, 3);
   options.generation = 7;
   Joining zero(options);
@@ -466,7 +467,7 @@ TEST_CASE("a rank that has not been told the generation is of rank 0's") {
   CHECK(one.agent().rpc_sync<&add>(2, 1, 2) == 3);
 }
 
-TEST_CASE("a rank that comes back asks again while the job is still the old one") {
+TEST_CASE("a rank that rejoins retries while the old job is still running") {
   const ReservedPort reserved;
   const AgentOptions options = options_for(0, 2, reserved.port());
   auto old_zero = std::make_unique<Joining>(options);
@@ -479,8 +480,8 @@ TEST_CASE("a rank that comes back asks again while the job is still the old one"
   CHECK(contains(taken.message, "has been taken already"));
   again.rejoins = true;
   Joining one(again);
-  SECTION("until rank 0 has been started again") {
-    std::this_thread::sleep_for(50ms);  // it may have come several times
+  SECTION("until rank 0 is restarted") {
+    std::this_thread::sleep_for(50ms);  // long enough for several retries
     if (one.ended()) FAIL(one.result().message);
     old_zero->agent().abort(base::Error{ErrorKind::kCancelled, "started again", 0, {}});
     old_zero = nullptr;
@@ -489,18 +490,18 @@ TEST_CASE("a rank that comes back asks again while the job is still the old one"
     CHECK(one.joined());
     CHECK(zero.joined());
   }
-  SECTION("until it is told to leave") {
+  SECTION("until it is aborted") {
     std::this_thread::sleep_for(50ms);
     one.agent().abort(base::Error{ErrorKind::kPeerLost, "another one", 5, {}});
     CHECK(one.result().rank == 5);
   }
 }
 
-TEST_CASE("the owner of the other end of a connection over loopback is known") {
+TEST_CASE("the user of the other end of a loopback connection is known") {
   for (const char* host : {"127.0.0.1", "localhost", "::1", "*"}) {
     const base::Result<net::Fd> listening =
         net::listen_tcp(std::string(host) == "*" ? "" : host, 0);
-    if (!listening.ok()) continue;  // no v6 here
+    if (!listening.ok()) continue;  // no IPv6 on this machine
     const uint16_t port = net::local_name(listening.unchecked().get()).port;
     const std::string to = std::string(host) == "*" ? "127.0.0.1" : host;
     const net::Fd here = std::move(net::connect_tcp(to, port, base::deadline_after(60s)).value());
@@ -515,15 +516,15 @@ TEST_CASE("the owner of the other end of a connection over loopback is known") {
 
 namespace {
 
-// Somebody who listens where rank 0 is expected, and does not know the token.
+// Acts as a fake rank 0 that does not know the token.
 void direct_somewhere(RawRank& fake, int variant) {
-  REQUIRE(fake.receive());  // a hello
+  REQUIRE(fake.receive());  // the hello
   const rpc::identity::Self self{0, wire::Trust::kToken, 0, {}};
   wire::Hello own{HelloPurpose::kJoin, self.trust, 0, 0, 0, {}, {}};
   const wire::Directory directory{{{"w0", {"127.0.0.1", 9, "", ""}}, {"w1", {}}}, {}, "a secret"};
   if (variant != 0) {
     fake.send(wire::FrameKind::kHello, wire::encode(own));
-    if (!fake.receive()) return;  // a proof, if it says one
+    if (!fake.receive()) return;  // the proof, if the rank sends one
   }
   if (variant == 2) fake.send(wire::FrameKind::kProof, wire::Bytes(32, 7));
   fake.send(wire::FrameKind::kDirectory, wire::encode(directory));
@@ -531,8 +532,9 @@ void direct_somewhere(RawRank& fake, int variant) {
 
 }  // namespace
 
-TEST_CASE("a fake rank 0 directs nobody anywhere") {
-  const int variant = GENERATE(0, 1, 2);  // a directory at once, after a hello, after a wrong proof
+TEST_CASE("the directory of a fake rank 0 is not used") {
+  const int variant =
+      GENERATE(0, 1, 2);  // sends a directory at once, after a hello, after a wrong proof
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   const int flags = fcntl(listener.get(), F_GETFL);
   fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
@@ -546,7 +548,7 @@ TEST_CASE("a fake rank 0 directs nobody anywhere") {
   CHECK(one.result().rank == 0);
 }
 
-TEST_CASE("ranks that meet at rank 0's unix socket listen on no port") {
+TEST_CASE("ranks that meet at rank 0's unix socket do not listen on a port") {
   const std::string name = "@distrain-test-" + std::to_string(getpid());
   AgentOptions options = options_for(0, 3);
   options.rank_0_unix_name = name;

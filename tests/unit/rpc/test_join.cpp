@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// How the ranks of a job find each other.
+// Tests how the ranks of a job find each other.
 #include <cstdlib>
 #include <filesystem>
 #include <thread>
@@ -12,7 +12,7 @@ using base::ErrorKind;
 using rpc::Agent;
 using rpc::AgentOptions;
 
-TEST_CASE("a rank that does not fit is refused, and rank 0 goes on") {
+TEST_CASE("a rank that does not fit is refused, and rank 0 continues") {
   AgentOptions options = options_for(0, 2);
   options.job_options = {{"epochs", "10"}, {"lr", "0.05"}};
   Joining zero(options);
@@ -50,7 +50,7 @@ TEST_CASE("a rank that does not fit is refused, and rank 0 goes on") {
   check_comes_up(zero);
 }
 
-TEST_CASE("the names of the ranks are checked when an agent is made") {
+TEST_CASE("the names of the ranks are checked when an agent is created") {
   const auto refusal = [](int rank, std::vector<std::string> names, int world_size) {
     AgentOptions options;
     options.rank = rank;
@@ -66,7 +66,7 @@ TEST_CASE("the names of the ranks are checked when an agent is made") {
   CHECK(refusal(1, {"a", "b", "a"}, 3) == "rank 2 needs a name of its own, not 'a'");
 }
 
-TEST_CASE("a second join is refused and harms nothing") {
+TEST_CASE("a second join is refused and has no effect") {
   Cluster cluster(2, setup);
   cluster.on_all([](Agent& agent) {
     expect(error_of([&] { agent.join(); }).kind == ErrorKind::kInvalid, "a second join");
@@ -80,9 +80,9 @@ TEST_CASE("a rank can be taken only once") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   Joining first(options_for(1, 3, port));
-  // The second is refused once the first is in; which is which, rank 0 decides.
+  // Rank 0 decides which of the two joins; it refuses the other one.
   Joining second(options_for(1, 3, port));
-  // Both have come before the third, with which the job is complete.
+  // Both have arrived before the third one, which completes the job.
   const auto limit = base::deadline_after(45s);
   while (!first.ended() && !second.ended() && base::Clock::now() < limit) {
     std::this_thread::sleep_for(1ms);
@@ -99,20 +99,20 @@ TEST_CASE("a rank can be taken only once") {
   CHECK(taken->agent().rpc_sync<&add>(2, 1, 2) == 3);
 }
 
-TEST_CASE("ranks of one host meet by the job's id and port, whatever rank 0's address is") {
+TEST_CASE("ranks of one host meet by the job's ID and port, whatever rank 0's address is") {
   AgentOptions options = options_for(0, 2);
   options.job_id = "met";
   Joining zero(options);
   const uint16_t port = zero.agent().port();
   AgentOptions mine = options_for(1, 2, port);
   mine.job_id = "met";
-  mine.master_addr = "192.0.2.1";  // where nobody answers
+  mine.master_addr = "192.0.2.1";  // an address without a listener
   std::atomic<int> sharing{0};
   mine.on_cpus_shared = [&](int ranks) { sharing = ranks; };
   CHECK(Joining(mine).joined());
   CHECK(sharing == 2);
 
-  // Another job with the same id and port is told at once.
+  // Another job with the same ID and port gets an error at once.
   AgentOptions twin = options_for(0, 2);
   twin.job_id = "met";
   twin.listen_addr = "127.0.0.2";
@@ -120,7 +120,7 @@ TEST_CASE("ranks of one host meet by the job's id and port, whatever rank 0's ad
   CHECK(contains(error_of([&] { Agent agent(twin); }).message, "--job-id"));
 }
 
-TEST_CASE("jobs of 1, 8 and 16 ranks, over each transport") {
+TEST_CASE("jobs of 1, 8 and 16 ranks start over each transport") {
   const int size = GENERATE(1, 8, 16);
   const std::string transport = GENERATE("unix", "tcp", "auto");
   AgentOptions options;
@@ -144,7 +144,7 @@ TEST_CASE("jobs of 1, 8 and 16 ranks, over each transport") {
   cluster.shutdown();
 }
 
-TEST_CASE("ranks join in any order, also before rank 0 is there") {
+TEST_CASE("ranks join in any order, also before rank 0") {
   const ReservedPort reserved;
   const uint16_t port = reserved.port();
   std::vector<std::unique_ptr<Joining>> ranks;
@@ -157,7 +157,7 @@ TEST_CASE("ranks join in any order, also before rank 0 is there") {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_CASE("prepare runs when the options are known and before anybody calls; it may throw") {
+TEST_CASE("prepare runs when the options are known and before any call; it may throw") {
   AgentOptions options = options_for(0, 2);
   options.job_options = {{"dim", "16"}};
   Joining zero(options);
@@ -177,7 +177,7 @@ TEST_CASE("prepare runs when the options are known and before anybody calls; it 
   CHECK(zero.result().rank == 1);
 }
 
-TEST_CASE("nothing is left on the disk") {
+TEST_CASE("no files are left on the disk") {
   std::string folder = (std::filesystem::temp_directory_path() / "join-test-XXXXXX").string();
   REQUIRE(mkdtemp(folder.data()) != nullptr);
   const char* before = std::getenv("TMPDIR");

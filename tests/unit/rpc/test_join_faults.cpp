@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// What goes wrong while the ranks of a job meet: strangers, and ranks that are missing or leave.
+// Tests faults while the ranks of a job meet: strangers, and ranks that are missing or leave.
 #include <thread>
 
 #include <unistd.h>
@@ -26,7 +26,7 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     short_one.send_bytes("DT", 2);
   }
   {
-    // A frame that says it is 4 GiB long.
+    // A frame that claims to be 4 GiB long.
     RawRank huge(port);
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kHello;
@@ -39,7 +39,7 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
   {
     RawRank newer(port);
     wire::Bytes bytes = wire::encode(wire::Hello{.rank = 1});
-    bytes[0] = static_cast<uint8_t>(bytes[0] + 41);  // the version comes first
+    bytes[0] = static_cast<uint8_t>(bytes[0] + 41);  // the version is the first field
     newer.send(wire::FrameKind::kHello, bytes);
     const auto answer = newer.receive();
     REQUIRE(answer);
@@ -63,8 +63,8 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     REQUIRE(answer);
     CHECK(wire::decode_error(answer->second).kind == ErrorKind::kProtocol);
   }
-  // As peers, before there is a secret for them: of ranks that do not exist, of rank 0 itself, and
-  // of the one that is still to join.
+  // Peers before they can have a secret: ranks that do not exist, rank 0 itself, and the rank that
+  // has not joined yet.
   for (const int rank : {7, 0, -5, 1}) {
     RawRank peer(port);
     CHECK_FALSE(peer.introduce(rank, wire::HelloPurpose::kPeer));
@@ -103,7 +103,7 @@ TEST_CASE("a rank that leaves during the meeting frees its place") {
   CHECK(still_waits);
 }
 
-TEST_CASE("a joiner that is cut off during the meeting frees its place") {
+TEST_CASE("a joining rank that disconnects during the meeting frees its place") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   for (int i = 0; i < 5; ++i) {
@@ -117,7 +117,7 @@ TEST_CASE("a joiner that is cut off during the meeting frees its place") {
   CHECK(zero.joined());
 }
 
-TEST_CASE("a rank that has joined is no peer before all others have") {
+TEST_CASE("a rank that has joined is not a peer before all others have joined") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   {
@@ -136,10 +136,10 @@ TEST_CASE("a rank that has joined is no peer before all others have") {
   CHECK(zero.joined());
 }
 
-TEST_CASE("the join timeout names those who are missing") {
+TEST_CASE("the join timeout names the missing ranks") {
   base::Error e;
   base::Error told;
-  // Rank 2 is to be there in time, which takes longer on a slow machine.
+  // Repeated with a longer timeout until rank 2 comes in time on a slow machine.
   for (const auto timeout : {400ms, 4000ms, 16000ms}) {
     AgentOptions options = options_for(0, 4);
     options.join_timeout = timeout;
@@ -151,7 +151,7 @@ TEST_CASE("the join timeout names those who are missing") {
   }
   CHECK(e.kind == ErrorKind::kRendezvous);
   CHECK(contains(e.message, "missing: 1, 3; rank 0 listens on 127.0.0.1, which only this host"));
-  // Who had come is told the same.
+  // The ranks that had joined get the same error.
   CHECK(told.kind == ErrorKind::kRendezvous);
   CHECK(contains(told.message, "1, 3"));
 
@@ -163,9 +163,11 @@ TEST_CASE("the join timeout names those who are missing") {
   CHECK(alone.rank == 0);
 }
 
-TEST_CASE("who has come hears from rank 0 who is missing, though its own time is over first") {
+TEST_CASE(
+    "a joined rank learns from rank 0 which ranks are missing, even if its own timeout is "
+    "shorter") {
   base::Error told;
-  for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // rank 1 is to be there in time
+  for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // repeated until rank 1 comes in time
     AgentOptions options = options_for(0, 3);
     options.join_timeout = timeout;
     Joining zero(options);
@@ -179,9 +181,9 @@ TEST_CASE("who has come hears from rank 0 who is missing, though its own time is
   CHECK(told.rank == 2);
 }
 
-TEST_CASE("the join timeout names who is not prepared") {
+TEST_CASE("the join timeout names the ranks that are not prepared") {
   base::Error e;
-  for (const auto timeout : {1s, 4s, 16s}) {  // the first two are to be there in time
+  for (const auto timeout : {1s, 4s, 16s}) {  // repeated until the first two come in time
     AgentOptions options = options_for(0, 3);
     options.join_timeout = timeout;
     Joining zero(options);
@@ -198,7 +200,7 @@ TEST_CASE("the join timeout names who is not prepared") {
   CHECK(e.rank == 2);
 }
 
-TEST_CASE("while rank 0 is not found it is said why") {
+TEST_CASE("while rank 0 is not found the reason is reported") {
   AgentOptions options = options_for(1, 2, 1);
   options.master_addr = "no-such-host.invalid";
   base::Promise<std::string> said;
@@ -212,7 +214,7 @@ TEST_CASE("while rank 0 is not found it is said why") {
   CHECK(lonely.result().kind == ErrorKind::kCancelled);
 }
 
-TEST_CASE("rank 0 dies while others join") {
+TEST_CASE("a rank that joins fails if rank 0 dies") {
   Joining zero(options_for(0, 4));
   Joining one(options_for(1, 4, zero.agent().port()));
   Joining two(options_for(2, 4, zero.agent().port()));
@@ -223,7 +225,7 @@ TEST_CASE("rank 0 dies while others join") {
     CHECK_FALSE(joining->joined());
     CHECK(joining->result().rank == 0);
   }
-  // Without a word: a socket that accepts and closes. Another rank 0 may come there yet.
+  // A socket that accepts and closes without a message. Another rank 0 may still start there.
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   AgentOptions options = options_for(1, 2, net::local_name(listener.get()).port);
   options.join_timeout = 300ms;
@@ -236,7 +238,7 @@ TEST_CASE("rank 0 dies while others join") {
   CHECK(lost.result().rank == 0);
 }
 
-TEST_CASE("a rank 0 that is no rank 0 is a protocol error") {
+TEST_CASE("a false rank 0 is a protocol error") {
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   const uint16_t port = net::local_name(listener.get()).port;
   const int flags = fcntl(listener.get(), F_GETFL);
@@ -251,7 +253,7 @@ TEST_CASE("a rank 0 that is no rank 0 is a protocol error") {
   ::close(connection);
 }
 
-TEST_CASE("what rank 0 says of all devices is said once") {
+TEST_CASE("rank 0 may send the devices of all ranks only once") {
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   const int flags = fcntl(listener.get(), F_GETFL);
   fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
@@ -265,7 +267,7 @@ TEST_CASE("what rank 0 says of all devices is said once") {
   REQUIRE(zero.receive());
   wire::Bytes twice;
   std::vector<wire::RankDevices> devices(2);
-  for (int i = 0; i < 2; ++i) {  // in one write, so that both are there at once
+  for (int i = 0; i < 2; ++i) {  // in one write, so that both arrive together
     const wire::Bytes meta = wire::encode(devices);
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kGo;
@@ -282,12 +284,12 @@ TEST_CASE("what rank 0 says of all devices is said once") {
   REQUIRE(one.joined());
   RawRank peer(join.endpoint.port);
   CHECK(peer.introduce(0, wire::HelloPurpose::kPeer, "secret"));
-  peer.send(wire::FrameKind::kCall);  // is answered when the rank's loop has seen both
+  peer.send(wire::FrameKind::kCall);  // the reply comes when the rank's loop has handled both
   REQUIRE(peer.receive());
   CHECK(one.agent().device_of(0) == "cpu");
 }
 
-TEST_CASE("a type of device whose tensors do not travel is an error of the rank that has it") {
+TEST_CASE("a type of device without transport is an error of the rank that has it") {
   for (const bool is_home : {true, false}) {
     AgentOptions options = options_for(0, 1);
     if (is_home) options.device = c10::Device(c10::kMeta);
@@ -299,7 +301,7 @@ TEST_CASE("a type of device whose tensors do not travel is an error of the rank 
   }
 }
 
-TEST_CASE("a rank that fails in its preparation is the reason of those that come to it later") {
+TEST_CASE("a rank that fails in prepare is the reported cause for ranks that join later") {
   std::promise<void> gone;
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
@@ -318,7 +320,7 @@ TEST_CASE("a rank that fails in its preparation is the reason of those that come
   }
 }
 
-TEST_CASE("options that are too long to join with are told as such") {
+TEST_CASE("options that are too long to join with are reported") {
   rpc::AgentOptions options = options_for(1, 2, 1);
   options.job_options["words"] = std::string(wire::kJoinLimits.max_meta_bytes, 'x');
   Joining joining(options);
@@ -327,7 +329,7 @@ TEST_CASE("options that are too long to join with are told as such") {
   CHECK(error.message.find("the options that ranks have to agree on take 16397 bytes") == 0);
 }
 
-TEST_CASE("a port that is taken") {
+TEST_CASE("a taken port is an error") {
   Joining zero(options_for(0, 2));
   AgentOptions second = options_for(0, 2, zero.agent().port());
   const base::Error e = error_of([&] { Agent agent(second); });

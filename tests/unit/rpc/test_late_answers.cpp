@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Answers that come when the agent has ended, and calls that do not get as far as their peer.
+// Tests answers that arrive after the agent has ended, and calls that do not reach their peer.
 #include <atomic>
 #include <stdexcept>
 #include <thread>
@@ -14,7 +14,7 @@ using rpc::Agent;
 
 namespace {
 
-/// What an encoder of the user's throws of.
+/// Thrown by a user-supplied encoder.
 struct Unwritable {};
 
 }  // namespace
@@ -59,7 +59,7 @@ void expose_late(Agent& agent) {
   agent.expose<&make_of_text>("make_of_text");
 }
 
-/// Asks rank 1 so many times, one call after the other; nobody answers.
+/// Calls rank 1 `calls` times. No call is answered.
 std::vector<base::Future<void>> ask(Cluster& cluster, size_t calls) {
   g_promises.clear();
   g_promises.resize(calls);
@@ -78,7 +78,7 @@ std::vector<base::Future<void>> ask(Cluster& cluster, size_t calls) {
   return futures;
 }
 
-/// In all the ways there are, the last one by dropping it.
+/// Answers call `i` in each possible way, including by destroying its promise.
 void answer(size_t i) {
   if (i % 2 == 0) {
     g_promises[i].set(1);
@@ -92,7 +92,7 @@ void answer(size_t i) {
 
 }  // namespace
 
-TEST_CASE("an answer may come when the agent has ended") {
+TEST_CASE("an answer may arrive after the agent has ended") {
   Cluster cluster(2, expose_late);
   const auto futures = ask(cluster, 12);
   cluster.kill(1);
@@ -102,7 +102,7 @@ TEST_CASE("an answer may come when the agent has ended") {
   for (size_t i = 0; i < 12; ++i) answer(i);
 }
 
-TEST_CASE("an answer may come as the agent ends") {
+TEST_CASE("an answer may arrive while the agent ends") {
   for (int round = 0; round < 10; ++round) {
     Cluster cluster(2, expose_late);
     const auto futures = ask(cluster, 60);
@@ -118,7 +118,7 @@ TEST_CASE("an answer may come as the agent ends") {
   }
 }
 
-TEST_CASE("a future may be kept when the agent that made the call has ended") {
+TEST_CASE("a future may outlive the agent that made the call") {
   Cluster cluster(2, expose_late);
   const auto futures = ask(cluster, 4);
   cluster.kill(0);
@@ -128,7 +128,7 @@ TEST_CASE("a future may be kept when the agent that made the call has ended") {
   for (size_t i = 0; i < 4; ++i) answer(i);
 }
 
-TEST_CASE("remote() that cannot be sent fails for all who wait for its value") {
+TEST_CASE("remote() that cannot be sent fails for all that wait for its value") {
   rpc::AgentOptions options;
   options.rpc_timeout = 10s;
   Cluster cluster(3, expose_late, options);
@@ -143,7 +143,7 @@ TEST_CASE("remote() that cannot be sent fails for all who wait for its value") {
   CHECK(value_of(cluster[0].remote<&make_of_text>(1, std::string("short"))) == 1);
 }
 
-TEST_CASE("what cannot be encoded is the fault of the rank that has it") {
+TEST_CASE("a value that cannot be encoded is the fault of its own rank") {
   Cluster cluster(3, expose_late);
   const base::Error own = error_of([&] { cluster[0].rpc_sync<&take>(1, Unwritable()); });
   CHECK(own.kind == ErrorKind::kInvalid);
@@ -152,10 +152,10 @@ TEST_CASE("what cannot be encoded is the fault of the rank that has it") {
   CHECK(own.op == "take");
   CHECK(error_of([&] { cluster[0].rpc_sync<&pass_unwritable_on>(1); }).rank == 1);
   CHECK(error_of([&] { cluster[0].rpc_sync<&give_unwritable>(1); }).rank == 1);
-  CHECK(value_of(cluster[0].remote_new<Tracked>(1, 4)) == 4);  // it is not lost
+  CHECK(value_of(cluster[0].remote_new<Tracked>(1, 4)) == 4);  // rank 1 is not lost
 }
 
-TEST_CASE("what a handler of messages throws is not the sender's fault") {
+TEST_CASE("an error of a message handler is not the sender's fault") {
   Cluster cluster(2, expose_late);
   constexpr uint16_t kLane = 20;
   cluster[1].open_channel(kLane).set_handler(
@@ -168,5 +168,6 @@ TEST_CASE("what a handler of messages throws is not the sender's fault") {
   });
   CHECK(error.rank == 1);
   CHECK(error.message == "no room here");
-  cluster[1].open_channel(kLane).set_handler({});  // it is not taken for one that still runs
+  cluster[1].open_channel(kLane).set_handler(
+      {});  // does not count the failed handler as still running
 }

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// A rank that leaves, from whichever thread and with whatever reason.
+// Tests a rank that leaves, from any thread and for any reason.
 #include <thread>
 
 #include "join_support.h"
@@ -34,10 +34,10 @@ void wait_until_in_shutdown(const Agent& agent) {
 
 }  // namespace
 
-TEST_CASE("however long the reason is for which a rank leaves, the others hear it") {
+TEST_CASE("the other ranks get the reason for which a rank leaves, however long it is") {
   const size_t length = GENERATE(size_t{20'000}, size_t{40} << 20);
   Cluster cluster(3, setup_all);
-  // All are connected to all.
+  // Connects all ranks to each other.
   cluster.on_all([](Agent& agent) {
     for (int rank = 0; rank < 3; ++rank) agent.rpc_sync<&add>(rank, 1, 1);
   });
@@ -51,18 +51,18 @@ TEST_CASE("however long the reason is for which a rank leaves, the others hear i
   }
 }
 
-TEST_CASE("an agent that is aborted while it waits for the others to end") {
+TEST_CASE("an agent may be aborted while it waits for the others to end") {
   Cluster cluster(2, setup_all);
   base::Error error;
   std::thread ending([&] { error = error_of([&] { cluster[0].shutdown(); }); });
   wait_until_in_shutdown(cluster[0]);
   SECTION("by another thread") { cluster[0].abort(kNotFinite); }
-  SECTION("by a function of its own, which another rank calls") {
+  SECTION("by its own function, which another rank calls") {
     const base::Error told = error_of([&] { cluster[1].rpc_sync<&abort_here>(0); });
     CHECK(told.kind == ErrorKind::kNotFinite);
     CHECK(told.rank == 0);
   }
-  SECTION("by a function of its own, which it has called itself") {
+  SECTION("by its own function, which it has called itself") {
     CHECK_THROWS(cluster[0].rpc_sync<&abort_here>(0));
   }
   ending.join();
@@ -72,7 +72,7 @@ TEST_CASE("an agent that is aborted while it waits for the others to end") {
   CHECK(left.rank == 0);
 }
 
-TEST_CASE("what waits for others fails when a function ends their agent") {
+TEST_CASE("waits for other ranks fail when a function ends their agent") {
   Cluster cluster(2, setup_all);
   g_gate = false;
   auto held_up = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
@@ -82,13 +82,13 @@ TEST_CASE("what waits for others fails when a function ends their agent") {
   g_gate = true;
 }
 
-TEST_CASE("who has lost rank 0 waits for nobody") {
+TEST_CASE("a rank that has lost rank 0 waits for no other rank") {
   Cluster cluster(4, setup_all);
   g_gate = false;
   const auto held_up = cluster[1].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   wait_for_call_at_gate();
   cluster.kill(0);
-  for (int rank : {2, 3}) {  // connected, and not
+  for (int rank : {2, 3}) {  // rank 2 is connected, rank 3 is not
     const base::Error error = error_of([&] {
       if (rank == 2) return held_up.wait();
       cluster[1].rpc_sync<&nap>(rpc::To(rank).without_deadline(), 600'000);
@@ -99,7 +99,7 @@ TEST_CASE("who has lost rank 0 waits for nobody") {
   g_gate = true;
 }
 
-TEST_CASE("who has left cannot leave again") {
+TEST_CASE("a rank that has left cannot leave again") {
   Cluster cluster(2, setup_all);
   SECTION("after shutdown()") { cluster.shutdown(); }
   SECTION("after abort()") { cluster[0].abort(kNotFinite); }
@@ -107,7 +107,7 @@ TEST_CASE("who has left cannot leave again") {
   cluster[0].abort(kNotFinite);
 }
 
-TEST_CASE("many threads may end an agent at once, and one of its functions") {
+TEST_CASE("many threads and a function may end an agent concurrently") {
   for (int i = 0; i < 20; ++i) {
     Cluster cluster(2, setup_all);
     std::vector<std::thread> threads;
@@ -126,7 +126,7 @@ TEST_CASE("many threads may end an agent at once, and one of its functions") {
   }
 }
 
-TEST_CASE("a continuation of what fails with an agent may end it, too") {
+TEST_CASE("a continuation of a call that fails with its agent may end the agent, too") {
   Cluster cluster(2, setup_all);
   g_gate = false;
   bool is_told = false;
@@ -143,7 +143,7 @@ TEST_CASE("a continuation of what fails with an agent may end it, too") {
 
 namespace {
 
-// Tells when the agent that was provided with it has been taken apart.
+// Sets a promise when the agent that it was provided to has been destroyed.
 struct EndOfAgent {
   explicit EndOfAgent(base::Promise<void>& promise) : told(promise) {}
   ~EndOfAgent() { told.set(); }
@@ -159,7 +159,8 @@ void let_go(rpc::CallContext& call) { call.agent.local<LastOwner>().agent = null
 
 }  // namespace
 
-TEST_CASE("an agent whose last owner ends on one of the agent's own threads ends on another") {
+TEST_CASE(
+    "an agent whose last owner is released on the agent's own thread ends on another thread") {
   LastOwner last;
   base::Promise<void> ended;
   Cluster cluster(2, [](Agent& agent) {
@@ -178,14 +179,15 @@ TEST_CASE("an agent whose last owner ends on one of the agent's own threads ends
   };
   SECTION("a worker, in a continuation") { continuation(agent.executor()); }
   SECTION("a worker, in a function") {
-    static_cast<void>(error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // it may be answered
+    static_cast<void>(
+        error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // may be answered or not
   }
   SECTION("the loop") { continuation(agent.inline_executor()); }
   CHECK(ended.future().wait_until(base::deadline_after(60s)));
   CHECK(error_of([&] { cluster[1].shutdown(); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("a function that ends its agent on the loop leaves it with its error") {
+TEST_CASE("a function that ends its agent on the loop passes on its error") {
   Cluster cluster(2, setup_all);
   g_gate = false;
   base::Promise<void> ended;
@@ -200,13 +202,13 @@ TEST_CASE("a function that ends its agent on the loop leaves it with its error")
   CHECK(left.kind == ErrorKind::kNotFinite);
 }
 
-TEST_CASE("who has not joined cannot leave") {
+TEST_CASE("a rank that has not joined cannot leave") {
   rpc::AgentOptions options = options_for(0, 2);
   Agent agent(options);
   CHECK(error_of([&] { agent.shutdown(); }).kind == ErrorKind::kInvalid);
 }
 
-TEST_CASE("a peer timeout without end is none") {
+TEST_CASE("an infinite peer timeout disables it") {
   rpc::AgentOptions options;
   options.peer_timeout = std::chrono::nanoseconds::max();
   Cluster cluster(2, setup_all, options);

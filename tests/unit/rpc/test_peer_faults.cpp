@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// Peers that are connected: those that fall silent or send garbage are lost, idle ones are not.
+// Tests connected peers: silent peers and peers that send garbage are lost, idle ones are not.
 #include <chrono>
 #include <thread>
 
@@ -12,7 +12,7 @@ using rpc::AgentOptions;
 
 namespace {
 
-// Rank 1 by hand, which has joined rank 0 as it should.
+// A rank 1 that the test implements and that has joined rank 0.
 struct RawPeer {
   RawRank control;
   RawRank calls;
@@ -45,7 +45,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   options.peer_timeout = 500ms;
   Joining zero(options);
   const auto began = std::chrono::steady_clock::now();
-  // It says nothing once it has joined.
+  // The peer is silent after it has joined.
   auto [control, peer] = join_by_hand(zero);
   const base::Error e =
       error_of([&] { zero.agent().rpc_sync<&add>(rpc::To(1).without_deadline(), 1, 2); });
@@ -55,7 +55,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   CHECK(contains(e.message, "silent"));
   CHECK(took > 300ms);
   CHECK(took < 60s);
-  // It was being spoken to meanwhile.
+  // Rank 0 sent heartbeats to the peer.
   bool heartbeat = false;
   while (const auto frame = peer.receive()) {
     heartbeat = heartbeat || frame->first.kind == wire::FrameKind::kHeartbeat;
@@ -64,16 +64,16 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   CHECK(error_of([&] { zero.agent().shutdown(); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("a peer that sends garbage once it is connected is lost") {
+TEST_CASE("a connected peer that sends garbage is lost") {
   Joining zero(options_for(0, 2));
   auto [control, peer] = join_by_hand(zero);
   auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
-  SECTION("no frame at all") {
+  SECTION("an invalid frame") {
     const std::string garbage(200, 'x');
     peer.send_bytes(garbage.data(), garbage.size());
   }
   SECTION("a frame out of place") { peer.send(wire::FrameKind::kDirectory); }
-  SECTION("an error that cannot be read") { peer.send(wire::FrameKind::kAbort, {1, 2}); }
+  SECTION("an error that cannot be decoded") { peer.send(wire::FrameKind::kAbort, {1, 2}); }
   SECTION("an RRef of a rank that does not exist") {
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kRRefFork;
@@ -82,7 +82,7 @@ TEST_CASE("a peer that sends garbage once it is connected is lost") {
     wire::encode_header(header, head);
     peer.send_bytes(head, sizeof head);
   }
-  SECTION("references to values that nobody makes, without end") {
+  SECTION("endless references to values that no rank creates") {
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kRRefFork;
     header.autograd_id = 1;
@@ -98,7 +98,7 @@ TEST_CASE("a peer that sends garbage once it is connected is lost") {
   CHECK(e.rank == 1);
 }
 
-TEST_CASE("calls that cannot be read are answered with an error") {
+TEST_CASE("calls that cannot be decoded are answered with an error") {
   Joining zero(options_for(0, 2));
   auto [control, peer] = join_by_hand(zero);
   for (const wire::Bytes& meta : {wire::Bytes{}, wire::Bytes{255, 255, 255, 255},
@@ -119,7 +119,7 @@ TEST_CASE("calls that cannot be read are answered with an error") {
 
 TEST_CASE("heartbeats keep idle connections alive") {
   AgentOptions options;
-  options.peer_timeout = 3s;  // longer than any rank goes without a processor
+  options.peer_timeout = 3s;  // longer than any rank waits for a processor
   Cluster cluster(3, setup, options);
   std::this_thread::sleep_for(4s);
   // A handler that takes longer than the timeout does not make its rank silent.
@@ -129,7 +129,7 @@ TEST_CASE("heartbeats keep idle connections alive") {
   cluster.shutdown();
 }
 
-TEST_CASE("layers hear of a loss while all workers are at something") {
+TEST_CASE("layers are notified of a loss while all workers are busy") {
   struct Watch final : rpc::Layer {
     void on_rank_lost(const rpc::Loss& loss) override { lost = loss.rank; }
     std::atomic<int> lost{-1};

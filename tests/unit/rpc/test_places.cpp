@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Who joins a job without a number: rank 0 says which rank is free, and keeps it.
+// Tests joining without a rank number: rank 0 assigns a free rank and reserves it.
 #include <set>
 
 #include "distrain/rpc/place.h"
@@ -17,7 +17,7 @@ rpc::AgentOptions options_for_any(int world_size, uint16_t port) {
   return options_for(rpc::kAnyRank, world_size, port);
 }
 
-// What take() comes to, on a thread of its own.
+// Runs take() on its own thread.
 class Asking {
  public:
   explicit Asking(const rpc::AgentOptions& options) : place_(options) {
@@ -33,7 +33,7 @@ class Asking {
 
 }  // namespace
 
-TEST_CASE("each who asks gets a rank that nobody else has, and joins as that") {
+TEST_CASE("each process that asks gets a rank of its own and joins as that rank") {
   Joining rank_0(options_for(0, 4));
   const uint16_t port = rank_0.agent().port();
   std::vector<std::unique_ptr<Asking>> asking;
@@ -50,7 +50,7 @@ TEST_CASE("each who asks gets a rank that nobody else has, and joins as that") {
   for (const auto& other : others) CHECK(other->joined());
 }
 
-TEST_CASE("a place is kept until whoever has asked is gone") {
+TEST_CASE("a place is reserved until the process that asked exits") {
   Joining rank_0(options_for(0, 3));
   const uint16_t port = rank_0.agent().port();
   auto first = std::make_unique<Place>(options_for_any(3, port));
@@ -68,7 +68,7 @@ TEST_CASE("a place is kept until whoever has asked is gone") {
   Asking third(options_for_any(3, port));
   first.reset();
   CHECK(third.rank() == 1);
-  // Who names a rank has it, kept or not.
+  // A process that names its rank gets it, reserved or not.
   Joining rank_2(options_for(2, 3, port));
   Joining rank_1(options_for(1, 3, port));
   CHECK(rank_1.joined());
@@ -76,7 +76,7 @@ TEST_CASE("a place is kept until whoever has asked is gone") {
   CHECK(rank_0.joined());
 }
 
-TEST_CASE("one that waits has the place of a rank that is lost in the midst of the job") {
+TEST_CASE("a waiting process gets the place of a rank that is lost during the job") {
   Cluster cluster(3, setup);
   cluster[0].go_on_without({1, 2}, 1, "", true);
   const uint16_t port = cluster[0].port();
@@ -89,7 +89,7 @@ TEST_CASE("one that waits has the place of a rank that is lost in the midst of t
   cluster.shutdown();
 }
 
-TEST_CASE("who asks too soon finds rank 0 once it is there") {
+TEST_CASE("a process that asks too early finds rank 0 once it has started") {
   net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
   const uint16_t port = net::local_name(socket.get()).port;
   socket = net::Fd();
@@ -100,7 +100,7 @@ TEST_CASE("who asks too soon finds rank 0 once it is there") {
   CHECK(rank_0.joined());
 }
 
-TEST_CASE("who does not fit the job is refused at once") {
+TEST_CASE("a process that does not fit the job is refused at once") {
   Joining rank_0(options_for(0, 2));
   const uint16_t port = rank_0.agent().port();
   const std::string refuses =
@@ -120,7 +120,7 @@ TEST_CASE("who does not fit the job is refused at once") {
   rank_0.kill();
 }
 
-TEST_CASE("a place is nobody's once whoever has asked is dead") {
+TEST_CASE("a place is free again once the process that asked is dead") {
   Joining rank_0(options_for(0, 2));
   const uint16_t port = rank_0.agent().port();
   {
@@ -131,7 +131,7 @@ TEST_CASE("a place is nobody's once whoever has asked is dead") {
   rank_0.kill();
 }
 
-TEST_CASE("no rank that cannot be is taken from a rank 0 that gives it") {
+TEST_CASE("an impossible rank from rank 0 is refused") {
   net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
   rpc::AgentOptions options = options_for_any(2, net::local_name(socket.get()).port);
   for (const uint64_t given : {uint64_t{0}, uint64_t{4096}, ~uint64_t{0}}) {
@@ -146,11 +146,11 @@ TEST_CASE("no rank that cannot be is taken from a rank 0 that gives it") {
   }
 }
 
-TEST_CASE("an agent needs a number") {
+TEST_CASE("an agent needs a rank number") {
   CHECK(error_of([] { rpc::Agent agent(options_for_any(2, 1)); }).kind == ErrorKind::kInvalid);
 }
 
-TEST_CASE("a connection for calls needs a number") {
+TEST_CASE("a connection for calls needs a rank number") {
   Cluster cluster(2, setup);
   RawRank raw(cluster[0].port());
   CHECK_FALSE(raw.introduce(rpc::kAnyRank, wire::HelloPurpose::kPeer));

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// A job that goes on without a rank that is lost, and the process that takes its place.
+// Tests a job that continues without a lost rank, and the process that replaces it.
 #include <algorithm>
 #include <array>
 #include <mutex>
@@ -16,7 +16,7 @@ using rpc::Loss;
 
 namespace {
 
-// What an agent hears of those who are lost.
+// Records the losses that an agent reports.
 class Losses final : public rpc::Layer {
  public:
   void on_rank_lost(const Loss& loss) override {
@@ -40,7 +40,7 @@ class Losses final : public rpc::Layer {
   std::vector<Loss> heard_;
 };
 
-// Answers that the test gives, in whatever order and however late.
+// Replies that the test sends in any order and at any time.
 struct HeldReplies {
   std::mutex mutex;
   std::vector<rpc::ReplyPtr> replies;
@@ -80,7 +80,7 @@ void expose_returns(Agent& agent) {
   agent.add_layer(losses);
 }
 
-// Another rank of the job is lost; each that is left has heard of it when this returns.
+// Kills `rank`; returns when each remaining rank has been notified.
 Loss lose(Cluster& cluster, int rank) {
   const uint32_t incarnation = cluster[rank].incarnation();
   cluster.kill(rank);
@@ -119,7 +119,7 @@ void wait_for_its_end(const Agent& agent) {
   REQUIRE(eventually(is_ending));
 }
 
-// The next frame that says something.
+// Returns the next frame that is not a heartbeat.
 std::optional<std::pair<wire::FrameHeader, wire::Bytes>> next_word(RawRank& raw) {
   auto frame = raw.receive();
   while (frame && frame->first.kind == wire::FrameKind::kHeartbeat) frame = raw.receive();
@@ -132,7 +132,7 @@ base::Error refusal_of(int rank, Cluster& cluster) {
 
 }  // namespace
 
-TEST_CASE("a job goes on without a rank, and one new process after the other has its place") {
+TEST_CASE("a job continues without a rank, and with one new process after the other in its place") {
   Cluster cluster(3, expose_returns);
   check_all_call_all(cluster);
   cluster[0].go_on_without({2}, 0, "", true);
@@ -180,7 +180,7 @@ TEST_CASE("a rank that is lost while others wait for the end is not waited for")
   ending_0.join();
 }
 
-TEST_CASE("a new process knows who else is lost") {
+TEST_CASE("a new process knows which other ranks are lost") {
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({2, 3}, 0, "", true);
   lose(cluster, 3);
@@ -196,11 +196,11 @@ TEST_CASE("a new process knows who else is lost") {
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("references to what a lost process had are not its successor's") {
+TEST_CASE("references to values of a lost process do not refer to those of its successor") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   {
-    // As the successor's first one would be called, were it not for the incarnation.
+    // Without the incarnation, the successor's first value would have the same ID.
     const Ref old = cluster[2].make_rref(Tracked(1));
     cluster[2].rpc_sync<&shelve>(0, old);
     cluster[2].rpc_sync<&shelve>(1, old);
@@ -218,7 +218,7 @@ TEST_CASE("references to what a lost process had are not its successor's") {
     CHECK(error_of([&] { value_of(of_1); }).kind == ErrorKind::kPeerLost);
   };
   check_gone();
-  cluster[0].rpc_sync<&shelve>(1, made);  // a fork whose owner hears of it no more
+  cluster[0].rpc_sync<&shelve>(1, made);  // a fork of which its owner is not notified
   cluster.bring_back(2);
   const Ref fresh = cluster[2].make_rref(Tracked(7));
   const Ref fresh_made = cluster[0].remote_new<Tracked>(2, 8);
@@ -232,7 +232,7 @@ TEST_CASE("references to what a lost process had are not its successor's") {
   CHECK(cluster[1].rpc_sync<&value_of>(2, cluster[1].rpc_sync<&make>(0, 2, 9)) == 9);
 }
 
-TEST_CASE("what a lost process referred to is let go, and nothing of it is left at the end") {
+TEST_CASE("values that only a lost process referred to are released, and none is left at the end") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   for (int round = 0; round < 3; ++round) {
@@ -254,7 +254,7 @@ TEST_CASE("what a lost process referred to is let go, and nothing of it is left 
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("a reference that is passed on when its owner is lost is let go") {
+TEST_CASE("a reference that is passed on when its owner is lost is released") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   const bool comes_back = GENERATE(false, true);
@@ -272,7 +272,7 @@ TEST_CASE("a reference that is passed on when its owner is lost is let go") {
   cluster.shutdown();
 }
 
-TEST_CASE("an answer to a call of a lost process is not taken by the new one") {
+TEST_CASE("an answer to a call of a lost process is not delivered to the new process") {
   const std::string how = GENERATE("a value", "a reference", "an error", "none");
   CAPTURE(how);
   Cluster cluster(3, expose_returns);
@@ -296,7 +296,7 @@ TEST_CASE("an answer to a call of a lost process is not taken by the new one") {
   }
   late.reset();
   held.replies[0].reset();
-  CHECK(cluster[0].rpc_sync<&add>(2, 1, 1) == 2);  // behind the late one
+  CHECK(cluster[0].rpc_sync<&add>(2, 1, 1) == 2);  // arrives after the late answer
   CHECK_FALSE(after.done());
   own->send([](rpc::Encoder& out) { out.out.put(int64_t{8}); });
   const auto message = cluster[2].open(after.wait());
@@ -305,7 +305,7 @@ TEST_CASE("an answer to a call of a lost process is not taken by the new one") {
 }
 
 TEST_CASE("a new process has the credit that its predecessor had, and no more") {
-  const bool ends_late = GENERATE(false, true);  // what it had asked for
+  const bool ends_late = GENERATE(false, true);  // the calls of the lost process
   CAPTURE(ends_late);
   rpc::AgentOptions options;
   options.peer_budget = 64 << 10;
@@ -315,7 +315,7 @@ TEST_CASE("a new process has the credit that its predecessor had, and no more") 
   cluster[0].go_on_without({2}, 0, "", true);
   const std::string text(20 << 10, 'x');
 
-  // On all ends there are calls that have begun, that have yet to begin, and that wait for room.
+  // On all ranks, some calls have begun, some have not, and some wait for room.
   g_gate = false;
   std::atomic<int> answered{0};
   std::vector<std::thread> callers;
@@ -358,7 +358,7 @@ TEST_CASE("a new process has the credit that its predecessor had, and no more") 
   cluster.shutdown();
 }
 
-TEST_CASE("calls are answered rightly, or not at all, while ranks are lost and come back") {
+TEST_CASE("calls are answered correctly or not at all while ranks are lost and return") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   std::atomic<bool> over{false};
@@ -394,7 +394,7 @@ TEST_CASE("calls are answered rightly, or not at all, while ranks are lost and c
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("two that come back at once can call each other") {
+TEST_CASE("two ranks that return concurrently can call each other") {
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({2, 3}, 0, "", true);
   for (int round = 0; round < 10; ++round) {
@@ -421,16 +421,16 @@ TEST_CASE("two that come back at once can call each other") {
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("who may not come back is refused, and so is whoever takes no empty place") {
+TEST_CASE("a rank that may not return is refused, and so is a rank whose place is not empty") {
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
-  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // it is there
+  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // rank 2 is alive
   CHECK(refusal_of(1, cluster).kind == ErrorKind::kRendezvous);
   cluster[0].go_on_without({2}, 0, "", false);
   CHECK(lose(cluster, 2).job_goes_on);
   CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);
   CHECK(cluster[1].rpc_sync<&add>(3, 1, 1) == 2);
-  // Nobody can do without a rank that was not named.
+  // The job cannot continue without a rank that go_on_without() did not name.
   const Loss loss = lose(cluster, 1);
   CHECK_FALSE(loss.job_goes_on);
   CHECK_FALSE(cluster[3].local<Losses>().of(1, 0)->job_goes_on);
@@ -442,7 +442,8 @@ TEST_CASE("who may not come back is refused, and so is whoever takes no empty pl
   }
 }
 
-TEST_CASE("one that is lost while it prepares has had its place, and nobody waits for it") {
+TEST_CASE(
+    "a process that is lost while it prepares used up its incarnation, and no rank waits for it") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   lose(cluster, 2);
@@ -454,16 +455,16 @@ TEST_CASE("one that is lost while it prepares has had its place, and nobody wait
   const wire::Directory directory = wire::decode_directory(frame->second);
   CHECK(directory.ranks.at(2).incarnation == 1);
   CHECK(directory.ranks.at(2).is_here);
-  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // it is taken
+  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // the place is taken
   for (const int other : {0, 1}) CHECK_FALSE(cluster[other].is_here(2));
 
-  SECTION("another one can come") {
+  SECTION("another process can take the place") {
     raw.reset();
     let_rank_0_catch_up(cluster[0].port());
     cluster.bring_back(2);
     CHECK(cluster[2].incarnation() == 2);
     check_all_call_all(cluster);
-    CHECK_FALSE(cluster[0].local<Losses>().of(2, 1));  // it was no loss to anybody
+    CHECK_FALSE(cluster[0].local<Losses>().of(2, 1));  // no layer was notified of it
     cluster.shutdown();
   }
   SECTION("the others end without it") {
@@ -480,7 +481,7 @@ TEST_CASE("one that is lost while it prepares has had its place, and nobody wait
     raw.reset();
     for (std::thread& thread : ending) thread.join();
   }
-  SECTION("once it is prepared it is a loss") {
+  SECTION("after it is prepared it counts as a loss") {
     raw->send(wire::FrameKind::kPrepared, no_devices());
     const auto go = next_word(*raw);
     REQUIRE(go);
@@ -497,7 +498,7 @@ TEST_CASE("one that is lost while it prepares has had its place, and nobody wait
   }
 }
 
-TEST_CASE("nobody comes back when all others are at their end") {
+TEST_CASE("no process can return when all others are in shutdown") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   lose(cluster, 2);
@@ -508,18 +509,18 @@ TEST_CASE("nobody comes back when all others are at their end") {
   CHECK(refusal.kind == ErrorKind::kRendezvous);
 }
 
-TEST_CASE("before a rank may be lost its loss ends the job") {
+TEST_CASE("before go_on_without() names a rank its loss ends the job") {
   Cluster cluster(3, expose_returns);
   CHECK_FALSE(lose(cluster, 2).job_goes_on);
   CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);
   CHECK(error_of([&] { cluster[1].shutdown(); }).rank == 2);
 }
 
-TEST_CASE("a job ends with the loss after which too few are left, and says so") {
+TEST_CASE("a job ends with the loss after which too few are left, and reports it") {
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({1, 2, 3}, 2, "fewer than two are left", true);
   CHECK(lose(cluster, 1).job_goes_on);
-  cluster.bring_back(1);  // it counts again
+  cluster.bring_back(1);  // counts as alive again
   CHECK(lose(cluster, 2).job_goes_on);
   const Loss last = lose(cluster, 3);
   CHECK_FALSE(last.job_goes_on);
@@ -532,14 +533,14 @@ TEST_CASE("a job ends with the loss after which too few are left, and says so") 
   }
 }
 
-TEST_CASE("a new process that does not fit is a loss of its own, until it is of use") {
+TEST_CASE("the error of an unsuitable new process ends the job only after note_of_use()") {
   const bool is_of_use = GENERATE(false, true);
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   lose(cluster, 2);
   cluster.bring_back(2);
   if (is_of_use) cluster[0].note_of_use(2);
-  CHECK(cluster[2].rpc_sync<&add>(0, 1, 2) == 3);  // rank 0 has noted it by then
+  CHECK(cluster[2].rpc_sync<&add>(0, 1, 2) == 3);  // so rank 0 has handled note_of_use()
   cluster[2].abort({ErrorKind::kBadData, "other files", -1, {}});
   const Losses& losses = cluster[0].local<Losses>();
   REQUIRE(eventually([&] { return losses.of(2, 1).has_value(); }));
@@ -552,7 +553,9 @@ TEST_CASE("a new process that does not fit is a loss of its own, until it is of 
   cluster.shutdown();
 }
 
-TEST_CASE("who runs out of something may be done without, who has found a fault may not") {
+TEST_CASE(
+    "a job continues without a rank that lacks resources, but not without one that found bad "
+    "data") {
   const auto [kind, goes_on] = GENERATE(table<ErrorKind, bool>({{ErrorKind::kPeerLost, true},
                                                                 {ErrorKind::kResources, true},
                                                                 {ErrorKind::kBadData, false},

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// RRefs go from rank to rank, and their values are let go when none is left.
+// Tests RRefs that are passed from rank to rank and values that are released with the last RRef.
 #include <atomic>
 #include <map>
 #include <optional>
@@ -79,7 +79,7 @@ TEST_CASE("an RRef is an argument and a result of any call, from any rank to any
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
+TEST_CASE("RRefs may be inside vectors, maps, optionals, tuples and structs") {
   Cluster cluster(4, expose_bundles);
   for (int from = 0; from < 4; ++from) {
     for (int to = 0; to < 4; ++to) {
@@ -87,7 +87,7 @@ TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
       Bundle bundle;
       for (int owner = 0; owner < 4; ++owner) {
         bundle.list.push_back(agent.remote_new<Tracked>(owner, owner));
-        bundle.list.push_back(bundle.list.back());  // the same one twice
+        bundle.list.push_back(bundle.list.back());  // the same RRef twice
       }
       bundle.by_name["x"] = bundle.list[2];
       bundle.by_name["y"] = agent.make_rref(Tracked(7));
@@ -95,7 +95,7 @@ TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
       bundle.pair = {5, bundle.list[4]};
       Bundle back = agent.rpc_sync<&echo_bundle>(to, bundle);
       bundle = Bundle{};
-      bundle.pair = {5, back.list[4]};  // an empty RRef cannot travel
+      bundle.pair = {5, back.list[4]};  // an empty RRef cannot be sent
       REQUIRE(back.list.size() == 8);
       for (int64_t i = 0; i < 8; ++i) CHECK(value_of(back.list[static_cast<size_t>(i)]) == i / 2);
       CHECK(value_of(back.by_name.at("x")) == 1);
@@ -109,7 +109,7 @@ TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("an RRef that is dropped before the call that makes it has run") {
+TEST_CASE("an RRef may be dropped before the call that creates its value has run") {
   Cluster cluster(3, expose_bundles);
   for (int i = 0; i < 60; ++i) {
     const int from = i % 3, owner = (i / 3) % 3, other = (i / 9) % 3;
@@ -121,14 +121,14 @@ TEST_CASE("an RRef that is dropped before the call that makes it has run") {
     static_cast<void>(agent.rpc_async<&echo>(other, agent.remote_new<Tracked>(owner, i)));
     static_cast<void>(agent.rpc_async<&make>(other, owner, i));
     static_cast<void>(agent.remote<&make>(other, owner, i));
-    // Used at once, perhaps before the value is there.
+    // Used at once, perhaps before the value exists.
     CHECK(agent.remote_new<Tracked>(owner, i).rpc_sync<&Tracked::get>() == i);
     CHECK(agent.rpc_sync<&value_of>(other, agent.remote<&make_by_value>(owner, i)) == i);
   }
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("a fork of a fork of a fork, its parents long gone") {
+TEST_CASE("a fork may outlive the RRefs that it was forked from") {
   Cluster cluster(4, expose_bundles);
   const std::vector<int> path = {2, 0, 1, 3, 3, 1, 2, 0, 2, 1};
   for (int owner = 0; owner < 4; ++owner) {
@@ -137,10 +137,10 @@ TEST_CASE("a fork of a fork of a fork, its parents long gone") {
     const Ref back =
         cluster[1].rpc_sync<&bring_back>(2, cluster[1].remote_new<Tracked>(owner, 9), path);
     CHECK(value_of(back) == 9);
-    // Each rank keeps one; the creator drops its own.
+    // Each rank keeps one RRef; the creator drops its own.
     for (int rank = 0; rank < 4; ++rank) cluster[rank].rpc_sync<&shelve>((rank + 1) % 4, back);
   }
-  CHECK(eventually([] { return Tracked::alive == 4; }));  // those of pass_on go in their time
+  CHECK(eventually([] { return Tracked::alive == 4; }));  // those of pass_on are released later
   for (int rank = 0; rank < 4; ++rank) {
     Shelf& shelf = cluster[rank].local<Shelf>();
     std::vector<Ref> kept;
@@ -176,7 +176,7 @@ TEST_CASE("an RRef may outlive its agent") {
   CHECK(Tracked::alive == 0);
 }
 
-TEST_CASE("RRefs are dropped by a thread of their own while the agents end") {
+TEST_CASE("another thread may drop RRefs while the agents end") {
   for (int repeat = 0; repeat < 10; ++repeat) {
     std::vector<Ref> refs;
     std::thread dropper;
@@ -211,7 +211,7 @@ TEST_CASE("many threads share and drop RRefs for a second") {
       try {
         while (!stop) {
           Agent& agent = cluster[rank()];
-          // An RRef belongs to the agent it was made by.
+          // An RRef belongs to the agent that created it.
           Ref ref = agent.remote_new<Tracked>(rank(), t);
           switch (random() % 7) {
             case 0:

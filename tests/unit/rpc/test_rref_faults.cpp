@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// RRefs of calls that fail or come too late, and of ranks that die.
+// Tests RRefs of calls that fail or arrive late, and of ranks that die.
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -52,7 +52,7 @@ void expose_faults(Agent& agent) {
 
 }  // namespace
 
-TEST_CASE("RRefs of calls that fail are let go") {
+TEST_CASE("RRefs of failed calls are released") {
   Cluster cluster(3, expose_faults);
   for (int owner = 0; owner < 3; ++owner) {
     for (int to = 0; to < 3; ++to) {
@@ -65,7 +65,7 @@ TEST_CASE("RRefs of calls that fail are let go") {
         CHECK(error_of([&] { agent.rpc_sync<&not_exposed_there>(to, ref); }).kind ==
               ErrorKind::kNotFound);
       }
-      // The tensor cannot be sent, which shows after the RRef was written.
+      // The tensor cannot be sent; the call fails after the RRef has been encoded.
       const at::Tensor csr = at::eye(2).to_sparse_csr();
       CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, csr); }).kind ==
             ErrorKind::kInvalid);
@@ -91,11 +91,11 @@ TEST_CASE("a call that cannot be sent does not wait for an answer") {
                                             at::empty({2}, at::kBits8));
         }).kind == ErrorKind::kInvalid);
   ref = Ref();
-  cluster.shutdown();  // waits for calls that wait
+  cluster.shutdown();  // waits for calls in flight
   CHECK(std::chrono::steady_clock::now() - began < 30s);
 }
 
-TEST_CASE("RRefs of calls whose caller has given up are let go") {
+TEST_CASE("RRefs of abandoned calls are released") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(3, expose_faults, options);
@@ -104,7 +104,7 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
       CAPTURE(owner, to);
       Agent& agent = cluster[0];
       {
-        // The reply with the RRef comes when nobody waits for it any more.
+        // The reply with the RRef arrives after the call was abandoned.
         const Ref ref = agent.remote_new<Tracked>(owner, 1);
         CHECK(value_of(ref) == 1);
         g_gate = false;
@@ -113,7 +113,8 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
         g_gate = true;
       }
       {
-        // The call is looked at when its caller has given up and dropped all: the one worker waits.
+        // The only worker is blocked, so it handles the call after the caller has abandoned it and
+        // dropped all its RRefs.
         Ref ref = agent.remote_new<Tracked>(owner, 1);
         CHECK(value_of(ref) == 1);
         g_gate = false;
@@ -131,18 +132,20 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("what a reply brings is let go when its caller gives up before it is read") {
+TEST_CASE("RRefs in a reply are released if the call is abandoned before the reply is read") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose_faults, options);
   const int owner = GENERATE(0, 1);
   g_gate = false;
-  auto held_up = cluster[0].rpc_async<&wait_at_gate>(0);  // the one thread that could read it
+  auto held_up =
+      cluster[0].rpc_async<&wait_at_gate>(0);  // occupies the only thread that could read the reply
   wait_for_call_at_gate();
   {
     const Ref ref = cluster[0].remote_new<Tracked>(1, 1);
-    auto reply = owner == 1 ? cluster[0].rpc_async<&make>(1, 1, 5)  // of the rank that answers
-                            : cluster[0].rpc_async<&echo>(1, ref);  // that this rank has, too
+    auto reply = owner == 1
+                     ? cluster[0].rpc_async<&make>(1, 1, 5)  // a value of the answering rank
+                     : cluster[0].rpc_async<&echo>(1, ref);  // an RRef that this rank has, too
     CHECK(eventually([&] { return cluster[0].waits().size() == 1; }));
     reply.cancel();
     CHECK(error_of([&] { reply.wait(); }).kind == ErrorKind::kCancelled);
@@ -152,7 +155,7 @@ TEST_CASE("what a reply brings is let go when its caller gives up before it is r
   check_all_gone_and_shutdown(cluster);
 }
 
-TEST_CASE("an owner that waits no more for its value leaves it to the others") {
+TEST_CASE("an owner that abandons its wait for a value leaves the value to the others") {
   Cluster cluster(2, expose_faults);
   g_gate = false;
   const auto ref = cluster[0].remote<&seven_late>(1);
@@ -162,7 +165,7 @@ TEST_CASE("an owner that waits no more for its value leaves it to the others") {
   CHECK(ref.to_here() == 7);
 }
 
-TEST_CASE("remote() that fails throws where its value is wanted") {
+TEST_CASE("remote() that fails throws when its value is used") {
   Cluster cluster(3, expose_faults);
   Agent& agent = cluster[0];
   for (int to = 0; to < 3; ++to) {
@@ -171,7 +174,7 @@ TEST_CASE("remote() that fails throws where its value is wanted") {
     CHECK(e.kind == ErrorKind::kBadData);
     CHECK(e.message == "cannot be made");
     CHECK(e.rank == to);
-    // And for those it is shared with.
+    // Also on ranks that it is shared with.
     CHECK(error_of([&] { agent.rpc_sync<&value_of>((to + 1) % 3, broken); }).kind ==
           ErrorKind::kBadData);
     if (to == 0) continue;
@@ -186,7 +189,7 @@ TEST_CASE("remote() that fails throws where its value is wanted") {
   CHECK(sum.to_here() == 5);
 }
 
-TEST_CASE("an owner that dies fails what is asked of its values") {
+TEST_CASE("an owner that dies fails calls that use its values") {
   Cluster cluster(3, expose_faults);
   const Ref old = cluster[0].remote_new<Tracked>(2, 1);
   CHECK(value_of(old) == 1);
@@ -194,7 +197,7 @@ TEST_CASE("an owner that dies fails what is asked of its values") {
   g_gate = false;
   auto pending = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   wait_for_call_at_gate();
-  std::thread killer([&] { cluster.kill(2); });  // returns once the call has
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call has returned
   CHECK_THROWS_AS(pending.wait(), base::Exception);
   g_gate = true;
   killer.join();
@@ -210,7 +213,7 @@ TEST_CASE("an owner that dies fails what is asked of its values") {
   CHECK(error_of([&] { cluster[0].rpc_sync<&value_of>(1, old); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("a user that dies takes its forks with it") {
+TEST_CASE("the forks of a dead rank are released") {
   Cluster cluster(4, expose_faults);
   for (int owner : {0, 1}) {
     const Ref direct = cluster[3].remote_new<Tracked>(owner, 1);
@@ -219,9 +222,9 @@ TEST_CASE("a user that dies takes its forks with it") {
     CHECK(value_of(direct) == 1);
     cluster[3].local<Shelf>().refs.push_back(direct);
   }
-  // One that rank 0 shares with rank 2 keeps its value.
+  // A value that rank 0 shares with rank 2 is kept.
   const Ref kept = cluster[2].rpc_sync<&make>(3, 0, 4);
-  CHECK(value_of(kept) == 4);  // so rank 0 has heard of rank 2's reference
+  CHECK(value_of(kept) == 4);  // so rank 0 knows of rank 2's reference
   CHECK(eventually([] { return Tracked::alive == 7; }));
   cluster.kill(3);
   CHECK(eventually([] { return Tracked::alive == 1; }));

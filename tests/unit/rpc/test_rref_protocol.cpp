@@ -1,5 +1,5 @@
-// The reference-counting protocol alone: three RRefContexts and connections between them that the
-// test delivers from as it likes.
+// Tests the reference-counting protocol alone: three RRefContexts, and connections whose messages
+// the test delivers in any order.
 #include <array>
 #include <deque>
 #include <map>
@@ -26,11 +26,12 @@ struct Control {
   FrameKind kind;
   uint64_t id, fork, parent;
 };
-// What is on its way: a control message, a call with an RRef, its answer, or a result with an RRef.
+// A message in flight: a control message, a call with an RRef, its answer, or a result with an
+// RRef.
 struct Item {
   std::optional<Control> control;
   std::optional<rpc::InMessage> shared;
-  std::vector<std::shared_ptr<const void>> holds;  // let go by the answer
+  std::vector<std::shared_ptr<const void>> holds;  // released by the answer
   bool is_call = false;
 };
 
@@ -82,7 +83,7 @@ class Net {
     lines_[{from, to}].push_back(std::move(item));
     if (again && random_() % 3 == 0) push(from, to, control, false);
   }
-  /// The oldest item from `from` to `to`; false if there is none.
+  /// Delivers the oldest item from `from` to `to`; returns false if there is none.
   bool deliver(int from, int to) {
     auto& line = lines_[{from, to}];
     if (line.empty()) return false;
@@ -93,7 +94,7 @@ class Net {
       at(to).on_control(kind, id, fork, from, static_cast<int>(parent));
     } else if (item.shared) {
       at(to).receive(*item.shared);
-      if (random_() % 8 != 0) {  // else nobody decodes it
+      if (random_() % 8 != 0) {  // sometimes the message is dropped without being decoded
         rpc::Decoder decoder(*item.shared);
         holders[static_cast<size_t>(to)].push_back(rpc::decode_rref(decoder));
       }
@@ -132,7 +133,7 @@ class Net {
 
 }  // namespace
 
-TEST_CASE("whatever order the connections deliver in, the value lives exactly as long as needed") {
+TEST_CASE("in any order of delivery, the value lives exactly as long as needed") {
   Cluster cluster(kRanks);
   for (unsigned seed = 0; seed < 400; ++seed) {
     CAPTURE(seed);
@@ -168,14 +169,14 @@ TEST_CASE("whatever order the connections deliver in, the value lives exactly as
   }
 }
 
-TEST_CASE("control messages that come twice, or for what is not there, do nothing") {
+TEST_CASE("repeated control messages, and those for unknown values, have no effect") {
   Cluster cluster(kRanks);
   Net net(cluster);
   auto& owner = net.at(0);
   Handle handle = net.make(0);
   const uint64_t id = handle->id();
   const uint64_t fork = rpc::make_id(1, 77);
-  owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);  // before its Fork
+  owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);  // before its Fork message
   owner.on_control(FrameKind::kRRefFork, id, fork, 1, 2);
   owner.on_control(FrameKind::kRRefFork, id, fork, 1, 2);
   owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);
@@ -189,13 +190,13 @@ TEST_CASE("control messages that come twice, or for what is not there, do nothin
   owner.on_control(FrameKind::kRRefDelete, id, rpc::make_id(1, 78), 1, 0);
   CHECK(net.alive == 0);
   CHECK(owner.live() == 0);
-  // After its end, too.
+  // Also after the value is released.
   owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 79), 1, 2);
   owner.on_control(FrameKind::kRRefDelete, id, rpc::make_id(1, 78), 1, 0);
   CHECK(owner.live() == 0);
 }
 
-TEST_CASE("a rank that is lost holds nothing, even if its word comes late") {
+TEST_CASE("a lost rank holds no value, even if its messages arrive late") {
   Cluster cluster(kRanks);
   Net net(cluster);
   auto& owner = net.at(0);
@@ -204,13 +205,13 @@ TEST_CASE("a rank that is lost holds nothing, even if its word comes late") {
   owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 77), 1, 2);
   owner.on_peer_lost(1, {base::ErrorKind::kPeerLost, "rank 1 is gone", 1, {}});
   owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 78), 1, 2);
-  CHECK(owner.target(rpc::make_id(1, 79), rpc::make_id(1, 80), 1));  // of a call under way
+  CHECK(owner.target(rpc::make_id(1, 79), rpc::make_id(1, 80), 1));  // from a call in flight
   handle = nullptr;
   CHECK(net.alive == 0);
   CHECK(owner.live() == 0);
 }
 
-TEST_CASE("a reference to a value that is gone fails; one to a value to come waits") {
+TEST_CASE("a reference to a released value fails; a reference to a future value waits") {
   Cluster cluster(kRanks);
   Net net(cluster);
   Handle handle = net.make(0);
@@ -218,8 +219,8 @@ TEST_CASE("a reference to a value that is gone fails; one to a value to come wai
   net.deliver(0, 1);
   if (net.holders[1].empty()) return;
   net.share(1, 0, net.holders[1][0], true);
-  net.deliver(1, 0);  // the answer to the first
-  // The caller gives up on the second call and drops everything, before the owner looks at it.
+  net.deliver(1, 0);  // the answer to the first call
+  // The caller abandons the second call and drops all references before the owner handles the call.
   const uint64_t id = handle->id();
   rpc::InMessage late;
   late.tickets.push_back({id, 0, 1, 0, 1});
@@ -234,16 +235,16 @@ TEST_CASE("a reference to a value that is gone fails; one to a value to come wai
   late.rrefs.clear();
   CHECK(net.at(0).live() == 0);
 
-  // Rank 1 names a value that it will have made here; rank 2 asks for it first.
+  // Rank 1 refers to a value that it will create on rank 0; rank 2 asks for it first.
   const Handle promised = net.at(1).new_remote(0);
   rpc::InMessage early;
   early.tickets.push_back({promised->id(), 0, 1, 0, 2});
   net.at(0).receive(early);
   CHECK_FALSE(early.rrefs[0]->owned()->value.future().done());
-  // Rank 1 dies before it does.
+  // Rank 1 dies before it creates the value.
   net.at(0).on_peer_lost(1, base::Error{ErrorKind::kPeerLost, "dead", 1, {}});
   CHECK(error_of([&] { early.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
-  // One that is asked for only then has nobody to make it, either.
+  // A value that is first asked for after the loss cannot be created, either.
   const Handle another = net.at(1).new_remote(0);
   rpc::InMessage after;
   after.tickets.push_back({another->id(), 0, 1, 0, 2});
@@ -251,7 +252,7 @@ TEST_CASE("a reference to a value that is gone fails; one to a value to come wai
   CHECK(error_of([&] { after.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("a value that has gone with a rank is asked for by one to which that has given it") {
+TEST_CASE("using a value that was released by a rank's loss fails with the error of that rank") {
   Cluster cluster(kRanks);
   Net net(cluster);
   Handle handle = net.make(0);
@@ -261,7 +262,7 @@ TEST_CASE("a value that has gone with a rank is asked for by one to which that h
   REQUIRE(net.alive == 1);
   net.at(0).on_peer_lost(1, {ErrorKind::kNotFinite, "the loss is NaN", 1, {}});
   REQUIRE(net.alive == 0);
-  rpc::InMessage late;  // of rank 2, whose word of its reference is behind
+  rpc::InMessage late;  // from rank 2, whose own message about its reference is late
   late.tickets.push_back({id, 0, 1, 0, 2});
   net.at(0).receive(late);
   const base::Error error = error_of([&] { late.rrefs[0]->local(typeid(int)); });
@@ -269,7 +270,7 @@ TEST_CASE("a value that has gone with a rank is asked for by one to which that h
   CHECK(error.rank == 1);
 }
 
-TEST_CASE("a rank that is lost is not waited for") {
+TEST_CASE("a lost rank is not waited for") {
   Cluster cluster(kRanks);
   const base::Error lost{ErrorKind::kPeerLost, "dead", 2, {}};
   Net net(cluster);
@@ -281,7 +282,7 @@ TEST_CASE("a rank that is lost is not waited for") {
   CHECK(net.alive == 0);
   CHECK(net.at(0).live() == 0);
 
-  // Rank 1 has shared rank 0's value with rank 2, and waits for rank 0's word on it.
+  // Rank 1 has shared rank 0's value with rank 2 and waits for rank 0's acknowledgement.
   handle = net.make(0);
   while (net.holders[1].empty()) {
     net.share(0, 1, handle, false);
@@ -304,7 +305,7 @@ TEST_CASE("a value that is first asked for when its rank has ended is not waited
   CHECK(error_of([&] { late->value.future().wait(); }).kind == ErrorKind::kCancelled);
 }
 
-TEST_CASE("tickets that no rank of ours would send are protocol errors") {
+TEST_CASE("tickets that a correct rank would not send are protocol errors") {
   Cluster cluster(kRanks);
   Net net(cluster);
   const auto receive = [&](rpc::RRefTicket ticket) {
@@ -317,8 +318,8 @@ TEST_CASE("tickets that no rank of ours would send are protocol errors") {
   CHECK(receive({1, 7, 1, 2, 0}).kind == ErrorKind::kProtocol);  // no such owner
   CHECK(receive({1, 0xFFF, 1, 2, 0}).kind == ErrorKind::kProtocol);
   CHECK(receive({1, 0, 1, 2, 9}).kind == ErrorKind::kProtocol);   // no such parent
-  CHECK(receive({1, 1, 1, 2, 1}).kind == ErrorKind::kProtocol);   // not the owner
-  CHECK(receive({1, 0, 3, 2, 1}).kind == ErrorKind::kProtocol);   // a fork for the owner
+  CHECK(receive({1, 1, 1, 2, 1}).kind == ErrorKind::kProtocol);   // rank 0 is not the owner
+  CHECK(receive({1, 0, 3, 2, 1}).kind == ErrorKind::kProtocol);   // a fork for the owner itself
   CHECK(receive({1, 1, 99, 2, 1}).kind == ErrorKind::kProtocol);  // no such kind
   rpc::InMessage message;
   wire::Bytes body;

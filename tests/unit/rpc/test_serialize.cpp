@@ -1,4 +1,4 @@
-// Tensors in messages that no peer of ours would make.
+// Tests tensors in malformed messages.
 #include <cstring>
 #include <limits>
 
@@ -16,7 +16,7 @@ using base::ErrorKind;
 
 namespace {
 
-// A sparse tensor as it stands in a message, whatever its parts are.
+// The parts of a sparse tensor in a message; they may be invalid.
 struct SparseParts {
   at::Tensor indices;
   at::Tensor values;
@@ -37,15 +37,15 @@ struct SparseParts {
   }
 };
 
-// A message of these tensors, with so many bytes of payload; `bits` stand where a message with
-// gradients says which tensors require one.
+// Returns a message of these tensors with `payload_bytes` of payload. `bits`: the bits that say
+// which tensors require a gradient, if the message belongs to a context.
 rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes,
                           const wire::Bytes& bits = {}, uint32_t more_tensors = 0) {
   wire::Bytes meta;
   wire::Writer out(meta);
   for (const wire::TensorDesc& desc : descs) encode(desc, out);
   meta.insert(meta.end(), bits.begin(), bits.end());
-  out.put(uint32_t{0});  // RRefs
+  out.put(uint32_t{0});  // number of RRefs
   base::BufferPool pool(0);
   net::InFrame frame;
   frame.header.meta_bytes = static_cast<uint32_t>(meta.size());
@@ -61,7 +61,7 @@ rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t p
   return rpc::from_frame(std::move(frame), 1, stager, nullptr);
 }
 
-// That what `read` reads is refused, and how: nothing of torch's own may come out of it.
+// Returns true if `read` throws a protocol error, and fails for any other exception.
 template <class F>
 bool is_protocol_error(F read) {
   try {
@@ -79,7 +79,7 @@ at::Tensor row(std::vector<int64_t> indices) { return at::tensor(indices, at::kL
 
 }  // namespace
 
-TEST_CASE("an index of a sparse tensor is one of its rows") {
+TEST_CASE("an index of a sparse tensor must be one of its rows") {
   const bool coalesced = GENERATE(false, true);
   const at::Tensor values = at::ones({2, 4});
   CHECK(at::equal((SparseParts{row({0, 2}), values, {3, 4}, coalesced}).decode().to_dense(),
@@ -98,14 +98,14 @@ TEST_CASE("an index of a sparse tensor is one of its rows") {
     CHECK(refused(row({bad, 0}), {3, 4}));
     // In the second of two sparse dimensions.
     CHECK(refused(at::cat({row({4, 0}), row({0, bad})}), {5, 3, 4}));
-    // With strides of its own.
+    // With non-contiguous indices.
     CHECK(refused(at::cat({row({4, 0}), row({0, bad})}).t().contiguous().t(), {5, 3, 4}));
   }
-  CHECK(refused(row({0, 0}), {0, 4}));  // no row at all
+  CHECK(refused(row({0, 0}), {0, 4}));  // no rows at all
   CHECK_FALSE(refused(at::cat({row({4, 0}), row({0, 2})}), {5, 3, 4}));
 }
 
-TEST_CASE("that a sparse tensor is coalesced is seen, not believed") {
+TEST_CASE("the coalesced flag of a sparse tensor is checked, not trusted") {
   const at::Tensor values = at::ones({3, 2});
   const auto is_coalesced = [&](const at::Tensor& indices, std::vector<int64_t> sizes, bool said) {
     return SparseParts{indices, values, std::move(sizes), said}.decode().is_coalesced();
@@ -117,18 +117,18 @@ TEST_CASE("that a sparse tensor is coalesced is seen, not believed") {
   CHECK(is_coalesced(at::cat({row({0, 1, 1}), row({3, 0, 2})}), {2, 4, 2}, true));
   CHECK_FALSE(is_coalesced(at::cat({row({0, 1, 1}), row({3, 2, 2})}), {2, 4, 2}, true));
   CHECK_FALSE(is_coalesced(at::cat({row({0, 1, 0}), row({3, 2, 2})}), {2, 4, 2}, true));
-  // What comes twice counts twice.
+  // Repeated indices are summed.
   const SparseParts twice{row({1, 1, 0}), values, {2, 2}, true};
   CHECK(at::equal(at::zeros({2, 2}).add(twice.decode()),
                   at::tensor({1.F, 1.F, 2.F, 2.F}).view({2, 2})));
 }
 
-TEST_CASE("the parts of a sparse tensor are on one device") {
+TEST_CASE("the parts of a sparse tensor must be on one device") {
   const SparseParts apart{row({0, 1}), at::ones({2, 4}, at::kMeta), {3, 4}, false};
   CHECK(error_of([&] { apart.decode(); }).kind == ErrorKind::kProtocol);
 }
 
-TEST_CASE("dense tensors of a message are what they say, or refused") {
+TEST_CASE("dense tensors of a message match their descriptors or are refused") {
   using wire::DType;
   using wire::Layout;
   const auto refused = [](const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes = 64) {
@@ -148,11 +148,11 @@ TEST_CASE("dense tensors of a message are what they say, or refused") {
   CHECK(refused(one(DType::kUInt8, {0, int64_t{1} << 32, int64_t{1} << 32}), 0));
   CHECK(refused(one(DType::kInt16, {std::numeric_limits<int64_t>::max()})));
   CHECK(refused(one(DType::kUInt8, std::vector<int64_t>(wire::kMaxDimensions + 1, 1)), 1));
-  // Types of elements.
+  // Element types.
   for (const int dtype : {0, 22, 255}) {
     CHECK(refused(one(static_cast<DType>(dtype), {4})));
   }
-  // Layouts: of another number of dimensions, unknown, and strides that torch cannot have.
+  // Layouts: for another number of dimensions, unknown ones, and strides that torch cannot have.
   CHECK(message_of(one(DType::kInt8, {2, 2, 4, 4}, Layout::kChannelsLast), 64)
             .tensors.at(0)
             .is_contiguous(at::MemoryFormat::ChannelsLast));
@@ -164,12 +164,12 @@ TEST_CASE("dense tensors of a message are what they say, or refused") {
   // Devices.
   CHECK(refused(one(DType::kInt8, {64}, {}, {static_cast<wire::DeviceType>(3), 0})));
   CHECK(refused(one(DType::kInt8, {64}, {}, {wire::DeviceType::kCpu, 1})));
-  // Where they lie: the second at the next multiple of 64, and nothing left over.
+  // Offsets: the second tensor begins at the next multiple of 64, and no bytes are left over.
   const std::vector two{wire::TensorDesc{DType::kInt8, {1}, {}, {}},
                         wire::TensorDesc{DType::kInt8, {2}, {}, {}}};
   CHECK(message_of(two, 66).tensors.size() == 2);
   for (const uint64_t bytes : {0, 3, 65, 67, 128}) CHECK(refused(two, bytes));
-  // As many as there are, and a bit for each of those that may require a gradient.
+  // The number of tensors must match, and each one that may require a gradient needs a bit.
   CHECK(is_protocol_error([&] { message_of(two, 66, {}, 1); }));
   CHECK(is_protocol_error([&] { message_of(two, 66, {}, 60'000); }));
   const std::vector<wire::TensorDesc> nine(9, wire::TensorDesc{DType::kFloat32, {0}, {}, {}});
@@ -177,21 +177,21 @@ TEST_CASE("dense tensors of a message are what they say, or refused") {
   CHECK(is_protocol_error([&] { message_of(nine, 0, {1}); }));
 }
 
-TEST_CASE("every type of elements may be in a sparse tensor, or is refused") {
+TEST_CASE("every element type may be in a sparse tensor, or is refused") {
   for (int dtype = 1; dtype <= 21; ++dtype) {
     CAPTURE(dtype);
     const auto descs = std::vector{wire::TensorDesc{static_cast<wire::DType>(dtype), {2}, {}, {}}};
     const uint64_t bytes = 2 * wire::element_bytes(static_cast<wire::DType>(dtype));
     const at::Tensor values = message_of(descs, bytes).tensors.at(0);
     CHECK((SparseParts{row({0, 2}), values, {3}}).decode()._nnz() == 2);
-    // As indices only one type is.
+    // Only one type is valid for indices.
     const bool is_index = values.scalar_type() == at::kLong;
     const SparseParts parts{values.unsqueeze(0), at::ones({2}), {3}};
     CHECK(is_protocol_error([&] { parts.decode(); }) == !is_index);
   }
 }
 
-TEST_CASE("the parts of a sparse tensor fit together and to its sizes, or are refused") {
+TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are refused") {
   const bool coalesced = GENERATE(false, true);
   const auto refused = [&](const at::Tensor& indices, const at::Tensor& values,
                            std::vector<int64_t> sizes) {
@@ -212,7 +212,7 @@ TEST_CASE("the parts of a sparse tensor fit together and to its sizes, or are re
   CHECK(refused(two_rows, values, {int64_t{1} << 32, int64_t{1} << 32, 4}));
   CHECK(refused(two_rows, at::ones({2}), {int64_t{1} << 32, int64_t{1} << 31}));
   CHECK_FALSE(refused(two_rows, at::ones({2}), {int64_t{1} << 31, int64_t{1} << 31}));
-  // Without an element, too: torch multiplies them as they come.
+  // Without elements, too, because torch multiplies the sizes unchecked.
   const at::Tensor none = at::empty({3, 0}, at::kLong);
   for (const std::vector<int64_t>& sizes :
        {std::vector<int64_t>{0, int64_t{1} << 40, int64_t{1} << 40},
@@ -238,7 +238,7 @@ TEST_CASE("the parts of a sparse tensor fit together and to its sizes, or are re
   CHECK(refused(row({0, 2}).to(at::kDouble), values, {3, 4}));
 }
 
-TEST_CASE("what cannot be sent is refused in one line") {
+TEST_CASE("values that cannot be sent are refused in one line") {
   at::Tensor freed = at::ones({4});
   freed.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr());
   for (const auto& [tensor, kind] : {
@@ -261,9 +261,9 @@ TEST_CASE("what cannot be sent is refused in one line") {
   }
 }
 
-TEST_CASE("a tensor keeps its message only if it is no small part of it") {
+TEST_CASE("a tensor keeps its message alive only if it is a large part of it") {
   using wire::DType;
-  // Whether the last one of these sizes does.
+  // Returns true if the last tensor of these sizes keeps the message alive.
   const auto keeps = [](const std::vector<int64_t>& sizes) {
     std::vector<wire::TensorDesc> descs;
     for (const int64_t size : sizes) {
@@ -281,12 +281,13 @@ TEST_CASE("a tensor keeps its message only if it is no small part of it") {
   CHECK_FALSE(keeps({1 << 20, 30'000}));
   CHECK(keeps({1 << 20, 40'000}));
   CHECK(keeps({1000, 4}));
-  // The copies of one message have a bound in all, beyond which only very small ones are made.
+  // The copies from one message have a total limit, beyond which only very small tensors are
+  // copied.
   CHECK(keeps({1 << 18, 30'000, 30'000, 30'000}));
   CHECK_FALSE(keeps({1 << 18, 30'000, 30'000, 30'000, 2000}));
 }
 
-TEST_CASE("a tensor that is not there, or of a kind that is none, is refused") {
+TEST_CASE("a missing tensor, or one of an unknown kind, is refused") {
   const auto refused = [](const wire::Bytes& body, std::vector<at::Tensor> tensors) {
     return is_protocol_error([&] {
       rpc::InMessage message;
@@ -306,7 +307,8 @@ TEST_CASE("a tensor that is not there, or of a kind that is none, is refused") {
   CHECK_FALSE(refused(sparse, {row({0}), tensor}));
   CHECK(refused(sparse, {row({0})}));
   CHECK(refused(sparse, {}));
-  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0}, {row({0}), tensor}));  // coalesced: no bool
+  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0},
+                {row({0}), tensor}));  // the coalesced flag is not a bool
   for (size_t size = 1; size < sparse.size(); ++size) {
     CHECK(refused(wire::Bytes(sparse.begin(), sparse.begin() + static_cast<long>(size)),
                   {row({0}), tensor}));

@@ -48,7 +48,7 @@ void expose_traced(Agent& agent) {
 
 using Clocks = std::vector<Tracer::FalseClock>;
 
-/// Agents with a tracer each, that record from the beginning.
+/// Returns agents with one tracer each, which record from the beginning.
 Cluster traced_cluster(const Clocks& clocks) {
   return Cluster(
       static_cast<int>(clocks.size()), expose_traced, {}, [&](rpc::AgentOptions& options) {
@@ -57,7 +57,7 @@ Cluster traced_cluster(const Clocks& clocks) {
       });
 }
 
-/// Two agents, of which rank 1 answers so when it is asked for its trace.
+/// Returns two agents; rank 1 answers requests for its trace with `answer`.
 Cluster cluster_with_fake(const testing::TraceAnswer& answer, const rpc::ClockAnswer& clock = {}) {
   return Cluster(
       2,
@@ -70,7 +70,7 @@ Cluster cluster_with_fake(const testing::TraceAnswer& answer, const rpc::ClockAn
       });
 }
 
-/// All ranks shut down; rank 0 collects.
+/// Shuts all ranks down while rank 0 collects the traces.
 std::vector<RankTrace> collect(Cluster& cluster, rpc::TraceCollector& collector) {
   std::vector<RankTrace> ranks;
   cluster.on_all([&](Agent& agent) {
@@ -97,7 +97,7 @@ int count(const std::vector<RankTrace>& ranks, int rank, Kind kind, const std::s
   return found;
 }
 
-/// The flows that have both ends; checks that they point forwards.
+/// Returns the number of flows that have both ends; checks that they point forwards.
 int check_flows(const std::vector<RankTrace>& ranks) {
   std::map<uint64_t, int64_t> left;
   int flows = 0;
@@ -114,7 +114,7 @@ int check_flows(const std::vector<RankTrace>& ranks) {
   return flows;
 }
 
-/// What a test makes up: a call each at these times, on a track for each rank.
+/// Traces that a test makes up: calls at given times, on one track per rank.
 struct MadeUp {
   std::vector<RankTrace> ranks;
   std::vector<rpc::RankClock> clocks;
@@ -135,7 +135,7 @@ struct MadeUp {
     event.id = id;
     ranks[rank].tracks[0].events.push_back(event);
   }
-  /// Times as the two ranks' clocks show them.
+  /// Adds a call with the times that the clocks of the two ranks show.
   void call(size_t from, int64_t left, size_t to, int64_t arrived) {
     ++calls;
     slice(from, left, left + 10, Kind::kFlowOut, calls);
@@ -152,7 +152,7 @@ TEST_CASE("Both sides of a call are in the trace, with a flow between them", "[t
   CHECK(cluster[0].rpc_sync<&traced_add>(1, 1, 2) == 3);
   CHECK(cluster[1].rpc_sync<&traced_add>(0, 1, 2) == 3);
   CHECK(cluster[0].rpc_sync<&traced_add>(0, 1, 2) == 3);  // to itself
-  CHECK(cluster[0].rpc_sync<&traced_later>(1, 5) == 6);   // and back
+  CHECK(cluster[0].rpc_sync<&traced_later>(1, 5) == 6);   // from rank 1 to rank 0
   CHECK(cluster[0].remote<&traced_add>(1, 2, 2).to_here() == 4);
   CHECK_THROWS(cluster[0].rpc_sync<&traced_boom>(1));
   const std::vector<RankTrace> ranks = collect(cluster, collector);
@@ -194,7 +194,7 @@ TEST_CASE("Nothing is recorded before start() and without a tracer", "[trace]") 
   without.shutdown();
 }
 
-TEST_CASE("A trace of many events comes in parts", "[trace]") {
+TEST_CASE("A trace of many events is sent in parts", "[trace]") {
   Cluster cluster = traced_cluster({{}, {}});
   rpc::TraceCollector collector(cluster[0]);
   constexpr int kEvents = 150'000;  // more than two parts
@@ -211,7 +211,7 @@ TEST_CASE("A trace of many events comes in parts", "[trace]") {
   CHECK(next == kEvents);
 }
 
-TEST_CASE("A slice that is under way when the trace is asked for is in it", "[trace]") {
+TEST_CASE("A slice that is open when the trace is requested is included", "[trace]") {
   Cluster cluster = traced_cluster({{}, {}});
   rpc::TraceCollector collector(cluster[0]);
   for (const int slow : {0, 1}) {
@@ -240,7 +240,7 @@ TEST_CASE("A slice that is under way when the trace is asked for is in it", "[tr
   cluster.shutdown();
 }
 
-TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
+TEST_CASE("Times of ranks with wrong clocks are converted to rank 0's clock", "[trace]") {
   // Days apart, and a thousand times the drift of a bad quartz.
   Cluster cluster = traced_cluster({{},
                                     {"elsewhere", 200'000'000'000'000, 0.001},
@@ -248,7 +248,7 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
                                     {"ahead", 40'000, 0}});
   rpc::TraceCollector collector(cluster[0]);
   const int64_t begin = Tracer::now();
-  std::atomic<int> wrong{0};  // Catch's assertions are for one thread
+  std::atomic<int> wrong{0};  // Catch2's assertions may be used by one thread only
   cluster.on_all([&wrong](Agent& agent) {
     for (int i = 0; i < 300; ++i) {
       const int to = (agent.rank() + 1 + i % 3) % 4;
@@ -259,7 +259,7 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
   const std::vector<RankTrace> ranks = collect(cluster, collector);
   const int64_t end = Tracer::now();  // a handler may end after its reply
   CHECK(check_flows(ranks) == 2 * 4 * 300);
-  // All of it was between these moments, give or take what the readings are off by.
+  // All events were between these times, within the error of the clock readings.
   constexpr int64_t kOff = 50'000'000;
   int outside = 0;
   for_events(ranks, [&](int, const TraceEvent& event) {
@@ -268,7 +268,7 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
   CHECK(outside == 0);
 }
 
-TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
+TEST_CASE("A clock that several ranks share is read once for all", "[trace]") {
   Cluster cluster = traced_cluster({{},
                                     {"far", 700'000'000'000},
                                     {"far", 700'000'000'000},
@@ -291,9 +291,9 @@ TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
   CHECK(wrong == 0);
   const uint64_t between = calls();
   const std::vector<RankTrace> ranks = collect(cluster, collector);
-  CHECK(calls() - between == 5 + kReadings);  // a part of each, and the readings
+  CHECK(calls() - between == 5 + kReadings);  // a part of each rank, and the readings
   CHECK(check_flows(ranks) == 6 * 100);
-  // More than the job takes, and less than any of the clocks is off.
+  // Longer than the job takes, and shorter than the error of any clock.
   int64_t first = std::numeric_limits<int64_t>::max();
   int64_t last = std::numeric_limits<int64_t>::min();
   for_events(ranks, [&](int, const TraceEvent& event) {
@@ -303,7 +303,7 @@ TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
   CHECK(last - first < 60'000'000'000);
 }
 
-TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
+TEST_CASE("A rank that dies during the collection of its trace is named", "[trace]") {
   std::promise<void> asked;
   std::promise<void> noticed;
   const std::future<void> until_asked = asked.get_future();
@@ -318,7 +318,7 @@ TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
   rpc::TraceCollector collector(cluster[0]);
   std::thread killer([&] {
     until_asked.wait();
-    cluster.kill(1);  // returns once the handler has
+    cluster.kill(1);  // returns once the handler has returned
   });
   const base::Error error = testing::error_of([&] { collector.collect(); });
   noticed.set_value();
@@ -328,7 +328,7 @@ TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
   CHECK(error.message.find("the trace of rank 1: ") == 0);
 }
 
-TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", "[trace]") {
+TEST_CASE("A rank with an invalid trace is named, and the shutdown continues", "[trace]") {
   const auto collecting_fails = [](const testing::TraceAnswer& answer) {
     Cluster cluster = cluster_with_fake(answer);
     rpc::TraceCollector collector(cluster[0]);
@@ -342,13 +342,13 @@ TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", 
     return error.kind;
   };
   using base::ErrorKind;
-  // An event whose name is not there.
+  // An event whose name is missing.
   CHECK(collecting_fails([](uint64_t) {
           rpc::TraceChunk part = testing::first_part(1);
           part.texts.clear();
           return part;
         }) == ErrorKind::kProtocol);
-  // Nothing where more was promised, at once and later.
+  // An empty part where more was announced, as the first part and later.
   CHECK(collecting_fails([](uint64_t) {
           rpc::TraceChunk part = testing::first_part(1);
           part.events = at::Tensor();
@@ -357,7 +357,7 @@ TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", 
   CHECK(collecting_fails([](uint64_t first) {
           return first == 0 ? testing::first_part(2) : rpc::TraceChunk();
         }) == ErrorKind::kProtocol);
-  // More than any rank records.
+  // More events than any rank records.
   CHECK(collecting_fails([](uint64_t) { return testing::first_part(uint64_t{1} << 60); }) ==
         ErrorKind::kProtocol);
   CHECK(collecting_fails([](uint64_t) -> rpc::TraceChunk {
@@ -365,7 +365,7 @@ TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", 
         }) == ErrorKind::kRemoteFailed);
 }
 
-TEST_CASE("A rank whose clock shows what no clock does is named", "[trace]") {
+TEST_CASE("A rank whose clock shows an impossible time is named", "[trace]") {
   for (const int64_t now :
        {rpc::kMostTime + 1, -rpc::kMostTime - 1, std::numeric_limits<int64_t>::min(),
         std::numeric_limits<int64_t>::max()}) {
@@ -378,7 +378,7 @@ TEST_CASE("A rank whose clock shows what no clock does is named", "[trace]") {
           "the trace of rank 1: malformed message: a clock beyond what clocks show");
     cluster.shutdown();
   }
-  // The most that one may show.
+  // The latest possible time.
   Cluster cluster = cluster_with_fake([](uint64_t) { return testing::first_part(1); },
                                       {"elsewhere", rpc::kMostTime});
   rpc::TraceCollector collector(cluster[0]);
@@ -395,7 +395,7 @@ TEST_CASE("A rank that dies before the collection is named", "[trace]") {
   CHECK(rpc::own_trace(cluster[0]).role == "w0");
 }
 
-TEST_CASE("Parts of a trace that do not fit together are refused", "[trace]") {
+TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   Tracer tracer;
   rpc::TraceChunk first;
   first.texts = {"name", "category"};
@@ -427,7 +427,7 @@ TEST_CASE("Parts of a trace that do not fit together are refused", "[trace]") {
   CHECK(refuses(with(2, -1)));
   CHECK(refuses(with(3, 2)));
   CHECK(refuses(with(6, 9)));
-  // Times that no clock shows, and a call that leaves outside of its slice.
+  // Impossible times, and a call that leaves outside of its slice.
   const auto at_times = [&](Kind kind, int64_t left, int64_t start, int64_t end) {
     at::Tensor events = good.clone();
     const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};
@@ -457,7 +457,8 @@ TEST_CASE("Parts of a trace that do not fit together are refused", "[trace]") {
   CHECK(refuses(at::empty({0, 8}, at::kLong)));
 }
 
-TEST_CASE("Readings are interpolated, and kept outside", "[trace][align]") {
+TEST_CASE("Clock readings are interpolated, and held constant outside their range",
+          "[trace][align]") {
   MadeUp made({"a", "b"});
   made.clocks[1].readings = {{1000, 500, 10}, {2000, 600, 10}};
   for (const int64_t t : {900, 1000, 1500, 2000, 2100}) made.slice(1, t, t + 1);
@@ -468,7 +469,7 @@ TEST_CASE("Readings are interpolated, and kept outside", "[trace][align]") {
   CHECK(made.start(1, 3) == 2600);
   CHECK(made.start(1, 4) == 2700);
 
-  // Readings too near each other to tell a drift: the better one.
+  // Readings too close to each other to estimate a drift: the better one is used.
   MadeUp brief({"a", "b"});
   brief.clocks[1].readings = {{1000, 500, 90}, {1050, 460, 30}};
   brief.slice(1, 1000, 1001);
@@ -476,8 +477,8 @@ TEST_CASE("Readings are interpolated, and kept outside", "[trace][align]") {
   CHECK(brief.start(1, 0) == 1460);
 }
 
-TEST_CASE("Estimates that are off are corrected by the flows", "[trace][align]") {
-  // Rank 1's clock is 100 behind what the readings say, and rank 2's as much ahead.
+TEST_CASE("Wrong estimates are corrected by the flows", "[trace][align]") {
+  // Rank 1's clock is 100 behind its readings, and rank 2's as much ahead.
   MadeUp made({"a", "b", "c"});
   made.call(0, 1000, 1, 920);
   made.call(1, 930, 0, 1060);
@@ -487,12 +488,12 @@ TEST_CASE("Estimates that are off are corrected by the flows", "[trace][align]")
   made.call(2, 1400, 1, 1210);
   rpc::align_traces(made.ranks, made.clocks);
   CHECK(check_flows(made.ranks) == 6);
-  // One correction for each clock.
+  // Each clock has one correction.
   CHECK(made.start(1, 1) - made.start(1, 0) == 10);
   CHECK(made.start(2, 1) - made.start(2, 0) == 10);
 }
 
-TEST_CASE("Ranks of one machine stay together", "[trace][align]") {
+TEST_CASE("Ranks of one machine have the same correction", "[trace][align]") {
   MadeUp made({"a", "b", "b"});
   made.clocks[1].readings = {{0, 100, 10}};
   made.clocks[2].readings = {{0, 130, 12}};
@@ -503,9 +504,10 @@ TEST_CASE("Ranks of one machine stay together", "[trace][align]") {
   CHECK(made.start(2, 0) - made.start(1, 0) == 1);
 }
 
-TEST_CASE("Clocks that no constant corrects still give arrows that point forwards",
+TEST_CASE("Clocks that no constant corrects still give flows that point forwards",
           "[trace][align]") {
-  // Rank 1's clock jumps by 1000 at its time 5000: what is too early before is too late after.
+  // Rank 1's clock jumps by 1000 at its time 5000: flows that are too early before are too late
+  // after.
   MadeUp made({"a", "b", "c"});
   int64_t true_time = 100;
   const auto shown = [](size_t rank, int64_t time) {
@@ -518,7 +520,7 @@ TEST_CASE("Clocks that no constant corrects still give arrows that point forward
     made.call(from, shown(from, true_time), to, shown(to, true_time + 20));
     true_time += 37;
   }
-  // Rank 2's clock went back once: no monotonic clock does, so its times are put in order.
+  // Rank 2's clock went back once, which a monotonic clock cannot do, so its times are sorted.
   for (RankTrace& rank : made.ranks) {
     int64_t last = 0;
     for (TraceEvent& event : rank.tracks[0].events) {
@@ -533,13 +535,14 @@ TEST_CASE("Clocks that no constant corrects still give arrows that point forward
     const auto& old = before[r].tracks[0].events;
     const auto& now = made.ranks[r].tracks[0].events;
     for (size_t i = 1; i < now.size(); ++i) {
-      // In order, and no two events have come closer to each other.
+      // The events are in order, and no two of them have come closer to each other.
       CHECK(now[i].start - now[i - 1].start >= old[i].start - old[i - 1].start);
     }
   }
 }
 
-TEST_CASE("Times as far apart as they may be are aligned without overflow", "[trace][align]") {
+TEST_CASE("Times with the largest possible distance are aligned without overflow",
+          "[trace][align]") {
   // Calls that seem to arrive ages before they left: no clocks explain them.
   const bool in_a_ring = GENERATE(false, true);
   constexpr size_t kRanks = 8;
