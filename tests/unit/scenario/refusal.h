@@ -1,4 +1,4 @@
-// A command line in this process, as a user sees what it prints.
+// Runs a command line in this process and captures what it prints.
 #pragma once
 
 #include <cstdio>
@@ -16,7 +16,7 @@ namespace distrain::testing {
 
 using job::Json;
 
-/// What `call` writes to standard output or standard error.
+/// Returns what `call` writes to standard output or standard error.
 template <class F>
 std::string written_to(int stream, F call) {
   std::cout.flush();
@@ -32,7 +32,8 @@ std::string written_to(int stream, F call) {
   return text;
 }
 
-/// Refused before any rank has started, on a line of standard error and by `error` and `end`.
+/// Checks that a command line is refused before any rank starts, on a line of standard error and in
+/// the `error` and `end` lines.
 inline void check_refused(const app::JobCommand& command, const std::vector<std::string>& arguments,
                           const std::string& told) {
   CAPTURE(command.name, arguments, told);

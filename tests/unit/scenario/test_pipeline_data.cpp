@@ -19,7 +19,7 @@ PipelineOptions small_options(const std::string& data = "") {
   return options;
 }
 
-// 15 images; all pixels of a plane of image i are i + 20 * plane, its label is i % 10.
+// Writes 15 images; all pixels of a plane of image i are i + 20 * plane, its label is i % 10.
 void write_cifar(const data::Folder& folder) {
   for (int file = 0; file < 5; ++file) {
     std::string text;
@@ -33,7 +33,7 @@ void write_cifar(const data::Folder& folder) {
   }
 }
 
-// The numbers of the images of write_cifar().
+// Returns the numbers of the images of write_cifar() in a batch.
 std::vector<int64_t> images_of(const data::ImageBatch& batch) {
   const at::Tensor numbers =
       batch.images.select(1, 0).mul(0.2470).add(0.4914).mul(255).round().to(at::kLong);
@@ -48,7 +48,7 @@ std::vector<int64_t> images_of(const data::ImageBatch& batch) {
 
 }  // namespace
 
-TEST_CASE("random batches are of their seed and number") {
+TEST_CASE("random batches depend on their seed and number") {
   PipelineOptions options = small_options();
   options.batch_size = 50;
   options.classes = 7;
@@ -73,7 +73,7 @@ TEST_CASE("random batches are of their seed and number") {
   CHECK(source.describe() == Json({{"data", "random"}}));
 }
 
-TEST_CASE("a schedule as JSON tells when each step begins, and of which blocks each stage is") {
+TEST_CASE("a schedule as JSON has the start time of each step and the blocks of each stage") {
   PipelineOptions options = small_options();
   options.num_split = {2};
   const Json json = Json::parse(explain_pipeline(options, /*for_people=*/false));
@@ -89,7 +89,7 @@ TEST_CASE("a schedule as JSON tells when each step begins, and of which blocks e
   CHECK(steps[3] == Json{{"op", "backward"}, {"micro_batch", 1}, {"begin", 4}});
 }
 
-TEST_CASE("images come epoch after epoch, each shuffled") {
+TEST_CASE("images are drawn epoch by epoch, each shuffled") {
   const data::Folder folder;
   write_cifar(folder);
   const PipelineData source(small_options(folder.path()));
@@ -117,7 +117,7 @@ TEST_CASE("images come epoch after epoch, each shuffled") {
         std::vector<int64_t>(seen.begin(), seen.begin() + 40));
 }
 
-TEST_CASE("CIFAR-10's images are normalised by their channels") {
+TEST_CASE("CIFAR-10's images are normalised by channel") {
   const data::Folder folder;
   write_cifar(folder);
   const PipelineData source(small_options(folder.path()));
@@ -134,7 +134,7 @@ TEST_CASE("CIFAR-10's images are normalised by their channels") {
       R"({"data":"cifar10","images":15,"mean":[0.4914,0.4822,0.4465],"std":[0.247,0.2435,0.2616]})");
 }
 
-TEST_CASE("grey images get three channels, and every image its size") {
+TEST_CASE("grey images get three channels, and every image is resized") {
   const data::Folder folder;
   testing::write_images(folder, 30, 0, 5);
   PipelineOptions options = small_options(folder.path());
@@ -145,7 +145,7 @@ TEST_CASE("grey images get three channels, and every image its size") {
   CHECK(at::equal(batch.images.select(1, 0), batch.images.select(1, 2)));
   CHECK(batch.images.min().item<double>() >= -1);
   CHECK(batch.images.max().item<double>() <= 1);
-  // The bright bar tells the label.
+  // The position of the bright bar is the label.
   for (int64_t i = 0; i < 4; ++i) {
     const at::Tensor rows = batch.images[i][0].mean(1);
     CHECK(rows.argmax().item<int64_t>() / 2 == batch.labels[i].item<int64_t>() + 2);
@@ -154,7 +154,7 @@ TEST_CASE("grey images get three channels, and every image its size") {
   const at::Tensor larger = PipelineData(options).batch(1).images;
   CHECK(larger.sizes() == std::vector<int64_t>{4, 3, 56, 56});
   CHECK(at::allclose(larger, at::upsample_bilinear2d(batch.images, {56, 56}, false), 1e-4, 1e-5));
-  // Antialias: half the size is a mean over more than the two nearest pixels.
+  // With antialiasing, a pixel at half the size is a mean over more than the two nearest pixels.
   options.image_size = 14;
   const at::Tensor smaller = PipelineData(options).batch(1).images;
   CHECK(smaller.sizes() == std::vector<int64_t>{4, 3, 14, 14});
@@ -184,7 +184,7 @@ TEST_CASE("a folder without images, or with other labels, is refused") {
         "cannot open " + folder.path("none") + ": No such file or directory");
   folder.write("train-images-idx3-ubyte", "x");
   CHECK(refused(options) == folder.path() + ": no train-labels-idx1-ubyte in this folder");
-  write_cifar(folder);  // comes first
+  write_cifar(folder);  // images of CIFAR-10 are looked for first
   CHECK(PipelineData(options).describe().at("data") == "cifar10");
   options.valid_data = folder.path();
   CHECK(refused(options) == folder.path() + ": no test_batch.bin in this folder");

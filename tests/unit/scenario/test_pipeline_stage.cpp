@@ -6,7 +6,7 @@
 
 using namespace distrain;
 
-TEST_CASE("the state of a stage has no memory with its statistics, which go on changing") {
+TEST_CASE("the state of a stage is a copy of its running statistics, which change later") {
   const at::NoGradGuard no_grad;
   const scenario::PipelineStage stage("resnet18", 10, 32, 0, 1, 7, "cpu");
   rpc::AgentOptions options;

@@ -1,5 +1,5 @@
-// Where rank, size and address come from: flags, torchrun's variables, Open MPI, PMI, a step of
-// Slurm.
+// Tests the sources of rank, size and address: flags, torchrun's variables, Open MPI, PMI, a step
+// of Slurm.
 #include <array>
 #include <cstdlib>
 #include <iterator>
@@ -21,7 +21,7 @@ std::vector<std::string> split(const std::string& words) {
   return {std::istream_iterator<std::string>(stream), {}};
 }
 
-/// "NAME=value ..." in the environment, and nothing else of what tells ranks.
+/// Sets the environment to "NAME=value ..." and unsets all other variables that place ranks.
 class Variables {
  public:
   explicit Variables(const std::string& settings) {
@@ -52,7 +52,7 @@ class Variables {
 struct Placed {
   std::string environment;
   std::string arguments;
-  std::string expected;  ///< of what --dump-placement says
+  std::string expected;  ///< the output of --dump-placement
   std::string warned;    ///< a part of its warning
 };
 
@@ -85,7 +85,7 @@ const std::string kSlurm = "SLURM_PROCID=3 SLURM_NTASKS=6";
 
 }  // namespace
 
-TEST_CASE("what the launcher calls the job, and how often it has started it, are of the job") {
+TEST_CASE("the launcher's job ID and restart count are those of the job") {
   const std::string elastic = "RANK=1 WORLD_SIZE=4 TORCHELASTIC_RESTART_COUNT=2";
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3";
   check_placed({
@@ -94,7 +94,7 @@ TEST_CASE("what the launcher calls the job, and how often it has started it, are
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=4", "",
        R"({"job_id": "torchrun r9", "generation": 2})"},
       {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
-      // Of several hosts each counts for itself.
+      // Among several hosts each agent counts separately.
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2 MASTER_ADDR=m", "",
        R"({"job_id": "torchrun r9", "generation": null})"},
       {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},
@@ -106,8 +106,8 @@ TEST_CASE("what the launcher calls the job, and how often it has started it, are
   });
 }
 
-// Neither 29500 nor what torchrun's agent listens on: two jobs on a host would collide there.
-TEST_CASE("a job with an id has a port of its own, which each of its ranks knows") {
+// Neither 29500 nor the port of torchrun's agent, because two jobs on a host would collide there.
+TEST_CASE("a job with an ID has its own port, which each of its ranks can derive") {
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=";
   const std::string agents = " TORCHELASTIC_USE_AGENT_STORE=True";
   check_placed({
@@ -125,7 +125,7 @@ TEST_CASE("a job with an id has a port of its own, which each of its ranks knows
   });
 }
 
-TEST_CASE("ranks that are all on one host, as their launcher says, need no port") {
+TEST_CASE("ranks that are all on one host, according to their launcher, need no port") {
   const std::string open_mpi = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 ";
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3 ";
   check_placed({
@@ -139,7 +139,7 @@ TEST_CASE("ranks that are all on one host, as their launcher says, need no port"
   });
 }
 
-TEST_CASE("the first that says where a rank is wins") {
+TEST_CASE("the first source that places a rank wins") {
   check_placed({
       {"", "", R"({"mode": "spawn", "ranks": [0, 1, 2, 3], "master_port": null})"},
       {"", "--trainers 5", R"({"ranks": [0, 1, 2, 3, 4, 5, 6]})"},
@@ -172,8 +172,8 @@ TEST_CASE("the first that says where a rank is wins") {
   });
 }
 
-// By its launcher, else by its number among the ranks that want one.
-TEST_CASE("a rank knows which of the GPUs of its host it takes, in turn") {
+// By the launcher's local rank, otherwise by its number among the ranks that use a GPU.
+TEST_CASE("a rank knows which of the GPUs of its host it uses") {
   check_placed({
       {"", "--device cuda", R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},
       {"", "", R"({"gpu_places": {"0": null, "1": null, "2": null, "3": null}})"},
@@ -190,14 +190,14 @@ TEST_CASE("a rank knows which of the GPUs of its host it takes, in turn") {
        "--device cuda", R"({"gpu_places": {"3": 1}})"},
       {"PMI_RANK=1 PMI_SIZE=5 MPI_LOCALRANKID=3", "--device cuda", R"({"gpu_places": {"1": 3}})"},
       {kSlurm + " SLURM_STEP_ID=0 SLURM_LOCALID=1", "--device cuda", R"({"gpu_places": {"3": 1}})"},
-      // A batch script's, not a step's.
+      // The variable of a batch script, not of a step.
       {"SLURM_LOCALID=1", "--rank 3 --trainers 4 --device cuda", R"({"gpu_places": {"3": 3}})"},
       {"LOCAL_RANK=3", "--spawn --device cuda",
        R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},
   });
 }
 
-TEST_CASE("an environment that makes no sense is refused by the variable's name") {
+TEST_CASE("an invalid environment is refused, naming the variable") {
   const std::vector<std::array<std::string, 3>> all = {
       {"LOCAL_RANK=x", "--rank 1 --device cuda", "LOCAL_RANK must be"},
       {"SLURM_STEP_ID=0 SLURM_LOCALID=-1", "--rank 1 --device cuda", "SLURM_LOCALID must be"},
@@ -211,7 +211,7 @@ TEST_CASE("an environment that makes no sense is refused by the variable's name"
       {"RANK=5 WORLD_SIZE=4", "", "there is no rank 5"},
       {"RANK=0 WORLD_SIZE=4", "--trainers 3", "WORLD_SIZE says 4"},
       {"PMI_RANK=0 PMI_SIZE=1", "", "--spawn starts every rank here"},
-      // Nobody would find rank 0.
+      // The ranks could not find rank 0.
       {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2", "",
        "need --master-addr HOST"},
       {"SLURM_PROCID=3 SLURM_NTASKS=6 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2", "",

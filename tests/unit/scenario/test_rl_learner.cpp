@@ -18,14 +18,14 @@ using scenario::Actions;
 using scenario::Learner;
 using scenario::RlOptions;
 
-TEST_CASE("rewards count less the later they come, and not beyond an episode's end") {
+TEST_CASE("later rewards are discounted, and not added beyond the end of an episode") {
   CHECK(scenario::discounted_returns({1, 1, 1}, 0.5) == std::vector<double>{1.75, 1.5, 1});
   CHECK(scenario::discounted_returns({0, 0, 8}, 0.5) == std::vector<double>{2, 4, 8});
   CHECK(scenario::discounted_returns({3, 5}, 0) == std::vector<double>{3, 5});
   CHECK(scenario::discounted_returns({}, 0.9).empty());
 }
 
-TEST_CASE("returns are normalised as the tutorial's") {
+TEST_CASE("returns are normalised as in the tutorial") {
   std::vector<double> values = {1, 2, 5, -3, 0.5};
   const at::Tensor before = at::tensor(values, at::kDouble);
   scenario::normalise(values);
@@ -50,7 +50,7 @@ struct Learners {
     options.log_interval = 1;
   }
 
-  // An episode of three steps of each environment, the last of which brings the given rewards.
+  // Plays an episode of three steps in each environment; the last step has the given rewards.
   static void play(Learner& learner, int64_t episode, const std::vector<double>& last,
                    bool together) {
     learner.begin_episode(episode);
@@ -122,7 +122,7 @@ TEST_CASE_METHOD(Learners, "what is learned does not depend on what was asked to
 }
 
 TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam learn") {
-  // By observer, environment and step: episodes of unequal lengths and rewards.
+  // By observer, environment and step: episodes of different lengths and rewards.
   const std::vector<double> all_rewards[2][2] = {{{1, 2, 0.5, 3, 1}, {4, -1, 2}},
                                                  {{0.25}, {1, 1, 1, 1}}};
   options.gamma = 0.9;
@@ -132,7 +132,7 @@ TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam
   const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
   torch::optim::Adam adam(parameters, torch::optim::AdamOptions(options.lr));
   base::Random random({5});
-  // In the first episode Adam looks at signs only.
+  // In the first episode Adam's steps depend only on the signs of the gradients.
   for (uint64_t episode = 1; episode <= 3; ++episode) {
     learner.begin_episode(static_cast<int64_t>(episode));
     std::vector<PolicyStep> steps;
@@ -195,6 +195,6 @@ TEST_CASE_METHOD(Learners, "an environment that nobody has is refused") {
   CHECK_THROWS_AS(learner.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
   learner.check({1, {{0, {}, 0}, {1, {}, 0}}});
   CHECK_THROWS_AS(learner.report(0, {{2, {}, 1}}), base::Exception);
-  // Nor is an episode learned from that was not played to its end.
+  // An incomplete episode cannot be learned from, either.
   CHECK_THROWS_AS(learner.end_episode(), base::Exception);
 }

@@ -1,4 +1,4 @@
-// Wrong usage: exit code 2, one clear error; both spellings of options.
+// Tests wrong usage: exit code 2 and one clear error, for both spellings of options.
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -31,7 +31,7 @@ void check_all_refused(const app::JobCommand& command, const std::vector<Wrong>&
   for (const Wrong& wrong : all) check_refused(command, wrong.arguments, wrong.told);
 }
 
-// Of checkpoints and of faults, which every job has.
+// Checkpoint and fault-tolerance options, which every job has.
 const std::vector<Wrong> kOfEveryJob = {
     {{"--checkpoint-every", "5"}, "--checkpoint-every needs --checkpoint"},
     {{"--resume", "auto"}, "--resume auto needs --checkpoint"},
@@ -184,7 +184,7 @@ TEST_CASE("wrong options that every job has are refused by name") {
   }
 }
 
-TEST_CASE("devices that make no sense are refused") {
+TEST_CASE("invalid devices are refused") {
   const app::JobCommand hybrid(scenario::hybrid_job());
   for (const char* word : {"nonsense", "cuda:x", "cuda:-1", "trainer", "trainer=gpu", "nobody=cuda",
                            "master=cuda,master=cpu"}) {
