@@ -1,5 +1,5 @@
-// How much the current thread allocates by `new` while it counts. Always 0 under a sanitizer, which
-// brings an operator new of its own.
+// Counts the bytes that the current thread allocates by `new` while counting is enabled. Always 0
+// under a sanitizer, which has its own operator new.
 #pragma once
 
 #include <cstddef>

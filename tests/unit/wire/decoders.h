@@ -1,4 +1,5 @@
-// Every decoder of the wire layer behind one signature: bytes in, whether they were taken.
+// All decoders of the wire layer with one signature: they take bytes and return true if they accept
+// them.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +17,16 @@ inline bool is_plain(std::span<const uint8_t> in) {
   return in.size() >= sizeof kMagic && std::memcmp(in.data(), &kMagic, sizeof kMagic) == 0;
 }
 
-// Puts right the hash of a header that begins with the plain magic: the others are as they came.
+// Corrects the hash of a header that begins with the plain magic and leaves other headers
+// unchanged.
 inline void add_hash(std::span<uint8_t> bytes) {
   if (bytes.size() < kHeaderBytes || !is_plain(bytes)) return;
   const uint32_t magic = magic_of(bytes.first<kHeaderBytes>());
   std::memcpy(bytes.data(), &magic, sizeof magic);
 }
 
-// Each throws what the decoder throws; a returned message must encode to the bytes it came from,
-// except for the order of options, which is the sender's.
+// Each function throws what the decoder throws. An accepted message must encode to the same bytes,
+// except for the order of options, which the sender chooses.
 inline bool try_header(std::span<const uint8_t> in) {
   if (in.size() < kHeaderBytes) return false;
   const auto head = in.first<kHeaderBytes>();
@@ -41,7 +43,7 @@ inline bool try_header(std::span<const uint8_t> in) {
   }
   std::array<uint8_t, kHeaderBytes> again;
   encode_header(h, again);
-  // Those of earlier versions have no hash.
+  // Headers of earlier versions have no hash.
   if (!std::equal(again.begin() + sizeof kMagic, again.end(), in.begin() + sizeof kMagic) ||
       (!std::equal(again.begin(), again.end(), in.begin()) && !is_plain(in))) {
     __builtin_trap();

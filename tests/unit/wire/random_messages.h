@@ -1,4 +1,4 @@
-// Random messages and random damage, from a seed, for the codec tests.
+// Random messages and random damage, from a seed, for the tests of the codec.
 #pragma once
 
 #include <cstdlib>
@@ -131,7 +131,7 @@ class RandomMessages {
     return header;
   }
 
-  // Damage of the kinds that occur: bits, bytes, lengths gone wild, cuts, insertions, repetitions.
+  // Applies random damage: changed bits, bytes and lengths, truncations, insertions, repetitions.
   void mutate(Bytes& bytes) {
     for (size_t n = 1 + below(4); n > 0; --n) {
       const size_t at = bytes.empty() ? 0 : below(bytes.size());

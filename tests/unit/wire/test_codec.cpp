@@ -1,4 +1,4 @@
-// Round trips, the exact bytes of the documented format, and limits.
+// Tests round trips, the exact bytes of the documented format, and limits.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -67,7 +67,7 @@ void scalar_round_trip(T value) {
 
 }  // namespace
 
-TEST_CASE("scalars of every width go there and back") {
+TEST_CASE("scalars of every width are encoded and decoded") {
   RandomMessages random(1);
   for (int i = 0; i < 200; ++i) {
     const uint64_t bits = random.bits();
@@ -96,7 +96,7 @@ TEST_CASE("a Writer writes little-endian without padding") {
   CHECK(bytes == Bytes{1, 0x0D, 0x0C, 0x0B, 0x0A, 1, 3, 0, 0, 0, 'h', 0xC3, 0xA9, 0xFE, 0xFF});
 }
 
-TEST_CASE("a Reader refuses what does not fit") {
+TEST_CASE("a Reader refuses values that do not fit") {
   const Bytes two{2, 0};
   protocol_error_of([&] { Reader(two).get<uint32_t>(); });
   protocol_error_of([&] { Reader(two).get<bool>(); });
@@ -166,7 +166,7 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kRRefDelete) == 50);
 }
 
-TEST_CASE("frame headers go there and back") {
+TEST_CASE("frame headers are encoded and decoded") {
   RandomMessages random(2);
   for (int i = 0; i < 2000; ++i) {
     const FrameHeader header = random.header();
@@ -204,7 +204,7 @@ TEST_CASE("the limits of a frame header are exact") {
   CHECK_FALSE(decode_header(encoded(anything), kJoinLimits).ok());
 }
 
-TEST_CASE("any one bit of a header that is another one is seen") {
+TEST_CASE("any changed bit of a header is detected") {
   RandomMessages random(16);
   for (int i = 0; i < 200; ++i) {
     const Header bytes = encoded(random.header());
@@ -219,7 +219,7 @@ TEST_CASE("any one bit of a header that is another one is seen") {
   }
 }
 
-TEST_CASE("any two bits of a header that are others are seen") {
+TEST_CASE("any two changed bits of a header are detected") {
   RandomMessages random(17);
   for (int i = 0; i < (kUnderSanitizer ? 1 : 10); ++i) {
     Header bytes = encoded(random.header());
@@ -237,7 +237,7 @@ TEST_CASE("any two bits of a header that are others are seen") {
   }
 }
 
-TEST_CASE("only a hello and a reject may come without a hash") {
+TEST_CASE("only a hello and a reject may have no hash") {
   RandomMessages random(18);
   int taken = 0;
   for (int i = 0; i < 2000; ++i) {
@@ -270,7 +270,7 @@ TEST_CASE("unknown kinds are named") {
   CHECK(known == 26);
 }
 
-TEST_CASE("where the payload begins") {
+TEST_CASE("the payload begins at the documented offset") {
   FrameHeader header;
   header.meta_bytes = 65;
   CHECK(header.payload_offset() == 65);
@@ -310,7 +310,7 @@ TEST_CASE("the numbers and sizes of the element types do not change") {
   CHECK(static_cast<int>(DType::kComplex32) == 21);
 }
 
-TEST_CASE("tensor descriptors go there and back") {
+TEST_CASE("tensor descriptors are encoded and decoded") {
   RandomMessages random(3);
   for (int i = 0; i < 2000; ++i) {
     const TensorDesc desc = random.tensor_desc();
@@ -334,7 +334,7 @@ TEST_CASE("the bytes of a tensor descriptor and of a rank's devices are as docum
         Bytes{1, 0, 0, 0, 1, 1, 1, 2, 1, 0, 0, 0, 1, 0, 0, 0, 'p', 1, 0, 0, 0});
 }
 
-TEST_CASE("what ranks say of their devices goes there and back") {
+TEST_CASE("device descriptions of ranks are encoded and decoded") {
   RandomMessages random(8);
   for (int i = 0; i < 500; ++i) {
     std::vector<RankDevices> all;
@@ -387,7 +387,7 @@ TEST_CASE("tensors in a payload begin at multiples of 64") {
   protocol_error_of([&] { testing::layout_payload(three); });
 }
 
-TEST_CASE("hellos go there and back") {
+TEST_CASE("hellos are encoded and decoded") {
   RandomMessages random(4);
   for (int i = 0; i < 1000; ++i) {
     const Hello hello = random.hello();
@@ -402,7 +402,7 @@ TEST_CASE("hellos go there and back") {
   }
 }
 
-TEST_CASE("joins go there and back") {
+TEST_CASE("joins are encoded and decoded") {
   RandomMessages random(6);
   for (int i = 0; i < 1000; ++i) {
     const Join join = random.join();
@@ -414,7 +414,7 @@ TEST_CASE("joins go there and back") {
   }
 }
 
-TEST_CASE("directories and errors go there and back") {
+TEST_CASE("directories and errors are encoded and decoded") {
   RandomMessages random(5);
   for (int i = 0; i < 1000; ++i) {
     const Directory directory = random.directory();
@@ -491,7 +491,7 @@ TEST_CASE("the numbers of purposes and kinds of trust do not change") {
   CHECK(static_cast<int>(Trust::kAnybody) == 3);
 }
 
-TEST_CASE("256 bytes are all that is read before a proof is checked") {
+TEST_CASE("at most 256 bytes are read before a proof is checked") {
   CHECK(encode(Hello{}).size() <= kHelloLimits.max_meta_bytes);
   CHECK(sizeof(Proof) == kProofLimits.max_meta_bytes);
   CHECK(2 * kHeaderBytes + kHelloLimits.max_meta_bytes + kProofLimits.max_meta_bytes == 256);
@@ -501,11 +501,11 @@ TEST_CASE("256 bytes are all that is read before a proof is checked") {
   }
 }
 
-TEST_CASE("another protocol version is named, with both") {
+TEST_CASE("another protocol version is reported together with ours") {
   for (Bytes bytes : {encode(Hello{}), encode(Directory{})}) {
     bytes[0] = 77;
     const bool is_hello = bytes.size() > 20;
-    // Another version may be of any length after it.
+    // A message of another version may continue with any number of bytes.
     for (const size_t size : {bytes.size(), sizeof kProtocolVersion, size_t{1000}}) {
       bytes.resize(size);
       const base::Error error = protocol_error_of([&] {
@@ -522,7 +522,7 @@ TEST_CASE("another protocol version is named, with both") {
 }
 
 TEST_CASE("malformed hellos, proofs, joins, directories and errors are refused") {
-  // For the reason that is meant.
+  // Each with the expected reason.
   const auto refused = [](auto decode, const Bytes& bytes, const char* why) {
     const std::string message = protocol_error_of([&] { decode(bytes); }).message;
     CHECK(message == std::string("malformed message: ") + why);

@@ -1,5 +1,5 @@
-// Bytes from a peer that is broken or hostile: a decoder takes them or throws `protocol`, nothing
-// else, and allocates no more than a fixed multiple of what it was given.
+// Tests bytes from a broken or hostile peer: a decoder accepts them or throws `protocol` and
+// nothing else, and allocates at most a fixed multiple of its input.
 #include <algorithm>
 #include <memory>
 
@@ -13,7 +13,7 @@ using namespace distrain::wire;
 
 namespace {
 
-constexpr int kInputs = kUnderSanitizer ? 10'000 : 60'000;  // of each kind to each decoder
+constexpr int kInputs = kUnderSanitizer ? 10'000 : 60'000;  // inputs of each kind for each decoder
 
 using Try = bool (*)(std::span<const uint8_t>);
 
@@ -54,9 +54,9 @@ const Decoder kDecoders[] = {
     {"error", try_error, [](RandomMessages& random) { return encode(random.error()); }},
 };
 
-// True when taken. Anything but a `protocol` exception fails the test.
+// Returns true if the decoder accepts the bytes. Any exception but `protocol` fails the test.
 bool feed(const Decoder& decoder, const Bytes& bytes) {
-  // A copy of exact size on the heap: asan sees a read of one byte too many.
+  // An exact-size copy on the heap, so that address sanitizer detects a read of one byte too many.
   const std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
   std::copy(bytes.begin(), bytes.end(), copy.get());
   AllocationCount& count = allocation_count();
@@ -71,7 +71,7 @@ bool feed(const Decoder& decoder, const Bytes& bytes) {
     other = true;
   }
   count.counting = false;
-  // The worst honest case: containers of strings of a few bytes each, grown by doubling, and the
+  // The worst valid case: containers of strings of a few bytes each, grown by doubling, and the
   // message of an exception.
   const bool too_much = count.bytes > 4096 + 64 * bytes.size();
   if (other || too_much) {
@@ -84,7 +84,7 @@ bool feed(const Decoder& decoder, const Bytes& bytes) {
 
 }  // namespace
 
-TEST_CASE("valid messages are taken") {
+TEST_CASE("valid messages are accepted") {
   for (const Decoder& decoder : kDecoders) {
     RandomMessages random(11);
     for (int i = 0; i < 500; ++i) {
@@ -99,7 +99,7 @@ TEST_CASE("valid messages are taken") {
   }
 }
 
-TEST_CASE("a message cut at any byte is refused") {
+TEST_CASE("a message truncated at any byte is refused") {
   for (const Decoder& decoder : kDecoders) {
     if (std::string_view(decoder.name) == "tensor descriptors") continue;  // a list of any length
     RandomMessages random(12);
@@ -123,12 +123,12 @@ TEST_CASE("a message cut at any byte is refused") {
   }
 }
 
-TEST_CASE("random bytes do no harm") {
+TEST_CASE("random bytes are accepted or refused without harm") {
   for (const Decoder& decoder : kDecoders) {
     RandomMessages random(14);
     for (int i = 0; i < kInputs; ++i) {
       Bytes bytes = random.noise(i % 100 == 0 ? 2000 : 120);
-      if (i % 2 == 0 && bytes.size() >= 4) {  // past the first check
+      if (i % 2 == 0 && bytes.size() >= 4) {  // to pass the first check
         const uint32_t start = decoder.decode == try_header ? kMagic : kProtocolVersion;
         std::memcpy(bytes.data(), &start, 4);
         if (decoder.decode == try_header && i % 4 == 0) add_hash(bytes);
@@ -138,7 +138,7 @@ TEST_CASE("random bytes do no harm") {
   }
 }
 
-TEST_CASE("damaged messages do no harm") {
+TEST_CASE("damaged messages are accepted or refused without harm") {
   for (const Decoder& decoder : kDecoders) {
     RandomMessages random(15);
     int taken = 0;
@@ -149,7 +149,7 @@ TEST_CASE("damaged messages do no harm") {
         random.mutate(bytes);
         if (decoder.decode == try_header && variant % 2 == 0 && bytes.size() >= sizeof kMagic) {
           std::memcpy(bytes.data(), &kMagic, sizeof kMagic);
-          add_hash(bytes);  // or hardly any would get past it
+          add_hash(bytes);  // otherwise hardly any input would pass the check of the hash
         }
         taken += feed(decoder, bytes);
       }
