@@ -1,5 +1,6 @@
-// Latency of allreduce and of a whole DDP backward between two processes, over unix sockets.
-//   bench_allreduce [tcp]
+// Measures the latency of allreduce and of a whole DDP backward pass between two processes, over
+// unix sockets.
+// Usage: bench_allreduce [tcp]
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -70,7 +71,8 @@ int main(int argc, char** argv) {
   int port[2];
   if (pipe(port) != 0) return 1;
   const pid_t child = fork();
-  // After the fork: LibTorch replaces a thread pool of before the fork, and not safely in two threads.
+  // After the fork, because LibTorch replaces a thread pool from before the fork, which two threads
+  // must not do concurrently.
   at::set_num_threads(1);
   if (child == 0) {
     options.rank = 1;

@@ -1,9 +1,9 @@
-// RPC echo of a tensor: LibTorch's own TensorPipeAgent, distrain, and a raw socket, side by side.
+// RPC echo of a tensor: compares LibTorch's TensorPipeAgent, distrain and a raw socket.
 //
-// Each implementation is a pair of processes, a caller and a server. They are measured in turns, a
-// short while each, so that what else happens on the machine falls on all alike; those whose turn
-// it is not are stopped, because TensorPipe's shared memory transport polls even when idle. One
-// JSON line for each implementation and size, then the ratios of the medians.
+// Each implementation is a pair of processes, a caller and a server. They are measured in short
+// turns, so that other load on the machine affects all of them equally. The others are stopped
+// during a turn because TensorPipe's shared memory transport polls even when idle. Prints one JSON
+// line for each implementation and size, then the ratios of the medians.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -59,7 +59,7 @@ std::vector<Implementation> implementations() {
           {"distrain-tcp", "tcp", make_peer<DistrainEcho>}};
 }
 
-// The ratios that issue 3 asks for, with their limits.
+// The ratios that issue 3 requires, with their limits.
 struct Comparison {
   const char* impl;
   const char* reference;
@@ -68,7 +68,7 @@ struct Comparison {
 constexpr Comparison kComparisons[] = {{"distrain-unix", "torch-shm", 1.0 / 3},
                                        {"distrain-tcp", "torch-tcp", 1.0 / 8}};
 
-// One turn, as the caller process is told it.
+// The parameters of one turn, as the caller process receives them.
 struct Turn {
   int64_t bytes;
   int64_t calls;
@@ -76,7 +76,7 @@ struct Turn {
   int64_t in_flight;
 };
 
-// What the caller process does for its whole life.
+// Runs the turns of the caller process until the coordinator closes the connection.
 void run_caller(EchoPeer& peer, int control) {
   constexpr double kWarmUpUs = 20'000;
   const char ready = 1;
@@ -113,7 +113,7 @@ int listen_on_localhost(uint16_t& port) {
   return fd;
 }
 
-// The two processes of an implementation, seen from the coordinator, which has no threads.
+// The two processes of an implementation, controlled by the coordinator, which has no threads.
 class Pair {
  public:
   Pair(Implementation implementation, const std::string& folder)
@@ -153,7 +153,7 @@ class Pair {
 
   const std::string& name() const { return implementation_.name; }
 
-  /// The time of each call in µs, then that of the flood.
+  /// Returns the time of each call in µs, then the time of the flood.
   std::vector<double> measure(const Turn& turn) {
     signal_both(SIGCONT);
     write_all(control_, &turn, sizeof turn);
@@ -179,7 +179,7 @@ class Pair {
       if (setup.rank == 0) {
         run_caller(*peer, control);
       } else {
-        close(control);  // so that the coordinator sees the caller's end
+        close(control);  // so that the coordinator notices when the caller ends
         peer->serve();
       }
     } catch (const std::exception& error) {
@@ -198,7 +198,7 @@ class Pair {
   int control_ = -1;
 };
 
-// Ten nanoseconds are enough.
+// Rounds to ten nanoseconds.
 double rounded(double us) { return std::round(us * 100) / 100; }
 
 double quantile(const std::vector<double>& sorted, double q) {
@@ -221,25 +221,26 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
   line["p50_us"] = rounded(p50);
   line["p90_us"] = rounded(quantile(samples.call_us, 0.9));
   line["p99_us"] = rounded(quantile(samples.call_us, 0.99));
-  line["per_s"] = nullptr;  // with options.in_flight calls at a time
+  line["per_s"] = nullptr;  // with options.in_flight concurrent calls
   if (samples.flood_us > 0) {
     line["per_s"] = std::round(static_cast<double>(samples.flood_calls) / samples.flood_us * 1e6);
   }
   line["gb_per_s"] =
-      std::round(2e3 * static_cast<double>(bytes) / p50) / 1e6;  // there and back again
+      std::round(2e3 * static_cast<double>(bytes) / p50) / 1e6;  // in both directions
   return line;
 }
 
 void print(const Json& line) { std::printf("%s\n", line.dump().c_str()); }
 
 void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Options& options) {
-  // Large tensors: as many calls as move about 1 GiB each way, but enough for a median.
+  // For large tensors, enough calls to move about 1 GiB in each direction, but at least enough for
+  // a median.
   const int64_t affordable =
       std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
   const int64_t total = std::min(options.iterations, affordable);
   const int64_t rounds = std::min(options.rounds, total);
   Turn turn{bytes, (total + rounds - 1) / rounds, 0, options.in_flight};
-  // In flight at a time, tensors of several MiB measure the memory only.
+  // Concurrent calls with tensors of several MiB would measure only the memory.
   if (bytes <= (int64_t{1} << 20)) turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
   std::map<std::string, Samples> all;
   for (int64_t round = 0; round < rounds; ++round) {

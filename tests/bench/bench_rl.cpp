@@ -1,6 +1,6 @@
-// Speed of distrain rl, over unix sockets: steps of the environments a second with one observer,
-// requests that the agent answers a second with ten. One JSON line for each.
-//   bench_rl [episodes]
+// Measures the speed of distrain rl over unix sockets: environment steps per second with one
+// observer, and requests that the agent answers per second with ten. Prints one JSON line for each.
+// Usage: bench_rl [episodes]
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -34,12 +34,12 @@ job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& soc
   return scenario::rl_job().run(options, job, sink);
 }
 
-// Each rank is a process, as in a job that the launcher starts; this one is the agent.
+// Each rank is a process, as in a launched job; this process is the agent.
 bool measure(int observers, int64_t episodes, const char* name, const char* speed) {
   scenario::RlOptions options;
   options.observers = observers;
   options.max_episodes = episodes;
-  options.threshold = 1e9;  // for all of them
+  options.threshold = 1e9;  // not reached in any episode
   options.log_interval = 0;
   net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
   std::vector<pid_t> children;

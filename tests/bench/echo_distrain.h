@@ -1,4 +1,4 @@
-// Our own agent.
+// The echo with our own agent.
 #pragma once
 
 #include "bench/echo_peer.h"
@@ -37,7 +37,7 @@ class DistrainEcho final : public EchoPeer {
     options.transport = setup.transport;
     options.master_port = setup.port;
     if (setup.rank == 0) options.listen_fd = setup.listen_fd;
-    // The process is stopped while others are measured.
+    // No timeout, because the process is stopped while others are measured.
     options.peer_timeout = std::chrono::nanoseconds(0);
     return options;
   }

@@ -1,4 +1,4 @@
-// What bench_echo measures: one implementation of an echo between two processes.
+// The interface of an implementation that bench_echo measures: an echo between two processes.
 #pragma once
 
 #include <cerrno>
@@ -17,14 +17,14 @@
 
 namespace distrain::bench {
 
-/// What both processes of an implementation know before they are forked.
+/// The parameters that both processes of an implementation have before they are forked.
 struct EchoSetup {
   int rank = 0;           ///< 0 calls, 1 echoes
-  std::string transport;  ///< unix, tcp, shm: what the implementation understands
-  std::string folder;     ///< private and empty, for files to meet by
-  int listen_fd = -1;     ///< a TCP socket on localhost that listens
-  uint16_t port = 0;      ///< of listen_fd
-  int pair_fd = -1;       ///< this side's end of a unix socket pair
+  std::string transport;  ///< unix, tcp or shm, as far as the implementation supports it
+  std::string folder;  ///< private and empty, for files through which the processes find each other
+  int listen_fd = -1;  ///< a listening TCP socket on localhost
+  uint16_t port = 0;   ///< the port of `listen_fd`
+  int pair_fd = -1;    ///< this process's end of a unix socket pair
 };
 
 inline double now_us() {
@@ -37,11 +37,11 @@ class EchoPeer {
  public:
   virtual ~EchoPeer() = default;
 
-  /// Rank 0: one call, waited for.
+  /// Rank 0: makes one call and waits for it.
   virtual at::Tensor echo(const at::Tensor& tensor) = 0;
 
-  /// Rank 0: so many calls, `in_flight` of them at a time; how long they took, in µs. 0 where an
-  /// implementation has no calls that overlap.
+  /// Rank 0: makes `calls` calls, `in_flight` of them concurrently, and returns their duration in
+  /// µs. Returns 0 if the implementation has no concurrent calls.
   virtual double flood(const at::Tensor& tensor, int64_t calls, int64_t in_flight) = 0;
 
   /// Rank 1: answers until the process is killed.
@@ -50,7 +50,7 @@ class EchoPeer {
   }
 };
 
-/// The loop of flood(): `send()` gives a pending call, `finish(call)` waits for it.
+/// The loop of flood(): `send()` returns a pending call, `finish(call)` waits for it.
 template <class Send, class Finish>
 double keep_in_flight(int64_t calls, int64_t in_flight, Send send, Finish finish) {
   std::deque<decltype(send())> pending;
@@ -77,7 +77,7 @@ inline void write_all(int fd, const void* data, size_t size) {
   }
 }
 
-/// False at the end of the stream.
+/// Returns false at the end of the stream.
 inline bool read_all(int fd, void* data, size_t size) {
   char* at = static_cast<char*>(data);
   while (size > 0) {

@@ -1,4 +1,5 @@
-// The floor under every echo: blocking reads and writes on one socket, no threads, no format.
+// The lower bound of every echo: blocking reads and writes on one socket, without threads or a
+// format.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,7 @@ class RawEcho final : public EchoPeer {
   double flood(const at::Tensor&, int64_t, int64_t) override { return 0; }
 
   void serve() override {
-    std::vector<char> body;  // as large as the last one, most likely also this one
+    std::vector<char> body;  // most likely the next body has the same size
     for (;;) {
       size_t done = receive(body.data(), body.size());
       if (done == kEnd) return;
@@ -40,14 +41,14 @@ class RawEcho final : public EchoPeer {
   }
 
  private:
-  struct Header {  // as large as a frame's header and one tensor's descriptor would be
+  struct Header {  // has the size of a frame's header with one tensor descriptor
     uint64_t bytes = 0;
     char rest[56] = {};
   };
 
   static constexpr size_t kEnd = ~size_t{0};
 
-  // Header and body by one system call, if the socket takes them.
+  // Sends header and body with one system call if the socket's buffer has room.
   void send(const void* body, size_t size) {
     iovec parts[2] = {{&header_, sizeof header_}, {const_cast<void*>(body), size}};
     const ssize_t done = ::writev(fd_, parts, 2);
@@ -56,7 +57,7 @@ class RawEcho final : public EchoPeer {
     write_all(fd_, static_cast<const char*>(body) + written, size - written);
   }
 
-  // Reads the header and as much as `size` bytes of the body, if it has so many; kEnd at the end.
+  // Reads the header and up to `size` bytes of the body. Returns kEnd at the end of the stream.
   size_t receive(void* body, size_t size) {
     iovec parts[2] = {{&header_, sizeof header_}, {body, size}};
     const ssize_t first = ::readv(fd_, parts, 2);
@@ -92,7 +93,7 @@ class RawEcho final : public EchoPeer {
     return fd;
   }
 
-  const int fd_;  // closed by the process's end
+  const int fd_;  // closed when the process ends
   Header header_;
   at::Tensor reply_;
 };

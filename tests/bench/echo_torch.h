@@ -1,4 +1,4 @@
-// LibTorch's own TensorPipeAgent, called from C++.
+// The echo with LibTorch's TensorPipeAgent, called from C++.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -14,7 +14,7 @@ class TorchEcho final : public EchoPeer {
       : agent_(oracle::start_official_agent(
             c10::make_intrusive<c10d::FileStore>(setup.folder + "/store", 2), setup.rank, 2,
             setup.transport == "tcp" ? "uv" : setup.transport)),
-        // The cheapest operator that gives its argument back.
+        // The cheapest operator that returns its argument.
         op_(oracle::find_operator("aten::positive", "")),
         peer_(agent_->getWorkerInfo(oracle::official_name(1 - setup.rank))) {}
 
