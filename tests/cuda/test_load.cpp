@@ -1,6 +1,6 @@
 // ctest: timeout=120
-// What cuda::load() and the plugin refuse. Each question is a process of its own, because LibTorch
-// looks for CUDA once, and a process has one driver.
+// Tests the errors of cuda::load() and of the plugin. Each check runs in its own process because
+// LibTorch looks for CUDA once and a process has one driver.
 #include <functional>
 #include <string>
 
@@ -17,7 +17,7 @@
 namespace distrain {
 namespace {
 
-/// Returns the kind and the message of what `use` throws behind `before`.
+/// Returns the kind and the message of the error that `use` throws after `before`.
 std::string refusal_after(
     const std::function<void()>& before, const std::function<void()>& use = [] { cuda::load(); }) {
   int ends[2];
@@ -42,7 +42,7 @@ std::string refusal_after(
   return text;
 }
 
-TEST_CASE("a seed, a backward pass or a question before CUDA is loaded is named by load()") {
+TEST_CASE("load() names a seed, a backward pass or a query that came before CUDA was loaded") {
   const auto refused = Catch::StartsWith(
       "invalid: torch::manual_seed(), backward() or torch::cuda::is_available() was called before "
       "CUDA was loaded");
@@ -52,10 +52,10 @@ TEST_CASE("a seed, a backward pass or a question before CUDA is loaded is named 
   CHECK(refusal_after([] { at::rand({3, 3}).mm(at::rand({3, 3})); }) == "internal: (no error)");
 }
 
-TEST_CASE("a driver that is too old is named with the version that is needed") {
+TEST_CASE("a driver that is too old is reported with the required version") {
   const std::string refusal = refusal_after(
       [] {
-        // The runtime opens the library of this name that is there already.
+        // The runtime uses the library of this name that is loaded already.
         if (!dlopen(DISTRAIN_OLD_DRIVER, RTLD_NOW | RTLD_GLOBAL)) _exit(2);
       },
       [] { cuda::load().device_count(); });

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// The plugin beside LibTorch's CUDA library, which `./run cuda` fetches; on any machine.
+// Tests the plugin with LibTorch's CUDA library, which `./run cuda` fetches; runs on any machine.
 #include <fstream>
 #include <iostream>
 #include <map>
@@ -20,7 +20,7 @@ namespace {
 using base::ErrorKind;
 using testing::error_of;
 
-/// Files mapped into this process by the library's name up to ".so".
+/// Returns the mapped files of this process by library name, up to ".so".
 std::map<std::string, std::set<std::string>> libraries() {
   std::map<std::string, std::set<std::string>> found;
   std::string line;
@@ -34,7 +34,7 @@ std::map<std::string, std::set<std::string>> libraries() {
   return found;
 }
 
-TEST_CASE("the plugin loads beside CPU work, and says what keeps it from a GPU") {
+TEST_CASE("the plugin loads beside CPU work and reports why no GPU can be used") {
   REQUIRE(libraries().count("libtorch_cuda") == 0);
   REQUIRE(!c10::impl::hasDeviceGuardImpl(c10::kCUDA));
 
@@ -58,7 +58,7 @@ TEST_CASE("the plugin loads beside CPU work, and says what keeps it from a GPU")
 
   if (mapped.count("libcuda")) {
     std::cout << "this machine has a driver\n";
-    return;  // the tests with label gpu go on from here
+    return;  // the tests with label gpu check the rest
   }
   const base::Error error = error_of([&plugin] { plugin.device_count(); });
   std::cout << error.message << "\n";

@@ -1,5 +1,5 @@
-// A libcuda.so.1 of CUDA 12.4: as much of a driver as CUDA 13's runtime asks of one before it
-// refuses it.
+// A fake libcuda.so.1 of CUDA 12.4 with the functions that CUDA 13's runtime calls before it
+// refuses the driver.
 #include <cstring>
 
 extern "C" {
