@@ -1,6 +1,6 @@
 // ctest: labels=soak,noasan timeout=300 serial
-// A server with four trainers that push 64 MiB to it, of whom one is stopped for a while: what
-// waits on the server stays within its budget, and the others go on.
+// Tests a server to which four trainers push 64 MiB tensors while one trainer is stopped for some
+// time: the calls that wait on the server stay within its budget, and the other trainers continue.
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -26,29 +26,29 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr int kTrainers = 4;
-constexpr int kStopped = 2;   // the trainer that is
-constexpr int kInFlight = 8;  // pushes of a trainer, or as many as there is room for
+constexpr int kStopped = 2;   // the trainer that is stopped
+constexpr int kInFlight = 8;  // concurrent pushes of a trainer; fewer if there is no room
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kBudget = 1024 * kMiB;
 
-// What the processes tell each other, and the test.
+// Memory shared by the processes and the test.
 struct Shared {
   std::atomic<int> port{0};
   std::atomic<int> pushes[kTrainers + 1] = {};
   std::atomic<bool> enough{false};
-  std::atomic<int64_t> before{0};  // memory of the server: when all have joined, and at most
+  std::atomic<int64_t> before{0};  // memory of the server: when all have joined, and the maximum
   std::atomic<int64_t> most{0};
 };
 Shared* g_shared = nullptr;
 
-// The server's.
+// State of the server.
 std::mutex g_mutex;
 at::Tensor g_sum;
 
 int64_t push(at::Tensor gradient) {
   std::lock_guard lock(g_mutex);
   g_sum.add_(gradient);
-  std::this_thread::sleep_for(60ms);  // longer than the next one takes to come
+  std::this_thread::sleep_for(60ms);  // longer than the time between two pushes
   return gradient.numel();
 }
 
@@ -110,7 +110,7 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Whether each trainer, but the one that is stopped, has made so many more pushes.
+// Returns a condition: each trainer has made `count` more pushes, the stopped one only if `of_all`.
 std::function<bool()> more_pushes(int count, bool of_all) {
   std::vector<int> goals;
   for (const auto& each : g_shared->pushes) goals.push_back(each + count);
@@ -125,14 +125,14 @@ std::function<bool()> more_pushes(int count, bool of_all) {
 
 }  // namespace
 
-TEST_CASE("a trainer that is stopped for a while costs its server no more than the budget") {
+TEST_CASE("a stopped trainer costs its server no more memory than the budget") {
   void* memory =
       mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);
   g_shared = new (memory) Shared;
   std::vector<pid_t> ranks;
   for (int rank = 0; rank <= kTrainers; ++rank) {
-    const pid_t pid = fork();  // this process has one thread, and has not used torch
+    const pid_t pid = fork();  // this process has one thread and has not used torch
     REQUIRE(pid >= 0);
     if (pid == 0) {
       try {
@@ -148,7 +148,7 @@ TEST_CASE("a trainer that is stopped for a while costs its server no more than t
   CHECK(wait_until(more_pushes(6, true)));
   kill(ranks[kStopped], SIGSTOP);
   const auto stopped = std::chrono::steady_clock::now();
-  CHECK(wait_until(more_pushes(12, false)));  // they go on
+  CHECK(wait_until(more_pushes(12, false)));  // the other trainers continue
   std::this_thread::sleep_until(stopped + 3s);
   kill(ranks[kStopped], SIGCONT);
   CHECK(wait_until(more_pushes(2, true)));
