@@ -1,4 +1,4 @@
-// What the fuzz targets of one program are to each other. README.md says how they are run.
+// The interface of the fuzz targets of one program. README.md says how to run them.
 #pragma once
 
 #include <cstddef>
@@ -12,25 +12,25 @@ namespace distrain::fuzz {
 using Bytes = std::vector<uint8_t>;
 using Input = std::span<const uint8_t>;
 
-/// A reader of bytes that somebody else made, and inputs that it takes.
+/// A decoder of untrusted bytes, and valid inputs for it.
 struct Target {
   std::string_view name;
-  /// Ends the program by check() when what is promised does not hold.
+  /// Decodes the input. Ends the program by check() if a guarantee does not hold.
   void (*run)(Input);
-  /// Valid inputs, by the encoders that there are: what is mutated.
+  /// Returns valid inputs, made by our encoders, as a start for mutations.
   std::vector<Bytes> (*seeds)();
 };
 
-/// Those of this program.
+/// Returns the targets of this program.
 std::span<const Target> targets();
-/// The one that its command line names, from LLVMFuzzerInitialize on.
+/// Returns the target that the command line names. Valid after LLVMFuzzerInitialize.
 const Target& chosen_target();
 
-/// Ends the program, saying what was promised, unless it holds.
+/// Ends the program with a message about `promise` unless `holds`.
 void check(bool holds, const char* promise);
 
-/// At most `limit` bytes of the heap are taken at a time while it lives; `why` says where the limit
-/// comes from.
+/// Limits the heap use of this thread to `limit` bytes during the object's lifetime; `why` says
+/// what the limit is derived from.
 class MemoryLimit {
  public:
   MemoryLimit(size_t limit, const char* why);
@@ -43,7 +43,7 @@ class MemoryLimit {
   const char* const why_;
 };
 
-/// What a decoder needs beside a multiple of its input: texts of errors, tables.
+/// The memory that a decoder needs in addition to a multiple of its input: error texts, tables.
 inline constexpr size_t kSmall = size_t{256} << 10;
 
 }  // namespace distrain::fuzz

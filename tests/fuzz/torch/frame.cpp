@@ -19,7 +19,8 @@ bool is_on_cpu(const std::vector<wire::TensorDesc>& descs) {
                      [](const wire::TensorDesc& desc) { return desc.device.is_cpu(); });
 }
 
-// The descriptors, where that is what they are; with the payload that belongs to them.
+// Returns the tensor descriptors in `meta` and the size of their payload, or nullopt if they are
+// invalid.
 std::optional<std::pair<std::vector<wire::TensorDesc>, uint64_t>> read_descs(Input meta,
                                                                              uint32_t count) {
   try {
@@ -33,7 +34,7 @@ std::optional<std::pair<std::vector<wire::TensorDesc>, uint64_t>> read_descs(Inp
   }
 }
 
-// Every element that the tensor has lies in `payload`, or in memory of the tensor's own.
+// Checks that every element of `tensor` is in `payload` or in the tensor's own memory.
 void check_inside(const at::Tensor& tensor, Input payload) {
   check(tensor.defined() && tensor.device().is_cpu(), "a message's tensors are there");
   if (tensor.numel() == 0) return;
@@ -51,7 +52,7 @@ void check_inside(const at::Tensor& tensor, Input payload) {
   check(lies_in(payload.data(), payload.size()) ||
             lies_in(tensor.storage().data(), tensor.storage().nbytes()),
         "a tensor lies in what was received, or in memory of its own");
-  // Under asan that memory must be there.
+  // Address sanitizer checks that the memory is valid.
   static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(begin));
   static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(end - 1));
   check(begin % wire::kPayloadAlignment == 0, "tensors are aligned");
@@ -74,7 +75,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   const Input meta = rest.first(header.meta_bytes);
   const auto descs = read_descs(meta, header.tensor_count);
   header.payload_bytes = std::min<uint64_t>(header.payload_bytes, kMostPayload);
-  // One in eight inputs keeps what its header says.
+  // One in eight inputs keeps the payload size of its header.
   if (descs && is_on_cpu(descs->first) && descs->second <= kMostPayload &&
       header.call_id % 8 != 0) {
     header.payload_bytes = descs->second;
@@ -106,7 +107,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
   } catch (const std::exception&) {
-    // There is no device here: torch says so.
+    // Torch throws because there is no such device here.
     check(descs && !is_on_cpu(descs->first), "nothing but our own errors, but for devices");
   }
   return std::nullopt;

@@ -1,4 +1,4 @@
-// Messages as they come off the wire: bytes to tensors and back.
+// Conversion of received bytes to messages with tensors, and back.
 #pragma once
 
 #include <optional>
@@ -8,12 +8,12 @@
 
 namespace distrain::fuzz {
 
-/// Reads a frame as the runtime does. Lengths in its header that do not fit its bytes are made to:
-/// otherwise hardly any changed frame would get further. Nothing for what is refused; ends the
-/// program if a tensor is not of the frame's own bytes.
+/// Reads a frame as the runtime does. Lengths in the header that do not match the input are
+/// corrected, because otherwise hardly any mutated frame would pass the first checks. Returns
+/// nullopt for a refused frame; ends the program if a tensor is outside of the frame's memory.
 std::optional<rpc::InMessage> read_frame(Input input);
 
-/// All of a frame's bytes. `message` has tensors on the CPU only.
+/// Returns all bytes of a frame. The tensors of `message` must be on the CPU.
 Bytes frame_bytes(rpc::OutMessage message, wire::FrameHeader header);
 
 }  // namespace distrain::fuzz

@@ -1,4 +1,4 @@
-// Files as they lie on a disk: IDX, plain or gzip, and gzip by itself.
+// Files on a disk: IDX files, plain or gzip, and gzip alone.
 #include "distrain/data/idx.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kMostContent = size_t{1} << 20;
 
-// Bytes that a reader finds under a path.
+// A file in memory with a path for readers.
 class MemoryFile {
  public:
   explicit MemoryFile(Input bytes) : fd_(memfd_create("fuzz", MFD_CLOEXEC)) {
@@ -55,10 +55,11 @@ Bytes gzip(Input content) { return deflate(content, 16 + MAX_WBITS); }
 
 struct Inflated {
   Bytes content;
-  size_t taken = 0;  // of the input
+  size_t taken = 0;  // bytes of the input
 };
 
-// A raw deflate stream and what it holds; nothing if it is not whole, or of too much.
+// Inflates a raw deflate stream. Returns nullopt if the stream is incomplete or its content too
+// large.
 std::optional<Inflated> inflate_raw(Input input) {
   z_stream stream{};
   check(inflateInit2(&stream, -MAX_WBITS) == Z_OK, "zlib inflates");
@@ -75,7 +76,7 @@ std::optional<Inflated> inflate_raw(Input input) {
   return Inflated{std::move(out), taken};
 }
 
-// The member whose deflate stream it is: with the check sum and the length of its content.
+// Returns the gzip member of a raw deflate stream, with the checksum and length of its content.
 Bytes gzip_member(Input raw, Input content) {
   Bytes member = {0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3};
   member.insert(member.end(), raw.begin(), raw.end());
@@ -87,7 +88,7 @@ Bytes gzip_member(Input raw, Input content) {
   return member;
 }
 
-// All that a reader gives, `piece` bytes at a time; nothing for a file that is refused.
+// Returns all bytes of a file, read `piece` bytes at a time, or nullopt if the file is refused.
 std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   const MemoryFile file(file_bytes);
   const MemoryLimit limit(kSmall + 4 * (kMostContent + piece), "what was read of it");
@@ -108,7 +109,8 @@ std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   }
 }
 
-// u8: how often, and how much is read at a time · a file, or a raw deflate stream.
+// Input: u8 (bits 0 to 3: log2 of the read size; bits 6 and 7: additional copies of the gzip
+// member), then a file or a raw deflate stream.
 void run_gzip(Input input) {
   if (input.empty()) return;
   const size_t piece = size_t{1} << (input[0] & 15);
@@ -146,8 +148,8 @@ std::vector<Bytes> gzip_seeds() {
   return seeds;
 }
 
-// u8 flags · u16 bytes of the images' file · that file · the labels' file. Flags: the one and the
-// other is compressed first.
+// Input: u8 flags · u16 size of the image file · that file · the label file. Bits 0
+// and 1 of the flags: compress the image file, the label file first.
 void run_idx(Input input) {
   if (input.size() < 3) return;
   const Input files = input.subspan(3);
@@ -159,7 +161,7 @@ void run_idx(Input input) {
   };
   const MemoryFile images_file(as_stored(images, (input[0] & 1) != 0));
   const MemoryFile labels_file(as_stored(labels, (input[0] & 2) != 0));
-  // What a header promises is believed for the first megabyte only. An input may be gzip itself.
+  // The reader trusts a header only for the first megabyte. The input itself may be gzip.
   const MemoryLimit limit((size_t{8} << 20) + 4096 * input.size(), "what the files hold");
   try {
     const data::ImageSet set = data::read_idx(images_file.path(), labels_file.path());

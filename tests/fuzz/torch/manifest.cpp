@@ -12,9 +12,10 @@ namespace {
 
 using data::Manifest;
 
-// What is taken can be saved again, and then is the same.
+// Checks that an accepted manifest can be saved again without a change.
 void parse_text(std::string_view text) {
-  // JSON's shortest value takes two bytes, a parsed one some dozens, and a copy of it is compared.
+  // The shortest JSON value takes two bytes, a parsed one some dozens, and a copy is compared with
+  // it.
   const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
   try {
     const Manifest manifest = data::parse_manifest(text, "fuzz");
@@ -30,7 +31,7 @@ void parse_text(std::string_view text) {
   }
 }
 
-// `text` without its '}' and with its hash, as the format ends.
+// Returns `text` without its '}' and with its hash, as the format requires.
 std::string with_hash(std::string text) {
   char end[40];
   std::snprintf(end, sizeof end, ",\"xxh64\":\"%016llx\"}\n",
@@ -38,7 +39,7 @@ std::string with_hash(std::string text) {
   return text + end;
 }
 
-// The input is what comes before the hash.
+// The input is the text before the hash.
 void run_manifest(Input input) {
   const std::string text(input.begin(), input.end());
   parse_text(text);

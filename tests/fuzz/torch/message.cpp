@@ -24,15 +24,15 @@ struct Point {
   std::optional<int64_t> number;
   static constexpr auto kFields = std::tuple(&Point::x, &Point::on, &Point::number);
 };
-// What travels: each kind of value, some within others.
+// The decoded types: each kind of value, some of them nested.
 using Values = std::tuple<std::string, at::Tensor, Tensors>;
 using Nested = std::tuple<std::map<std::string, std::optional<at::Tensor>>, std::vector<Point>,
                           std::variant<int64_t, std::string, at::Tensor>>;
 using Maps = std::vector<std::map<int32_t, std::pair<std::array<float, 2>, std::string>>>;
 
-constexpr int64_t kMostElements = 1 << 14;  // that are looked at
+constexpr int64_t kMostElements = 1 << 14;  // larger tensors are not inspected
 
-// The indices that torch's kernels will believe.
+// Checks the indices, because torch's kernels use them unchecked.
 void check_sparse(const at::Tensor& tensor) {
   const at::Tensor indices = tensor._indices().contiguous();
   const int64_t count = indices.size(1);
@@ -52,7 +52,7 @@ void check_sparse(const at::Tensor& tensor) {
   if (tensor.numel() > kMostElements) return;
   try {
     check(tensor.coalesce().to_dense().sizes() == tensor.sizes(), "a dense one has its sizes");
-  } catch (const c10::Error&) {  // not for every type of elements
+  } catch (const c10::Error&) {  // not supported for every element type
   }
 }
 
@@ -87,14 +87,14 @@ void decode_values(rpc::InMessage message) {
         "nothing is left over");
 }
 
-// As a sparse tensor is made in here, it is looked at there.
+// A single tensor is only decoded and inspected, not encoded again.
 template <>
 void decode_values<at::Tensor>(rpc::InMessage message) {
   rpc::Decoder decoder(message);
   look_at(rpc::decode<at::Tensor>(decoder));
 }
 
-// Which values it is decoded as is the context's number.
+// The context ID in the header selects the type that the message is decoded as.
 void run_message(Input input) {
   const MemoryLimit limit((size_t{8} << 20) + 256 * input.size(), "a multiple of the message");
   auto message = read_frame(input);

@@ -19,13 +19,13 @@ const std::string kHeader =
     R"({"__metadata__":{"k":"v"},"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]},)"
     R"("b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})";
 
-// Whatever is taken must be what it says, down to the last byte; whatever is not, `bad_data`.
+// Checks that the file is either parsed with every byte accounted for or refused with `bad_data`.
 void parse_safetensors(const Bytes& bytes) {
   const MemoryLimit limit(kSmall + 64 * bytes.size(), "a multiple of the file");
   try {
     const auto file = Safetensors::parse(bytes, "fuzz");
     size_t total = 0;
-    volatile unsigned sum = 0;  // reads them
+    volatile unsigned sum = 0;  // reads each byte
     for (const auto& [name, tensor] : file.tensors()) {
       uint64_t expected = wire::element_bytes(tensor.dtype);
       for (const int64_t size : tensor.shape) expected *= static_cast<uint64_t>(size);
@@ -52,11 +52,11 @@ void run_safetensors(Input input) {
   const size_t size = input.size();
   parse_safetensors({input.begin(), input.end()});
   if (size == 0) return;
-  // With a length that can be: the first byte says how much of the rest is the header.
+  // With a valid length: the first byte determines how much of the rest is the header.
   const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
   parse_safetensors(with_length(text, text.size() * data[0] / 255));
 
-  // Random bytes are hardly ever JSON: changes to a file that is right, or a piece put in.
+  // Random bytes are hardly ever JSON, so a valid file is changed or gets an inserted piece.
   static const std::vector<std::string> kPieces = {"[",
                                                    "]",
                                                    "{",

@@ -1,4 +1,4 @@
-// The targets of this program, a file each.
+// The targets of this program, one per file.
 #pragma once
 
 #include "../target.h"

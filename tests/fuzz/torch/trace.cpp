@@ -1,5 +1,4 @@
-// The trace of another rank: its parts, as rank 0 takes them in, brings them to one clock and
-// writes them.
+// The trace of another rank: rank 0 receives its parts, aligns them to one clock and writes them.
 #include "distrain/rpc/trace.h"
 
 #include <filesystem>
@@ -37,12 +36,13 @@ void check_events(const base::TraceTrack& track) {
   }
 }
 
-// The trace of rank 1 from a frame, whose context's number says how far apart the clocks are; and
-// the same as that of rank 2, on rank 0's clock.
+// Imports the frame as the trace of rank 1, with a clock offset from the context ID, and again as
+// the trace of rank 2, on rank 0's clock.
 void run_trace(Input input) {
   auto message = read_frame(input);
   if (!message) return;
-  // A rank's events are made room for when it says how many there are, up to the most there can be.
+  // Room for a rank's events is allocated when it announces their number, up to the largest allowed
+  // number.
   const MemoryLimit limit(3 * sizeof(base::TraceEvent) * base::Tracer::kLimit + (size_t{16} << 20),
                           "the limit of a rank's events");
   base::Tracer tracer;
@@ -70,7 +70,7 @@ void run_trace(Input input) {
   if (events > 1000) return;
   ranks.push_back(ranks[1]);
   ranks[2].rank = 2;
-  // As far apart as clocks can be that show a time.
+  // At most as far apart as two valid clocks can be.
   const auto offset = static_cast<int64_t>(message->header.context_id) % (2 * rpc::kMostTime);
   rpc::align_traces(ranks,
                     {{"a", {}}, {"b", {{0, offset, 1000}, {1'000'000, offset, 10}}}, {"a", {}}});

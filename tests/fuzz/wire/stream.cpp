@@ -1,4 +1,5 @@
-// A connection on which anything may come, in pieces of any size: what a stream delivers.
+// A connection that delivers arbitrary bytes in pieces of any size: checks the frames that a stream
+// delivers.
 #include "distrain/net/stream.h"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ struct Received {
   friend bool operator==(const Received&, const Received&) = default;
 };
 
-// What the format says, without a connection.
+// Parses the bytes as the format requires, without a connection.
 Received parse(Input bytes) {
   Received all;
   while (bytes.size() >= wire::kHeaderBytes) {
@@ -56,7 +57,7 @@ Received parse(Input bytes) {
     all.frames.push_back(std::move(frame));
     bytes = bytes.subspan(head.body_bytes());
   }
-  all.end = base::ErrorKind::kPeerLost;  // it ends, maybe in the midst of a frame
+  all.end = base::ErrorKind::kPeerLost;  // the end may be within a frame
   return all;
 }
 
@@ -82,7 +83,7 @@ Received receive(Input bytes, size_t piece) {
   while (!bytes.empty()) {
     const Input next = bytes.first(std::min(piece, bytes.size()));
     const ssize_t sent = send(sockets[1], next.data(), next.size(), MSG_NOSIGNAL);
-    if (sent <= 0) break;  // it has closed
+    if (sent <= 0) break;  // the stream has closed
     bytes = bytes.subspan(static_cast<size_t>(sent));
   }
   shutdown(sockets[1], SHUT_WR);
@@ -91,7 +92,7 @@ Received receive(Input bytes, size_t piece) {
   return all;
 }
 
-// Puts right the hash of each frame whose header begins with the plain magic.
+// Corrects the hash of each frame whose header begins with the plain magic.
 void add_hashes(std::span<uint8_t> bytes) {
   while (bytes.size() >= wire::kHeaderBytes) {
     wire::add_hash(bytes);
@@ -101,7 +102,7 @@ void add_hashes(std::span<uint8_t> bytes) {
   }
 }
 
-// u8 how long the pieces are · what comes.
+// Input: u8 length of the pieces · the bytes of the connection.
 void run_stream(Input input) {
   if (input.empty()) return;
   Bytes bytes(input.begin() + 1, input.end());
@@ -119,7 +120,7 @@ std::vector<Bytes> stream_seeds() {
                                    .call_id = 7};
     std::array<uint8_t, wire::kHeaderBytes> head;
     encode_header(header, head);
-    std::memcpy(head.data(), &wire::kMagic, sizeof wire::kMagic);  // for any change of the rest
+    std::memcpy(head.data(), &wire::kMagic, sizeof wire::kMagic);  // valid after any change
     bytes.insert(bytes.end(), head.begin(), head.end());
     bytes.resize(bytes.size() + header.body_bytes(), 9);
   }

@@ -1,4 +1,4 @@
-// What ranks read from each other before and around the tensors: each kind of message once.
+// Messages between ranks without tensors: a target for each kind.
 #include "targets.h"
 
 #include <algorithm>
@@ -10,10 +10,11 @@ namespace distrain::fuzz {
 
 namespace {
 
-// Strings, options and descriptors are small objects made of few bytes.
+// Strings, options and descriptors are objects that take more memory than their few bytes.
 constexpr size_t kFactor = 64;
 
-// What a decoder takes it also checks (decoders.h); whatever else it has to refuse as `protocol`.
+// Decodes the input; decoders.h checks accepted messages. Any other error than `protocol` is a
+// failure.
 template <class Try>
 void decode(Input input, Try try_decode) {
   const MemoryLimit limit(kSmall + kFactor * input.size(), "a multiple of the message");
@@ -37,7 +38,7 @@ void run_hello(Input input) { decode(input, wire::try_hello); }
 void run_error(Input input) { decode(input, wire::try_error); }
 void run_all_devices(Input input) { decode(input, wire::try_all_devices); }
 
-// The order of options is the sender's, ours is sorted: from then on it stays.
+// Options are sent in any order, and we encode them sorted: a second round trip changes nothing.
 void run_join(Input input) {
   decode(input, [](Input in) {
     const Bytes again = encode(wire::decode_join(in));
@@ -56,7 +57,7 @@ void run_directory(Input input) {
   });
 }
 
-// The body of "prepared".
+// The body of kPrepared.
 void run_rank_devices(Input input) {
   decode(input, [](Input in) {
     wire::Reader reader(in);
@@ -152,7 +153,7 @@ std::vector<Bytes> all_devices_seeds() {
   return {encode(std::vector<wire::RankDevices>{kDevices, {}, kDevices})};
 }
 
-// Of "reject", "abort" and an error that a call is answered with.
+// The body of kReject, kAbort and the error reply of a call.
 std::vector<Bytes> error_seeds() {
   return {wire::encode(base::Error{base::ErrorKind::kPeerLost, "rank 3 is gone", 3, "allreduce"}),
           wire::encode(base::Error{base::ErrorKind::kInternal, "", -1, ""})};

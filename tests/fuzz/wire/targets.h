@@ -1,4 +1,4 @@
-// The target of this program that has a file of its own.
+// The target of this program that has its own file.
 #pragma once
 
 #include "../target.h"
