@@ -1,8 +1,8 @@
-// Echo of a 64 MiB tensor in a GPU's memory between two processes that share the GPU: distrain,
-// LibTorch's TensorPipe with its CUDA channels, and beside them what their way is made of: the
-// copies to pinned memory and back, and the same echo of a tensor on the CPU. One JSON line each,
-// then the ratios of the medians, with the speed that is wanted. The exit code does not depend on
-// it.
+// Measures the echo of a 64 MiB tensor in GPU memory between two processes that share the GPU, for
+// distrain and for LibTorch's TensorPipe with its CUDA channels. As parts of such an echo, it
+// measures the copies to pinned memory and back, and the echo of a tensor on the CPU. Prints one
+// JSON line each, then the ratios of the medians with the required speed. The exit code does not
+// depend on the speed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -39,7 +39,7 @@ using Echo = std::function<at::Tensor(const at::Tensor&)>;
 
 at::Tensor give_back(at::Tensor tensor) { return tensor; }
 
-/// The time of each echo in µs; a round trip is over when the GPU has it.
+/// Returns the time of each echo in µs; a round trip ends when the GPU has the result.
 std::vector<double> measure(const Echo& echo, c10::Device device) {
   const at::Tensor tensor = at::arange(kBytes / 4, at::device(device).dtype(at::kFloat));
   if (!at::equal(echo(tensor), tensor)) throw std::runtime_error("the echo is not the call");
@@ -55,7 +55,7 @@ std::vector<double> measure(const Echo& echo, c10::Device device) {
   return times;
 }
 
-/// Runs as rank `setup.rank` of two; rank 0 returns its times, rank 1 never does.
+/// Runs as rank `setup.rank` of two. Rank 0 returns its times; rank 1 does not return.
 using Role = std::vector<double> (*)(const EchoSetup& setup);
 
 std::vector<double> run_distrain(const EchoSetup& setup, c10::Device device) {
@@ -100,7 +100,7 @@ std::vector<double> run_torch(const EchoSetup& setup) {
       kGpu);
 }
 
-/// What an echo copies, one after the other: out, in, out, in.
+/// Makes the copies of an echo one after the other: out, in, out, in.
 std::vector<double> run_pinned(const EchoSetup& setup) {
   if (setup.rank != 0) return {};
   const at::Tensor host = at::empty(
@@ -135,7 +135,7 @@ pid_t start(Role role, const EchoSetup& setup, int result) {
   _exit(0);
 }
 
-/// Throws the caller's exit code if it fails.
+/// Runs a pair of processes and throws the caller's exit code if it is not 0.
 std::vector<double> run_pair(Role role, const std::string& folder) {
   EchoSetup setup;
   setup.folder = folder;

@@ -6,11 +6,12 @@
 namespace distrain::testing {
 namespace {
 
-// Before any test: LibTorch looks for CUDA at the first seed or backward pass, and never again.
+// Runs before any test because LibTorch looks for CUDA at the first seed or backward pass and never
+// again.
 [[maybe_unused]] const bool loaded = [] {
   try {
     cuda::load();
-  } catch (const std::exception&) {  // told by the first test that asks for a GPU
+  } catch (const std::exception&) {  // the first test that needs a GPU reports it
   }
   return true;
 }();

@@ -1,4 +1,4 @@
-// What tests on a GPU begin with.
+// Shared helpers of the tests on a GPU.
 #pragma once
 
 #include <cstdlib>
@@ -9,18 +9,19 @@
 
 namespace distrain::testing {
 
-/// The first GPU; throws where there is none.
+/// Returns the first GPU; throws if there is none.
 inline c10::Device gpu() { return test_device(0); }
 
-/// Ranks that share the first GPU.
+/// Returns ranks that share the first GPU.
 inline Cluster gpu_cluster(int size, const Cluster::Setup& setup, rpc::AgentOptions options = {}) {
   options.device = gpu();
   return Cluster(size, setup, options);
 }
 
-/// Some work that takes a while in the current stream: what is computed behind it is not there yet
-/// when the call that asked for it returns. None on the CPU, which is through with it by then.
-/// DISTRAIN_GPU_BUSY: rows of the matrices, fewer for tools that make a GPU slow.
+/// Enqueues slow work on the current stream, so that results of later work are not ready when the
+/// call that enqueued it returns. Does nothing on the CPU, whose results are always ready.
+/// DISTRAIN_GPU_BUSY sets the number of rows of the matrices; tools that slow a GPU down need
+/// fewer.
 inline void keep_busy(c10::Device device) {
   if (device.is_cpu()) return;
   const char* const told = std::getenv("DISTRAIN_GPU_BUSY");

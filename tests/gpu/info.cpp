@@ -1,4 +1,5 @@
-// The GPUs that distrain sees, a JSON line each; without any, an `error` line and exit code 9.
+// Prints the GPUs that distrain sees, one JSON line each. Without a GPU, prints an `error` line and
+// exits with code 9.
 #include <cstdio>
 
 #include <nlohmann/json.hpp>

@@ -1,5 +1,6 @@
 // ctest: timeout=120
-// DistributedDataParallel on a GPU: over NCCL alone, over staging with two ranks on one GPU.
+// Tests DistributedDataParallel on a GPU: over NCCL with one rank, over staging with two ranks on
+// one GPU.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -25,7 +26,7 @@ using DeviceOf = std::function<c10::Device(int rank)>;
 c10::Device on_cpu(int) { return c10::kCPU; }
 c10::Device on_first(int) { return gpu(); }
 
-/// The parameters of rank 0 after some steps of plain SGD, on the CPU.
+/// Returns the parameters of rank 0 after some steps of plain SGD, on the CPU.
 std::vector<at::Tensor> train_replicas(int size, const DeviceOf& device_of,
                                        const GroupOf& group_of) {
   TestGroup group(size);

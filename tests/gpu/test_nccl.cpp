@@ -27,7 +27,7 @@ std::unique_ptr<cuda::NcclCommunicator> join(const cuda::NcclId& id, int size, i
 
 }  // namespace
 
-TEST_CASE("the GPU has a name, an id and a place in the count") {
+TEST_CASE("the GPU has a name, an ID and an index below the count") {
   const cuda::Plugin& plugin = cuda::load();
   const int count = plugin.device_count();
   REQUIRE(count >= 1);
@@ -38,8 +38,7 @@ TEST_CASE("the GPU has a name, an id and a place in the count") {
   CHECK(error_of([&] { plugin.device_name(-1); }).kind == ErrorKind::kResources);
 }
 
-TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that it is given",
-          "[memcheck]") {
+TEST_CASE("a communicator of one rank reduces and broadcasts on the given stream", "[memcheck]") {
   const cuda::Plugin& plugin = cuda::load();
   const auto communicator = join(plugin.new_nccl_id(), 1, 0);
   const c10::Stream stream = rpc::side_stream(kGpu);
@@ -55,7 +54,7 @@ TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that 
   CHECK_FALSE(communicator->failure());
   const at::Tensor whole = at::ones({4}, at::device(kGpu).dtype(at::kLong));
   CHECK(error_of([&] { communicator->allreduce_mean(whole, stream); }).kind == ErrorKind::kInvalid);
-  CHECK_NOTHROW(communicator->broadcast(whole, 0, stream));  // by bytes
+  CHECK_NOTHROW(communicator->broadcast(whole, 0, stream));  // copies bytes of any dtype
   CHECK(error_of([&] { communicator->broadcast(whole, 1, stream); }).kind == ErrorKind::kInvalid);
   const at::Tensor on_host = at::ones({4});
   CHECK(error_of([&] { communicator->allreduce_mean(on_host, stream); }).kind ==
@@ -64,7 +63,7 @@ TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that 
   CHECK(error_of([&] { communicator->allreduce_mean(gaps, stream); }).kind == ErrorKind::kInvalid);
 }
 
-TEST_CASE("an aborted communicator says so and is of no use") {
+TEST_CASE("an aborted communicator reports it and cannot be used") {
   const cuda::Plugin& plugin = cuda::load();
   const auto communicator = join(plugin.new_nccl_id(), 1, 0);
   const at::Tensor tensor = at::ones({4}, at::device(kGpu));
@@ -76,7 +75,7 @@ TEST_CASE("an aborted communicator says so and is of no use") {
         ErrorKind::kResources);
 }
 
-TEST_CASE("two ranks of one GPU are refused by NCCL, and say so") {
+TEST_CASE("NCCL refuses two ranks on one GPU with an error message") {
   const cuda::Plugin& plugin = cuda::load();
   const cuda::NcclId id = plugin.new_nccl_id();
   base::Error errors[2];

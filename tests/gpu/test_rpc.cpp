@@ -73,7 +73,7 @@ TEST_CASE("tensors of a GPU arrive on the GPU, whatever their size, type and lay
   cluster.shutdown();
 }
 
-TEST_CASE("ranks on the second GPU make no context on the first", "[two]") {
+TEST_CASE("ranks on the second GPU create no context on the first", "[two]") {
   rpc::AgentOptions options;
   options.device = test_device(1);
   testing::Cluster cluster(2, expose_places, options);
@@ -86,7 +86,7 @@ TEST_CASE("ranks on the second GPU make no context on the first", "[two]") {
   CHECK_FALSE(at::detail::getCUDAHooks().hasPrimaryContext(0));
 }
 
-TEST_CASE("what is sent is what the sender's stream computes, and the reply the function's") {
+TEST_CASE("the sent values are those that the stream of the sender, or of the function, computes") {
   auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   for (int round = 0; round < 5; ++round) {
@@ -100,7 +100,7 @@ TEST_CASE("what is sent is what the sender's stream computes, and the reply the 
   cluster.shutdown();
 }
 
-TEST_CASE("many at once", "[memcheck]") {
+TEST_CASE("many concurrent calls carry the right tensors", "[memcheck]") {
   auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   std::vector<at::Tensor> tensors;
@@ -115,7 +115,7 @@ TEST_CASE("many at once", "[memcheck]") {
   cluster.shutdown();
 }
 
-TEST_CASE("a tensor of a GPU that the receiver has no place for is refused, not copied") {
+TEST_CASE("a GPU tensor without a device on the receiver is refused, not copied") {
   gpu();
   testing::Cluster cluster(2, expose_places);
   const at::Tensor tensor = at::ones({3}, at::device(gpu()));

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// A pass over two ranks on a GPU, beside the same on the CPU in one process.
+// Compares a pass over two ranks on a GPU with the same pass on the CPU in one process.
 #include <ATen/ATen.h>
 
 #include "distrain/autograd/context.h"
@@ -23,7 +23,7 @@ at::Tensor leaf(at::Tensor value, c10::Device device) {
       .requires_grad_();
 }
 
-/// A table with sparse gradients and a dense layer behind it, on the device of its rank.
+/// A table with sparse gradients, followed by a dense layer, on the device of its rank.
 struct Model {
   using Constructor = Model(at::Tensor table, at::Tensor weight);
   Model(at::Tensor table, at::Tensor weight)
@@ -53,7 +53,7 @@ struct Result {
   at::Tensor table, weight, local;
 };
 
-/// So many steps of the model on rank 1 with a layer of rank 0's behind it.
+/// Makes steps with the model on rank 1, followed by a layer on rank 0.
 Result train(testing::Cluster& cluster, c10::Device device,
              const optim::OptimizerOptions& options) {
   at::manual_seed(7);
