@@ -1,7 +1,7 @@
 // ctest: labels=notsan timeout=180
-// Checkpoints that are written while the job goes on training. Not under tsan, which sees nothing
-// of the tensors' kernels and counters in LibTorch, so finds races where there are none:
-// unit_job.checkpoints has the threads.
+// Tests checkpoints that are written while the job continues to train. Not under thread sanitizer,
+// which cannot see the synchronization in LibTorch's kernels and reference counts and reports false
+// races; unit_job.checkpoints tests the threads.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
@@ -10,7 +10,7 @@ using namespace distrain::testing;
 
 namespace {
 
-// Numbers of the lines of an event, in the order in which all lines came.
+// Returns the positions of an event's lines of `step` among all lines.
 std::vector<size_t> places_of(const Finished& job, const std::string& event, int64_t step) {
   std::vector<size_t> places;
   for (size_t i = 0; i < job.lines.size(); ++i) {
@@ -35,18 +35,18 @@ struct FewImages {
 
 }  // namespace
 
-TEST_CASE("rows on a server and replicas of trainers are saved as they were") {
+TEST_CASE("rows on a server and replicas of trainers are saved as they were at the step") {
   scenario::HybridOptions options;
   options.mode = "sync";
   options.optimizer = "adam";
   check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options, 6);
 }
 
-TEST_CASE_METHOD(FewImages, "a net on rank 0 is saved as it was") {
+TEST_CASE_METHOD(FewImages, "a net on rank 0 is saved as it was at the step") {
   check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options(), 6);
 }
 
-TEST_CASE("a language model and each trainer's own state are saved as they were") {
+TEST_CASE("a language model and each trainer's own state are saved as they were at the step") {
   scenario::RnnOptions options;
   options.mode = "sync";
   options.trainers = 2;
@@ -54,7 +54,7 @@ TEST_CASE("a language model and each trainer's own state are saved as they were"
   check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options, 3);
 }
 
-TEST_CASE("stages with statistics of batches are saved as they were") {
+TEST_CASE("stages with running statistics are saved as they were at the step") {
   scenario::PipelineOptions options = small_pipeline(4, 1);
   options.num_split = {2};
   options.momentum = 0.9;
@@ -62,7 +62,7 @@ TEST_CASE("stages with statistics of batches are saved as they were") {
                         &scenario::PipelineOptions::batches);
 }
 
-TEST_CASE("a policy is saved as it was") {
+TEST_CASE("a policy is saved as it was at the episode") {
   check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), scenario::RlOptions(), 5,
                         &scenario::RlOptions::max_episodes);
 }
@@ -74,7 +74,7 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   options.checkpoint = {folder.path(), 3, ""};
   options.steps = 6;
   Hooks<scenario::PsOptions> hooks;
-  base::Promise<void> trained;  // all that is to be
+  base::Promise<void> trained;  // set after the last step
   std::once_flag once;
   hooks.job = [&](Job& job) {
     job.inject.before_save = [all = trained.future()] {
@@ -93,14 +93,14 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   for (const int64_t step : {4, 5, 6}) CHECK(places_of(job, "step", step).at(0) < first_saved);
   CHECK(saves[0]["step"] == 3);
   CHECK(saves[1]["step"] == 6);
-  // Whoever has ended has saved.
+  // A job that has ended has written its last checkpoint.
   CHECK(newest_checkpoint(folder.path()).step == 6);
   CHECK(contains(job.outcomes.at(0).message, "step 6"));
 }
 
 namespace {
 
-/// The folder of checkpoints is gone from the first save on, until a save has failed.
+/// Removes the checkpoint folder after the first save until a save has failed.
 template <class Options>
 Hooks<Options> without_folder(const Folder& folder) {
   Hooks<Options> hooks;
@@ -131,7 +131,7 @@ void check_goes_on_after_failed_save(Place place, Options options,
 
 }  // namespace
 
-TEST_CASE_METHOD(FewImages, "a job whose save fails goes on and saves again") {
+TEST_CASE_METHOD(FewImages, "a job whose save fails continues and saves again") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   check_goes_on_after_failed_save(place, options());
   scenario::HybridOptions hybrid;
@@ -144,7 +144,7 @@ TEST_CASE_METHOD(FewImages, "a job whose save fails goes on and saves again") {
 }
 
 TEST_CASE_METHOD(FewImages,
-                 "a job whose last save fails ends with that, stopped by a signal or not") {
+                 "a job whose last save fails ends with that error, stopped by a signal or not") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const bool by_signal = GENERATE(false, true);
   CAPTURE(place, by_signal);

@@ -1,4 +1,4 @@
-// Collectives over real agents: unix sockets and TCP.
+// Tests collectives over real agents, with unix sockets and TCP.
 #include <numeric>
 
 #include <ATen/ATen.h>
@@ -25,7 +25,7 @@ BackendPtr join_group(rpc::Agent& agent, int size) {
 
 }  // namespace
 
-TEST_CASE("collectives of all sizes over agents") {
+TEST_CASE("collectives of all sizes work over agents") {
   const std::string transport = GENERATE("unix", "tcp");
   const int size = GENERATE(2, 3, 4);
   rpc::AgentOptions options;
@@ -57,7 +57,7 @@ TEST_CASE("collectives of all sizes over agents") {
   cluster.shutdown();
 }
 
-TEST_CASE("a rank that dies ends the others' collectives") {
+TEST_CASE("a rank that dies ends the collectives of the others") {
   Cluster cluster(3);
   std::vector<BackendPtr> backends;
   for (int rank : {0, 1, 2}) backends.push_back(join_group(cluster[rank], 3));

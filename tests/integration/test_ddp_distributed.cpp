@@ -1,4 +1,4 @@
-// DDP inside distributed autograd passes: two trainers, one server that holds a table.
+// Tests DDP inside distributed autograd passes: two trainers, and a server that holds a table.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 
@@ -41,7 +41,7 @@ c10::intrusive_ptr<collective::Backend> join_group(rpc::Agent& agent) {
 
 }  // namespace
 
-TEST_CASE("the context's gradients of a DDP module are means over the trainers") {
+TEST_CASE("a context's gradients of a DDP module are means over the trainers") {
   Cluster cluster(kTrainers + 1, setup);
   cluster.on_all([](rpc::Agent& agent) {
     if (agent.rank() == kTrainers) return;
@@ -74,7 +74,7 @@ TEST_CASE("the context's gradients of a DDP module are means over the trainers")
   cluster.shutdown();
 }
 
-TEST_CASE("a parameter without gradient in a distributed pass ends it on all trainers") {
+TEST_CASE("a parameter without gradient in a distributed pass fails it on all trainers") {
   Cluster cluster(kTrainers + 1, setup);
   cluster.on_all([](rpc::Agent& agent) {
     if (agent.rank() == kTrainers) return;

@@ -23,7 +23,7 @@ Trained train_hybrid(Place place, HybridOptions options) {
   return trained;
 }
 
-// One reduction order differs at most: the sum over trainers. 1e-5 is the issue's bound.
+// The results differ at most by the order of the sum over trainers. 1e-5 is the limit of the issue.
 void check_as_local(const Trained& trained, const HybridOptions& options) {
   check_close(trained.parameters, train_hybrid(Place::kLocal, options).parameters, 1e-5);
 }
@@ -52,19 +52,18 @@ TEST_CASE("async training applies one update for each trainer and step") {
   const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
-  // Rank 0 has what the others did.
+  // Rank 0 has the results of the other ranks.
   const std::map<int, Json>& others = trained.job.outcomes.at(0).others;
   CHECK(std::ssize(others) == ps);
   CHECK(others.at(ps)["updates"] == 50 * options.trainers);
   CHECK(others.at(1).value("steps", 0) == (options.trainers > 1 ? 50 : 0));
   CHECK(trained.job.outcomes.at(ps).others.empty());
-  // Lookup, backward, update: at least three calls for each step.
+  // Lookup, backward, update: at least three calls per step.
   CHECK(trained.job.fields(0)["rpc"]["calls"] >= 150);
   if (options.trainers == 1) check_as_local(trained, options);
 }
 
-TEST_CASE(
-    "training on a file equals the one-process run, and is evaluated on all of the test file") {
+TEST_CASE("training on a file equals the one-process run and is evaluated on the whole test file") {
   const Folder folder;
   HybridOptions options;
   options.mode = "sync";
@@ -80,7 +79,7 @@ TEST_CASE(
         Approx(local.job.fields(0)["loss"].get<double>()).margin(1e-5));
 }
 
-TEST_CASE("a hybrid job evaluates one set after each epoch, another at the end") {
+TEST_CASE("a hybrid job evaluates one set after each epoch and another at the end") {
   const data::Folder folder;
   HybridOptions options;
   options.data = folder.write("examples", make_examples(60));
@@ -102,7 +101,7 @@ TEST_CASE("a hybrid job evaluates one set after each epoch, another at the end")
   CHECK(job.fields(0)["accuracy"] == lines[2]["accuracy"]);
 }
 
-TEST_CASE("a hidden teacher's labels are learned, by ranks as in one process") {
+TEST_CASE("the labels of a hidden teacher are learned by ranks as in one process") {
   HybridOptions options;
   options.data = HybridOptions::kTeacher;
   options.mode = "sync";
@@ -119,7 +118,7 @@ TEST_CASE("a hidden teacher's labels are learned, by ranks as in one process") {
   CHECK_FALSE(trained.job.fields(0).contains("unknown_words"));
 }
 
-TEST_CASE("a hybrid job with a teacher goes on exactly, and not on random labels") {
+TEST_CASE("a hybrid job with a teacher resumes exactly; one with random labels is refused") {
   HybridOptions options;
   options.mode = "sync";
   options.data = HybridOptions::kTeacher;
@@ -132,7 +131,7 @@ TEST_CASE("a hybrid job with a teacher goes on exactly, and not on random labels
   check_resume_refused(Place::kLocal, options, folder.path(), "saved while training on other data");
 }
 
-TEST_CASE("a hybrid job goes on from the middle of an epoch exactly") {
+TEST_CASE("a hybrid job resumes exactly from the middle of an epoch") {
   HybridOptions options;
   options.mode = "sync";
   options.batches = 7;
@@ -143,17 +142,17 @@ TEST_CASE("a hybrid job goes on from the middle of an epoch exactly") {
   check_resume_is_exact(place, options, 12, 24);
 }
 
-TEST_CASE("a hybrid job on a file goes on from the middle of an epoch exactly") {
+TEST_CASE("a hybrid job on a file resumes exactly from the middle of an epoch") {
   const Folder folder;
   HybridOptions options;
   options.mode = "sync";
-  options.batch_size = 4;  // 8 steps an epoch
+  options.batch_size = 4;  // 8 steps per epoch
   options.data = folder.write("examples", make_examples(60));
   options.optimizer = "adam";
   check_resume_is_exact(GENERATE(Place::kRanks, Place::kLocal), options, 11, 20);
 }
 
-TEST_CASE("a hybrid job saves every so many steps, or at the end of each epoch") {
+TEST_CASE("a hybrid job saves at a given interval of steps, or at the end of each epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const int64_t every = GENERATE(0, 4);
   CAPTURE(place, every);
@@ -170,20 +169,20 @@ TEST_CASE("a hybrid job saves every so many steps, or at the end of each epoch")
   CHECK(steps == (every > 0 ? std::vector<int64_t>{4, 8, 10} : std::vector<int64_t>{5, 10}));
 }
 
-TEST_CASE("a hybrid job that is told to stop saves, and goes on to the same end") {
+TEST_CASE("a hybrid job that is stopped saves, and resumes to the same end") {
   HybridOptions options;
   options.mode = "sync";
   options.batches = 7;
   options.steps = 120;
   options.optimizer = "adagrad";
-  // Trainers, the master and the server: whoever is told.
+  // Any rank may get the signal: a trainer, the master or the server.
   SECTION("ranks") {
     check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2, 3), 12, 0.003);
   }
   SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, 12); }
 }
 
-TEST_CASE("another hybrid job's checkpoint is refused by the name of what is another") {
+TEST_CASE("the checkpoint of another hybrid job is refused, naming the difference") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   const Folder folder;

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// A job of somebody else's, on the job kit: rows of a table on a server, a net under DDP.
+// Tests a user-defined job on the job kit: rows of a table on a server, and a net under DDP.
 #include <cmath>
 #include <future>
 #include <memory>
@@ -22,7 +22,7 @@ namespace distrain::testing {
 
 struct OwnOptions : job::TrainerOptions {
   int64_t dim = 4;
-  std::string fault;  ///< what the job's author has forgotten
+  std::string fault;  ///< the mistake that the job's author makes
   OwnOptions() {
     optimizer = "adam";
     lr = 0.05;
@@ -51,9 +51,9 @@ Rows rows_of(const job::Step& step) {
   return {ids, ids.remainder(2).eq(0).to(at::kFloat)};
 }
 
-std::mutex g_seed;  // it is the process's, and here all ranks are threads of one
+std::mutex g_seed;  // the seed is global to the process, and all ranks are threads of this process
 
-/// What `make` initialises.
+/// Returns what `make` creates with torch's generator seeded by `seed`.
 template <class F>
 auto seeded(uint64_t seed, F make) {
   const std::lock_guard lock(g_seed);
@@ -63,10 +63,10 @@ auto seeded(uint64_t seed, F make) {
 
 torch::nn::Sequential make_net(const OwnOptions& options) {
   return seeded(options.seed, [&] {
-    // One after the other: compilers initialise arguments in an order of their own.
+    // Created in separate statements, because compilers may evaluate arguments in any order.
     const torch::nn::Linear out(8, 1), hidden(options.dim, 8);
     torch::nn::Sequential net(hidden, torch::nn::ReLU(), out);
-    net->register_buffer("mask", at::full({2}, -INFINITY));  // saved as it is
+    net->register_buffer("mask", at::full({2}, -INFINITY));  // saved unchanged
     return net;
   });
 }
@@ -104,7 +104,7 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
     evaluation.means["mean_id"] = ids.sum().item<double>();
     return evaluation;
   };
-  // An evaluation of a model that has diverged fails before the save does.
+  // The evaluation of a diverged model fails before the save does.
   if (!options.fault.ends_with(".weight")) training.evaluate_epochs(evaluate);
   training.run([&](const job::Step& step) {
     const Rows rows = rows_of(step);
@@ -154,7 +154,7 @@ const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
   return kJob;
 }
 
-TEST_CASE("the ranks of a role are numbered if there are several, or may be") {
+TEST_CASE("the ranks of a role are numbered if the role has, or may have, several") {
   const auto job = job::define<OwnOptions>("towers", "two roles")
                        .role("server", 3)
                        .role("master", 1)
@@ -176,7 +176,7 @@ TEST_CASE("a parameter that is not finite is named, and not saved") {
   CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
 }
 
-TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
+TEST_CASE("a job on the kit learns, evaluates, and prints its own fields") {
   OwnOptions options;
   options.trainers = GENERATE(1, 3);
   options.epochs = 6;
@@ -186,7 +186,7 @@ TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
   REQUIRE(evaluations.size() == 6);
   CHECK(evaluations.back()["samples"] == kRows);
   CHECK(evaluations.back()["accuracy"] == 1.0);
-  CHECK(evaluations.back()["liked"] == 10);  // of all trainers' shares
+  CHECK(evaluations.back()["liked"] == 10);  // sum over the shares of all trainers
   CHECK(evaluations.back()["mean_id"] == 9.5);
   CHECK(job.fields(0)["eval"]["mean_id"] == 9.5);
   CHECK(job.fields(0)["accuracy"] == 1.0);
@@ -196,7 +196,7 @@ TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
   }
 }
 
-TEST_CASE("a job on the kit goes on from the middle of an epoch exactly") {
+TEST_CASE("a job on the kit resumes exactly from the middle of an epoch") {
   OwnOptions options;
   options.optimizer = GENERATE("adam", "sgd", "adamw", "rmsprop");
   options.lr_schedule = GENERATE("constant", "warmup:1e+cosine:2e", "plateau:0,0.5");
@@ -205,20 +205,20 @@ TEST_CASE("a job on the kit goes on from the middle of an epoch exactly") {
   check_resume_is_exact(Place::kRanks, options, 17, 30);
 }
 
-TEST_CASE("a job on the kit saves its module and its replicas as they were") {
+TEST_CASE("a job on the kit saves its module and its replicas as they were at the step") {
   OwnOptions options;
   options.optimizer = "sgd";
   options.momentum = 0.9;
   check_saved_as_it_was(Place::kRanks, options, 7);
 }
 
-TEST_CASE("a job on the kit that is told to stop goes on to the same end") {
+TEST_CASE("a job on the kit that is stopped resumes to the same end") {
   OwnOptions options;
   options.steps = 120;
   check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2), 12, 0.003);
 }
 
-TEST_CASE("a job on the kit that is told to save does so, and goes on") {
+TEST_CASE("a job on the kit that gets a signal to save does so and continues") {
   const Folder folder;
   OwnOptions options;
   options.steps = 240;
@@ -240,7 +240,7 @@ TEST_CASE("a job on the kit that is told to save does so, and goes on") {
   CHECK(saves[1]["step"] == 240);
 }
 
-TEST_CASE("collectives have the deadline that the user asks for, by default none") {
+TEST_CASE("collectives have the deadline of the options, by default none") {
   CHECK(Job().collective_timeout_s == 0);
   OwnOptions options;
   options.steps = 1;
@@ -249,24 +249,24 @@ TEST_CASE("collectives have the deadline that the user asks for, by default none
   run_job(Place::kRanks, options, hooks);
 }
 
-TEST_CASE("what the author of a job forgets is told in a line") {
+TEST_CASE("a mistake of a job's author is reported in one line") {
   OwnOptions options;
   options.epochs = 1;
   const auto told = [&](const std::string& fault, base::ErrorKind kind) {
     options.fault = fault;
     return error_of_job(kind, Place::kRanks, options).message;
   };
-  // DDP's parameters in a context's pass without its reducer.
+  // Uses DDP's parameters in a pass of a context without calling its forward().
   CHECK(contains(told("forward", base::ErrorKind::kInvalid), "forward"));
-  // A plain backward() over what came by RPC.
+  // Calls a plain backward() on the result of a call.
   CHECK(contains(told("backward", base::ErrorKind::kInvalid), "autograd::backward"));
-  // A module that keeps running statistics.
+  // Exposes a module with running statistics.
   CHECK(contains(told("buffers", base::ErrorKind::kInvalid), "BatchNorm"));
-  // A parameter in two groups.
+  // Puts a parameter into two groups.
   CHECK(contains(told("twice", base::ErrorKind::kInvalid), "group"));
 }
 
-TEST_CASE("an optimizer that no checkpoint keeps is told of once") {
+TEST_CASE("an optimizer that no checkpoint contains is reported once") {
   const Folder folder;
   OwnOptions options;
   options.epochs = 1;
@@ -277,7 +277,7 @@ TEST_CASE("an optimizer that no checkpoint keeps is told of once") {
   CHECK(contains(warnings[0]["message"].get<std::string>(), "no optimizer"));
 }
 
-TEST_CASE("a process whose place goes to one that names its rank asks for another") {
+TEST_CASE("a process whose assigned rank is taken by one that names it asks for another rank") {
   OwnOptions options;
   options.epochs = 1;
   net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
@@ -293,7 +293,7 @@ TEST_CASE("a process whose place goes to one that names its rank asks for anothe
     Job its = job;
     its.rank = rank;
     its.stop = std::make_shared<job::StopSignal>();
-    its.rejoins = rank == 1;  // it may come before it is seen that another one of it is gone
+    its.rejoins = rank == 1;  // rank 0 may not have noticed yet that the first rank 1 is gone
     if (rank == 0) its.listen_fd = socket.release();
     return std::async(std::launch::async, [&, its, placed = std::move(placed)] {
       at::set_num_threads(1);
@@ -321,7 +321,7 @@ TEST_CASE("a process whose place goes to one that names its rank asks for anothe
       end_of_first = std::async(std::launch::async, [&] {
         try {
           first->join();
-        } catch (const base::Exception&) {  // as its agent goes
+        } catch (const base::Exception&) {  // when the test destroys the agent
         }
       });
       const base::Future<void> joined = only_rank_2_is_missing.future();

@@ -1,6 +1,6 @@
 // ctest: labels=notsan timeout=300 first
-// Under no sanitizer, for time: test_pipeline_failures and test_pipeline_checkpoints run the same
-// code.
+// Under no sanitizer, to save time: test_pipeline_failures and test_pipeline_checkpoints run the
+// same code.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
@@ -14,7 +14,7 @@ PipelineOptions small() { return small_pipeline(2, 9); }
 
 using Gradients = std::vector<NamedTensors>;
 
-/// Of each batch of each split, and the job's `split` lines.
+/// Returns the gradients of each batch of each split, and the job's `split` lines.
 std::pair<Gradients, std::vector<Json>> train_pipeline(Place place, PipelineOptions options) {
   Gradients gradients;
   options.on_gradients = [&gradients](const NamedTensors& batch) {
@@ -43,7 +43,7 @@ void check_same_gradients(const Gradients& a, const Gradients& b) {
 
 }  // namespace
 
-TEST_CASE("a pipeline has the gradients of one process, whatever its schedule") {
+TEST_CASE("a pipeline has the gradients of one process with any schedule") {
   PipelineOptions options = small();
   options.num_split = {1, 2, 4, 8};
   options.batches = 1;
@@ -75,7 +75,7 @@ TEST_CASE("a pipeline has the gradients of one process, whatever its schedule") 
   }
 }
 
-TEST_CASE("where a pipeline is cut does not matter") {
+TEST_CASE("the gradients do not depend on the split into stages") {
   PipelineOptions options = small();
   options.num_split = {3};
   options.loss = "ce";
@@ -86,16 +86,16 @@ TEST_CASE("where a pipeline is cut does not matter") {
   check_same_gradients(train_pipeline(Place::kRanks, options).first, expected);
 }
 
-TEST_CASE("each number of micro-batches has a fresh model of the same seed") {
+TEST_CASE("each number of micro-batches starts with a new model of the same seed") {
   PipelineOptions options = small();
   options.num_split = {2, 3, 2};
   const auto [gradients, lines] = train_pipeline(Place::kRanks, options);
   REQUIRE(lines.size() == 3);
   CHECK(lines[0]["loss"] == lines[2]["loss"]);
-  CHECK(lines[0]["loss"] != lines[1]["loss"]);  // batch norm works on other batches
+  CHECK(lines[0]["loss"] != lines[1]["loss"]);  // the micro-batches of batch norm differ
 }
 
-TEST_CASE("a pipeline learns what it sees again and again") {
+TEST_CASE("a pipeline fits batches that it sees repeatedly") {
   const Folder folder;
   write_images(folder, 9, 0, 1);
   PipelineOptions options = small();
@@ -113,7 +113,7 @@ TEST_CASE("a pipeline learns what it sees again and again") {
   CHECK(finished.fields(0)["best"]["num_split"] == 2);
 }
 
-TEST_CASE("a pipeline is as good on the test images of CIFAR-10's format as one process") {
+TEST_CASE("a pipeline is as accurate on CIFAR-10 test images as one process") {
   const Folder folder;
   write_cifar10(folder, 80, 41, 1);
   PipelineOptions options = small();
@@ -139,7 +139,7 @@ TEST_CASE("a pipeline is as good on the test images of CIFAR-10's format as one 
   CHECK(finished.fields(0)["steps"] == 15);
 }
 
-TEST_CASE("a pipeline evaluates one folder after each epoch, another at the end") {
+TEST_CASE("a pipeline evaluates one folder after each epoch and another at the end") {
   const Folder folder, test;
   write_images(folder, 8, 5, 1);
   write_images(test, 1, 7, 2);
@@ -158,7 +158,7 @@ TEST_CASE("a pipeline evaluates one folder after each epoch, another at the end"
         Approx(ranks.all("eval")[2]["loss"].get<double>()).epsilon(1e-3));
 }
 
-TEST_CASE("stages that sleep in place of computing take turns all the same") {
+TEST_CASE("stages that sleep instead of computing still take turns") {
   PipelineOptions options = small();
   options.stages = 3;
   options.num_split = {1, 3, 9};
@@ -170,7 +170,7 @@ TEST_CASE("stages that sleep in place of computing take turns all the same") {
   }
 }
 
-TEST_CASE("a loss that is no number ends the job") {
+TEST_CASE("a loss that is not finite ends the job") {
   PipelineOptions options = small();
   options.num_split = {2};
   options.lr = 1e30;
@@ -185,5 +185,5 @@ TEST_CASE("weights that cannot be read end the job") {
   const Finished job = try_job(Place::kRanks, options);
   CHECK(base::kind_name(job.errors.at(0).kind) == "bad_data");
   CHECK(contains(job.errors.at(0).message, "no-such-file"));
-  CHECK(job.all("ready").empty());  // nobody had to wait for it
+  CHECK(job.all("ready").empty());  // no rank had to wait for the error
 }

@@ -16,7 +16,7 @@ PipelineOptions three_batches() {
 
 }  // namespace
 
-TEST_CASE("a pipeline that was taken up again ends in the same bits, however it is cut then") {
+TEST_CASE("a resumed pipeline ends with the same bits, also with another split") {
   PipelineOptions options = three_batches();
   const Snapshot expected = checkpoint_of(Place::kRanks, options);
   CHECK(expected.step == 4);
@@ -38,7 +38,7 @@ TEST_CASE("a pipeline that was taken up again ends in the same bits, however it 
   saved.state["options"] = expected.state["options"];
   check_same(saved, expected);
 
-  // There is nothing left to do, and nothing else to say.
+  // No batch is left, so the job only prints a warning.
   const Finished nothing = run_job(Place::kRanks, options);
   REQUIRE(nothing.all("warn").size() == 1);
   CHECK(contains(nothing.all("warn")[0]["message"], "a larger --batches"));
@@ -57,14 +57,14 @@ TEST_CASE("a pipeline in one process saves what its ranks save") {
   }
 }
 
-TEST_CASE("a pipeline that is told to stop saves and goes on later") {
+TEST_CASE("a pipeline that is stopped saves and can be resumed") {
   PipelineOptions options = three_batches();
   const int rank = GENERATE(0, 2);
   CAPTURE(rank);
   check_stop_and_go_on(Place::kRanks, options, rank, 0);
 }
 
-TEST_CASE("a pipeline goes on with the images that it began with") {
+TEST_CASE("a pipeline resumes with the images that it began with") {
   const Folder images, others, folder;
   write_images(images, 9, 0, 1);
   write_images(others, 9, 0, 2);
@@ -77,7 +77,7 @@ TEST_CASE("a pipeline goes on with the images that it began with") {
   check_resume_refused(Place::kLocal, options, folder.path(), "saved while training on other data");
 }
 
-TEST_CASE("a pipeline goes on from its own checkpoints only") {
+TEST_CASE("a pipeline resumes only from its own checkpoints") {
   PipelineOptions options = three_batches();
   options.batches = 1;
   const Folder folder;

@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// A stage that throws: everybody hears of it by its own words.
+// Tests a stage that throws: all micro-batches get its error.
 #include <ATen/Functions.h>
 
 #include "../src/scenario/pipeline/stage.h"
@@ -20,8 +20,8 @@ constexpr int kStages = 2;
 constexpr int64_t kMicroBatches = 4;
 constexpr int64_t kSide = 33;
 
-/// Two stages of a resnet18, and one context for each micro-batch, as the master has them. Wait for
-/// all that run() returns before it goes.
+/// Two stages of a resnet18 and one context for each micro-batch, as on the master. The object must
+/// outlive the futures that run() returns.
 struct TwoStages {
   explicit TwoStages(rpc::Agent& master) : agent(master) {
     const auto cut = cut_resnet("resnet18", kStages, {}, 10, kSide);
@@ -34,7 +34,8 @@ struct TwoStages {
     }
   }
 
-  /// `spoil` may change the scores of a micro-batch before its loss is taken.
+  /// Runs the micro-batches. `spoil` may change the scores of a micro-batch before its loss is
+  /// computed.
   std::vector<base::Future<void>> run(const std::vector<at::Tensor>& images,
                                       const std::function<at::Tensor(at::Tensor)>& spoil = {}) {
     std::vector<base::Future<void>> done;
@@ -73,13 +74,13 @@ std::vector<at::Tensor> good_images() {
 
 }  // namespace
 
-TEST_CASE("a forward pass that throws is what all micro-batches hear of") {
+TEST_CASE("a forward pass that throws fails all micro-batches with its error") {
   Cluster cluster(kStages + 1, setup_stages);
   for (int round = 0; round < 10; ++round) {
     TwoStages pipeline(cluster[0]);
     std::vector<at::Tensor> images = good_images();
     const size_t bad = static_cast<size_t>(round) % kMicroBatches;
-    images[bad] = at::rand({2, 5, kSide, kSide});  // a picture of five colours
+    images[bad] = at::rand({2, 5, kSide, kSide});  // an image with five channels
     const auto done = pipeline.run(images);
     const base::Error error = error_of([&] { base::wait_all(done); });
     for (const auto& one : done) one.wait_result();
@@ -98,7 +99,7 @@ TEST_CASE("a forward pass that throws is what all micro-batches hear of") {
   }
 }
 
-TEST_CASE("a backward pass that throws fails the others, too") {
+TEST_CASE("a backward pass that throws fails the other micro-batches, too") {
   Cluster cluster(kStages + 1, setup_stages);
   TwoStages pipeline(cluster[0]);
   const auto done = pipeline.run(good_images(), [](at::Tensor scores) {
@@ -106,8 +107,8 @@ TEST_CASE("a backward pass that throws fails the others, too") {
         [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the hook broke"); });
     return scores;
   });
-  // It broke on the master, before any stage had its turn. The pass that failed tells the stages,
-  // and these tell the micro-batches that wait behind it.
+  // The pass failed on the master, before any stage had its turn. The failed pass notifies the
+  // stages, and these fail the micro-batches that wait behind it.
   for (const auto& one : done) {
     const base::Error error = error_of([&] { one.wait(); });
     CAPTURE(error.message);
@@ -116,11 +117,11 @@ TEST_CASE("a backward pass that throws fails the others, too") {
   }
 }
 
-TEST_CASE("a pipeline ends when a stage dies with micro-batches under way") {
+TEST_CASE("a pipeline ends when a stage dies with micro-batches in flight") {
   const int dying = GENERATE(1, 2);
   Cluster cluster(kStages + 1, setup_stages);
   TwoStages pipeline(cluster[0]);
   const auto done = pipeline.run(good_images());
   cluster.kill(dying);
-  for (const auto& one : done) one.wait_result();  // well or not, but it ends
+  for (const auto& one : done) one.wait_result();  // with or without an error
 }

@@ -31,10 +31,10 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   options.mode = "sync";
   options.trainers = GENERATE(1, 2, 3);
   using Rate = std::optional<double>;
-  options.dropout = GENERATE(Rate(0), Rate(), Rate(0.1));  // masks come from keys
+  options.dropout = GENERATE(Rate(0), Rate(), Rate(0.1));  // dropout masks depend on keys only
   options.clip = options.dropout == 0 ? 0 : 0.5;
   if (options.dropout > 0.0 && options.trainers != 2) return;
-  options.limit = 101;  // shards that are not alike
+  options.limit = 101;  // shards of different sizes
   if (kSanitized && options.trainers == 2 && !(options.dropout > 0.0)) return;
   options.steps = 30;
   CAPTURE(options.trainers, options.dropout.value_or(-1));
@@ -45,7 +45,7 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   check_close(ranks.file("model"), local.file("model"), 1e-5);
 }
 
-TEST_CASE_METHOD(PsImages, "training of images gets better, and says the same as one process") {
+TEST_CASE_METHOD(PsImages, "training on images improves and prints the same as one process") {
   PsOptions options = this->options();
   options.mode = "sync";
   options.epochs = 2;
@@ -98,14 +98,15 @@ TEST_CASE_METHOD(PsImages, "a job on images evaluates other folders, one of them
   CHECK(again[1] == ranks.all("eval")[2]);
 }
 
-TEST_CASE_METHOD(PsImages, "one async trainer is the one-process run, bit by bit") {
+TEST_CASE_METHOD(PsImages, "one async trainer equals the one-process run bit for bit") {
   PsOptions options = this->options();
   options.trainers = 1;
   options.steps = 10;
   check_same(checkpoint_of(Place::kRanks, options), checkpoint_of(Place::kLocal, options));
 }
 
-TEST_CASE_METHOD(PsImages, "with ssp 0 nobody begins a step before all have made the one before") {
+TEST_CASE_METHOD(PsImages,
+                 "with ssp 0 no trainer begins a step before all have made the previous one") {
   PsOptions options = this->options();
   options.mode = "ssp";
   options.staleness = 0;
@@ -124,7 +125,8 @@ TEST_CASE_METHOD(PsImages, "with ssp 0 nobody begins a step before all have made
   CHECK(job.fields(0)["updates"] == 60);
 }
 
-TEST_CASE_METHOD(PsImages, "with ssp 2 the fast run ahead of a slow one, but by two steps only") {
+TEST_CASE_METHOD(PsImages,
+                 "with ssp 2 the fast trainers are at most two steps ahead of a slow one") {
   PsOptions options = this->options();
   options.mode = "ssp";
   options.staleness = 2;
@@ -138,13 +140,13 @@ TEST_CASE_METHOD(PsImages, "with ssp 2 the fast run ahead of a slow one, but by 
     const auto staleness = step["staleness"].get<int64_t>();
     CHECK(staleness >= 0);
     CHECK(staleness <= 2);
-    // What is ahead of the slowest by two has seen all its steps but two.
+    // A trainer that is two steps ahead of the slowest has seen all of its steps but two.
     CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1 - 2));
     greatest = std::max(greatest, staleness);
   }
   CHECK(greatest > 0);
   CHECK(job.fields(0)["staleness"] == greatest);
-  // The slowest, but for a moment in which another one was not given the CPU.
+  // Trainer 2 is the slowest, except for moments in which another trainer had no CPU.
   const std::vector<Json> slow = job.all("step", 2);
   REQUIRE(slow.size() == 20);
   CHECK(std::count_if(slow.begin(), slow.end(),
@@ -164,10 +166,10 @@ TEST_CASE_METHOD(PsImages, "four async trainers make 200 steps each without an e
   CHECK(steps == 800);
 }
 
-TEST_CASE_METHOD(PsImages, "async trainers take over what a slow one does not get to") {
+TEST_CASE_METHOD(PsImages, "async trainers take over steps of a slow one") {
   PsOptions options = this->options();
   options.trainers = 2;
-  options.limit = 120;  // 15 steps a trainer
+  options.limit = 120;  // 15 steps per trainer
   const Finished job = run_job(Place::kRanks, options, slow_rank<PsOptions>(2, 0.1));
   const auto fast = job.fields(1)["steps"].get<int64_t>();
   CHECK(fast > 15);
@@ -177,7 +179,7 @@ TEST_CASE_METHOD(PsImages, "async trainers take over what a slow one does not ge
   CHECK(samples == 120);
 }
 
-TEST_CASE_METHOD(PsImages, "gradients are on the server when verified, in every mode") {
+TEST_CASE_METHOD(PsImages, "verified gradients are on the server, in every mode") {
   PsOptions options = this->options();
   options.mode = GENERATE("async", "sync", "ssp");
   CAPTURE(options.mode);
@@ -198,7 +200,7 @@ TEST_CASE_METHOD(PsImages, "trainers with other data than the first are refused 
   CHECK(contains(message, "trainer 2 has read other data than the others"));
 }
 
-TEST_CASE_METHOD(PsImages, "a loss that is no number ends the job, and nothing is saved") {
+TEST_CASE_METHOD(PsImages, "a loss that is not finite ends the job, and nothing is saved") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   options.mode = GENERATE("sync", "async");

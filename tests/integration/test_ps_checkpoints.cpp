@@ -11,7 +11,7 @@ namespace {
 struct FewPsImages {
   FewPsImages() { write_images(folder, 96, 16, 1); }
 
-  // Steps an epoch: 8 with three trainers, 12 with two, 24 with one.
+  // Steps per epoch: 8 with three trainers, 12 with two, 24 with one.
   PsOptions options(const std::string& mode = "sync") const {
     PsOptions options;
     options.data = folder.path();
@@ -25,7 +25,7 @@ struct FewPsImages {
 
 }  // namespace
 
-TEST_CASE_METHOD(FewPsImages, "a job on images goes on from the middle of an epoch exactly") {
+TEST_CASE_METHOD(FewPsImages, "a job on images resumes exactly from the middle of an epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   options.trainers = GENERATE(1, 3);
@@ -34,11 +34,11 @@ TEST_CASE_METHOD(FewPsImages, "a job on images goes on from the middle of an epo
   check_resume_is_exact(place, options, 5, 10);
 }
 
-TEST_CASE_METHOD(FewPsImages, "a local async job goes on exactly, from an epoch's end too") {
+TEST_CASE_METHOD(FewPsImages, "a local async job resumes exactly, also from the end of an epoch") {
   check_resume_is_exact(Place::kLocal, options("async"), GENERATE(5, 12), 15);
 }
 
-TEST_CASE_METHOD(FewPsImages, "an async job goes on with the steps that were left") {
+TEST_CASE_METHOD(FewPsImages, "an async job resumes with the remaining steps") {
   PsOptions options = this->options(GENERATE("async", "ssp"));
   const Folder folder;
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
@@ -50,7 +50,7 @@ TEST_CASE_METHOD(FewPsImages, "an async job goes on with the steps that were lef
   CHECK(newest_checkpoint(folder.path()).state["position"]["total"] == 40);
 }
 
-TEST_CASE_METHOD(FewPsImages, "a job that is over goes on to its end at once") {
+TEST_CASE_METHOD(FewPsImages, "a completed job that is resumed ends at once") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   const Folder folder;
@@ -66,14 +66,15 @@ TEST_CASE_METHOD(FewPsImages, "a job that is over goes on to its end at once") {
   check_same(newest_checkpoint(folder.path()), before);
 }
 
-TEST_CASE_METHOD(FewPsImages, "a job on images saves every so many steps, or after each epoch") {
+TEST_CASE_METHOD(FewPsImages,
+                 "a job on images saves at a given interval of steps, or after each epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const std::string mode = GENERATE("async", "sync");
   const int64_t every = GENERATE(0, 5);
   CAPTURE(place, mode, every);
   const Folder folder;
   PsOptions options = this->options(mode);
-  options.limit = 48;  // 6 steps an epoch
+  options.limit = 48;  // 6 steps per epoch
   options.epochs = 2;
   options.checkpoint = {folder.path(), every, ""};
   std::vector<int64_t> steps;
@@ -83,16 +84,17 @@ TEST_CASE_METHOD(FewPsImages, "a job on images saves every so many steps, or aft
   CHECK(steps == (every > 0 ? std::vector<int64_t>{5, 10, 12} : std::vector<int64_t>{6, 12}));
 }
 
-TEST_CASE_METHOD(FewPsImages, "a job on images that is told to stop goes on to the same end") {
+TEST_CASE_METHOD(FewPsImages, "a job on images that is stopped resumes to the same end") {
   PsOptions options = this->options();
   options.steps = 30;
-  // The server and a trainer: whoever is told.
+  // The server or a trainer gets the signal.
   const int64_t at = GENERATE(0, 8);
   SECTION("ranks") { check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 2), at); }
   SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, at); }
 }
 
-TEST_CASE_METHOD(FewPsImages, "a job whose trainers run apart stops and goes on, too") {
+TEST_CASE_METHOD(FewPsImages,
+                 "a job whose trainers differ in their progress can be stopped and resumed, too") {
   PsOptions options = this->options(GENERATE("async", "ssp"));
   CAPTURE(options.mode);
   options.trainers = 3;
@@ -103,7 +105,8 @@ TEST_CASE_METHOD(FewPsImages, "a job whose trainers run apart stops and goes on,
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
   Hooks<PsOptions> hooks = slow_rank<PsOptions>(3, 0.01);
   hooks.heard = [](const Job& job, const Line& line) {
-    // Whoever is there first: one alone might be so late that the others make all steps.
+    // All ranks request the stop, because a single rank might be so late that the others complete
+    // all steps.
     if (line.event == "step" && line.fields["step"] == 4) job.stop->request();
   };
   const Finished first = run_job(Place::kRanks, options, hooks);
@@ -119,7 +122,7 @@ TEST_CASE_METHOD(FewPsImages, "a job whose trainers run apart stops and goes on,
   CHECK(newest_checkpoint(folder.path()).state["position"]["total"] == 48);
 }
 
-TEST_CASE_METHOD(FewPsImages, "a job goes on from an older checkpoint by its path") {
+TEST_CASE_METHOD(FewPsImages, "a job resumes from an older checkpoint by its path") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   options.steps = 8;

@@ -15,7 +15,7 @@ RlOptions short_rl(int64_t episodes) {
   return options;
 }
 
-/// What the lines say of the episodes, but for the speed.
+/// Returns the fields of the episode lines, except the speed.
 std::vector<Json> episodes_of(const Finished& job) {
   std::vector<Json> episodes = job.all("episode", 0);
   for (Json& line : episodes) {
@@ -33,7 +33,7 @@ void set_size(RlOptions& options, std::pair<int, int> size) {
 
 }  // namespace
 
-TEST_CASE("the episodes of observers are those of one process, to the last bit") {
+TEST_CASE("the episodes of observers equal those of one process bit for bit") {
   RlOptions options = short_rl(30);
   set_size(options, GENERATE(std::pair(1, 1), std::pair(3, 1), std::pair(1, 4), std::pair(2, 3)));
   options.seed = kSanitized ? 1 : GENERATE(1, 2);
@@ -81,7 +81,7 @@ TEST_CASE("a job ends as soon as its running reward is above the threshold") {
   CHECK_FALSE(job.outcomes.at(0).goal_missed);
 }
 
-TEST_CASE("an episode has as many steps as it may have, and lines come as often as they should") {
+TEST_CASE("an episode has at most the allowed steps, and lines appear at the given interval") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RlOptions options = short_rl(10);
   options.max_steps = GENERATE(1, 5);
@@ -99,7 +99,7 @@ TEST_CASE("an episode has as many steps as it may have, and lines come as often 
   CHECK(run_job(place, options).all("episode").empty());
 }
 
-TEST_CASE("a policy that is no number ends the job, and nothing is saved") {
+TEST_CASE("a policy that is not finite ends the job, and nothing is saved") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RlOptions options = short_rl(5);
   options.lr = 1e30;
@@ -112,11 +112,11 @@ TEST_CASE("a policy that is no number ends the job, and nothing is saved") {
   CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
 }
 
-#ifndef DISTRAIN_SANITIZED  // the same code as above, for a minute
+#ifndef DISTRAIN_SANITIZED  // the same code as above, which would take a minute
 TEST_CASE("CartPole is solved") {
   RlOptions options = short_rl(1000);
   options.observers = 3;
-  options.seed = 5;  // a quick one
+  options.seed = 5;  // a seed that is solved quickly
   const Finished job = run_job(Place::kRanks, options);
   const Json& end = job.fields(0);
   CHECK(end["solved"] == true);
@@ -125,19 +125,19 @@ TEST_CASE("CartPole is solved") {
 }
 #endif
 
-TEST_CASE("an observer that fails amid an episode ends the job for all, with its reason") {
+TEST_CASE("an observer that fails during an episode ends the job on all ranks, with its reason") {
   base::Promise<void> played;
   const base::Future<void> has_played = played.future();
   Hooks<RlOptions> hooks;
   hooks.heard_at_once = [&](const Job& job, const Line& line) {
     if (job.rank == 0 && line.event == "episode") played.set();
-    if (job.rank == 2 && line.event == "ready") {  // it plays meanwhile, on other threads
+    if (job.rank == 2 && line.event == "ready") {  // it plays concurrently, on other threads
       has_played.wait();
       throw base::Exception(base::ErrorKind::kResources, "no more");
     }
   };
   RlOptions options = short_rl(0);
-  options.threshold = 1e9;  // it would play for ever
+  options.threshold = 1e9;  // never reached, so the job would not end
   options.observers = 3;
   const Finished job = try_job(Place::kRanks, options, hooks);
   CHECK_FALSE(job.all("episode", 0).empty());

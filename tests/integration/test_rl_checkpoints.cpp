@@ -19,7 +19,7 @@ RlOptions saving_rl(const Folder& folder, int64_t episodes, const std::string& r
 
 }  // namespace
 
-TEST_CASE("a job of episodes goes on exactly") {
+TEST_CASE("a job of episodes resumes exactly") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const int observers = GENERATE(1, 2);
   const Folder whole, halves;
@@ -38,7 +38,7 @@ TEST_CASE("a job of episodes goes on exactly") {
   check_same(newest_checkpoint(halves.path()), newest_checkpoint(whole.path()));
 }
 
-TEST_CASE("a job of episodes saves every so many of them, and at its end") {
+TEST_CASE("a job of episodes saves at a given interval of episodes and at its end") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const int64_t every = GENERATE(0, 4, 5);
   const Folder folder;
@@ -54,7 +54,7 @@ TEST_CASE("a job of episodes saves every so many of them, and at its end") {
   CHECK(episodes == expected);
 }
 
-TEST_CASE("a job of episodes that is over stays so") {
+TEST_CASE("resuming a completed job of episodes has no effect") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const bool solved = GENERATE(true, false);
   const Folder folder;
@@ -63,7 +63,7 @@ TEST_CASE("a job of episodes that is over stays so") {
   const Finished first = run_job(place, options);
   const Finished again = run_job(place, options);
   CHECK(again.all("episode").empty());
-  CHECK(again.all("warn").size() == (solved ? 0 : 1));  // --max-episodes
+  CHECK(again.all("warn").size() == (solved ? 0 : 1));  // the warning names --max-episodes
   for (const char* name : {"solved", "episodes", "running_reward"}) {
     CHECK(again.fields(0)[name] == first.fields(0)[name]);
   }
@@ -71,7 +71,7 @@ TEST_CASE("a job of episodes that is over stays so") {
   CHECK(again.outcomes.at(0).goal_missed == !solved);
 }
 
-TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
+TEST_CASE("a job of episodes that is stopped resumes to the same end") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const int told = place == Place::kLocal ? 0 : GENERATE(0, 2);
   CAPTURE(told);
@@ -95,7 +95,7 @@ TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
   check_same(newest_checkpoint(stopped.path()), newest_checkpoint(whole.path()));
 }
 
-TEST_CASE("a job of episodes that is told to stop in its last one says that it was") {
+TEST_CASE("a job of episodes that is stopped in its last one reports that") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const int told = place == Place::kLocal ? 0 : GENERATE(0, 2);
   const bool solved = GENERATE(true, false);
@@ -103,7 +103,7 @@ TEST_CASE("a job of episodes that is told to stop in its last one says that it w
   const Folder folder;
   RlOptions options = saving_rl(folder, solved ? 0 : 8, "");
   options.observers = 2;
-  if (solved) {  // by rewards of 5, with the 8th
+  if (solved) {  // solved by the 8th episode, with rewards of 5
     options.max_steps = 5;
     options.threshold = 5 * (1 - std::pow(0.95, 7.5));
   }
@@ -111,7 +111,7 @@ TEST_CASE("a job of episodes that is told to stop in its last one says that it w
   Hooks<RlOptions> hooks;
   hooks.job = [&](Job& job) { signals.keep(job); };
   hooks.heard = [&](const Job&, const Line& line) {
-    // The 8th line comes when nothing is left to play, but not all is saved.
+    // The 8th line is printed after the last step but before the save is complete.
     if (line.event != "episode" || line.fields["episode"] != 8) return;
     CHECK(signals.of(told).request());
   };
@@ -121,7 +121,7 @@ TEST_CASE("a job of episodes that is told to stop in its last one says that it w
   CHECK(job.fields(0)["solved"] == solved);
 }
 
-TEST_CASE("a job of episodes that has nothing left to do is ended by a signal at once") {
+TEST_CASE("a signal ends a job of episodes without remaining work at once") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const bool solved = GENERATE(true, false);
   const Folder folder;
@@ -138,24 +138,24 @@ TEST_CASE("a job of episodes that has nothing left to do is ended by a signal at
   }
 }
 
-TEST_CASE("a signal is not kept waiting while ranks are missing, nor is a bad folder") {
+TEST_CASE("before all ranks have joined, signals are not deferred and a bad folder is reported") {
   const Folder folder;
   RlOptions options = saving_rl(folder, 3);
   Hooks<RlOptions> hooks;
   hooks.heard = [](const Job& job, const Line& line) {
-    // An observer may have begun to play by the time of its line.
+    // An observer may have begun to play when its line is printed.
     if (line.event == "ready" && job.rank == 0) CHECK_FALSE(job.stop->armed());
   };
   run_job(Place::kRanks, options, hooks);
 
-  options.checkpoint.resume = "";  // now it holds another run's
+  options.checkpoint.resume = "";  // now the folder holds the checkpoints of another run
   const Finished job = try_job(Place::kRanks, options);
   CHECK(base::kind_name(job.errors.at(0).kind) == "invalid");
   CHECK(contains(job.errors.at(0).message, "holds another run's checkpoints"));
   CHECK(job.all("ready").empty());
 }
 
-TEST_CASE("another job's checkpoint of episodes is refused, with the reason") {
+TEST_CASE("a checkpoint of another job of episodes is refused with the reason") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const Folder folder;
   const RlOptions options = saving_rl(folder, 2);
@@ -178,7 +178,7 @@ TEST_CASE("another job's checkpoint of episodes is refused, with the reason") {
   CHECK(run_job(place, changed).fields(0)["episodes"] == 3);
 }
 
-TEST_CASE("a checkpoint that does not hold this policy is refused") {
+TEST_CASE("a checkpoint that does not contain this policy is refused") {
   const Folder folder;
   const RlOptions options = saving_rl(folder, 2);
   run_job(Place::kLocal, options);

@@ -12,19 +12,19 @@ using scenario::RnnOptions;
 
 namespace {
 
-constexpr double kNothing = 1e-20;  // a learning rate that changes no weight
+constexpr double kNothing = 1e-20;  // so small that it changes no weight
 
 struct RnnText {
   RnnText()
       : train(folder.write("train.txt", make_text(120, 1))),
         valid(folder.write("valid.txt", make_text(25, 2))) {}
 
-  // About 600 words: 25 steps an epoch with one trainer, 13 with two, 9 with three.
+  // About 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
   RnnOptions on_text() const {
     RnnOptions options;
     options.data = train;
     options.valid_data = valid;
-    options.vocab_size = 25;  // some are unknown
+    options.vocab_size = 25;  // some words are unknown
     options.batch_size = 4;
     options.bptt = 6;
     options.emsize = 6;
@@ -64,7 +64,7 @@ TEST_CASE_METHOD(RnnText, "sync training on text equals the one-process run over
   RnnOptions options = on_text();
   options.trainers = GENERATE(1, 2, 3);
   options.clip = GENERATE(0.0, 0.05);
-  options.dropout = GENERATE(0.0, 0.2);  // masks come from keys
+  options.dropout = GENERATE(0.0, 0.2);  // dropout masks depend on keys only
   if (kSanitized && (options.clip > 0) != (options.dropout > 0)) return;
   options.steps = 30;
   CAPTURE(options.trainers, options.clip, options.dropout);
@@ -133,7 +133,7 @@ TEST_CASE_METHOD(RnnText, "async trainers of the language model make all their s
   for (int rank = 1; rank <= 3; ++rank) CHECK(job.fields(rank)["steps"] == 40);
 }
 
-TEST_CASE_METHOD(RnnText, "the language model learns, and its lines say so") {
+TEST_CASE_METHOD(RnnText, "the language model learns, and its lines show it") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   RnnOptions options = on_text();
@@ -151,14 +151,14 @@ TEST_CASE_METHOD(RnnText, "the language model learns, and its lines say so") {
   }
   for (const Json& line : epochs) check_perplexity(line);
   for (const Json& line : job.all("step")) CHECK(line["words_per_s"] > 0);
-  CHECK(evals.back()["perplexity"] < 21);  // 25 for who knows nothing
+  CHECK(evals.back()["perplexity"] < 21);  // uniform guesses give 25
   CHECK(job.fields(0)["eval"] == evals.back());
   CHECK(job.fields(place == Place::kLocal ? 0 : 1)["words_per_s"] > 0);
 }
 
-TEST_CASE_METHOD(RnnText, "validation is of all columns, however many trainers share them") {
+TEST_CASE_METHOD(RnnText, "validation covers all columns, however many trainers share them") {
   RnnOptions options = on_text();
-  // Of two words only one has a next: not every trainer has a share.
+  // Of two words only one has a successor, so not every trainer has a share.
   if (GENERATE(false, true)) options.valid_data = folder.write("few.txt", "w1 w2\n");
   options.lr = kNothing;
   options.epochs = 1;
@@ -202,7 +202,7 @@ TEST_CASE_METHOD(RnnText, "the learning rate is divided by four after each stall
                                         kNothing / 64};
   CHECK(values_of(run_job(place, options).all("eval"), "lr") == expected);
 
-  // The same when it goes on from the end of the third epoch.
+  // The result is the same if the job resumes after the third epoch.
   const Folder saves;
   options.checkpoint = {saves.path(), 0, "auto"};
   options.epochs = 3;
@@ -212,11 +212,11 @@ TEST_CASE_METHOD(RnnText, "the learning rate is divided by four after each stall
         std::vector<double>(expected.begin() + 3, expected.end()));
 }
 
-TEST_CASE_METHOD(RnnText, "the learning rate that has been divided is the one of the steps") {
+TEST_CASE_METHOD(RnnText, "the steps use the learning rate that has been divided") {
   RnnOptions options = on_text();
   options.trainers = 2;
   options.epochs = 8;
-  options.lr = 40;  // too much: the loss goes up and down
+  options.lr = 40;  // too large: the loss oscillates
   options.clip = 5;
   const std::vector<Json> ranks = run_job(Place::kRanks, options).all("eval");
   const std::vector<Json> local = run_job(Place::kLocal, options).all("eval");
@@ -227,7 +227,7 @@ TEST_CASE_METHOD(RnnText, "the learning rate that has been divided is the one of
   }
 }
 
-TEST_CASE_METHOD(RnnText, "a sample begins with the prompt and has as many words as asked for") {
+TEST_CASE_METHOD(RnnText, "a sample begins with the prompt and has the requested number of words") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   RnnOptions options = on_text();
@@ -242,7 +242,7 @@ TEST_CASE_METHOD(RnnText, "a sample begins with the prompt and has as many words
   CAPTURE(text);
   REQUIRE(text.starts_with(options.prompt));
   std::istringstream rest(text.substr(options.prompt.size()));
-  int64_t words = std::count(text.begin(), text.end(), '\n');  // each an <eos>
+  int64_t words = std::count(text.begin(), text.end(), '\n');  // one <eos> per line
   for (std::string word; rest >> word; ++words) CHECK(word[0] == 'w');
   CHECK(words == 50);
   if (options.trainers == 1) {

@@ -13,7 +13,7 @@ struct RnnFewWords {
       : train(folder.write("train.txt", make_text(120, 1))),
         valid(folder.write("valid.txt", make_text(25, 2))) {}
 
-  // About 600 words: 25 steps an epoch with one trainer, 13 with two.
+  // About 600 words: 25 steps per epoch with one trainer, 13 with two.
   RnnOptions options() const {
     RnnOptions options;
     options.data = train;
@@ -39,7 +39,7 @@ struct RnnFewWords {
 
 }  // namespace
 
-TEST_CASE_METHOD(RnnFewWords, "a language model goes on from the middle of an epoch exactly") {
+TEST_CASE_METHOD(RnnFewWords, "a language model resumes exactly from the middle of an epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RnnOptions options = this->options();
   options.trainers = GENERATE(1, 2);
@@ -49,7 +49,7 @@ TEST_CASE_METHOD(RnnFewWords, "a language model goes on from the middle of an ep
   check_resume_is_exact(place, options, half, 34);
 }
 
-TEST_CASE_METHOD(RnnFewWords, "the tutorial's model goes on exactly, at an epoch's end, too") {
+TEST_CASE_METHOD(RnnFewWords, "the tutorial's model resumes exactly, also at the end of an epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RnnOptions options;
   options.trainers = 2;
@@ -57,7 +57,8 @@ TEST_CASE_METHOD(RnnFewWords, "the tutorial's model goes on exactly, at an epoch
   check_resume_is_exact(place, options, GENERATE(5, 8), 14);
 }
 
-TEST_CASE_METHOD(RnnFewWords, "a job without a checkpoint to go on from begins afresh") {
+TEST_CASE_METHOD(RnnFewWords,
+                 "a job without a checkpoint to resume from starts from the beginning") {
   RnnOptions options = this->options();
   options.steps = 3;
   const Folder saves;
@@ -68,10 +69,10 @@ TEST_CASE_METHOD(RnnFewWords, "a job without a checkpoint to go on from begins a
   CHECK(job.all("checkpoint")[0]["step"] == 3);
 }
 
-TEST_CASE_METHOD(RnnFewWords, "a language model that is told to stop goes on to the same end") {
+TEST_CASE_METHOD(RnnFewWords, "a language model that is stopped resumes to the same end") {
   RnnOptions options = this->options();
   options.steps = 60;
-  // The server and a trainer: whoever is told.
+  // The server or a trainer gets the signal.
   const int64_t at = GENERATE(0, 20);
   SECTION("ranks") { check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 2), at); }
   SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, at); }
@@ -85,7 +86,8 @@ TEST_CASE_METHOD(RnnFewWords, "trainers with another text than the first are ref
   CHECK(contains(message, "trainer 2 has read other data than the others"));
 }
 
-TEST_CASE_METHOD(RnnFewWords, "a perplexity that is no number ends the job, and nothing is saved") {
+TEST_CASE_METHOD(RnnFewWords,
+                 "a perplexity that is not finite ends the job, and nothing is saved") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   RnnOptions options = this->options();
@@ -103,7 +105,7 @@ TEST_CASE_METHOD(RnnFewWords, "a perplexity that is no number ends the job, and 
   check_same(newest_checkpoint(saves.path()), before);
 }
 
-TEST_CASE_METHOD(RnnFewWords, "another language model's checkpoint is refused, with the reason") {
+TEST_CASE_METHOD(RnnFewWords, "a checkpoint of another language model is refused with the reason") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   const Folder saves;
@@ -125,7 +127,7 @@ TEST_CASE_METHOD(RnnFewWords, "another language model's checkpoint is refused, w
   refused([&](auto& o) { o.data = o.valid_data; }, "saved while training on other data");
 }
 
-TEST_CASE_METHOD(RnnFewWords, "a checkpoint that does not hold this language model is refused") {
+TEST_CASE_METHOD(RnnFewWords, "a checkpoint that does not contain this language model is refused") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   const Folder saves;
