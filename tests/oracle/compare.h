@@ -9,8 +9,8 @@
 
 namespace distrain::oracle {
 
-/// Checks that both lists hold the same gradients: the same ones defined, of the same layout, equal
-/// to within `tolerance` in every element.
+/// Checks that both lists have the same gradients: the same ones are defined, have the same layout,
+/// and are equal to within `tolerance` in every element.
 inline void check_same_gradients(const std::vector<at::Tensor>& actual,
                                  const std::vector<at::Tensor>& expected, double tolerance = 1e-6) {
   REQUIRE(actual.size() == expected.size());

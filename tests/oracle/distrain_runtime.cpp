@@ -18,13 +18,13 @@ at::Tensor bag(at::Tensor weight, at::Tensor indices, at::Tensor offsets, bool s
   return embedding_bag_value(weight, indices, offsets, sparse);
 }
 
-// to_here() on whichever rank this runs: the value's owner, or another one.
+// Calls to_here() on the rank that runs the function: the owner of the value or another rank.
 at::Tensor add_to(const RRef<at::Tensor>& x, at::Tensor y) { return x.to_here() + y; }
 at::Tensor mul_by(const RRef<at::Tensor>& x, at::Tensor y) { return x.to_here() * y; }
 
 struct Table {
   using Constructor = Table(at::Tensor values);
-  // The very tensor: it stands for a parameter made here, whose gradient is looked up here.
+  // Holds a copy that stands for a parameter created on this rank, where its gradient is looked up.
   explicit Table(at::Tensor values) : weight(values.detach().clone().requires_grad_()) {}
   at::Tensor forward(at::Tensor indices, at::Tensor offsets) {
     return embedding_bag_value(weight, indices, offsets, true);

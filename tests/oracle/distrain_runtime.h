@@ -10,17 +10,17 @@
 
 namespace distrain::oracle {
 
-/// Our own distributed autograd on the graphs: ranks 0, which calls, and 1, "the other rank", in
-/// one process; with a third rank, results of chain() stay on that one.
+/// Runs the graphs with our distributed autograd: rank 0 is the caller and rank 1 "the other rank",
+/// both in one process. With a third rank, results of chain() stay on that rank.
 class DistrainRuntime {
  public:
-  /// `each` as of Cluster.
+  /// `each` as for Cluster.
   explicit DistrainRuntime(int world_size,
                            const std::function<void(rpc::AgentOptions&)>& each = {});
   ~DistrainRuntime();
 
-  /// As OfficialRuntime::gradients(): those of the leaves and, last, of the table, from a context
-  /// of their own; the table's is that of its owner.
+  /// As OfficialRuntime::gradients(): returns the gradients of the leaves and, last, of the table,
+  /// from a new context. The table's gradient is read on its owner.
   std::vector<at::Tensor> gradients(const Graph& graph);
   testing::Cluster& cluster() { return cluster_; }
 

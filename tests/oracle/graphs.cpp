@@ -11,7 +11,7 @@ at::Tensor leaf(at::IntArrayRef shape) { return at::randn(shape).requires_grad_(
 
 at::Tensor numbers(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
-// 16 indices into 10 rows; the last bag begins at 16: it is empty.
+// Returns 16 indices into 10 rows. The last bag begins at 16, so it is empty.
 at::Tensor bag_indices(const at::Tensor& beside) {
   return numbers({1, 3, 3, 0, 9, 2, 1, 1, 5, 6, 7, 8, 4, 4, 4, 0}).to(beside.device());
 }
@@ -19,7 +19,7 @@ at::Tensor bag_offsets(const at::Tensor& beside) {
   return numbers({0, 4, 8, 12, 16}).to(beside.device());
 }
 
-// Gives every element of `y` another weight, so that a mixed-up gradient shows.
+// Multiplies every element of `y` by another weight, so that swapped gradients are detected.
 at::Tensor weighted_sum(const at::Tensor& y) {
   return (y * at::arange(1, y.numel() + 1, y.options()).view(y.sizes())).sum();
 }

@@ -10,23 +10,23 @@
 
 namespace distrain::oracle {
 
-/// One graph to compare gradients on. `leaves` and `table` require gradients; the same numbers in
-/// every call of graphs().
+/// A graph on which gradients are compared. `leaves` and `table` require gradients; graphs() uses
+/// the same values in every call.
 struct Graph {
   std::string name;
-  std::vector<at::Tensor> leaves;  ///< of the rank that calls
-  at::Tensor table;                ///< what lookup() reads, on the other rank: [10, 3]
+  std::vector<at::Tensor> leaves;  ///< on the calling rank
+  at::Tensor table;                ///< the table of lookup(), on the other rank: [10, 3]
   std::function<at::Tensor(RemoteOps&, const std::vector<at::Tensor>& leaves)> loss;
 };
 
-/// The graphs of issue 3 and their relatives.
+/// Returns the graphs of issue 3 and variants of them.
 std::vector<Graph> graphs();
 
-/// The same numbers on a device.
+/// Returns the graph with its values on a device.
 Graph on_device(const Graph& graph, c10::Device device);
 
-/// The gradients of the leaves and, last, of the table, by plain autograd; undefined where a tensor
-/// has no part in the loss.
+/// Returns the gradients of the leaves and, last, of the table, computed by plain autograd.
+/// Undefined for a tensor that the loss does not depend on.
 std::vector<at::Tensor> local_gradients(const Graph& graph);
 
 }  // namespace distrain::oracle

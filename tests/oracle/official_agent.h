@@ -1,4 +1,4 @@
-// LibTorch's own C++ RPC agent, as its Python bindings would set it up.
+// LibTorch's C++ RPC agent, set up as by its Python bindings.
 #pragma once
 
 #include <memory>
@@ -27,9 +27,9 @@ using OfficialReply = c10::intrusive_ptr<c10::ivalue::Future>;
 
 inline std::string official_name(int rank) { return "worker" + std::to_string(rank); }
 
-/// Starts the agent of this process: there can be only one, it is torch's global. `transport` is
-/// "shm", "uv" (TCP), or empty for what torch chooses. With a GPU's number, tensors on that GPU
-/// arrive on the same one everywhere.
+/// Starts the agent of this process. There can be only one because it is a global of torch.
+/// `transport` is "shm", "uv" (TCP), or empty for torch's choice. If `gpu` is given, tensors on
+/// that GPU arrive on the same GPU on every rank.
 inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int world_size, const std::string& transport,
                                           std::optional<c10::Device> gpu = std::nullopt) {
@@ -61,7 +61,8 @@ inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>&
   return agent;
 }
 
-/// The operator "aten::mul" with the overload "Tensor", …; what a ScriptCall carries.
+/// Returns the operator of this name and overload, such as "aten::mul" and "Tensor", for a
+/// ScriptCall.
 inline std::shared_ptr<torch::jit::Operator> find_operator(const std::string& name,
                                                            const std::string& overload) {
   for (const auto& candidate : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {
@@ -75,7 +76,7 @@ inline c10::intrusive_ptr<official::rpc::Message> script_call(
   return official::rpc::ScriptCall(op, std::move(arguments)).toMessage();
 }
 
-/// Waits for the reply to a ScriptCall; throws what the other side threw.
+/// Waits for the reply to a ScriptCall; throws the error of the callee.
 inline c10::IValue reply_value(const OfficialReply& reply) {
   reply->waitAndThrow();
   const auto message = reply->value().toCustomClass<official::rpc::Message>();

@@ -17,13 +17,13 @@ using official::autograd::DistAutogradContainer;
 using torch::jit::Stack;
 
 constexpr const char* kNested = "aten::distrain_nested(Tensor x, Tensor y) -> Tensor";
-// aten::embedding_bag itself has four results; a ScriptCall allows one.
+// aten::embedding_bag has four results, but a ScriptCall allows only one.
 constexpr const char* kEmbeddingBag =
     "aten::distrain_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool sparse)"
     " -> Tensor";
 constexpr const char* kLookup = "aten::distrain_lookup(Tensor indices, Tensor offsets) -> Tensor";
 
-// A call of an operator on the one worker, with autograd, as Python's rpc_sync makes it.
+// Calls an operator on the only worker, with autograd, as Python's rpc_sync does.
 c10::IValue call(official::rpc::RpcAgent& agent, const std::string& name,
                  const std::string& overload, std::vector<c10::IValue> arguments) {
   return reply_value(official::autograd::sendMessageWithAutograd(
@@ -36,7 +36,8 @@ at::Tensor call_add(official::rpc::RpcAgent& agent, const at::Tensor& x, const a
   return call(agent, "aten::add", "Tensor", {x, y, 1}).toTensor();
 }
 
-// A ScriptCall may name any operator in the namespace aten; handlers of our own are added there.
+// Registers an operator in the namespace aten, because a ScriptCall may call only operators of that
+// namespace.
 class Handler {
  public:
   Handler(const char* schema, torch::jit::Operation run) {
@@ -52,7 +53,7 @@ class Handler {
   std::unique_ptr<c10::FunctionSchema> schema_;
 };
 
-// The context of one pass, current on this thread as long as this lives.
+// A new context that is current on this thread during the object's lifetime.
 class Context {
  public:
   Context() : context_(DistAutogradContainer::getInstance().newContext()) {}
@@ -80,7 +81,7 @@ class Context {
 
 struct OfficialRuntime::State {
   OfficialAgent agent;
-  at::Tensor table;  // what the handler of lookup() reads; set between passes
+  at::Tensor table;  // the table that lookup()'s handler reads; set between passes
   std::unique_ptr<Handler> nested;
   std::unique_ptr<Handler> embedding_bag;
   std::unique_ptr<Handler> lookup;

@@ -9,11 +9,11 @@
 
 namespace distrain::oracle {
 
-/// PyTorch's own distributed autograd (TensorPipeAgent and DistEngine), driven from C++, in this
-/// process alone: its one worker calls itself, and every call goes over a connection, with a send
-/// and a recv node on either side, as between two workers.
+/// Runs the graphs with PyTorch's distributed autograd (TensorPipeAgent and DistEngine), driven
+/// from C++, in this process alone. Its only worker calls itself; every call uses a connection and
+/// has send and recv nodes on both sides, as between two workers.
 ///
-/// torch's agent and contexts are globals: at most one OfficialRuntime at a time.
+/// At most one OfficialRuntime at a time, because torch's agent and contexts are globals.
 class OfficialRuntime {
  public:
   OfficialRuntime();
@@ -21,9 +21,9 @@ class OfficialRuntime {
   OfficialRuntime(const OfficialRuntime&) = delete;
   OfficialRuntime& operator=(const OfficialRuntime&) = delete;
 
-  /// Runs the graph in a new context, then torch's distributed backward pass from its loss. The
-  /// gradients of the leaves and, last, of the table, in that context; an undefined tensor where
-  /// there is none. Those of the table come from the same context: it is this process's only one.
+  /// Runs the graph in a new context, then torch's distributed backward pass from its loss. Returns
+  /// the gradients of the leaves and, last, of the table in that context; a missing gradient is an
+  /// undefined tensor.
   std::vector<at::Tensor> gradients(const Graph& graph);
 
  private:

@@ -1,5 +1,5 @@
-// What the graphs of these tests are made of: operations that run on "the other rank". Each runtime
-// implements them in its own way; the graphs (graphs.h) do not know which one they run on.
+// The operations of the test graphs, which run on "the other rank". Each runtime implements them in
+// its own way; the graphs (graphs.h) do not depend on the runtime.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,45 +10,45 @@ class RemoteOps {
  public:
   virtual ~RemoteOps() = default;
 
-  /// x * y and x + y, computed over there.
+  /// Computes x * y or x + y on the other rank.
   virtual at::Tensor mul(const at::Tensor& x, const at::Tensor& y) = 0;
   virtual at::Tensor add(const at::Tensor& x, const at::Tensor& y) = 0;
 
-  /// nested_value() over there; the add within it is a call from there back to here (A→B→A).
+  /// Runs nested_value() on the other rank; its addition is a call back to this rank (A→B→A).
   virtual at::Tensor nested(const at::Tensor& x, const at::Tensor& y) = 0;
 
-  /// ((x * y) + x) * y in three calls whose results stay over there until the last is fetched:
-  /// remote() and RRef arguments, in a runtime that has them.
+  /// Computes ((x * y) + x) * y in three calls whose results stay on the other rank until the last
+  /// one is fetched, with remote() and RRef arguments if the runtime has them.
   virtual at::Tensor chain(const at::Tensor& x, const at::Tensor& y) {
     return mul(add(mul(x, y), x), y);
   }
 
-  /// The sums of bags of rows of `weight`, which travels there; the gradient that comes back is
-  /// sparse if `sparse`.
+  /// Returns the sums of bags of rows of `weight`, which is sent to the other rank. The gradient of
+  /// `weight` is sparse if `sparse`.
   virtual at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
                                    const at::Tensor& offsets, bool sparse) = 0;
 
-  /// The same of the table that lives over there; its gradient is sparse and stays there.
+  /// As embedding_bag() with the table on the other rank; its gradient is sparse and stays there.
   virtual at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) = 0;
 };
 
-/// What `nested` computes: x is used before and after the hop, y in two places.
+/// The computation of nested(): uses x before and after the call, and y in two places.
 template <class Add>
 at::Tensor nested_value(const at::Tensor& x, const at::Tensor& y, Add add) {
   return add(x * y, x) * y;
 }
 
-/// What `embedding_bag` and `lookup` compute (mode sum).
+/// The computation of embedding_bag() and lookup() (mode sum).
 inline at::Tensor embedding_bag_value(const at::Tensor& weight, const at::Tensor& indices,
                                       const at::Tensor& offsets, bool sparse) {
   constexpr int64_t kSum = 0;
   return std::get<0>(at::embedding_bag(weight, indices, offsets, false, kSum, sparse));
 }
 
-/// Everything here, in plain autograd: what every runtime must agree with.
+/// Runs all operations locally with plain autograd, as the reference for every runtime.
 class LocalOps final : public RemoteOps {
  public:
-  /// `table` is what lookup() reads.
+  /// `table` is read by lookup().
   explicit LocalOps(at::Tensor table) : table_(std::move(table)) {}
 
   at::Tensor mul(const at::Tensor& x, const at::Tensor& y) override { return x * y; }

@@ -1,4 +1,4 @@
-// What the tests of our ResNets against torchvision's share.
+// Shared helpers of the tests that compare our ResNets with torchvision's.
 #pragma once
 
 #include <vector>
@@ -20,8 +20,9 @@ inline void check_near(const at::Tensor& actual, const at::Tensor& expected, dou
   CHECK(distance <= tolerance);
 }
 
-// Then gradients can be compared to many digits: those of float32 differ by some percent with the
-// order of every sum, through batch norm over few values and through ReLU.
+// Converts the net to double so that gradients can be compared to many digits. In float32 they
+// change by some percent with the order of a sum, because of batch norm over few values and of
+// ReLU.
 inline void make_double(ResNetStage& net) {
   for (auto [name, tensor] : net.state()) {
     if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(at::kDouble));
@@ -29,8 +30,7 @@ inline void make_double(ResNetStage& net) {
 }
 
 inline constexpr double kTolerance = 1e-4;
-inline constexpr double kTrainingTolerance =
-    1e-3;  // batch norm divides by what a batch happens to have
-inline constexpr double kDoubleTolerance = 1e-6;  // of a tensor's norm
+inline constexpr double kTrainingTolerance = 1e-3;  // batch norm amplifies rounding errors
+inline constexpr double kDoubleTolerance = 1e-6;    // relative to a tensor's norm
 
 }  // namespace distrain::oracle

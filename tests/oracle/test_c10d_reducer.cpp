@@ -1,4 +1,4 @@
-// torch's own c10d::Reducer running on our Backend, beside our Reducer: the same gradients.
+// Compares our Reducer with torch's c10d::Reducer on our Backend: both give the same gradients.
 #include <map>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

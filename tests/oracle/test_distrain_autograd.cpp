@@ -1,9 +1,9 @@
-// Our engine against torch's own DistEngine, on the same graphs.
+// Compares our engine with torch's DistEngine on the same graphs.
 //
-// The tolerance: both engines run the same kernels on the same float32 numbers; what may differ is
-// the order in which the gradients of a tensor that is used several times are added up, a unit in
-// the last place or two. Gradients here reach some hundreds, so elements are compared to 1e-6 of
-// the largest gradient of the tensor (at least of 1): eight times the spacing of float32 there.
+// Tolerance: both engines run the same kernels on the same float32 values. Only the order in which
+// the gradients of a repeatedly used tensor are summed may differ, which changes the last place or
+// two. Gradients reach some hundreds here, so elements are compared to 1e-6 of the tensor's largest
+// gradient (or of 1): eight times the spacing of float32 there.
 #include <algorithm>
 #include <memory>
 #include <thread>
@@ -32,7 +32,7 @@ void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Ten
 
 }  // namespace
 
-TEST_CASE("our gradients are those of torch's DistEngine") {
+TEST_CASE("our gradients equal those of torch's DistEngine") {
   const std::vector<Graph> all = graphs();
   std::vector<std::vector<at::Tensor>> official;
   {
@@ -57,7 +57,7 @@ TEST_CASE("our gradients are those of torch's DistEngine") {
   }
 }
 
-TEST_CASE("hooks behind a leaf's AccumulateGrad are called as torch's DistEngine calls them") {
+TEST_CASE("hooks behind a leaf's AccumulateGrad are called as by torch's DistEngine") {
   struct Call {
     size_t leaf;
     size_t outputs;
@@ -103,7 +103,7 @@ TEST_CASE("hooks behind a leaf's AccumulateGrad are called as torch's DistEngine
   runtime.cluster().shutdown();
 }
 
-TEST_CASE("all graphs at once, in contexts of their own") {
+TEST_CASE("all graphs run concurrently, each in its own context") {
   const std::vector<Graph> all = graphs();
   std::vector<std::vector<at::Tensor>> expected;
   for (const Graph& graph : all) expected.push_back(local_gradients(graph));

@@ -1,5 +1,5 @@
-// The oracle itself: torch's distributed gradients are those of plain autograd on every graph.
-// Tests of our engine compare with the same lists.
+// Tests the oracle itself: torch's distributed gradients equal those of plain autograd on every
+// graph. Tests of our engine compare with the same lists.
 #include "oracle/compare.h"
 #include "oracle/graphs.h"
 #include "oracle/official_runtime.h"
@@ -7,13 +7,13 @@
 
 namespace distrain::oracle {
 
-TEST_CASE("torch's distributed gradients are the local ones") {
+TEST_CASE("Torch's distributed gradients equal the local ones") {
   OfficialRuntime runtime;
   for (const Graph& graph : graphs()) {
     DYNAMIC_SECTION(graph.name) {
       const std::vector<at::Tensor> expected = local_gradients(graph);
       check_same_gradients(runtime.gradients(graph), expected);
-      // Contexts are independent: the next pass starts from nothing.
+      // Contexts are independent: the next pass starts without gradients.
       check_same_gradients(runtime.gradients(graph), expected);
       for (const at::Tensor& leaf : graph.leaves) CHECK_FALSE(leaf.grad().defined());
     }

@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// Our ResNets against what was recorded of torchvision's; torchvision.cpp has them against
+// Compares our ResNets with recorded values of torchvision's; torchvision.cpp compares them with
 // torchvision itself.
 #include <cmath>
 #include <string>
@@ -33,7 +33,7 @@ uint64_t hash_of(const ResNetStage::Named& named) {
   return fnv1a(text);
 }
 
-// As `numbers` in tests/python/resnet.py, in the same bits.
+// Returns the same bits as `numbers` in tests/python/resnet.py.
 at::Tensor made_up_numbers(const std::string& name, at::IntArrayRef shape) {
   at::Tensor tensor = at::empty(shape, at::kFloat);
   const auto start = static_cast<uint32_t>(fnv1a(name) >> 32);
@@ -48,7 +48,7 @@ at::Tensor made_up_numbers(const std::string& name, at::IntArrayRef shape) {
   return tensor;
 }
 
-// As `made_up` there.
+// Returns the same values as `made_up` in tests/python/resnet.py.
 at::Tensor made_up_weight(const std::string& name, const at::Tensor& like) {
   if (name.ends_with("num_batches_tracked")) return at::zeros({}, at::kLong);
   const at::Tensor numbers = made_up_numbers(name, like.sizes());
@@ -66,7 +66,7 @@ at::Tensor scores(const std::vector<double>& recorded) {
 
 }  // namespace
 
-TEST_CASE("our ResNets are torchvision's, by what was recorded of them") {
+TEST_CASE("our ResNets match the recorded values of torchvision's") {
   for (const RecordedResNet& recorded : kRecordedResNets) {
     const std::string model = recorded.model;
     CAPTURE(model);

@@ -1,4 +1,4 @@
-// Our ResNet50 against torchvision's own; tests/python/torchvision.sh runs it, with the folder that
+// Compares our ResNet50 with torchvision's. Run by tests/python/torchvision.sh with the folder that
 // tests/python/resnet.py has written.
 #include <cstdlib>
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace distrain::oracle {
 
-TEST_CASE("our ResNet50 is torchvision's, with its own random weights", "[.torchvision]") {
+TEST_CASE("our ResNet50 equals torchvision's with torchvision's random weights", "[.torchvision]") {
   const char* folder = std::getenv("DISTRAIN_TORCHVISION");
   REQUIRE(folder);
   const NamedTensors weights = data::read_tensors(std::string(folder) + "/weights.safetensors");

@@ -1,4 +1,4 @@
-// What torchvision 0.26.0 gives; printed by tests/python/resnet.py record.
+// Values of torchvision 0.26.0, printed by tests/python/resnet.py record.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,15 @@ namespace distrain::oracle {
 struct RecordedResNet {
   const char* model;
   size_t parameters;
-  uint64_t parameters_hash;  ///< FNV-1a of "name[sizes]\n" of each, in order, without blanks
+  uint64_t
+      parameters_hash;  ///< FNV-1a of "name[sizes]\n" of each parameter, in order, without blanks
   size_t buffers;
   uint64_t buffers_hash;
   std::vector<double> evaluated;  ///< scores [2, 10] of two images of 64 x 64
   std::vector<double> trained;
-  std::vector<double> gradient_norms;  ///< of kGradientNames, cross entropy against 3 and 7
-  double running_sum;                  ///< of |running statistics|, after the training pass
+  std::vector<double> gradient_norms;  ///< of the parameters in kGradientNames, for the cross
+                                       ///< entropy with labels 3 and 7
+  double running_sum;                  ///< sum of |running statistics| after the training pass
 };
 
 inline constexpr const char* kGradientNames[] = {"conv1.weight", "layer1.0.bn1.bias",
