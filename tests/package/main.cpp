@@ -1,6 +1,7 @@
-// Two ranks, `my_job 0 PORT` and `my_job 1 PORT`: the second asks the first for a sum and for its
-// gradient. `my_job symbols`: libtorch_cpu has a libuv that all can see, and there must be no
-// other. `my_job cuda` says why there is no CUDA; it looks for libdistrain_cuda.so first.
+// Runs two ranks, `my_job 0 PORT` and `my_job 1 PORT`: the second asks the first for a sum and for
+// its gradient. `my_job symbols` checks that libtorch_cpu exports a visible libuv and that there is
+// no other one. `my_job cuda` prints why CUDA is unavailable; it looks for libdistrain_cuda.so
+// first.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
