@@ -1,4 +1,4 @@
-// NCCL within one process, for the simulated accelerator.
+// A fake NCCL within one process, for the simulated accelerator.
 #pragma once
 
 #include <condition_variable>
@@ -22,9 +22,9 @@
 
 namespace distrain::testing {
 
-/// Nothing waits for another rank but the streams: a collective is put into the one that was given,
-/// and holds it up until all ranks have come or the communicator is aborted, which leaves the
-/// tensor as it is. Ranks learn nothing of each other.
+/// Only streams wait for other ranks: a collective is enqueued on the given stream and blocks it
+/// until all ranks have arrived or the communicator is aborted, which leaves the tensor unchanged.
+/// Ranks are not notified of each other's failures.
 class FakeNccl {
  public:
   cuda::Nccl functions() {
@@ -37,39 +37,40 @@ class FakeNccl {
     return nccl;
   }
 
-  /// The next communicator that this rank makes fails: at once, or when it joins the others.
+  /// Makes the next communicator of `rank` fail at once. fail_joining() makes it fail when it joins
+  /// the others.
   void fail_making(int rank) {
     with_lock([&] { world_->fails_making.insert(rank); });
   }
   void fail_joining(int rank) {
     with_lock([&] { world_->fails_joining.insert(rank); });
   }
-  /// No rank sees the others come.
+  /// Sets whether ranks never see the others join.
   void never_join(bool never) {
     with_lock([&] { world_->never_join = never; });
   }
-  /// The next id that is asked for is not made.
+  /// Makes the next request for an ID fail.
   void fail_id() {
     with_lock([&] { world_->fails_id = true; });
   }
-  /// This rank takes no part in what it is given, and does not say so.
+  /// Sets whether `rank` silently ignores its collectives.
   void stall(int rank, bool stalls) {
     with_lock(
         [&] { stalls ? void(world_->stalled.insert(rank)) : void(world_->stalled.erase(rank)); });
   }
-  /// From now on the communicators that this rank has made tell so.
+  /// Makes the existing communicators of `rank` report a failure from now on.
   void set_failure(int rank, const std::string& text) {
     with_lock([&] { world_->failures[rank] = {text, world_->last_id}; });
   }
-  /// This rank's next collective is not taken.
+  /// Makes the next collective of `rank` fail to start.
   void fail_call(int rank) {
     with_lock([&] { world_->fails_call.insert(rank); });
   }
-  /// This rank's device reports an error when it is asked for what it has done over NCCL.
+  /// Makes the device of `rank` report an error when it is queried about its NCCL work.
   void break_device(int rank) {
     with_lock([&] { world_->broken.insert(rank); });
   }
-  /// Aborts do nothing and do not return until this is called again.
+  /// If `hold`, aborts have no effect and do not return until hold_aborts(false).
   void hold_aborts(bool hold) {
     with_lock([&] { world_->holds_aborts = hold; });
     world_->changed.notify_all();
@@ -81,24 +82,25 @@ class FakeNccl {
   int aborted() const {
     return with_lock([&] { return world_->aborted; });
   }
-  /// The collectives that this rank was given.
+  /// Returns the number of collectives that `rank` was given.
   int given(int rank) const {
     return with_lock([&] { return world_->given[rank]; });
   }
-  /// The ranks that wait for others to join the newest communicator, or have seen them come.
+  /// Returns the number of ranks that wait for others to join the newest communicator or have seen
+  /// them join.
   int joining() const {
     return with_lock([&] {
       const auto it = world_->rooms.find(world_->last_id);
       return it == world_->rooms.end() ? 0 : int(it->second->joined.size());
     });
   }
-  /// How often this rank was told of a failure.
+  /// Returns how often a failure was reported to `rank`.
   int told(int rank) const {
     return with_lock([&] { return world_->told[rank]; });
   }
 
  private:
-  /// One collective: the values of the ranks that have come, and where in their streams they do.
+  /// One collective: the values of the ranks that have arrived, and the points in their streams.
   struct Meeting {
     std::map<int, at::Tensor> values;
     std::vector<std::pair<simulated::Queue*, uint64_t>> points;
@@ -114,9 +116,9 @@ class FakeNccl {
   struct World {
     std::mutex mutex;
     std::condition_variable changed;
-    std::map<int, std::shared_ptr<Room>> rooms;  // by their ids
+    std::map<int, std::shared_ptr<Room>> rooms;  // by ID
     std::set<int> fails_making, fails_joining, fails_call, stalled, broken;
-    std::map<int, std::pair<std::string, int>> failures;  // and the last id they are for
+    std::map<int, std::pair<std::string, int>> failures;  // and the last ID that they apply to
     std::map<int, int> given, told;
     bool fails_id = false;
     bool never_join = false;
@@ -205,7 +207,7 @@ class FakeNccl {
         if (!*ended && world->broken.count(rank)) throw std::runtime_error("the device is broken");
         const auto points = meeting->points;
         lock.unlock();
-        // Maybe nobody else waits for the other ranks' streams.
+        // Runs the streams of the other ranks, because possibly no thread waits for them.
         for (const auto& [other, point] : points) other->run_to(point);
         lock.lock();
         return *ended || int(meeting->values.size()) == size;
@@ -221,7 +223,7 @@ class FakeNccl {
     const std::shared_ptr<World> world_;
     const std::shared_ptr<Room> room_;
     const int rank_;
-    const std::shared_ptr<bool> ended_ = std::make_shared<bool>(false);  // under the world's mutex
+    const std::shared_ptr<bool> ended_ = std::make_shared<bool>(false);  // by the world's mutex
     uint64_t next_ = 0;
   };
 

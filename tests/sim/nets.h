@@ -26,7 +26,7 @@ inline Tensors leaves(const Tensors& tensors, c10::Device device) {
   return moved;
 }
 
-/// The largest difference of any two elements.
+/// Returns the largest difference between two elements; infinite if the sizes differ.
 inline double difference(const Tensors& a, const Tensors& b) {
   double largest = a.size() == b.size() ? 0 : INFINITY;
   for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
@@ -35,7 +35,7 @@ inline double difference(const Tensors& a, const Tensors& b) {
     };
     const at::Tensor apart = (dense(a[i]) - dense(b[i])).abs();
     if (apart.numel() == 0) continue;
-    // NaN is what memory that was not written holds.
+    // NaN marks memory that was not written.
     largest =
         apart.isnan().any().item<bool>() ? INFINITY : std::max(largest, apart.max().item<double>());
   }
@@ -47,7 +47,7 @@ struct Net {
   std::string name;
   Tensors parameters;
   Tensors batch;
-  Tensors state;  ///< that a pass changes
+  Tensors state;  ///< changed by a pass
   std::function<at::Tensor(const Tensors& parameters, const Tensors& batch, const Tensors& state)>
       loss;
 };
@@ -65,7 +65,7 @@ inline Net perceptron() {
           }};
 }
 
-/// The ps job's.
+/// Returns the net of the ps job.
 inline Net conv_net() {
   const models::ConvNet model(1);
   return {"conv net",
@@ -77,7 +77,7 @@ inline Net conv_net() {
           }};
 }
 
-/// The hybrid job's: a table looked up by bags, and a dense layer.
+/// Returns the net of the hybrid job: a table that is looked up by bags, and a dense layer.
 inline Net bags(bool sparse = true) {
   return {sparse ? "bags, sparse" : "bags, dense",
           {at::randn({20, 6}), at::randn({4, 6}), at::randn({4})},
@@ -91,7 +91,7 @@ inline Net bags(bool sparse = true) {
           }};
 }
 
-/// The rnn job's: words, two layers of LSTM, a decoder.
+/// Returns the net of the rnn job: words, two layers of LSTM, a decoder.
 inline Net language_model(bool sparse = true) {
   const int64_t words = 11, size = 5, hidden = 7;
   Net net{sparse ? "language model, sparse" : "language model, dense", {}, {}, {}, {}};
@@ -118,8 +118,8 @@ inline Net language_model(bool sparse = true) {
   return net;
 }
 
-/// What a ResNet is made of, channels last: a stem, a block with a way around, pooling, a head. Its
-/// state are batch norm's statistics.
+/// Returns the parts of a ResNet, channels last: a stem, a block with a shortcut, pooling, a head.
+/// Its state is the statistics of batch norm.
 inline Net residual_net() {
   const auto conv = [](int64_t out, int64_t in, int64_t kernel) {
     return (at::randn({out, in, kernel, kernel}) * 0.2).contiguous(at::MemoryFormat::ChannelsLast);

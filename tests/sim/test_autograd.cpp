@@ -1,5 +1,5 @@
-// The streams of a backward pass on one rank: what is put into one stream and used under another
-// has to be waited for, every time; the simulated accelerator shows it if it is not.
+// Tests the streams of a backward pass on one rank. Work that one stream produces and another uses
+// needs a wait; on the simulated accelerator a missing wait gives wrong values every time.
 // ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -23,14 +23,14 @@ using rpc::StreamPoint;
 
 at::Tensor twice(at::Tensor x) { return x * 2; }
 
-// Of tensors on two devices.
+// Computes with tensors on two devices.
 std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
 
-// Gradients times 2, the second by its sum, too. That one is used under the stream that this thread
-// has on its device, then under one aside; torch's rule is that what a node gives out is ready on
-// the node's own stream, the first's.
+// Multiplies the gradients by 2, and the second one by its sum, too. The second is used on the
+// current stream of its device, then on a side stream. Torch requires that the outputs of a node
+// are ready on the node's own stream, that of the first gradient.
 struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   using Tensors = torch::autograd::variable_list;
   static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
@@ -59,17 +59,17 @@ void expose_passes(rpc::Agent& agent) {
   agent.expose<&twice>("twice");
 }
 
-/// A leaf on a device, ready for any stream.
+/// Returns a leaf on a device that is ready for use on any stream.
 at::Tensor leaf(const at::Tensor& values, c10::Device device = test_device()) {
   const at::Tensor there = values.to(device).requires_grad_();
   StreamPoint::mark(device).wait_on_host();
   return there;
 }
 
-/// A stream that has nothing to do with any other.
+/// Returns a stream without dependencies on other streams.
 c10::Stream new_stream(int device = 0) { return rpc::side_stream(test_device(device)); }
 
-/// What `tensor` holds where `stream` has come so far.
+/// Returns the value of `tensor` at the current point of `stream`.
 at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
   const StreamGuard guard(stream);
   return tensor.cpu();
@@ -77,7 +77,7 @@ at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
 
 at::Tensor one_to_four() { return at::arange(1, 5, at::kFloat); }
 
-/// A pass over w * w, all of it under a stream of its own; the caller's stream is another one.
+/// A pass over w * w on its own stream; the caller uses another stream.
 struct Square {
   explicit Square(Cluster& cluster) : context(cluster[0], Context::Scope::kExplicit) {
     const StreamGuard guard(computing);
@@ -98,7 +98,7 @@ struct Square {
 
 }  // namespace
 
-TEST_CASE("a graph over several streams of a device") {
+TEST_CASE("a graph may use several streams of a device") {
   Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
     const at::Tensor w = leaf(one_to_four()), v = leaf(one_to_four() + 1);
@@ -132,7 +132,7 @@ TEST_CASE("a graph over several streams of a device") {
   }
 }
 
-TEST_CASE("a graph over several devices and the CPU, each under a stream of its own") {
+TEST_CASE("a graph may use several devices and the CPU, each with its own stream") {
   Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
     const at::Tensor on_cpu = one_to_four().requires_grad_();
@@ -159,30 +159,32 @@ TEST_CASE("a graph over several devices and the CPU, each under a stream of its 
   }
 }
 
-TEST_CASE("whoever reads a gradient waits for it, under whatever stream") {
+TEST_CASE("reading a gradient waits for it, on any stream") {
   Cluster cluster(1, expose_passes);
   Square square(cluster);
   square.backward();
   const c10::Stream reading = new_stream();
   const StreamGuard guard(reading);
-  SECTION("one") { CHECK(at::equal(square.context.gradient(square.w).cpu(), square.expected)); }
-  SECTION("of a context by its number") {
+  SECTION("one gradient") {
+    CHECK(at::equal(square.context.gradient(square.w).cpu(), square.expected));
+  }
+  SECTION("one gradient of a context by its ID") {
     const at::Tensor gradient = autograd::gradient(cluster[0], square.context.id(), square.w);
     CHECK(at::equal(gradient.cpu(), square.expected));
   }
-  SECTION("all") {
+  SECTION("all gradients") {
     const auto all = square.context.gradients();
     REQUIRE(all.size() == 1);
     CHECK(at::equal(all[0].second.cpu(), square.expected));
   }
-  SECTION("moved to another context") {
+  SECTION("gradients moved to another context") {
     Context other(cluster[0], Context::Scope::kExplicit);
     autograd::move_gradients(cluster[0], square.context.id(), other.id());
     CHECK(at::equal(other.gradient(square.w).cpu(), square.expected));
   }
 }
 
-TEST_CASE("the caller's stream is behind the whole pass") {
+TEST_CASE("the caller's stream waits for the whole pass") {
   Cluster cluster(1, expose_passes);
   Square square(cluster);
   at::Tensor kept, total = at::zeros({4}, at::TensorOptions().device(test_device()));
@@ -194,7 +196,7 @@ TEST_CASE("the caller's stream is behind the whole pass") {
   CHECK(at::equal(seen_from(square.calling, total), square.expected));
 }
 
-TEST_CASE("the stream that began a pass is behind it when its future is") {
+TEST_CASE("the stream that began a pass waits for it when its future is complete") {
   AgentOptions options;
   options.device = test_device();
   Cluster cluster(1, expose_passes, options);
@@ -206,7 +208,7 @@ TEST_CASE("the stream that began a pass is behind it when its future is") {
   CHECK(at::equal(kept.cpu(), square.expected));
 }
 
-TEST_CASE("a parameter that is sent has been updated") {
+TEST_CASE("a parameter that is sent includes earlier updates") {
   Cluster cluster(2, expose_passes, {},
                   [](AgentOptions& each) { each.device = test_device(each.rank); });
   const at::NoGradGuard no_grad;
@@ -220,7 +222,7 @@ TEST_CASE("a parameter that is sent has been updated") {
   CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (one_to_four() + 10) * 2));
 }
 
-TEST_CASE("a call with tensors on several devices", "[two]") {
+TEST_CASE("a call may have tensors on several devices", "[two]") {
   Cluster cluster(2, expose_passes, {}, [](AgentOptions& each) {
     each.device = test_device(2 * each.rank);
     each.device_maps.clear();
@@ -253,7 +255,7 @@ TEST_CASE("a call with tensors on several devices", "[two]") {
   }
 }
 
-TEST_CASE("a node with gradients on several devices finds both ready") {
+TEST_CASE("a node with gradients on several devices gets both when they are ready") {
   Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
     const at::Tensor w0 = leaf(one_to_four(), test_device(0)),
@@ -273,7 +275,7 @@ TEST_CASE("a node with gradients on several devices finds both ready") {
   }
 }
 
-TEST_CASE("the caller's stream is behind a pass that other ranks had a part in") {
+TEST_CASE("the caller's stream waits for a pass that includes other ranks") {
   Cluster cluster(2, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
     const at::Tensor w = leaf(one_to_four()), total = leaf(at::zeros({4})).detach();
@@ -285,7 +287,7 @@ TEST_CASE("the caller's stream is behind a pass that other ranks had a part in")
       loss = cluster[0].rpc_sync<&twice>(1, (w * w).cpu()).sum();
     }
     context.on_gradient_ready(w, [&](const at::Tensor& gradient) { kept = gradient; });
-    context.on_pass_end([&] { total.add_(kept); });  // by a worker thread
+    context.on_pass_end([&] { total.add_(kept); });  // runs on a worker thread
     {
       const StreamGuard guard(calling);
       autograd::backward(context, {loss});
@@ -295,7 +297,7 @@ TEST_CASE("the caller's stream is behind a pass that other ranks had a part in")
   }
 }
 
-TEST_CASE("gradients made under several streams add up") {
+TEST_CASE("gradients of several streams are summed") {
   Cluster cluster(1, expose_passes);
   const at::Tensor w = leaf(one_to_four());
   Context context(cluster[0]);
@@ -328,7 +330,7 @@ TEST_CASE("a gradient that another stream still reads is not added to in place")
   CHECK(at::equal(seen_from(reading, read), square.expected));
 }
 
-TEST_CASE("a gradient's memory is kept for the stream that reads it") {
+TEST_CASE("the memory of a gradient is kept for the stream that reads it") {
   Cluster cluster(1, expose_passes);
   const c10::Stream reading = new_stream();
   std::optional<Square> square(std::in_place, cluster);
@@ -345,7 +347,7 @@ TEST_CASE("a gradient's memory is kept for the stream that reads it") {
   CHECK(at::equal(seen_from(reading, read), expected));
 }
 
-TEST_CASE("a gradient that was set is waited for") {
+TEST_CASE("reading a gradient that was set waits for it") {
   Cluster cluster(1, expose_passes);
   const at::Tensor w = leaf(one_to_four());
   Context context(cluster[0]);
@@ -366,7 +368,7 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
   const at::Tensor w = leaf(one_to_four());
   const auto read = [&] {
     const autograd::ParameterRead reading(cluster[0]);
-    // At home whoever reads the parameter itself is safe, too.
+    // On the owner, using the parameter itself is safe, too.
     return (at_home ? w : reading.version(w)) * 1;
   };
   const auto update = [&](auto change) {
@@ -398,7 +400,7 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
   CHECK(at::equal(seen_from(first, before), one_to_four()));
 }
 
-TEST_CASE("the memory of a parameter that moves is kept for the streams that read the old one") {
+TEST_CASE("the old memory of a parameter that is moved is kept for the streams that read it") {
   Cluster cluster(1, expose_passes);
   const at::NoGradGuard no_grad;
   const at::Tensor w = leaf(one_to_four());
@@ -415,7 +417,7 @@ TEST_CASE("the memory of a parameter that moves is kept for the streams that rea
     }
     read = version * 1;
   }
-  // One of the two is done with it, and the memory's own stream goes on.
+  // One of the two streams has finished, and the stream that owns the memory continues.
   const bool reader_first = GENERATE(true, false);
   StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
   const at::Tensor other = at::zeros({4}, w.options());
@@ -424,7 +426,7 @@ TEST_CASE("the memory of a parameter that moves is kept for the streams that rea
   CHECK(at::equal(seen_from(reading, read), one_to_four()));
 }
 
-TEST_CASE("sparse gradients add up under several streams") {
+TEST_CASE("sparse gradients are summed on several streams") {
   Cluster cluster(1, expose_passes);
   const at::Tensor table = leaf(at::arange(30, at::kFloat).view({10, 3}));
   const at::Tensor cpu_table = table.detach().cpu().requires_grad_();
@@ -437,7 +439,7 @@ TEST_CASE("sparse gradients add up under several streams") {
     const auto sums = std::get<0>(at::embedding_bag(weight, i, o, false, 0, sparse));
     return (sums * sums).sum();
   };
-  // What comes first and what is added to it.
+  // The first gradient, and the gradient that is added to it.
   for (const auto& kinds : {std::vector{true, true}, {true, false}, {false, true}, {true}}) {
     Context context(cluster[0]);
     for (const bool sparse : kinds) {

@@ -1,5 +1,5 @@
-// Distributed autograd of tensors on devices: the gradients of the oracle's graphs are the CPU's,
-// whatever the devices of the ranks and the streams of the caller.
+// Tests distributed autograd with tensors on devices: the gradients of the oracle's graphs equal
+// the CPU's for any devices of the ranks and streams of the caller.
 // ctest: timeout=240
 #include <algorithm>
 #include <thread>
@@ -24,7 +24,7 @@ at::Tensor to_cpu(const at::Tensor& tensor) {
   return at::sparse_coo_tensor(tensor._indices().cpu(), tensor._values().cpu(), tensor.sizes());
 }
 
-// As the oracle's tests compare: to 1e-6 of the largest gradient.
+// Compares to 1e-6 of the largest gradient, as the oracle's tests do.
 void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -34,7 +34,7 @@ void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Ten
   }
 }
 
-/// Rank r has device r; with `shared`, all have the first.
+/// Gives rank r device r, or all ranks the first device if `shared`.
 std::function<void(rpc::AgentOptions&)> on_devices(bool shared) {
   return [shared](rpc::AgentOptions& options) {
     options.device = test_device(shared ? 0 : options.rank);
@@ -47,7 +47,7 @@ Graph ready_on(const Graph& graph, c10::Device device) {
   return moved;
 }
 
-/// Each operation under a stream of its own, which its caller keeps in order as any program must.
+/// Runs each operation on its own stream and adds the waits that any program must add.
 class HoppingOps final : public RemoteOps {
  public:
   explicit HoppingOps(RemoteOps& ops) : ops_(ops) {}
@@ -128,7 +128,7 @@ TEST_CASE("gradients of ranks with devices are the CPU's") {
   }
 }
 
-TEST_CASE("the same from streams of the caller's own") {
+TEST_CASE("gradients are the CPU's if the caller uses its own streams") {
   DistrainRuntime runtime(3, on_devices(false));
   for (const Graph& graph : graphs()) {
     INFO(graph.name);
@@ -143,7 +143,7 @@ TEST_CASE("the same from streams of the caller's own") {
   check_nothing_left(runtime);
 }
 
-TEST_CASE("all graphs at once on devices, in contexts and streams of their own") {
+TEST_CASE("all graphs run concurrently on devices, each in its own context and streams") {
   const std::vector<Graph> all = graphs();
   DistrainRuntime runtime(3, on_devices(false));
   std::vector<std::vector<at::Tensor>> actual(all.size());

@@ -1,5 +1,4 @@
-// Ranks with a device of their own: which one that is, and that no thread of theirs makes a context
-// on another one.
+// Tests which device a rank uses, and that none of its threads creates a context on another device.
 #include <ATen/ATen.h>
 
 #include "distrain/autograd/context.h"
@@ -17,7 +16,7 @@ using namespace distrain::testing;
 
 namespace {
 
-const at::TensorOptions kSomeDevice(c10::kPrivateUse1);  // the current one of the thread
+const at::TensorOptions kSomeDevice(c10::kPrivateUse1);  // the current device of the thread
 
 at::Tensor doubled(at::Tensor x) { return x * 2; }
 std::string device_of_new() { return at::empty({1}, kSomeDevice).device().str(); }
@@ -60,7 +59,7 @@ TEST_CASE("the rank's device is current in join() and at the beginning of each h
   ranks.on_all([&](rpc::Agent& agent) {
     if (agent.rank() == 0) after_join = device_of_new();
   });
-  CHECK(after_join == "sim:0");  // another thread than the one that has joined
+  CHECK(after_join == "sim:0");  // not the thread that joined, so its current device is unchanged
   for (int round = 0; round < 3; ++round) {
     CHECK(ranks[0].rpc_sync<&device_of_new>(1) == "sim:1");
     CHECK(ranks[0].rpc_sync<&go_elsewhere>(1) == "sim:3");
@@ -80,13 +79,13 @@ TEST_CASE("the rank's device is current in join() and at the beginning of each h
   }).join();
 }
 
-TEST_CASE("ranks on the second device make no context on the first") {
+TEST_CASE("ranks on the second device create no context on the first") {
   reset_sim_contexts();
   {
     rpc::AgentOptions options;
     options.device = sim(1);
     Cluster ranks(3, expose_places, options);
-    const at::Tensor x = at::ones({700'000}).to(sim(1));  // in chunks
+    const at::Tensor x = at::ones({700'000}).to(sim(1));  // large enough for chunks
     at::Tensor w = at::ones({3}).to(sim(1)).requires_grad_();
     rpc::Agent& agent = ranks[0];
     CHECK(agent.rpc_sync<&doubled>(1, x).mean().item<float>() == 2);
@@ -115,7 +114,7 @@ TEST_CASE("ranks on the second device make no context on the first") {
       reduce.start(tensor)->wait();
       RANK_CHECK(tensor.sum().item<float>() == 10);
       if (rank == 0) nccl.fail_call(0);
-      error_of([&] { reduce.start(tensor)->wait(); });  // rank 0 aborts, and rank 1 hears of it
+      error_of([&] { reduce.start(tensor)->wait(); });  // rank 0 aborts, and rank 1 is notified
       error_of([&] { reduce.start(tensor)->wait(); });
     });
   }

@@ -1,5 +1,5 @@
-// What one thread computes and another goes on with, under streams of their own: in order on the
-// devices, whether the value or the continuation comes first.
+// Tests values that one thread computes and another uses, each on its own stream: the devices keep
+// the order, whether the value or the continuation comes first.
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -23,7 +23,7 @@ at::Tensor numbers(int64_t n, c10::Device device) {
 }
 at::Tensor expected(int64_t n) { return (numbers(n, c10::kCPU) + 1) * 2; }
 
-/// x + 1, computed under a stream of its own, which nothing waits for; x itself is there.
+/// Returns x + 1, computed on a new stream that no other stream waits for; x itself is ready.
 base::Future<at::Tensor> completed_elsewhere(const at::Tensor& x) {
   run_all_sim_streams();
   const c10::StreamGuard guard(rpc::side_stream(x.device()));
@@ -74,13 +74,13 @@ void check_continuations(rpc::Agent& agent, c10::Device device) {
   }
 }
 
-TEST_CASE("a continuation is behind what its future's value was computed in") {
+TEST_CASE("a continuation waits for the stream that its future's value was computed on") {
   OnDevices ranks;
   check_continuations(ranks[0], sim(0));
   ranks.shutdown();
 }
 
-TEST_CASE("so is one that runs at once, and whoever waits for the value") {
+TEST_CASE("an inline continuation and a waiting thread wait for that stream, too") {
   OnDevices ranks;
   const at::Tensor x = numbers(1000, sim(0));
   SECTION("wait") { CHECK(at::equal((completed_elsewhere(x).wait() * 2).cpu(), expected(1000))); }
@@ -102,7 +102,7 @@ TEST_CASE("so is one that runs at once, and whoever waits for the value") {
   ranks.shutdown();
 }
 
-TEST_CASE("a call's continuation may be registered when its reply is there") {
+TEST_CASE("a call's continuation may be registered after its reply has arrived") {
   OnDevices ranks;
   const at::Tensor x = numbers(1000, sim(0));
   const rpc::StreamPoint made = rpc::StreamPoint::mark(sim(0));
@@ -112,23 +112,23 @@ TEST_CASE("a call's continuation may be registered when its reply is there") {
     made.make_current_wait(sim(0));
     reply = ranks[0].rpc_async<&plus_one_here>(1, x + 0);
   }
-  static_cast<void>(reply.wait_until(base::kNever));  // does not look at the value
+  static_cast<void>(reply.wait_until(base::kNever));  // waits without using the value
   const auto doubled = reply.then(ranks[0].executor(), [](at::Tensor& y) { return (y * 2).cpu(); });
   CHECK(at::equal(doubled.wait(), expected(1000)));
   ranks.shutdown();
 }
 
-TEST_CASE("a reply waits for what a handler's future was completed in") {
+TEST_CASE("a reply waits for the stream that the handler's future was completed on") {
   OnDevices ranks;
   CHECK(at::equal((ranks[0].rpc_sync<&plus_one>(1, numbers(1000, sim(0))) * 2).cpu(),
                   expected(1000)));
   ranks.shutdown();
 }
 
-TEST_CASE("values on their owner are used under any stream") {
+TEST_CASE("values may be used on their owner on any stream") {
   OnDevices ranks;
   const auto made = ranks[0].remote<&plus_one_here>(0, numbers(1000, sim(0)));
-  made.handle()->owned()->value.future().wait();  // there, and not computed
+  made.handle()->owned()->value.future().wait();  // enqueued, but not computed yet
   const c10::StreamGuard guard(rpc::side_stream(sim(0)));
   SECTION("local_value") { CHECK(at::equal((made.local_value() * 2).cpu(), expected(1000))); }
   SECTION("to_here") { CHECK(at::equal((made.to_here() * 2).cpu(), expected(1000))); }
@@ -138,8 +138,8 @@ TEST_CASE("values on their owner are used under any stream") {
   ranks.shutdown();
 }
 
-// Rank 1 of the next test, in a process that knows of devices by rank 0's map alone. Does nothing
-// when it is run for the sake of its file's name.
+// Rank 1 of the next test. Its process has a device only through rank 0's map. Without the
+// environment variable it does nothing.
 TEST_CASE("the other rank of a job in two processes", "[.]") {
   const char* const port = std::getenv("DISTRAIN_TEST_PORT");
   if (!port) return;
@@ -153,7 +153,8 @@ TEST_CASE("the other rank of a job in two processes", "[.]") {
   agent.shutdown();
 }
 
-TEST_CASE("continuations are in order on a rank that only another's map gives a device") {
+TEST_CASE(
+    "continuations are in order on a rank that has a device only through another rank's map") {
   for (const char* const section : {"completed under a stream of its own, registered before",
                                     "completed under a stream of its own, registered later",
                                     "registered under a stream of its own"}) {

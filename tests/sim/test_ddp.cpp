@@ -1,4 +1,4 @@
-// DistributedDataParallel on devices: what it computes is what it computes on the CPU.
+// Tests DistributedDataParallel on devices: its results equal those on the CPU.
 // ctest: timeout=120
 #include <deque>
 
@@ -30,8 +30,8 @@ constexpr Reducer::Options kSmall{.bucket_cap_bytes = 300, .first_bucket_bytes =
 
 // Two layers, on one device or on two.
 //
-// The ranks of a test share torch's engine, which has one thread for each device, and a pass may
-// wait for other ranks on it: no two ranks use one device.
+// Two ranks must not use the same device: the ranks of a test share torch's engine, which has one
+// thread per device, and a pass may block that thread while it waits for other ranks.
 struct NetImpl : torch::nn::Module {
   NetImpl(uint64_t seed, c10::Device a, c10::Device b) {
     auto generator = at::detail::createCPUGenerator(seed);
@@ -62,7 +62,7 @@ at::Tensor batch(int rank, int step) {
 
 enum class Kind { kPlain, kDistributed };
 
-// Rank 0's parameters after some steps of training.
+// Returns the parameters of rank 0 after some steps of training.
 std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10::Device>> devices,
                                 Kind kind, int steps = 5) {
   TestGroup group(size, {.timeout = kLimit});
@@ -95,7 +95,7 @@ std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10
   return result;
 }
 
-// A distributed pass whose gradients come when the test says so.
+// A distributed pass whose gradients arrive when the test passes them in.
 class ManualPass final : public ddp::GradientPass {
  public:
   at::Tensor gradient(const at::Tensor& variable) override { return slot(variable).gradient; }
@@ -159,7 +159,7 @@ TEST_CASE("training on devices equals training on the CPU") {
   }
   CHECK(all_close(trained(size, one, kind), on_cpu));
   if (size < 3) CHECK(all_close(trained(size, two, kind), on_cpu));
-  // Ranks may differ.
+  // The devices may differ between the ranks.
   if (size > 1) {
     Places mixed = one;
     mixed[1] = {at::kCPU, at::kCPU};
@@ -167,7 +167,7 @@ TEST_CASE("training on devices equals training on the CPU") {
   }
 }
 
-TEST_CASE("replicas that are cut up differently are refused") {
+TEST_CASE("replicas whose parameters are placed differently are refused") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     Net net(1, sim(rank), sim(2 * rank));
@@ -179,7 +179,7 @@ TEST_CASE("replicas that are cut up differently are refused") {
   });
 }
 
-TEST_CASE("a bucket goes down and up once a pass, and nothing else does") {
+TEST_CASE("a pass copies each bucket once to the host and back, and nothing else") {
   TestGroup group(2, {.timeout = kLimit});
   std::vector<std::unique_ptr<Reducer>> reducers(2);
   std::vector<std::vector<NamedParameter>> parameters(2);
@@ -215,8 +215,8 @@ TEST_CASE("a bucket goes down and up once a pass, and nothing else does") {
   }
 }
 
-TEST_CASE("gradients stored under several streams are in order") {
-  const bool again = GENERATE(false, true);  // whether the buckets' memory is used again
+TEST_CASE("gradients on several streams are in order") {
+  const bool again = GENERATE(false, true);  // true: the memory of the buckets is reused
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const c10::Device device = sim(rank);
@@ -244,17 +244,17 @@ TEST_CASE("gradients stored under several streams are in order") {
         last = pass.gradient(parameters[size_t(i)].tensor);
         RANK_CHECK((last * 2).eq(double(step) * (2 * i + 1)).all().item<bool>());
       }
-      // What became of the memory before is over.
+      // Earlier work on the buckets' memory has ended.
       rpc::StreamPoint::mark(begun_in).wait_on_host();
       RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
       if (again) continue;
-      kept = last;  // frees those of the pass before, for `begun_in` to use again
+      kept = last;  // frees the gradients of the previous pass, whose memory `begun_in` may reuse
       for (const c10::Stream& stream : used_in) rpc::StreamPoint::mark(stream).wait_on_host();
     }
   });
 }
 
-TEST_CASE("means are taken out of a bucket before the next pass fills it") {
+TEST_CASE("means are copied out of a bucket before the next pass fills it") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const c10::Device device = sim(rank);
@@ -273,7 +273,7 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
       for (size_t i = 0; i < parameters.size(); ++i) {
         at::Tensor part;
         {
-          // Its gradient comes in this stream.
+          // The gradient is computed on this stream.
           const c10::StreamGuard own(streams[i]);
           part = (parameters[i].tensor * double(step + rank)).sum();
         }
@@ -287,7 +287,7 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
         steps.back().means.push_back(std::exchange(p.tensor.mutable_grad(), at::Tensor()));
       }
     }
-    // Nobody has waited for anything yet.
+    // No thread has waited for any result yet.
     for (size_t step = 0; step < steps.size(); ++step) {
       const c10::StreamGuard guard(steps[step].stream);
       for (const at::Tensor& mean : steps[step].means) {
@@ -297,14 +297,13 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
   });
 }
 
-TEST_CASE(
-    "a bucket's memory is not used again before what was put into it, or taken out, has been") {
+TEST_CASE("a bucket's memory is reused only after the copies into it and out of it") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const c10::Device device = sim(rank);
     const c10::Stream begun_in = rpc::side_stream(device);
     const c10::Stream other = rpc::side_stream(device);
-    // What is allocated in `begun_in` next, of the size of a bucket.
+    // Allocates a tensor of a bucket's size on `begun_in`.
     const auto check_next = [&] {
       const c10::StreamGuard guard(begun_in);
       const at::Tensor next = at::full({4 * 64}, 7.0, at::TensorOptions(device));
@@ -345,7 +344,7 @@ TEST_CASE(
   });
 }
 
-TEST_CASE("buffers and parameters of rank 0 arrive in order with the streams of both sides") {
+TEST_CASE("buffers and parameters of rank 0 arrive in order with the streams of both ranks") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const c10::Device device = sim(rank);
@@ -365,7 +364,7 @@ TEST_CASE("buffers and parameters of rank 0 arrive in order with the streams of 
   });
 }
 
-TEST_CASE("errors of a pass on devices, and the pass after it") {
+TEST_CASE("a pass on devices that fails does not affect the next pass") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const auto parameters = some_parameters(sim(rank));

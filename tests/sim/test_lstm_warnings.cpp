@@ -1,5 +1,5 @@
-// An LSTM on a device keeps to itself that its weights are not one piece of memory, and no other
-// warning.
+// Tests that an LSTM on a device suppresses the warning that its weights are not contiguous, and no
+// other warning.
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
@@ -18,7 +18,7 @@ class Collector final : public c10::WarningHandler {
   std::vector<std::string> heard;
 };
 
-/// As cuDNN's, and another one, from within.
+/// Raises a warning as cuDNN does, and another one, within the operator.
 std::unique_ptr<at::ObserverContext> warn(const at::RecordFunction& function) {
   if (std::string_view(function.name()) == "aten::lstm") {
     TORCH_WARN(
@@ -30,7 +30,7 @@ std::unique_ptr<at::ObserverContext> warn(const at::RecordFunction& function) {
 
 }  // namespace
 
-TEST_CASE("an LSTM on a device lets all warnings through but one") {
+TEST_CASE("an LSTM on a device suppresses only one warning") {
   const c10::Device device = GENERATE(sim(), c10::Device(c10::kCPU));
   models::Lstm lstm(3, 4, 1, 0.0, 1, device);
   models::LstmState state = lstm->zero_state(2);

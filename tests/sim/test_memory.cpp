@@ -1,5 +1,5 @@
-// Memory that is given back while a device still has work to do with it: after a failure, or when
-// what lent it ends.
+// Tests that memory is freed only after the device has finished using it: after a failure, and when
+// the owner of a lent buffer is destroyed.
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +21,7 @@ at::Tensor numbers_on_device(int64_t n) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(0));
 }
 
-TEST_CASE("a message that is not sent after all leaves no copy behind") {
+TEST_CASE("a message that is not sent leaves no copy behind") {
   run_all_sim_streams();
   rpc::DeviceStager stager;
   rpc::OutMessage message;
@@ -31,7 +31,7 @@ TEST_CASE("a message that is not sent after all leaves no copy behind") {
   {
     const rpc::Departure departure(stager, std::move(message), {}, [] { return uint64_t{1}; });
   }
-  std::vector<base::BufferPtr> blocks;  // those that it had among them
+  std::vector<base::BufferPtr> blocks;  // the memory of the message's copies is among these blocks
   for (int i = 0; i < 4; ++i) {
     blocks.push_back(stager.host_block(sim(0), rpc::kChunkBytes));
     std::memset(blocks.back()->data, 5, rpc::kChunkBytes);
@@ -43,7 +43,7 @@ TEST_CASE("a message that is not sent after all leaves no copy behind") {
   }
 }
 
-TEST_CASE("a stager ends when its copies are made") {
+TEST_CASE("the destructor of a stager waits until its copies are complete") {
   rpc::StreamPoint arrived;
   at::Tensor memory;
   {
@@ -55,7 +55,7 @@ TEST_CASE("a stager ends when its copies are made") {
   CHECK(memory.eq(3).all().item<bool>());
 }
 
-TEST_CASE("a bucket is written to in any stream only when what it held has been taken out") {
+TEST_CASE("any stream may write to a bucket only after its contents have been copied out") {
   const at::TensorOptions options = at::TensorOptions().device(sim(0));
   const at::Tensor parameter = at::zeros({100}, options), taken = at::zeros({100}, options);
   ddp::Bucket bucket({0}, {parameter});

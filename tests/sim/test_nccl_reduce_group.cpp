@@ -1,4 +1,4 @@
-// Collectives on device tensors over communicators that are NCCL's elsewhere.
+// Tests collectives on device tensors over communicators like NCCL's.
 // ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -27,14 +27,14 @@ at::Tensor filled(double value, c10::Device device, int64_t count = 100) {
 
 bool holds(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
 
-// One operation that has to go well.
+// Runs one operation that must succeed.
 void check_mean(ReduceGroup& reduce) {
   const at::Tensor x = filled(reduce.rank(), sim(reduce.rank()));
   reduce.start(x)->wait();
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
 }
 
-/// Failures are found, and communicators aborted, by other threads than the one that waits.
+/// Waits for `condition`, because other threads detect failures and abort communicators.
 bool comes(const std::function<bool()>& condition) {
   const auto limit = std::chrono::steady_clock::now() + kGroupLimit;
   while (!condition() && std::chrono::steady_clock::now() < limit) {
@@ -46,8 +46,8 @@ bool comes_to(int wanted, const std::function<int()>& count) {
   return comes([&] { return count() == wanted; });
 }
 
-/// Two ranks that have made a communicator. The `timeout` is that of NCCL's work; where it is
-/// short no such work has to go well.
+/// Two ranks with a communicator. `timeout` applies to NCCL's work; if it is short, the test must
+/// not need successful work.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {
@@ -61,8 +61,8 @@ struct Pair {
     });
   }
 
-  /// An operation whose wait() has returned and that rank 1 does not take part in. The tensor of
-  /// rank 0.
+  /// Starts an operation in which rank 1 does not take part, although wait() returns. Returns the
+  /// tensor of rank 0.
   at::Tensor begin_and_stall() {
     nccl.stall(1, true);
     const at::Tensor x = filled(5, sim(0));
@@ -81,12 +81,12 @@ struct Pair {
   FakeNccl nccl;
   TestGroup group;
   std::unique_ptr<ReduceGroup> groups[2];
-  ReduceGroup::WorkPtr work;  // rank 0's
+  ReduceGroup::WorkPtr work;  // of rank 0
 };
 
 }  // namespace
 
-TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one order") {
+TEST_CASE("NCCL reduces device tensors and the Backend CPU tensors, in one order") {
   const int size = GENERATE(1, 3);
   FakeNccl nccl;
   TestGroup group(size, {.timeout = kGroupLimit});
@@ -114,7 +114,7 @@ TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one
   CHECK(nccl.aborted() == 0);
 }
 
-TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
+TEST_CASE("NCCL's stream is in order with the streams of the caller and of the waiter") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
@@ -138,7 +138,7 @@ TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
   });
 }
 
-TEST_CASE("memory that NCCL still works on is not given away") {
+TEST_CASE("memory that NCCL still uses is not reused") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
@@ -150,15 +150,16 @@ TEST_CASE("memory that NCCL still works on is not given away") {
     for (int round = 0; round < 10; ++round) {
       const at::Tensor kept = filled(rank, device);
       {
-        // Nobody waits for this one.
+        // No thread waits for this operation.
         const at::Tensor dropped = filled(rank, device);
         reduce.start(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
-      // Another value on each rank, as NCCL's work may read it, too, in place of what was there.
+      // Another value on each rank, because NCCL's work may use it instead of the previous
+      // contents.
       const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
-      reduce.start(kept)->wait();  // drives NCCL's stream on
+      reduce.start(kept)->wait();  // runs NCCL's stream
       RANK_CHECK(holds(kept * 2, 1));
       RANK_CHECK(holds(next, 7 + rank));
     }
@@ -210,7 +211,8 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
   CHECK(nccl.made() == 2);
 }
 
-TEST_CASE("a rank that refuses is named, what was before is whole, and new communicators follow") {
+TEST_CASE(
+    "a rank that refuses is named, earlier operations complete, and new communicators are made") {
   FakeNccl nccl;
   TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
@@ -239,7 +241,7 @@ TEST_CASE("a rank that refuses is named, what was before is whole, and new commu
   CHECK(nccl.aborted() == 0);
 }
 
-TEST_CASE("ranks that call different operations are told so before NCCL hears of it") {
+TEST_CASE("ranks that call different operations get an error before NCCL starts") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
@@ -262,7 +264,7 @@ TEST_CASE("ranks that call different operations are told so before NCCL hears of
   });
 }
 
-TEST_CASE("a rank that is lost within NCCL's work, after wait() has returned") {
+TEST_CASE("a rank that is lost during NCCL's work, after wait() has returned, is named") {
   const bool aborts_hang = GENERATE(false, true);
   Pair pair;
   const at::Tensor x = pair.begin_and_stall();
@@ -279,14 +281,14 @@ TEST_CASE("a rank that is lost within NCCL's work, after wait() has returned") {
     CHECK(error.kind == ErrorKind::kPeerLost);
     CHECK(error.rank == 1);
   }
-  CHECK_FALSE(pair.groups[0]->failure());  // it has been told
+  CHECK_FALSE(pair.groups[0]->failure());  // reported once
   if (aborts_hang) CHECK(pair.nccl.aborted() == 0);
   pair.nccl.hold_aborts(false);
   CHECK(comes_to(1, [&] { return pair.nccl.aborted(); }));
-  CHECK(holds(x, 5));  // the stream goes on
+  CHECK(holds(x, 5));  // the stream continues
 }
 
-TEST_CASE("what NCCL fails in after wait() has returned fails the next operation of all ranks") {
+TEST_CASE("an NCCL failure after wait() has returned fails the next operation on all ranks") {
   Pair pair;
   const at::Tensor x = pair.begin_and_stall();
   pair.nccl.set_failure(0, "remote process exited");
@@ -297,7 +299,7 @@ TEST_CASE("what NCCL fails in after wait() has returned fails the next operation
   CHECK(first.rank == 0);
   CHECK(contains(first.op, "mean of 400 bytes"));
   CHECK(holds(x, 5));
-  CHECK(pair.groups[0]->failure());  // a question tells nobody
+  CHECK(pair.groups[0]->failure());  // asking does not clear the failure
   run_ranks(2, [&](int rank) {
     const base::Error error = pair.next_error(rank);
     RANK_CHECK(error.kind == ErrorKind::kResources);
@@ -309,7 +311,7 @@ TEST_CASE("what NCCL fails in after wait() has returned fails the next operation
   CHECK(pair.nccl.made() == 4);
 }
 
-TEST_CASE("a failure is told even if its communicators have been replaced before") {
+TEST_CASE("a failure is reported even if its communicators have been replaced") {
   Pair pair;
   pair.begin_and_stall();
   run_ranks(2, [&](int rank) {
@@ -329,7 +331,7 @@ TEST_CASE("a failure is told even if its communicators have been replaced before
   });
 }
 
-TEST_CASE("the lost rank is named, not what NCCL says of it") {
+TEST_CASE("the lost rank is named instead of NCCL's error") {
   Pair pair(kGroupLimit);
   const bool in_the_call = GENERATE(false, true);
   if (in_the_call) {
@@ -353,7 +355,7 @@ TEST_CASE("the lost rank is named, not what NCCL says of it") {
   }
 }
 
-TEST_CASE("a call that NCCL does not take names its rank and operation") {
+TEST_CASE("a call that NCCL refuses is reported with its rank and operation") {
   Pair pair;
   pair.nccl.fail_call(0);
   const auto other = pair.groups[1]->start(filled(1, sim(1)));
@@ -369,7 +371,7 @@ TEST_CASE("a call that NCCL does not take names its rank and operation") {
   });
 }
 
-TEST_CASE("a device that fails while NCCL works on it") {
+TEST_CASE("a device that fails during NCCL's work is reported") {
   Pair pair;
   pair.nccl.break_device(0);
   pair.begin_and_stall();
@@ -384,7 +386,7 @@ TEST_CASE("a device that fails while NCCL works on it") {
   });
 }
 
-TEST_CASE("a group that goes after a rank is lost does not wait for NCCL's work") {
+TEST_CASE("destroying a group after a rank is lost does not wait for NCCL's work") {
   Pair pair;
   const at::Tensor x = pair.begin_and_stall();
   pair.group.network.kill(1);
@@ -394,16 +396,16 @@ TEST_CASE("a group that goes after a rank is lost does not wait for NCCL's work"
   CHECK(holds(x, 5));
 }
 
-TEST_CASE("a rank that comes and does nothing") {
+TEST_CASE("a rank that arrives but does not take part is detected at the deadline") {
   Pair pair(milliseconds(0), milliseconds(1000));
-  pair.begin_and_stall();  // rank 1 knows no better
+  pair.begin_and_stall();  // rank 1 does not know that it takes no part
   const bool told_by_wait = GENERATE(false, true);
   REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
   if (told_by_wait) {
     CHECK(thrown_by([&] { pair.work->wait(); }).kind == ErrorKind::kDeadline);
   }
   run_ranks(2, [&](int rank) {
-    // One has communicators, the other has not: both begin anew.
+    // One rank has communicators, the other has none: both start anew.
     const base::Error error = pair.next_error(rank);
     RANK_CHECK(error.kind == (told_by_wait ? ErrorKind::kCancelled : ErrorKind::kDeadline));
     RANK_CHECK(contains(error.message,
@@ -412,7 +414,7 @@ TEST_CASE("a rank that comes and does nothing") {
   CHECK(comes_to(2, [&] { return pair.nccl.aborted(); }));
 }
 
-TEST_CASE("a rank that never comes") {
+TEST_CASE("a rank that never arrives is named at the deadline") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = milliseconds(30)});
   const auto made = cuda::make_nccl_reduce_group(group.backends[0], nccl.functions());
@@ -422,7 +424,7 @@ TEST_CASE("a rank that never comes") {
   CHECK(error.rank == 1);
 }
 
-TEST_CASE("a communicator that one rank cannot make") {
+TEST_CASE("a communicator that one rank cannot create fails on all ranks") {
   FakeNccl nccl;
   TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
@@ -445,7 +447,7 @@ TEST_CASE("a communicator that one rank cannot make") {
   });
 }
 
-TEST_CASE("a communicator that does not come about") {
+TEST_CASE("a communicator that cannot connect fails") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   const bool killed = GENERATE(false, true);

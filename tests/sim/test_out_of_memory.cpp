@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// What a device could not do is a want of resources, and names the rank.
+// Tests that a failure of a device is a `resources` error and names the rank.
 #include <c10/util/Exception.h>
 
 #include "distrain/cuda/device_choice.h"
@@ -15,7 +15,7 @@ using scenario::RnnOptions;
 
 namespace {
 
-/// All ranks end with it, whoever had asked for the memory.
+/// Checks that all ranks end with the error, whichever rank requested the memory.
 template <class Options>
 void check_names_rank(const Options& options, int rank, const std::string& name) {
   const SimMemoryLimit none(0);
@@ -51,20 +51,20 @@ base::Error caught() {
 
 }  // namespace
 
-TEST_CASE("a device without memory ends the job in the name of its rank") {
-  check_names_rank(RnnOptions(), 1, "trainer1");  // what the rank itself does
-  check_names_rank(RnnOptions(), 0, "ps");        // what it does as a trainer asks for it
+TEST_CASE("a device without memory ends the job with an error that names its rank") {
+  check_names_rank(RnnOptions(), 1, "trainer1");  // fails in the rank's own work
+  check_names_rank(RnnOptions(), 0, "ps");        // fails in a call of a trainer
   check_names_rank(HybridOptions(), 0, "trainer0");
   check_names_rank(HybridOptions(), 3, "ps");
 }
 
-TEST_CASE("what an accelerator's runtime reports is a want of resources") {
+TEST_CASE("an error of an accelerator's runtime is a resources error") {
   const base::Error error = caught();
   CHECK(base::kind_name(error.kind) == base::kind_name(base::ErrorKind::kResources));
   CHECK(error.message == "CUDA error: all devices are busy");
 }
 
-TEST_CASE("a rank is named, once, whatever failed as its devices were looked for") {
+TEST_CASE("any error while devices are looked for names the rank once") {
   const auto choose = []() -> std::vector<c10::Device> { report_failure(); };
   const base::Error error = error_of([&] { cuda::naming_rank(12, "trainer11", choose); });
   CHECK(error.rank == 12);

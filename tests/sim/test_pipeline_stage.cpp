@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Of a pipeline's batch on devices: when it is over, and what is told of its time.
+// Tests the end of a pipeline's batch on devices, and the reported times.
 #include <ATen/Functions.h>
 
 #include "../src/scenario/pipeline/stage.h"
@@ -38,7 +38,7 @@ Hooks<PipelineOptions> on_a_device(int rank) {
 
 }  // namespace
 
-TEST_CASE("a stage's batch is over when its device has done all") {
+TEST_CASE("a stage's batch ends when its device has done all work") {
   const auto setup = [](rpc::Agent& agent) {
     autograd::install(agent);
     PipelineStage::expose(agent);
@@ -64,9 +64,9 @@ TEST_CASE("a stage's batch is over when its device has done all") {
   cluster.shutdown();
 }
 
-TEST_CASE("in one process a batch is over when its device has done all") {
+TEST_CASE("in one process a batch ends when its device has done all work") {
   Hooks<PipelineOptions> hooks = on_a_device(0);
-  int left = -1;  // pieces of work when the batch's time has been taken
+  int left = -1;  // pieces of work that are left when the batch's time is taken
   hooks.heard = [&left](const Job&, const Line& line) {
     if (line.event != "step") return;
     const StreamPoint all = StreamPoint::mark(sim(1));
@@ -74,10 +74,10 @@ TEST_CASE("in one process a batch is over when its device has done all") {
   };
   run_job(Place::kLocal, one_batch(), hooks);
   REQUIRE(left >= 0);
-  CHECK(left < kParameters);  // what tensors that have gone leave to do, but no update
+  CHECK(left < kParameters);  // destroyed tensors may leave work, but updates must be complete
 }
 
-TEST_CASE("stages on devices tell no computing time, those on the CPU do") {
+TEST_CASE("stages on the CPU report computing time, those on devices do not") {
   const Json ranks = run_job(Place::kRanks, one_batch(), on_a_device(1)).all("split").at(0);
   REQUIRE(ranks["stage_s"].size() == 2);
   CHECK(ranks["stage_s"][0].is_null());

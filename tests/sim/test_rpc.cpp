@@ -1,5 +1,5 @@
-// Calls with tensors of devices, on the simulated accelerator: a forgotten wait, a copy too many or
-// memory let go too early shows every time.
+// Tests calls with tensors of devices on the simulated accelerator, where a missing wait, an extra
+// copy or memory that is freed too early is detected every time.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -30,7 +30,7 @@ std::string place(at::Tensor x) { return x.device().str(); }
 std::vector<at::Tensor> same(std::vector<at::Tensor> all) { return all; }
 at::Tensor on_cpu(at::Tensor x) { return x.cpu(); }
 at::Tensor make(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(1)) + 1; }
-/// On a stream of its own, as user code may.
+/// Computes on a new stream, as user code may.
 at::Tensor elsewhere(at::Tensor x) {
   const rpc::StreamPoint arrived = rpc::StreamPoint::mark(x.device());
   at::Tensor y;
@@ -48,20 +48,20 @@ base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
   return call.agent.rpc_async<&doubled>(call.caller.rank, x);
 }
 
-/// What it sends to the caller's device is never on the caller's.
+/// Returns a tensor on the device sim:1, which differs from the caller's device.
 at::Tensor host_to_sim1(int64_t n) { return at::ones({n}).to(sim(1)); }
 
 struct Gate {
   base::Promise<void> entered, open;
 };
-/// Answers when its rank ends.
+/// Completes when the test opens the gate or the rank ends.
 base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
   Gate& gate = call.agent.local<Gate>();
   gate.entered.set();
   return gate.open.future().then(call.agent.executor(), [x] { return x; });
 }
 
-/// Takes up the thread that runs it until the test lets it go.
+/// Occupies the thread that runs it until the test releases it.
 std::atomic<int> g_held{0};
 std::atomic<bool> g_may_go{false};
 void hold() {
@@ -87,7 +87,7 @@ void expose_places(rpc::Agent& agent) {
   agent.expose<&later>("later");
 }
 
-/// Rank r's device is sim:r.
+/// Rank r uses the device sim:r.
 struct DeviceCluster : Cluster {
   explicit DeviceCluster(int size, rpc::AgentOptions options = {},
                          const std::function<void(rpc::AgentOptions&)>& each = {})
@@ -128,7 +128,7 @@ TEST_CASE("a call copies each of its tensors once from the device and once to it
   reset_sim_counters();
   const at::Tensor y = ranks[0].rpc_sync<&doubled>(1, x);
   const SimCounters counters = sim_counters();
-  CHECK(counters.device_to_host == SimCopies{10, 10 * kChunk});  // five chunks there, five back
+  CHECK(counters.device_to_host == SimCopies{10, 10 * kChunk});  // five chunks in each direction
   CHECK(counters.host_to_device == SimCopies{10, 10 * kChunk});
   CHECK(counters.device_to_device == SimCopies{});
   CHECK(counters.within_device == SimCopies{});
@@ -136,7 +136,7 @@ TEST_CASE("a call copies each of its tensors once from the device and once to it
   ranks.shutdown();
 }
 
-TEST_CASE("tensors of several kinds go in one message") {
+TEST_CASE("one message may have tensors of several kinds") {
   DeviceCluster ranks(2);
   const at::Tensor image = at::arange(2 * 3 * 4 * 5, at::kFloat).view({2, 3, 4, 5});
   const std::vector<at::Tensor> sent = {
@@ -167,7 +167,7 @@ TEST_CASE("tensors of several kinds go in one message") {
   ranks.shutdown();
 }
 
-TEST_CASE("the reply waits for the function, also on a stream of its own") {
+TEST_CASE("the reply waits for the function, even if it uses its own stream") {
   DeviceCluster ranks(2);
   const at::Tensor x = numbers_on(1000, sim(0)) * 5;
   CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers_on(1000, c10::kCPU) * 15));
@@ -175,7 +175,7 @@ TEST_CASE("the reply waits for the function, also on a stream of its own") {
   ranks.shutdown();
 }
 
-TEST_CASE("calls go out behind the caller's own stream, and replies come in before it goes on") {
+TEST_CASE("a call waits for the caller's stream, which then waits for the reply") {
   DeviceCluster ranks(2);
   const c10::StreamGuard guard(rpc::side_stream(sim(0)));
   for (int i = 0; i < 5; ++i) {
@@ -185,18 +185,18 @@ TEST_CASE("calls go out behind the caller's own stream, and replies come in befo
     const auto future = ranks[0].rpc_async<&doubled>(1, x).then(
         ranks[0].executor(), [](at::Tensor& y) { return y + 1; });
     CHECK(same_values(future.wait() * 2, ((numbers_on(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
-    // A call to oneself.
+    // A call to the own rank.
     CHECK(same_values(ranks[0].rpc_sync<&doubled>(0, x) + 1,
                       (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
   }
   ranks.shutdown();
 }
 
-TEST_CASE("what a call sends may be overwritten once its reply is there, and freed at once") {
+TEST_CASE("a sent tensor may be overwritten after the reply and freed at once") {
   DeviceCluster ranks(2);
   std::vector<base::Future<at::Tensor>> replies;
   for (int i = 0; i < 20; ++i) {
-    // Freed by this thread while it may still be on its way.
+    // This thread frees the tensor while it may still be in flight.
     replies.push_back(ranks[0].rpc_async<&doubled>(1, numbers_on(3 * kChunk / 8, sim(0)) + i));
   }
   for (int i = 0; i < 20; ++i) {
@@ -214,34 +214,34 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
   ranks.shutdown();
 }
 
-TEST_CASE("copies for a call that cannot be sent write to nobody else's memory") {
+TEST_CASE("copies for a call that cannot be sent do not write to reused memory") {
   DeviceCluster ranks(3);
   ranks.kill(1);
-  // Until it is known, and then with all copies put into their stream and not made.
+  // First until the loss is known, then with the copies enqueued but not run.
   for (int i = 0; i < 3; ++i) {
     CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(2 * kChunk, sim(0))); }).kind ==
           base::ErrorKind::kPeerLost);
   }
   const auto reply = ranks[0].rpc_async<&ones>(2, 2 * kChunk);
-  const at::Tensor arrived = reply.wait();  // to be copied from host memory that was lent before
+  const at::Tensor arrived = reply.wait();  // copied from host memory that was lent before
   CHECK(same_values(ranks[0].rpc_sync<&doubled>(2, numbers_on(3, sim(0))),
                     at::tensor({0.F, 2.F, 4.F})));
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
 
-TEST_CASE("what has arrived outlives the agents that brought it") {
+TEST_CASE("received tensors outlive the agents that received them") {
   at::Tensor arrived;
   {
     DeviceCluster ranks(2);
     arrived = ranks[0].rpc_async<&ones>(1, 2 * kChunk).wait();
     ranks.shutdown();
   }
-  std::vector<at::Tensor> others;  // what the agents gave back is somebody else's now
+  std::vector<at::Tensor> others;  // memory that the agents have freed is reused
   for (int i = 0; i < 16; ++i) others.push_back(at::full({kChunk / 4}, 7.F).pin_memory());
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
 
-TEST_CASE("values stay on their owner's device until somebody fetches them") {
+TEST_CASE("values stay on their owner's device until a rank fetches them") {
   DeviceCluster ranks(3);
   const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
   const at::Tensor here = made.to_here();
@@ -252,7 +252,7 @@ TEST_CASE("values stay on their owner's device until somebody fetches them") {
   ranks.shutdown();
 }
 
-TEST_CASE("sparse tensors of devices travel") {
+TEST_CASE("sparse tensors of devices can be sent") {
   DeviceCluster ranks(2);
   const at::Tensor cpu = at::sparse_coo_tensor(at::tensor({1, 4, 4}, at::kLong).view({1, 3}),
                                                at::arange(6, at::kFloat).view({3, 2}), {6, 2});
@@ -266,7 +266,7 @@ TEST_CASE("sparse tensors of devices travel") {
   ranks.shutdown();
 }
 
-TEST_CASE("many threads and ranks send each other tensors of devices") {
+TEST_CASE("many threads and ranks send tensors of devices to each other") {
   DeviceCluster ranks(3);
   ranks.on_all([&](rpc::Agent& agent) {
     std::vector<std::thread> threads;
@@ -290,7 +290,7 @@ TEST_CASE("many threads and ranks send each other tensors of devices") {
   ranks.shutdown();
 }
 
-TEST_CASE("a device without a map is an error that says how to give one") {
+TEST_CASE("a device without a map is an error that says how to add one") {
   Cluster ranks(2, expose_places, {}, [](rpc::AgentOptions& o) {
     o.device = o.rank == 0 ? sim(0) : c10::Device(c10::kCPU);
   });
@@ -299,17 +299,17 @@ TEST_CASE("a device without a map is an error that says how to give one") {
   CHECK(error.kind == base::ErrorKind::kInvalid);
   CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
                                 Catch::Contains("sim:0") && Catch::Contains(".cpu()"));
-  // Not the rank's own device either.
+  // Nor from a device that is not the rank's own.
   CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(2))); }).kind ==
         base::ErrorKind::kInvalid);
-  // A reply has no way either.
+  // A reply cannot be sent, either.
   CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
   CHECK(same_values(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(0)).cpu()),
                     at::tensor({0.F, 2.F, 4.F})));
   ranks.shutdown();
 }
 
-TEST_CASE("maps say where tensors go, and the way back") {
+TEST_CASE("maps determine where tensors arrive and return") {
   DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(0), sim(3)}, {sim(2), sim(1)}}}};
@@ -322,7 +322,7 @@ TEST_CASE("maps say where tensors go, and the way back") {
   ranks.shutdown();
 }
 
-TEST_CASE("a rank's own device goes to the other's only where no map says otherwise") {
+TEST_CASE("a rank's own device maps to the other's only if no map uses either of them") {
   DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(1)}}}};
@@ -338,7 +338,7 @@ TEST_CASE("a rank's own device goes to the other's only where no map says otherw
   ranks.shutdown();
 }
 
-TEST_CASE("a map of other devices leaves the ranks' own as they are") {
+TEST_CASE("a map of other devices does not change the ranks' own") {
   DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(3)}}}};
@@ -350,7 +350,7 @@ TEST_CASE("a map of other devices leaves the ranks' own as they are") {
   ranks.shutdown();
 }
 
-TEST_CASE("a map may name a device of a rank that says nothing of its devices") {
+TEST_CASE("a map may name a device of a rank that declares no devices") {
   Cluster ranks(2, expose_places, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(1), sim(2)}}}};
@@ -360,7 +360,7 @@ TEST_CASE("a map may name a device of a rank that says nothing of its devices") 
   ranks.shutdown();
 }
 
-TEST_CASE("maps that make no sense are refused when the ranks meet") {
+TEST_CASE("invalid maps are refused when the ranks meet") {
   const auto refused = [](std::vector<rpc::DeviceMap> first, std::vector<rpc::DeviceMap> second) {
     base::Error error = error_of([&] {
       DeviceCluster ranks(
@@ -383,7 +383,7 @@ TEST_CASE("maps that make no sense are refused when the ranks meet") {
              Catch::Contains("has no cpu"));
 }
 
-TEST_CASE("a reply that is given up before it is read gives the device's memory back") {
+TEST_CASE("an abandoned reply frees its device memory") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   DeviceCluster ranks(2, options);
@@ -402,19 +402,19 @@ TEST_CASE("a reply that is given up before it is read gives the device's memory 
   CHECK(ranks[0].rpc_sync<&host_to_sim1>(1, 3 * kChunk).numel() == 3 * kChunk);
   REQUIRE(soon(all_is_free));  // the worker that read the reply may keep it for a moment
   g_may_go = false;
-  const auto held = ranks[0].rpc_async<&hold>(0);  // on the one thread that could read it
+  const auto held = ranks[0].rpc_async<&hold>(0);  // occupies the only worker
   REQUIRE(soon([] { return g_held == 1; }));
   const auto reply = ranks[0].rpc_async<&host_to_sim1>(1, 3 * kChunk);
-  REQUIRE(soon([&] { return ranks[0].waits().size() == 1; }));  // but for hold()
+  REQUIRE(soon([&] { return ranks[0].waits().size() == 1; }));  // only hold() is waiting
   reply.cancel();
   g_may_go = true;
   held.wait();
-  ranks[0].rpc_sync<&hold>(0);  // behind all that had come for that thread
+  ranks[0].rpc_sync<&hold>(0);  // runs after all earlier tasks of that thread
   CHECK(soon(all_is_free));
   ranks.shutdown();
 }
 
-TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
+TEST_CASE("a device without memory for an argument fails the call, naming the rank") {
   DeviceCluster ranks(2);
   const at::Tensor x = numbers_on(kChunk, sim(0)), y = x + 1;  // eight chunks together
   run_all_sim_streams();
@@ -433,7 +433,7 @@ TEST_CASE(
   DeviceCluster ranks(2);
   const at::Tensor full = at::zeros({4 * kChunk}, at::TensorOptions().device(sim(0)));
   run_all_sim_streams();
-  for (const int64_t n : {int64_t{1000}, kChunk}) {  // with the message, and ahead of it
+  for (const int64_t n : {int64_t{1000}, kChunk}) {  // in the message, in earlier chunks
     const SimMemoryLimit limit(sim_bytes_in_use(0));
     const base::Error error = error_of([&] { ranks[0].rpc_sync<&host_to_sim1>(1, n); });
     CAPTURE(n, error.message);
@@ -445,7 +445,7 @@ TEST_CASE(
   ranks.shutdown();
 }
 
-TEST_CASE("tensors of devices come to the CPU for a file") {
+TEST_CASE("tensors of devices are copied to the CPU for a file") {
   const at::Tensor large = numbers_on(9 * kChunk / 4, sim(1)) * 2;  // not computed yet; nine pieces
   const at::Tensor some[] = {
       numbers_on(3, c10::kCPU), numbers_on(12, sim(0)).view({3, 4}).t(),       large, at::Tensor(),
@@ -463,7 +463,7 @@ TEST_CASE("tensors of devices come to the CPU for a file") {
   CHECK(host[0].is_same(some[0]));
 }
 
-TEST_CASE("tensors of calls take no more of a device than their receiver's budget allows") {
+TEST_CASE("tensors of calls use no more device memory than the receiver's budget allows") {
   constexpr int kCalls = 40;
   constexpr int64_t kBudget = 8 * kChunk;
   rpc::AgentOptions options;
@@ -472,7 +472,7 @@ TEST_CASE("tensors of calls take no more of a device than their receiver's budge
   ranks[1].provide(std::make_shared<Gate>());
   run_all_sim_streams();
   const int64_t before = sim_bytes_in_use(1);
-  const at::Tensor x = numbers_on(3 * kChunk / 8, sim(0));  // a chunk and half of one
+  const at::Tensor x = numbers_on(3 * kChunk / 8, sim(0));  // one and a half chunks
   std::atomic<int> sent{0};
   std::vector<base::Future<at::Tensor>> replies;
   std::thread caller([&] {
@@ -485,7 +485,7 @@ TEST_CASE("tensors of calls take no more of a device than their receiver's budge
     return std::ranges::any_of(
         waits, [](const auto& wait) { return wait.what.starts_with("room on rank 1"); });
   };
-  // Those that have begun hold the budget once, and those that have not as much again.
+  // Calls that have begun use the budget once, and waiting calls as much again.
   while (sent < kCalls && !(sent * 3 * kChunk / 2 > kBudget && waits_for_room())) {
     CHECK(sim_bytes_in_use(1) <= before + 2 * kBudget);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -497,7 +497,7 @@ TEST_CASE("tensors of calls take no more of a device than their receiver's budge
   ranks.shutdown();
 }
 
-TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
+TEST_CASE("a rank that dies while tensors are in flight fails the calls") {
   DeviceCluster ranks(2);
   ranks[1].provide(std::make_shared<Gate>());
   Gate& gate = ranks[1].local<Gate>();

@@ -1,6 +1,6 @@
 // ctest: timeout=180
-// Whole jobs whose ranks compute on simulated accelerators: what they learn is what they learn on
-// the CPU, and no tensor makes a detour.
+// Tests whole jobs whose ranks compute on simulated accelerators: they learn what they learn on the
+// CPU, and no tensor is copied unnecessarily.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 #include "support/sim_device.h"
@@ -31,7 +31,7 @@ Devices only_cpu(int) { return {c10::kCPU}; }
 Devices each_its_own(int rank) { return {sim(rank % kSimDevices)}; }
 Devices all_on_one(int) { return {sim(1)}; }
 
-/// Of one rank on the CPU, the others on devices.
+/// Puts one rank on the CPU and the others on devices.
 DevicesOf but(int on_the_cpu) {
   return
       [on_the_cpu](int rank) { return rank == on_the_cpu ? only_cpu(rank) : each_its_own(rank); };
@@ -40,7 +40,7 @@ DevicesOf only(int on_a_device) {
   return [on_a_device](int rank) { return rank == on_a_device ? Devices{sim(2)} : only_cpu(rank); };
 }
 
-/// The losses of all steps of all ranks, in their order.
+/// Returns the losses of all steps, in order, by rank.
 std::map<int, std::vector<double>> losses(const Finished& job) {
   std::map<int, std::vector<double>> found;
   for (const Line& line : job.lines) {
@@ -68,7 +68,7 @@ Finished run_on(const DevicesOf& devices, const Options& options, Place place = 
   return run_job(place, options, placed<Options>(devices));
 }
 
-/// A job's steps, and its end, are the CPU's, whichever ranks have devices.
+/// Checks that a job's steps and its end equal the CPU's for each choice of devices.
 template <class Options>
 void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, size_t steps) {
   options.log_interval = 1;
@@ -80,7 +80,8 @@ void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, 
                     run_on(only_cpu, options, Place::kLocal), steps);
 }
 
-/// What is saved on devices goes on on the CPU, and the other way round, as if nothing had been.
+/// Checks that a job saved on devices resumes on the CPU, and the other way round, with the same
+/// results.
 template <class Options>
 void check_goes_on_elsewhere(Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -136,7 +137,7 @@ RnnOptions rnn(const Folder& folder) {
   return options;
 }
 
-/// Copies that one step of all ranks makes: off devices, onto them, between two.
+/// The copies that one step of all ranks makes: from devices, to devices, between two devices.
 struct Copies {
   int64_t out = 0;
   int64_t in = 0;
@@ -147,7 +148,8 @@ std::ostream& operator<<(std::ostream& out, const Copies& copies) {
   return out << copies.out << " out, " << copies.in << " in, " << copies.across << " across";
 }
 
-/// What a job begins and ends with goes out by the difference of a long and a short one.
+/// Returns the copies of one step as the difference of a long and a short job, which removes the
+/// copies at a job's start and end.
 template <class Options>
 Copies copies_a_step(const DevicesOf& devices, Options options) {
   constexpr int64_t kShort = 2, kLong = 7;
@@ -171,18 +173,19 @@ Copies copies_a_step(const DevicesOf& devices, Options options) {
 
 }  // namespace
 
-TEST_CASE("a step of hybrid or ps makes no copy too many") {
+TEST_CASE("a step of hybrid or ps makes no unnecessary copy") {
   const Folder folder;
-  // Of two trainers each: out, the embedding, its gradient, a bucket; in, those three and what the
-  // batch is made of.
+  // Each of two trainers copies out the embedding, its gradient and a bucket; in these three and
+  // the parts of the batch.
   CHECK(copies_a_step(each_its_own, hybrid()) == Copies{2 * 3, 2 * (3 + 3), 0});
-  // Out, scores and their gradient; in, those, the images, the targets and two dropout masks.
+  // Out: scores and their gradient. In: these, the images, the targets and two dropout masks.
   CHECK(copies_a_step(each_its_own, ps(folder)) == Copies{2 * 2, 2 * (2 + 4), 0});
-  // The server moves the scores, and their gradient, itself; the rest is the trainers' and stays.
+  // The server itself copies the scores and their gradient; the rest belongs to the trainers and
+  // stays on the CPU.
   CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
 }
 
-TEST_CASE("a job on the second device makes no context on the first, whatever it saves") {
+TEST_CASE("a job on the second device creates no context on the first, including its saves") {
   const Folder folder;
   HybridOptions options = hybrid();
   options.checkpoint = {folder.path(), 5, "auto"};
@@ -201,7 +204,7 @@ TEST_CASE("hybrid on devices learns what it learns on the CPU") {
   check_as_on_the_cpu(options, {each_its_own, but(3), only(3)}, 20);
 }
 
-TEST_CASE("a hybrid job goes on where it was not saved") {
+TEST_CASE("a hybrid job resumes on another kind of device") {
   HybridOptions options = hybrid();
   options.optimizer = "adam";
   check_goes_on_elsewhere(options, 3, 6);
@@ -223,7 +226,7 @@ TEST_CASE("ps on devices learns what it learns on the CPU") {
   run_on(two_and_no_more, options);
 }
 
-TEST_CASE("a ps job goes on where it was not saved") {
+TEST_CASE("a ps job resumes on another kind of device") {
   const Folder folder;
   check_goes_on_elsewhere(ps(folder), 2, 4);
 }
@@ -233,7 +236,7 @@ TEST_CASE("rnn on devices learns what it learns on the CPU") {
   check_as_on_the_cpu(rnn(folder), {each_its_own, but(0), only(0)}, 6);
 }
 
-TEST_CASE("an rnn job goes on where it was not saved") {
+TEST_CASE("an rnn job resumes on another kind of device") {
   const Folder folder;
   check_goes_on_elsewhere(rnn(folder), 2, 4);
 }
@@ -241,7 +244,8 @@ TEST_CASE("an rnn job goes on where it was not saved") {
 TEST_CASE("pipeline on devices learns what it learns on the CPU") {
   PipelineOptions options = small_pipeline(3, 4);
   options.num_split = {2};
-  options.loss = "ce";  // the CPU's mse_loss, as a sum, wants memory that it can resize
+  options.loss = "ce";  // the CPU's mse_loss resizes its output for a sum, which the simulated
+                        // device does not allow
   const DevicesOf both_on_one = [](int rank) { return rank == 0 ? only_cpu(0) : all_on_one(rank); };
   options.log_interval = 1;
   const Finished expected = run_on(only_cpu, options);
@@ -250,7 +254,7 @@ TEST_CASE("pipeline on devices learns what it learns on the CPU") {
     const Finished job = run_on(devices, options);
     const auto mine = losses(job).at(0), theirs = losses(expected).at(0);
     REQUIRE(mine.size() == 3);
-    // Batch norm over a few numbers carries rounding far: PyTorch's own CPU kernels differ as much.
+    // Batch norm over a few values amplifies rounding: PyTorch's own CPU kernels differ as much.
     for (size_t i = 0; i < 3; ++i) CHECK(mine[i] == Approx(theirs[i]).epsilon(1e-3));
   }
 }

@@ -1,4 +1,4 @@
-// The simulated accelerator itself: what others rely on in their tests on it.
+// Tests the simulated accelerator itself: the properties that other tests rely on.
 // ctest: timeout=120
 #include <csignal>
 #include <thread>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kTimes = 20;
 
-// Each test begins with nothing left to do.
+// Starts a test without pending work.
 struct Drained {
   Drained() {
     run_all_sim_streams();
@@ -49,7 +49,7 @@ TEST_CASE("a tensor goes to the device and back") {
   }
 }
 
-TEST_CASE("the CPU that reads the device's memory dies") {
+TEST_CASE("reading the device's memory on the CPU is a crash") {
   const at::Tensor a = at::ones({4}).to(sim());
   const pid_t child = fork();
   if (child == 0) {
@@ -64,7 +64,7 @@ TEST_CASE("the CPU that reads the device's memory dies") {
   CHECK(WTERMSIG(status) == SIGSEGV);
 }
 
-// What one stream computes, and another adds up.
+// Computes a value on one stream and sums it on another.
 double sum_over_two_streams(const at::Tensor& a, bool wait) {
   const c10::Stream first = rpc::side_stream(a.device());
   const c10::Stream second = rpc::side_stream(a.device());
@@ -90,7 +90,7 @@ TEST_CASE("a stream that does not wait for another is wrong every time") {
   }
 }
 
-TEST_CASE("a host that does not wait for a copy out is wrong every time") {
+TEST_CASE("a host that does not wait for a copy to it is wrong every time") {
   const Drained drained;
   const at::Tensor a = at::full({100}, 7.F).to(sim());
   for (int i = 0; i < kTimes; ++i) {
@@ -103,7 +103,7 @@ TEST_CASE("a host that does not wait for a copy out is wrong every time") {
   }
 }
 
-TEST_CASE("a pinned buffer that is written again before it was copied in is seen") {
+TEST_CASE("overwriting a pinned buffer before its copy to the device is detected") {
   const Drained drained;
   for (int i = 0; i < kTimes; ++i) {
     const at::Tensor host = pinned(at::ones({100}));
@@ -140,7 +140,7 @@ TEST_CASE("memory that is freed while another stream uses it is overwritten, unl
   }
 }
 
-TEST_CASE("freeing memory behind a wait for its other stream is right") {
+TEST_CASE("memory may be freed after a wait for the other stream that uses it") {
   const Drained drained;
   const c10::Stream side = rpc::side_stream(sim());
   at::Tensor a = at::ones({100}).to(sim());
@@ -156,7 +156,7 @@ TEST_CASE("freeing memory behind a wait for its other stream is right") {
   CHECK(host.sum().item<double>() == 100);
 }
 
-TEST_CASE("whoever polls an event comes to an end") {
+TEST_CASE("polling an event ends") {
   const Drained drained;
   at::Tensor a = at::ones({4}).to(sim());
   for (int i = 0; i < 5; ++i) a.add_(1);
@@ -168,7 +168,7 @@ TEST_CASE("whoever polls an event comes to an end") {
   CHECK(a.sum().item<double>() == 24);
 }
 
-TEST_CASE("copies are counted by their ways") {
+TEST_CASE("copies are counted by direction") {
   const Drained drained;
   const at::Tensor host = at::ones({8}, at::kFloat);
   const at::Tensor a = host.to(sim(0));
@@ -184,7 +184,7 @@ TEST_CASE("copies are counted by their ways") {
   CHECK(counted.scalars == 0);
 }
 
-TEST_CASE("the allocator tells its peak, and when there is no more") {
+TEST_CASE("the allocator reports its peak and throws when it is out of memory") {
   const Drained drained;
   { const at::Tensor a = at::empty({1 << 20}, at::TensorOptions().device(sim(3))); }
   CHECK(rpc::peak_device_bytes(sim(3)) >= 4 << 20);
@@ -206,7 +206,7 @@ TEST_CASE("torch's own pinned memory is pinned") {
   CHECK_FALSE(at::ones({4}).is_pinned());
 }
 
-TEST_CASE("memory that is not pinned is staged when it is copied in") {
+TEST_CASE("memory that is not pinned is staged when it is copied to a device") {
   const Drained drained;
   const at::Tensor host = at::ones({4});
   const at::Tensor a = host.to(sim(), /*non_blocking=*/true);
@@ -214,7 +214,7 @@ TEST_CASE("memory that is not pinned is staged when it is copied in") {
   CHECK(a.sum().item<float>() == 4);
 }
 
-TEST_CASE("a random tensor needs no wait, is the generator's, and comes late") {
+TEST_CASE("a random tensor depends on its generator only, which must be of its device") {
   const Drained drained;
   at::Generator first =
       at::globalContext().getAcceleratorHooksInterface(sim().type()).getNewGenerator(sim().index());
@@ -227,7 +227,7 @@ TEST_CASE("a random tensor needs no wait, is the generator's, and comes late") {
                     Catch::Contains("for generator but found 'sim:0'"));
 }
 
-TEST_CASE("shapes that depend on values, and outputs without a shape, come right") {
+TEST_CASE("operators whose output shape depends on values, or is not given, work") {
   const Drained drained;
   const at::Tensor a = at::tensor({1.F, 0.F, 3.F}).to(sim(1));
   CHECK(at::equal(a.nonzero().cpu(), at::tensor({0, 2}, at::kLong).unsqueeze(1)));
@@ -237,7 +237,7 @@ TEST_CASE("shapes that depend on values, and outputs without a shape, come right
   CHECK_FALSE(at::equal(a, a + 1));
 }
 
-TEST_CASE("several threads use the devices at once") {
+TEST_CASE("several threads use the devices concurrently") {
   const Drained drained;
   constexpr int kThreads = 4;
   std::vector<double> sums(kThreads);
@@ -258,7 +258,7 @@ TEST_CASE("several threads use the devices at once") {
   CHECK(sim_counters().device_to_device.number == kThreads * 200 * 2);
 }
 
-TEST_CASE("tensors of two devices do not mix") {
+TEST_CASE("tensors of different devices cannot be combined") {
   const Drained drained;
   const at::Tensor a = at::ones({4}).to(sim(0));
   CHECK_THROWS(a + at::ones({4}).to(sim(1)));

@@ -1,4 +1,4 @@
-// Whole models on the simulated accelerator: gradients are the CPU's.
+// Tests whole models on the simulated accelerator: their gradients equal the CPU's.
 // ctest: timeout=120
 #include <torch/csrc/autograd/autograd.h>
 
@@ -9,7 +9,7 @@
 namespace distrain::testing {
 namespace {
 
-// Loss, gradients and changed state of one pass.
+// Returns the loss, gradients and changed state of one pass.
 Tensors pass(const Net& net, c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);
   const Tensors state = to_device(net.state, device);
@@ -21,7 +21,7 @@ Tensors pass(const Net& net, c10::Device device) {
   return results;
 }
 
-TEST_CASE("gradients on the device are the CPU's") {
+TEST_CASE("gradients on the device equal the CPU's") {
   at::manual_seed(1);
   const Net net = GENERATE(perceptron(), conv_net(), bags(true), bags(false), language_model(true),
                            language_model(false), residual_net());

@@ -1,5 +1,5 @@
-// Plain modules on the simulated accelerator: as on the CPU, whatever the streams of those who read
-// and change their parameters.
+// Tests plain modules on the simulated accelerator: they behave as on the CPU, on whatever streams
+// their parameters are read and changed.
 // ctest: timeout=120
 #include <thread>
 
@@ -26,7 +26,7 @@ namespace {
 using autograd::Context;
 using nn::RemoteModule;
 
-// With a buffer that is no parameter.
+// Has a buffer besides its parameters.
 struct ShiftedImpl : torch::nn::Module {
   ShiftedImpl() {
     linear = register_module("linear", torch::nn::Linear(4, 3));
@@ -38,7 +38,8 @@ struct ShiftedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Shifted);
 
-// Writes its buffer as some of torch's kernels do: the tensor does not count it as a change.
+// Writes its buffer as some of torch's kernels do, without a change of the tensor's version
+// counter.
 struct UncountedImpl : torch::nn::Module {
   UncountedImpl() { passes = register_buffer("passes", at::zeros({3})); }
   at::Tensor forward(const at::Tensor& x) {
@@ -67,9 +68,9 @@ at::Tensor loss_of(const at::Tensor& y) { return y.pow(2).sum(); }
 
 }  // namespace
 
-TEST_CASE("passes over a module on a device have the gradients of the parameters they saw") {
+TEST_CASE("passes over a module on a device have the gradients of the parameters that they used") {
   at::manual_seed(1);
-  // A trainer with a device of its own, or without one.
+  // The trainer has its own device or none.
   const bool trainer_has_device = GENERATE(false, true);
   Cluster cluster(2, expose_modules, {}, [&](rpc::AgentOptions& options) {
     if (options.rank == 1 || trainer_has_device) options.device = test_device(options.rank);
@@ -121,7 +122,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   }
 }
 
-TEST_CASE("what a pass on a device writes to a buffer, uncounted, is seen") {
+TEST_CASE("a write to a buffer on a device that is not counted as a version is detected") {
   rpc::AgentOptions options;
   options.device = test_device(1);
   Cluster cluster(1, expose_modules, options);
@@ -134,7 +135,7 @@ TEST_CASE("what a pass on a device writes to a buffer, uncounted, is seen") {
   CHECK(at::equal(rpc::to_host({net.forward(x.to(test_device(1)))})[0], x));
 }
 
-TEST_CASE("trainers under streams of their own share the module of their rank") {
+TEST_CASE("trainers with their own streams share the module of their rank") {
   at::manual_seed(2);
   constexpr int kTrainers = 3, kSteps = 20;
   rpc::AgentOptions options;
@@ -168,7 +169,7 @@ TEST_CASE("trainers under streams of their own share the module of their rank") 
   CHECK(after < before);
 }
 
-TEST_CASE("a row that a table on a device does not have is named to the caller") {
+TEST_CASE("a row index out of the range of a table on a device is reported to the caller") {
   rpc::AgentOptions options;
   options.device = test_device(1);
   Cluster cluster(

@@ -1,4 +1,5 @@
-// Optimizers on the simulated accelerator do what they do on the CPU, and wait for nothing.
+// Tests optimizers on the simulated accelerator: they compute what they compute on the CPU, and do
+// not block.
 // ctest: timeout=120
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -30,7 +31,7 @@ at::Tensor sparse(const at::Tensor& rows, const at::Tensor& values, at::IntArray
   return at::_sparse_coo_tensor_unsafe(rows, values, shape);
 }
 
-// A parameter and its rule on each side.
+// A parameter and its rule on one device.
 struct Side {
   explicit Side(c10::Device device, const OptimizerOptions& options, const at::Tensor& initial)
       : device(device),
@@ -51,7 +52,7 @@ void check_state(const Side& there, const Side& here) {
   }
 }
 
-TEST_CASE("update rules with dense gradients are the CPU's") {
+TEST_CASE("update rules with dense gradients equal the CPU's") {
   at::manual_seed(1);
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true}),
@@ -76,7 +77,7 @@ TEST_CASE("update rules with dense gradients are the CPU's") {
   check_state(there, here);
 }
 
-TEST_CASE("update rules with sparse gradients are the CPU's") {
+TEST_CASE("update rules with sparse gradients equal the CPU's") {
   at::manual_seed(2);
   const OptimizerOptions options =
       GENERATE(OptimizerOptions(Sgd{.lr = 0.1}), OptimizerOptions(Adagrad{.lr = 0.1}),
@@ -97,7 +98,8 @@ TEST_CASE("update rules with sparse gradients are the CPU's") {
   check_state(there, here);
 }
 
-TEST_CASE("a state of the CPU is loaded to the device of the parameter, in its layout") {
+TEST_CASE(
+    "a state of the CPU is loaded to the device of the parameter, in the parameter's layout") {
   at::manual_seed(3);
   const at::Tensor initial = at::randn({2, 3, 4, 4});
   const OptimizerOptions options = Adam{.lr = 0.1};
@@ -127,7 +129,7 @@ TEST_CASE("a norm reads one number from each device") {
     there.push_back(gradient.defined() ? gradient.to(sim()) : gradient);
   }
   there.push_back(sparse(rows.to(sim(1)), values.to(sim(1)), {5, 2}));
-  there.push_back(at::full({3}, 2.0, at::kDouble));  // what is on the CPU counts too
+  there.push_back(at::full({3}, 2.0, at::kDouble));  // a CPU tensor counts, too
   reset_sim_counters();
   const double norm = optim::norm_squared(there);
   CHECK(sim_counters().scalars == 2);
@@ -141,7 +143,7 @@ void expose_nets(rpc::Agent& agent) {
   optim::install(agent);
 }
 
-TEST_CASE("an update on the device leaves a pass in flight on its version") {
+TEST_CASE("an update on the device keeps the version that a pass in flight uses") {
   Cluster cluster(1, expose_nets);
   at::manual_seed(5);
   const at::Tensor initial = at::randn({3, 3}), x = at::randn({2, 3}), gradient = at::ones({3, 3});
@@ -174,7 +176,7 @@ TEST_CASE("an update on the device leaves a pass in flight on its version") {
   cluster.shutdown();
 }
 
-// As a server does it: passes on versions, updates of its parameters.
+// Trains as a server does: passes use versions, steps update the parameters.
 Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options,
               c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);
@@ -204,7 +206,7 @@ Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options
   return results;
 }
 
-TEST_CASE("twenty steps of the jobs' models on the device are the CPU's") {
+TEST_CASE("twenty steps of the jobs' models on the device equal the CPU's") {
   Cluster cluster(1, expose_nets);
   at::manual_seed(6);
   const auto [net, options] =
@@ -255,7 +257,7 @@ TEST_CASE("a distributed optimizer updates and clips parameters of two devices")
   cluster.shutdown();
 }
 
-TEST_CASE("the state is that of the last step, whatever streams it is asked and set under") {
+TEST_CASE("the state is that of the last step, on whatever streams it is read and set") {
   Cluster cluster(1, expose_nets);
   const c10::Device device = sim(2);
   const at::Tensor parameter = at::zeros({100}, at::TensorOptions(device)).requires_grad_();

@@ -1,4 +1,4 @@
-// Collectives on device tensors over our own Backend.
+// Tests collectives on device tensors over our own Backend.
 // ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -25,7 +25,7 @@ at::Tensor values(int rank, int64_t count, c10::Device device) {
 
 }  // namespace
 
-TEST_CASE("the mean of device tensors, many at once") {
+TEST_CASE("many concurrent means of device tensors are right") {
   const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
   run_all_sim_streams();
   TestGroup group(3, {.timeout = kStagedLimit});
@@ -48,12 +48,13 @@ TEST_CASE("the mean of device tensors, many at once") {
     }
   });
   const SimCounters counters = sim_counters();
-  // Of each: its values here, down, up, and the look at the result.
+  // Each operation copies its values to the device, out, back in, and the result out for the check.
   CHECK(counters.host_to_device.number == 3 * 12 * 2);
   CHECK(counters.device_to_host.number == 3 * 12 * 2);
 }
 
-TEST_CASE("broadcasts of device tensors go down on the root and up on the others") {
+TEST_CASE(
+    "a broadcast copies device tensors to the host on the root and to the device on the others") {
   run_all_sim_streams();
   TestGroup group(3, {.timeout = kStagedLimit});
   reset_sim_counters();
@@ -61,7 +62,7 @@ TEST_CASE("broadcasts of device tensors go down on the root and up on the others
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
     for (int root = 0; root < 3; ++root) {
       const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(sim(rank)));
-      const at::Tensor y = x + 5;  // in the stream, not done yet
+      const at::Tensor y = x + 5;  // enqueued, not computed yet
       reduce.broadcast(y, root)->wait();
       RANK_CHECK((y * 2).eq(10 + 2 * root).all().item<bool>());
     }
@@ -70,7 +71,7 @@ TEST_CASE("broadcasts of device tensors go down on the root and up on the others
   CHECK(sim_counters().host_to_device.number == 6);
 }
 
-TEST_CASE("tensors of CPU and devices and refusals keep their order") {
+TEST_CASE("CPU tensors, device tensors and refusals keep their order") {
   TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -103,7 +104,7 @@ TEST_CASE("tensors of CPU and devices and refusals keep their order") {
   });
 }
 
-TEST_CASE("what the caller's stream computes before counts, and its result is for the waiter's") {
+TEST_CASE("a reduction waits for the caller's stream, and the waiter's stream for the reduction") {
   TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -126,7 +127,7 @@ TEST_CASE("what the caller's stream computes before counts, and its result is fo
   });
 }
 
-TEST_CASE("the values that a broadcast replaces are still used by earlier work") {
+TEST_CASE("earlier work still sees the values that a broadcast replaces") {
   TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -135,7 +136,7 @@ TEST_CASE("the values that a broadcast replaces are still used by earlier work")
       const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(device));
       const at::Tensor before = x + 1;
       reduce.broadcast(x, 0)->wait();
-      // In another stream, which finds the new values without doing what was before.
+      // Runs on another stream, which finds the new values before the earlier work has run.
       RANK_CHECK(x.sum().item<double>() == 0);
       RANK_CHECK(before.sum().item<double>() == 100 * (rank + 1));
     }
@@ -163,7 +164,7 @@ TEST_CASE("pinned memory is kept until the copy back has been made") {
   });
 }
 
-TEST_CASE("a group ends when its copies back are made") {
+TEST_CASE("the destructor of a group waits until its copies back are made") {
   run_all_sim_streams();
   TestGroup group(1, {.timeout = kStagedLimit});
   auto reduce = std::make_unique<StagedReduceGroup>(group.backends[0]);
@@ -175,7 +176,7 @@ TEST_CASE("a group ends when its copies back are made") {
   CHECK(at::equal(x.cpu(), values(0, 100, c10::kCPU)));
 }
 
-TEST_CASE("a tensor's memory is not used again before its copy back has been made") {
+TEST_CASE("a tensor's memory is not reused before its copy back has been made") {
   TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -205,7 +206,7 @@ TEST_CASE("a tensor's memory is not used again before its copy back has been mad
   });
 }
 
-TEST_CASE("a lost rank and a deadline come out of wait") {
+TEST_CASE("wait() throws for a lost rank and at a deadline") {
   const bool killed = GENERATE(true, false);
   TestGroup group(2, {.timeout = killed ? kStagedLimit : std::chrono::milliseconds(50)});
   StagedReduceGroup reduce(group.backends[0]);
@@ -220,7 +221,7 @@ TEST_CASE("a lost rank and a deadline come out of wait") {
   }
 }
 
-TEST_CASE("what nobody waits for is done all the same") {
+TEST_CASE("an operation without a waiter completes, too") {
   TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     const at::Tensor kept = values(rank, 100, sim(rank));

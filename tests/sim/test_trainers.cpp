@@ -1,4 +1,4 @@
-// What all jobs with trainers do alike, on the simulated accelerator.
+// Tests the behaviour that all jobs with trainers share, on the simulated accelerator.
 #include <memory>
 #include <optional>
 #include <utility>
@@ -14,8 +14,7 @@
 namespace distrain::testing {
 namespace {
 
-/// A group of one rank whose last operation fails when its device comes to it, and is known to have
-/// failed from then on.
+/// A group of one rank whose last operation fails on its device; the failure is known from then on.
 class FailsOnTheDevice final : public collective::ReduceGroup {
  public:
   void fail_behind(rpc::StreamPoint operation) { operation_ = std::move(operation); }
@@ -38,7 +37,7 @@ class FailsOnTheDevice final : public collective::ReduceGroup {
 
 }  // namespace
 
-TEST_CASE("a job asks whether averages are whole when its device has done them") {
+TEST_CASE("a job checks that averages are complete after its device has computed them") {
   const auto group = std::make_shared<FailsOnTheDevice>();
   at::Tensor x = at::ones({3}, at::TensorOptions(test_device(1)));
   group->check(test_device(1));

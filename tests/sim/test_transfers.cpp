@@ -1,5 +1,5 @@
-// Transfers of tensors of devices, one end at a time: what a peer may send and what a device may
-// refuse, and who lets go of the memory.
+// Tests one end of a transfer of device tensors: what a peer may send, what a device may refuse,
+// and when memory is freed.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -27,7 +27,7 @@ at::Tensor numbers_to_send(int64_t n, int device = 0) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(device));
 }
 
-/// A chunk of ones, of a transfer of `bytes`.
+/// Returns a chunk of ones of a transfer of `bytes` bytes.
 net::InFrame chunk(uint64_t id, uint64_t begin, uint64_t bytes, uint64_t size = kChunkBytes) {
   static const auto ones = [] {
     auto memory = std::make_shared<std::vector<uint8_t>>(2 * kChunkBytes, uint8_t{1});
@@ -60,11 +60,11 @@ rpc::OutMessage message_of(std::vector<at::Tensor> tensors) {
 
 uint64_t seven() { return 7; }
 
-TEST_CASE("a rank with too many transfers open is refused one, and keeps the others") {
+TEST_CASE("a transfer beyond the limit of open transfers is refused, and the others continue") {
   rpc::DeviceStager stager;
   rpc::Arrivals arrivals(stager, 1), others(stager, 2);
   constexpr uint64_t kBytes = kChunkBytes + 100;
-  std::vector<base::Task> tasks;  // not done: no memory is needed
+  std::vector<base::Task> tasks;  // not run, so they need no memory
   for (uint64_t id = 0; id <= rpc::kMaxOpenTransfers; ++id) {
     tasks.push_back(arrivals.add_chunk_on_loop(chunk(id, 0, kBytes)));
   }
@@ -88,22 +88,22 @@ TEST_CASE("chunks that do not fit are refused") {
   add(arrivals, chunk(1, 0, kBytes));
   net::InFrame frame = chunk(1, kChunkBytes, kBytes);
   SECTION("the same bytes again") { frame = chunk(1, 0, kBytes); }
-  SECTION("bytes further on") { frame = chunk(1, 2 * kChunkBytes, kBytes); }
-  SECTION("a short one") { frame = chunk(1, kChunkBytes, kBytes, 100); }
-  SECTION("a long one") { frame = chunk(1, kChunkBytes, kBytes, kChunkBytes + 1); }
-  SECTION("of another size of transfer") { frame = chunk(1, kChunkBytes, kBytes + 1); }
-  SECTION("for another device") {
+  SECTION("a gap before the chunk") { frame = chunk(1, 2 * kChunkBytes, kBytes); }
+  SECTION("a short chunk") { frame = chunk(1, kChunkBytes, kBytes, 100); }
+  SECTION("a long chunk") { frame = chunk(1, kChunkBytes, kBytes, kChunkBytes + 1); }
+  SECTION("another size of the transfer") { frame = chunk(1, kChunkBytes, kBytes + 1); }
+  SECTION("another device") {
     frame.header.channel = static_cast<uint16_t>(frame.header.channel | 1 << 8);
   }
-  SECTION("for the CPU") { frame.header.channel = 0; }
-  SECTION("for a type of device that there is not") { frame.header.channel = 99; }
-  SECTION("not from the beginning") { frame = chunk(2, kChunkBytes, kBytes); }
-  SECTION("of a transfer too large") { frame = chunk(2, 0, (uint64_t{64} << 30) + 1); }
-  SECTION("of a transfer that needs no chunk") { frame = chunk(2, 0, kChunkBytes); }
+  SECTION("the CPU") { frame.header.channel = 0; }
+  SECTION("an unknown type of device") { frame.header.channel = 99; }
+  SECTION("a first chunk that is not at the beginning") { frame = chunk(2, kChunkBytes, kBytes); }
+  SECTION("a transfer that is too large") { frame = chunk(2, 0, (uint64_t{64} << 30) + 1); }
+  SECTION("a transfer that is small enough for no chunk") { frame = chunk(2, 0, kChunkBytes); }
   CHECK(error_of([&] { add(arrivals, std::move(frame)); }).kind == ErrorKind::kProtocol);
 }
 
-TEST_CASE("a transfer is taken once, whole, by the message that it was made for") {
+TEST_CASE("a transfer is taken once, completely, by the message that it belongs to") {
   rpc::DeviceStager stager;
   rpc::Arrivals arrivals(stager, 1);
   constexpr uint64_t kBytes = 3 * kChunkBytes;
@@ -111,21 +111,21 @@ TEST_CASE("a transfer is taken once, whole, by the message that it was made for"
   const auto refused = [&](uint64_t id, wire::DeviceRef device, uint64_t bytes) {
     return error_of([&] { arrivals.take(id, device, bytes); }).kind == ErrorKind::kProtocol;
   };
-  SECTION("not before it has come") {
+  SECTION("before it is complete") {
     CHECK(refused(1, kDevice, kBytes));
     return;
   }
   add(arrivals, chunk(1, kChunkBytes, kBytes));
-  SECTION("not by another number") { CHECK(refused(2, kDevice, kBytes)); }
-  SECTION("not for another device") { CHECK(refused(1, {kDevice.type, 1}, kBytes)); }
-  SECTION("not with other bytes") { CHECK(refused(1, kDevice, kBytes - 1)); }
-  SECTION("not twice") {
+  SECTION("with another ID") { CHECK(refused(2, kDevice, kBytes)); }
+  SECTION("for another device") { CHECK(refused(1, {kDevice.type, 1}, kBytes)); }
+  SECTION("with another size") { CHECK(refused(1, kDevice, kBytes - 1)); }
+  SECTION("twice") {
     CHECK_NOTHROW(arrivals.take(1, kDevice, kBytes));
     CHECK(refused(1, kDevice, kBytes));
   }
 }
 
-TEST_CASE("what nobody takes is let go, and not by the loop") {
+TEST_CASE("a transfer that no message takes is freed, and not on the loop") {
   run_all_sim_streams();
   const int64_t before = sim_bytes_in_use(0);
   rpc::DeviceStager stager;
@@ -134,23 +134,23 @@ TEST_CASE("what nobody takes is let go, and not by the loop") {
   add(*arrivals, chunk(1, 0, kBytes));
   const int64_t with_one = sim_bytes_in_use(0);
   REQUIRE(with_one > before);
-  SECTION("given up") {
+  SECTION("an abandoned transfer") {
     base::Task task = arrivals->add_chunk_on_loop(chunk(1, 0, kBytes, 0));
-    REQUIRE(task);  // for a worker
+    REQUIRE(task);  // to be run by a worker
     CHECK(sim_bytes_in_use(0) == with_one);
     task();
   }
-  SECTION("no more will come") { arrivals->drop_parts(); }
-  SECTION("neither will its message") {
+  SECTION("an incomplete transfer whose chunks stop") { arrivals->drop_parts(); }
+  SECTION("a complete transfer whose message does not arrive") {
     add(*arrivals, chunk(1, kChunkBytes, kBytes));
     arrivals->drop_parts();
-    CHECK(sim_bytes_in_use(0) == with_one);  // a message that is there may be its
+    CHECK(sim_bytes_in_use(0) == with_one);  // a received message may still need it
     arrivals = nullptr;
   }
   CHECK(sim_bytes_in_use(0) == before);
 }
 
-TEST_CASE("a message that cannot be received lets go of all its transfers") {
+TEST_CASE("a message that cannot be received frees all its transfers") {
   rpc::DeviceStager stager;
   std::vector<net::OutFrame> sent;
   {
@@ -191,11 +191,11 @@ TEST_CASE("a message that cannot be received lets go of all its transfers") {
     }
   }
   CHECK_FALSE(sim_bytes_in_use(1) == before[1]);
-  SECTION("as a device has no room") {
+  SECTION("because a device has no room") {
     const base::Error error = error_of([&] { rpc::from_frame(message, 1, stager, &arrivals); });
     CHECK(error.kind == ErrorKind::kResources);
   }
-  SECTION("as its payload is another one") {
+  SECTION("because its payload has another size") {
     message.payload = message.payload.first(message.payload.size() - 1);
     const base::Error error = error_of([&] { rpc::from_frame(message, 1, stager, &arrivals); });
     CHECK(error.kind == ErrorKind::kProtocol);
@@ -204,17 +204,17 @@ TEST_CASE("a message that cannot be received lets go of all its transfers") {
   CHECK(sim_bytes_in_use(1) == before[1]);
 }
 
-TEST_CASE("memory for what comes in is pinned once it is missed") {
+TEST_CASE("memory for received chunks is pinned once it was needed") {
   rpc::DeviceStager stager;
   rpc::Arrivals arrivals(stager, 1);
   CHECK_FALSE(stager.idle_host_block(kChunkBytes));
   add(arrivals, chunk(1, 0, 2 * kChunkBytes));
   const base::BufferPtr block = stager.idle_host_block(kChunkBytes);
   REQUIRE(block);
-  CHECK_FALSE(stager.idle_host_block(kChunkBytes));  // not more than were missed
+  CHECK_FALSE(stager.idle_host_block(kChunkBytes));  // only as much as was needed
 }
 
-TEST_CASE("frames that have been copied are let go while their transfer goes on") {
+TEST_CASE("copied frames are freed while their transfer continues") {
   run_all_sim_streams();
   rpc::DeviceStager stager;
   rpc::Arrivals arrivals(stager, 1);
@@ -231,7 +231,7 @@ TEST_CASE("frames that have been copied are let go while their transfer goes on"
   CHECK(std::count_if(bodies.begin(), bodies.end(), [](auto& b) { return !b.expired(); }) < 40);
 }
 
-TEST_CASE("a message has few blocks in the network at a time") {
+TEST_CASE("a message has only few blocks in the network at a time") {
   rpc::DeviceStager stager;
   constexpr size_t kChunks = 40;
   rpc::Departure departure(stager, message_of({numbers_to_send((kChunks + 1) << 18)}), {}, seven);
@@ -263,7 +263,7 @@ TEST_CASE("a message has few blocks in the network at a time") {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return network.size() == rpc::kMaxSending || over; });
   }
-  // Whoever does not wait goes on meanwhile.
+  // A sender that did not wait would continue in this time.
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   {
     std::unique_lock lock(mutex);
@@ -289,7 +289,7 @@ TEST_CASE("a message has few blocks in the network at a time") {
   if (!ends) CHECK(most == rpc::kMaxSending);
 }
 
-TEST_CASE("a message that the network refuses gives its transfers up") {
+TEST_CASE("a message that the network refuses cancels its transfers") {
   rpc::DeviceStager stager;
   rpc::Departure departure(stager, message_of({numbers_to_send(1 << 19)}), {}, seven);
   std::vector<wire::FrameHeader> sent;
@@ -307,7 +307,7 @@ TEST_CASE("a message that the network refuses gives its transfers up") {
   CHECK(sent[2].payload_bytes == 0);
 }
 
-TEST_CASE("a message that nobody wants any more when its chunks are gone is not sent") {
+TEST_CASE("a message that is abandoned after its chunks were sent is not sent") {
   rpc::DeviceStager stager;
   rpc::OutMessage message = message_of({numbers_to_send(1 << 19)});
   message.body = {1, 2, 3};
@@ -329,13 +329,13 @@ TEST_CASE("a message that nobody wants any more when its chunks are gone is not 
   if (is_wanted) {
     CHECK(sent[1].header.kind == wire::FrameKind::kCall);
     CHECK(sent[1].meta[sent[1].meta.size() - 3] == 9);
-  } else {  // the transfer is given up
+  } else {  // cancels the transfer
     CHECK(sent[1].header.kind == wire::FrameKind::kChunk);
     CHECK(sent[1].payload.empty());
   }
 }
 
-TEST_CASE("what no receiver would take is not begun") {
+TEST_CASE("a transfer that no receiver would accept is not begun") {
   rpc::DeviceStager stager;
   SECTION("too many bytes") {
     const at::Tensor huge =
@@ -343,7 +343,7 @@ TEST_CASE("what no receiver would take is not begun") {
     CHECK(error_of([&] { rpc::Departure(stager, message_of({huge}), {}, seven); }).kind ==
           ErrorKind::kInvalid);
   }
-  SECTION("tensors of two devices for one") {
+  SECTION("tensors on two devices for one device") {
     CHECK(error_of([&] {
             rpc::Departure(stager, message_of({numbers_to_send(3, 0), numbers_to_send(3, 2)}), {},
                            seven);
@@ -351,12 +351,12 @@ TEST_CASE("what no receiver would take is not begun") {
   }
 }
 
-TEST_CASE("a device that has failed is an error and not the end of the process") {
+TEST_CASE("a failed device is an error and does not end the process") {
   auto stager = std::make_unique<rpc::DeviceStager>();
   auto departure = std::make_unique<rpc::Departure>(*stager, message_of({numbers_to_send(1 << 19)}),
                                                     wire::FrameHeader{}, seven);
   stager->release_at(rpc::StreamPoint::mark(sim(0)), chunk(1, 0, 1).body);
-  run_all_sim_streams();  // what has failed does no more work
+  run_all_sim_streams();  // failed devices do no more work
   {
     const SimFailure failure;
     CHECK_THROWS_AS(departure->send([](net::OutFrame) { return base::Status(base::Unit{}); }),
@@ -370,7 +370,7 @@ TEST_CASE("a device that has failed is an error and not the end of the process")
         ErrorKind::kResources);
 }
 
-TEST_CASE("the end of a message waits where no thread of the pool is left to wait") {
+TEST_CASE("the destructor of a Departure may block although no pool thread is left to wait") {
   struct Full final : base::BlockObserver {
     void on_block() override { throw base::Exception(ErrorKind::kOverloaded, "all wait"); }
     void on_unblock() override {}
@@ -390,21 +390,21 @@ TEST_CASE("the end of a message waits where no thread of the pool is left to wai
   CHECK(error.kind == ErrorKind::kOverloaded);
 }
 
-TEST_CASE("a stager takes two streams of each device, once") {
+TEST_CASE("a stager uses two streams of each device, created once") {
   rpc::DeviceStager stager;
   const c10::StreamId out = stager.out_stream(sim(3)).id();
   for (int i = 0; i < 5; ++i) {
     CHECK(stager.out_stream(sim(3)).id() == out);
     CHECK(stager.in_stream(sim(3)).id() != out);
   }
-  const auto after = [](c10::StreamId id) { return id % 32 + 1; };  // the pool's, in turn
+  const auto after = [](c10::StreamId id) { return id % 32 + 1; };  // torch's pool, in turn
   const c10::StreamId in = stager.in_stream(sim(3)).id();
   CHECK(rpc::side_stream(sim(3)).id() ==
         after(std::max(in, out) - std::min(in, out) == 1 ? std::max(in, out) : std::min(in, out)));
 }
 
-TEST_CASE("points in streams make no context on a device that this thread does not use") {
-  std::thread([] {  // its device is the first one
+TEST_CASE("stream points create no context on a device that this thread does not use") {
+  std::thread([] {  // the thread's device is the first one
     const c10::Stream first = rpc::side_stream(sim(2)), second = rpc::side_stream(sim(2));
     reset_sim_contexts();
     {
