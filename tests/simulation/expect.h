@@ -1,4 +1,4 @@
-// A run that is to go well, and how to repeat it when it does not.
+// Checks a run that must succeed and prints how to repeat it if it fails.
 #pragma once
 
 #include <filesystem>

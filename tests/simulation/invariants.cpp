@@ -1,4 +1,4 @@
-// What must hold in a run: Note [Simulation].
+// Checks the invariants of a run: Note [Simulation].
 #include <algorithm>
 #include <cstdio>
 
@@ -8,7 +8,7 @@ namespace distrain::simulation {
 
 namespace {
 
-// Jobs of this size are done by then, and who waits for others has given up.
+// Jobs of this size have ended by then, and ranks that wait for others have given up.
 constexpr auto kLongestJob = std::chrono::seconds(120);
 
 bool is_one_of_many(const Fault& fault) {
@@ -72,8 +72,9 @@ void Simulation::check_counts() {
   }
 }
 
-// A second after somebody has to know. Of several faults one may hide another, and who was stopped
-// cannot tell who was silent meanwhile.
+// Returns the latest time at which the rank must have ended: a second after the fault must be
+// noticed. One of several faults may hide another, and a rank that was stopped cannot tell which
+// ranks were silent during that time.
 TimePoint Simulation::latest_end(const Rank& rank) const {
   const Event* last = nullptr;
   for (const Event& event : events_) {
@@ -97,12 +98,12 @@ void Simulation::check_blame(const Rank& rank) {
   for (const Event& event : events_) {
     if (event.began <= rank.ended()) before.push_back(event);
   }
-  // It may not have come in at all, if another has its place, or the job is over.
+  // The rank may not have been admitted at all, because its place was taken or the job had ended.
   if (!rank.has_joined() && error.rank == 0) {
     if (before.empty()) on_violation(rank, said);
     return;
   }
-  // What is harmless alone may add up.
+  // Faults that are harmless alone may add up.
   const auto many = std::count_if(before.begin(), before.end(),
                                   [](const Event& event) { return is_one_of_many(event.fault); });
   const auto is_cause = [&](const Event& event) { return !event.is_harmless || many > 1; };
@@ -117,7 +118,8 @@ void Simulation::check_blame(const Rank& rank) {
   }
 }
 
-// Not there when the join timeout was over; nobody in particular, for a rank that cannot know.
+// Returns true if `rank` had not joined at the join timeout, or if no rank is named, because a rank
+// may not know who is missing.
 bool Simulation::is_missing(int rank, TimePoint when) const {
   if (rank < 0) return true;
   return std::any_of(ranks_.begin(), ranks_.end(), [&](const auto& each) {
@@ -145,8 +147,8 @@ bool Simulation::may_be_blamed(const Event& event, const Rank& by, int rank) con
       return rank == fault.a || rank == fault.b;
     case FaultKind::kIsolate:
     case FaultKind::kPartition: {
-      // The side without rank 0: it is heard if only what goes to it is lost, and then it says whom
-      // it cannot hear.
+      // Blames a rank on the side without rank 0. If only messages to that side are lost, its ranks
+      // are still heard, and they report the rank that they cannot hear.
       const bool has_hub = fault.group.contains(0);
       const auto is_cut_off = [&](int each) { return fault.group.contains(each) != has_hub; };
       const bool is_unheard = fault.way == (has_hub ? Way::kTo : Way::kFrom) && !fault.lasts;

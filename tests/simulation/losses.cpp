@@ -1,4 +1,4 @@
-// What must hold in jobs that go on without ranks that are lost: Note [Simulation].
+// Checks the invariants of jobs that continue without lost ranks: Note [Simulation].
 #include <algorithm>
 
 #include "simulation.h"
@@ -9,12 +9,12 @@ using base::ErrorKind;
 
 namespace {
 
-// With all the processes that come in the places of others.
+// Includes all replacement processes.
 constexpr auto kLongestTolerantJob = std::chrono::seconds(120);
 
 }  // namespace
 
-// A connection between two ranks may be broken at either end.
+// A broken connection between two ranks may be reported by either of them.
 void Simulation::note_hit(const Event& event, Rank& rank) {
   if (event.is_harmless) return;
   const Fault& fault = event.fault;
@@ -41,7 +41,7 @@ bool Simulation::is_here(const Rank& rank) const {
   return found != here_.end() && found->second == &rank;
 }
 
-// ---- what rank 0 tells, and what others hear of it ----
+// ---- notifications of losses and returns ----
 
 void Simulation::note_welcome(int rank, const wire::Directory& directory) {
   const auto process =
@@ -101,7 +101,8 @@ void Simulation::on_change(const Rank& rank, const Change& change, const Error& 
   ++hearing.next;
 }
 
-// Whether the job goes on is told by what this side knows of who is there.
+// Checks whether the job may continue, from the simulation's own record of the ranks that are
+// alive.
 void Simulation::check_loss(const Change& change, const Error& why) {
   const Job& job = scenario_.job;
   const Rank* const lost = process(change.rank, change.incarnation);
@@ -135,7 +136,7 @@ void Simulation::on_refused(const Rank& by, int rank, uint32_t incarnation, cons
   on_violation(*caller, "is refused by " + std::to_string(by.rank()) + ": " + why.message);
 }
 
-// Rank 0 is the first to hear of it. Who has a connection to it is there, or has been admitted.
+// Rank 0 is notified first. Ranks with a connection to rank 0 are alive or have been admitted.
 void Simulation::check_tolerant_round(const Rank& rank, uint64_t round, uint64_t sum) {
   Round& over = rounds_[round];
   if (rank.rank() == 0) {
@@ -162,7 +163,7 @@ void Simulation::check_tolerant_round(const Rank& rank, uint64_t round, uint64_t
   }
 }
 
-// ---- how they end ----
+// ---- the end of the ranks ----
 
 void Simulation::check_tolerant_end(const Rank& rank) {
   if (rank.outcome() == Outcome::kNone) {
@@ -193,7 +194,7 @@ void Simulation::check_tolerant_end(const Rank& rank) {
   }
 }
 
-// Who is not let in has tried it too early, or too late.
+// A replacement that was not admitted came too early or too late.
 void Simulation::check_tolerant_outcome(const Rank& rank) {
   if (rank.outcome() == Outcome::kEndedWell || hit_.contains(&rank) || is_spoiled_) return;
   const Error& error = *rank.error();
@@ -203,7 +204,7 @@ void Simulation::check_tolerant_outcome(const Rank& rank) {
     if (error.rank != 0) on_violation(rank, said + ", though it was not even let in");
   } else if (!end_) {
     on_violation(rank, said + ", though the job goes on");
-  } else if (!error.message.ends_with(end_->error.message)) {  // or by rank 0's word for it
+  } else if (!error.message.ends_with(end_->error.message)) {  // after a prefix of rank 0
     on_violation(rank, said + ", not with '" + end_->error.message + "'");
   }
 }

@@ -12,7 +12,7 @@ base::Error broken(const char* how) {
 
 }  // namespace
 
-// Most come at once, some take long.
+// Returns a random delay: usually short, sometimes long.
 Duration Network::delay() {
   const double part = random_.unit();
   const double share = random_.below(8) == 0 ? part : part * 0.1;
@@ -31,7 +31,7 @@ void Network::connect(Host& from, Host& to, TimePoint deadline, OnConnected on_c
   try_to_connect(from, to, deadline, std::chrono::seconds(1), std::move(on_connected));
 }
 
-// As a kernel does, which tries again after a second, and then twice as long each time.
+// Retries as a kernel does: after a second, and then after twice the time of the previous retry.
 void Network::try_to_connect(Host& from, Host& to, TimePoint deadline, Duration retry,
                              OnConnected on_connected) {
   if (time_.now() >= deadline) return on_connected(std::nullopt);
@@ -85,7 +85,7 @@ void Network::reset(size_t connection) {
   }
 }
 
-// A kernel that resets a connection drops what has not come yet.
+// Discards data that has not been received, as a kernel that resets a connection does.
 void Network::close_all_of(Host& host) {
   for (const End end : ends_[&host]) {
     Side& here = side(end);
@@ -110,7 +110,7 @@ std::vector<End> Network::open_ends() const {
   return open;
 }
 
-// ---- what goes over them ----
+// ---- messages ----
 
 void Network::send(End from, Message message) { push(from, std::move(message)); }
 
@@ -132,7 +132,7 @@ void Network::schedule(End to) {
   });
 }
 
-// What waits for heal() or resume() is looked at by these.
+// Messages that are blocked by a cut or a stop are delivered after heal() or resume().
 void Network::deliver(End to) {
   Side& there = side(to);
   if (!there.is_open || there.coming.empty()) return;
@@ -172,7 +172,7 @@ void Network::resume(Host& host) {
   for (const End end : ends_[&host]) {
     Side& here = side(end);
     if (!here.is_open || here.coming.empty()) continue;
-    const Duration look = std::chrono::nanoseconds(random_.below(200'000));  // its kernel has it
+    const Duration look = std::chrono::nanoseconds(random_.below(200'000));  // it is received
     here.coming.front().due = std::max(here.coming.front().due, time_.now() + look);
     schedule(end);
   }

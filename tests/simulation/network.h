@@ -27,15 +27,16 @@ struct End {
   auto operator<=>(const End&) const = default;
 };
 
-/// A process as the network knows it.
+/// A process, as the network sees it.
 class Host {
  public:
   virtual ~Host() = default;
-  /// Where it is: a cut is between two places.
+  /// Returns its place. A cut separates two places.
   virtual int place() const = 0;
-  /// Not while it is stopped, nor once it is dead: its kernel keeps what comes, or throws it away.
+  /// Returns false while the process is stopped and once it is dead. The kernel keeps or discards
+  /// incoming messages then.
   virtual bool is_reading() const = 0;
-  /// Its kernel answers who connects.
+  /// Returns true if its kernel accepts connections.
   virtual bool is_listening() const = 0;
   virtual bool is_stopped() const = 0;
   virtual void on_connection(End end) = 0;
@@ -43,8 +44,8 @@ class Host {
   virtual void on_end(End end, const base::Error& error) = 0;
 };
 
-/// Connections that keep the order of what is sent in each direction, as TCP does, and nothing
-/// else: what goes over two of them comes in any order.
+/// Connections that keep the order of messages in each direction, as TCP does. Messages on
+/// different connections arrive in any order.
 class Network {
  public:
   using OnConnected = std::function<void(std::optional<End> end)>;
@@ -52,34 +53,34 @@ class Network {
   Network(VirtualTime& time, uint64_t seed, Duration longest_delay)
       : time_(time), random_({seed, 0x6e6574}), longest_delay_(longest_delay) {}
 
-  /// `on_connected` is told by whom it is made, or without an end: nobody listens there, or nobody
-  /// has answered until `deadline`.
+  /// Calls `on_connected` with the end of `from`, or without an end if `to` does not listen or does
+  /// not answer until `deadline`.
   void connect(Host& from, Host& to, TimePoint deadline, OnConnected on_connected);
   void send(End from, Message message);
-  /// The end is its process's no more. What was sent comes first; unless `flush` it may be lost
-  /// where it cannot get through.
+  /// Closes the process's end. Sent messages are delivered first; without `flush` they may be lost
+  /// if they cannot get through.
   void close(End end, bool flush);
-  /// Both ends are told that the connection is broken.
+  /// Breaks the connection and notifies both ends.
   void reset(size_t connection);
-  /// All connections of a process that is no more.
+  /// Closes all connections of a dead process.
   void close_all_of(Host& host);
 
-  /// What goes from one place to another waits until as many heal() have come.
+  /// Holds messages from one place to another back until each cut() has had a heal().
   void cut(int from, int to) { ++cuts_[{from, to}]; }
   void heal(int from, int to);
-  /// It reads again.
+  /// Delivers messages again that `host` did not read while it was stopped.
   void resume(Host& host);
 
   Host& host_of(End end) { return *side(end).host; }
   bool is_open(End end) { return side(end).is_open; }
   TimePoint last_heard(End end) { return side(end).heard; }
-  /// That their processes have not closed, in the order in which they were made.
+  /// Returns the ends that their processes have not closed, in the order of their creation.
   std::vector<End> open_ends() const;
 
  private:
   struct Item {
     TimePoint due;
-    std::optional<Message> message;  // without: the end
+    std::optional<Message> message;  // nullopt: the end of the connection
   };
   struct Side {
     Host* host = nullptr;
@@ -106,7 +107,7 @@ class Network {
   base::Random random_;
   const Duration longest_delay_;
   std::deque<Connection> connections_;
-  std::map<const Host*, std::vector<End>> ends_;  // for look-ups: never gone through
+  std::map<const Host*, std::vector<End>> ends_;  // for look-ups only: unordered
   std::map<std::pair<int, int>, int> cuts_;
 };
 

@@ -12,7 +12,7 @@ using wire::FrameKind;
 namespace {
 
 constexpr auto kLongestTry = std::chrono::seconds(5);
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as ControlPlane
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as in ControlPlane
 constexpr auto kDoorTimeout = std::chrono::seconds(2);
 constexpr auto kAnswers = std::chrono::seconds(5);
 constexpr auto kLastLook = std::chrono::milliseconds(50);
@@ -60,7 +60,7 @@ void Rank::stop() {
   is_stopped_ = true;
 }
 
-// What has come to its sockets and what was due meanwhile come to it in any order.
+// Handles messages and timers of the time in which the process was stopped, in any order.
 void Rank::resume() {
   if (!is_stopped_) return;
   is_stopped_ = false;
@@ -138,7 +138,7 @@ void Rank::begin_as_hub() {
   prepare();
 }
 
-// Rank 0 may be prepared before the others are there.
+// Rank 0 may be prepared before the others have joined.
 void Rank::prepare() {
   after(up_to(job_.longest_prepare), [this] {
     if (!is_over_) party_->prepared({});
@@ -180,7 +180,7 @@ rpc::control::Settings Rank::common_settings() const {
   return settings;
 }
 
-// Who has come leaves it to rank 0 for a while to say who has not.
+// A rank that has joined first gives rank 0 some time to report the missing ranks.
 void Rank::give_up_joining() {
   if (has_gone_ || is_over_) return;
   if (rank_ != 0 && party_ && !std::exchange(waits_for_rank_0_, true)) {
@@ -226,7 +226,7 @@ std::optional<size_t> Rank::connection_to(int rank, bool is_control) const {
   return std::nullopt;
 }
 
-// A process that is no more has no connections either.
+// A dead process has no connections.
 void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
   network_.connect(*this, to, time_.now() + limit,
                    [this, then = std::move(then)](std::optional<End> end) {
@@ -241,7 +241,7 @@ rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
           joins ? std::string() : party_->secret()};
 }
 
-// As Introduction.
+// As Introduction does.
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
   rpc::identity::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
@@ -279,7 +279,7 @@ void Rank::end_introduction(End end, bool is_believed) {
   then(is_believed ? std::optional(end) : std::nullopt);
 }
 
-// As Doorway, from here to refuse().
+// From here to refuse(): as Doorway does.
 void Rank::on_connection(End end) {
   strangers_.emplace(end, Stranger{});
   const auto show_the_door = [this, end] {

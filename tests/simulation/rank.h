@@ -25,25 +25,25 @@ using rpc::control::World;
 inline constexpr const char* kSimulatedJob = "simulated";
 inline constexpr const char* kTooFewLeft = "too few are left";
 
-/// How a process that has ended did so.
+/// How a process has ended.
 enum class Outcome { kNone, kEndedWell, kFailed, kDied };
 
-/// A bug that is planted where the machines meet their surroundings, to see that it is noticed.
+/// A deliberate bug in the simulated surroundings of the control plane; the checks must detect it.
 enum class Bug {
   kNone,
-  kLossIsNotSpread,      ///< rank 0 tells nobody why ranks leave
-  kSilenceIsNotJudged,   ///< who is silent seems to be heard
-  kRoundIsCountedTwice,  ///< a rank's word that it has come to a round is taken twice
-  kAccuserIsBlamed,      ///< rank 0 takes who tells of a loss for the one that is lost
-  kLastWordIsKept,       ///< who aborts does not say why
+  kLossIsNotSpread,      ///< rank 0 does not send the reasons for which ranks leave
+  kSilenceIsNotJudged,   ///< a silent rank counts as heard
+  kRoundIsCountedTwice,  ///< a rank's message that it has entered a round is counted twice
+  kAccuserIsBlamed,      ///< rank 0 takes the rank that reports a loss for the lost one
+  kLastWordIsKept,       ///< a rank that aborts does not send its reason
   kNothingIsClosed,      ///< connections stay open
-  kNewcomerGoesEarly,    ///< rank 0 lets it go on before the others know of it
+  kNewcomerGoesEarly,    ///< rank 0 starts a newcomer before the others know of it
 };
 
-/// Until when new processes may take the places of ranks that are lost, as rank 0's program says.
+/// Until when new processes may replace lost ranks, as rank 0's program decides.
 enum class Door { kClosesInTheMidst, kClosesAtEnd, kStaysOpen };
 
-/// What all ranks of a run have in common.
+/// The parameters that all ranks of a run share.
 struct Job {
   int size = 0;
   Duration peer_timeout{};
@@ -51,14 +51,14 @@ struct Job {
   Duration longest_delay{};
   Duration longest_prepare{};
   Duration longest_work{};
-  Duration longest_reaction{};  ///< from a loss that a rank hears of to its end
-  double calls_per_rank = 0;    ///< to random others
-  std::set<int> tolerated;      ///< the job goes on without them, if so many of them are left
+  Duration longest_reaction{};  ///< from a rank's first notice of a loss to its end
+  double calls_per_rank = 0;    ///< to random other ranks
+  std::set<int> tolerated;      ///< the job continues without them while `least` of them are left
   size_t least = 1;
   Door door = Door::kClosesInTheMidst;
 };
 
-/// A process is lost, or has the place of one that was, as ranks hear of it.
+/// The loss of a process, or its replacement, as ranks are notified of it.
 struct Change {
   int rank = 0;
   uint32_t incarnation = 0;
@@ -69,12 +69,12 @@ struct Change {
   std::string text() const;
 };
 
-/// Moments of the job, as rank 0 comes to them: what faults are timed by.
+/// Phases of the job, as rank 0 reaches them; faults are timed relative to them.
 enum class Phase { kMeeting, kPreparing, kRunning, kEnding };
 
 class Rank;
 
-/// What a rank tells the simulation.
+/// Receives the events of the ranks.
 class Observer {
  public:
   virtual ~Observer() = default;
@@ -82,12 +82,12 @@ class Observer {
   virtual void on_sent(const Rank& from, int to, const Message& message) = 0;
   virtual void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) = 0;
   virtual void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) = 0;
-  /// Not of what a rank sees that has lost rank 0: it has lost all.
+  /// Not called for losses that a rank sees after it has lost rank 0.
   virtual void on_change(const Rank& rank, const Change& change, const Error& why) = 0;
   virtual void on_directory(const Rank& rank, const wire::Directory& directory) = 0;
-  /// `by` does not want the connection for calls that this process of `rank` has made.
+  /// `by` refuses the connection for calls that this process of `rank` has made.
   virtual void on_refused(const Rank& by, int rank, uint32_t incarnation, const Error& why) = 0;
-  /// Something that must never be.
+  /// Reports a violated invariant.
   virtual void on_violation(const Rank& rank, const std::string& what) = 0;
   virtual bool is_traced() const = 0;
   virtual void trace(const Rank& rank, const std::string& what) = 0;
@@ -95,8 +95,8 @@ class Observer {
   virtual Rank* at(int place) = 0;
 };
 
-/// A process of the job: what ControlPlane, Peers, AgentCore and a job's program are around a
-/// control::Party, as events of virtual time.
+/// A process of the job. Simulates the surroundings of a control::Party (ControlPlane, Peers,
+/// AgentCore and a job's program) as events of virtual time.
 class Rank final : public Host, private World {
  public:
   static constexpr const char* kNotAllThere = "not all ranks were there within the join timeout";
@@ -111,36 +111,37 @@ class Rank final : public Host, private World {
   void stop();
   void resume();
   void abort(const Error& error);
-  /// Its next words to rank 0, or rank 0's to some rank, are not what they should be.
+  /// Makes the next message to rank 0, or from rank 0 to some rank, invalid.
   void send_garbage();
-  /// on_go throws.
+  /// Makes on_go throw.
   void fail_at_go(const Error& error) { fails_at_go_ = error; }
-  /// Once it has gone, so much later.
+  /// Calls `what` a time of `delay` after go.
   void after_go(Duration delay, std::function<void()> what) { after_go_ = {delay, what}; }
-  /// The connection that calls between the two go over, or rank 0's with this one.
+  /// Returns the connection for calls between the two ranks, or the control connection between this
+  /// rank and rank 0.
   std::optional<size_t> connection_to(int rank, bool is_control) const;
 
   int rank() const { return rank_; }
   bool is_stopped() const override { return is_stopped_; }
   bool is_started() const { return is_started_; }
   TimePoint started() const { return started_; }
-  /// When it last went on, if it was stopped.
+  /// Returns the time of its last resume(), if it was stopped.
   TimePoint resumed() const { return resumed_; }
-  /// Its process is there.
+  /// Returns true if its process is running.
   bool is_alive() const { return is_started_ && outcome_ == Outcome::kNone; }
   bool has_met() const { return has_gone_; }
   bool has_joined() const { return has_directory_; }
-  /// Rank 0 has a place for it.
+  /// Returns true if rank 0 has admitted it.
   bool is_admitted() const { return is_admitted_ || rank_ == 0; }
   uint32_t incarnation() const { return incarnation_; }
   rpc::ProcessNumber process() const { return rpc::process_number(rank_, incarnation_); }
-  /// It has lost rank 0, and so all.
+  /// Returns true if it has lost rank 0, and with it all others.
   bool is_cut_off() const { return is_cut_off_; }
-  /// It is ending, as it has heard of a loss or has been told to.
+  /// Returns true if it is ending because of a loss or because it was told to.
   bool is_leaving() const { return is_over_ || loss_.has_value(); }
-  /// Rank 0: those that have a connection to it.
+  /// Rank 0: returns the ranks that have a connection to it.
   std::set<int> members() const;
-  /// To wait for others to join, as it, or who told it so, has waited long enough.
+  /// Returns true if it failed because the join timeout of some rank passed.
   bool has_given_up() const { return error_ && error_->message.starts_with(kNotAllThere); }
   Outcome outcome() const { return outcome_; }
   const std::optional<Error>& error() const { return error_; }
@@ -159,10 +160,10 @@ class Rank final : public Host, private World {
   enum class PeerState { kUnconnected, kConnecting, kConnected, kGone };
   struct Peer {
     PeerState state = PeerState::kUnconnected;
-    std::optional<Link> own;       // that this rank made, or sends on
-    std::optional<Link> accepted;  // that the peer made
-    int waiting = 0;               // calls to be sent when there is a connection
-    int under_way = 0;             // calls that have not come
+    std::optional<Link> own;       // made by this rank, or used for sending
+    std::optional<Link> accepted;  // made by the peer
+    int waiting = 0;               // calls to be sent once connected
+    int under_way = 0;             // calls that have not arrived
     uint32_t incarnation = 0;
   };
   struct Stream {
@@ -237,9 +238,9 @@ class Rank final : public Host, private World {
   TimePoint resumed_{};
   bool is_stopped_ = false;
   bool is_listening_ = false;
-  bool is_over_ = false;                     // its party has said its last word
-  bool is_gone_ = false;                     // its process, too
-  std::vector<std::function<void()>> held_;  // that came due while it was stopped
+  bool is_over_ = false;                     // the party has ended
+  bool is_gone_ = false;                     // the process has ended, too
+  std::vector<std::function<void()>> held_;  // tasks that became due while it was stopped
 
   std::unique_ptr<Party> party_;
   Hub* hub_ = nullptr;
@@ -267,13 +268,13 @@ class Rank final : public Host, private World {
   std::pair<Duration, std::function<void()>> after_go_;
   std::set<rpc::ProcessNumber> lost_;
   bool is_cut_off_ = false;
-  std::optional<Error> loss_;  // the first
+  std::optional<Error> loss_;  // the first loss
   std::optional<Error> fails_at_go_;
   bool is_working_ = false;
   bool is_ending_ = false;
   int calls_under_way_ = 0;
-  uint64_t held_values_ = 0;  // that others refer to
-  uint64_t live_ = 0;         // as it said last
+  uint64_t held_values_ = 0;  // values that other ranks refer to
+  uint64_t live_ = 0;         // as last reported
   uint64_t round_ = 0;
   bool is_in_round_ = false;
 

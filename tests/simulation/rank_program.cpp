@@ -1,4 +1,4 @@
-// What a rank of a simulation does: calls, its program, and what its party asks for.
+// The program of a simulated rank: calls, work, and the callbacks of its party.
 #include <algorithm>
 #include <utility>
 
@@ -11,10 +11,10 @@ using wire::FrameKind;
 
 namespace {
 
-constexpr auto kLongestReach = std::chrono::seconds(20);  // as Peers, and those below
+constexpr auto kLongestReach = std::chrono::seconds(20);  // as in Peers, and the next two
 constexpr auto kRank0Tells = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
-constexpr uint64_t kLastRound = 24;  // as AgentCore::shutdown()
+constexpr uint64_t kLastRound = 24;  // as in AgentCore::shutdown()
 
 }  // namespace
 
@@ -40,7 +40,7 @@ void Rank::call(int to) {
   reach(to, peer.incarnation, time_.now() + kLongestReach);
 }
 
-// As Peers: who closes without a word may have time for this rank later.
+// As Peers does: retries, because a rank that closes without a message may accept this rank later.
 void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   const Peer& peer = peers_[static_cast<size_t>(to)];
   Rank* callee = nullptr;
@@ -58,7 +58,7 @@ void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   });
 }
 
-// Of a process that has lost its place meanwhile nothing is wanted any more.
+// Ignores a connection to a process that has been replaced in the meantime.
 void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   Peer& peer = peers_[static_cast<size_t>(to)];
   if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !party_) {
@@ -101,7 +101,7 @@ std::optional<Error> Rank::accept(int rank, End end) {
   return std::nullopt;
 }
 
-// Not of one whose callee is lost: it has failed already.
+// A call whose callee is lost does not count because it has failed already.
 void Rank::call_has_come(End end) {
   const auto link = links_.find(end);
   if (link == links_.end()) return;
@@ -112,7 +112,7 @@ void Rank::call_has_come(End end) {
 
 // ---- its program ----
 
-// As the job's Training, which has it hold from the first step to the last.
+// As the job's Training does: ranks are tolerated from the first step to the last.
 void Rank::tolerate(bool may_return) {
   if (!job_.tolerated.empty()) {
     hub_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
@@ -229,13 +229,13 @@ void Rank::on_go(std::vector<wire::RankDevices>) {
   is_working_ = true;
   Duration work = up_to(job_.longest_work);
   if (hub_ != nullptr && !job_.tolerated.empty()) {
-    work = job_.longest_work / 2 + work / 2;  // so that others have time to come back
+    work = job_.longest_work / 2 + work / 2;  // gives others time to return
     if (job_.door == Door::kClosesInTheMidst) after(up_to(work), [this] { tolerate(false); });
   }
   for (double calls = job_.calls_per_rank; calls > random_.unit(); calls -= 1) {
     after(up_to(work), [this] { call_somebody(); });
   }
-  if (incarnation_ > 0 && job_.calls_per_rank > 0) {  // it asks others at once how things stand
+  if (incarnation_ > 0 && job_.calls_per_rank > 0) {  // calls others at once
     for (int i = 0; i < 3; ++i) after(up_to(seconds(0.01)), [this] { call_somebody(); });
   }
   after(work, [this] { finish_work(); });
@@ -247,14 +247,14 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-// Some have been waiting for it.
+// Some ranks have been waiting for the new process.
 void Rank::on_returned(int rank, const wire::RankDevices&) {
   const uint32_t incarnation = party_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};
   trace(change.text());
   if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
-  if (hub_ != nullptr) {  // whatever it fails with counts for all
+  if (hub_ != nullptr) {  // from now on each error of it ends the job
     after(Duration::zero(), [this, rank] { hub_->note_of_use(rank); });
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];

@@ -1,5 +1,4 @@
-// One run, with all that happens in it, by the recipe in DISTRAIN_SIMULATE: what a failed test
-// says.
+// Runs the recipe in DISTRAIN_SIMULATE, as printed by a failed test, and prints all events.
 #include <cstdlib>
 #include <iostream>
 
@@ -7,7 +6,7 @@
 
 namespace distrain::simulation {
 
-TEST_CASE("a run by its recipe", "[.][replay]") {
+TEST_CASE("a run is replayed by its recipe", "[.][replay]") {
   const char* recipe = std::getenv("DISTRAIN_SIMULATE");
   REQUIRE(recipe != nullptr);
   const Scenario scenario = Scenario::parse(recipe);

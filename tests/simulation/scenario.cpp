@@ -30,7 +30,7 @@ int draw_size(base::Random& random) {
   }
 }
 
-// What is left open is drawn, too.
+// Draws the unspecified properties of the fault, too.
 Fault draw_fault(base::Random& random, const Scenario& scenario, FaultKind kind, Phase phase) {
   const Job& job = scenario.job;
   Fault fault;
@@ -111,7 +111,7 @@ Scenario draw_job(base::Random& random, const std::string& way, uint64_t seed, i
   return scenario;
 }
 
-// What somebody has to notice is long enough for all to agree on who was silent.
+// A silence that must be noticed is long enough for all ranks to agree on the silent rank.
 Fault draw_tolerated_fault(base::Random& random, const Scenario& scenario) {
   const Job& job = scenario.job;
   const std::vector<int> tolerated(job.tolerated.begin(), job.tolerated.end());
@@ -173,8 +173,8 @@ Scenario Scenario::many(uint64_t seed, int ranks) {
   return scenario;
 }
 
-// Now and then all that are on a machine die at once, and come back together; and now and then
-// something happens that no job goes on after.
+// Sometimes all ranks of a machine die together and return together, and sometimes a fault occurs
+// after which no job continues.
 Scenario Scenario::tolerant(uint64_t seed, int ranks) {
   base::Random random({seed, 0x746f6c});
   Scenario scenario = draw_job(random, "tolerant", seed, ranks);

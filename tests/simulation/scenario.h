@@ -16,50 +16,50 @@ enum class FaultKind {
   kAbort,
   kFailAtGo,
   kGarbage,       ///< on a control connection
-  kResetControl,  ///< the connection between rank 0 and `a`
-  kResetCalls,    ///< one of those for calls
-  kCut,           ///< between `a` and `b`, in silence
-  kIsolate,       ///< `a` from all others
-  kPartition,     ///< `group` from all others
-  kJoinTwice,     ///< a second process says that it is `a`
-  kStranger,      ///< connects to `a` and says nothing, or something wrong
-  kComesLate,     ///< `a` starts so much later than it should
-  kRunsOut,       ///< of memory, say: it aborts, which is no fault of the others
+  kResetControl,  ///< breaks the connection between rank 0 and `a`
+  kResetCalls,    ///< breaks a connection for calls
+  kCut,           ///< silently, between `a` and `b`
+  kIsolate,       ///< separates `a` from all others
+  kPartition,     ///< separates `group` from all others
+  kJoinTwice,     ///< a second process claims to be `a`
+  kStranger,      ///< connects to `a` and sends nothing or an invalid message
+  kComesLate,     ///< `a` starts late by `offset`
+  kRunsOut,  ///< `a` aborts for lack of resources, such as memory, which is not the others' fault
 };
-inline constexpr int kFaultKinds = 13;  // that are drawn from; not the last
+inline constexpr int kFaultKinds = 13;  // the kinds that may be drawn: all but the last
 
-/// Which way what is cut does not get through.
+/// The direction in which messages are cut off.
 enum class Way { kBoth, kFrom, kTo };
 
 struct Fault {
   FaultKind kind = FaultKind::kDie;
-  Phase phase = Phase::kRunning;  ///< in which it happens, so long after its beginning
+  Phase phase = Phase::kRunning;  ///< it happens `offset` after this phase begins
   Duration offset{};
   int a = 0;
   int b = 0;
   std::set<int> group;
   Way way = Way::kBoth;
-  std::optional<Duration> lasts;  ///< for ever otherwise
-  /// A new process, so much later: of who is gone before the ranks have met, or who may be lost.
+  std::optional<Duration> lasts;  ///< nullopt: forever
+  /// The delay until a new process replaces a rank that died before the ranks have met or that may
+  /// be lost.
   std::optional<Duration> replacement;
-  int more_deaths = 0;  ///< so many replacements die, too, soon after they have come
+  int more_deaths = 0;  ///< the number of replacements that die, too, soon after they have joined
 
   std::string text() const;
 };
 
-/// What happens in a run, but for what follows from it. A recipe settles all of it: the way in
-/// which it is drawn, a seed, the number of ranks (0: drawn, too) and what else that way takes, as
-/// in
+/// The planned events of a run. A recipe determines all of them: the name of a drawing function, a
+/// seed, the number of ranks (0: drawn, too) and the function's other parameters, such as
 ///
 ///   clean 17 100       no fault
 ///   one 17 100 3 2     a fault of that FaultKind in that Phase
 ///   many 17 100        up to four faults
-///   tolerant 17 100    ranks that the job goes on without are lost, and come back
+///   tolerant 17 100    losses that the job survives, and returns
 struct Scenario {
   std::string recipe;
   uint64_t seed = 0;
   Job job;
-  Duration longest_start{};  ///< of a rank, after the first
+  Duration longest_start{};  ///< the longest delay until a rank starts, except the first
   std::vector<Fault> faults;
 
   static Scenario clean(uint64_t seed, int ranks);
@@ -68,7 +68,8 @@ struct Scenario {
   static Scenario tolerant(uint64_t seed, int ranks);
   static Scenario parse(const std::string& recipe);
   std::string text() const;
-  /// Silence that is no loss for certain: less than the timeout by the time between two heartbeats.
+  /// Returns the longest silence that is not necessarily a loss: the timeout less the time between
+  /// two heartbeats.
   Duration harmless() const;
 };
 

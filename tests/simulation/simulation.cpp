@@ -11,7 +11,7 @@ using wire::FrameKind;
 
 namespace {
 
-// When nothing is left to be done in any run.
+// All work of any run has ended by then.
 constexpr auto kLongestRun = std::chrono::seconds(300);
 
 const char* name_of(FrameKind kind) {
@@ -49,7 +49,7 @@ const char* name_of(FrameKind kind) {
   }
 }
 
-// Who connects and does not belong to the job.
+// A process that connects and does not belong to the job.
 class Stranger final : public Host {
  public:
   int place() const override { return -1; }
@@ -133,7 +133,7 @@ Rank* Simulation::at(int place) {
   return nullptr;
 }
 
-// The latest that has come in as this rank.
+// Returns the latest process that has joined as this rank.
 Rank* Simulation::current(int rank) {
   Rank* found = nullptr;
   for (const auto& each : ranks_) {
@@ -151,7 +151,8 @@ void Simulation::on_phase(Phase phase) {
   }
 }
 
-// What nobody notices before the ranks have met, such as a death, is their join timeout's.
+// A fault that cannot be noticed before the ranks have met, such as a death, shows at their join
+// timeout.
 void Simulation::begin(const Fault& fault) {
   Event event{fault, time_.now()};
   const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut ||
@@ -167,7 +168,7 @@ void Simulation::begin(const Fault& fault) {
   }
 }
 
-// False if nothing has come of it.
+// Returns false if the fault has no effect.
 bool Simulation::apply(Event& event) {
   const Fault& fault = event.fault;
   Rank* const joined = current(fault.a);
@@ -207,7 +208,7 @@ bool Simulation::apply(Event& event) {
     case FaultKind::kResetCalls:
       return reset_calls(rank, event);
     case FaultKind::kCut:
-      if (is_tolerant()) {  // a process that has come later is at another place
+      if (is_tolerant()) {  // a replacement process is at another place
         const Rank* const other = current(fault.b);
         if (other == nullptr) return false;
         separate({rank.place()}, {other->place()}, fault);
@@ -285,7 +286,7 @@ void Simulation::replace(const Fault& fault) {
   time_.after(*fault.replacement, [&next] { next.start(); });
 }
 
-// It may die while it joins, while it prepares, or when it has just gone.
+// The replacement may die while it joins, while it prepares, or just after go.
 void Simulation::replace_lost(int rank, int more_deaths) {
   Rank& next = add(rank, scenario_.job.size + static_cast<int>(ranks_.size()));
   next.start();
@@ -329,7 +330,7 @@ void Simulation::send_stranger(int to) {
                    });
 }
 
-// ---- what the ranks do ----
+// ---- events of the ranks ----
 
 void Simulation::on_sent(const Rank& from, int to, const Message& message) {
   ++result_.frames[message.kind];

@@ -15,41 +15,39 @@ namespace distrain::simulation {
 
 // Note [Simulation]
 //
-// The control plane of a whole job in one thread. Each Rank has the machine that an agent has, a
-// control::Hub or control::Member, and around it what stands for sockets, threads and the program;
-// Network carries what they say to each other, late, or never; VirtualTime is the clock of all. All
-// that is left to chance comes of one seed, so a run that has gone wrong goes wrong again.
+// Simulates the control plane of a whole job in one thread. Each Rank has the state machine of a
+// real agent, a control::Hub or control::Member, and simulated sockets, threads and program around
+// it. Network delivers the messages late or never; VirtualTime is the only clock. All randomness
+// comes from one seed, so a failed run can be repeated.
 //
-// What must hold in each run:
+// Each run must satisfy:
 //
-//   no fault   all ranks end well, the numbers of each round are added up right, the last are zero
-//   faults     each rank whose process is there ends: within a second of a death, within the
-//   timeout
-//              and a second of a stop or a cut; who fails names a rank that did what it should not,
-//              or could not be reached
-//   losses     where ranks may be lost, the job goes well for all processes that nothing has
-//   happened
-//              to, unless too few are left: Tolerance. All hear of each loss and each return once,
-//              in the order in which rank 0 has told it, and before the end of a round that came
-//              after it; who is there refuses nobody that is there
-//   always     nobody speaks after its last word, nobody is lost twice, or before go; in the end
-//              there are no connections, no timers and nothing that is still to be done
+//   no fault   All ranks end well, and the sum of each round is right; the last sums are zero.
+//   faults     Each running rank ends within a second of a death, or within the timeout and a
+//              second of a stop or a cut. A rank that fails blames a rank that misbehaved or
+//              could not be reached.
+//   losses     If ranks may be lost, all processes without a fault end well, unless too few
+//              ranks are left: Tolerance. Each rank is notified once of each loss and each
+//              return, in rank 0's order, and before the end of a later round. No running rank
+//              refuses another running rank.
+//   always     No rank sends after its last message; none is lost twice, or before go. At the end
+//              there are no connections, timers or tasks.
 
-/// What a rank says whose program fails.
+/// Returns the error of a rank whose program fails.
 Error error_of_program(int rank);
 Error out_of_memory(int rank);
 
-/// What has come of a run.
+/// The result of a run.
 struct Result {
   std::vector<std::string> violations;
-  uint64_t digest = 0;  ///< of all that was sent, and when: of two runs alike if they are
+  uint64_t digest = 0;  ///< a hash of all messages and their times: equal for equal runs
   std::map<wire::FrameKind, uint64_t> frames;
   int ended_well = 0;
   int failed = 0;
-  std::map<int, int> blamed;  ///< how many ranks, by whom they name; -1: nobody
-  int lost = 0;               ///< processes that the job has gone on without
-  int returned = 0;           ///< processes in their places
-  double seconds = 0;         ///< of virtual time, until the last rank has ended
+  std::map<int, int> blamed;  ///< number of ranks by the rank that they blame; -1: none
+  int lost = 0;               ///< processes without which the job continued
+  int returned = 0;           ///< processes that replaced lost ones
+  double seconds = 0;         ///< virtual time until the last rank has ended
 
   uint64_t frames_in_all() const;
   std::string text() const;
@@ -57,7 +55,7 @@ struct Result {
 
 class Simulation final : private Observer {
  public:
-  /// Called with each line of what happens, if it is given.
+  /// Called with a text for each event.
   using Trace = std::function<void(const std::string& line)>;
 
   explicit Simulation(Scenario scenario, Bug bug = Bug::kNone, Trace trace = {});
@@ -65,12 +63,12 @@ class Simulation final : private Observer {
   Result run();
 
  private:
-  /// A fault that has come about.
+  /// A fault that has occurred.
   struct Event {
     Fault fault;
     TimePoint began;
-    bool is_harmless = false;  // for this job: all must end well
-    bool is_certain = false;   // somebody has to notice, from its beginning on
+    bool is_harmless = false;  // all ranks must end well nevertheless
+    bool is_certain = false;   // must be noticed, from `began` on
     bool is_seen_at_once = false;
   };
 
@@ -88,7 +86,7 @@ class Simulation final : private Observer {
   Rank& rank_to_join() override { return *ranks_[0]; }
   Rank* at(int place) override;
 
-  /// Null before it is there.
+  /// Returns null before the rank has joined.
   Rank* current(int rank);
   Rank& add(int rank, int place);
   void start_all();
@@ -114,10 +112,10 @@ class Simulation final : private Observer {
 
   // in losses.cpp
   struct Hearing {
-    std::set<int> earlier;  // lost before it came: to be told at go
-    size_t next = 0;        // of history_
+    std::set<int> earlier;  // losses before it joined, which it must be told of at go
+    size_t next = 0;        // index into history_
   };
-  struct JobEnd {  // of one that cannot go on
+  struct JobEnd {  // of a job that cannot continue
     Error error;
     TimePoint when;
   };
@@ -129,7 +127,7 @@ class Simulation final : private Observer {
   void check_tolerant_outcome(const Rank& rank);
   const Rank* process(int rank, uint32_t incarnation) const;
   bool is_here(const Rank& rank) const;
-  /// What it is to hear next; skips what is about itself.
+  /// Returns the next change that the rank must be notified of; skips changes of its own rank.
   const Change* next_for(const Rank& rank, Hearing& hearing) const;
 
   const Scenario scenario_;
@@ -138,23 +136,23 @@ class Simulation final : private Observer {
   VirtualTime time_;
   Network network_;
   base::Random random_;
-  std::vector<std::unique_ptr<Rank>> ranks_;  // first of each rank one; then those who come later
+  std::vector<std::unique_ptr<Rank>> ranks_;  // the first process of each rank, then replacements
   std::vector<std::unique_ptr<Host>> strangers_;
   std::vector<Event> events_;
   struct Round {
     std::map<int, uint64_t> numbers;  // of the newest process of each rank
     std::set<const Rank*> entered;
-    uint64_t sum = 0;    // of those that count, once it is over
-    size_t changes = 0;  // that have come before its end
+    uint64_t sum = 0;    // of the ranks that count, set when the round ends
+    size_t changes = 0;  // number of changes before the end of the round
   };
   std::map<uint64_t, Round> rounds_;
-  std::vector<Change> history_;                    // as rank 0 tells it
-  std::map<int, const Rank*> here_;                // as rank 0 has it, of those that may be lost
-  std::map<rpc::ProcessNumber, size_t> welcomed_;  // so much of history_ is in its directory
+  std::vector<Change> history_;      // in the order in which rank 0 reports them
+  std::map<int, const Rank*> here_;  // tolerated ranks that are alive, as rank 0 sees them
+  std::map<rpc::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
   std::map<const Rank*, Hearing> hearings_;
   std::map<const Rank*, TimePoint> lost_at_;
-  std::set<const Rank*> hit_;  // by faults
-  bool is_spoiled_ = false;    // by a fault that no job goes on after
+  std::set<const Rank*> hit_;  // ranks with a fault
+  bool is_spoiled_ = false;    // true after a fault that no job survives
   std::optional<JobEnd> end_;
   Result result_;
 };

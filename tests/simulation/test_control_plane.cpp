@@ -1,5 +1,5 @@
 // ctest: labels=rpc
-// Whole jobs of simulated ranks: Note [Simulation].
+// Tests whole jobs of simulated ranks: Note [Simulation].
 #include <numeric>
 #include <utility>
 
@@ -17,15 +17,15 @@ TEST_CASE("jobs without a fault end well") {
   }
 }
 
-TEST_CASE("20 jobs of 100 ranks, with all that can go wrong") {
+TEST_CASE("20 jobs of 100 ranks with random faults satisfy the invariants") {
   for (uint64_t seed = 1; seed <= 20; ++seed) expect_good(Scenario::many(seed, 100));
 }
 
-TEST_CASE("50 jobs of any size") {
+TEST_CASE("50 jobs of any size with random faults satisfy the invariants") {
   for (uint64_t seed = 1; seed <= 50; ++seed) expect_good(Scenario::many(seed, 0));
 }
 
-TEST_CASE("20 jobs that go on without ranks that are lost, and with those that come back") {
+TEST_CASE("20 jobs with losses and returns satisfy the invariants") {
   int lost = 0;
   int returned = 0;
   for (uint64_t seed = 1; seed <= 20; ++seed) {
@@ -37,12 +37,12 @@ TEST_CASE("20 jobs that go on without ranks that are lost, and with those that c
   CHECK(returned > 25);
 }
 
-// The first is of who says malformed things, the next two of a rank 0 that is stopped, or cut off,
-// while others are at its door, then some of who connects to a rank that is leaving. The last four
-// are of jobs that go on without some of their ranks: a late word of a loss whose place a newcomer
-// had by then, two newcomers who refused each other, one that came as the rounds of the end had
-// begun, and losses of those who left as the job could not go on.
-TEST_CASE("what has been wrong once") {
+// Recipes that once failed. The first has a rank that sends malformed messages; the next two a rank
+// 0 that is stopped or cut off while others try to join; then some have ranks that connect to a
+// leaving rank. The last four tolerate losses: a late notice of a loss whose place a newcomer had
+// by then, two newcomers that refused each other, a newcomer that came when the rounds of the end
+// had begun, and losses of ranks that left because the job could not continue.
+TEST_CASE("runs that once failed satisfy the invariants") {
   for (const char* recipe :
        {"one 1 100 4 2", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0",
         "many 72 100", "many 378 100", "one 5 100 0 0", "one 9 100 6 2", "tolerant 25 100",
@@ -51,7 +51,7 @@ TEST_CASE("what has been wrong once") {
   }
 }
 
-TEST_CASE("each kind of fault alone, in each phase") {
+TEST_CASE("each kind of fault alone, in each phase, satisfies the invariants") {
   uint64_t seed = 1;
   for (int kind = 0; kind < kFaultKinds; ++kind) {
     for (int phase = 0; phase < 4; ++phase) {
@@ -61,7 +61,7 @@ TEST_CASE("each kind of fault alone, in each phase") {
   }
 }
 
-// The last word of a rank that is stopped for ever, or dead, is nobody's.
+// A rank that is stopped forever or dead reports no cause itself.
 TEST_CASE("all others name the rank that fails") {
   for (const FaultKind kind : {FaultKind::kDie, FaultKind::kStop, FaultKind::kComesLate}) {
     Scenario scenario = Scenario::one(7, 100, kind, Phase::kRunning);
@@ -76,7 +76,7 @@ TEST_CASE("all others name the rank that fails") {
   }
 }
 
-TEST_CASE("a run is settled by its seed") {
+TEST_CASE("a run is determined by its seed") {
   const Result first = Simulation(Scenario::many(4, 100)).run();
   const Result again = Simulation(Scenario::parse("many 4 100")).run();
   CHECK(first.digest == again.digest);
@@ -87,7 +87,7 @@ TEST_CASE("a run is settled by its seed") {
   CHECK(tolerant.digest == Simulation(Scenario::parse("tolerant 1 100")).run().digest);
 }
 
-TEST_CASE("a planted bug is found by a seed that is good without it") {
+TEST_CASE("a deliberate bug is detected by a seed that passes without it") {
   struct Planted {
     Bug bug;
     const char* recipe;
@@ -112,7 +112,7 @@ TEST_CASE("a planted bug is found by a seed that is good without it") {
   }
 }
 
-// Join, joined, directory, prepared and go, and later a word for each round of the end and for
+// Join, joined, directory, prepared and go; later a message for each round of the end and for
 // leaving.
 TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
@@ -132,7 +132,7 @@ TEST_CASE("1,000 ranks meet with five frames each") {
 
 namespace {
 
-// What rank 0 of a large job does to its surroundings, in numbers.
+// Counts the calls that rank 0 of a large job makes to its surroundings.
 class Counts final : public World {
  public:
   void send(Link, rpc::control::Message message) override {
@@ -150,14 +150,14 @@ class Counts final : public World {
   void on_round(uint64_t round, uint64_t) override { rounds = round + 1; }
 
   std::map<FrameKind, uint64_t> frames;
-  std::map<FrameKind, uint64_t> bytes;  // in memory: those that messages share once
+  std::map<FrameKind, uint64_t> bytes;  // shared buffers count once
   std::set<std::shared_ptr<const wire::Bytes>> bodies;
   uint64_t rounds = 0;
 };
 
 }  // namespace
 
-TEST_CASE("what rank 0 of a large job does grows with the ranks, and not with their square") {
+TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   constexpr int kRanks = 1000;
   constexpr uint64_t kRounds = 3;
   Counts counts;
@@ -166,7 +166,7 @@ TEST_CASE("what rank 0 of a large job does grows with the ranks, and not with th
   for (int rank = 0; rank < kRanks; ++rank) settings.names.push_back("w" + std::to_string(rank));
   Hub hub(settings, counts, {});
   hub.begin();
-  // Each asks which rank it is to be, then joins as that.
+  // Each process asks for a rank, then joins as that rank.
   for (int rank = 1; rank < kRanks; ++rank) {
     REQUIRE_FALSE(hub.keep_place(static_cast<Link>(kRanks + rank), {kSimulatedJob, 0, {}, {}}, {}));
   }

@@ -16,8 +16,8 @@ inline Duration seconds(double count) {
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(count));
 }
 
-/// A clock that stands still while something happens, and then leaps to what happens next. What is
-/// due at the same time happens in the order in which it was asked for.
+/// A clock that stands still during an event and then jumps to the next event. Events of the same
+/// time run in the order in which they were scheduled.
 class VirtualTime {
  public:
   TimePoint now() const { return now_; }
@@ -32,7 +32,7 @@ class VirtualTime {
   }
   void after(Duration delay, std::function<void()> what) { at(now_ + delay, std::move(what)); }
 
-  /// False when nothing is due any more before `end`.
+  /// Runs the next event. Returns false if no event is due before `end`.
   bool run_next(TimePoint end = base::kNever) {
     if (events_.empty() || events_.top().when > end) return false;
     now_ = events_.top().when;
@@ -54,7 +54,7 @@ class VirtualTime {
     }
   };
 
-  // A time since the machine was started, which is never zero.
+  // Never zero, as the time since a machine was started.
   static constexpr TimePoint kStart{std::chrono::hours(1)};
 
   TimePoint now_ = kStart;
