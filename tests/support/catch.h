@@ -1,4 +1,4 @@
-// Catch2 v2 (Debian 12) or v3, whichever is installed.
+// Includes Catch2 v2 (Debian 12) or v3, whichever is installed.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ using Catch::Approx;
 
 namespace distrain::testing {
 
-/// Under a sanitizer a test may leave out a combination of what it tries one by one.
+/// Under a sanitizer, a test may skip combinations of cases that it also runs one by one.
 #ifdef DISTRAIN_SANITIZED
 inline constexpr bool kSanitized = true;
 #else

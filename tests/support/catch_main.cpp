@@ -1,4 +1,4 @@
-// The only unit that compiles Catch2 itself.
+// The only translation unit that compiles Catch2 itself.
 #include <cstdio>
 
 #if __has_include(<catch2/catch_all.hpp>)
@@ -9,7 +9,7 @@
 #endif
 
 int main(int argc, char** argv) {
-  // Whole lines at once: a program that CTest kills has told how far it came.
+  // Line buffering: the output of a program that CTest kills shows its progress.
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   return Catch::Session().run(argc, argv);
 }

@@ -13,13 +13,13 @@
 
 namespace distrain::testing {
 
-/// Several agents of one job in this process, joined, each to be used from any thread.
+/// Several joined agents of one job in this process. Each may be used from any thread.
 class Cluster {
  public:
   using Setup = std::function<void(rpc::Agent&)>;
 
-  /// `each` changes the options of one rank, which they name. A rank that gets no processor for
-  /// some seconds is not lost, unless the test sets a peer_timeout.
+  /// `each` changes the options of one rank, whose number they contain. Unless the test sets a
+  /// peer_timeout, a rank that gets no processor for some seconds is not lost.
   explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {},
                    const std::function<void(rpc::AgentOptions&)>& each = {}) {
     if (options.peer_timeout == rpc::AgentOptions{}.peer_timeout) {
@@ -45,7 +45,8 @@ class Cluster {
   int size() const { return static_cast<int>(agents_.size()); }
   bool is_there(int rank) const { return agents_[static_cast<size_t>(rank)] != nullptr; }
 
-  /// Runs `fn` for each agent that is there on a thread of its own; throws the first error by rank.
+  /// Runs `fn` for each existing agent on its own thread; throws the error of the lowest rank that
+  /// failed.
   void on_all(const std::function<void(rpc::Agent&)>& fn) {
     std::vector<std::exception_ptr> errors(agents_.size());
     std::vector<std::thread> threads;
@@ -69,13 +70,13 @@ class Cluster {
     on_all([](rpc::Agent& agent) { agent.shutdown(); });
   }
 
-  /// As if the rank's process had died.
+  /// Ends the rank as if its process had died.
   void kill(int rank) { agents_[static_cast<size_t>(rank)].reset(); }
-  /// For a rank that ends otherwise.
+  /// Returns the agent of a rank that the test ends in another way.
   std::unique_ptr<rpc::Agent> take_out(int rank) {
     return std::move(agents_[static_cast<size_t>(rank)]);
   }
-  /// A new process joins in the place of one that is gone; see Agent::go_on_without().
+  /// Starts a new process in the place of a lost rank; see Agent::go_on_without().
   void bring_back(int rank, const std::function<void()>& prepare = {}) {
     rpc::AgentOptions options = options_;
     options.rank = rank;
@@ -93,12 +94,12 @@ class Cluster {
   std::vector<std::unique_ptr<rpc::Agent>> agents_;
 };
 
-/// For a rank's own thread, which Catch2 cannot hear.
+/// Checks a condition on a rank's own thread, where Catch2's assertions may not be used.
 inline void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
-/// The error that `fn` throws; fails the test's expectation by kind internal if it throws none.
+/// Returns the error that `fn` throws, or one of kind internal with "(no error)" if it throws none.
 inline base::Error error_of(const std::function<void()>& fn) {
   try {
     fn();

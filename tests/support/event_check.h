@@ -1,5 +1,5 @@
-// Whether the lines that a test makes a job print are those that it declares
-// (distrain/job/events.h).
+// Checks that the lines that a job prints in a test match the declarations in
+// distrain/job/events.h.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ inline bool has_type(const job::Json& value, job::FieldType type) {
   return false;
 }
 
-/// What is wrong with an object that must have these fields and no others; empty: nothing.
+/// Returns the problem of an object that must have exactly these fields, or an empty string.
 inline std::string problem_of(const std::vector<job::Field>& declared, const job::Json& object) {
   for (const job::Field& field : declared) {
     const auto value = object.find(field.name);
@@ -64,7 +64,8 @@ inline std::string problem_of(const std::vector<job::Field>& declared, const job
   return {};
 }
 
-/// Throws `internal`, which fails the job and its test, for a line that is not among these events.
+/// Throws `internal`, which fails the job and its test, for a line that does not match these
+/// events.
 inline void check_declared(const std::vector<job::Event>& events, std::string_view name,
                            const job::Json& fields) {
   const auto event = std::find_if(events.begin(), events.end(),
@@ -76,7 +77,7 @@ inline void check_declared(const std::vector<job::Event>& events, std::string_vi
                         "line '" + std::string(name) + "': " + problem + ": " + fields.dump());
 }
 
-/// The same for what a rank gives to its last line, which has more beside.
+/// As check_declared, for the fields that a rank adds to its last line.
 inline void check_outcome(std::vector<job::Event> events, const job::Json& fields) {
   for (job::Event& event : events) {
     for (job::Field& field : event.fields) field.is_sometimes = true;

@@ -12,7 +12,7 @@
 
 namespace distrain::testing {
 
-/// What a rank answers that is asked for its trace from event `first` on.
+/// Answers a request for a rank's trace from event `first` on.
 using TraceAnswer = std::function<rpc::TraceChunk(uint64_t first)>;
 
 namespace detail {
@@ -30,7 +30,7 @@ inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
 
 }  // namespace detail
 
-/// In place of a tracer: for an agent without one. A clock of no domain is this machine's.
+/// Exposes a fake trace on an agent without a tracer. A clock without a domain is this machine's.
 inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockAnswer clock = {}) {
   if (clock.domain.empty()) clock.domain = base::Tracer().clock_domain();
   agent.provide(
@@ -39,7 +39,7 @@ inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockA
   agent.expose<&detail::fake_trace>("distrain.trace.events");
 }
 
-/// The first part, with one event, of a trace that has `events` of them.
+/// Returns the first part, with one event, of a trace that claims `events` events.
 inline rpc::TraceChunk first_part(uint64_t events) {
   rpc::TraceChunk part;
   part.texts = {"name", "category"};

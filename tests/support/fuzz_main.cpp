@@ -1,5 +1,5 @@
-// Runs a fuzz target without libFuzzer, on the same inputs each time: its seeds and the files that
-// are named, as they are; these with changes; and random bytes.
+// Runs a fuzz target without libFuzzer, on the same inputs each time: its seeds and the named
+// files, unchanged and mutated, and random bytes.
 // usage: fuzz_<program> --target=NAME [--runs=N] [--seed=N] [file or folder...]
 #include <algorithm>
 #include <cstdio>
@@ -30,7 +30,7 @@ void read_files(const std::filesystem::path& path, std::vector<Bytes>& inputs) {
     for (const auto& entry : std::filesystem::directory_iterator(path)) {
       files.push_back(entry.path());
     }
-    std::sort(files.begin(), files.end());  // the same order everywhere
+    std::sort(files.begin(), files.end());  // the same order on every machine
   } else {
     files.push_back(path);
   }
@@ -44,7 +44,8 @@ void read_files(const std::filesystem::path& path, std::vector<Bytes>& inputs) {
   }
 }
 
-// Mostly short ones, of small values in half of them: those get further into a decoder.
+// Returns mostly short byte strings; half of them have small values, which get further into a
+// decoder.
 Bytes random_bytes(Random& random) {
   const bool small = random() % 2 == 0;
   Bytes bytes(random() % (random() % 16 == 0 ? 4096 : 128));
@@ -55,7 +56,7 @@ Bytes random_bytes(Random& random) {
   return bytes;
 }
 
-// What lengths, counts and numbers like to go wrong at.
+// Returns an edge case of lengths, counts and numbers.
 uint64_t odd_number(Random& random) {
   const uint64_t power = uint64_t{1} << random() % 64;
   switch (random() % 4) {
@@ -82,7 +83,7 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
     case 1:
       if (size > 0) bytes[at] = static_cast<uint8_t>(random());
       return;
-    case 2: {  // a number, little-endian
+    case 2: {  // writes a number, little-endian
       const uint64_t number = odd_number(random);
       std::memcpy(bytes.data() + at, &number, std::min<size_t>(size - at, 1u << random() % 4));
       return;
@@ -96,12 +97,12 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
       bytes.insert(place(at), more.begin(), more.end());
       return;
     }
-    case 5: {  // a piece once more
+    case 5: {  // repeats a piece
       const Bytes piece(place(at), place(at + length));
       bytes.insert(place(size == 0 ? 0 : random() % size), piece.begin(), piece.end());
       return;
     }
-    default: {  // the end of another one
+    default: {  // appends the end of another input
       const Bytes& other = others[random() % others.size()];
       const size_t from = std::min(at, other.size());
       bytes.resize(at);

@@ -1,5 +1,5 @@
-// The entry points that libFuzzer and fuzz_main.cpp call, for the one target of the program that
-// --target=NAME names; --write-seeds=FOLDER writes its seeds instead.
+// The entry points that libFuzzer and fuzz_main.cpp call, for the target that --target=NAME names.
+// --write-seeds=FOLDER writes the target's seeds instead.
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -76,7 +76,7 @@ const Target& chosen_target() { return *chosen; }
 
 }  // namespace distrain::fuzz
 
-// libFuzzer leaves options that begin with two dashes alone.
+// libFuzzer ignores options that begin with two dashes.
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
   distrain::fuzz::choose({*argv, static_cast<size_t>(*argc)});
   return 0;

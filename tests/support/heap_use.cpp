@@ -10,7 +10,7 @@ namespace {
 
 struct HeapUse {
   bool counting = false;
-  // Less than nothing where what was there before is given back.
+  // Negative if memory from before begin_heap_use() is freed.
   ptrdiff_t now = 0;
   ptrdiff_t most = 0;
 };
@@ -31,7 +31,7 @@ void given_back(size_t bytes) {
 
 #ifdef DISTRAIN_SANITIZED
 
-// The sanitizer's allocator tells.
+// The sanitizer's allocator calls hooks.
 #include <sanitizer/allocator_interface.h>
 
 namespace {
@@ -51,7 +51,7 @@ void install_hooks() {
 
 #else
 
-// In front of the C library's own, for all libraries of the program.
+// Replaces the C library's functions for all libraries of the program.
 extern "C" {
 
 void* __libc_malloc(size_t);

@@ -4,10 +4,9 @@
 
 namespace distrain::support {
 
-/// The heap of this thread from here on: what is taken and not given back yet counts, by whichever
-/// library it is taken.
+/// Starts counting the heap memory that this thread allocates and has not freed, in any library.
 void begin_heap_use();
-/// The most that was taken at a time since then.
+/// Ends counting and returns the peak since begin_heap_use().
 size_t end_heap_use();
 
 }  // namespace distrain::support

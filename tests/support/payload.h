@@ -6,7 +6,7 @@
 
 namespace distrain::testing {
 
-/// Returns where each of `tensors` begins in the payload of a message that carries them in order.
+/// Returns the offset of each of `tensors` in the payload of a message that carries them in order.
 inline wire::PayloadLayout layout_payload(const std::vector<wire::TensorDesc>& tensors) {
   wire::PayloadLayout layout;
   for (const wire::TensorDesc& tensor : tensors) layout.append(tensor.bytes());

@@ -11,7 +11,7 @@
 
 namespace distrain::testing {
 
-/// A module as people write them: not cloneable, its layers in members. [n, 8] → [n, 3].
+/// A typical user-defined module: not cloneable, its layers in members. [n, 8] → [n, 3].
 struct PlainNetImpl : torch::nn::Module {
   explicit PlainNetImpl(int64_t width = 16) {
     using namespace torch::nn;

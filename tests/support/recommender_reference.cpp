@@ -1,5 +1,6 @@
-// What examples/recommender.cpp trains, in one process by torch alone, for tests/cli/examples.sh:
-// `recommender_reference CLICKS BATCH EPOCHS LR` prints the accuracy on the last fifth.
+// Trains the model of examples/recommender.cpp in one process with torch alone, for
+// tests/cli/examples.sh. `recommender_reference CLICKS BATCH EPOCHS LR` prints the accuracy on the
+// last fifth.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>

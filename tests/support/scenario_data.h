@@ -1,4 +1,4 @@
-// Small data sets for the scenarios' tests, the same for the same seed.
+// Small data sets for the tests of the scenarios; equal seeds give equal data.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace distrain::testing {
 
-/// A file in the IDX format.
+/// Returns a file in the IDX format.
 inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
                        const std::string& bytes) {
   std::string text = {0, 0, 8, static_cast<char>(dimensions)};
@@ -20,7 +20,8 @@ inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
   return text + bytes;
 }
 
-/// Images of 28 × 28 in ten classes, which differ in where a bright bar is, in IDX files.
+/// Writes IDX files of images of 28 × 28 in ten classes, which differ in the position of a bright
+/// bar.
 inline void write_images(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
   base::Random random({seed});
   const auto write_set = [&](const std::string& name, int64_t count) {
@@ -40,7 +41,7 @@ inline void write_images(const data::Folder& folder, int64_t train, int64_t test
   if (test > 0) write_set("t10k", test);
 }
 
-/// Images in CIFAR-10's binary format in two classes, which are brighter in red or in blue.
+/// Writes images in CIFAR-10's binary format in two classes, with more red or more blue.
 inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
   base::Random random({seed});
   const auto write_file = [&](const std::string& name, int64_t count) {
@@ -61,7 +62,7 @@ inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t tes
   write_file("test_batch.bin", test);
 }
 
-/// Lines of up to nine words of thirty, each likely to be followed by the next one.
+/// Returns lines of up to nine of thirty words; each word is likely to be followed by the next one.
 inline std::string make_text(int lines, uint64_t seed) {
   base::Random random({seed});
   std::string text;
@@ -76,7 +77,8 @@ inline std::string make_text(int lines, uint64_t seed) {
   return text;
 }
 
-/// Examples in fastText's format over eighty words, some empty; the last bag of a batch may be.
+/// Returns examples in fastText's format over eighty words. Some are empty, possibly the last bag
+/// of a batch.
 inline std::string make_examples(int count) {
   std::string text;
   for (int i = 0; i < count; ++i) {
@@ -89,8 +91,8 @@ inline std::string make_examples(int count) {
   return text;
 }
 
-/// A pipeline's job that is quick: a picture of 33 pixels still has 2 x 2 of them at the end, which
-/// batch norm needs.
+/// Returns the options of a quick pipeline job: an image of 33 pixels still has 2 x 2 of them at
+/// the end, as batch norm requires.
 inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
   scenario::PipelineOptions options;
   options.model = "resnet18";

@@ -1,5 +1,5 @@
-// Whole jobs of the scenarios in a test: their ranks as threads of this process, or one `--local`
-// run, and the checkpoints that they leave.
+// Runs whole jobs of the scenarios in a test, with their ranks as threads of this process or as one
+// `--local` run, and reads their checkpoints.
 #pragma once
 
 #include <functional>
@@ -39,24 +39,24 @@ using job::Snapshot;
 
 enum class Place { kRanks, kLocal };
 
-/// A line that a rank has written.
+/// A line that a rank has printed.
 struct Line {
   int rank = 0;
   std::string event;
   Json fields;
 };
 
-/// What a test does to the ranks of a job, and hears of them.
+/// Callbacks of a test for the ranks of a job.
 template <class Options>
 struct Hooks {
   std::function<void(Job&)> job;                       ///< before the rank starts
-  std::function<void(int rank, Options&)> options;     ///< as the rank has them
-  std::function<void(const Job&, const Line&)> heard;  ///< one at a time
-  /// As `heard`, but of several ranks at a time: it may wait for another one.
+  std::function<void(int rank, Options&)> options;     ///< changes the options of the rank
+  std::function<void(const Job&, const Line&)> heard;  ///< called for each line, one at a time
+  /// As `heard`, but called concurrently for several ranks, so it may wait for another rank.
   std::function<void(const Job&, const Line&)> heard_at_once;
 };
 
-/// Of each save, as of a slow disk.
+/// Returns a hook that delays each save, as a slow disk does.
 inline std::function<bool()> slow_by(double seconds) {
   return [seconds] {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -64,7 +64,7 @@ inline std::function<bool()> slow_by(double seconds) {
   };
 }
 
-/// Calls of one rank wait: enough of it, and it is the slowest for sure.
+/// Returns hooks that delay the calls of one rank; with a long delay it is certainly the slowest.
 template <class Options>
 Hooks<Options> slow_rank(int rank, double delay_s) {
   Hooks<Options> hooks;
@@ -79,7 +79,7 @@ struct Finished {
   std::map<int, base::Error> errors;  ///< by rank
   std::vector<Line> lines;
 
-  /// The fields of all lines of an event, and of one rank unless it is below 0.
+  /// Returns the fields of all lines of an event, of one rank unless `rank` is negative.
   std::vector<Json> all(const std::string& event, int rank = -1) const {
     std::vector<Json> found;
     for (const Line& line : lines) {
@@ -90,8 +90,8 @@ struct Finished {
   const Json& fields(int rank) const { return outcomes.at(rank).fields; }
 };
 
-/// Gives a rank's lines to whoever `hear` is. They have to be of these events. `placed` hears which
-/// rank it is, where it was told none.
+/// Passes the lines of a rank to `hear`, after a check that they are declared in `events`. `placed`
+/// gets the rank number that a process without one was assigned.
 class Listener final : public job::EventSink {
  public:
   explicit Listener(
@@ -118,19 +118,19 @@ inline const auto& job_of(const scenario::RnnOptions&) { return scenario::rnn_jo
 inline const auto& job_of(const scenario::PipelineOptions&) { return scenario::pipeline_job(); }
 inline const auto& job_of(const scenario::RlOptions&) { return scenario::rl_job(); }
 
-/// What the job prints.
+/// Returns the events that the job may print.
 template <class Options>
 std::vector<job::Event> events_of() {
   return app::events_of(app::JobCommand(job_of(Options())));
 }
 
-/// Waits until so many connections lie in a listening socket's queue; not for ever.
+/// Waits until the queue of a listening socket has `count` connections, at most 30 s.
 inline void await_connections(int listening, unsigned count) {
   const base::TimePoint deadline = base::deadline_after(std::chrono::seconds(30));
   for (;;) {
     tcp_info info{};
     socklen_t size = sizeof info;
-    // Of a listening socket `unacked` is the length of its queue (Linux, tcp_get_info).
+    // For a listening socket `unacked` is the length of its queue (Linux, tcp_get_info).
     if (getsockopt(listening, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
     if (info.tcpi_unacked >= count) return;
     if (base::Clock::now() >= deadline) {
@@ -141,8 +141,9 @@ inline void await_connections(int listening, unsigned count) {
   }
 }
 
-/// Runs a job to its end, or to its error. A `--local` run is rank 0. Rank 0 starts when the others
-/// have reached it: one that came after rank 0 has failed would look for it until the join timeout.
+/// Runs a job until it ends or fails. A `--local` run is rank 0. Rank 0 starts after the others
+/// have connected, because a rank that started after a failure of rank 0 would look for it until
+/// the join timeout.
 template <class Options>
 Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished;
@@ -155,7 +156,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     if (hooks.job) hooks.job(job);
     Options own = options;
     if constexpr (requires { own.epochs, own.steps; }) {
-      if (own.steps > 0) own.epochs = 0;  // as of a command line with --steps alone
+      if (own.steps > 0) own.epochs = 0;  // as with --steps alone on a command line
     }
     if (hooks.options) hooks.options(job.rank, own);
     Listener sink(events, [&](Line line) {
@@ -184,7 +185,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     job.master_port = port;
     job.started = std::chrono::steady_clock::now();
     job.peer_timeout_s = 0;
-    job.join_timeout_s = 60;  // below any time limit of a test
+    job.join_timeout_s = 60;  // below the time limit of any test
     if (rank == 0 && place == Place::kRanks) {
       await_connections(socket.get(), static_cast<unsigned>(size) - 1);
       job.listen_fd = socket.release();
@@ -198,7 +199,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
-/// As try_job, of a job that must end well.
+/// As try_job, for a job that must succeed.
 template <class Options>
 Finished run_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished = try_job(place, options, hooks);
@@ -213,7 +214,8 @@ Finished run_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
-/// Two epochs' evaluations: of the validation data after each, of the test data at the end.
+/// Checks the evaluations of two epochs: on the validation data after each, on the test data at the
+/// end.
 inline void check_evaluated(const Finished& job, const char* counted, int64_t valid, int64_t test) {
   const std::vector<Json> lines = job.all("eval");
   REQUIRE(lines.size() == 3);
@@ -226,7 +228,8 @@ inline void check_evaluated(const Finished& job, const char* counted, int64_t va
   CHECK(job.fields(0)["eval"] == lines[2]);
 }
 
-/// Fails unless all ranks have ended with this kind of error; gives back the one that began it.
+/// Fails unless all ranks have failed with an error of this kind; returns the error of the lowest
+/// rank.
 template <class Options>
 base::Error error_of_job(base::ErrorKind kind, Place place, const Options& options,
                          const Hooks<Options>& hooks = {}) {
@@ -239,8 +242,8 @@ base::Error error_of_job(base::ErrorKind kind, Place place, const Options& optio
   return finished.errors.begin()->second;
 }
 
-/// What a job says whose trainer 2 has read other data, which it says after trainer 1: later and
-/// later, until that is so.
+/// Returns the error of a job whose trainer 2 has read other data. Repeats the job with longer
+/// delays until trainer 2 reports after trainer 1.
 template <class Options>
 std::string refusal_of_other_data(const Options& options,
                                   std::function<void(Options&)> read_other) {
@@ -256,7 +259,7 @@ std::string refusal_of_other_data(const Options& options,
   return message;
 }
 
-/// The newest checkpoint of a folder.
+/// Returns the newest checkpoint of a folder.
 inline Snapshot newest_checkpoint(const std::string& folder) {
   Listener nobody;
   auto snapshot = job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();
@@ -264,7 +267,7 @@ inline Snapshot newest_checkpoint(const std::string& folder) {
   return std::move(*snapshot);
 }
 
-/// Saves a checkpoint of the same step in its place.
+/// Replaces the newest checkpoint by a snapshot of the same step.
 inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
   Listener nobody;
   job::Checkpoints checkpoints({folder, 0, "auto"}, Job{}, nobody);
@@ -283,7 +286,7 @@ inline void check_close(const NamedTensors& a, const NamedTensors& b, double tol
   }
 }
 
-/// Bit by bit, whatever place they have.
+/// Checks that two snapshots are equal bit by bit.
 inline void check_same(const Snapshot& a, const Snapshot& b) {
   CHECK(a.step == b.step);
   CHECK(a.state == b.state);
@@ -302,7 +305,7 @@ inline void check_same(const Snapshot& a, const Snapshot& b) {
 
 constexpr int64_t kSaveAtEndOnly = 1'000'000;
 
-/// What a job has saved at its end.
+/// Returns the checkpoint that a job saves at its end.
 template <class Options>
 Snapshot checkpoint_of(Place place, Options options, const Hooks<Options>& hooks = {}) {
   const Folder folder;
@@ -311,7 +314,7 @@ Snapshot checkpoint_of(Place place, Options options, const Hooks<Options>& hooks
   return newest_checkpoint(folder.path());
 }
 
-/// A job of `whole` steps, and one of `half` that another goes on from, end in the same.
+/// Checks that a job of `whole` steps ends exactly as a job of `half` steps that is resumed.
 template <class Options>
 void check_resume_is_exact(Place place, Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -323,12 +326,13 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
   REQUIRE(newest_checkpoint(folder.path()).step == half);
   options.steps = whole;
   const Finished rest = run_job(place, options);
-  REQUIRE(rest.all("checkpoint").size() == 2);  // loaded and saved
+  REQUIRE(rest.all("checkpoint").size() == 2);  // one is loaded, one is saved
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
-/// A job that saves so slowly that it is far beyond the steps when the file is written saves what
-/// it had at those steps, each `every`: what one saves that ends there.
+/// Checks that a job with slow saves, which continues to train while a file is written, saves the
+/// state of the step at which the save began: the state of a job that ends there. Saves after each
+/// `every` steps.
 template <class Options>
 void check_saved_as_it_was(Place place, Options options, int64_t every,
                            int64_t Options::*steps = &Options::steps) {
@@ -352,15 +356,15 @@ void check_saved_as_it_was(Place place, Options options, int64_t every,
   }
 }
 
-/// The stop signals of a job's ranks, for a test that requests them as the ranks run.
+/// The stop signals of a job's ranks, for a test that requests stops at run time.
 class StopSignals {
  public:
-  /// To be called before the rank starts.
+  /// Must be called before the rank starts.
   void keep(const Job& job) {
     std::lock_guard lock(mutex_);
     signals_[job.rank] = job.stop;
   }
-  /// Of a rank that has started.
+  /// Returns the signal of a rank that has started.
   job::StopSignal& of(int rank) const {
     std::lock_guard lock(mutex_);
     return *signals_.at(rank);
@@ -374,10 +378,10 @@ class StopSignals {
 
  private:
   mutable std::mutex mutex_;
-  std::map<int, std::shared_ptr<job::StopSignal>> signals_;  // by mutex_
+  std::map<int, std::shared_ptr<job::StopSignal>> signals_;  // guarded by mutex_
 };
 
-/// All ranks were stopped by a signal, and rank 0 says where the job was saved.
+/// Checks that a signal stopped all ranks, and that rank 0 reports where the job was saved.
 inline void check_stopped(const Finished& job, const std::string& folder) {
   for (const auto& [rank, outcome] : job.outcomes) {
     CAPTURE(rank);
@@ -387,9 +391,9 @@ inline void check_stopped(const Finished& job, const std::string& folder) {
   CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder));
 }
 
-/// A job whose rank `rank` is told to stop at step `at` (0: before it begins) ends in good order on
-/// all ranks, and the next one goes on to where one without a stop ends. `call_delay_s` keeps it
-/// from ending too soon.
+/// Checks that a job whose rank `rank` gets a stop request at step `at` (0: before it begins) ends
+/// normally on all ranks, and that a resumed job ends as one without a stop. `call_delay_s` keeps
+/// the job from ending too soon.
 template <class Options>
 void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
                           double call_delay_s = 0) {
@@ -419,14 +423,14 @@ void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
-/// What a job says that must not go on from the newest checkpoint of `folder`.
+/// Returns the error of a job that must not resume from the newest checkpoint of `folder`.
 template <class Options>
 std::string refusal_of(Place place, Options options, const std::string& folder) {
   options.checkpoint = {folder, kSaveAtEndOnly, "auto"};
   return error_of_job(base::ErrorKind::kBadData, place, options).message;
 }
 
-/// It names the checkpoint and the reason.
+/// Checks that the error names the checkpoint and the reason.
 template <class Options>
 void check_resume_refused(Place place, const Options& options, const std::string& folder,
                           const std::string& why) {
@@ -436,13 +440,13 @@ void check_resume_refused(Place place, const Options& options, const std::string
   CHECK(contains(message, folder + "/step-"));
 }
 
-/// A change that spoils a checkpoint, and why it is refused then.
+/// A change that makes a checkpoint invalid, and the expected reason.
 struct Spoilt {
   std::function<void(Snapshot&)> change;
   std::string why;
 };
 
-/// The newest checkpoint of `folder` is refused after each of these changes.
+/// Checks that the newest checkpoint of `folder` is refused after each of these changes.
 template <class Options>
 void check_spoilt_refused(Place place, const Options& options, const std::string& folder,
                           const std::vector<Spoilt>& cases) {

@@ -9,22 +9,22 @@ namespace distrain::testing {
 
 // Note [Simulated accelerator]
 //
-// Device type PrivateUse1 under the name "sim": four devices, in test binaries only, for what the
-// runtime has to get right on any accelerator. It is as unkind as an accelerator may be:
+// Device type PrivateUse1 with the name "sim": four devices, in test binaries only, to test what
+// the runtime must do right on any accelerator. It behaves in the worst way that is allowed:
 //
-//  - Its memory cannot be touched by the CPU: reading it is a segmentation fault.
-//  - A stream is a list of work that nobody does until somebody waits for it: on the host
-//    (a stream, an event, item(), a copy to the CPU), or in another stream that is itself run. So
-//    whoever forgets to wait gets the state from before, every time.
-//  - Copies between pinned memory and a device with non_blocking are such work, too: the host's
-//    memory is read or written only when the stream comes to it. Of memory that is not pinned they
-//    wait or stage, as CUDA's do.
-//  - It has generators of its own, and takes no other device's.
-//  - Whatever CUDA does in the thread's current device makes a context there, of which is kept a
-//    record: moving to a device, events, pinned memory, device memory.
-//  - Freed memory is filled with 0xFF (NaN; -1) in the order of the stream that allocated it, which
-//    may use it again at once. Whatever touches it under another stream without recordStream or a
-//    wait finds that done already.
+//  - The CPU cannot access device memory: reading it is a segmentation fault.
+//  - A stream is a list of work that runs only when a thread waits for it (for a stream or an
+//    event, in item(), in a copy to the CPU), or when a running stream does. So a missing wait
+//    always gives the previous contents of memory.
+//  - Non-blocking copies between pinned memory and a device are such work, too: host memory is
+//    read or written only when the stream runs. Copies of other host memory block or are staged,
+//    as CUDA's are.
+//  - It has its own generators and refuses those of other devices.
+//  - Operations that use CUDA's current device create a context there, which is recorded: moving
+//    to a device, events, pinned memory, device memory.
+//  - Freed memory is filled with 0xFF (NaN; -1) in the order of the stream that allocated it,
+//    which may reuse it at once. Work on another stream that uses the memory without
+//    recordStream or a wait finds it filled.
 //
 // Kernels are the CPU's, on another mapping of the same memory. They keep no tensor alive.
 
@@ -40,24 +40,24 @@ struct SimCopies {
   bool operator==(const SimCopies&) const = default;
 };
 
-/// What has been asked for since the last reset, of all threads and devices.
+/// Operations since the last reset, on all threads and devices.
 struct SimCounters {
   SimCopies host_to_device;
   SimCopies device_to_host;
   SimCopies device_to_device;  ///< between two devices
   SimCopies within_device;     ///< copy_, clone, to, contiguous
   int64_t scalars = 0;         ///< item()
-  int64_t waits = 0;           ///< of a stream for an event
-  int64_t host_waits = 0;      ///< of a thread for a stream or an event
+  int64_t waits = 0;           ///< a stream waits for an event
+  int64_t host_waits = 0;      ///< a thread waits for a stream or an event
 };
 
 SimCounters sim_counters();
 void reset_sim_counters();
 
-/// Does everything that any stream of any device has been given.
+/// Runs all work that is enqueued on any stream of any device.
 void run_all_sim_streams();
 
-/// While it lives, an allocation fails that would make more than `bytes` of tensors on a device, as
+/// During its lifetime, an allocation fails if a device would hold more than `bytes` of tensors, as
 /// on a small GPU.
 class SimMemoryLimit {
  public:
@@ -66,11 +66,11 @@ class SimMemoryLimit {
   SimMemoryLimit(const SimMemoryLimit&) = delete;
   SimMemoryLimit& operator=(const SimMemoryLimit&) = delete;
 };
-/// Of tensors on `device` now.
+/// Returns the bytes of all tensors on `device`.
 int64_t sim_bytes_in_use(int device);
 
-/// While it lives, the devices have failed, as after a kernel's assert: whoever asks whether work
-/// is done, or waits for it, is thrown at, and no more memory is pinned.
+/// During its lifetime, the devices have failed, as after an assertion in a kernel: queries of work
+/// and waits for it throw, and no more memory can be pinned.
 class SimFailure {
  public:
   SimFailure();
@@ -79,8 +79,9 @@ class SimFailure {
   SimFailure& operator=(const SimFailure&) = delete;
 };
 
-/// The names of the threads that have made a context on `device` since the last reset, sorted, each
-/// once, with commas between them. The way back of a guard makes none.
+/// Returns the names of the threads that have created a context on `device` since the last reset,
+/// sorted, without duplicates, separated by commas. A guard that restores a device creates no
+/// context.
 std::string sim_contexts(int device);
 void reset_sim_contexts();
 

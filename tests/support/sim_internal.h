@@ -1,4 +1,4 @@
-// What the parts of the simulated accelerator share; see sim_device.h.
+// Shared declarations of the parts of the simulated accelerator; see sim_device.h.
 #pragma once
 
 #include <array>
@@ -21,10 +21,10 @@
 namespace distrain::testing::simulated {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr int64_t kStreams = 33;  // of each device; 0 is its default stream
+constexpr int64_t kStreams = 33;  // per device; 0 is its default stream
 
-/// One lock for all devices, taken again at will. What finished work held is let go after the
-/// outermost one, as its destructors may take locks of whoever gave the work.
+/// A recursive lock for all devices. Finished work is destroyed after the outermost lock is
+/// released, because destructors of user code may take other locks.
 class Lock {
  public:
   Lock();
@@ -35,32 +35,33 @@ class Lock {
 
 class Queue;
 
-/// A piece of device memory; lives for ever.
+/// A piece of device memory; never destroyed.
 struct Block {
   Queue* owner = nullptr;  // the stream that allocated it
   int device = 0;
   char* host = nullptr;
   size_t size = 0;
-  std::vector<Queue*> users;  // other streams that were recorded
-  uint64_t poisoned_at = 0;   // how far the owner has to come until what was freed is gone
+  std::vector<Queue*> users;  // other streams, by recordStream
+  uint64_t poisoned_at = 0;   // the owner's point at which freed memory is filled
 };
 
-/// The work of one stream. Under the Lock.
+/// The enqueued work of one stream. Guarded by the Lock.
 class Queue {
  public:
   void add(std::vector<Block*> touched, std::function<void()> work);
   void add_wait(Queue& other, uint64_t point);
-  /// What comes behind it waits until `open` says so. Asked under the Lock whenever somebody waits.
+  /// Blocks later work until `open` returns true. `open` is called under the Lock whenever a thread
+  /// waits.
   void add_gate(std::function<bool()> open);
 
-  /// All that it has been given lies before this point.
+  /// Returns the point after all work that has been enqueued.
   uint64_t end() const { return added_; }
   bool reached(uint64_t point) const { return done_ >= point; }
 
-  /// Works up to there. False: it would have to go on with a stream that is at work further up, or
-  /// a gate is closed.
+  /// Runs the work before `point`. Returns false if a gate is closed, or if the work depends on a
+  /// stream that is being run further up the call stack.
   bool run_to(uint64_t point);
-  /// The next piece of work; there is one.
+  /// Runs the next piece of work, which must exist.
   bool run_one();
 
  private:
@@ -78,18 +79,18 @@ class Queue {
   bool at_work_ = false;
 };
 
-/// Works up to there, and waits, without the Lock, for gates that are closed.
+/// Runs the work before `point`; waits for closed gates without the Lock.
 void run_on_host(Queue& queue, uint64_t point);
 
 Queue& queue_of(const c10::Stream& stream);
 Queue& queue_of(int device, int64_t stream);
 int current_device();
-/// This thread has made a context on `device`.
+/// Records that this thread has created a context on `device`.
 void touch(int device);
-/// Its numbers are those of a generator of the CPU.
+/// Returns a generator whose numbers are those of a CPU generator.
 at::Generator make_generator(int device);
 const at::Generator& default_generator(int device);
-/// The generator of the CPU within one of `device`. Throws for any other.
+/// Returns the CPU generator within a generator of `device`. Throws for any other generator.
 at::Generator cpu_generator(const at::Generator& generator, int device);
 c10::Stream current_stream(int device);
 Queue& current_queue(c10::Device device);
@@ -98,27 +99,28 @@ Queue& current_queue(c10::Device device);
 c10::DeviceAllocator& device_allocator();
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* pointer);
-/// The CPU's view of device memory.
+/// Returns the CPU's mapping of device memory.
 char* host_of(const void* pointer);
 Block* block_of(const void* pointer);
 void record_use(const void* pointer, const c10::Stream& stream);
 
-/// Throws while a SimFailure lives.
+/// Throws during the lifetime of a SimFailure.
 void check_health();
 
-/// Whether the wait that is being asked for is one that a test leaves out on purpose.
+/// Returns true if the current wait is the one that a test omits on purpose.
 bool wait_is_dropped();
 
-// Counters, under the Lock.
+// Counters, guarded by the Lock.
 SimCounters& counters();
 
-/// A tensor in the memory of `tensor`, for work in streams only. It keeps nothing alive.
+/// Returns a tensor in the memory of `tensor`, for work on streams only. It does not keep the
+/// memory alive.
 at::Tensor host_alias(const at::Tensor& tensor);
 
-/// Work on some tensors for the current stream of their device.
+/// Enqueues work with some tensors on the current stream of their device.
 class Launch {
  public:
-  /// Of a tensor of the device its host_alias, of a scalar on the CPU a copy.
+  /// Returns the host_alias of a device tensor, or a copy of a CPU scalar.
   at::Tensor operand(const at::Tensor& tensor);
   at::Tensor operand(const std::optional<at::Tensor>& tensor) {
     return tensor ? operand(*tensor) : at::Tensor();
@@ -126,7 +128,7 @@ class Launch {
   c10::Device device() const;
   void set_device(c10::Device device) { device_ = device; }
   void submit(std::function<void()> work);
-  /// Does what the stream was given before.
+  /// Runs the work that was enqueued on the stream before.
   void synchronize() const;
 
  private:
@@ -134,14 +136,15 @@ class Launch {
   std::vector<Block*> touched_;
 };
 
-/// Replaces each tensor in an argument of an operator by what `change` makes of it.
+/// Replaces each tensor in an argument of an operator by the result of `change`.
 c10::IValue map_tensors(const c10::IValue& value,
                         const std::function<at::Tensor(const at::Tensor&)>& change);
 
-/// On `device`, of the shape and strides of `like`.
+/// Returns an empty tensor on `device` with the shape and strides of `like`.
 at::Tensor empty_on(c10::Device device, const at::Tensor& like);
 
-/// A tensor that holds what `value`, on the CPU, holds when the current stream comes so far.
+/// Returns a tensor that gets the contents of `value`, which is on the CPU, when the current stream
+/// reaches this point.
 at::Tensor publish(c10::Device device, const at::Tensor& value);
 
 }  // namespace distrain::testing::simulated

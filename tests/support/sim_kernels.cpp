@@ -1,4 +1,4 @@
-// Operators of the simulated accelerator: memory, copies, and the CPU's kernels for all the rest.
+// Operators of the simulated accelerator: memory, copies, and the CPU's kernels for all others.
 #include <algorithm>
 
 #include <ATen/ATen.h>
@@ -114,7 +114,7 @@ void copy_from_host(const at::Tensor& dst, const at::Tensor& src, bool non_block
   if (!non_blocking) launch.synchronize();
 }
 
-// On the sender's current stream, which waits for the receiver's and the other way round.
+// Runs on the sender's current stream; the streams of sender and receiver wait for each other.
 void copy_between(const at::Tensor& dst, const at::Tensor& src) {
   count(&SimCounters::device_to_device, src);
   const Lock lock;
@@ -229,7 +229,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (self.numel() > 0) record_use(self.const_data_ptr(), stream);
 }
 
-// Something of the same shape on the CPU, to see what an operator makes of it.
+// Returns a CPU tensor of the same shape, with which an operator determines the shape of its
+// results.
 at::Tensor blank(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   at::Tensor values =
@@ -240,7 +241,7 @@ at::Tensor blank(const at::Tensor& tensor) {
 
 using Values = std::vector<c10::IValue>;
 
-// What any operator does on the device: the CPU's kernel on aliases of its operands.
+// Runs any operator on the device: the CPU's kernel on aliases of its operands.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack) : op_(op), stack_(stack) {
@@ -298,7 +299,7 @@ class Call {
     return launch.device();
   }
 
-  // Results of operators that write to their arguments are these.
+  // Returns the arguments that the operator writes, which are its results.
   Values written() const {
     Values results;
     const auto& schema = op_.schema();
@@ -313,7 +314,7 @@ class Call {
     return results;
   }
 
-  // An output that is given empty takes the shape of the result.
+  // Resizes empty outputs to the shape of the result.
   void size_outputs() {
     bool any = false;
     for (size_t i = 0; i < arguments_.size(); ++i) any = any || is_empty_output(i);
@@ -333,7 +334,8 @@ class Call {
            arguments_[i].toTensor().defined() && arguments_[i].toTensor().numel() == 0;
   }
 
-  // Given to the current stream; `shapes` are the results' unless they are arguments.
+  // Enqueues the operator on the current stream. `shapes` are the shapes of the results; empty if
+  // the results are arguments.
   Values submit(Values shapes) {
     Launch launch;
     Values aliases = map_all(arguments_, [&](const at::Tensor& t) { return launch.operand(t); });
@@ -368,8 +370,8 @@ class Call {
     return results;
   }
 
-  // Computed at once, as the current stream sees its operands, because shapes or random numbers
-  // depend on it. The results come late all the same.
+  // Computes at once, with the operands at this point of the stream, because shapes or random
+  // numbers depend on their values. The results are still written by the stream.
   Values now() {
     const Lock lock;
     Launch launch;

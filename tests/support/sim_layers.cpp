@@ -1,5 +1,5 @@
-// Operators of the simulated accelerator that the CPU has not got under the same name, or which
-// write to more than their schema says.
+// Operators of the simulated accelerator that do not exist on the CPU under the same name, or that
+// write to more than their schema declares.
 #include <tuple>
 
 #include <ATen/ATen.h>
@@ -47,7 +47,7 @@ Tensor like_if(bool wanted, const Tensor& tensor) {
   return wanted ? at::empty_like(tensor) : Tensor();
 }
 
-// What is wanted of some results, into where it goes.
+// Copies the defined results of `from` to those that are defined in `to`.
 void store(const Three& to, const Three& from) {
   const auto put = [](Tensor there, const Tensor& value) {
     if (there.defined() && value.defined()) there.copy_(value);
@@ -120,7 +120,8 @@ Three batch_norm_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& 
   return results;
 }
 
-// Gates in torch's order: input, forget, cell, output. The workspace keeps them for the backward.
+// Gates in torch's order: input, forget, cell, output. The workspace keeps them for the backward
+// pass.
 Three lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
                 const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
   const Three results = {at::empty_like(cell), at::empty_like(cell), at::empty_like(input_gates)};

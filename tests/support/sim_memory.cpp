@@ -19,7 +19,7 @@ using c10::CachingAllocator::StatType;
 constexpr size_t kArenaBytes = size_t{4} << 30;  // of address space
 constexpr int kPoison = 0xFF;
 
-// The memory of one device: a file in memory, mapped twice. It grows and never shrinks.
+// The memory of one device: a memory file that is mapped twice. It never shrinks.
 class Arena {
  public:
   Arena() {
@@ -41,7 +41,7 @@ class Arena {
     return after == blocks_.begin() ? nullptr : std::prev(after)->second;
   }
 
-  // Null if there is no room.
+  // Returns null if there is no room.
   Block* carve(size_t size) {
     if (used_ + size > kArenaBytes) return nullptr;
     auto* const block = new Block;
@@ -70,7 +70,7 @@ class Arena {
   std::map<const char*, Block*> blocks_;
 };
 
-// Eight sizes to each power of two, so that a freed block finds a new use soon.
+// Eight sizes for each power of two, so that a freed block is soon reused.
 size_t size_class(size_t bytes) {
   constexpr size_t kSmallest = 512;
   size_t step = kSmallest;
@@ -138,7 +138,7 @@ class SimAllocator final : public c10::DeviceAllocator {
     devices_.at(static_cast<size_t>(device)).bytes.reset_peak();
   }
 
-  // Null for other memory.
+  // Returns null for other memory.
   Arena* find(const char* pointer) const {
     for (const Device& device : devices_) {
       if (device.arena && device.arena->contains(pointer)) return device.arena.get();
@@ -177,14 +177,15 @@ class SimAllocator final : public c10::DeviceAllocator {
     here.deferred.push_back(std::move(deferred));
   }
 
-  // From now on whoever is behind the owner's work finds it poisoned.
+  // Enqueues the overwriting of freed memory: all later work of the owner's stream finds it
+  // poisoned.
   static void retire(Device& device, Block& block) {
     block.owner->add({}, [&block] { std::memset(block.host, kPoison, block.size); });
     block.poisoned_at = block.owner->end();
     device.free[{block.owner, block.size}].push_back(&block);
   }
 
-  // Frees what recorded streams are done with. They are not made to go on for that.
+  // Frees the blocks that recorded streams have finished with, without running those streams.
   static void reclaim(Device& device) {
     std::erase_if(device.deferred, [&](const Deferred& deferred) {
       const bool done = std::all_of(deferred.until.begin(), deferred.until.end(),

@@ -1,5 +1,5 @@
-// Which places of a test program wait for streams, and what happens when one of them does not: for
-// tests/sim/mutants.sh.
+// Lists the source locations of a test program that wait for streams, or omits the wait of one of
+// them, for tests/sim/mutants.sh.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -17,9 +17,9 @@ namespace distrain::testing::simulated {
 namespace {
 
 constexpr int kFrames = 24;
-constexpr size_t kCallers = 8;  // of a wait, that are told
+constexpr size_t kCallers = 8;  // recorded callers of a wait
 
-/// Where the test program itself lies in memory.
+/// The address range of the test program.
 struct Program {
   Program() {
     dl_iterate_phdr(
@@ -30,12 +30,12 @@ struct Program {
             const auto& segment = info->dlpi_phdr[i];
             if (segment.p_type == PT_LOAD) self->end = segment.p_vaddr + segment.p_memsz;
           }
-          return 1;  // the first one is the program
+          return 1;  // ends the iteration: the first object is the program
         },
         this);
   }
   uintptr_t base = 0;
-  uintptr_t end = 0;  // from the base
+  uintptr_t end = 0;  // relative to `base`
 };
 
 class Sites {
@@ -46,7 +46,7 @@ class Sites {
       drop_ = std::strtoull(site, nullptr, 16);
   }
 
-  /// Whether this wait is the one to be left out; writes down who asks for it.
+  /// Returns true if this wait is the one to omit; records its callers.
   bool visit() {
     if (!list_ && drop_ == 0) return false;
     std::array<void*, kFrames> frames;

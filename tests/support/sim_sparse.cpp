@@ -1,4 +1,4 @@
-// Sparse tensors of the simulated accelerator: indices and values are tensors on the device.
+// Sparse tensors of the simulated accelerator: their indices and values are tensors on the device.
 #include <ATen/ATen.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -71,7 +71,7 @@ Tensor& mul_(Tensor& self, const Tensor& other) {
   return self;
 }
 
-// How many rows there are, the host has to know, so that it waits; as on CUDA.
+// The host must know the number of rows, so it waits, as on CUDA.
 Tensor coalesce(const Tensor& self) {
   const Lock lock;
   Launch launch;
@@ -95,7 +95,7 @@ Tensor clone(const Tensor& self, std::optional<at::MemoryFormat>) {
 
 Tensor& zero_(Tensor& self) { return at::native::zero_sparse_(self); }
 
-// A new sparse tensor is of the current device.
+// A new sparse tensor is on the current device.
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
              std::optional<at::Layout> layout, std::optional<at::Device> device,

@@ -23,14 +23,14 @@ std::recursive_mutex& mutex() {
   return made;
 }
 
-thread_local int depth = 0;  // of Locks
+thread_local int depth = 0;  // nested Locks of this thread
 thread_local bool met_closed_gate = false;
 thread_local std::vector<std::function<void()>> finished;
 
 struct Streams {
   std::array<std::array<Queue, kStreams>, kSimDevices> queues;
   SimCounters counters;
-  std::array<std::set<std::string>, kSimDevices> contexts;  // who has made one on each device
+  std::array<std::set<std::string>, kSimDevices> contexts;  // threads with a context, by device
 };
 
 Streams& streams() {
@@ -169,7 +169,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  /// As CUDA's functions for events do: to their device and back, both by setDevice.
+  /// Visits a device and returns as CUDA's event functions do, both by setDevice.
   class Visit {
    public:
     Visit(const Guard& guard, c10::Device device) : guard_(guard), before_(guard.getDevice()) {
@@ -186,8 +186,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device.has_index() ? checked(device.index()) : device_now;
   }
 
-  // Whether it was there already; if not, one more piece of work is done, so that whoever polls
-  // comes to an end.
+  // Returns true if the point was reached already; otherwise runs one more piece of work, so that
+  // polling ends.
   static bool step(Queue& queue, uint64_t point) {
     if (queue.reached(point)) return true;
     queue.run_one();
@@ -269,8 +269,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::register_privateuse1_backend("sim");
   c10::SetAllocator(kSim, &device_allocator());
-  // The work is small, and ranks are threads of this process: a kernel's own threads would do
-  // little but wait for each other.
+  // One thread, because the work is small and ranks are threads of this process: threads of a
+  // kernel would mostly wait for each other.
   at::set_num_threads(1);
   return true;
 }();
@@ -343,8 +343,8 @@ bool Queue::run_one() {
     uint64_t& count;
   } done(done_);
   if (!item.work) return true;
-  // Memory that was freed may have been overwritten already, as far as its owner's stream is not
-  // told to wait for this one.
+  // Simulates that freed memory may be overwritten early if its owner's stream was not told to wait
+  // for this stream.
   for (const Block* const block : item.touched) {
     if (block->owner != this) block->owner->run_to(block->poisoned_at);
   }

@@ -1,4 +1,4 @@
-// The policy of distrain rl as LibTorch computes it, for comparison.
+// The policy of distrain rl, computed by LibTorch for comparison.
 #pragma once
 
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace distrain::testing {
 
-/// In double, ready for autograd.
+/// Returns the parameters in double precision, with gradients required.
 inline std::vector<at::Tensor> torch_parameters(models::Policy policy) {
   std::vector<at::Tensor> parameters;
   for (const at::Tensor& p : policy.parameters()) {
@@ -18,7 +18,7 @@ inline std::vector<at::Tensor> torch_parameters(models::Policy policy) {
   return parameters;
 }
 
-/// Sum of -log p(action) × advantage.
+/// Returns the sum of -log p(action) × advantage.
 inline at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
                              const std::vector<models::PolicyStep>& steps) {
   at::Tensor loss = at::zeros({}, at::kDouble);
