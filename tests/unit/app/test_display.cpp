@@ -67,7 +67,7 @@ DisplayPlan plan(Mode mode) {
 
 }  // namespace
 
-TEST_CASE("the line of a waiting rank names the rank that it waits for and the reason") {
+TEST_CASE("the waiting line names the missing ranks and the reason") {
   const std::string rank_0 = R"({"event": "waiting", "rank": 0, "missing": [1, 3], "address": "a:1",
                                  "reason": "refused rank 1"})";
   const std::string rank_2 = R"({"event": "waiting", "rank": 2, "missing": [0], "address": "a:1",
@@ -79,7 +79,7 @@ TEST_CASE("the line of a waiting rank names the rank that it waits for and the r
   CHECK(lines.take() == "waiting for rank 0 at a:1 (5 s): nobody there\n");
   lines.event(rank_0);
   CHECK(lines.take() == "waiting for ranks 1,3 at a:1 (5 s): refused rank 1\n");
-  lines.event(rank_2);  // has fewer details than the event of rank 2
+  lines.event(rank_2);  // has fewer details than the event of rank 0
   lines.event(rank_0);
   CHECK(lines.take().empty());
 }
@@ -172,7 +172,7 @@ TEST_CASE("the line of an epoch has the mean over its trainers and its evaluatio
         {{"status", "ok"}, {"steps", 40}, {"eval", {{"loss", 0.5}, {"abs_error", 0.123456}}}});
     CHECK(shown.take() == "done: 40 steps, loss 0.4821, abs_error 0.1235\n");
   }
-  SECTION("the last one") {
+  SECTION("the last epoch") {
     shown.display_.finish({{"status", "ok"}, {"steps", 40}, {"wall_s", 2}, {"loss", 1.25}});
     CHECK(shown.take() ==
           " epoch 1/3  loss 1.2500  1.50 s\ndone: 40 steps in 2.00 s, loss 1.2500\n");

@@ -481,8 +481,7 @@ TEST_CASE(
   cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1);  // which calls rank 2
   std::thread loser([&] {  // the current context of this thread is the lost rank's own
     autograd::Context context(cluster[1]);
-    cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})),
-                                 2);  // which calls rank 3, which calls rank 0
+    cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})), 2);  // → rank 2 → rank 3 → rank 0
     cluster[1].rpc_sync<&mul_guarded>(3, leaf(at::ones({2})));
     CHECK(cluster[2].live_contexts() == 2);
     CHECK(cluster[3].live_contexts() == 1);

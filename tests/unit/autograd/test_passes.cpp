@@ -307,8 +307,7 @@ TEST_CASE("an abandoned call whose answer has arrived unread does not spoil a la
       options);
   Agent& agent = cluster[0];
   testing::g_gate = false;
-  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(
-      0);  // occupies the only thread that could read the answer
+  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(0);  // the only thread to read
   testing::wait_for_call_at_gate();
   const at::Tensor a = leaf();
   autograd::Context context(agent);

@@ -138,8 +138,7 @@ TEST_CASE("allreduce works for tensors of any shape and strides") {
   check_allreduce(group, ReduceOp::SUM, at::kFloat, {3, 0, 2});
   run_ranks(3, [&](int rank) {
     const at::Tensor whole = at::zeros({6, 8});
-    const at::Tensor part =
-        whole.t().slice(0, 1, 7, 2);  // neither contiguous nor at the start of its storage
+    const at::Tensor part = whole.t().slice(0, 1, 7, 2);  // not contiguous, with an offset
     part.fill_(double(rank + 1));
     group[rank].allreduce(part).wait();
     RANK_CHECK(part.eq(6).all().item<bool>());

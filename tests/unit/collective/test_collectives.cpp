@@ -38,7 +38,7 @@ TEST_CASE("a root may change its tensor once the broadcast is complete") {
   });
 }
 
-TEST_CASE("allgather") {
+TEST_CASE("allgather gathers the tensors of all ranks") {
   const int size = GENERATE(1, 2, 4);
   const int64_t count = GENERATE(0, 5, 30000);
   TestGroup group(size);

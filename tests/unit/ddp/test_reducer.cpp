@@ -130,8 +130,7 @@ TEST_CASE("a distributed pass gets the mean and does not touch .grad") {
   run_ranks(size, [&](int rank) {
     const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
-    std::vector<std::unique_ptr<FakePass>>
-        passes;  // kept alive: later passes must not change their gradients
+    std::vector<std::unique_ptr<FakePass>> passes;  // later passes must not change them
     for (int step = 0; step < 4; ++step) {
       passes.push_back(std::make_unique<FakePass>());
       reducer.attach(*passes.back());

@@ -63,8 +63,7 @@ struct Saving {
     Snapshot snapshot;
     snapshot.step = step;
     snapshot.files["model"]["x"] = at::full({100'000}, value);
-    snapshot.files["model"]["mask"] =
-        at::full({3}, -INFINITY);  // a constant, so it may be infinite
+    snapshot.files["model"]["mask"] = at::full({3}, -INFINITY);  // not trained
     snapshot.trained["model"] = {"x"};
     return snapshot;
   }

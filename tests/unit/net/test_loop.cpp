@@ -87,8 +87,7 @@ TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it
     record.take();
     return activity() - before;
   };
-  CHECK(send_and_count(wire::FrameKind::kHeartbeat) ==
-        1);  // the loop wakes up once for this question
+  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // the wake-up of activity()
   CHECK(send_and_count(wire::FrameKind::kCall) == 2);
 }
 

@@ -63,8 +63,7 @@ TEMPLATE_TEST_CASE("close ends even if the other side never closes", "", Tcp, Un
   REQUIRE(half.record.wait_closed());
   CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
   const auto expected = wire_bytes(make_frame(1, 10, 10));
-  CHECK(raw_read(half.raw.get(), expected.size() + 1) ==
-        expected);  // and then the end of the connection
+  CHECK(raw_read(half.raw.get(), expected.size() + 1) == expected);  // then the end
 }
 
 TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
@@ -187,8 +186,7 @@ TEST_CASE("a peer's last frame is received though the peer left our queue unread
 
 TEST_CASE("a late loop still receives a peer's last frame") {
   Half<Unix> half;
-  ::shutdown(half.raw.get(),
-             SHUT_RD);  // makes our write fail; the stream then waits a second for the last frames
+  ::shutdown(half.raw.get(), SHUT_RD);  // our write fails; last frames then have a second
   REQUIRE(half.stream->send(make_frame(1, 0, 0)).ok());
   base::Promise<void> late, go;
   half.loop.call_at(base::deadline_after(300ms), [&late, opened = go.future()] {

@@ -39,8 +39,7 @@ TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body ar
   huge.payload_bytes = UINT64_MAX;
   for (const wire::FrameHeader& header : {meta, tensors, payload, huge}) {
     Half<TestType> half(limits);
-    REQUIRE(raw_write(half.raw.get(),
-                      wire_bytes(make_frame(1, 1000, 1 << 20))));  // exactly at the limit
+    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 1000, 1 << 20))));  // the limit
     std::array<uint8_t, wire::kHeaderBytes> bytes;
     wire::encode_header(header, bytes);
     REQUIRE(raw_write(half.raw.get(), bytes));

@@ -168,8 +168,7 @@ TEST_CASE("passes and replicas do not advance torch's generator; its seed gives 
     return torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Dropout(0.5));
   };
   Cluster cluster = cluster_with(make);
-  const RemoteModule first(cluster[0], 1,
-                           "net");  // creates the module on rank 1, with torch's random numbers
+  const RemoteModule first(cluster[0], 1, "net");  // creates it with torch's generator
   const at::Tensor x = at::ones({100, 64});
   torch::manual_seed(7);
   const at::Tensor expected = at::rand({4});

@@ -105,8 +105,7 @@ TEST_CASE("a participant that clips does not wait for one that has ended, in asy
 TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives last") {
   const at::Tensor g1[3] = {row({3, 1}), row({-1, 7}), row({0.1, 0.2})};
   const at::Tensor g2[3] = {row({0.3, 2}), row({5, -2}), row({-0.7, 0})};
-  const at::Tensor own_gradient =
-      row({0.3, 0.7});  // the same for all participants, as under DistributedDataParallel
+  const at::Tensor own_gradient = row({0.3, 0.7});  // equal on all, as under DDP
   const double max_norm = GENERATE(0.5, 100.0);
   at::Tensor l1 = at::zeros({2}, at::kDouble).requires_grad_(), l2 = l1.clone().detach(),
              l3 = l1.clone().detach();

@@ -244,8 +244,7 @@ TEST_CASE("the reason of an owner's wait is also reported during an update") {
                                  optim::Sgd{.lr = 1});
   autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
-  std::optional<autograd::ParameterRead> reading(
-      cluster[1]);  // the update waits until this read ends
+  std::optional<autograd::ParameterRead> reading(cluster[1]);  // blocks the update
   std::thread stepping([&] { optimizer.step(context); });
   std::atomic<bool> over{false};
   auto asking = std::async(std::launch::async, [&] {
@@ -431,8 +430,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   }
   const at::Tensor between = table.rpc_sync<&Table::value>();
   CHECK_FALSE(at::allclose(between, w));
-  autograd::backward(*slow,
-                     {early.pow(2).sum()});  // does not throw "modified by an inplace operation"
+  autograd::backward(*slow, {early.pow(2).sum()});  // no "modified by an inplace operation"
   optimizer.step(*slow);
   slow.reset();
 

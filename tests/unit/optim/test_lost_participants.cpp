@@ -205,8 +205,7 @@ TEST_CASE("in sync mode no participant continues without a lost one") {
   CHECK(kind_of_step(waits) == ErrorKind::kPeerLost);
   CHECK(error_of([&] { static_cast<void>(shared.step(0, 0, 2)); }).kind == ErrorKind::kPeerLost);
   CHECK(shared.made() == 0);
-  CHECK(shared.optimizer.last_step_of(OneNumber::process(0)) ==
-        std::nullopt);  // unknown in sync mode
+  CHECK(shared.optimizer.last_step_of(OneNumber::process(0)) == std::nullopt);  // unknown
 }
 
 TEST_CASE("if a loss ends the job, all waits for others fail") {

@@ -63,9 +63,7 @@ void compare_dense(
   for (int step = 0; step < kSteps; ++step) {
     for (size_t i = 0; i < own.size(); ++i) {
       at::Tensor gradient = at::randn(own[i].sizes(), type);
-      if (i == 1)
-        gradient =
-            at::randn({1}, type).expand({7});  // an expanded tensor, as the gradient of a sum
+      if (i == 1) gradient = at::randn({1}, type).expand({7});  // as the gradient of a sum
       rule->apply(i, own[i], gradient);
       reference[i].mutable_grad() = gradient.clone();
     }

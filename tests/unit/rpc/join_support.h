@@ -184,8 +184,7 @@ class RawRank {
 // no later than the probe, and notices closed connections one iteration later.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
-  probe.send(wire::FrameKind::kPrepared,
-             no_devices());  // an invalid first frame, so rank 0 closes the connection
+  probe.send(wire::FrameKind::kPrepared, no_devices());  // invalid here: rank 0 closes
   CHECK(probe.closed_by_peer());
 }
 

@@ -565,9 +565,7 @@ TEST_CASE("messages for a channel that is not open are bounded") {
   const std::span<const uint8_t> piece(bytes);
   for (uint16_t i = 0; i < 8; ++i) {
     auto& channel = cluster[0].open_channel(static_cast<uint16_t>(20 + i % 3));
-    static_cast<void>(error_of([&] {
-      channel.send(1, {}, {&piece, 1}, {});
-    }));  // the last sends may fail
+    static_cast<void>(error_of([&] { channel.send(1, {}, {&piece, 1}, {}); }));  // may fail
   }
   const base::Error error = error_of([&] { held_up.wait(); });
   CHECK(error.kind == ErrorKind::kOverloaded);

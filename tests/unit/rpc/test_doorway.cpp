@@ -49,8 +49,7 @@ bool is_heard_as_peer(RawRank& rank) {
 
 TEST_CASE("a hello that arrived while the process was stopped is handled when it continues") {
   bool is_heard = false;
-  for (const auto patience :
-       {100ms, 2000ms, 8000ms}) {  // repeated with more patience until the loop is blocked in time
+  for (const auto patience : {100ms, 2000ms, 8000ms}) {  // for slow machines
     Door door(patience);
     RawRank slow(door.port);
     RawRank quick(door.port);

@@ -336,8 +336,7 @@ TEST_CASE("a rank that rank 0 refuses gets an error on both sides, and the job s
 TEST_CASE("rank 0 reports each rank that it refuses, and why it waits for it") {
   base::Error error;
   std::vector<base::Error> told;
-  for (const auto timeout :
-       {1s, 4s, 16s, 64s}) {  // repeated with a longer timeout until the ranks come in time
+  for (const auto timeout : {1s, 4s, 16s, 64s}) {  // until the ranks come in time
     AgentOptions options = options_for(0, 4);
     options.token = "the right token of it";
     options.join_timeout = timeout;
@@ -533,8 +532,7 @@ void direct_somewhere(RawRank& fake, int variant) {
 }  // namespace
 
 TEST_CASE("the directory of a fake rank 0 is not used") {
-  const int variant =
-      GENERATE(0, 1, 2);  // sends a directory at once, after a hello, after a wrong proof
+  const int variant = GENERATE(0, 1, 2);  // the directory first, after a hello, after a bad proof
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   const int flags = fcntl(listener.get(), F_GETFL);
   fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);

@@ -179,8 +179,7 @@ TEST_CASE(
   };
   SECTION("a worker, in a continuation") { continuation(agent.executor()); }
   SECTION("a worker, in a function") {
-    static_cast<void>(
-        error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // may be answered or not
+    static_cast<void>(error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // may be answered
   }
   SECTION("the loop") { continuation(agent.inline_executor()); }
   CHECK(ended.future().wait_until(base::deadline_after(60s)));

@@ -138,8 +138,7 @@ TEST_CASE("RRefs in a reply are released if the call is abandoned before the rep
   Cluster cluster(2, expose_faults, options);
   const int owner = GENERATE(0, 1);
   g_gate = false;
-  auto held_up =
-      cluster[0].rpc_async<&wait_at_gate>(0);  // occupies the only thread that could read the reply
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(0);  // the only thread that could read it
   wait_for_call_at_gate();
   {
     const Ref ref = cluster[0].remote_new<Tracked>(1, 1);

@@ -307,8 +307,7 @@ TEST_CASE("a missing tensor, or one of an unknown kind, is refused") {
   CHECK_FALSE(refused(sparse, {row({0}), tensor}));
   CHECK(refused(sparse, {row({0})}));
   CHECK(refused(sparse, {}));
-  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0},
-                {row({0}), tensor}));  // the coalesced flag is not a bool
+  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0}, {row({0}), tensor}));  // not a bool
   for (size_t size = 1; size < sparse.size(); ++size) {
     CHECK(refused(wire::Bytes(sparse.begin(), sparse.begin() + static_cast<long>(size)),
                   {row({0}), tensor}));

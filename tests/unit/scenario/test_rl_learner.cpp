@@ -82,7 +82,7 @@ struct Learners {
 
 }  // namespace
 
-TEST_CASE_METHOD(Learners, "an episode counts by its least lucky environment") {
+TEST_CASE_METHOD(Learners, "the reward of an episode is that of its worst environment") {
   std::vector<job::Json> lines;
   Listener sink(events_of<RlOptions>(), [&](const Line& line) { lines.push_back(line.fields); });
   options.threshold = 10;
@@ -106,7 +106,7 @@ TEST_CASE_METHOD(Learners, "an episode counts by its least lucky environment") {
   CHECK(fields["steps"] == 24);
 }
 
-TEST_CASE_METHOD(Learners, "what is learned does not depend on what was asked together") {
+TEST_CASE_METHOD(Learners, "learning does not depend on which requests were answered together") {
   NamedTensors learned[2];
   for (const bool together : {true, false}) {
     Listener nobody(events_of<RlOptions>());
@@ -121,7 +121,7 @@ TEST_CASE_METHOD(Learners, "what is learned does not depend on what was asked to
   check_close(learned[0], learned[1], 0);
 }
 
-TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam learn") {
+TEST_CASE_METHOD(Learners, "the learner computes what LibTorch's autograd and Adam compute") {
   // By observer, environment and step: episodes of different lengths and rewards.
   const std::vector<double> all_rewards[2][2] = {{{1, 2, 0.5, 3, 1}, {4, -1, 2}},
                                                  {{0.25}, {1, 1, 1, 1}}};
@@ -183,7 +183,7 @@ TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam
   }
 }
 
-TEST_CASE_METHOD(Learners, "an environment that nobody has is refused") {
+TEST_CASE_METHOD(Learners, "an unknown environment is refused") {
   Listener nobody(events_of<RlOptions>());
   Learner learner(options, c10::kCPU, nobody);
   learner.begin_episode(1);
