@@ -71,8 +71,7 @@ int main(int argc, char** argv) {
   int port[2];
   if (pipe(port) != 0) return 1;
   const pid_t child = fork();
-  // After the fork, because LibTorch replaces a thread pool from before the fork, which two threads
-  // must not do concurrently.
+  // After the fork, because replacing the thread pool of the parent is not safe in two threads.
   at::set_num_threads(1);
   if (child == 0) {
     options.rank = 1;

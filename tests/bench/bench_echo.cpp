@@ -233,8 +233,7 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
 void print(const Json& line) { std::printf("%s\n", line.dump().c_str()); }
 
 void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Options& options) {
-  // For large tensors, enough calls to move about 1 GiB in each direction, but at least enough for
-  // a median.
+  // For large tensors, enough calls to move about 1 GiB each way and for a median.
   const int64_t affordable =
       std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
   const int64_t total = std::min(options.iterations, affordable);

@@ -1,5 +1,4 @@
-// The lower bound of every echo: blocking reads and writes on one socket, without threads or a
-// format.
+// The lower bound of every echo: blocking reads and writes on a socket, without threads or format.
 #pragma once
 
 #include <algorithm>

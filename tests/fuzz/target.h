@@ -29,8 +29,7 @@ const Target& chosen_target();
 /// Ends the program with a message about `promise` unless `holds`.
 void check(bool holds, const char* promise);
 
-/// Limits the heap use of this thread to `limit` bytes during the object's lifetime; `why` says
-/// what the limit is derived from.
+/// Limits the heap use of this thread to `limit` bytes; `why` says what the limit is derived from.
 class MemoryLimit {
  public:
   MemoryLimit(size_t limit, const char* why);

@@ -6,8 +6,7 @@
 namespace distrain::testing {
 namespace {
 
-// Runs before any test because LibTorch looks for CUDA at the first seed or backward pass and never
-// again.
+// Runs before any test because LibTorch looks for CUDA once, at the first seed or backward pass.
 [[maybe_unused]] const bool loaded = [] {
   try {
     cuda::load();

@@ -1,5 +1,4 @@
-// Prints the GPUs that distrain sees, one JSON line each. Without a GPU, prints an `error` line and
-// exits with code 9.
+// Prints a JSON line for each GPU that distrain sees, or an `error` line with exit code 9.
 #include <cstdio>
 
 #include <nlohmann/json.hpp>

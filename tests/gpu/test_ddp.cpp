@@ -1,6 +1,5 @@
 // ctest: timeout=120
-// Tests DistributedDataParallel on a GPU: over NCCL with one rank, over staging with two ranks on
-// one GPU.
+// Tests DistributedDataParallel on a GPU, over NCCL and, with two ranks on one GPU, over staging.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>

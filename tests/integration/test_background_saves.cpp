@@ -144,7 +144,7 @@ TEST_CASE_METHOD(FewImages, "a job whose save fails continues and saves again") 
 }
 
 TEST_CASE_METHOD(FewImages,
-                 "a job whose last save fails ends with that error, stopped by a signal or not") {
+                 "a job whose last save fails ends with that error, even after a signal") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const bool by_signal = GENERATE(false, true);
   CAPTURE(place, by_signal);

@@ -104,7 +104,7 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
     evaluation.means["mean_id"] = ids.sum().item<double>();
     return evaluation;
   };
-  // The evaluation of a diverged model fails before the save does.
+  // Not with parameters that are not finite: the evaluation would fail before the save does.
   if (!options.fault.ends_with(".weight")) training.evaluate_epochs(evaluate);
   training.run([&](const job::Step& step) {
     const Rows rows = rows_of(step);

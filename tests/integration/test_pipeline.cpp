@@ -1,6 +1,5 @@
 // ctest: labels=notsan timeout=300 first
-// Under no sanitizer, to save time: test_pipeline_failures and test_pipeline_checkpoints run the
-// same code.
+// Not under sanitizers, to save time: test_pipeline_{failures,checkpoints} run the same code.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 

@@ -34,8 +34,7 @@ struct TwoStages {
     }
   }
 
-  /// Runs the micro-batches. `spoil` may change the scores of a micro-batch before its loss is
-  /// computed.
+  /// Runs the micro-batches. `spoil` may change the scores before the loss is computed.
   std::vector<base::Future<void>> run(const std::vector<at::Tensor>& images,
                                       const std::function<at::Tensor(at::Tensor)>& spoil = {}) {
     std::vector<base::Future<void>> done;

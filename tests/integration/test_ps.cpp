@@ -105,8 +105,7 @@ TEST_CASE_METHOD(PsImages, "one async trainer equals the one-process run bit for
   check_same(checkpoint_of(Place::kRanks, options), checkpoint_of(Place::kLocal, options));
 }
 
-TEST_CASE_METHOD(PsImages,
-                 "with ssp 0 no trainer begins a step before all have made the previous one") {
+TEST_CASE_METHOD(PsImages, "with ssp 0 no trainer begins a step before all made the previous one") {
   PsOptions options = this->options();
   options.mode = "ssp";
   options.staleness = 0;
@@ -125,8 +124,7 @@ TEST_CASE_METHOD(PsImages,
   CHECK(job.fields(0)["updates"] == 60);
 }
 
-TEST_CASE_METHOD(PsImages,
-                 "with ssp 2 the fast trainers are at most two steps ahead of a slow one") {
+TEST_CASE_METHOD(PsImages, "with ssp 2 fast trainers are at most two steps ahead of a slow one") {
   PsOptions options = this->options();
   options.mode = "ssp";
   options.staleness = 2;

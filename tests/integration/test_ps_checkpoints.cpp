@@ -67,7 +67,7 @@ TEST_CASE_METHOD(FewPsImages, "a completed job that is resumed ends at once") {
 }
 
 TEST_CASE_METHOD(FewPsImages,
-                 "a job on images saves at a given interval of steps, or after each epoch") {
+                 "a job on images saves at an interval of steps, or after each epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   const std::string mode = GENERATE("async", "sync");
   const int64_t every = GENERATE(0, 5);
@@ -94,7 +94,7 @@ TEST_CASE_METHOD(FewPsImages, "a job on images that is stopped resumes to the sa
 }
 
 TEST_CASE_METHOD(FewPsImages,
-                 "a job whose trainers differ in their progress can be stopped and resumed, too") {
+                 "a job whose trainers differ in progress can be stopped and resumed") {
   PsOptions options = this->options(GENERATE("async", "ssp"));
   CAPTURE(options.mode);
   options.trainers = 3;
@@ -105,8 +105,7 @@ TEST_CASE_METHOD(FewPsImages,
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
   Hooks<PsOptions> hooks = slow_rank<PsOptions>(3, 0.01);
   hooks.heard = [](const Job& job, const Line& line) {
-    // All ranks request the stop, because a single rank might be so late that the others complete
-    // all steps.
+    // All ranks request the stop, because one rank alone might be too late.
     if (line.event == "step" && line.fields["step"] == 4) job.stop->request();
   };
   const Finished first = run_job(Place::kRanks, options, hooks);

@@ -178,7 +178,7 @@ TEST_CASE_METHOD(RnnText, "validation covers all columns, however many trainers 
 }
 
 TEST_CASE_METHOD(RnnText,
-                 "a language model is evaluated on one text after each epoch, another at the end") {
+                 "a language model is evaluated on two texts: after each epoch and at the end") {
   RnnOptions options = on_text();
   options.test_data = folder.write("test.txt", make_text(12, 3));
   options.epochs = 2;

@@ -57,8 +57,7 @@ TEST_CASE_METHOD(RnnFewWords, "the tutorial's model resumes exactly, also at the
   check_resume_is_exact(place, options, GENERATE(5, 8), 14);
 }
 
-TEST_CASE_METHOD(RnnFewWords,
-                 "a job without a checkpoint to resume from starts from the beginning") {
+TEST_CASE_METHOD(RnnFewWords, "a job without a checkpoint to resume from starts anew") {
   RnnOptions options = this->options();
   options.steps = 3;
   const Folder saves;
@@ -86,8 +85,7 @@ TEST_CASE_METHOD(RnnFewWords, "trainers with another text than the first are ref
   CHECK(contains(message, "trainer 2 has read other data than the others"));
 }
 
-TEST_CASE_METHOD(RnnFewWords,
-                 "a perplexity that is not finite ends the job, and nothing is saved") {
+TEST_CASE_METHOD(RnnFewWords, "a perplexity that is not finite ends the job without a save") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   RnnOptions options = this->options();

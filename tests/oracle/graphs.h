@@ -10,8 +10,8 @@
 
 namespace distrain::oracle {
 
-/// A graph on which gradients are compared. `leaves` and `table` require gradients; graphs() uses
-/// the same values in every call.
+/// A graph on which gradients are compared, with the same values in every call of graphs().
+/// `leaves` and `table` require gradients.
 struct Graph {
   std::string name;
   std::vector<at::Tensor> leaves;  ///< on the calling rank

@@ -61,8 +61,7 @@ inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>&
   return agent;
 }
 
-/// Returns the operator of this name and overload, such as "aten::mul" and "Tensor", for a
-/// ScriptCall.
+/// Returns an operator for a ScriptCall by its name and overload, such as "aten::mul" and "Tensor".
 inline std::shared_ptr<torch::jit::Operator> find_operator(const std::string& name,
                                                            const std::string& overload) {
   for (const auto& candidate : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {

@@ -23,7 +23,7 @@ class RemoteOps {
     return mul(add(mul(x, y), x), y);
   }
 
-  /// Returns the sums of bags of rows of `weight`, which is sent to the other rank. The gradient of
+  /// Sends `weight` to the other rank and returns sums of bags of its rows. The gradient of
   /// `weight` is sparse if `sparse`.
   virtual at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
                                    const at::Tensor& offsets, bool sparse) = 0;

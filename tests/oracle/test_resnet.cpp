@@ -1,6 +1,5 @@
 // ctest: timeout=180
-// Compares our ResNets with recorded values of torchvision's; torchvision.cpp compares them with
-// torchvision itself.
+// Compares our ResNets with recorded values of torchvision's; torchvision.cpp runs torchvision.
 #include <cmath>
 #include <string>
 #include <string_view>

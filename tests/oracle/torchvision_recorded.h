@@ -16,8 +16,7 @@ struct RecordedResNet {
   uint64_t buffers_hash;
   std::vector<double> evaluated;  ///< scores [2, 10] of two images of 64 x 64
   std::vector<double> trained;
-  std::vector<double> gradient_norms;  ///< of the parameters in kGradientNames, for the cross
-                                       ///< entropy with labels 3 and 7
+  std::vector<double> gradient_norms;  ///< of kGradientNames, for labels 3 and 7
   double running_sum;                  ///< sum of |running statistics| after the training pass
 };
 

@@ -37,8 +37,7 @@ class FakeNccl {
     return nccl;
   }
 
-  /// Makes the next communicator of `rank` fail at once. fail_joining() makes it fail when it joins
-  /// the others.
+  /// Makes the next communicator of `rank` fail at once, or in fail_joining() when it joins others.
   void fail_making(int rank) {
     with_lock([&] { world_->fails_making.insert(rank); });
   }
@@ -86,8 +85,7 @@ class FakeNccl {
   int given(int rank) const {
     return with_lock([&] { return world_->given[rank]; });
   }
-  /// Returns the number of ranks that wait for others to join the newest communicator or have seen
-  /// them join.
+  /// Returns the number of ranks that have begun to join the newest communicator.
   int joining() const {
     return with_lock([&] {
       const auto it = world_->rooms.find(world_->last_id);

@@ -153,8 +153,7 @@ TEST_CASE("the other rank of a job in two processes", "[.]") {
   agent.shutdown();
 }
 
-TEST_CASE(
-    "continuations are in order on a rank that has a device only through another rank's map") {
+TEST_CASE("continuations are in order on a rank that has only a mapped device") {
   for (const char* const section : {"completed under a stream of its own, registered before",
                                     "completed under a stream of its own, registered later",
                                     "registered under a stream of its own"}) {

@@ -1,5 +1,4 @@
-// Tests that an LSTM on a device suppresses the warning that its weights are not contiguous, and no
-// other warning.
+// Tests that an LSTM on a device hides only the warning about non-contiguous weights.
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 

@@ -46,8 +46,7 @@ bool comes_to(int wanted, const std::function<int()>& count) {
   return comes([&] { return count() == wanted; });
 }
 
-/// Two ranks with a communicator. `timeout` applies to NCCL's work; if it is short, the test must
-/// not need successful work.
+/// Two ranks with a communicator. With a short `timeout` of NCCL's work, no work can succeed.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {
@@ -61,8 +60,7 @@ struct Pair {
     });
   }
 
-  /// Starts an operation in which rank 1 does not take part, although wait() returns. Returns the
-  /// tensor of rank 0.
+  /// Starts an operation that rank 1 ignores, although wait() returns. Returns rank 0's tensor.
   at::Tensor begin_and_stall() {
     nccl.stall(1, true);
     const at::Tensor x = filled(5, sim(0));
@@ -155,8 +153,7 @@ TEST_CASE("memory that NCCL still uses is not reused") {
         reduce.start(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
-      // Another value on each rank, because NCCL's work may use it instead of the previous
-      // contents.
+      // Another value on each rank, because NCCL's work may use it by mistake.
       const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
       reduce.start(kept)->wait();  // runs NCCL's stream
@@ -211,8 +208,7 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
   CHECK(nccl.made() == 2);
 }
 
-TEST_CASE(
-    "a rank that refuses is named, earlier operations complete, and new communicators are made") {
+TEST_CASE("after a refusal names its rank, earlier operations complete and new ones work") {
   FakeNccl nccl;
   TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {

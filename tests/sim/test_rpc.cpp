@@ -428,8 +428,7 @@ TEST_CASE("a device without memory for an argument fails the call, naming the ra
   ranks.shutdown();
 }
 
-TEST_CASE(
-    "a device without memory for a reply fails the call, naming the caller and the function") {
+TEST_CASE("a device without memory for a reply fails the call, naming caller and function") {
   DeviceCluster ranks(2);
   const at::Tensor full = at::zeros({4 * kChunk}, at::TensorOptions().device(sim(0)));
   run_all_sim_streams();

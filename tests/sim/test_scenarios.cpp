@@ -80,8 +80,7 @@ void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, 
                     run_on(only_cpu, options, Place::kLocal), steps);
 }
 
-/// Checks that a job saved on devices resumes on the CPU, and the other way round, with the same
-/// results.
+/// Checks that a job saved on devices resumes exactly on the CPU, and the other way round.
 template <class Options>
 void check_goes_on_elsewhere(Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -148,8 +147,7 @@ std::ostream& operator<<(std::ostream& out, const Copies& copies) {
   return out << copies.out << " out, " << copies.in << " in, " << copies.across << " across";
 }
 
-/// Returns the copies of one step as the difference of a long and a short job, which removes the
-/// copies at a job's start and end.
+/// Returns the copies of one step: the difference of a long and a short job.
 template <class Options>
 Copies copies_a_step(const DevicesOf& devices, Options options) {
   constexpr int64_t kShort = 2, kLong = 7;
@@ -175,13 +173,12 @@ Copies copies_a_step(const DevicesOf& devices, Options options) {
 
 TEST_CASE("a step of hybrid or ps makes no unnecessary copy") {
   const Folder folder;
-  // Each of two trainers copies out the embedding, its gradient and a bucket; in these three and
-  // the parts of the batch.
+  // Each of two trainers copies out the embedding, its gradient and a bucket, and in these and the
+  // parts of the batch.
   CHECK(copies_a_step(each_its_own, hybrid()) == Copies{2 * 3, 2 * (3 + 3), 0});
   // Out: scores and their gradient. In: these, the images, the targets and two dropout masks.
   CHECK(copies_a_step(each_its_own, ps(folder)) == Copies{2 * 2, 2 * (2 + 4), 0});
-  // The server itself copies the scores and their gradient; the rest belongs to the trainers and
-  // stays on the CPU.
+  // The server copies only the scores and their gradient; the trainers compute on the CPU.
   CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
 }
 
@@ -244,8 +241,7 @@ TEST_CASE("an rnn job resumes on another kind of device") {
 TEST_CASE("pipeline on devices learns what it learns on the CPU") {
   PipelineOptions options = small_pipeline(3, 4);
   options.num_split = {2};
-  options.loss = "ce";  // the CPU's mse_loss resizes its output for a sum, which the simulated
-                        // device does not allow
+  options.loss = "ce";  // for a sum, the CPU's mse_loss resizes its output
   const DevicesOf both_on_one = [](int rank) { return rank == 0 ? only_cpu(0) : all_on_one(rank); };
   options.log_interval = 1;
   const Finished expected = run_on(only_cpu, options);

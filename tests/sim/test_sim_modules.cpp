@@ -38,8 +38,7 @@ struct ShiftedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Shifted);
 
-// Writes its buffer as some of torch's kernels do, without a change of the tensor's version
-// counter.
+// Writes its buffer as some of torch's kernels do, without a change of the version counter.
 struct UncountedImpl : torch::nn::Module {
   UncountedImpl() { passes = register_buffer("passes", at::zeros({3})); }
   at::Tensor forward(const at::Tensor& x) {

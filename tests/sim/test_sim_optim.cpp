@@ -98,8 +98,7 @@ TEST_CASE("update rules with sparse gradients equal the CPU's") {
   check_state(there, here);
 }
 
-TEST_CASE(
-    "a state of the CPU is loaded to the device of the parameter, in the parameter's layout") {
+TEST_CASE("a state of the CPU is loaded to the parameter's device, in its layout") {
   at::manual_seed(3);
   const at::Tensor initial = at::randn({2, 3, 4, 4});
   const OptimizerOptions options = Adam{.lr = 0.1};

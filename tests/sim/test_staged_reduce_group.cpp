@@ -53,8 +53,7 @@ TEST_CASE("many concurrent means of device tensors are right") {
   CHECK(counters.device_to_host.number == 3 * 12 * 2);
 }
 
-TEST_CASE(
-    "a broadcast copies device tensors to the host on the root and to the device on the others") {
+TEST_CASE("a broadcast copies from the device on the root and to the device on the others") {
   run_all_sim_streams();
   TestGroup group(3, {.timeout = kStagedLimit});
   reset_sim_counters();

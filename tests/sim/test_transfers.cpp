@@ -1,5 +1,4 @@
-// Tests one end of a transfer of device tensors: what a peer may send, what a device may refuse,
-// and when memory is freed.
+// Tests one end of device transfers: invalid chunks, failing devices, and when memory is freed.
 #include <algorithm>
 #include <cstring>
 #include <deque>

@@ -118,8 +118,7 @@ void Simulation::check_blame(const Rank& rank) {
   }
 }
 
-// Returns true if `rank` had not joined at the join timeout, or if no rank is named, because a rank
-// may not know who is missing.
+// Returns true if `rank` had not joined at the join timeout, or if the error names no rank.
 bool Simulation::is_missing(int rank, TimePoint when) const {
   if (rank < 0) return true;
   return std::any_of(ranks_.begin(), ranks_.end(), [&](const auto& each) {

@@ -101,8 +101,7 @@ void Simulation::on_change(const Rank& rank, const Change& change, const Error& 
   ++hearing.next;
 }
 
-// Checks whether the job may continue, from the simulation's own record of the ranks that are
-// alive.
+// Checks whether the job may continue, from the simulation's record of living ranks.
 void Simulation::check_loss(const Change& change, const Error& why) {
   const Job& job = scenario_.job;
   const Rank* const lost = process(change.rank, change.incarnation);

@@ -33,8 +33,8 @@ class Host {
   virtual ~Host() = default;
   /// Returns its place. A cut separates two places.
   virtual int place() const = 0;
-  /// Returns false while the process is stopped and once it is dead. The kernel keeps or discards
-  /// incoming messages then.
+  /// Returns false while the process is stopped or dead; its kernel keeps or discards messages
+  /// then.
   virtual bool is_reading() const = 0;
   /// Returns true if its kernel accepts connections.
   virtual bool is_listening() const = 0;
@@ -53,12 +53,10 @@ class Network {
   Network(VirtualTime& time, uint64_t seed, Duration longest_delay)
       : time_(time), random_({seed, 0x6e6574}), longest_delay_(longest_delay) {}
 
-  /// Calls `on_connected` with the end of `from`, or without an end if `to` does not listen or does
-  /// not answer until `deadline`.
+  /// Calls `on_connected` with `from`'s end, or nullopt if `to` does not answer until `deadline`.
   void connect(Host& from, Host& to, TimePoint deadline, OnConnected on_connected);
   void send(End from, Message message);
-  /// Closes the process's end. Sent messages are delivered first; without `flush` they may be lost
-  /// if they cannot get through.
+  /// Closes an end after its sent messages; without `flush`, messages that are held up may be lost.
   void close(End end, bool flush);
   /// Breaks the connection and notifies both ends.
   void reset(size_t connection);

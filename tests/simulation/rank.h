@@ -117,8 +117,7 @@ class Rank final : public Host, private World {
   void fail_at_go(const Error& error) { fails_at_go_ = error; }
   /// Calls `what` a time of `delay` after go.
   void after_go(Duration delay, std::function<void()> what) { after_go_ = {delay, what}; }
-  /// Returns the connection for calls between the two ranks, or the control connection between this
-  /// rank and rank 0.
+  /// Returns the connection with `rank`: for calls, or the control connection with rank 0.
   std::optional<size_t> connection_to(int rank, bool is_control) const;
 
   int rank() const { return rank_; }

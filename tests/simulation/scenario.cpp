@@ -173,8 +173,7 @@ Scenario Scenario::many(uint64_t seed, int ranks) {
   return scenario;
 }
 
-// Sometimes all ranks of a machine die together and return together, and sometimes a fault occurs
-// after which no job continues.
+// Sometimes all ranks of a machine die and return together; sometimes a fault ends the job.
 Scenario Scenario::tolerant(uint64_t seed, int ranks) {
   base::Random random({seed, 0x746f6c});
   Scenario scenario = draw_job(random, "tolerant", seed, ranks);

@@ -40,8 +40,7 @@ struct Fault {
   std::set<int> group;
   Way way = Way::kBoth;
   std::optional<Duration> lasts;  ///< nullopt: forever
-  /// The delay until a new process replaces a rank that died before the ranks have met or that may
-  /// be lost.
+  /// The delay until a new process replaces a rank that died before go or that may be lost.
   std::optional<Duration> replacement;
   int more_deaths = 0;  ///< the number of replacements that die, too, soon after they have joined
 
@@ -68,8 +67,7 @@ struct Scenario {
   static Scenario tolerant(uint64_t seed, int ranks);
   static Scenario parse(const std::string& recipe);
   std::string text() const;
-  /// Returns the longest silence that is not necessarily a loss: the timeout less the time between
-  /// two heartbeats.
+  /// Returns the longest silence that may pass unnoticed: the timeout less a heartbeat interval.
   Duration harmless() const;
 };
 

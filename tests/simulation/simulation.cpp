@@ -151,8 +151,7 @@ void Simulation::on_phase(Phase phase) {
   }
 }
 
-// A fault that cannot be noticed before the ranks have met, such as a death, shows at their join
-// timeout.
+// A fault that only the join timeout reveals, such as a death before go, shows late.
 void Simulation::begin(const Fault& fault) {
   Event event{fault, time_.now()};
   const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut ||

@@ -112,8 +112,7 @@ TEST_CASE("a deliberate bug is detected by a seed that passes without it") {
   }
 }
 
-// Join, joined, directory, prepared and go; later a message for each round of the end and for
-// leaving.
+// Join, joined, directory, prepared and go; later a message per round of the end, and leaving.
 TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
   scenario.job.calls_per_rank = 0;

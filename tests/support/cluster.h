@@ -45,8 +45,7 @@ class Cluster {
   int size() const { return static_cast<int>(agents_.size()); }
   bool is_there(int rank) const { return agents_[static_cast<size_t>(rank)] != nullptr; }
 
-  /// Runs `fn` for each existing agent on its own thread; throws the error of the lowest rank that
-  /// failed.
+  /// Runs `fn` for each existing agent on its own thread; throws the first error by rank.
   void on_all(const std::function<void(rpc::Agent&)>& fn) {
     std::vector<std::exception_ptr> errors(agents_.size());
     std::vector<std::thread> threads;

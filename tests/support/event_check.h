@@ -1,5 +1,4 @@
-// Checks that the lines that a job prints in a test match the declarations in
-// distrain/job/events.h.
+// Checks that the lines that a job prints match the declarations in distrain/job/events.h.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +63,7 @@ inline std::string problem_of(const std::vector<job::Field>& declared, const job
   return {};
 }
 
-/// Throws `internal`, which fails the job and its test, for a line that does not match these
-/// events.
+/// Throws `internal`, which fails the job and its test, for a line that matches no event.
 inline void check_declared(const std::vector<job::Event>& events, std::string_view name,
                            const job::Json& fields) {
   const auto event = std::find_if(events.begin(), events.end(),

@@ -44,8 +44,7 @@ void read_files(const std::filesystem::path& path, std::vector<Bytes>& inputs) {
   }
 }
 
-// Returns mostly short byte strings; half of them have small values, which get further into a
-// decoder.
+// Returns mostly short inputs, half of them of small values, which get further into a decoder.
 Bytes random_bytes(Random& random) {
   const bool small = random() % 2 == 0;
   Bytes bytes(random() % (random() % 16 == 0 ? 4096 : 128));

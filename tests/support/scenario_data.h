@@ -20,8 +20,7 @@ inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
   return text + bytes;
 }
 
-/// Writes IDX files of images of 28 × 28 in ten classes, which differ in the position of a bright
-/// bar.
+/// Writes IDX files of 28 × 28 images in ten classes, which differ in the place of a bright bar.
 inline void write_images(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
   base::Random random({seed});
   const auto write_set = [&](const std::string& name, int64_t count) {
@@ -77,8 +76,7 @@ inline std::string make_text(int lines, uint64_t seed) {
   return text;
 }
 
-/// Returns examples in fastText's format over eighty words. Some are empty, possibly the last bag
-/// of a batch.
+/// Returns examples in fastText's format over eighty words; some, even the last, may be empty.
 inline std::string make_examples(int count) {
   std::string text;
   for (int i = 0; i < count; ++i) {
@@ -91,8 +89,7 @@ inline std::string make_examples(int count) {
   return text;
 }
 
-/// Returns the options of a quick pipeline job: an image of 33 pixels still has 2 x 2 of them at
-/// the end, as batch norm requires.
+/// Returns a quick pipeline job: 33 pixels are still 2 x 2 at the end, as batch norm requires.
 inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
   scenario::PipelineOptions options;
   options.model = "resnet18";

@@ -214,8 +214,7 @@ Finished run_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
-/// Checks the evaluations of two epochs: on the validation data after each, on the test data at the
-/// end.
+/// Checks the evaluations of two epochs: validation data after each, test data at the end.
 inline void check_evaluated(const Finished& job, const char* counted, int64_t valid, int64_t test) {
   const std::vector<Json> lines = job.all("eval");
   REQUIRE(lines.size() == 3);
@@ -228,8 +227,7 @@ inline void check_evaluated(const Finished& job, const char* counted, int64_t va
   CHECK(job.fields(0)["eval"] == lines[2]);
 }
 
-/// Fails unless all ranks have failed with an error of this kind; returns the error of the lowest
-/// rank.
+/// Fails unless all ranks failed with this kind of error; returns that of the lowest rank.
 template <class Options>
 base::Error error_of_job(base::ErrorKind kind, Place place, const Options& options,
                          const Hooks<Options>& hooks = {}) {
@@ -330,9 +328,8 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
-/// Checks that a job with slow saves, which continues to train while a file is written, saves the
-/// state of the step at which the save began: the state of a job that ends there. Saves after each
-/// `every` steps.
+/// Checks that a job with slow saves, each `every` steps, saves the state of the step at which a
+/// save begins, although it trains on: the state of a job that ends there.
 template <class Options>
 void check_saved_as_it_was(Place place, Options options, int64_t every,
                            int64_t Options::*steps = &Options::steps) {
@@ -391,9 +388,8 @@ inline void check_stopped(const Finished& job, const std::string& folder) {
   CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder));
 }
 
-/// Checks that a job whose rank `rank` gets a stop request at step `at` (0: before it begins) ends
-/// normally on all ranks, and that a resumed job ends as one without a stop. `call_delay_s` keeps
-/// the job from ending too soon.
+/// Checks that a job whose rank `rank` is told to stop at step `at` (0: before it begins) ends
+/// normally, and that a resumed job ends as one without a stop. `call_delay_s` slows the job down.
 template <class Options>
 void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
                           double call_delay_s = 0) {

@@ -57,8 +57,7 @@ void reset_sim_counters();
 /// Runs all work that is enqueued on any stream of any device.
 void run_all_sim_streams();
 
-/// During its lifetime, an allocation fails if a device would hold more than `bytes` of tensors, as
-/// on a small GPU.
+/// Makes allocations fail that exceed `bytes` of tensors on a device, during its lifetime.
 class SimMemoryLimit {
  public:
   explicit SimMemoryLimit(int64_t bytes);

@@ -50,8 +50,7 @@ class Queue {
  public:
   void add(std::vector<Block*> touched, std::function<void()> work);
   void add_wait(Queue& other, uint64_t point);
-  /// Blocks later work until `open` returns true. `open` is called under the Lock whenever a thread
-  /// waits.
+  /// Blocks later work until `open`, which every waiting thread calls under the Lock, returns true.
   void add_gate(std::function<bool()> open);
 
   /// Returns the point after all work that has been enqueued.
@@ -113,8 +112,7 @@ bool wait_is_dropped();
 // Counters, guarded by the Lock.
 SimCounters& counters();
 
-/// Returns a tensor in the memory of `tensor`, for work on streams only. It does not keep the
-/// memory alive.
+/// Returns a tensor in the memory of `tensor`, which it does not keep alive, for work on streams.
 at::Tensor host_alias(const at::Tensor& tensor);
 
 /// Enqueues work with some tensors on the current stream of their device.
@@ -143,8 +141,7 @@ c10::IValue map_tensors(const c10::IValue& value,
 /// Returns an empty tensor on `device` with the shape and strides of `like`.
 at::Tensor empty_on(c10::Device device, const at::Tensor& like);
 
-/// Returns a tensor that gets the contents of `value`, which is on the CPU, when the current stream
-/// reaches this point.
+/// Returns a tensor that gets the contents of the CPU tensor `value` at this point of the stream.
 at::Tensor publish(c10::Device device, const at::Tensor& value);
 
 }  // namespace distrain::testing::simulated

@@ -229,8 +229,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (self.numel() > 0) record_use(self.const_data_ptr(), stream);
 }
 
-// Returns a CPU tensor of the same shape, with which an operator determines the shape of its
-// results.
+// Returns a CPU tensor of the same shape, from which an operator infers its result's shape.
 at::Tensor blank(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   at::Tensor values =
@@ -334,8 +333,7 @@ class Call {
            arguments_[i].toTensor().defined() && arguments_[i].toTensor().numel() == 0;
   }
 
-  // Enqueues the operator on the current stream. `shapes` are the shapes of the results; empty if
-  // the results are arguments.
+  // Enqueues the operator. `shapes`: the shapes of the results, empty if the results are arguments.
   Values submit(Values shapes) {
     Launch launch;
     Values aliases = map_all(arguments_, [&](const at::Tensor& t) { return launch.operand(t); });

@@ -120,8 +120,7 @@ Three batch_norm_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& 
   return results;
 }
 
-// Gates in torch's order: input, forget, cell, output. The workspace keeps them for the backward
-// pass.
+// Gates in torch's order: input, forget, cell, output. The workspace keeps them for backward.
 Three lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
                 const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
   const Three results = {at::empty_like(cell), at::empty_like(cell), at::empty_like(input_gates)};

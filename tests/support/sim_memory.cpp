@@ -177,8 +177,7 @@ class SimAllocator final : public c10::DeviceAllocator {
     here.deferred.push_back(std::move(deferred));
   }
 
-  // Enqueues the overwriting of freed memory: all later work of the owner's stream finds it
-  // poisoned.
+  // Overwrites freed memory on the owner's stream, so that later work there finds it poisoned.
   static void retire(Device& device, Block& block) {
     block.owner->add({}, [&block] { std::memset(block.host, kPoison, block.size); });
     block.poisoned_at = block.owner->end();

@@ -1,5 +1,4 @@
-// Lists the source locations of a test program that wait for streams, or omits the wait of one of
-// them, for tests/sim/mutants.sh.
+// Lists the waits for streams in a test program, or omits one, for tests/sim/mutants.sh.
 #include <array>
 #include <cstdio>
 #include <cstdlib>

@@ -169,7 +169,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  /// Visits a device and returns as CUDA's event functions do, both by setDevice.
+  /// Switches to a device and back, both by setDevice, as CUDA's event functions do.
   class Visit {
    public:
     Visit(const Guard& guard, c10::Device device) : guard_(guard), before_(guard.getDevice()) {
@@ -186,8 +186,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device.has_index() ? checked(device.index()) : device_now;
   }
 
-  // Returns true if the point was reached already; otherwise runs one more piece of work, so that
-  // polling ends.
+  // Returns true if the point is reached; otherwise runs one piece of work, so that polling ends.
   static bool step(Queue& queue, uint64_t point) {
     if (queue.reached(point)) return true;
     queue.run_one();
@@ -343,8 +342,7 @@ bool Queue::run_one() {
     uint64_t& count;
   } done(done_);
   if (!item.work) return true;
-  // Simulates that freed memory may be overwritten early if its owner's stream was not told to wait
-  // for this stream.
+  // Freed memory may be overwritten early unless its owner's stream was told to wait for this one.
   for (const Block* const block : item.touched) {
     if (block->owner != this) block->owner->run_to(block->poisoned_at);
   }

@@ -1,5 +1,4 @@
-// distrain as a program whose main() uses torch before app::main, so OpenMP's threads exist
-// already.
+// distrain as a program whose main() uses torch first, so OpenMP's threads exist already.
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 

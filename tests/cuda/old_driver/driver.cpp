@@ -1,5 +1,4 @@
-// A fake libcuda.so.1 of CUDA 12.4 with the functions that CUDA 13's runtime calls before it
-// refuses the driver.
+// A fake libcuda.so.1 of CUDA 12.4, complete enough for CUDA 13's runtime to refuse it.
 #include <cstring>
 
 extern "C" {

@@ -19,8 +19,7 @@ bool is_on_cpu(const std::vector<wire::TensorDesc>& descs) {
                      [](const wire::TensorDesc& desc) { return desc.device.is_cpu(); });
 }
 
-// Returns the tensor descriptors in `meta` and the size of their payload, or nullopt if they are
-// invalid.
+// Returns the tensor descriptors in `meta` and their payload size, or nullopt if they are invalid.
 std::optional<std::pair<std::vector<wire::TensorDesc>, uint64_t>> read_descs(Input meta,
                                                                              uint32_t count) {
   try {

@@ -58,8 +58,7 @@ struct Inflated {
   size_t taken = 0;  // bytes of the input
 };
 
-// Inflates a raw deflate stream. Returns nullopt if the stream is incomplete or its content too
-// large.
+// Inflates a raw deflate stream. Returns nullopt if it is incomplete or its content too large.
 std::optional<Inflated> inflate_raw(Input input) {
   z_stream stream{};
   check(inflateInit2(&stream, -MAX_WBITS) == Z_OK, "zlib inflates");
@@ -148,8 +147,8 @@ std::vector<Bytes> gzip_seeds() {
   return seeds;
 }
 
-// Input: u8 flags · u16 size of the image file · that file · the label file. Bits 0
-// and 1 of the flags: compress the image file, the label file first.
+// Input: u8 flags · u16 size of the image file · that file · the label file. Flag bit 0 compresses
+// the image file first, bit 1 the label file.
 void run_idx(Input input) {
   if (input.size() < 3) return;
   const Input files = input.subspan(3);

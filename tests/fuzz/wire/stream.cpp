@@ -1,5 +1,4 @@
-// A connection that delivers arbitrary bytes in pieces of any size: checks the frames that a stream
-// delivers.
+// A connection with arbitrary bytes in pieces of any size: checks the frames of the stream.
 #include "distrain/net/stream.h"
 
 #include <algorithm>

@@ -13,8 +13,7 @@ namespace {
 // Strings, options and descriptors are objects that take more memory than their few bytes.
 constexpr size_t kFactor = 64;
 
-// Decodes the input; decoders.h checks accepted messages. Any other error than `protocol` is a
-// failure.
+// Decodes the input; decoders.h checks accepted messages. Fails for errors except `protocol`.
 template <class Try>
 void decode(Input input, Try try_decode) {
   const MemoryLimit limit(kSmall + kFactor * input.size(), "a multiple of the message");

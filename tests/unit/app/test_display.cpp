@@ -131,8 +131,7 @@ TEST_CASE("the line of several trainers names slow, lost and restarted trainers"
   CHECK(shown.take().find("trainer2 is back\n") != std::string::npos);
 }
 
-TEST_CASE(
-    "restarting a lost trainer keeps the display of the job; restarting all ranks resets it") {
+TEST_CASE("restarting a trainer keeps the display of the job; restarting all ranks resets it") {
   Shown shown(plan(Mode::kFull));
   shown.event(progress(1, 20, 100, 2, 2));
   shown.event(progress(2, 10, 100, 2, 2));

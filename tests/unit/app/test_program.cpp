@@ -1,5 +1,4 @@
-// Tests the texts that a program generates from its declaration: help, man pages, completions,
-// schema.
+// Tests the texts that a program generates: help, man pages, completions, schema.
 #include <string>
 
 #include "../src/app/options.h"

@@ -473,8 +473,7 @@ TEST_CASE("a rank that dies during the pass fails the pass") {
   CHECK(error_of([&] { autograd::backward(context, {y.sum()}); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE(
-    "contexts that a lost rank began end on other ranks, contexts that it only joined do not") {
+TEST_CASE("contexts that a lost rank began end, contexts that it only joined do not") {
   Cluster cluster(4, setup);
   g_told = 0;
   std::optional<autograd::Context> kept(cluster[0]);
@@ -495,8 +494,7 @@ TEST_CASE(
   };
   while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(over());
-  // The call fails once rank 0 knows of the loss: then no rank can forward the context's end to
-  // rank 2.
+  // Fails once rank 0 knows of the loss: then no rank can tell rank 2 that the context has ended.
   CHECK_THROWS_AS(cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1), base::Exception);
   kept.reset();
   const auto gone = [&] { return cluster[2].live_contexts() == 0; };

@@ -1,5 +1,4 @@
-// libtorch_cpu.so exports another, newer libuv. Our calls must reach our libuv, and torch's calls
-// torch's.
+// libtorch_cpu.so exports another, newer libuv. Our calls must reach our libuv, torch's its own.
 #include <string>
 
 #include <ATen/ATen.h>

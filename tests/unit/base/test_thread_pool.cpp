@@ -176,8 +176,7 @@ TEST_CASE("a pool that never ran a task can be stopped") {
   pool.stop();
 }
 
-TEST_CASE(
-    "the captures of a task are destroyed before the next task runs, outside the pool's lock") {
+TEST_CASE("a task's captures are destroyed before the next task, outside the pool's lock") {
   ThreadPool pool(options(1));
   struct PostsWhenDestroyed {
     ThreadPool& pool;

@@ -1,5 +1,4 @@
-// Connects the ranks of a job within one process by a network that reorders messages of different
-// pairs.
+// Connects the ranks of a job in one process by a network that reorders messages between pairs.
 #pragma once
 
 #include <algorithm>
@@ -60,8 +59,7 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
-  /// Notifies all other ranks that `rank` is lost, caused by the loss of `cause` if that is not
-  /// negative.
+  /// Notifies the others that `rank` is lost, because of `cause` if that is not negative.
   void kill(int rank, int cause = -1) {
     {
       std::lock_guard lock(mutex_);
@@ -213,8 +211,7 @@ class FakeNetwork {
   std::thread loop_;
 };
 
-/// CHECK for the threads of run_ranks, because Catch2's CHECK may be used by one thread at a time
-/// only.
+/// CHECK for the threads of run_ranks, because only one thread at a time may use Catch2's.
 #define RANK_CHECK(...)                                                                 \
   do {                                                                                  \
     if (!(__VA_ARGS__)) {                                                               \

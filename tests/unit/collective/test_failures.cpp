@@ -80,8 +80,7 @@ TEST_CASE("one of three ranks that calls another operation is named") {
 TEST_CASE("a rank that is missing at the deadline is named") {
   const int64_t count = GENERATE(5, 100000);
   std::vector<base::Error> errors(4);
-  // With a short deadline, one of the participating ranks may be late, too; it is then named as
-  // well.
+  // With a short deadline, a participating rank may be late and named, too.
   for (const int timeout : {80, 1000, 20000}) {
     TestGroup group(4, {.timeout = milliseconds(timeout)});
     run_ranks(4, [&](int rank) {
@@ -182,8 +181,7 @@ TEST_CASE("the loss of a rank outside the group does not matter") {
   });
 }
 
-TEST_CASE(
-    "a rank that refuses an operation is named on the others, and the group stays synchronized") {
+TEST_CASE("a rank that refuses is named on the others, and the group stays synchronized") {
   const int64_t count = GENERATE(5, 100000);
   TestGroup group(3);
   run_ranks(3, [&](int rank) {

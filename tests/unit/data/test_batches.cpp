@@ -87,8 +87,7 @@ TEST_CASE("The order depends on epoch and seed and is reproducible") {
 }
 
 TEST_CASE("The shuffle is uniform") {
-  // Counts the position of example 0 over many epochs: each of 10 positions is about equally
-  // frequent.
+  // Over many epochs, example 0 is at each of 10 positions about equally often.
   std::vector<int> places(10);
   for (int epoch = 0; epoch < 10'000; ++epoch) {
     const Ints order = epoch_of(EpochSampler(5, epoch, Shard{}, 10, 10));

@@ -1,5 +1,4 @@
-// Tests small files that decompress to much or claim much: a reader reads no more than the header
-// claims and the job needs.
+// Tests small files that decompress to, or claim, too much: readers stop at a limit.
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>

@@ -58,8 +58,7 @@ TEST_CASE("A save that ends at any system call leaves the old or the new checkpo
       break;
     }
     REQUIRE(exit_code == kKilled);
-    // A later save works and removes all leftovers. A second crash at the same place does no
-    // further harm.
+    // A later save works and removes all leftovers, even after a second crash at the same place.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
     CheckpointStore(folder.path()).save(later.checkpoint);

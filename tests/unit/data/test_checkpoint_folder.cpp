@@ -374,7 +374,7 @@ TEST_CASE("A job whose folder another job took over neither writes nor deletes")
     CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   }
   SECTION("before it removes the older checkpoints") {
-    // The checkpoint that it has written by then stays.
+    // The checkpoint that the superseded job has written by then stays.
     int renames = 0;
     CheckpointStore other_zombie(
         folder.path("other"),
@@ -396,9 +396,7 @@ TEST_CASE("A job whose folder another job took over neither writes nor deletes")
 
 // If rank 0's machine is suspended, the job may be resumed on another machine, which does not see
 // the lock; then the first machine continues.
-TEST_CASE(
-    "A save that is suspended at any call while another job takes over the folder does not harm "
-    "that job") {
+TEST_CASE("A save that is suspended while another job takes over the folder does no harm") {
   constexpr int kSaved = 0;
   constexpr int kRefused = 1;
   int refusals = 0;
@@ -447,8 +445,7 @@ TEST_CASE(
     late += names_in(folder.path()) == before ? 0 : 1;
   }
   CHECK(refusals > 15);
-  // The suspended job had checked the owner, and stopped at one of the two calls that publish or
-  // the two that remove.
+  // The suspended job was at one of the two calls that publish or the two that remove.
   CHECK(late <= 4);
 }
 

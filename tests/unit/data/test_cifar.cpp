@@ -10,8 +10,7 @@
 namespace distrain::data {
 namespace {
 
-// Returns a record whose planes are filled with `label`, `label` + 1 and `label` + 2, except the
-// first pixel.
+// Returns a record with planes of `label`, `label` + 1 and `label` + 2, except its first pixel.
 std::string record(char label, char first = 100) {
   std::string bytes(1, label);
   for (int plane = 0; plane < 3; ++plane) {

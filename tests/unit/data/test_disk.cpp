@@ -36,8 +36,7 @@ TEST_CASE("removing a folder removes its files, and nothing outside of it") {
     fs::create_symlink(outside.path(), doomed);
   }
   SECTION("with a link that replaces the open folder") {
-    // The probe runs before each system call: after the folder has been read, another folder
-    // replaces it.
+    // The probe precedes each system call: once the folder has been read, another replaces it.
     const Disk::Probe swap = [&](const char* name) {
       if (std::string(name) != "unlinkat" || fs::is_symlink(doomed)) return;
       fs::rename(doomed, folder.path("moved"));

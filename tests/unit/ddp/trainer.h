@@ -128,8 +128,8 @@ struct Trainer {
   std::optional<Model> model;
 };
 
-/// Returns the gradients of the mean loss of both trainers over `steps`, computed by torch alone
-/// with the parameters of `trainer`.
+/// Returns torch's gradients of the mean loss of both trainers over `steps`, with the parameters of
+/// `trainer`.
 inline std::vector<at::Tensor> reference(const Trainer& trainer, const std::vector<int>& steps) {
   auto net = make_net();
   const auto theirs = trainer.parameters();

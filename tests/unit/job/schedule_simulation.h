@@ -1,5 +1,4 @@
-// Simulates the trainers of a job that a Schedule drives: one event after the other, in an order
-// that depends on a seed.
+// Simulates the trainers of a Schedule, one event after the other in an order from a seed.
 #pragma once
 
 #include <limits>
@@ -56,8 +55,7 @@ struct Saved {
 
 class Simulation {
  public:
-  // After a step, a trainer waits while another trainer is more than `lead` steps behind; 0 means
-  // sync mode.
+  // After a step, a trainer waits for those more than `lead` steps behind; 0 means sync mode.
   Simulation(const Schedule::Terms& terms, int64_t lead, uint64_t seed)
       : terms_(terms),
         lead_(terms.take_over ? kUnbounded : lead),
@@ -196,8 +194,7 @@ class Simulation {
     trainer.asks = true;
   }
 
-  // Begins the step in one event and completes it in another, so that events of other trainers come
-  // in between.
+  // Makes the step in two events, so that events of other trainers come in between.
   void make_step(Trainer& trainer, const Task& task) {
     const StepKey key(task.epoch, task.shard, task.step);
     if (in_hand_.insert(key).second) {

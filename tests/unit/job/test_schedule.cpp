@@ -13,8 +13,7 @@ using namespace distrain::job;
 
 namespace {
 
-// Calls `fn` for each job with few trainers, steps and epochs, and for each lead between its
-// trainers.
+// Calls `fn` for each job with few trainers, steps and epochs, and for each lead.
 void for_each_job(const std::function<void(const Schedule::Terms&, int64_t lead)>& fn) {
   for (const int trainers : {1, 2, 3}) {
     for (const int64_t steps_per_epoch : {1, 3, 4}) {

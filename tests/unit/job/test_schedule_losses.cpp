@@ -170,8 +170,7 @@ class LossSimulation {
     if (!right) errors_.push_back(what);
   }
 
-  // Checks that no trainer has a lease and that the trainers have brought all parts since the
-  // meeting began or was repeated.
+  // Checks that no trainer has a lease and that all parts have been brought to the meeting.
   void expect_meeting(const std::string& what) {
     for (const Trainer& each : trainers_) {
       expect(each.at == At::kAsking || each.at == At::kGone, what + " while one was at work");

@@ -124,8 +124,7 @@ struct Unix {
 
 // ---- frames ----
 
-// Returns `size` bytes that depend on `seed`, so that a shifted, torn or repeated piece is
-// detected.
+// Returns `size` bytes from `seed`, in which a shifted, torn or repeated piece is detected.
 inline std::vector<uint8_t> pattern(size_t size, uint64_t seed) {
   std::vector<uint8_t> bytes(size);
   uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;

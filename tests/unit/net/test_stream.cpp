@@ -1,5 +1,4 @@
-// Tests the frames of a stream: sizes, order, pieces, several senders. Each test runs for each
-// transport.
+// Tests the frames of a stream over each transport: sizes, order, pieces, several senders.
 #include <atomic>
 #include <map>
 #include <random>
@@ -183,9 +182,7 @@ TEMPLATE_TEST_CASE("several senders keep their order, and no frame is torn", "",
   CHECK(right);
 }
 
-TEMPLATE_TEST_CASE(
-    "with a slow reader, frames wait in the queue in order and keep their payloads alive", "", Tcp,
-    Unix) {
+TEMPLATE_TEST_CASE("with a slow reader, frames wait in order and stay alive", "", Tcp, Unix) {
   Half<TestType> half;
   constexpr size_t kFrames = 300, kBytes = 65'000;
   const auto alive = fill(*half.stream, kFrames, kBytes);

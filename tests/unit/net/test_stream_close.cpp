@@ -1,5 +1,4 @@
-// Tests how a stream ends: by close(), by the peer or by its loop. Each test runs for each
-// transport.
+// Tests how a stream ends, over each transport: by close(), by the peer or by its loop.
 #include <atomic>
 #include <thread>
 
@@ -26,8 +25,7 @@ TEMPLATE_TEST_CASE("close delivers frames that were sent before", "", Tcp, Unix)
   CHECK(pair.record_b.closes() == 1);
 }
 
-// Closing a socket with unread data resets a TCP connection, and data that the kernel has not sent
-// yet would be lost.
+// Closing a socket with unread data resets a TCP connection, and unsent data would be lost.
 TEMPLATE_TEST_CASE("close delivers all frames even if the other side is sending", "", Tcp, Unix) {
   for (int round = 0; round < 10; ++round) {
     Half<TestType> half;
@@ -156,8 +154,7 @@ TEMPLATE_TEST_CASE("the peer may disconnect while much data is queued for it", "
 
 namespace {
 
-// Sends one frame and disconnects while the loop is blocked until `go`; checks that the frame is
-// received.
+// Sends a frame and disconnects while the loop is blocked until `go`; the frame must arrive.
 void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
   REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(7, 20, 0))));
   half.raw.reset();

@@ -1,5 +1,4 @@
-// Tests refused input (invalid frames, frames beyond the limits) and limits and handlers that are
-// replaced at run time. Each test runs for each transport.
+// Tests, over each transport, refused frames, and limits and handlers that are replaced.
 #include <atomic>
 #include <memory>
 #include <random>

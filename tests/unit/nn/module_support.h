@@ -65,8 +65,7 @@ void give_values(const Holder& module, const nn::NamedTensors& values) {
   for (auto& item : module->named_parameters()) item.value().copy_(values.at(item.key()));
 }
 
-/// Returns the gradients that torch computes for `loss(module(x))` in one process, with these
-/// values.
+/// Returns torch's gradients of `loss(module(x))` in one process, with these values.
 template <class Holder, class Loss>
 std::vector<at::Tensor> oracle_gradients(Holder module, const nn::NamedTensors& values,
                                          const Loss& loss) {

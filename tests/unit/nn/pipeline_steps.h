@@ -1,5 +1,4 @@
-// The forward and backward steps of the first two micro-batches, in the notation of a schedule's
-// row.
+// The steps of the first two micro-batches, named as in a schedule's row.
 #pragma once
 
 #include "distrain/nn/pipeline_schedule.h"

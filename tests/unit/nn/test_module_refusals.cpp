@@ -51,7 +51,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 
-// Has parameters that cannot be copied to a version.
+// Has parameters of which no versions can be made, such as overlapping ones.
 struct OddImpl : torch::nn::Module {
   explicit OddImpl(const std::string& how) {
     const at::Tensor whole = at::rand({4, 4});

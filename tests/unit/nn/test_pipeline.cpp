@@ -15,8 +15,7 @@ namespace {
 
 constexpr int64_t kWidth = 5;
 
-// y = tanh(x · w), where w depends on the number of the stage. A negative number detaches the
-// output from the graph.
+// y = tanh(x · w) with w from the stage's number. A negative number detaches the output.
 class TanhStage : public std::enable_shared_from_this<TanhStage> {
  public:
   using Constructor = TanhStage(int number);

@@ -457,8 +457,7 @@ TEST_CASE("load_state changes nothing if a value does not fit") {
         "the state is not of module net: scale is Double [1], not Float [1]");
 }
 
-TEST_CASE(
-    "equal names give the same module; a handle can be sent and may outlive the first handle") {
+TEST_CASE("equal names give the same module; a sent handle may outlive the first one") {
   torch::manual_seed(4);
   Cluster cluster(3, [](Agent& agent) {
     testing::setup_modules(agent);

@@ -65,8 +65,7 @@ TEST_CASE("an update that fails halfway reports the parameters that it has updat
   CHECK(at::equal(own[2].detach(), zeros()));
 }
 
-TEST_CASE(
-    "if one of several owners fails, the updates of the others remain, and the error names them") {
+TEST_CASE("if one of several owners fails, the others' updates remain, and the error names them") {
   Cluster cluster(3, set_up_cells);
   Agent& agent = cluster[0];
   const auto first = agent.remote_new<Cell>(1, zeros()),

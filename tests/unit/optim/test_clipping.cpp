@@ -157,8 +157,7 @@ TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives l
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST_CASE(
-    "replicas stay equal though the shared gradients of each participant have their own norm") {
+TEST_CASE("replicas stay equal though each participant's shared gradients have another norm") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSsp);
   Cluster cluster(3, set_up_weights);
   const Shared shared(cluster);
@@ -194,8 +193,7 @@ TEST_CASE("gradients without a finite norm are not clipped, and no parameter is 
   CHECK(at::equal(shared.second.rpc_sync<&Weight::value>(), row({0, 0})));
 }
 
-TEST_CASE(
-    "in sync mode all participants must clip or none: a mix is an error instead of a deadlock") {
+TEST_CASE("in sync mode all participants must clip or none: a mix is an error") {
   const bool clips_first = GENERATE(true, false);
   Cluster cluster(3, set_up_weights);
   const Shared shared(cluster);

@@ -371,8 +371,7 @@ TEST_CASE("a step that one parameter cannot make changes none") {
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::zeros({2, 1}, at::kDouble)));
 }
 
-TEST_CASE(
-    "parameters have one optimizer; a later DistributedOptimizer must have the same options") {
+TEST_CASE("parameters have one optimizer; later ones must have the same options") {
   Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   std::vector<RRef<at::Tensor>> parameters;

@@ -376,8 +376,7 @@ TEST_CASE("a trainer continues without another, and with the process that replac
   }
 }
 
-TEST_CASE(
-    "shutdown() ends waits for steps of a trainer unless other ranks may still call that trainer") {
+TEST_CASE("shutdown() ends waits for a trainer's steps unless others may still call it") {
   const bool is_called = GENERATE(false, true);
   CAPTURE(is_called);
   Cluster cluster(3, set_up_factor);

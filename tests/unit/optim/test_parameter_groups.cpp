@@ -288,8 +288,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
         optimizer.step(context);
       }
     });
-    // The shared gradients are the mean of 1 and 2, for two weights; the local ones 2, for three
-    // weights.
+    // The shared gradients are the mean of 1 and 2, for two weights; three local ones are 2.
     const double norm = std::sqrt(2 * 1.5 * 1.5 + 3 * 4);
     const double scale = max_norm > 0 ? max_norm / (norm + 1e-6) : 1;
     double rates = 0;
@@ -303,8 +302,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
   cluster.shutdown();
 }
 
-TEST_CASE(
-    "a rank trains its own parameters together with another rank: ssp limits the faster one") {
+TEST_CASE("a rank trains its own parameters together with another rank: ssp limits the lead") {
   const int fast = GENERATE(0, 1);  // 0: the owner is faster; 1: the other rank
   CAPTURE(fast);
   Cluster cluster(2, set_up_columns);

@@ -1,5 +1,4 @@
-// Ranks that join a job: an agent that joins on its own thread, and a rank that the test implements
-// by sending frames.
+// Ranks that join: an agent on its own thread, and a rank that the test implements with frames.
 #pragma once
 
 #include <chrono>
@@ -110,8 +109,7 @@ class RawRank {
     send_bytes(head, sizeof head);
     send_bytes(meta.data(), meta.size());
   }
-  /// Returns header and body of the next frame, or nullopt if the peer has closed or is silent for
-  /// 60 s.
+  /// Returns the next frame, or nullopt if the peer has closed or is silent for 60 s.
   std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
     uint8_t head[wire::kHeaderBytes];
     if (!receive_bytes(head, sizeof head)) return std::nullopt;
@@ -141,8 +139,8 @@ class RawRank {
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
   }
-  /// Authenticates as rank 0 to a joining rank and returns its Join message. Assigns the rank its
-  /// own number, or `place` if given.
+  /// Authenticates as rank 0 to a joining rank, whose Join it returns, and assigns `place` or, by
+  /// default, the rank's own number.
   wire::Join be_joined(std::optional<uint64_t> place = {}) {
     REQUIRE(hear(wire::FrameKind::kHello));
     const wire::Hello hello = wire::decode_hello(heard);

@@ -182,8 +182,7 @@ TEST_CASE("credit that was granted to an abandoned call is returned") {
     CHECK(window.try_take(4 * kMiB));  // the window's own credit is kept
     CHECK_FALSE(window.try_take(1));
   }
-  SECTION(
-      "before a larger request, because two senders that keep a part could wait for each other") {
+  SECTION("before a larger request, because two partly served senders could deadlock") {
     Window::Waiter larger;
     larger.bytes = 12 * kMiB;
     window.line_up(larger);
@@ -905,8 +904,7 @@ struct Race {
 };
 Race* g_race = nullptr;
 
-// Waits until every client has a call in flight, so that each appears always busy; then counts one
-// call of the caller.
+// Waits until every client has a call in flight, so that all seem busy; then counts its call.
 void take_part(rpc::CallContext& call, at::Tensor) {
   Race& race = *g_race;
   while (!race.over && (!race.calling[1] || !race.calling[2] || !race.calling[3])) {

@@ -1,5 +1,4 @@
-// Tests authentication: each field of the handshake of Note [Identity], and agents that do not
-// belong together.
+// Tests each field of the handshake of Note [Identity], and agents that do not belong together.
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -229,8 +228,7 @@ TEST_CASE("another job and another generation are named") {
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
-  // The generation is named even if the proof is wrong, because messages from before a restart of
-  // the job may arrive late.
+  // Also with a wrong proof, because messages from before a restart may arrive late.
   const auto why = [&] { return rpc::identity::why_not_believed(self, other); };
   CHECK(contains(why(),
                  "another token than rank 0 (it says that it is of generation 3, rank 0 of 4)"));

@@ -63,8 +63,7 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     REQUIRE(answer);
     CHECK(wire::decode_error(answer->second).kind == ErrorKind::kProtocol);
   }
-  // Peers before they can have a secret: ranks that do not exist, rank 0 itself, and the rank that
-  // has not joined yet.
+  // Peers without a secret: ranks that do not exist, rank 0, and the rank that has not joined.
   for (const int rank : {7, 0, -5, 1}) {
     RawRank peer(port);
     CHECK_FALSE(peer.introduce(rank, wire::HelloPurpose::kPeer));
@@ -163,9 +162,7 @@ TEST_CASE("the join timeout names the missing ranks") {
   CHECK(alone.rank == 0);
 }
 
-TEST_CASE(
-    "a joined rank learns from rank 0 which ranks are missing, even if its own timeout is "
-    "shorter") {
+TEST_CASE("a joined rank learns from rank 0 which ranks are missing, despite a shorter timeout") {
   base::Error told;
   for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // repeated until rank 1 comes in time
     AgentOptions options = options_for(0, 3);

@@ -159,8 +159,7 @@ void let_go(rpc::CallContext& call) { call.agent.local<LastOwner>().agent = null
 
 }  // namespace
 
-TEST_CASE(
-    "an agent whose last owner is released on the agent's own thread ends on another thread") {
+TEST_CASE("an agent whose own thread releases its last owner ends on another thread") {
   LastOwner last;
   base::Promise<void> ended;
   Cluster cluster(2, [](Agent& agent) {

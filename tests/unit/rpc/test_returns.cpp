@@ -442,8 +442,7 @@ TEST_CASE("a rank that may not return is refused, and so is a rank whose place i
   }
 }
 
-TEST_CASE(
-    "a process that is lost while it prepares used up its incarnation, and no rank waits for it") {
+TEST_CASE("a process that is lost while it prepares has used its turn; no rank waits for it") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   lose(cluster, 2);
@@ -553,9 +552,7 @@ TEST_CASE("the error of an unsuitable new process ends the job only after note_o
   cluster.shutdown();
 }
 
-TEST_CASE(
-    "a job continues without a rank that lacks resources, but not without one that found bad "
-    "data") {
+TEST_CASE("a job continues without a rank that lacks resources, but not after bad data") {
   const auto [kind, goes_on] = GENERATE(table<ErrorKind, bool>({{ErrorKind::kPeerLost, true},
                                                                 {ErrorKind::kResources, true},
                                                                 {ErrorKind::kBadData, false},

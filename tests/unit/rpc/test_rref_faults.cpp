@@ -113,8 +113,7 @@ TEST_CASE("RRefs of abandoned calls are released") {
         g_gate = true;
       }
       {
-        // The only worker is blocked, so it handles the call after the caller has abandoned it and
-        // dropped all its RRefs.
+        // The only worker handles the call after the caller has abandoned it and its RRefs.
         Ref ref = agent.remote_new<Tracked>(owner, 1);
         CHECK(value_of(ref) == 1);
         g_gate = false;

@@ -1,5 +1,4 @@
-// Tests the reference-counting protocol alone: three RRefContexts, and connections whose messages
-// the test delivers in any order.
+// Tests reference counting alone: three RRefContexts, with messages delivered in any order.
 #include <array>
 #include <deque>
 #include <map>
@@ -26,8 +25,7 @@ struct Control {
   FrameKind kind;
   uint64_t id, fork, parent;
 };
-// A message in flight: a control message, a call with an RRef, its answer, or a result with an
-// RRef.
+// A message in flight: a control message, a call with an RRef, its answer, or a result.
 struct Item {
   std::optional<Control> control;
   std::optional<rpc::InMessage> shared;

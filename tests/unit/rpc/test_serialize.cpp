@@ -281,8 +281,7 @@ TEST_CASE("a tensor keeps its message alive only if it is a large part of it") {
   CHECK_FALSE(keeps({1 << 20, 30'000}));
   CHECK(keeps({1 << 20, 40'000}));
   CHECK(keeps({1000, 4}));
-  // The copies from one message have a total limit, beyond which only very small tensors are
-  // copied.
+  // The copies from one message are limited in total, except very small ones.
   CHECK(keeps({1 << 18, 30'000, 30'000, 30'000}));
   CHECK_FALSE(keeps({1 << 18, 30'000, 30'000, 30'000, 2000}));
 }

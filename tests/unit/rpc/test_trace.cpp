@@ -506,8 +506,7 @@ TEST_CASE("Ranks of one machine have the same correction", "[trace][align]") {
 
 TEST_CASE("Clocks that no constant corrects still give flows that point forwards",
           "[trace][align]") {
-  // Rank 1's clock jumps by 1000 at its time 5000: flows that are too early before are too late
-  // after.
+  // Rank 1's clock jumps by 1000 at 5000: flows that are too early before are too late after.
   MadeUp made({"a", "b", "c"});
   int64_t true_time = 100;
   const auto shown = [](size_t rank, int64_t time) {

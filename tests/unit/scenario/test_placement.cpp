@@ -1,5 +1,4 @@
-// Tests the sources of rank, size and address: flags, torchrun's variables, Open MPI, PMI, a step
-// of Slurm.
+// Tests the sources of rank, size and address: flags, torchrun, Open MPI, PMI, a step of Slurm.
 #include <array>
 #include <cstdlib>
 #include <iterator>

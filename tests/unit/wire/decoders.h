@@ -1,5 +1,4 @@
-// All decoders of the wire layer with one signature: they take bytes and return true if they accept
-// them.
+// All decoders of the wire layer with one signature: they take bytes and return "accepted".
 #pragma once
 
 #include <algorithm>
@@ -17,8 +16,7 @@ inline bool is_plain(std::span<const uint8_t> in) {
   return in.size() >= sizeof kMagic && std::memcmp(in.data(), &kMagic, sizeof kMagic) == 0;
 }
 
-// Corrects the hash of a header that begins with the plain magic and leaves other headers
-// unchanged.
+// Corrects the hash of a header with the plain magic; other headers stay as they are.
 inline void add_hash(std::span<uint8_t> bytes) {
   if (bytes.size() < kHeaderBytes || !is_plain(bytes)) return;
   const uint32_t magic = magic_of(bytes.first<kHeaderBytes>());

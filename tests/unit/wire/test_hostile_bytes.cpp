@@ -71,8 +71,7 @@ bool feed(const Decoder& decoder, const Bytes& bytes) {
     other = true;
   }
   count.counting = false;
-  // The worst valid case: containers of strings of a few bytes each, grown by doubling, and the
-  // message of an exception.
+  // The worst valid case: containers of short strings, grown by doubling, and an error message.
   const bool too_much = count.bytes > 4096 + 64 * bytes.size();
   if (other || too_much) {
     CAPTURE(decoder.name, bytes.size(), count.bytes, bytes);
