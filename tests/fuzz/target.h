@@ -21,7 +21,6 @@ struct Target {
   std::vector<Bytes> (*seeds)();
 };
 
-/// Returns the targets of this program.
 std::span<const Target> targets();
 /// Returns the target that the command line names. Valid after LLVMFuzzerInitialize.
 const Target& chosen_target();

@@ -1,4 +1,3 @@
-// Shared helpers of the tests on a GPU.
 #pragma once
 
 #include <cstdlib>

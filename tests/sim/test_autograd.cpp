@@ -23,7 +23,6 @@ using rpc::StreamPoint;
 
 at::Tensor twice(at::Tensor x) { return x * 2; }
 
-// Computes with tensors on two devices.
 std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
@@ -417,7 +416,7 @@ TEST_CASE("the old memory of a parameter that is moved is kept for the streams t
     }
     read = version * 1;
   }
-  // One of the two streams has finished, and the stream that owns the memory continues.
+  // `reader_first`: the stream that finishes first; then the stream that owns the memory continues.
   const bool reader_first = GENERATE(true, false);
   StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
   const at::Tensor other = at::zeros({4}, w.options());

@@ -37,7 +37,6 @@ namespace distrain::simulation {
 Error error_of_program(int rank);
 Error out_of_memory(int rank);
 
-/// The result of a run.
 struct Result {
   std::vector<std::string> violations;
   uint64_t digest = 0;  ///< a hash of all messages and their times: equal for equal runs

@@ -257,7 +257,6 @@ std::string refusal_of_other_data(const Options& options,
   return message;
 }
 
-/// Returns the newest checkpoint of a folder.
 inline Snapshot newest_checkpoint(const std::string& folder) {
   Listener nobody;
   auto snapshot = job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();

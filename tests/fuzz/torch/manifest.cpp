@@ -14,7 +14,7 @@ using data::Manifest;
 
 // Checks that an accepted manifest can be saved again without a change.
 void parse_text(std::string_view text) {
-  // The shortest JSON value has two bytes, a parsed one some dozens, and a copy is compared.
+  // A JSON value of two bytes takes some dozens when parsed, and a copy of it is compared.
   const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
   try {
     const Manifest manifest = data::parse_manifest(text, "fuzz");

@@ -41,7 +41,7 @@ void check_events(const base::TraceTrack& track) {
 void run_trace(Input input) {
   auto message = read_frame(input);
   if (!message) return;
-  // Room for all events is allocated when their number is announced, up to a limit.
+  // A rank announces its number of events, for which room is allocated at once, up to kLimit.
   const MemoryLimit limit(3 * sizeof(base::TraceEvent) * base::Tracer::kLimit + (size_t{16} << 20),
                           "the limit of a rank's events");
   base::Tracer tracer;

@@ -134,7 +134,7 @@ TEST_CASE("AdaptivePoll sees an event that is ready or arrives, and gives up aft
     return false;
   }));
   CHECK(looks >= 1);
-  // Whatever the load did to the calls above: while polling is disabled, it returns false at once.
+  // While polling is disabled, whether or not the load disabled it above, poll() returns at once.
   looks = 0;
   const TimePoint still_off = Clock::now() + AdaptivePoll::kFirstPause / 2;
   if (!poll.allowed(still_off)) {

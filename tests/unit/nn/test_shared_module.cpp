@@ -162,7 +162,7 @@ TEST_CASE("replicas are reused, and an update copies only parameters that a pass
 
 namespace {
 
-// A bag whose words have weights; without words, the decoder that shares its table.
+// Sums bags of weighted words. Without words, it decodes with the same matrix.
 struct WeightedBagImpl : torch::nn::Module {
   WeightedBagImpl() {
     const at::NoGradGuard no_grad;

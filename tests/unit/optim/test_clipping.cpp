@@ -55,7 +55,6 @@ struct Shared {
         second(agent.remote_new<Weight>(2, at::zeros({2}, at::kDouble))),
         parameters{first.rpc_sync<&Weight::parameter>(), second.rpc_sync<&Weight::parameter>()} {}
 
-  // Makes one step with these gradients.
   void step(DistributedOptimizer& optimizer, const at::Tensor& of_first,
             const at::Tensor& of_second, double max_norm, const at::Tensor& own = {},
             const at::Tensor& of_own = {}) const {

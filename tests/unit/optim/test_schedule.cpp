@@ -144,7 +144,7 @@ TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
         3.0F / static_cast<float>(1 + evaluation / 3) + at::rand({1}).item<float>();
     schedule.observe(metric);
     reference.step(metric);
-    // Its lowest rate is a float, too.
+    // Torch stores its lowest rate as a float, too.
     CHECK(kLr * schedule.factor(evaluation * 10, evaluation) ==
           Approx(lr_of(*optimizer)).epsilon(1e-6));
     reduced = reduced || schedule.factor(0, 0) < 1;

@@ -186,8 +186,8 @@ inline void let_rank_0_catch_up(uint16_t port) {
   CHECK(probe.closed_by_peer());
 }
 
-// A port that refuses connections and that no other process gets while the socket is open. Rank 0
-// can listen on it because SO_REUSEADDR lets two sockets bind to a port on which one listens.
+// A bound port without a listener: it refuses connections and no other process gets it while the
+// socket is open. Rank 0 may listen on it, because both sockets set SO_REUSEADDR.
 class ReservedPort {
  public:
   ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {

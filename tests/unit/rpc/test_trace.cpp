@@ -427,7 +427,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   CHECK(refuses(with(2, -1)));
   CHECK(refuses(with(3, 2)));
   CHECK(refuses(with(6, 9)));
-  // Impossible times, and a call that leaves outside of its slice.
+  // Impossible times, and a call whose departure is outside of its slice.
   const auto at_times = [&](Kind kind, int64_t left, int64_t start, int64_t end) {
     at::Tensor events = good.clone();
     const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};

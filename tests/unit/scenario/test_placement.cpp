@@ -93,7 +93,7 @@ TEST_CASE("the launcher's job ID and restart count are those of the job") {
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=4", "",
        R"({"job_id": "torchrun r9", "generation": 2})"},
       {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
-      // Among several hosts each agent counts separately.
+      // With several hosts the restart count is ignored, because each host counts its own restarts.
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2 MASTER_ADDR=m", "",
        R"({"job_id": "torchrun r9", "generation": null})"},
       {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},

@@ -522,7 +522,7 @@ TEST_CASE("another protocol version is reported together with ours") {
 }
 
 TEST_CASE("malformed hellos, proofs, joins, directories and errors are refused") {
-  // Each with the expected reason.
+  // Checks that `decode` refuses `bytes` for the reason `why`.
   const auto refused = [](auto decode, const Bytes& bytes, const char* why) {
     const std::string message = protocol_error_of([&] { decode(bytes); }).message;
     CHECK(message == std::string("malformed message: ") + why);
