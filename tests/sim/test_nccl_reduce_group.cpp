@@ -46,7 +46,7 @@ bool comes_to(int wanted, const std::function<int()>& count) {
   return comes([&] { return count() == wanted; });
 }
 
-/// Two ranks with a communicator. With a short `timeout` of NCCL's work, no work can succeed.
+/// Two ranks with a communicator. A short `timeout` may fail any of NCCL's work.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {

@@ -151,7 +151,7 @@ void Simulation::on_phase(Phase phase) {
   }
 }
 
-// A fault that only the join timeout reveals, such as a death before go, shows late.
+// Before the ranks have met, only the join timeout reveals a fault such as a death.
 void Simulation::begin(const Fault& fault) {
   Event event{fault, time_.now()};
   const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut ||

@@ -31,7 +31,7 @@ void given_back(size_t bytes) {
 
 #ifdef DISTRAIN_SANITIZED
 
-// The sanitizer's allocator calls hooks.
+// Uses the hooks of the sanitizer's allocator.
 #include <sanitizer/allocator_interface.h>
 
 namespace {

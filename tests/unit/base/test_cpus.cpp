@@ -35,7 +35,7 @@ class Root {
   std::string path_ = (std::filesystem::temp_directory_path() / "cpus-XXXXXX").string();
 };
 
-/// Returns `count` or the machine's number of CPUs, whichever is smaller.
+/// Returns `count` or the number of CPUs that this process may use, if that is smaller.
 int at_most(int count) {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -29,7 +29,7 @@ torch::nn::Sequential make_dropping_net() {
                                torch::nn::Linear(64, 3));
 }
 
-// Returns the difference between two lookups of the same rows in one pass.
+// A module that returns the difference of two lookups of the same rows in one pass.
 struct TwoLookupsImpl : torch::nn::Module {
   torch::nn::Embedding table = register_module(
       "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)));

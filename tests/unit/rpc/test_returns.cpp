@@ -442,7 +442,7 @@ TEST_CASE("a rank that may not return is refused, and so is a rank whose place i
   }
 }
 
-TEST_CASE("a process that is lost while it prepares has used its turn; no rank waits for it") {
+TEST_CASE("a process that is lost while it prepares has used its incarnation") {
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   lose(cluster, 2);
