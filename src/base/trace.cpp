@@ -212,10 +212,4 @@ TraceBinding::~TraceBinding() {
   detail::trace_lane = previous_lane_;
 }
 
-void TraceScope::end() {
-  lane_->record({TraceEvent::Kind::kSlice, label_.name, "compute", label_.key, label_.value, start_,
-                 Tracer::now()});
-  lane_->close();
-}
-
 }  // namespace distrain::base

@@ -18,6 +18,7 @@ namespace {
 
 using base::Error;
 using base::ErrorKind;
+using Kind = base::TraceEvent::Kind;
 
 enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
@@ -276,7 +277,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.is_remote = target != nullptr;
   call.holds = std::move(encoder.holds);
   if (slice) {
-    slice.set_flow_out(flow_id(options.rank, id), call.started);
+    slice.set_flow(Kind::kFlowOut, flow_id(options.rank, id), call.started);
     call.traced_as = tracer->intern({}, function);
   }
   base::Future<RawReply> reply = call.promise.future();
@@ -572,7 +573,7 @@ void AgentCore::execute(QueuedCall&& call) {
     if (!tracer_of(options.tracer, function)) slice.drop();
     if (slice) {
       slice.set_name({}, function);
-      slice.set_flow_in(flow_id(from, header.call_id));
+      slice.set_flow(Kind::kFlowIn, flow_id(from, header.call_id));
     }
     const std::chrono::milliseconds wait(decoder.in.get<uint32_t>());
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {

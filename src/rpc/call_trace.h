@@ -23,23 +23,10 @@ inline uint64_t flow_id(int caller, uint64_t call_id) {
 }
 
 /// Records one side of a call as a slice of this thread, with that side's end of the flow.
-class CallSlice {
+class CallSlice : public base::TraceSlice {
  public:
-  explicit CallSlice(base::Tracer* tracer) : lane_(tracer ? &tracer->lane() : nullptr) {
-    if (!lane_) return;
-    lane_->open();
-    event_.name = "call";
-    event_.category = "rpc";
-    event_.start = base::Tracer::now();
-  }
-  ~CallSlice() {
-    if (!lane_) return;
-    event_.end = base::Tracer::now();
-    lane_->record(event_);
-    lane_->close();
-  }
-  CallSlice(const CallSlice&) = delete;
-  CallSlice& operator=(const CallSlice&) = delete;
+  explicit CallSlice(base::Tracer* tracer)
+      : TraceSlice(tracer ? &tracer->lane() : nullptr, {.name = "call", .category = "rpc"}) {}
 
   /// Discards the slice.
   void drop() {
@@ -49,20 +36,12 @@ class CallSlice {
   void set_name(std::string_view prefix, std::string_view function) {
     event_.name = lane_->tracer().intern(prefix, function);
   }
-  void set_flow_out(uint64_t id, base::TimePoint left) {
-    event_.kind = base::TraceEvent::Kind::kFlowOut;
+  void set_flow(base::TraceEvent::Kind kind, uint64_t id, base::TimePoint left = {}) {
+    event_.kind = kind;
     event_.id = id;
     event_.value = left.time_since_epoch().count();
   }
-  void set_flow_in(uint64_t id) {
-    event_.kind = base::TraceEvent::Kind::kFlowIn;
-    event_.id = id;
-  }
   explicit operator bool() const { return lane_ != nullptr; }
-
- private:
-  base::TraceLane* lane_;
-  base::TraceEvent event_;
 };
 
 }  // namespace distrain::rpc

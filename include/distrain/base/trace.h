@@ -181,42 +181,38 @@ class TraceBinding {
   TraceLane* previous_lane_;
 };
 
+/// Records a slice in `lane` from construction to destruction, or nothing if `lane` is null.
+class TraceSlice {
+ public:
+  TraceSlice(const TraceSlice&) = delete;
+  TraceSlice& operator=(const TraceSlice&) = delete;
+
+ protected:
+  TraceSlice(TraceLane* lane, const TraceEvent& event) : lane_(lane), event_(event) {
+    if (!lane_) return;
+    lane_->open();
+    event_.start = Tracer::now();
+  }
+  ~TraceSlice() {
+    if (!lane_) return;
+    event_.end = Tracer::now();
+    lane_->record(event_);
+    lane_->close();
+  }
+
+  TraceLane* lane_;
+  TraceEvent event_;
+};
+
 /// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");`
 /// `base::TraceScope s("forward", "micro_batch", m);` also shows `m`. Names are literals. Costs one
 /// read of a thread-local variable if the thread is not bound.
-class TraceScope {
+class TraceScope : public TraceSlice {
  public:
-  template <size_t N>
-  explicit TraceScope(const char (&name)[N]) : TraceScope(Label{name, nullptr, 0}) {}
-  template <size_t N, size_t K>
-  TraceScope(const char (&name)[N], const char (&key)[K], int64_t value)
-      : TraceScope(Label{name, key, value}) {}
-  ~TraceScope() {
-    if (lane_) end();
-  }
-  TraceScope(const TraceScope&) = delete;
-  TraceScope& operator=(const TraceScope&) = delete;
-
- private:
-  struct Label {
-    const char* name;
-    const char* key;
-    int64_t value;
-  };
-  explicit TraceScope(const Label& label) : lane_(detail::trace_lane), label_(label) {
-    if (!lane_) return;
-    if (lane_->tracer().on()) {
-      lane_->open();
-      start_ = Tracer::now();
-    } else {
-      lane_ = nullptr;
-    }
-  }
-  void end();
-
-  TraceLane* lane_;
-  const Label label_;
-  int64_t start_ = 0;
+  explicit TraceScope(const char* name, const char* key = nullptr, int64_t value = 0)
+      : TraceSlice(
+            detail::trace_lane && detail::trace_lane->tracer().on() ? detail::trace_lane : nullptr,
+            {.name = name, .category = "compute", .key = key, .value = value}) {}
 };
 
 /// Returns `fn()`, run in a TraceScope: `at::Tensor loss = base::traced("loss", [&] { … });`

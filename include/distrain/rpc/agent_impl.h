@@ -31,10 +31,13 @@ void answer(const ReplyPtr& reply, R value) {
   }
 }
 
+// For a member function the object's RRef comes before the arguments.
+template <class Self>
+using Object = std::conditional_t<std::is_void_v<Self>, std::tuple<>, std::tuple<RRef<Self>>>;
+
 template <auto F>
 void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) {
   using Traits = FunctionTraits<F>;
-  using Self = typename Traits::Self;
   const auto invoke = [&](const auto&... bound) -> typename Traits::Returned {
     auto args = rpc::decode<typename Traits::Args>(decoder);
     decoder.in.expect_end();
@@ -75,13 +78,9 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
       answer<typename Traits::Result>(reply, invoke(bound...));
     }
   };
-  if constexpr (std::is_void_v<Self>) {
-    run();
-  } else {
-    // `self` keeps the object alive during the call.
-    const std::shared_ptr<Self> self = rpc::decode<RRef<Self>>(decoder).local_pointer();
-    run(self);
-  }
+  // The decoded RRef keeps the object alive during the call.
+  std::apply([&](const auto&... object) { run(object.local_pointer()...); },
+             rpc::decode<Object<typename Traits::Self>>(decoder));
 }
 
 template <class T, class Constructor>
@@ -136,20 +135,10 @@ struct EncodeAll<std::tuple<Ts...>> {
   }
 };
 
-// The arguments of a call of F; a call of a member function begins with the object's RRef.
-template <class Self, class Args>
-struct CallArgs {
-  using type =
-      decltype(std::tuple_cat(std::declval<std::tuple<RRef<Self>>>(), std::declval<Args>()));
-};
-template <class Args>
-struct CallArgs<void, Args> {
-  using type = Args;
-};
-
 template <auto F>
-using EncodeCall = EncodeAll<
-    typename CallArgs<typename FunctionTraits<F>::Self, typename FunctionTraits<F>::Args>::type>;
+using EncodeCall =
+    EncodeAll<decltype(std::tuple_cat(std::declval<Object<typename FunctionTraits<F>::Self>>(),
+                                      std::declval<typename FunctionTraits<F>::Args>()))>;
 template <class T>
 using EncodeConstructor = EncodeAll<typename RunConstructor<T, typename T::Constructor>::Args>;
 

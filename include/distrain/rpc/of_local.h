@@ -8,18 +8,12 @@ namespace distrain::rpc {
 
 namespace detail {
 
-template <auto method>
+template <auto method, class Traits = FunctionTraits<method>, class Args = typename Traits::Args>
 struct OfLocal;
-template <class T, class R, bool N, class... Params, R (T::*method)(Params...) noexcept(N)>
-struct OfLocal<method> {
-  static R call(CallContext& context, Params... params) {
-    return (context.agent.local<T>().*method)(std::forward<Params>(params)...);
-  }
-};
-template <class T, class R, bool N, class... Params, R (T::*method)(Params...) const noexcept(N)>
-struct OfLocal<method> {
-  static R call(CallContext& context, Params... params) {
-    return (context.agent.local<T>().*method)(std::forward<Params>(params)...);
+template <auto method, class Traits, class... Args>
+struct OfLocal<method, Traits, std::tuple<Args...>> {
+  static typename Traits::Returned call(CallContext& context, Args... args) {
+    return (context.agent.local<typename Traits::Self>().*method)(std::move(args)...);
   }
 };
 
