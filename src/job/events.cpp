@@ -132,7 +132,7 @@ std::vector<Event> common_events() {
        "printed every 5 s while ranks are missing, or while `--rank auto` waits for a free rank",
        {{"missing", kIntegers, "ranks that are not ready (only rank 0 knows them: others print 0)"},
         sometimes({"address", kText, "expected address of rank 0"}),
-        sometimes({"reason", kText, "why ranks were refused, or why rank 0 cannot be joined"})}},
+        sometimes({"reason", kText, "why ranks are missing, or why rank 0 cannot be joined"})}},
       {"ready",
        "printed by each rank when all ranks have joined",
        {{"world_size", kInteger, "number of ranks"},

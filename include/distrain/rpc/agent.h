@@ -97,10 +97,10 @@ struct AgentOptions {
   /// Called on the joining thread when all ranks are known, before any other rank can call this
   /// one, with the number of ranks, including this one, that share its CPUs.
   std::function<void(int ranks)> on_cpus_shared;
-  /// Called every 5 s on the joining thread while join() waits; without it join() is silent. See
-  /// examples/runtime.cpp. `missing`: on rank 0, the ranks that have not joined or are not ready;
-  /// on other ranks, rank 0. `address`: rank 0's. `reason`: why rank 0 refused ranks, or why this
-  /// rank cannot join; may be empty.
+  /// Called every 5 s on the joining thread while join() waits, and after 1 s on a rank 0 without
+  /// `listen_fd`; without it join() is silent. See examples/runtime.cpp. `missing`: on rank 0, the
+  /// ranks that have not joined or are not ready; on other ranks, rank 0. `address`: rank 0's.
+  /// `reason`: why ranks are missing, or why this rank cannot join; may be empty.
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;
@@ -342,6 +342,9 @@ class Agent {
                                   const std::shared_ptr<RRefHandle>& target = nullptr);
   /// Decodes a reply, and records its receive node for autograd. Not on the loop.
   std::shared_ptr<InMessage> open(const RawReply& reply);
+  /// Returns the one value of a reply. Not on the loop if that has tensors.
+  template <class R>
+  R finish(const RawReply& reply);
   AgentCore& core() { return *core_; }
   /// Returns a handle of this agent that stays valid while the agent's threads run, even after this
   /// object was destroyed on one of them.
@@ -354,8 +357,6 @@ class Agent {
   explicit Agent(AgentCore& core);  // the core's own handle, which does not end the core
   template <class R>
   base::Future<R> finish_async(const base::Future<RawReply>& reply);
-  template <class R>
-  R finish(const RawReply& reply);
   template <auto F, class... Args>
   base::Future<RawReply> call(const To& to, const std::shared_ptr<RRefHandle>& target,
                               Args&&... args);

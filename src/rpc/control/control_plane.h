@@ -128,6 +128,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   control::Settings settings() const;
   control::Introduction::Patience patience() const;
   base::Error left_already() const;
+  std::string why_missing(std::vector<int> ranks);
   std::string rank_0_text() const;
   Way way_to(int rank, const wire::Endpoint& endpoint) const;
 

@@ -19,7 +19,8 @@ using base::Error;
 using base::ErrorKind;
 using control::rendezvous_error;
 
-constexpr auto kWaitingInterval = std::chrono::seconds(5);
+constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
+constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0's first report
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
 constexpr auto kShortestTry = std::chrono::seconds(1);        // that says why it has failed
@@ -103,9 +104,9 @@ void ControlPlane::begin_as_hub() {
   const std::string host = net::local_name(rank_0_socket_.get()).host;
   if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
   if (!host.empty() && net::is_loopback(host)) {
-    hint_ = "rank 0 listens on " + host +
-            ", which only this host reaches: ranks on other hosts "
-            "need its address in --master-addr on all ranks, or --listen ADDR on rank 0";
+    hint_ = "; rank 0 listens on " + host +
+            ", which only this host reaches: if ranks run on other hosts, give all ranks an "
+            "address of this host that those reach (--master-addr)";
   }
   if (options_.rank_0_unix_name.empty()) rank_0_host_ = is_wildcard(host) ? kThisHost : host;
   loop_.post([self = shared_from_this()] {
@@ -287,9 +288,11 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
   const base::Future<void> met = met_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
-  for (;;) {
+  // If a launcher has started rank 0 (`listen_fd`), the launcher reports ranks that fail.
+  auto pause = options_.rank == 0 && options_.listen_fd < 0 ? kFirstWait : kWaitingInterval;
+  for (;; pause = kWaitingInterval) {
     const base::Future<void>& next = is_prepared ? ready : met;
-    if (next.wait_until(std::min(deadline, base::Clock::now() + kWaitingInterval))) {
+    if (next.wait_until(std::min(deadline, base::Clock::now() + pause))) {
       next.wait();  // throws when it failed
       if (is_prepared) return;
       if (options_.on_cpus_shared) options_.on_cpus_shared(cpu_sharers_);
@@ -305,11 +308,7 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
     }
     const std::vector<int> ranks = missing();
     std::string why = options_.rank == 0 ? "" : "rank 0 waits for others: its output names them";
-    if (options_.rank == 0 && !is_prepared) {
-      std::lock_guard lock(mutex_);
-      why = refusals_.text();
-      if (why.empty()) why = hint_;
-    }
+    if (options_.rank == 0 && !is_prepared) why = why_missing(ranks);
     if (base::Clock::now() >= deadline) {
       Error error =
           rendezvous_error("not all ranks were there within the join timeout (--join-timeout)" +
@@ -325,6 +324,18 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
       options_.on_waiting(waited_for, rank_0_text(), why);
     }
   }
+}
+
+// Returns why rank 0 still waits for `ranks`: some were refused, the others have not connected.
+std::string ControlPlane::why_missing(std::vector<int> ranks) {
+  std::lock_guard lock(mutex_);
+  const std::string why = refusals_.text();
+  std::erase_if(ranks, [this](int rank) { return refusals_.has(rank); });
+  if (ranks.empty()) return why;
+  const bool is_one = ranks.size() == 1;
+  return why + (why.empty() ? "" : "; ") + (is_one ? "rank " : "ranks ") + list_ranks(ranks) +
+         (is_one ? " has not connected: see its" : " have not connected: see their") + " output" +
+         hint_;
 }
 
 std::string ControlPlane::rank_0_text() const {

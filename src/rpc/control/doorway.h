@@ -31,11 +31,10 @@ class Refusals {
     entry.text = std::move(text);
     return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
   }
-  /// Called when `rank` has joined.
-  void forget(int rank) {
-    entries_.erase(key(rank));
-    entries_.erase(0);
-  }
+  /// Called when `rank` has joined. Entry 0 stays, because a missing rank may have been started
+  /// under a number that the job does not have.
+  void forget(int rank) { entries_.erase(key(rank)); }
+  bool has(int rank) const { return entries_.contains(rank); }
   /// Returns the newest text of each entry, for the first entries if there are many.
   std::string text() const {
     std::string all;

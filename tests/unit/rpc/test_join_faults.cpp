@@ -149,7 +149,10 @@ TEST_CASE("the join timeout names the missing ranks") {
     if (contains(e.message, "missing: 1, 3")) break;
   }
   CHECK(e.kind == ErrorKind::kRendezvous);
-  CHECK(contains(e.message, "missing: 1, 3; rank 0 listens on 127.0.0.1, which only this host"));
+  CHECK(
+      contains(e.message,
+               "missing: 1, 3; ranks 1, 3 have not connected: see their output; rank 0 listens on "
+               "127.0.0.1, which only this host"));
   // The ranks that had joined get the same error.
   CHECK(told.kind == ErrorKind::kRendezvous);
   CHECK(contains(told.message, "1, 3"));
@@ -195,6 +198,22 @@ TEST_CASE("the join timeout names the ranks that are not prepared") {
   CHECK(e.kind == ErrorKind::kRendezvous);
   CHECK(contains(e.message, "missing: 2"));
   CHECK(e.rank == 2);
+}
+
+TEST_CASE("rank 0 reports the ranks that have not connected") {
+  AgentOptions options = options_for(0, 3);
+  base::Promise<std::string> said;
+  std::atomic<bool> is_first = true;
+  options.on_waiting = [&](const std::vector<int>& missing, const std::string&,
+                           const std::string& reason) {
+    CHECK(missing == std::vector<int>{1, 2});
+    if (is_first.exchange(false)) said.set(reason);
+  };
+  Joining zero(options);
+  CHECK(
+      said.future().wait().starts_with("ranks 1, 2 have not connected: see their output; rank 0"));
+  zero.agent().abort(base::Error{ErrorKind::kCancelled, "that is enough", 0, {}});
+  CHECK(zero.result().kind == ErrorKind::kCancelled);
 }
 
 TEST_CASE("while rank 0 is not found the reason is reported") {
