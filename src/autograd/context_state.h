@@ -6,6 +6,8 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -35,6 +37,9 @@ namespace distrain::autograd {
 // Late messages of an older pass change nothing. If a pass fails before it begins on this rank, its
 // hooks are dropped, its guard is called with the error, and its gradients are refused.
 
+/// Autograd id, rank and function of each reply whose tensors require a gradient.
+using CallResults = std::vector<std::tuple<uint64_t, int, std::string>>;
+
 /// The part of a context on one rank. Thread-safe.
 class ContextState {
  public:
@@ -46,6 +51,15 @@ class ContextState {
 
   void add_participant(int rank);
   std::set<int> participants() const;
+
+  void add_result(uint64_t autograd_id, int from, const std::string& function) {
+    std::lock_guard lock(mutex_);
+    results_.emplace_back(autograd_id, from, function);
+  }
+  CallResults results() const {
+    std::lock_guard lock(mutex_);
+    return results_;
+  }
 
   /// Returns false without effect if `node` answers a call that its caller has given up.
   bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
@@ -119,6 +133,7 @@ class ContextState {
   const uint64_t id_;
   mutable std::mutex mutex_;
   std::set<int> participants_;  // ranks that exchanged a message of the context with this one
+  CallResults results_;
   std::unordered_map<uint64_t, std::shared_ptr<SendNode>> sends_;
   std::set<std::pair<int, uint64_t>> given_up_;  // calls to this rank, by (caller, call number)
   std::unordered_map<const c10::TensorImpl*, Entry> gradients_;

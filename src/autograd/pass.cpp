@@ -249,6 +249,7 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
   {
     std::lock_guard lock(mutex_);
     ++unacknowledged_;
+    returned_.insert(node.autograd_id());
   }
   const rpc::ContextScope outside(0);  // the backward pass itself is not recorded
   agent_
@@ -279,10 +280,7 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   if (!reply.ok()) return fail(reply.error());
   PassReports reports;
   try {
-    const auto message = agent_.open(reply.unchecked());
-    rpc::Decoder decoder(*message);
-    reports = rpc::decode<PassReports>(decoder);
-    decoder.in.expect_end();
+    reports = agent_.finish<PassReports>(reply.unchecked());
   } catch (...) {
     return fail(rpc::error_in_flight(base::ErrorKind::kProtocol));
   }
@@ -351,17 +349,31 @@ void Pass::settle() {
     waker->send([&](rpc::Encoder& encoder) { rpc::encode<PassReports>(encoder, reports); });
     return;
   }
+  done->complete(outcome_of(reports));
+}
+
+/// Runs on the initiator when the pass is over. Returns an error if a message got no gradient.
+base::Status Pass::outcome_of(PassReports reports) const {
+  // Names a message of another rank rather than one of this rank, whose gradient may depend on it.
+  std::string what;
   for (const auto& [rank, report] : reports) {
-    if (report.waiting == 0) continue;
-    done->fail({base::ErrorKind::kInvalid,
-                fmt::format("rank {} got no gradient for {} of the messages it sent in this "
-                            "context: the roots must depend on every tensor that a call takes or "
-                            "returns and that requires a gradient (detach() the others)",
-                            rank, report.waiting),
-                rank, "backward"});
-    return;
+    if (report.waiting == 0 || (!what.empty() && rank == agent_.rank())) continue;
+    what = fmt::format("{} of the messages that rank {} sent", report.waiting, rank);
   }
-  done->set();
+  if (what.empty()) return base::Unit{};
+  const auto context = context_.lock();
+  // Of several unused results, the last one is nearest to the loss.
+  for (const auto& [id, from, function] : context ? context->results() : CallResults()) {
+    if (reports[from].waiting == 0 || returned_.contains(id)) continue;
+    what =
+        fmt::format("the result of {} on rank {} ({})", function, from, agent_.worker(from).name);
+  }
+  return base::Error{
+      base::ErrorKind::kInvalid,
+      fmt::format("no gradient for {}: the loss of rank {} ({}) does not depend on it; use the "
+                  "result of each call in the loss, or make the call under an at::NoGradGuard",
+                  what, agent_.rank(), agent_.name()),
+      agent_.rank(), "backward"};
 }
 
 void Pass::fail(const base::Error& error) {

@@ -6,6 +6,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -101,6 +103,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
                       const std::optional<c10::Stream>& producer);
   void on_acknowledged(base::Result<rpc::RawReply>& reply);
   void settle();
+  base::Status outcome_of(PassReports reports) const;
 
   rpc::Agent& agent_;
   const uint64_t id_;
@@ -118,6 +121,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<c10::Stream> streams_;  // streams of the nodes and hooks that have run
   bool is_running_ = false;           // a thread runs the ready nodes
   int unacknowledged_ = 0;
+  std::set<uint64_t> returned_;  // autograd ids of the messages that this rank sent gradients for
   std::optional<rpc::ReplyPtr> waker_;  // set while awake: the waker's reply; null on the initiator
   std::optional<base::Promise<void>> done_;  // of run_roots()
   bool end_hooks_due_ = false;

@@ -60,8 +60,19 @@ struct OwnPass {
         pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
 
   base::Future<void> run(const std::vector<at::Tensor>& roots) {
-    pass->prepare(state, roots);
-    return pass->run_roots(roots);
+    for (const at::Tensor& root : roots) {
+      if (root.defined() && root.requires_grad()) continue;
+      base::invalid("backward: a root does not require a gradient");
+    }
+    state->begin_pass(pass);
+    try {
+      pass->prepare(state, roots);
+      return pass->run_roots(roots);
+    } catch (...) {
+      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      fail(error);
+      throw base::Exception(error);
+    }
   }
   void end() { state->finish_pass(pass->id()); }
   /// Must not run on the loop thread, because it destroys the user's hooks.
@@ -74,14 +85,6 @@ struct OwnPass {
   std::shared_ptr<ContextState> state;
   std::shared_ptr<Pass> pass;
 };
-
-void check_roots(const std::vector<at::Tensor>& roots) {
-  for (const at::Tensor& root : roots) {
-    if (!root.defined() || !root.requires_grad()) {
-      base::invalid("backward: a root does not require a gradient");
-    }
-  }
-}
 
 }  // namespace
 
@@ -286,20 +289,21 @@ void Runtime::on_given_up_by(uint64_t context, int caller, uint64_t call) {
   }
 }
 
-void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
-                         std::vector<at::Tensor>& tensors, const std::vector<bool>& requires_grad) {
+void Runtime::on_receive(uint64_t context, rpc::InMessage& message, const std::string& function) {
   std::vector<at::Tensor> wanted;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!requires_grad[i]) continue;
-    if (!torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    if (!message.requires_grad[i]) continue;
+    if (!torch::autograd::isDifferentiableType(message.tensors[i].scalar_type())) {
       wire::Reader::fail("a gradient for integers");
     }
-    wanted.push_back(tensors[i]);
+    wanted.push_back(message.tensors[i]);
   }
   const std::shared_ptr<ContextState> state = find_or_create(context);
-  state->add_participant(from);
-  const auto node = std::make_shared<RecvNode>(context, autograd_id, from);
-  torch::autograd::set_history(wanted, node);  // also of `tensors`, which share the impl
+  const uint64_t id = message.header.autograd_id;
+  state->add_participant(message.from);
+  if (!function.empty()) state->add_result(id, message.from, function);
+  const auto node = std::make_shared<RecvNode>(context, id, message.from);
+  torch::autograd::set_history(wanted, node);  // also of message.tensors, which share the impl
 }
 
 void Runtime::on_rank_lost(const rpc::Loss& loss) {
@@ -420,11 +424,10 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
 }
 
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
-  check_roots(roots);
   OwnPass own(context, options);
-  own.state->begin_pass(own.pass);
+  const base::Future<void> ended = own.run(roots);
   try {
-    own.run(roots).wait();
+    ended.wait();
   } catch (...) {
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     own.fail(error);
@@ -436,26 +439,18 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options) {
-  check_roots(roots);
   OwnPass own(context, options);
-  own.state->begin_pass(own.pass);
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
-  try {
-    own.run(roots).on_complete(context.agent().executor(),
-                               [own, ended](base::Result<base::Unit>& outcome) mutable {
-                                 if (outcome.ok()) {
-                                   own.end();
-                                 } else {
-                                   own.fail(outcome.error());
-                                 }
-                                 ended->complete(outcome);
-                               });
-  } catch (...) {
-    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    own.fail(error);
-    throw base::Exception(error);
-  }
+  own.run(roots).on_complete(context.agent().executor(),
+                             [own, ended](base::Result<base::Unit>& outcome) mutable {
+                               if (outcome.ok()) {
+                                 own.end();
+                               } else {
+                                 own.fail(outcome.error());
+                               }
+                               ended->complete(outcome);
+                             });
   return result;
 }
 

@@ -55,9 +55,7 @@ class Runtime final : public rpc::AutogradHook,
                    const std::vector<at::Tensor>& tensors) override;
   void on_failed(uint64_t context, uint64_t autograd_id) override;
   void on_given_up(uint64_t context, int to, uint64_t call) override;
-  void on_receive(uint64_t context, uint64_t autograd_id, int from,
-                  std::vector<at::Tensor>& tensors,
-                  const std::vector<bool>& requires_grad) override;
+  void on_receive(uint64_t context, rpc::InMessage& message, const std::string& function) override;
   at::Tensor hold(const at::Tensor& parameter) override;
   size_t live_contexts() const override;
   /// Ends the contexts that the lost rank created and fails their passes.

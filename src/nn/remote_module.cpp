@@ -51,10 +51,7 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
                                               arguments(encoder);
                                             })
                                   .take();
-  const auto message = agent.open(reply);
-  rpc::Decoder decoder(*message);
-  module_ = rpc::decode<rpc::RRef<SharedModule>>(decoder);
-  decoder.in.expect_end();
+  module_ = agent.finish<rpc::RRef<SharedModule>>(reply);
 }
 
 ForwardTerms RemoteModule<ByName>::next_terms() const {

@@ -446,12 +446,11 @@ base::Status AgentCore::send_departure(int to, Departure& departure,
   }
 }
 
-void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
+void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {
   message.await_arrivals();
   if (message.header.autograd_id == 0) return;
   if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
-  hook->on_receive(context, message.header.autograd_id, message.from, message.tensors,
-                   message.requires_grad);
+  hook->on_receive(context, message, function);
 }
 
 void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
@@ -499,7 +498,7 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   try {
     if (!reply.open()) throw base::Exception(ErrorKind::kCancelled, "the call was given up");
     std::shared_ptr<InMessage> message = read(reply);
-    receive_tensors(*message, reply.context);
+    receive_tensors(*message, reply.context, reply.function);
     return message;
   } catch (...) {
     throw base::Exception(

@@ -189,7 +189,7 @@ class AgentCore {
   void watch_waits_on_loop(std::set<base::TimePoint> told);
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
-  void receive_tensors(InMessage& message, uint64_t context);
+  void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);
 

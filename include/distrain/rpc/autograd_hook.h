@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@ namespace distrain::rpc {
 
 class Agent;
 class AutogradHook;
+struct InMessage;
 
 /// Returns the distributed autograd context of this thread's calls, or 0 if there is none.
 uint64_t current_context();
@@ -62,10 +64,9 @@ class AutogradHook {
   /// still arrives, this rank sends no gradient for it. May be called on the loop.
   virtual void on_given_up(uint64_t context, int to, uint64_t call) = 0;
 
-  /// Counterpart of on_send(): makes tensors with `requires_grad` outputs of a receive node.
-  virtual void on_receive(uint64_t context, uint64_t autograd_id, int from,
-                          std::vector<at::Tensor>& tensors,
-                          const std::vector<bool>& requires_grad) = 0;
+  /// Counterpart of on_send(): makes the tensors of `message` that require a gradient outputs of a
+  /// receive node. `function` is the function that returned the tensors; empty for arguments.
+  virtual void on_receive(uint64_t context, InMessage& message, const std::string& function) = 0;
 
   /// Returns a tensor with the current value of `parameter`, in the same memory. While the result
   /// is alive, no update writes to that memory, except sparse updates of single rows.

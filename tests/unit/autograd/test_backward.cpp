@@ -25,6 +25,10 @@ at::Tensor leaf(at::Tensor t) { return t.to(at::kDouble).requires_grad_(); }
 
 at::Tensor mul(at::Tensor a, at::Tensor b) { return a * b; }
 at::Tensor identity(at::Tensor a) { return a; }
+at::Tensor wasteful(rpc::CallContext& context, at::Tensor a) {
+  static_cast<void>(context.agent.rpc_sync<&mul>(context.agent.rank(), a, a));
+  return a * 2;
+}
 at::Tensor to_dense(at::Tensor a) { return a.to_dense(); }
 std::tuple<at::Tensor, at::Tensor> split(at::Tensor a) { return {a.sin(), a.cos()}; }
 // Calls the caller back while its call is in progress: A → B → A.
@@ -104,6 +108,7 @@ void setup(Agent& agent) {
   autograd::install(agent);
   agent.expose<&mul>("mul");
   agent.expose<&identity>("identity");
+  agent.expose<&wasteful>("wasteful");
   agent.expose<&to_dense>("to_dense");
   agent.expose<&mul_guarded>("mul_guarded");
   agent.expose<&split>("split");
@@ -448,13 +453,36 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     CHECK(token.use_count() == 1);
   }
   {
-    // One of the two outputs is unused: in FAST mode the error names the waiting rank.
+    // One of the two results is unused: the error names its function and the loss.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
-    const at::Tensor unused = cluster[0].rpc_sync<&mul>(1, a, a);
+    static_cast<void>(cluster[0].rpc_sync<&identity>(1, a));
     const base::Error e = error_of([&] { autograd::backward(context, {used.sum()}); });
     CHECK(e.kind == ErrorKind::kInvalid);
-    CHECK(e.message.find("no gradient") != std::string::npos);
+    CHECK(e.rank == 0);
+    CHECK(e.message ==
+          "no gradient for the result of identity on rank 1 (" + cluster[0].worker(1).name +
+              "): the loss of rank 0 (" + cluster[0].name() +
+              ") does not depend on it; use the result of each call in the loss, or make the call "
+              "under an at::NoGradGuard");
+  }
+  {
+    // As the error says.
+    autograd::Context context(cluster[0]);
+    const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
+    {
+      const at::NoGradGuard no_grad;
+      static_cast<void>(cluster[0].rpc_sync<&identity>(1, a));
+    }
+    autograd::backward(context, {used.sum()});
+  }
+  {
+    // The initiator has not seen what rank 1 returned to itself.
+    autograd::Context context(cluster[0]);
+    const at::Tensor used = cluster[0].rpc_sync<&wasteful>(1, a);
+    const base::Error e = error_of([&] { autograd::backward(context, {used.sum()}); });
+    CHECK(e.message.find("of the messages that rank 1 sent: the loss of rank 0 (") !=
+          std::string::npos);
   }
   {
     autograd::Context context(cluster[0]);
