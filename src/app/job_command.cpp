@@ -195,6 +195,9 @@ class Invocation {
     const bool is_first = local_ || placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
+    // A launcher shows its ranks on one terminal, where rank 0 alone shows the job.
+    const bool is_launched = placement_.mode == Mode::kJoin && !placement_.source.starts_with('-');
+    if (is_launched && !is_first) plan.mode = std::min(plan.mode, DisplayPlan::Mode::kWarnings);
     plan.header = header(is_first);
     if (!local_ && !placement_.spawns_all()) {
       plan.address = fmt::format("{}:{}", job_.master_addr, job_.master_port);

@@ -1,6 +1,5 @@
 #include "placement.h"
 
-#include <cstdlib>
 #include <set>
 
 #include <fmt/format.h>
@@ -15,6 +14,7 @@ namespace distrain::app {
 namespace {
 
 using base::invalid;
+using base::variable;
 
 constexpr int kMaxWorld = 1024;
 constexpr int kJoiningPort = 29500;
@@ -27,11 +27,6 @@ struct Setting {
 
 /// Converts a canonical value; the rank "auto" becomes kAnyRank.
 int number_of(const std::string& text) { return base::number<int>(text).value_or(rpc::kAnyRank); }
-
-std::optional<std::string> variable(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? std::optional<std::string>(value) : std::nullopt;
-}
 
 /// Parses the environment variable `name`, which must be set, as a value of `option`.
 Setting setting_of(const char* name, const job::Option& option) {

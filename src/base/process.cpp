@@ -57,6 +57,11 @@ std::string host_name() {
   return name;
 }
 
+std::optional<std::string> variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value ? std::optional<std::string>(value) : std::nullopt;
+}
+
 std::optional<pid_t> ancestor(std::string_view part) {
   for (pid_t pid = getppid(); pid > 0;) {
     const std::string status = fmt::format("/proc/{}/status", pid);

@@ -151,6 +151,29 @@ for where in "" --local; do
   expect_log "--progress plain $where"
   grep -q '^done: 24 steps' "$tmp/err" || fail "--progress plain $where: $(cat "$tmp/err")"
 done
+# A launcher may give its ranks one terminal: rank 0 alone shows the job there, the others what went wrong.
+launched() { # launched <ranks> <option>...: into $tmp/rank? and $tmp/err?
+  local rank ranks=$1 pids=()
+  shift
+  for rank in $ranks; do
+    OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=$rank OMPI_COMM_WORLD_LOCAL_SIZE=4 \
+      PMIX_NAMESPACE=output$$ timeout "$limit" "$distrain" hybrid "${short[@]}" --pretty "$@" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
+    pids+=($!)
+  done
+  wait "${pids[@]}"
+}
+launched "3 2 1 0"
+[[ $(head -n 1 "$tmp/rank0") == "hybrid  "* && $(tail -n 1 "$tmp/rank0") == "done: "* ]] ||
+  fail "--pretty under a launcher: rank 0: $(cat "$tmp/rank0")"
+for rank in 1 2 3; do
+  [[ ! -s $tmp/rank$rank && ! -s $tmp/err$rank ]] ||
+    fail "--pretty under a launcher: rank $rank: $(cat "$tmp/rank$rank" "$tmp/err$rank")"
+done
+launched "2 1 0" --join-timeout 3
+for rank in 0 1 2; do
+  [[ $(grep -c '^distrain: ' "$tmp/err$rank") == 1 && ($rank == 0 || ! -s $tmp/rank$rank) ]] ||
+    fail "--pretty under a launcher: rank $rank of a job that fails: $(cat "$tmp/rank$rank" "$tmp/err$rank")"
+done
 run hybrid "${short[@]}" --threads "$(($(nproc) + 1))"
 expect_jq '[.[] | select(.event == "warn")] | length == 1 and (.[0].message | test("--threads [0-9]+: this process may use"))' "too many threads"
 finish

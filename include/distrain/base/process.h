@@ -13,6 +13,9 @@ namespace distrain::base {
 
 std::string host_name();
 
+/// Returns the value of the environment variable `name`, or nothing if it is not set.
+std::optional<std::string> variable(const char* name);
+
 /// Returns the nearest ancestor process whose name contains `part`, if there is one.
 std::optional<pid_t> ancestor(std::string_view part);
 

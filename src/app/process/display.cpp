@@ -1,7 +1,6 @@
 #include "process/display.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <utility>
 
@@ -15,6 +14,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include "distrain/base/process.h"
 #include "distrain/net/socket.h"
 #include "process/json_lines.h"
 #include "process/output.h"
@@ -90,12 +90,6 @@ std::string quality_in(const Json& fields, const char* before = "  ") {
   return reward ? text + fmt::format("{}running reward {:.1f}", before, *reward) : text;
 }
 
-/// Returns an environment variable, empty if it is not set.
-std::string in_environment(const char* name) {
-  const char* const value = std::getenv(name);
-  return value ? value : "";
-}
-
 /// Columns of the terminal `fd`, 80 if unknown.
 size_t columns_of(int fd) {
   winsize size{};
@@ -153,17 +147,17 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
   using enum DisplayPlan::Mode;
   DisplayPlan plan;
   const bool out_is_terminal = isatty(STDOUT_FILENO);
-  plan.pretty = pretty || (out_is_terminal && in_environment("DISTRAIN_PRETTY") == "1");
+  plan.pretty = pretty || (out_is_terminal && base::variable("DISTRAIN_PRETTY") == "1");
   const int fd = plan.pretty ? STDOUT_FILENO : STDERR_FILENO;
   const bool is_terminal = isatty(fd);
-  const std::string term = in_environment("TERM");
+  const std::string term = base::variable("TERM").value_or("");
   const bool draws = is_terminal && is_leader && !term.empty() && term != "dumb";
   struct stat out {};
   const bool to_file =
       fstat(STDOUT_FILENO, &out) == 0 &&
       (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
-  plan.colours = draws && in_environment("NO_COLOR").empty();
-  plan.hint = is_leader;
+  plan.colours = draws && base::variable("NO_COLOR").value_or("").empty();
+  plan.hint = is_leader && !plan.pretty;
   plan.has_rank_0 = is_first;
   plan.on_terminal = is_terminal;
   if (progress == "plain") {
