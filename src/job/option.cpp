@@ -160,6 +160,20 @@ void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int def
   if (!by_epochs && options.epochs == 0 && options.steps == 0) options.epochs = default_epochs;
 }
 
+void RuleOptions::name_rules(OptionTable& table) {
+  const Option* const optimizer = find_option(table, "optimizer");
+  const auto offers = [&](const char* rule) {
+    return !optimizer || std::ranges::count(optimizer->choices, rule) > 0;
+  };
+  std::string rules = offers("sgd") ? " for sgd" : "";
+  if (offers("rmsprop")) rules += rules.empty() ? " for rmsprop" : " and rmsprop";
+  for (Option& option : table) {
+    std::string& decay = option.initial_in_words;
+    if (decay.starts_with("0.01 for adamw") && !offers("adamw")) decay = "0";
+    if (option.help.starts_with("set momentum for sgd")) option.help = "set momentum" + rules;
+  }
+}
+
 optim::Sharing TrainerOptions::sharing(int participant) const {
   using Mode = optim::Sharing::Mode;
   optim::Sharing sharing;

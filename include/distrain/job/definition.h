@@ -141,6 +141,7 @@ class Definition final : public AnyDefinition {
       Options::describe(list_);
     });
     info_.table = list_.table();
+    if constexpr (std::is_base_of_v<RuleOptions, Options>) RuleOptions::name_rules(info_.table);
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
       info_.events = trainer_events(find_option(info_.table, "min-trainers") != nullptr);
     }

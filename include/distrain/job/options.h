@@ -98,6 +98,9 @@ ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
     list.real("clip", &RuleOptions::clip, "clip the gradient norm to X; 0 disables clipping")
         .of_training();
   }
+
+  /// Leaves out rules that the job does not offer from the help of the options above.
+  static void name_rules(OptionTable& table);
 };
 
 /// Options of jobs whose trainers train in epochs.

@@ -200,6 +200,33 @@ TEST_CASE("a mistake in the declaration of a job is reported at the start in one
         "the metric loss: eval lines have a field of that name");
 }
 
+TEST_CASE("the help names only the update rules that a job offers") {
+  struct Dense : job::TrainerOptions {
+    static void describe(job::OptionList<Dense>& list) {
+      list.find("optimizer").choices = {"sgd", "adamw", "rmsprop"};
+    }
+  };
+  struct Sparse : job::TrainerOptions {
+    static void describe(job::OptionList<Sparse>& list) {
+      list.find("optimizer").choices = {"sgd", "adam"};
+    }
+  };
+  struct Adaptive : job::TrainerOptions {
+    static void describe(job::OptionList<Adaptive>& list) {
+      list.find("optimizer").choices = {"adagrad"};
+    }
+  };
+  const auto helps = [](const auto& definition) {
+    const job::OptionTable& table = definition.info().table;
+    return job::find_option(table, "momentum")->help + "; " +
+           default_in_words(*job::find_option(table, "weight-decay"));
+  };
+  CHECK(helps(job::define<Dense>("own", "")) ==
+        "set momentum for sgd and rmsprop; 0.01 for adamw, otherwise 0");
+  CHECK(helps(job::define<Sparse>("own", "")) == "set momentum for sgd; 0");
+  CHECK(helps(job::define<Adaptive>("own", "")) == "set momentum; 0");
+}
+
 TEST_CASE("messages name the option, its value and the allowed values") {
   const job::OptionTable& table = kCommands[0].table;
   const auto refused = [&](const std::vector<std::string>& args) {
