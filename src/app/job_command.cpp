@@ -435,15 +435,15 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   summary.add({{"rss_mb", peak_rss_mb()}});
   Cause cause = cause_of(error);
   cause.host = host_name();
-  const std::string lines[] = {
-      json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
-      json_line("end", {}, cmd, std::nullopt, "launcher",
-                summary.end_fields("job", started, cause))};
+  const Json events[] = {
+      json_event("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
+      json_event("end", {}, cmd, std::nullopt, "launcher",
+                 summary.end_fields("job", started, cause))};
   say(error.message);
   const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
   if (for_people) return cause.exit_code;  // say() has printed the message
-  for (const std::string& line : lines) {
-    const int failed = write_all(STDOUT_FILENO, line);
+  for (const Json& event : events) {
+    const int failed = write_all(STDOUT_FILENO, line_of(event));
     if (failed) return exit_code_of_write_error(failed, false);
   }
   return cause.exit_code;

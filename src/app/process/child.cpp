@@ -38,15 +38,6 @@ void become_rank(pid_t launcher, int err_fd) {
   sigprocmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-/// Returns the event of a line of ours, in which it stands among the first fields.
-std::string_view event_of(std::string_view line) {
-  constexpr std::string_view kKey = "\"event\":\"";
-  const size_t key = line.substr(0, 96).find(kKey);
-  if (key == line.npos) return {};
-  line.remove_prefix(key + kKey.size());
-  return line.substr(0, line.find('"'));
-}
-
 }  // namespace
 
 net::Fd LinePipe::open() {
@@ -108,24 +99,21 @@ void Child::read_pipes(bool lines) {
 }
 
 void Child::take_line(std::string line) {
-  const std::string_view event = event_of(line);
+  Json json = Json::parse(line, nullptr, false);
+  const std::string event = text_in(json, "event");
   may_be_lost_ = may_be_lost_ || event == kMayBeLost;
   is_saving_ = is_saving_ || event == kSaving;
-  if (event == kFigures) figures_ = Json::parse(line)["ranks"];
+  if (event == kFigures) figures_ = std::move(json["ranks"]);
   if (event == kMayBeLost || event == kSaving || event == kFigures) return;
-  if (event == kProgress) return handlers_->on_progress(line);
   const bool is_ready = event == "ready", is_error = event == "error";
   if (is_ready || is_error || event == "rank_end") {
-    Json json = Json::parse(line, nullptr, false);
-    if (json.is_object()) {
-      if (const Json role = json.value("role", Json()); role.is_string()) role_ = role;
-      if (const Json run = json.value("run", Json()); run.is_string()) run_id_ = run;
-      ready_ = ready_ || is_ready;
-      if (!is_ready) (is_error ? error_ : rank_end_) = std::move(json);
-      if (is_error) return;  // the launcher prints one in all: the root cause's
-    }
+    if (const std::string role = text_in(json, "role"); !role.empty()) role_ = role;
+    if (const std::string run = text_in(json, "run"); !run.empty()) run_id_ = run;
+    ready_ = ready_ || is_ready;
+    if (!is_ready) (is_error ? error_ : rank_end_) = json;
+    if (is_error) return;  // the launcher prints one in all: the root cause's
   }
-  handlers_->on_line(std::move(line));
+  handlers_->on_event(json, std::move(line));
 }
 
 void Child::take_text(std::string line) {

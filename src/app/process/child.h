@@ -39,9 +39,8 @@ class LinePipe {
 class Child {
  public:
   struct Handlers {
-    std::function<void(std::string)> on_line;             ///< a JSON line, newline included
-    std::function<void(const std::string&)> on_progress;  ///< a line for the display alone
-    std::function<void(std::string)> on_text;             ///< a line for stderr
+    std::function<void(const Json&, std::string)> on_event;  ///< and its line, with the newline
+    std::function<void(std::string)> on_text;                ///< a line for stderr
   };
 
   /// Makes the pipes. Throws `resources`.

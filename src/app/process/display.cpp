@@ -2,20 +2,17 @@
 
 #include <algorithm>
 #include <memory>
-#include <utility>
 
 #include <errno.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include "distrain/base/process.h"
-#include "distrain/net/socket.h"
 #include "process/json_lines.h"
 #include "process/output.h"
 
@@ -29,10 +26,6 @@ constexpr size_t kMostWaiting = 1 << 16;  // bytes of lines, while a terminal ta
 constexpr int kUnthinned = 20;            // lines of a kind, before the rest of them is thinned
 constexpr char kYellow[] = "\x1b[33m", kGreen[] = "\x1b[32m", kCyan[] = "\x1b[36m";
 
-double seconds_between(base::TimePoint from, base::TimePoint to) {
-  return std::chrono::duration<double>(to - from).count();
-}
-
 /// "1:02:03" or "0:07".
 std::string clock_text(double seconds) {
   const auto all = static_cast<int64_t>(seconds);
@@ -40,24 +33,21 @@ std::string clock_text(double seconds) {
   return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
 }
 
-std::string text_in(const Json& json, const char* name) {
-  const auto value = json.find(name);
-  return value != json.end() && value->is_string() ? value->get<std::string>() : std::string();
-}
-
 std::string counted(int64_t count, std::string_view what) {
   return fmt::format("{} {}{}", count, what, count == 1 ? "" : what.ends_with("ch") ? "es" : "s");
 }
 
+double real_in(const Json& json, const char* name) { return number_in(json, name).value_or(0); }
+
 int64_t integer_in(const Json& json, const char* name) {
-  return static_cast<int64_t>(number_in(json, name).value_or(0));
+  return static_cast<int64_t>(real_in(json, name));
 }
 
 /// Returns a value for people: numbers with 4 significant digits.
 std::string text_of(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_number_float()) return fmt::format("{:.4g}", value.get<double>());
-  if (!value.is_array()) return value.dump();
+  if (!value.is_array()) return value.dump(-1, ' ', false, Json::error_handler_t::replace);
   std::vector<std::string> texts;
   for (const Json& each : value) texts.push_back(text_of(each));
   return fmt::format("[{}]", fmt::join(texts, ", "));
@@ -103,68 +93,49 @@ bool is_foreground(int fd) {
   return group < 0 ? errno == ENOTTY : group == getpgrp();
 }
 
-/// Stderr, as a terminal, pipe or file.
-struct Stderr {
-  int fd = STDERR_FILENO;
-  net::Fd own = {};          // non-blocking, which the shell's descriptor must not become
-  std::string pending = {};  // of a text that was taken in part
-
-  bool pump() {
-    pollfd item{fd, POLLOUT, 0};
-    if (poll(&item, 1, 0) != 1 || !(item.revents & POLLOUT)) return false;
-    const ssize_t written = ::write(fd, pending.data(), pending.size());
-    if (written < 0 && errno != EAGAIN && errno != EINTR) pending.clear();
-    if (written > 0) pending.erase(0, static_cast<size_t>(written));
-    return pending.empty();
-  }
-};
-
 }  // namespace
 
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
-  if (plan.mode == DisplayPlan::Mode::kNone) return {};
-  if (plan.pretty) {
-    return {.write = [&lines](std::string text) { lines.push(std::move(text)); },
-            .may_draw = [&lines] { return lines.empty() && is_foreground(lines.fd()); },
-            .width = [&lines] { return columns_of(lines.fd()); }};
+  std::shared_ptr<OutputQueue> output(&lines, [](OutputQueue*) {});
+  if (!plan.pretty) {
+    // Non-blocking, which the shell's descriptor must not become. Open until the process ends.
+    constexpr int kFlags = O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+    const int own = plan.on_terminal ? open("/proc/self/fd/2", kFlags) : -1;
+    output = std::make_shared<OutputQueue>(own < 0 ? STDERR_FILENO : own);
   }
-  const auto output = std::make_shared<Stderr>();
-  struct stat info {};
-  if (fstat(output->fd, &info) == 0 && (S_ISCHR(info.st_mode) || S_ISFIFO(info.st_mode))) {
-    output->own = net::Fd(open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-    if (output->own.valid()) output->fd = output->own.get();
-  }
-  return {.write =
-              [output](const std::string& text) {
-                output->pending += text;
-                output->pump();
-              },
-          .is_free = [output] { return is_foreground(output->fd) && output->pump(); },
-          .width = [] { return columns_of(STDERR_FILENO); }};
+  const auto takes_all = [output] {
+    return is_foreground(output->fd()) && output->pump() == 0 && output->empty() &&
+           is_writable(output->fd());
+  };
+  const auto write = [output](std::string text) {
+    output->push(std::move(text));
+    output->pump();
+  };
+  return {.write = write,
+          .is_free = [takes_all, keeps = plan.pretty] { return keeps || takes_all(); },
+          .may_draw = takes_all,
+          .width = [output] { return columns_of(output->fd()); }};
 }
 
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader) {
   using enum DisplayPlan::Mode;
-  DisplayPlan plan;
+  DisplayPlan plan{.has_rank_0 = is_first};
   const bool out_is_terminal = isatty(STDOUT_FILENO);
   plan.pretty = pretty || (out_is_terminal && base::variable("DISTRAIN_PRETTY") == "1");
-  const int fd = plan.pretty ? STDOUT_FILENO : STDERR_FILENO;
-  const bool is_terminal = isatty(fd);
+  plan.hint = is_leader && !plan.pretty;
+  plan.on_terminal = isatty(plan.pretty ? STDOUT_FILENO : STDERR_FILENO);
   const std::string term = base::variable("TERM").value_or("");
-  const bool draws = is_terminal && is_leader && !term.empty() && term != "dumb";
+  const bool draws = plan.on_terminal && is_leader && !term.empty() && term != "dumb";
   struct stat out {};
   const bool to_file =
       fstat(STDOUT_FILENO, &out) == 0 &&
       (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
   plan.colours = draws && base::variable("NO_COLOR").value_or("").empty();
-  plan.hint = is_leader && !plan.pretty;
-  plan.has_rank_0 = is_first;
-  plan.on_terminal = is_terminal;
   if (progress == "plain") {
     plan.mode = kLines;
   } else if (plan.pretty) {
     plan.mode = draws && progress != "none" ? kFull : kLines;
-  } else if (progress == "none" || !is_terminal) {
+  } else if (progress == "none" || !plan.on_terminal) {
     plan.mode = kNone;
   } else if (out_is_terminal || !(is_first || is_leader)) {
     plan.mode = kWarnings;
@@ -174,32 +145,22 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
   return plan;
 }
 
-Display::Display(DisplayPlan plan, Screen screen)
-    : plan_(std::move(plan)),
-      screen_(std::move(screen)),
-      begun_(screen_.now()),
-      line_at_(begun_),
-      address_(plan_.address) {}
-
 void Display::begin() {
   if (plan_.mode < Mode::kLines) return;
   if (!plan_.header.empty()) stay(plan_.header);
   show(true);
 }
 
-void Display::on_line(const std::string& json_line) {
-  if (!is_on() || is_over_) return;
-  const Json event = Json::parse(json_line, nullptr, false);
-  if (!event.is_object()) return;
+void Display::on_event(const Json& event) {
+  if (!is_on() || is_over_ || !event.is_object()) return;
   const std::string name = text_in(event, "event");
-  const auto rank = static_cast<int>(number_in(event, "rank").value_or(0));
-  const auto epoch = integer_in(event, "epoch");
+  const int64_t rank = integer_in(event, "rank"), epoch = integer_in(event, "epoch");
   if (name == "warn") {
     Cause cause{.role = text_in(event, "role"), .message = text_in(event, "message")};
-    if (number_in(event, "rank")) cause.rank = rank;
+    if (number_in(event, "rank")) cause.rank = static_cast<int>(rank);
     if (said_.insert(cause.message).second) stay("warn: " + message_of(cause), kYellow);
   } else if (name == "lost") {
-    Trainer& lost = trainers_[static_cast<int>(integer_in(event, "lost_rank"))];
+    Trainer& lost = trainers_[integer_in(event, "lost_rank")];
     lost.lost = true;
     lost.name = text_in(event, "lost_role");
     const std::string cause = text_in(event, "cause"), named = " is lost: ";
@@ -210,7 +171,7 @@ void Display::on_line(const std::string& json_line) {
                      counted(integer_in(event, "trainers_left"), "trainer")),
          kYellow);
   } else if (name == "returned") {
-    Trainer& back = trainers_[static_cast<int>(integer_in(event, "returned_rank"))];
+    Trainer& back = trainers_[integer_in(event, "returned_rank")];
     back.lost = false;
     back.name = text_in(event, "returned_role");
     stay(back.name + " is back");
@@ -220,15 +181,14 @@ void Display::on_line(const std::string& json_line) {
     is_saved_ = is_saved_ || is_saved;
     end_epochs(false, true);
     if (is_saved) {
-      thin(saves_,
-           fmt::format(" saved {}  {:.2f} s", path, number_in(event, "wall_s").value_or(0)));
+      thin(saves_, fmt::format(" saved {}  {:.2f} s", path, real_in(event, "wall_s")));
     } else if (plan_.mode != Mode::kWarnings) {
       stay(fmt::format(" goes on from {}, step {}", path, integer_in(event, "step")));
     }
   } else if (plan_.mode == Mode::kWarnings) {
     return;
-  } else if (name == "progress") {
-    on_progress(event, rank);
+  } else if (name == kProgress) {
+    on_progress(event);
   } else if (name == "waiting") {
     if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has named all
     const auto missing = event.value("missing", std::vector<int>());
@@ -251,16 +211,15 @@ void Display::on_line(const std::string& json_line) {
     }
   } else if (name == "epoch" && epoch > ended_) {
     Epoch& its = pending_[epoch];
-    const double steps = number_in(event, "steps").value_or(0);
     its.ranks.insert(rank);
-    its.loss += number_in(event, "loss").value_or(0) * steps;
-    its.steps += steps;
-    its.seconds = std::max(its.seconds, number_in(event, "wall_s").value_or(0));
+    its.loss += real_in(event, "loss") * real_in(event, "steps");
+    its.steps += real_in(event, "steps");
+    its.seconds = std::max(its.seconds, real_in(event, "wall_s"));
     its.is_partial = event.value("partial", false);
     end_epochs(false);
   } else if (name == "eval") {
     const std::string words =
-        fmt::format("{} {:.4f}{}{}", text_in(event, "set"), number_in(event, "loss").value_or(0),
+        fmt::format("{} {:.4f}{}{}", text_in(event, "set"), real_in(event, "loss"),
                     quality_in(event), pairs_of(event, true));
     if (text_in(event, "set") == "valid" && epoch > ended_) {
       pending_[epoch].evaluation = words;
@@ -272,8 +231,7 @@ void Display::on_line(const std::string& json_line) {
   } else if (name == "split") {
     stay(fmt::format(" {}  {:.2f} s a batch  loss {:.4f}",
                      counted(integer_in(event, "num_split"), "micro-batch"),
-                     number_in(event, "batch_s").value_or(0),
-                     number_in(event, "loss").value_or(0)));
+                     real_in(event, "batch_s"), real_in(event, "loss")));
   } else if (name == "episode") {
     stay(fmt::format(" episode {}{}", integer_in(event, "episode"), quality_in(event)));
   } else if (name == "text") {
@@ -287,17 +245,16 @@ void Display::on_line(const std::string& json_line) {
   show(false);
 }
 
-void Display::on_progress(const Json& event, int rank) {
+void Display::on_progress(const Json& event) {
   if (const std::string note = text_in(event, "note"); !note.empty()) {
     if (said_.insert(note).second) stay(note);
     return;
   }
   is_ready_ = true;
-  const int64_t step = integer_in(event, "step");
-  Trainer& its = trainers_[rank];
-  if (!its.first) its.first = step;
+  Trainer& its = trainers_[integer_in(event, "rank")];
+  its.step = integer_in(event, "step");
+  if (!its.first) its.first = its.step;
   if (its.name.empty()) its.name = text_in(event, "role");
-  its.step = step;
   its.steps = integer_in(event, "steps");
   its.lost = false;
   epoch_ = std::max(epoch_, integer_in(event, "epoch"));
@@ -306,9 +263,7 @@ void Display::on_progress(const Json& event, int rank) {
   trainers_of_job_ = integer_in(event, "trainers");
   if (const auto loss = number_in(event, "loss")) loss_ = loss;
   quality_ = quality_in(event);
-  if (const auto split = integer_in(event, "num_split")) {
-    quality_ = "  " + counted(split, "micro-batch");
-  }
+  if (const auto n = integer_in(event, "num_split")) quality_ = "  " + counted(n, "micro-batch");
   if (trained_since_ == base::TimePoint{}) trained_since_ = screen_.now();
   end_epochs(false);
 }
@@ -320,8 +275,7 @@ void Display::end_epochs(bool all, bool is_next) {
   while (!pending_.empty()) {
     const int64_t number = pending_.begin()->first;
     const Epoch& epoch = pending_.begin()->second;
-    const int64_t ended = std::ssize(epoch.ranks) + lost;
-    const bool by_all = ended >= count();
+    const bool by_all = std::ssize(epoch.ranks) + lost >= count();
     const bool is_over = is_next || epoch_ > number || pending_.size() > 1;
     const int signs = by_all + is_over + !epoch.evaluation.empty();  // that nothing more is to come
     if (!all && signs < 2 && pending_.size() < 3) return;
@@ -364,9 +318,13 @@ void Display::thin(Thinned& kind, const std::string& line) {
   stay(std::exchange(kind.held, {}));
 }
 
+double Display::since(base::TimePoint then) const {
+  return std::chrono::duration<double>(screen_.now() - then).count();
+}
+
 /// Leaves out the address, then the last words of the reason, if the line is too long.
 std::string Display::waiting(size_t width) const {
-  const double waited = seconds_between(begun_, screen_.now());
+  const double waited = since(begun_);
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
   std::string ranks = "the other ranks";
   if (!missing_.empty())
@@ -382,26 +340,24 @@ std::string Display::waiting(size_t width) const {
 
 std::string Display::status(size_t width) const {
   if (!is_ready_) return waiting(width);
-  const double trained = seconds_between(trained_since_, screen_.now());
-  if (trainers_.empty()) {
-    return "running  " + clock_text(seconds_between(begun_, screen_.now()));
-  }
+  if (trainers_.empty()) return "running  " + clock_text(since(begun_));
+  const double trained = since(trained_since_);
+  const bool plays = quality_.starts_with("  running reward");  // it ends when it plays well
   int64_t made = 0, here = 0, all = 0;
   for (const auto& [rank, its] : trainers_) {
     made += its.step;
     here += its.step - its.first.value_or(its.step);
-    all = std::max(all, its.steps);
+    if (!plays) all = std::max(all, its.steps);
   }
-  const bool plays = quality_.starts_with("  running reward");  // it ends when it plays well
-  if (plays) all = 0;
   made = all > 0 ? std::min(made / count(), all) : made / count();  // by each trainer
   const double rate = here > 0 ? static_cast<double>(here) / count() / trained : 0;
   // In the order that they stand in; the greatest number goes first where columns are few.
   std::vector<std::pair<int, std::string>> parts;
   if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
   if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));
-  parts.emplace_back(2, all > 0 ? fmt::format("{}/{}", made, all)
-                                : fmt::format("{} {}", plays ? "episode" : "step", made));
+  const std::string of_all = all > 0 ? fmt::format("/{}", all) : "";
+  const char* const what = plays ? "episode " : all > 0 ? "" : "step ";
+  parts.emplace_back(2, what + std::to_string(made) + of_all);
   if (loss_) parts.emplace_back(0, fmt::format("loss {:.4f}", *loss_));
   if (!quality_.empty()) parts.emplace_back(plays ? 0 : 4, quality_.substr(2));
   if (rate > 0) parts.emplace_back(6, fmt::format("{:.{}f}/s", rate, rate < 10 ? 1 : 0));
@@ -443,29 +399,23 @@ std::string Display::erased() {
   if (drawn_.empty()) return {};
   const size_t width = std::max<size_t>(screen_.width(), 1);
   size_t rows = 0;
-  for (const size_t length : drawn_) rows += std::max<size_t>((length + width - 1) / width, 1);
+  for (const size_t length : drawn_) rows += (length + width - 1) / width;
   drawn_.clear();
   return rows > 1 ? fmt::format("\r\x1b[{}A\x1b[J", rows - 1) : "\r\x1b[J";
 }
 
 void Display::show(bool at_once) {
-  const base::TimePoint now = screen_.now();
-  if (!at_once && now - shown_ < kDrawInterval) return;
+  if (!at_once && screen_.now() - shown_ < kDrawInterval) return;
   if (!screen_.is_free()) return;
-  shown_ = now;
+  shown_ = screen_.now();
   const bool draws = plan_.mode == Mode::kFull && !is_over_ && screen_.may_draw();
   if (!draws && lines_.empty()) return;
   std::string text = erased() + std::exchange(lines_, {});
   if (draws) {
     const size_t width = std::max<size_t>(screen_.width(), 4) - 3;  // Ctrl-C's echo wraps nothing
-    const std::string first = status(width);
-    text += coloured(kCyan, first);
-    drawn_ = {first.size()};
-    if (trainers_.size() > 1) {
-      const std::string second = ranks(width);
-      text += '\n' + second;
-      drawn_.push_back(second.size());
-    }
+    const std::string first = status(width), second = trainers_.size() > 1 ? ranks(width) : "";
+    text += coloured(kCyan, first) + (second.empty() ? "" : '\n' + second);
+    drawn_ = {first.size(), second.size()};
   }
   screen_.write(std::move(text));
 }
@@ -481,12 +431,9 @@ base::TimePoint Display::next_tick() const {
 
 void Display::tick() {
   if (screen_.now() < next_tick()) return;
-  if (plan_.mode == Mode::kLines) {
-    stay(" " + status(79));
-  } else {
-    shown_ = screen_.now();  // in the background, too
-    show(true);
-  }
+  if (plan_.mode == Mode::kLines) stay(" " + status(79));
+  shown_ = screen_.now();  // in the background, too
+  show(true);
 }
 
 void Display::finish(const Json& end) {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "distrain/base/clock.h"
@@ -60,10 +61,10 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
 /// that stay, and a live region that is drawn anew at most 10 times a second. For one thread.
 class Display {
  public:
-  Display(DisplayPlan plan, Screen screen);
+  Display(DisplayPlan plan, Screen screen) : plan_(std::move(plan)), screen_(std::move(screen)) {}
 
   void begin();
-  void on_line(const std::string& json_line);
+  void on_event(const Json& event);
   /// Shows what changes by itself. To be called at next_tick(), which is kNever if nothing does.
   void tick();
   base::TimePoint next_tick() const;
@@ -85,7 +86,7 @@ class Display {
     bool lost = false;
   };
   struct Epoch {
-    std::set<int> ranks;
+    std::set<int64_t> ranks;
     double loss = 0, steps = 0, seconds = 0;
     std::string evaluation;
     bool is_partial = false;
@@ -96,11 +97,12 @@ class Display {
     std::string held;  // the newest line, if it was not shown
   };
 
-  void on_progress(const Json& event, int rank);
+  void on_progress(const Json& event);
   int64_t count() const { return std::max<int64_t>(count_, std::ssize(trainers_)); }
   void stay(const std::string& line, const char* colour = "");
   void thin(Thinned& kind, const std::string& line);
   void end_epochs(bool all, bool is_next = false);
+  double since(base::TimePoint then) const;
   std::string waiting(size_t width) const;
   std::string status(size_t width) const;
   std::string ranks(size_t width) const;
@@ -110,17 +112,18 @@ class Display {
 
   const DisplayPlan plan_;
   const Screen screen_;
-  const base::TimePoint begun_;
-  base::TimePoint shown_{}, line_at_{}, trained_since_{};
+  const base::TimePoint begun_ = screen_.now();
+  base::TimePoint shown_{}, line_at_ = begun_, trained_since_{};
   std::string lines_;          // that wait to be written
   std::vector<size_t> drawn_;  // lengths of the live region's lines
   std::set<std::string> said_;
   bool is_ready_ = false, is_over_ = false, is_told_ = false, is_saved_ = false;
-  std::string missing_, address_, reason_;  // ranks; where they are waited for, and why
+  std::string missing_, reason_;         // ranks, and why they are waited for
+  std::string address_ = plan_.address;  // where
   Thinned epoch_lines_, saves_;
-  std::map<int, Trainer> trainers_;   // by rank
-  std::map<int64_t, Epoch> pending_;  // epochs without their line yet
-  int64_t ended_ = 0;                 // newest epoch that has its line
+  std::map<int64_t, Trainer> trainers_;  // by rank
+  std::map<int64_t, Epoch> pending_;     // epochs without their line yet
+  int64_t ended_ = 0;                    // newest epoch that has its line
   int64_t epoch_ = 0, epochs_ = 0;
   int64_t count_ = 0, trainers_of_job_ = 0;  // processes that train here, and trainers in all
   std::optional<double> loss_;

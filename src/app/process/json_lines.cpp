@@ -37,8 +37,8 @@ constexpr std::string_view kCommon[] = {
 
 }  // namespace
 
-std::string json_line(std::string_view event, const std::string& run_id, const std::string& cmd,
-                      std::optional<int> rank, const std::string& role, const Json& fields) {
+Json json_event(std::string_view event, const std::string& run_id, const std::string& cmd,
+                std::optional<int> rank, const std::string& role, const Json& fields) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
   Json line{{"v", 1},
@@ -49,14 +49,23 @@ std::string json_line(std::string_view event, const std::string& run_id, const s
             {"rank", or_null(rank)},
             {"role", or_null(role)}};
   if (fields.is_object()) line.update(fields);
+  return line;
+}
+
+std::string line_of(const Json& event) {
   // `replace`: a file name or a message need not be UTF-8.
-  return line.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n';
+  return event.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n';
 }
 
 std::optional<double> number_in(const Json& fields, const std::string& name) {
   const auto value = fields.find(name);
   if (value == fields.end() || !value->is_number()) return std::nullopt;
   return value->get<double>();
+}
+
+std::string text_in(const Json& fields, const char* name) {
+  const auto value = fields.find(name);
+  return value != fields.end() && value->is_string() ? value->get<std::string>() : std::string();
 }
 
 Cause cause_of(const base::Error& error) {

@@ -14,12 +14,16 @@ namespace distrain::app {
 
 using job::Json;
 
-/// One line of the log, with its newline. Numbers that are not finite become null.
-std::string json_line(std::string_view event, const std::string& run_id, const std::string& cmd,
-                      std::optional<int> rank, const std::string& role, const Json& fields);
+/// Returns an event of the log: the common fields and `fields`.
+Json json_event(std::string_view event, const std::string& run_id, const std::string& cmd,
+                std::optional<int> rank, const std::string& role, const Json& fields);
+/// Returns the line of an event, with its newline. Numbers that are not finite become null.
+std::string line_of(const Json& event);
 
 /// A field, if it is there and a number.
 std::optional<double> number_in(const Json& fields, const std::string& name);
+/// Returns a field, or an empty text if it is missing or no text.
+std::string text_in(const Json& fields, const char* name);
 
 /// Where a failed job failed first.
 struct Cause {

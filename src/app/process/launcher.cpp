@@ -37,8 +37,7 @@ class Launcher {
         listener_(plan.told.listen_fd),
         output_(STDOUT_FILENO),
         display_(plan.display, screen_of(plan.display, output_)),
-        handlers_{[this](std::string line) { print(std::move(line)); },
-                  [this](const std::string& line) { display_.on_line(line); },
+        handlers_{[this](const Json& event, std::string line) { print(event, std::move(line)); },
                   [this](const std::string& line) {
                     clear_display();
                     write_all(STDERR_FILENO, line);
@@ -282,7 +281,7 @@ class Launcher {
     std::optional<Cause> cause;
     if (verdict) cause = verdict->cause;
     if (verdict && !verdict->error.is_null()) {
-      print(verdict->error.dump() + '\n');
+      print(verdict->error, line_of(verdict->error));
     } else if (verdict && !verdict->by_signal) {
       tell("error", error_fields(*cause, plan_.told.started));
     }
@@ -321,17 +320,18 @@ class Launcher {
     }
   }
 
-  void tell(const char* event, const Json& fields) {
-    print(json_line(event, run_id_, plan_.cmd, std::nullopt, "launcher", fields));
+  void tell(const char* name, const Json& fields) {
+    const Json event = json_event(name, run_id_, plan_.cmd, std::nullopt, "launcher", fields);
+    print(event, line_of(event));
   }
 
-  /// Passes a JSON line on to whoever reads it, program or person.
-  void print(std::string line) {
+  /// Passes an event on to whoever reads it: a program its line, a person the display.
+  void print(const Json& event, std::string line) {
     if (write_error_) return;
+    const std::string name = text_in(event, "event");
     // A rank that obeys the signal before rank 0 does is no loss.
-    const bool obeys = ended_by_signal_ && line.find(R"("event":"lost")") != line.npos;
-    if (!obeys) display_.on_line(line);
-    if (!display_.pretty()) output_.push(std::move(line));
+    if (!ended_by_signal_ || name != "lost") display_.on_event(event);
+    if (!display_.pretty() && name != kProgress) output_.push(std::move(line));
   }
 
   void clear_display() {

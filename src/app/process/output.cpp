@@ -26,6 +26,11 @@ int write_all(int fd, std::string_view text) {
   return 0;
 }
 
+bool is_writable(int fd) {
+  pollfd item{fd, POLLOUT, 0};
+  return poll(&item, 1, 0) > 0;
+}
+
 void say(std::string_view message) {
   std::string line = program_invocation_short_name;
   line.append(": ").append(message).push_back('\n');
@@ -50,16 +55,15 @@ void OutputQueue::clear() {
 }
 
 int OutputQueue::pump() {
-  while (!lines_.empty()) {
-    pollfd item{fd_, POLLOUT, 0};
-    if (poll(&item, 1, 0) <= 0) return 0;
+  while (!lines_.empty() && is_writable(fd_)) {
     // A pipe that poll() calls writable takes PIPE_BUF bytes without blocking; all if it is empty.
     int waiting = 0;
     const bool is_empty = ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0;
     const size_t at_once = pipe_ == 0 ? std::string::npos : is_empty ? pipe_ : PIPE_BUF;
     const auto next = std::string_view(lines_.front()).substr(written_, at_once);
-    if (const int error = write_all(fd_, next)) return error;
-    written_ += next.size();
+    const ssize_t taken = write(fd_, next.data(), next.size());
+    if (taken < 0) return errno == EAGAIN || errno == EINTR ? 0 : errno;
+    written_ += static_cast<size_t>(taken);
     taken_at_ = base::Clock::now();
     if (written_ < lines_.front().size()) continue;
     bytes_ -= written_;

@@ -14,6 +14,9 @@ namespace distrain::app {
 /// Writes all of `text`, in one write(2) unless the kernel takes less. Gives back 0 or errno.
 int write_all(int fd, std::string_view text);
 
+/// Returns true if a write to `fd` does not wait: the kernel takes some bytes, or the write fails.
+bool is_writable(int fd);
+
 /// "PROGRAM: `message`", a line on stderr; where nobody can hear it, nothing.
 void say(std::string_view message);
 

@@ -164,10 +164,9 @@ class JsonSink final : public job::EventSink {
   void push_locked(std::string_view event, const Json& fields) {
     std::lock_guard lock(identity_mutex_);
     const auto& [run_id, rank, role, of_rank_0, used] = identity_;
-    std::string line = json_line(event, run_id, run_.job.name, rank, role, fields);
-    display_.on_line(line);
-    if (run_.job.spawned || (event != kProgress && !display_.pretty()))
-      lines_.push(std::move(line));
+    const Json whole = json_event(event, run_id, run_.job.name, rank, role, fields);
+    display_.on_event(whole);
+    if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line_of(whole));
   }
 
   /// What the reader takes, and all of it for as long as one `waits` for him.

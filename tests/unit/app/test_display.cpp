@@ -31,7 +31,7 @@ struct Shown {
   void pass(int seconds) { now_ += std::chrono::seconds(seconds); }
   void event(const std::string& json) {
     now_ += std::chrono::milliseconds(200);
-    display_.on_line(json);
+    display_.on_event(Json::parse(json));
   }
   /// Returns the text that the display has written since the last call.
   std::string take() { return std::exchange(text_, {}); }
