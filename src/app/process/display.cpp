@@ -93,6 +93,20 @@ bool is_foreground(int fd) {
   return group < 0 ? errno == ENOTTY : group == getpgrp();
 }
 
+/// Breaks `text` into lines of at most `width` columns: at separators, or else between words.
+std::string broken(std::string text, size_t width) {
+  std::string lines;
+  while (text.size() > width) {
+    size_t end = text.rfind("  -  ", width);
+    if (end == text.npos) end = text.rfind(' ', width);
+    if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // behind a long word
+    if (end == text.npos) break;
+    lines += text.substr(0, text.find_last_not_of(' ', end) + 1) + '\n';
+    text.replace(0, text.find_first_not_of(" -", end), "  ");
+  }
+  return lines + text;
+}
+
 }  // namespace
 
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
@@ -147,7 +161,8 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
 
 void Display::begin() {
   if (plan_.mode < Mode::kLines) return;
-  if (!plan_.header.empty()) stay(plan_.header);
+  const size_t width = plan_.on_terminal ? screen_.width() : std::string::npos;
+  if (!plan_.header.empty()) stay(broken(plan_.header, width));
   show(true);
 }
 

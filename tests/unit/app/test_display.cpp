@@ -84,6 +84,31 @@ TEST_CASE("the waiting line names the missing ranks and the reason") {
   CHECK(lines.take().empty());
 }
 
+TEST_CASE("a header is broken at separators and between words if the terminal is too narrow") {
+  DisplayPlan wide = plan(Mode::kLines);
+  wide.header =
+      "hybrid  master, ps, 2 trainers, async  -  random labels: nothing can be learned"
+      "  -  run 0123abcd";
+  CHECK(Shown(wide, 40).take() == wide.header + '\n');  // no terminal
+  wide.on_terminal = true;
+  CHECK(Shown(wide, 96).take() == wide.header + '\n');
+  CHECK(Shown(wide, 95).take() ==
+        "hybrid  master, ps, 2 trainers, async  -  random labels: nothing can be learned\n"
+        "  run 0123abcd\n");
+  CHECK(Shown(wide, 40).take() ==
+        "hybrid  master, ps, 2 trainers, async\n"
+        "  random labels: nothing can be learned\n"
+        "  run 0123abcd\n");
+  CHECK(Shown(wide, 30).take() ==
+        "hybrid  master, ps, 2\n"
+        "  trainers, async\n"
+        "  random labels: nothing can\n"
+        "  be learned  -  run 0123abcd\n");
+  CHECK(Shown(wide, 1).take().ends_with("\n  run\n  0123abcd\n"));
+  wide.header = "ps  /a/long/folder/without/a/space  -  run 0123abcd";
+  CHECK(Shown(wide, 20).take() == "ps\n  /a/long/folder/without/a/space\n  run 0123abcd\n");
+}
+
 TEST_CASE("the bar counts the steps of each trainer") {
   Shown shown(plan(Mode::kFull));
   CHECK(shown.bar() == "starting  0:00");
