@@ -200,10 +200,6 @@ void Display::on_event(const Json& event) {
     } else if (plan_.mode != Mode::kWarnings) {
       stay(fmt::format(" goes on from {}, step {}", path, integer_in(event, "step")));
     }
-  } else if (plan_.mode == Mode::kWarnings) {
-    return;
-  } else if (name == kProgress) {
-    on_progress(event);
   } else if (name == "waiting") {
     if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has named all
     const auto missing = event.value("missing", std::vector<int>());
@@ -214,6 +210,10 @@ void Display::on_event(const Json& event) {
     if (plan_.mode == Mode::kLines && is_new && !is_ready_) stay(waiting(std::string::npos));
   } else if (name == "ready") {
     is_ready_ = true;
+  } else if (plan_.mode == Mode::kWarnings) {
+    return;
+  } else if (name == kProgress) {
+    on_progress(event);
   } else if (name == "restart") {
     const auto ranks = event.value("ranks", std::vector<int>());
     const bool of_all = std::ranges::all_of(
@@ -455,7 +455,8 @@ void Display::finish(const Json& end) {
   if (!is_on() || is_over_) return;
   const bool lasts = plan_.mode >= Mode::kLines;
   const bool is_ok = text_in(end, "status") == "ok";
-  const bool by_signal = plan_.has_rank_0 && text_in(end, "kind") == "cancelled";
+  const bool is_cancelled = text_in(end, "kind") == "cancelled";
+  const bool by_signal = plan_.has_rank_0 && is_cancelled;
   if (lasts) end_epochs(true);
   if (!saves_.held.empty() && (lasts || by_signal)) stay(saves_.held);
   is_over_ = true;
@@ -472,6 +473,8 @@ void Display::finish(const Json& end) {
   std::string quality = quality_in(end, ", ");
   if (quality.empty() && quality_.starts_with("  running")) quality = ", " + quality_.substr(2);
   figures += quality + pairs_of(end.value("eval", Json::object()), true, ", ");
+  const bool waits = is_cancelled && !is_ready_ && !(address_.empty() && missing_.empty());
+  if (waits && (lasts || by_signal)) stay("stopped while " + waiting(std::string::npos), kYellow);
   if (is_ok && lasts) {
     stay("done: " + figures, kGreen);
   } else if (by_signal && !plan_.to_go_on.empty() && is_saved_) {

@@ -329,6 +329,34 @@ TEST_CASE("a job that a signal ends prints what is saved and how to resume") {
     CHECK(shown.display_.is_told());
     CHECK(shown.take() == "nothing saved: no --checkpoint; 7 steps\n");
   }
+  SECTION("while it waits for ranks") {
+    to_go_on.mode = GENERATE(Mode::kLines, Mode::kWarnings);
+    Shown shown(to_go_on);
+    shown.event(R"({"event":"waiting","missing":[1,2],"address":"a:1","reason":"refused rank 1"})");
+    shown.take();
+    shown.pass(11);
+    shown.display_.finish(end);
+    CHECK(shown.take() ==
+          "stopped while waiting for ranks 1,2 at a:1 (11 s): refused rank 1\n"
+          "nothing saved: no --checkpoint; 7 steps\n");
+  }
+  SECTION("while a rank waits that cannot save") {
+    to_go_on.has_rank_0 = false;
+    to_go_on.address = "a:1";
+    Shown shown(to_go_on);
+    shown.take();
+    shown.display_.finish(end);
+    CHECK_FALSE(shown.display_.is_told());
+    CHECK(shown.take() == "stopped while waiting for the other ranks at a:1 (0 s)\n");
+  }
+  SECTION("after it has met all ranks") {
+    to_go_on.address = "a:1";
+    Shown shown(to_go_on);
+    shown.event(R"({"event":"ready","rank":0})");
+    shown.take();
+    shown.display_.finish(end);
+    CHECK(shown.take() == "nothing saved: no --checkpoint; 7 steps\n");
+  }
   SECTION("with the reward of a reinforcement learning job") {
     Shown shown(to_go_on);
     shown.event(R"({"event":"progress","rank":1,"step":3,"running_reward":2.25,"loss":0.5})");
