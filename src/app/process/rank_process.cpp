@@ -139,8 +139,12 @@ class JsonSink final : public job::EventSink {
     return rpc::Wait{"the reader of standard output", since};
   }
 
-  /// The last line: whatever another thread emits afterwards is dropped. False when there was a
-  /// last line before. A launcher reads all; after a signal no other reader is waited for.
+  /// Returns true for one caller alone, which then tells people why the process ends.
+  bool may_tell() { return !is_told_.exchange(true); }
+
+  /// The last line: whatever another thread emits afterwards is dropped. Returns false if there was
+  /// a last line before, or if another thread has told people of the end, and ends the process. A
+  /// launcher reads all lines; after a signal no other reader is waited for.
   bool finish(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -151,7 +155,9 @@ class JsonSink final : public job::EventSink {
       return run_.job.spawned || !stop_.requested() ||
              base::Clock::now() < lines_.given_up_at(since);
     });
+    if (!may_tell()) return false;
     display_.finish(fields);
+    is_told_ = display_.is_told();
     return true;
   }
 
@@ -192,6 +198,7 @@ class JsonSink final : public job::EventSink {
   OutputQueue lines_;
   Display display_;
   bool finished_ = false;
+  std::atomic<bool> is_told_{false};  // people are told why the process ends, or are being told
   base::TimePoint told_saving_{};
   std::atomic<base::TimePoint> writing_since_{};
   mutable std::mutex identity_mutex_;
@@ -403,12 +410,12 @@ class RankProcess {
     if (!run_aside(say_so)) telling_ = false;
   }
 
-  /// Whatever becomes of the last line: where stdout's reader sleeps, its writer holds the sink.
+  /// Whatever becomes of the last line: where stdout's reader sleeps, its writer holds the sink. A
+  /// thread that is just telling people of the end has some time left for it.
   void leave_in_time(const Cause& cause) {
     run_aside([this, cause] {  // without a thread the line is waited for
       std::this_thread::sleep_for(kReaderGrace);
-      pollfd item{STDERR_FILENO, POLLOUT, 0};
-      if (poll(&item, 1, 0) == 1) tell(cause);
+      if (is_writable(STDERR_FILENO) && !tell(cause)) std::this_thread::sleep_for(kUnwinding);
       leave(cause.exit_code);
     });
   }
@@ -435,15 +442,13 @@ class RankProcess {
     leave(cause.exit_code);
   }
 
-  /// A spawned rank leaves the words to the launcher, which knows the root cause.
-  void tell(const Cause& cause) {
-    if (run_.job.spawned) return;
-    bool is_told = false;
-    sink_.show([&](Display& display) {
-      display.clear();
-      is_told = display.is_told();
-    });
-    if (!is_told) say(message_of(cause));
+  /// Returns false if people are told already. A spawned rank leaves the words to the launcher,
+  /// which knows the root cause.
+  bool tell(const Cause& cause) {
+    if (run_.job.spawned) return true;
+    if (!sink_.may_tell()) return false;
+    say(message_of(cause));
+    return true;
   }
 
   /// From any thread, whatever the others are at.
