@@ -372,9 +372,9 @@ std::string Display::status(size_t width) const {
   if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));
   const std::string of_all = all > 0 ? fmt::format("/{}", all) : "";
   const char* const what = plays ? "episode " : all > 0 ? "" : "step ";
-  parts.emplace_back(plays ? 0 : 2, what + std::to_string(made) + of_all);
-  if (loss_) parts.emplace_back(plays ? 2 : 0, fmt::format("loss {:.4f}", *loss_));
-  if (!quality_.empty()) parts.emplace_back(plays ? 0 : 4, quality_.substr(2));
+  parts.emplace_back(plays ? 1 : 2, what + std::to_string(made) + of_all);
+  if (loss_) parts.emplace_back(0, fmt::format("loss {:.{}f}", *loss_, plays ? 2 : 4));
+  if (!quality_.empty()) parts.emplace_back(plays ? 2 : 4, quality_.substr(plays ? 10 : 2));
   if (rate > 0) parts.emplace_back(6, fmt::format("{:.{}f}/s", rate, rate < 10 ? 1 : 0));
   std::string time = clock_text(trained);
   if (all > 0 && rate > 0) time += "<" + clock_text(static_cast<double>(all - made) / rate);

@@ -109,15 +109,15 @@ TEST_CASE("a header is broken at separators and between words if the terminal is
   CHECK(Shown(wide, 20).take() == "ps\n  /a/long/folder/without/a/space\n  run 0123abcd\n");
 }
 
-TEST_CASE("a narrow terminal shows the episode and the reward of a job that plays") {
+TEST_CASE("a narrow terminal shows the episode, loss and reward of a reinforcement learning job") {
   const std::string event =
       R"({"event":"progress","rank":1,"step":1234,"steps":9,"running_reward":123.25,"loss":0.5})";
   Shown wide(plan(Mode::kFull));
   wide.event(event);
-  CHECK(wide.bar() == "episode 1234  loss 0.5000  running reward 123.2  0:00");
+  CHECK(wide.bar() == "episode 1234  loss 0.50  reward 123.2  0:00");
   Shown narrow(plan(Mode::kFull), 40);
   narrow.event(event);
-  CHECK(narrow.bar() == "episode 1234  running reward 123.2");
+  CHECK(narrow.bar() == "episode 1234  loss 0.50  reward 123.2");
 }
 
 TEST_CASE("the bar counts the steps of each trainer") {
