@@ -53,7 +53,7 @@ jobs = {
     "rl": Job(
         quick="distrain rl --threshold 3 --log-interval 1",
         slow="distrain rl --log-interval 0 --inject delay=20ms",
-        bar=("episode N  loss #.####  running reward #.#  RATE  TIME\n", "episode N  running reward #.#\n"),
+        bar=("episode N  loss #.##  reward #.#  RATE  TIME\n", "episode N  loss #.##  reward #.#\n"),
         lost_rank=1,
     ),
     "rnn": Job(
