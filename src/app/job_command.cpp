@@ -11,6 +11,7 @@
 #include "devices.h"
 #include "distrain/app/program.h"
 #include "distrain/base/cpus.h"
+#include "distrain/base/process.h"
 #include "distrain/base/text.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
@@ -195,9 +196,16 @@ class Invocation {
     const bool is_first = local_ || placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
-    // A launcher shows its ranks on one terminal, where rank 0 alone shows the job.
-    const bool is_launched = placement_.mode == Mode::kJoin && !placement_.source.starts_with('-');
-    if (is_launched && !is_first) plan.mode = std::min(plan.mode, DisplayPlan::Mode::kWarnings);
+    // mpirun, srun and torchrun show all ranks on one terminal, so rank 0 alone shows the job. In a
+    // pod, RANK and JOB_COMPLETION_INDEX number ranks that have a log each.
+    const std::string& source = placement_.source;
+    const bool is_launched = placement_.mode == Mode::kJoin && !source.starts_with('-') &&
+                             source != "JOB_COMPLETION_INDEX" &&
+                             (source != "RANK" || base::variable("TORCHELASTIC_RUN_ID"));
+    if (is_launched && !is_first && options_.text("progress") != "plain") {
+      plan.mode = std::min(plan.mode, DisplayPlan::Mode::kWarnings);
+      plan.hint = false;
+    }
     plan.header = header(is_first);
     if (!local_ && !placement_.spawns_all()) {
       plan.address = fmt::format("{}:{}", job_.master_addr, job_.master_port);

@@ -101,8 +101,9 @@ std::string broken(std::string text, size_t width) {
     if (end == text.npos) end = text.rfind(' ', width);
     if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // behind a long word
     if (end == text.npos) break;
+    const bool is_separator = text.compare(end, 5, "  -  ") == 0;
     lines += text.substr(0, text.find_last_not_of(' ', end) + 1) + '\n';
-    text.replace(0, text.find_first_not_of(" -", end), "  ");
+    text.replace(0, is_separator ? end + 5 : text.find_first_not_of(' ', end), "  ");
   }
   return lines + text;
 }
@@ -114,7 +115,10 @@ Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
   if (!plan.pretty) {
     // Non-blocking, which the shell's descriptor must not become. Open until the process ends.
     constexpr int kFlags = O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-    const int own = plan.on_terminal ? open("/proc/self/fd/2", kFlags) : -1;
+    struct stat info {};
+    const bool may_block =
+        fstat(STDERR_FILENO, &info) == 0 && (S_ISCHR(info.st_mode) || S_ISFIFO(info.st_mode));
+    const int own = may_block ? open("/proc/self/fd/2", kFlags) : -1;
     output = std::make_shared<OutputQueue>(own < 0 ? STDERR_FILENO : own);
   }
   const auto takes_all = [output] {
@@ -207,7 +211,9 @@ void Display::on_event(const Json& event) {
     reason_ = text_in(event, "reason");
     if (const std::string address = text_in(event, "address"); !address.empty()) address_ = address;
     const bool is_new = said_.insert(missing_ + reason_).second;
-    if (plan_.mode == Mode::kLines && is_new && !is_ready_) stay(waiting(std::string::npos));
+    const bool shows =
+        plan_.mode == Mode::kLines || (plan_.mode == Mode::kWarnings && plan_.pretty);
+    if (shows && is_new && !is_ready_) stay(waiting(std::string::npos));
   } else if (name == "ready") {
     is_ready_ = true;
   } else if (plan_.mode == Mode::kWarnings) {

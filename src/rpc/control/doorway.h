@@ -19,7 +19,7 @@
 namespace distrain::rpc::control {
 
 /// The reasons for which rank 0 refused ranks, by the claimed rank. An unproved peer can claim any
-/// rank, so ranks that the job does not have share entry 0, and an entry holds at most eight
+/// rank, so ranks that the job does not have share the last entry, and an entry holds at most eight
 /// reasons. Not thread-safe.
 class Refusals {
  public:
@@ -31,8 +31,8 @@ class Refusals {
     entry.text = std::move(text);
     return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
   }
-  /// Called when `rank` has joined. Entry 0 stays, because a missing rank may have been started
-  /// under a number that the job does not have.
+  /// Called when `rank` has joined. The last entry stays, because a missing rank may have been
+  /// started under a number that the job does not have.
   void forget(int rank) { entries_.erase(key(rank)); }
   bool has(int rank) const { return entries_.contains(rank); }
   /// Returns the newest text of each entry, for the first entries if there are many.
@@ -50,10 +50,12 @@ class Refusals {
     std::string text;
     std::set<std::string> reasons;
   };
-  int key(int rank) const { return rank > 0 && std::cmp_less(rank, world_size_) ? rank : 0; }
+  size_t key(int rank) const {
+    return rank > 0 ? std::min<size_t>(rank, world_size_) : world_size_;
+  }
 
   const size_t world_size_;
-  std::map<int, Entry> entries_;
+  std::map<size_t, Entry> entries_;  // by rank; the last entry has the numbers of no rank
 };
 
 /// Accepts connections to this rank and lets them prove their identity: the responder of Note

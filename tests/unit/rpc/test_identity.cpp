@@ -381,8 +381,8 @@ TEST_CASE("rank 0 reports each rank that it refuses, and why it waits for it") {
   CHECK(error.message ==
         "not all ranks were there within the join timeout (--join-timeout); missing: 2, 3; refused "
         "rank " +
-            why[4] + "; refused rank " + why[5] + "; refused rank " + why[2] + "; refused rank " +
-            why[3]);
+            why[5] + "; refused rank " + why[2] + "; refused rank " + why[3] + "; refused rank " +
+            why[4]);
 }
 
 TEST_CASE("claims of strangers use little memory and print few lines") {
@@ -393,12 +393,12 @@ TEST_CASE("claims of strangers use little memory and print few lines") {
     told += refusals.add(rank, text, text) ? 1 : 0;
   }
   CHECK(told == 8 + 2);  // 8 for unknown ranks, and ranks 1 and 2
-  CHECK(refusals.text() == "refused rank 4999; refused rank 1; refused rank 2");
+  CHECK(refusals.text() == "refused rank 1; refused rank 2; refused rank 4999");
   CHECK_FALSE(refusals.add(1, "refused rank 1", "again"));
-  CHECK(refusals.text() == "refused rank 4999; again; refused rank 2");
+  CHECK(refusals.text() == "again; refused rank 2; refused rank 4999");
   CHECK(refusals.add(1, "another reason", ""));
   refusals.forget(1);  // the rank has joined
-  CHECK(refusals.text() == "refused rank 4999; refused rank 2");
+  CHECK(refusals.text() == "refused rank 2; refused rank 4999");
 }
 
 TEST_CASE("a rank of another job or of an earlier generation is refused") {
