@@ -23,12 +23,12 @@ constexpr size_t kTailLines = 20;
   throw base::Exception(base::ErrorKind::kResources, fmt::format("{}: {}", what, strerror(errno)));
 }
 
-/// The child's side of a fork. fd 1 goes where fd 2 goes: a library that prints cannot get between
-/// the JSON lines, which have a descriptor of their own.
+/// Sets up the child process after fork(). Redirects stdout to the stderr pipe: JSON lines have a
+/// descriptor of their own, so output of libraries cannot mix with them.
 void become_rank(pid_t launcher, int err_fd) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != launcher) _exit(128 + SIGKILL);  // it died before the line above
+  if (getppid() != launcher) _exit(128 + SIGKILL);  // the launcher died before prctl()
   const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
   dup2(null, STDIN_FILENO);
   dup2(err_fd, STDOUT_FILENO);
@@ -81,14 +81,14 @@ void Child::start(const std::function<int()>& body) {
   pid_ = fork();
   if (pid_ < 0) no_resources("cannot start a rank");
   if (pid_ == 0) {
-    // Nothing here allocates: threads that are left behind may have held a lock.
+    // This must not allocate, because a thread of the parent may have held the heap's lock.
     become_rank(launcher, text_end_.get());
     text_end_.reset();
     out_.close();
     err_.close();
     _exit(body());
   }
-  setpgid(pid_, pid_);  // here too: whoever comes first
+  setpgid(pid_, pid_);  // also in become_rank(), because either process may be first
   lines_end_.reset();
   text_end_.reset();
 }
@@ -111,7 +111,7 @@ void Child::take_line(std::string line) {
     if (const std::string run = text_in(json, "run"); !run.empty()) run_id_ = run;
     ready_ = ready_ || is_ready;
     if (!is_ready) (is_error ? error_ : rank_end_) = json;
-    if (is_error) return;  // the launcher prints one in all: the root cause's
+    if (is_error) return;  // the launcher prints only the root cause's error
   }
   handlers_->on_event(json, std::move(line));
 }
@@ -135,7 +135,7 @@ bool Child::reap() {
   status_ = status;
   rss_mb_ = static_cast<double>(usage.ru_maxrss) / 1024;
   read_pipes(true);
-  out_.close();  // a line that was cut off by the end of the process is not JSON
+  out_.close();  // drops a truncated line, which is not JSON
   if (const std::string rest = err_.close(); !rest.empty()) take_text(rest + '\n');
   return true;
 }

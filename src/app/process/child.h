@@ -16,18 +16,18 @@ namespace distrain::app {
 
 using job::Json;
 
-/// The end of a pipe that another process writes lines to, of any length.
+/// The read end of a pipe that another process writes lines of any length to.
 class LinePipe {
  public:
-  /// Gives back the end to write to. Throws `resources`.
+  /// Creates the pipe and returns its write end. Throws `resources` if no pipe can be created.
   net::Fd open();
-  /// -1 once all has been read.
+  /// Returns the read end; -1 after the end of the stream.
   int fd() const { return fd_.get(); }
-  /// Calls `take` with each complete line that is there, newline included. Never blocks, and leaves
-  /// the rest for the next time after a while, so that a rank that never stops talking cannot keep
-  /// the launcher from its signals; what a dead rank left is well within what is read at once.
+  /// Calls `take` with each complete line, newline included. Never blocks. Reads at most 4 MiB, so
+  /// that a rank that writes all the time does not delay the launcher's signal handling; a pipe
+  /// holds less, so one call reads all output of a dead rank.
   void read(const std::function<void(std::string)>& take);
-  /// What came after the last newline. Nothing comes any more.
+  /// Closes the pipe and returns the incomplete line after the last newline.
   std::string close();
 
  private:
@@ -35,73 +35,73 @@ class LinePipe {
   std::string pending_;
 };
 
-/// A rank that the launcher forked: its process, its two pipes and what it said.
+/// A rank that the launcher forked: its process, its two pipes and the state that it reported.
 class Child {
  public:
   struct Handlers {
-    std::function<void(const Json&, std::string)> on_event;  ///< and its line, with the newline
+    std::function<void(const Json&, std::string)> on_event;  ///< an event and its line, with \n
     std::function<void(std::string)> on_text;                ///< a line for stderr
   };
 
-  /// Makes the pipes. Throws `resources`.
+  /// Creates the pipes. Throws `resources` if no pipe can be created.
   Child(int rank, std::string role, const Handlers& handlers);
 
-  /// Forks: `body` runs in the child and gives its exit code. Throws `resources`.
+  /// Forks a process that exits with the result of `body`. Throws `resources` if fork() fails.
   void start(const std::function<int()>& body);
 
-  /// Takes what is in the pipes. Never blocks. Without `lines` the JSON lines stay where they are,
-  /// which stops the rank once its pipe is full.
+  /// Reads the pipes without blocking. If `lines` is false, JSON lines stay in their pipe, so the
+  /// rank blocks once the pipe is full.
   void read_pipes(bool lines);
 
-  /// Notes that the process has ended, and takes the rest of its words, was stopped, or goes on.
+  /// Returns true if the process has just ended, after reading its remaining output.
   bool reap();
 
-  /// To the process group. A rank that ends afterwards is no cause, unless it has said so before.
+  /// Signals the process group. Its end is then ended_by_us(), unless it has reported an error.
   void send(int signal);
-  /// Stops the whole process group, or has it go on.
+  /// Stops the process group, or lets it continue if `stopped` is false.
   void stop(bool stopped);
-  /// To the rank alone, one that does not end it: what it has started itself may know none.
+  /// Signals the rank alone: the signal does not end it, but could end processes it has started.
   void tell(int signal);
 
   int rank() const { return rank_; }
   const std::string& role() const { return role_; }
-  /// Where the rank writes its JSON lines, until it is started.
+  /// Returns the descriptor that the rank writes JSON lines to; call it before start().
   int lines_fd() const { return lines_end_.get(); }
   int out_fd() const { return out_.fd(); }
   int err_fd() const { return err_.fd(); }
   bool alive() const { return pid_ > 0 && !status_; }
-  /// By SIGSTOP, say, as long as it is.
+  /// Returns when a signal such as SIGSTOP stopped the rank; null if the rank is not stopped.
   std::optional<base::TimePoint> stopped_since() const { return stopped_since_; }
   bool failed() const { return status_ && exit_code() != 0; }
   bool ended_by_us() const { return ended_by_us_; }
-  /// By send(), though it may not have ended yet.
+  /// Returns true after send(SIGKILL), even if the process has not ended yet.
   bool killed() const { return killed_; }
-  /// 128 + n by signal; 1 for a rank that left with 0 but without its last line.
+  /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a last line.
   int exit_code() const;
-  /// The job goes on without it: it has said so, or takes the place of one that had.
+  /// Returns true if the job continues without this rank: the rank or its predecessor said so.
   bool may_be_lost() const { return may_be_lost_ || is_successor_; }
   bool is_successor() const { return is_successor_; }
   void set_successor() { is_successor_ = true; }
-  /// It is about to be killed, as it was stopped for so long that the job has gone on without it.
+  /// Returns true if the rank is killed because it was stopped too long: a tolerated loss.
   bool is_given_up() const { return is_given_up_; }
   void give_up() { is_given_up_ = true; }
-  /// Returns true if a save has got further since the last call.
+  /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// It has found all others.
+  /// Returns true if the rank has joined all other ranks.
   bool ready() const { return ready_; }
-  /// As its lines have it; empty: not yet.
+  /// Returns the run id in the rank's lines; empty if no line had one yet.
   const std::string& run_id() const { return run_id_; }
-  /// The signal that it took and ended by in good order, as its last line tells; 0 if none.
+  /// Returns the signal after which the rank ended in good order, from its last line; 0 if none.
   int stopped_by() const;
-  /// The signal that killed it, 0 if none.
+  /// Returns the signal that killed the process; 0 if none.
   int signal() const;
   base::TimePoint ended_at() const { return ended_at_; }
   double rss_mb() const { return rss_mb_; }
-  /// Its lines `rank_end` and `error`, empty where there is none. The latter is held back: other
-  /// ranks fail for the same reason, and one error is to be told once.
+  /// Return the rank's `rank_end` and `error` lines; empty if there is none. Errors are not printed
+  /// as they arrive, because several ranks may fail for the same reason.
   const Json& rank_end() const { return rank_end_; }
   const Json& error() const { return error_; }
-  /// Pairs of a rank and its fields, if this is rank 0: kFigures.
+  /// Returns rank 0's kFigures line: pairs of a rank and its fields. Empty on other ranks.
   const Json& figures() const { return figures_; }
   const std::vector<std::string>& stderr_tail() const { return tail_; }
 
@@ -114,7 +114,7 @@ class Child {
   const Handlers* handlers_;
   pid_t pid_ = -1;
   LinePipe out_, err_;
-  net::Fd lines_end_, text_end_;  // the rank's
+  net::Fd lines_end_, text_end_;  // the rank's ends of the pipes, until start()
   std::vector<std::string> tail_;
   Json rank_end_ = Json::object();
   Json error_ = Json::object();

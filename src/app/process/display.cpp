@@ -22,11 +22,11 @@ namespace {
 constexpr auto kDrawInterval = std::chrono::milliseconds(100);
 constexpr auto kTick = std::chrono::seconds(1);
 constexpr auto kLineInterval = std::chrono::seconds(30);
-constexpr size_t kMostWaiting = 1 << 16;  // bytes of lines, while a terminal takes none
-constexpr int kUnthinned = 20;            // lines of a kind, before the rest of them is thinned
+constexpr size_t kMostWaiting = 1 << 16;  // bytes of lines that wait for the terminal
+constexpr int kUnthinned = 20;  // lines of one kind that are shown before thin() limits them
 constexpr char kYellow[] = "\x1b[33m", kGreen[] = "\x1b[32m", kCyan[] = "\x1b[36m";
 
-/// "1:02:03" or "0:07".
+/// Returns "1:02:03" or "0:07".
 std::string clock_text(double seconds) {
   const auto all = static_cast<int64_t>(seconds);
   if (all < 3600) return fmt::format("{}:{:02}", all / 60, all % 60);
@@ -43,7 +43,7 @@ int64_t integer_in(const Json& json, const char* name) {
   return static_cast<int64_t>(real_in(json, name));
 }
 
-/// Returns a value for people: numbers with 4 significant digits.
+/// Formats a value for a person: real numbers have 4 significant digits.
 std::string text_of(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_number_float()) return fmt::format("{:.4g}", value.get<double>());
@@ -53,8 +53,8 @@ std::string text_of(const Json& value) {
   return fmt::format("[{}]", fmt::join(texts, ", "));
 }
 
-/// Returns the fields that only this event has, or none of the common ones of `eval`, as "name
-/// value" pairs.
+/// Returns the event's fields, without those that all events have, as "name value" pairs. If
+/// `of_eval`, also leaves out the fields that all `eval` events have.
 std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ") {
   static const std::set<std::string> kAll = {"v", "ts", "run", "event", "cmd", "rank", "role"};
   static const std::set<std::string> kEval = {"set",     "epoch", "step",     "loss",      "lr",
@@ -67,7 +67,7 @@ std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ")
   return text;
 }
 
-/// Returns how good the model is, as far as the fields say so.
+/// Formats the quality metrics that are among the fields.
 std::string quality_in(const Json& fields, const char* before = "  ") {
   std::string text;
   if (const auto accuracy = number_in(fields, "accuracy")) {
@@ -80,26 +80,26 @@ std::string quality_in(const Json& fields, const char* before = "  ") {
   return reward ? text + fmt::format("{}running reward {:.1f}", before, *reward) : text;
 }
 
-/// Columns of the terminal `fd`, 80 if unknown.
+/// Returns the number of columns of the terminal `fd`; 80 if unknown.
 size_t columns_of(int fd) {
   winsize size{};
   ioctl(fd, TIOCGWINSZ, &size);
   return size.ws_col > 0 ? size.ws_col : 80;
 }
 
-/// Returns true unless `fd` is the controlling terminal of this process, which runs in background.
+/// Returns false if `fd` is this process's terminal and the process is in the background.
 bool is_foreground(int fd) {
   const pid_t group = tcgetpgrp(fd);
   return group < 0 ? errno == ENOTTY : group == getpgrp();
 }
 
-/// Breaks `text` into lines of at most `width` columns: at separators, or else between words.
+/// Breaks `text` into lines of at most `width` columns, at separators or else between words.
 std::string broken(std::string text, size_t width) {
   std::string lines;
   while (text.size() > width) {
     size_t end = text.rfind("  -  ", width);
     if (end == text.npos) end = text.rfind(' ', width);
-    if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // behind a long word
+    if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // after a long word
     if (end == text.npos) break;
     const bool is_separator = text.compare(end, 5, "  -  ") == 0;
     lines += text.substr(0, text.find_last_not_of(' ', end) + 1) + '\n';
@@ -113,7 +113,7 @@ std::string broken(std::string text, size_t width) {
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
   std::shared_ptr<OutputQueue> output(&lines, [](OutputQueue*) {});
   if (!plan.pretty) {
-    // Non-blocking, which the shell's descriptor must not become. Open until the process ends.
+    // A new open file, because O_NONBLOCK must not affect the shell's. Never closed.
     constexpr int kFlags = O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     struct stat info {};
     const bool may_block =
@@ -183,7 +183,7 @@ void Display::on_event(const Json& event) {
     lost.lost = true;
     lost.name = text_in(event, "lost_role");
     const std::string cause = text_in(event, "cause"), named = " is lost: ";
-    const size_t at = cause.find(named);  // the line names the rank already
+    const size_t at = cause.find(named);  // the shown line already names the rank
     stay(fmt::format("warn: {} lost ({}); others take over {}, {} left", lost.name,
                      cause.substr(at == cause.npos ? 0 : at + named.size()),
                      counted(integer_in(event, "steps_back"), "step"),
@@ -205,7 +205,7 @@ void Display::on_event(const Json& event) {
       stay(fmt::format(" goes on from {}, step {}", path, integer_in(event, "step")));
     }
   } else if (name == "waiting") {
-    if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has named all
+    if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has reported all
     const auto missing = event.value("missing", std::vector<int>());
     missing_ = fmt::format("{}", fmt::join(missing, ","));
     reason_ = text_in(event, "reason");
@@ -224,7 +224,7 @@ void Display::on_event(const Json& event) {
     const auto ranks = event.value("ranks", std::vector<int>());
     const bool of_all = std::ranges::all_of(
         trainers_, [&](auto& each) { return std::ranges::count(ranks, each.first) > 0; });
-    if (of_all) {  // otherwise the job goes on, and a lost trainer starts again
+    if (of_all) {  // otherwise only a lost trainer starts again
       ended_ = epoch_ = 0;
       pending_.clear();
       trainers_.clear();
@@ -289,8 +289,8 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the lines of epochs that all trainers have ended; if `all`, those of open epochs, too.
-/// `is_next`: training is past the evaluation of the newest epoch, if there is one.
+/// Writes the lines of epochs that all trainers have completed, or of all epochs if `all`.
+/// `is_next`: training has passed the point of the newest epoch's evaluation.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {
@@ -298,7 +298,7 @@ void Display::end_epochs(bool all, bool is_next) {
     const Epoch& epoch = pending_.begin()->second;
     const bool by_all = std::ssize(epoch.ranks) + lost >= count();
     const bool is_over = is_next || epoch_ > number || pending_.size() > 1;
-    const int signs = by_all + is_over + !epoch.evaluation.empty();  // that nothing more is to come
+    const int signs = by_all + is_over + !epoch.evaluation.empty();  // of a complete epoch
     if (!all && signs < 2 && pending_.size() < 3) return;
     std::string line = fmt::format(" epoch {}", number);
     if (epochs_ > 0) line += fmt::format("/{}", epochs_);
@@ -316,7 +316,7 @@ void Display::end_epochs(bool all, bool is_next) {
   if (all && !epoch_lines_.held.empty()) stay(std::exchange(epoch_lines_.held, {}));
 }
 
-// ---- what it looks like ----
+// ---- output ----
 
 std::string Display::coloured(const char* colour, const std::string& text) const {
   return plan_.colours && *colour ? colour + text + "\x1b[0m" : text;
@@ -328,7 +328,7 @@ void Display::stay(const std::string& line, const char* colour) {
   show(true);
 }
 
-/// Writes the first lines of a kind, then one a second, and, in finish(), the last one.
+/// Writes the first lines of a kind, then at most one a second; keeps the newest unwritten one.
 void Display::thin(Thinned& kind, const std::string& line) {
   const base::TimePoint now = screen_.now();
   kind.held = line;
@@ -343,7 +343,7 @@ double Display::since(base::TimePoint then) const {
   return std::chrono::duration<double>(screen_.now() - then).count();
 }
 
-/// Leaves out the address, then the last words of the reason, if the line is too long.
+/// Describes the wait for ranks. If too long, drops the address, then the end of the reason.
 std::string Display::waiting(size_t width) const {
   const double waited = since(begun_);
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
@@ -363,16 +363,16 @@ std::string Display::status(size_t width) const {
   if (!is_ready_) return waiting(width);
   if (trainers_.empty()) return "running  " + clock_text(since(begun_));
   const double trained = since(trained_since_);
-  const bool plays = quality_.starts_with("  running reward");  // it ends when it plays well
+  const bool plays = quality_.starts_with("  running reward");  // it has no fixed number of steps
   int64_t made = 0, here = 0, all = 0;
   for (const auto& [rank, its] : trainers_) {
     made += its.step;
     here += its.step - its.first.value_or(its.step);
     if (!plays) all = std::max(all, its.steps);
   }
-  made = all > 0 ? std::min(made / count(), all) : made / count();  // by each trainer
+  made = all > 0 ? std::min(made / count(), all) : made / count();  // per trainer
   const double rate = here > 0 ? static_cast<double>(here) / count() / trained : 0;
-  // In the order that they stand in; the greatest number goes first where columns are few.
+  // In display order. If the line is too long, the part with the highest number is dropped first.
   std::vector<std::pair<int, std::string>> parts;
   if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
   if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));
@@ -401,7 +401,7 @@ std::string Display::status(size_t width) const {
   return line().substr(0, width);
 }
 
-/// One line for all trainers: each of them, or if that is too long, who is lost and who is slow.
+/// Returns a line with all trainers, or, if that is too long, with the lost and slowest trainers.
 std::string Display::ranks(size_t width) const {
   std::vector<std::string> all, few;
   const Trainer* slowest = nullptr;
@@ -415,7 +415,7 @@ std::string Display::ranks(size_t width) const {
   return line.size() <= width ? line : fmt::format("{}", fmt::join(few, "  ")).substr(0, width);
 }
 
-/// Returns what erases the live region. A window that got narrower has wrapped its lines.
+/// Returns the text that erases the live region, whose lines wrap if the terminal became narrower.
 std::string Display::erased() {
   if (drawn_.empty()) return {};
   const size_t width = std::max<size_t>(screen_.width(), 1);
@@ -433,7 +433,7 @@ void Display::show(bool at_once) {
   if (!draws && lines_.empty()) return;
   std::string text = erased() + std::exchange(lines_, {});
   if (draws) {
-    const size_t width = std::max<size_t>(screen_.width(), 4) - 3;  // Ctrl-C's echo wraps nothing
+    const size_t width = std::max<size_t>(screen_.width(), 4) - 3;  // room for Ctrl-C's echo
     const std::string first = status(width), second = trainers_.size() > 1 ? ranks(width) : "";
     text += coloured(kCyan, first) + (second.empty() ? "" : '\n' + second);
     drawn_ = {first.size(), second.size()};
@@ -453,7 +453,7 @@ base::TimePoint Display::next_tick() const {
 void Display::tick() {
   if (screen_.now() < next_tick()) return;
   if (plan_.mode == Mode::kLines) stay(" " + status(79));
-  shown_ = screen_.now();  // in the background, too
+  shown_ = screen_.now();  // even if show() does not draw, so that next_tick() advances
   show(true);
 }
 

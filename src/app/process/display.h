@@ -22,7 +22,7 @@ class OutputQueue;
 /// Output of a Display. No function waits for a reader.
 struct Screen {
   std::function<void(std::string text)> write;
-  /// Returns true if lines may be written now: otherwise they wait.
+  /// Returns true if lines may be written now; otherwise the Display queues them.
   std::function<bool()> is_free = [] { return true; };
   /// Returns true if a live region may be drawn now.
   std::function<bool()> may_draw = [] { return true; };
@@ -34,45 +34,45 @@ struct Screen {
 struct DisplayPlan {
   enum class Mode {
     kNone,
-    kWarnings,  ///< JSON lines go to the same terminal: warnings, losses and one hint
+    kWarnings,  ///< only warnings, losses and one hint, because the terminal shows JSON lines
     kLines,     ///< whole lines only
-    kFull,      ///< lines, and below them a live region with a bar
+    kFull,      ///< lines, and below them a live region with a progress bar
   };
   Mode mode = Mode::kNone;
-  bool pretty = false;   ///< on stdout in place of JSON lines
-  bool colours = false;  ///< of a terminal
-  bool hint = false;     ///< kWarnings: names --pretty at the end of a job that ends well
+  bool pretty = false;   ///< writes to stdout instead of JSON lines
+  bool colours = false;  ///< uses terminal colours
+  bool hint = false;     ///< kWarnings: mentions --pretty after a successful job
   bool on_terminal = false;
   std::string header;   ///< the first line
-  std::string address;  ///< of rank 0, if ranks start elsewhere
+  std::string address;  ///< rank 0's, if other launchers start ranks; otherwise empty
   bool has_rank_0 = true;
-  std::string to_go_on;  ///< command line that resumes the job; empty: the job saves nothing
+  std::string to_go_on;  ///< command line that resumes the job; empty if the job does not save
 };
 
-/// Returns stderr, or, where people read stdout, what writes the lines there. Whoever stops a
-/// terminal (Ctrl-S) does not stop the writer.
+/// Returns a Screen on stderr, or on stdout (`lines`) if `plan` is pretty. Writing does not block,
+/// even if the user has stopped the terminal (Ctrl-S).
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines);
 
-/// Chooses the mode by what stdout and stderr are. `progress`: auto, plain or none. `is_first`:
-/// this process is rank 0 or runs all ranks; `is_leader`: nobody else of its group draws a bar.
+/// Chooses the mode by the types of stdout and stderr. `progress`: auto, plain or none. `is_first`:
+/// this process is or starts rank 0. `is_leader`: no other process of its group draws.
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader);
 
-/// Shows people how a job goes, by its events and those of EventSink::progress(): a header, lines
-/// that stay, and a live region that is drawn anew at most 10 times a second. For one thread.
+/// Shows a job's progress to a person, from the job's events and EventSink::progress(): a header,
+/// permanent lines, and a live region that is redrawn at most 10 times a second. Not thread-safe.
 class Display {
  public:
   Display(DisplayPlan plan, Screen screen) : plan_(std::move(plan)), screen_(std::move(screen)) {}
 
   void begin();
   void on_event(const Json& event);
-  /// Shows what changes by itself. To be called at next_tick(), which is kNever if nothing does.
+  /// Updates elapsed times. Call it at next_tick(), which is kNever if there is nothing to update.
   void tick();
   base::TimePoint next_tick() const;
   /// Removes the live region, so that other text can be written to the terminal.
   void clear();
-  /// Shows how the job ended. Nothing more is shown then.
+  /// Shows how the job ended. Later events are ignored.
   void finish(const Json& end);
-  /// Returns true if finish() has told people that a signal ended the job.
+  /// Returns true if finish() has shown that a signal ended the job.
   bool is_told() const { return is_told_; }
   bool pretty() const { return plan_.pretty; }
   bool is_on() const { return plan_.mode != Mode::kNone; }
@@ -81,8 +81,8 @@ class Display {
   using Mode = DisplayPlan::Mode;
   struct Trainer {
     std::string name = {};
-    std::optional<int64_t> first;  // step of its first report
-    int64_t step = 0, steps = 0;   // made, and to be made
+    std::optional<int64_t> first;  // the step in its first report
+    int64_t step = 0, steps = 0;   // completed, and in total
     bool lost = false;
   };
   struct Epoch {
@@ -91,10 +91,10 @@ class Display {
     std::string evaluation;
     bool is_partial = false;
   };
-  struct Thinned {  // lines of one kind
+  struct Thinned {  // lines of one kind, which thin() limits
     int shown = 0;
     base::TimePoint at{};
-    std::string held;  // the newest line, if it was not shown
+    std::string held;  // the newest line, if it is not shown yet
   };
 
   void on_progress(const Json& event);
@@ -114,20 +114,20 @@ class Display {
   const Screen screen_;
   const base::TimePoint begun_ = screen_.now();
   base::TimePoint shown_{}, line_at_ = begun_, trained_since_{};
-  std::string lines_;          // that wait to be written
+  std::string lines_;          // lines to write when the screen is free
   std::vector<size_t> drawn_;  // lengths of the live region's lines
   std::set<std::string> said_;
   bool is_ready_ = false, is_over_ = false, is_told_ = false, is_saved_ = false;
-  std::string missing_, reason_;         // ranks, and why they are waited for
-  std::string address_ = plan_.address;  // where
+  std::string missing_, reason_;         // the missing ranks, and why they are missing
+  std::string address_ = plan_.address;  // where ranks are to connect
   Thinned epoch_lines_, saves_;
   std::map<int64_t, Trainer> trainers_;  // by rank
-  std::map<int64_t, Epoch> pending_;     // epochs without their line yet
-  int64_t ended_ = 0;                    // newest epoch that has its line
+  std::map<int64_t, Epoch> pending_;     // epochs whose line is not shown yet
+  int64_t ended_ = 0;                    // the newest epoch whose line is shown
   int64_t epoch_ = 0, epochs_ = 0;
-  int64_t count_ = 0, trainers_of_job_ = 0;  // processes that train here, and trainers in all
+  int64_t count_ = 0, trainers_of_job_ = 0;  // trainers shown here, and in the job
   std::optional<double> loss_;
-  std::string quality_;  // of the model, or what is trained
+  std::string quality_;  // the model's metrics, or the number of micro-batches
 };
 
 }  // namespace distrain::app

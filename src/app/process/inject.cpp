@@ -21,21 +21,20 @@ using base::invalid;
 
 constexpr std::string_view kRankMark = "@rank=";
 constexpr std::string_view kCheckpoint = "checkpoint.";
-// `delay=50ms`: before each call. `stage=100ms`: a pipeline's stage sleeps in place of computing.
-// `fail=checkpoint.3`: at that system call of the first save. `save=200ms`: before each checkpoint
-// is written.
+// `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep instead of computing.
+// `fail=checkpoint.3` fails the third system call of the first save. `save=200ms` delays the
+// writing of each checkpoint.
 constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};
 
-/// One fault, with the rank that it is for.
 struct InjectedFault {
-  std::string text;         // as it was given
-  std::string kind;         // of kKinds
-  double seconds = 0;       // of all but `fail`
-  int64_t system_call = 0;  // of `fail`
-  std::optional<int> rank;  // none: each rank that the fault is possible on
+  std::string text;         // as the user gave it
+  std::string kind;         // one of kKinds
+  double seconds = 0;       // for all kinds but `fail`
+  int64_t system_call = 0;  // for `fail`
+  std::optional<int> rank;  // if unset: all ranks where the fault is possible
 };
 
-/// "50ms" → 0.05. The range is that of an option in seconds.
+/// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless it is above 0.
 double parse_time(std::string_view value, const std::string& where) {
   constexpr std::pair<std::string_view, double> kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
   const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};

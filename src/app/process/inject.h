@@ -5,11 +5,11 @@
 
 namespace distrain::app {
 
-/// Checks `--inject KIND=VALUE[@rank=N][,...]`: throws `invalid` for a wrong part or unknown rank;
-/// warns of parts without effect. `has_stages`: ranks from 1 on are stages.
+/// Throws `invalid` if `--inject KIND=VALUE[@rank=N][,...]` is malformed or impossible. Warns in
+/// `placement` of faults without effect. `has_stages`: ranks from 1 on are pipeline stages.
 void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement);
 
-/// What meets this rank. Of two that say the same thing the last one holds.
+/// Returns the faults for `rank`. If a kind is given twice, the last one applies.
 job::Injection injection_of(const ParsedOptions& options, int rank);
 
 }  // namespace distrain::app

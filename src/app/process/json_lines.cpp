@@ -18,7 +18,7 @@ Json or_null(std::optional<int> number) { return number ? Json(*number) : Json()
 
 double rounded(double value, double parts) { return std::round(value * parts) / parts; }
 
-/// Adds the fields to those of the same name.
+/// Adds each field to the sum of the same name, if there is one.
 void sum_up(const Json& fields, Json& sums) {
   for (const auto& [name, sum] : sums.items()) {
     const auto value = fields.find(name);
@@ -53,7 +53,7 @@ Json json_event(std::string_view event, const std::string& run_id, const std::st
 }
 
 std::string line_of(const Json& event) {
-  // `replace`: a file name or a message need not be UTF-8.
+  // File names and messages may contain invalid UTF-8, which dump() would throw for.
   return event.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n';
 }
 

@@ -23,10 +23,10 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr auto kSignalGrace = std::chrono::seconds(5);        // after a signal that we passed on
-constexpr auto kFirstPause = std::chrono::milliseconds(250);  // before the job starts again
+constexpr auto kSignalGrace = std::chrono::seconds(5);  // after a signal was forwarded to the ranks
+constexpr auto kFirstPause = std::chrono::milliseconds(250);  // before a restart
 constexpr auto kLongestPause = std::chrono::seconds(30);
-constexpr auto kLasts = std::chrono::seconds(5);  // a rank that was no failure from the start
+constexpr auto kLasts = std::chrono::seconds(5);  // then a rank did not fail at its start
 
 class Launcher {
  public:
@@ -57,13 +57,13 @@ class Launcher {
   }
 
  private:
-  // ---- the ranks, once or several times ----
+  // ---- starts of the job ----
 
-  /// None: all have ended well.
+  /// Runs the ranks until all have ended. Returns null if all succeeded.
   std::optional<Verdict> run_ranks() {
     newest_ = newest_checkpoint();
     if (restarts_ == 0) newest_at_first_ = newest_;
-    group_.emplace(plan_, handlers_, [this](int rank) {  // what is not for the rank that is forked
+    group_.emplace(plan_, handlers_, [this](int rank) {  // called in the forked process
       signals_.reset();
       if (rank != 0) listener_.reset();
     });
@@ -90,7 +90,7 @@ class Launcher {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
 
-  /// Whether it may go better the next time. What ranks had once, memory say, may be there again.
+  /// Returns true if a restart may succeed. Resources may be back if all ranks had joined before.
   bool may_restart(const Verdict& verdict) const {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
@@ -100,7 +100,7 @@ class Launcher {
            !write_error_ && !ended_by_signal_;
   }
 
-  /// Tells of it, and waits a while. False when a signal came meanwhile, or the reader has gone.
+  /// Reports the restart and waits. Returns false after a signal, or if stdout's reader is gone.
   bool prepare_restart(Verdict& verdict) {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
@@ -138,9 +138,9 @@ class Launcher {
     say(fmt::format("{}: {} ({} of {})", message_of(cause), what, restarts_, plan_.max_restarts));
   }
 
-  // ---- ranks that the job goes on without ----
+  // ---- lost ranks that the job continues without ----
 
-  /// One that is lost is started again after a pause, which grows while it does not last.
+  /// Schedules the restart of a lost rank, after a pause that grows while its processes fail early.
   void on_lost(int rank) {
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
     Lost& its = lost_[rank];
@@ -158,7 +158,7 @@ class Launcher {
                                [](const auto& its) { return its.second.at != base::kNever; });
   }
 
-  /// If the job still goes on by now: it may have ended because of that loss.
+  /// Starts the lost ranks whose pause is over, unless the job has ended, as it may after a loss.
   void start_lost_again() {
     const bool goes_on =
         !group_->is_ending() && !group_->is_over() && !ended_by_signal_ && !write_error_;
@@ -173,7 +173,7 @@ class Launcher {
       }
       SpawnedRank spawned = told();
       spawned.rejoins = true;
-      if (!group_->start_again(spawned, rank)) {  // no process is to be had now
+      if (!group_->start_again(spawned, rank)) {  // no process can be started now
         its.is_told = true;
         its.pause = longer(its.pause);
         its.at = base::deadline_after(its.pause);
@@ -184,11 +184,10 @@ class Launcher {
     }
   }
 
-  // ---- the loop ----
+  // ---- event loop ----
 
-  /// Waits until something happens, and sees to it.
   void wait_once() {
-    // Without events it still tells of errors: of a reader that is gone.
+    // Even if no event is requested, poll() reports a reader that has closed the pipe.
     const short writable = output_.empty() ? 0 : POLLOUT;
     std::vector<pollfd> items{{signals_.get(), POLLIN, 0},
                               {write_error_ ? -1 : output_.fd(), writable, 0}};
@@ -207,7 +206,7 @@ class Launcher {
     group_->on_time();
   }
 
-  /// Ranks that are to end must not wait for a reader that sleeps.
+  /// Returns true to read the ranks' lines. Ranks that are ending must not wait for a slow reader.
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {
@@ -226,7 +225,7 @@ class Launcher {
     } else if (number == kSaveSignal) {
       group_->tell_one(number);
     } else if (is_finishing_) {
-      stop_waiting_ = true;  // nobody will read the rest
+      stop_waiting_ = true;  // the user does not want the rest
     } else if (!ended_by_signal_) {
       ended_by_signal_ = number;
       signalled_at_ = base::Clock::now();
@@ -238,15 +237,15 @@ class Launcher {
     }
   }
 
-  /// Ctrl-Z reaches the terminal's foreground group, which the ranks are not in. Where SIGTSTP is
-  /// ignored, by this process or, in a group without a shell, by the kernel, they go on at once.
+  /// Stops the ranks, which are not in the terminal's foreground group, and this process until
+  /// SIGCONT. If SIGTSTP is ignored, or this group is orphaned, all continue at once.
   void stop_for_a_while() {
     const base::TimePoint since = base::Clock::now();
     group_->stop();
     clear_display();
     const sigset_t set = base::signal_set({SIGTSTP});
     raise(SIGTSTP);
-    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);  // until somebody sends SIGCONT
+    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);  // stops here until SIGCONT
     pthread_sigmask(SIG_BLOCK, &set, nullptr);
     group_->go_on(base::Clock::now() - since);
   }
@@ -262,9 +261,9 @@ class Launcher {
     group_->end_unheard();
   }
 
-  // ---- the end ----
+  // ---- end ----
 
-  /// What rank 0 has told our ranks, where another launcher has it.
+  /// Takes rank 0's run id and options from the ranks' lines, if another launcher runs rank 0.
   void hear_of_run() {
     for (const Child& child : group_->ranks()) {
       if (run_id_.empty()) run_id_ = child.run_id();
@@ -302,7 +301,7 @@ class Launcher {
     pump();
     await_reader();
     display_.finish(end);
-    // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
+    // The signal may also have ended stdout's reader, or a closed terminal may have caused both.
     const bool took_reader =
         cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
     if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
@@ -310,7 +309,7 @@ class Launcher {
     return cause ? cause->exit_code : 0;
   }
 
-  /// Until stdout's reader has all lines, or takes none when a signal has ended the job.
+  /// Writes all lines. If a signal ended the job, waits at most kReaderGrace for a blocked reader.
   void await_reader() {
     const base::TimePoint since = base::Clock::now();
     while (!output_.empty() && !write_error_ && !stop_waiting_) {
@@ -325,11 +324,11 @@ class Launcher {
     print(event, line_of(event));
   }
 
-  /// Passes an event on to whoever reads it: a program its line, a person the display.
+  /// Passes an event to the display and, unless the display writes to stdout, writes its line.
   void print(const Json& event, std::string line) {
     if (write_error_) return;
     const std::string name = text_in(event, "event");
-    // A rank that obeys the signal before rank 0 does is no loss.
+    // A rank that ends on the signal before rank 0 does is not lost.
     if (!ended_by_signal_ || name != "lost") display_.on_event(event);
     if (!display_.pretty() && name != kProgress) output_.push(std::move(line));
   }
@@ -340,33 +339,33 @@ class Launcher {
   }
 
   const LaunchPlan& plan_;
-  std::string run_id_;  // empty: not known yet
+  std::string run_id_;  // empty while unknown
   Json config_;
   net::Fd listener_;
   net::Fd signals_;
   OutputQueue output_;
   Display display_;
   const Child::Handlers handlers_;
-  std::optional<RankGroup> group_;  // of the newest start
-  double rss_mb_ = 0;               // of the largest rank of any start
+  std::optional<RankGroup> group_;  // the ranks of the latest start
+  double rss_mb_ = 0;               // the largest peak memory of any rank in any start
   struct Lost {
     nanoseconds pause{0};
-    base::TimePoint at = base::kNever;  // it is started again
-    base::TimePoint started{};          // last
-    bool is_told = false;               // that it is started again, which has failed so far
+    base::TimePoint at = base::kNever;  // when the rank is started again
+    base::TimePoint started{};          // when the rank was last started
+    bool is_told = false;               // the restart is reported but not done yet
     Cause cause;
   };
   std::map<int, Lost> lost_;                             // by rank
-  int restarts_ = 0;                                     // of ranks, or of all of them
-  uint32_t generation_ = 0;                              // of all of them
-  bool has_met_ = false;                                 // once, all ranks have
-  std::optional<std::string> newest_at_first_, newest_;  // checkpoints: when it last started
+  int restarts_ = 0;                                     // restarts of the job and of single ranks
+  uint32_t generation_ = 0;                              // restarts of the job
+  bool has_met_ = false;                                 // all ranks had joined in some start
+  std::optional<std::string> newest_at_first_, newest_;  // at the first and the latest start
   nanoseconds pause_{0};
   base::TimePoint wake_at_ = base::kNever;
   int ended_by_signal_ = 0;
   base::TimePoint signalled_at_{};
   bool is_finishing_ = false;
-  bool stop_waiting_ = false;  ///< a second signal: stdout is not waited for either
+  bool stop_waiting_ = false;  ///< set by a second signal: do not wait for stdout's reader
   int write_error_ = 0;
 };
 

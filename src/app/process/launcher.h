@@ -14,30 +14,30 @@ namespace distrain::app {
 
 struct LaunchPlan {
   std::string cmd;
-  /// What each rank is told, with its own number and descriptors. The launcher closes `listen_fd`
-  /// once no rank will need it any more.
+  /// Settings for all ranks; the launcher sets each rank's number and descriptors. It closes
+  /// `listen_fd` when no later rank 0 can need it.
   SpawnedRank told;
   job::Json config;
   std::vector<int> ranks;
   std::function<std::string(int rank)> role;
-  /// Runs in the child; gives its exit code.
+  /// Runs the rank in its process and returns the exit code.
   std::function<int(const SpawnedRank&)> rank_main;
   double peer_timeout_s = 5;
-  /// How long the ranks may take after a signal without progress of a save; 0: they save none.
+  /// Time to end after a signal without progress of a save; 0 if the job does not save.
   std::chrono::seconds save_grace{0};
   int max_restarts = 0;
-  /// Returns the newest checkpoint that rank 0 saved; null if rank 0 is elsewhere or saves none.
+  /// Returns the newest checkpoint. Empty if another launcher has rank 0 or the job does not save.
   std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
   DisplayPlan display;
 };
 
-/// Forks the ranks, carries their lines to stdout, and ends when all of them have ended. A process
-/// that has threads starts them by exec as well (rank_image), which takes longer. Gives back the
-/// exit code. Everything happens on the calling thread.
+/// Forks the ranks, forwards their lines to stdout, and returns the exit code when all ranks have
+/// ended. Uses the calling thread only. If this process has other threads, the ranks also call
+/// exec (rank_image()), which takes longer.
 ///
-/// Ranks that fail for a reason that may pass are started again, `max_restarts` times at most,
-/// after a pause that grows while the job gets no further.
+/// If ranks fail for a reason that may be temporary, starts them again, at most `max_restarts`
+/// times, after a pause that grows as long as the job makes no progress.
 int run_launcher(const LaunchPlan& plan);
 
 }  // namespace distrain::app

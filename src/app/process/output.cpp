@@ -16,7 +16,7 @@ int write_all(int fd, std::string_view text) {
     const ssize_t written = write(fd, text.data(), text.size());
     if (written >= 0) {
       text.remove_prefix(static_cast<size_t>(written));
-    } else if (errno == EAGAIN) {  // someone else made the shared descriptor non-blocking
+    } else if (errno == EAGAIN) {  // another process made the shared descriptor non-blocking
       pollfd item{fd, POLLOUT, 0};
       poll(&item, 1, -1);
     } else if (errno != EINTR) {
@@ -56,7 +56,7 @@ void OutputQueue::clear() {
 
 int OutputQueue::pump() {
   while (!lines_.empty() && is_writable(fd_)) {
-    // A pipe that poll() calls writable takes PIPE_BUF bytes without blocking; all if it is empty.
+    // A writable pipe takes PIPE_BUF bytes without blocking, and an empty pipe its capacity.
     int waiting = 0;
     const bool is_empty = ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0;
     const size_t at_once = pipe_ == 0 ? std::string::npos : is_empty ? pipe_ : PIPE_BUF;

@@ -11,25 +11,25 @@
 
 namespace distrain::app {
 
-/// Writes all of `text`, in one write(2) unless the kernel takes less. Gives back 0 or errno.
+/// Writes all of `text`, in one write(2) if the kernel accepts it. May block. Returns 0 or errno.
 int write_all(int fd, std::string_view text);
 
-/// Returns true if a write to `fd` does not wait: the kernel takes some bytes, or the write fails.
+/// Returns true if a write to `fd` would not block: it accepts some bytes or fails at once.
 bool is_writable(int fd);
 
-/// "PROGRAM: `message`", a line on stderr; where nobody can hear it, nothing.
+/// Prints the line "PROGRAM: `message`" to stderr. Ignores errors.
 void say(std::string_view message);
 
-/// What a failed write to stdout ends the process with: 141 when the reader went away, else 9,
-/// which is said on stderr unless that is for somebody else to do.
+/// Returns the exit code after a write to stdout failed with errno `error`: 141 if the reader has
+/// closed the pipe, otherwise 9. If `say_so`, reports errors other than a closed pipe on stderr.
 int exit_code_of_write_error(int error, bool say_so = true);
 
-/// How long who ends by a signal waits for a reader that takes nothing.
+/// How long a process that a signal ends waits for a reader that reads nothing.
 inline constexpr auto kReaderGrace = std::chrono::seconds(2);
 
-/// Lines waiting for their reader, so that a slow one stops the output but not who writes, who
-/// still has to take signals. The descriptor stays in blocking mode: it may be shared with a shell.
-/// So a pipe gets no more at once than it surely takes: a long line in several writes.
+/// Queues lines, so that a slow reader does not block the writing thread, which also handles
+/// signals. The descriptor stays in blocking mode, because it may be shared with a shell. So writes
+/// to a pipe are no larger than what the pipe accepts without blocking.
 class OutputQueue {
  public:
   explicit OutputQueue(int fd);
@@ -39,27 +39,26 @@ class OutputQueue {
     lines_.push_back(std::move(line));
   }
   bool empty() const { return lines_.empty(); }
-  /// Nothing more should be pushed before some of it is gone.
+  /// Returns true if the queue is above its limit: push nothing before pump() has written some.
   bool full() const { return bytes_ > kMaxBytes; }
-  /// When who ends by a signal, and waits since `since`, waits for the reader no more.
+  /// Returns when to give up the reader: kReaderGrace after `since` or the last write.
   base::TimePoint given_up_at(base::TimePoint since) const {
     return std::max(since, taken_at_) + kReaderGrace;
   }
   int fd() const { return fd_; }
 
-  /// Writes while the descriptor is writable. Gives back 0 or errno.
+  /// Writes lines while the descriptor is writable. Returns 0 or errno.
   int pump();
-  /// What waits is lost.
   void clear();
 
  private:
   static constexpr size_t kMaxBytes = 1 << 20;
 
   int fd_;
-  size_t pipe_ = 0;     // bytes that it holds; 0: no pipe
-  size_t written_ = 0;  // of the first line
+  size_t pipe_ = 0;     // the pipe's capacity in bytes; 0: not a pipe
+  size_t written_ = 0;  // bytes of the first line
   size_t bytes_ = 0;
-  base::TimePoint taken_at_{};  // the reader took some
+  base::TimePoint taken_at_{};  // the last successful write
   std::deque<std::string> lines_;
 };
 

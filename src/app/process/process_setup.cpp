@@ -33,13 +33,13 @@ namespace {
 
 bool is_directory_gone = false;
 
-// Prints one line if memory or threads run out where no handler can catch it: while libraries are
-// set up, or on a thread of a library. Other exceptions abort, as they do by default.
+// The terminate handler. If memory or threads run out where no code can catch the exception (while
+// libraries are loaded, or on a library's thread), prints one line and exits. Otherwise aborts.
 [[noreturn]] void end_unhandled() noexcept {
   try {
     if (std::current_exception()) throw;
   } catch (const std::bad_alloc&) {
-    // say() would allocate, fail as well, and come back here until the stack is full.
+    // say() would allocate and fail too, and this handler would recurse until the stack overflows.
     constexpr std::string_view kLine = ": out of memory: is ulimit -v too small?\n";
     const char* const name = program_invocation_short_name;
     if (write(STDERR_FILENO, name, strlen(name)) > 0) write_all(STDERR_FILENO, kLine);
@@ -52,9 +52,9 @@ bool is_directory_gone = false;
   std::abort();
 }
 
-// Called before the constructors of shared libraries. oneMKL's ends a process whose working
-// directory has been deleted, so this process leaves the directory, and says so in main(). The
-// attributes and system calls are for the sanitizers, which may not be set up yet.
+// Called before the constructors of shared libraries. oneMKL's ends the process if the working
+// directory was deleted, so this function leaves the directory, and main() reports the error. It
+// avoids the sanitizers, which may not be initialized yet.
 __attribute__((no_sanitize("address"))) __attribute__((no_sanitize("thread"))) void
 begin_before_libraries() {
   std::set_terminate(end_unhandled);
@@ -73,8 +73,8 @@ void expect_working_directory() {
 }
 
 base::TimePoint process_start() {
-  // Loading is bound by the processor, so the time used until now is the time since exec. The
-  // start time in /proc/self/stat would not do: it is the fork's, and a shell may exec much later.
+  // Loading is CPU-bound, so the CPU time used until now is the time since exec. The start time in
+  // /proc/self/stat is the time of fork, and a shell may exec much later.
   timespec used{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
   return std::chrono::steady_clock::now() - std::chrono::seconds(used.tv_sec) -
@@ -83,7 +83,7 @@ base::TimePoint process_start() {
 
 bool secure_standard_fds() {
   const bool stdout_open = fcntl(STDOUT_FILENO, F_GETFD) != -1;
-  // open() takes the lowest free number: this fills 0, 1 and 2 and nothing else.
+  // open() returns the lowest free number, so this fills 0, 1 and 2 and nothing else.
   int fd = STDIN_FILENO;
   while (fd >= 0 && fd <= STDERR_FILENO) fd = open("/dev/null", O_RDWR);
   if (fd >= 0) close(fd);
@@ -92,27 +92,27 @@ bool secure_standard_fds() {
 
 void set_up_process() {
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN);  // beyond `ulimit -f` a write fails, and says so
-  // A rank may have a connection to each of a thousand others, and shells give 1,024 descriptors
-  // for the sake of programs that use select().
+  signal(SIGXFSZ, SIG_IGN);  // a write beyond `ulimit -f` fails with an error
+  // A rank may need a connection to each of a thousand other ranks; the default limit, for programs
+  // that use select(), is 1,024 descriptors.
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = std::max(files.rlim_cur, std::min<rlim_t>(files.rlim_max, 65536));
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  // Blocks up to the largest threshold that glibc takes come from the heap, and the heap is not
-  // given back at each free: the page faults of fresh blocks halve ResNet50's speed.
+  // Allocates blocks up to 32 MiB, glibc's largest threshold, from the heap, and keeps freed memory
+  // there, because the page faults of new blocks halve ResNet50's speed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
-  // Heaps of other threads than the first are given back whenever 64 MiB of one are free: half a
-  // million page faults in 150 steps of a ConvNet, against 60,000 with one heap.
+  // Uses one heap, because glibc returns other threads' heaps to the kernel whenever 64 MiB are
+  // free: half a million page faults in 150 steps of a ConvNet, against 60,000 with one heap.
   mallopt(M_ARENA_MAX, 1);
   nn::reuse_tensor_memory();
 }
 
 sigset_t ending_signals(std::initializer_list<int> more) {
-  // A blocked signal is delivered to sigwait and signalfd even when it is ignored, so it matters.
-  // Not for SIGINT: a script's `distrain hybrid &` ignores it too, and is still to be ended by one.
+  // sigwait() and signalfd also receive blocked signals that are ignored, so an ignored SIGHUP must
+  // be left out. SIGINT is not: a script's background job ignores SIGINT, but SIGINT must end it.
   struct sigaction hangup {};
   sigaction(SIGHUP, nullptr, &hangup);
   sigset_t set = base::signal_set(more);
@@ -127,15 +127,15 @@ void leave_process(int exit_code) {
     signal(SIGINT, SIG_DFL);
     const sigset_t set = base::signal_set({SIGINT});
     pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-    raise(SIGINT);  // comes back in a container's first process, which no signal ends
+    raise(SIGINT);  // returns in a container's first process, which SIGINT cannot kill
   }
   _exit(exit_code);
 }
 
 namespace {
 
-/// Throws unless this process can start so many more threads: LibTorch waits forever for a thread
-/// of its pool that could not be started.
+/// Throws std::system_error if this process cannot start `count` more threads, because LibTorch
+/// waits forever for a thread of its pool that did not start.
 void expect_threads(int count) {
   std::vector<std::jthread> threads;
   std::promise<void> all;  // destroyed first, which ends the threads' wait
@@ -152,8 +152,8 @@ int set_up_threads(int wanted, int ranks) {
   if (wanted > 1) expect_threads(wanted - 1);
   if (wanted > 0) at::set_num_threads(wanted);
   try {
-    at::set_num_interop_threads(1);  // no scenario uses torch's own inter-op pool
-  } catch (const c10::Error&) {      // but main() has, before us
+    at::set_num_interop_threads(1);  // no job uses torch's inter-op pool
+  } catch (const c10::Error&) {      // main() has set it already
   }
   return at::get_num_threads();
 }

@@ -10,35 +10,35 @@ namespace distrain::app {
 using base::host_name;
 using base::peak_rss_mb;
 
-/// Throws `invalid` if the working directory of this process had been deleted when it began.
+/// Throws `invalid` if the working directory did not exist any more when this process began.
 void expect_working_directory();
 
-/// When this process began, for wall_s and startup_s: loading LibTorch takes longer than the rest
-/// of a small job's start, so it counts. To be called first in main.
+/// Returns the time when this process began, before it loaded its libraries: loading LibTorch is
+/// most of a small job's startup time. Call it first in main().
 base::TimePoint process_start();
 
-/// Opens /dev/null as fd 0 and 2 where they are closed. False when stdout is closed.
+/// Opens /dev/null as each closed descriptor of 0, 1 and 2. Returns false if stdout was closed.
 bool secure_standard_fds();
 
-/// Signals, allocators: what should hold before the first thread and the first big block.
+/// Sets signal actions, limits and allocator options. Call before threads and large allocations.
 void set_up_process();
 
-/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) ignores it;
-/// and `more`.
+/// Returns the signals that end a job or a rank, and `more`: SIGINT, SIGTERM and, unless it is
+/// ignored (nohup), SIGHUP.
 sigset_t ending_signals(std::initializer_list<int> more = {});
 
-/// The signal by which a job saves and goes on.
+/// The signal that makes a job save and continue.
 inline constexpr int kSaveSignal = SIGUSR1;
 
-/// The signal by which a rank tells what it waits for, and goes on.
+/// The signal that makes a rank report its waits and continue.
 inline constexpr int kQuestionSignal = SIGQUIT;
 
-/// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
-/// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
+/// Ends the process at once; callable on any thread. If `exit_code` is 130, raises SIGINT instead
+/// of exiting, because a shell loop stops only if SIGINT killed its command.
 [[noreturn]] void leave_process(int exit_code);
 
-/// Sets the number of LibTorch's intra-op threads and returns it. If `wanted` is 0, the number is
-/// that of OMP_NUM_THREADS, or else a fair share of the CPUs among `ranks` that use them.
+/// Sets and returns the number of LibTorch's intra-op threads. If `wanted` is 0: OMP_NUM_THREADS if
+/// set, otherwise the CPUs divided by `ranks`. Throws if a thread cannot be started.
 int set_up_threads(int wanted, int ranks);
 
 }  // namespace distrain::app

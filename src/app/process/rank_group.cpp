@@ -14,11 +14,11 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr auto kTermGrace = std::chrono::seconds(2);            // after SIGTERM of ours
-constexpr auto kExtraGrace = std::chrono::seconds(2);           // beyond the peer timeout
-constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ranks are there
-constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // of one that all others blame
-constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // beyond the peer timeout
+constexpr auto kTermGrace = std::chrono::seconds(2);            // after the launcher's SIGTERM
+constexpr auto kExtraGrace = std::chrono::seconds(2);           // added to the peer timeout
+constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ranks have joined
+constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // for a rank that all others blame
+constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // added to the peer timeout
 
 bool is_secondary(const Child& child) {
   if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
@@ -27,13 +27,13 @@ bool is_secondary(const Child& child) {
          kind == base::kind_name(base::ErrorKind::kCancelled);
 }
 
-/// Its words on why it failed: the `error` line, which may name a cause elsewhere, or else the last
-/// line, which alone tells of a signal that it took.
+/// Returns the line that says why the rank failed: its `error` line, which may blame another rank,
+/// or else its last line, which may name a signal.
 const Json& reason(const Child& child) {
   return child.error().empty() ? child.rank_end() : child.error();
 }
 
-/// The other rank that it names as the cause.
+/// Returns the other rank that `child` names as the cause of its failure, if any.
 std::optional<int> blamed_rank(const Child& child) {
   const Json rank = reason(child).value("cause_rank", Json());
   if (!rank.is_number() || rank == child.rank()) return std::nullopt;
@@ -84,7 +84,7 @@ void RankGroup::start_rank(SpawnedRank spawned, int rank) {
   spawned.out_fd = child.lines_fd();
   if (rank != 0) spawned.listen_fd = -1;
   const auto forked = [&] {
-    children_.clear();  // with the pipes of the other ranks, which this one must not keep
+    children_.clear();  // closes the inherited pipes of the other ranks
     in_child_(rank);
     return plan_.rank_main(spawned);
   };
@@ -92,7 +92,7 @@ void RankGroup::start_rank(SpawnedRank spawned, int rank) {
   children_.push_back(std::move(child));
 }
 
-// ---- the loop ----
+// ---- event loop ----
 
 bool RankGroup::any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
 
@@ -108,7 +108,7 @@ void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
 void RankGroup::read(bool lines) {
   for (Child& child : children_) {
     if (child.alive()) child.read_pipes(lines);
-    // A save that goes on is waited for: the limit begins anew.
+    // Progress of a save restarts the grace period.
     const bool is_limited = phase_ != Phase::kKilled && deadline_ != base::kNever;
     if (child.take_saving() && is_limited) deadline_ = base::deadline_after(grace_);
   }
@@ -125,7 +125,7 @@ std::vector<int> RankGroup::reap() {
       on_failure(child);
     }
   }
-  // Successors that were late look for a rank 0 that is no more.
+  // Kills successors that have not joined before the end, because rank 0 is gone.
   const auto is_there = [](const Child& child) {
     return child.alive() && (!child.is_successor() || child.ready());
   };
@@ -133,8 +133,9 @@ std::vector<int> RankGroup::reap() {
   return lost;
 }
 
-/// It is lost, and the job goes on: it blames nobody else, and we have not ended it. Where a job
-/// saves, one that a signal has told to end is to end the job; otherwise that is a loss, too.
+/// Returns true if the job continues without this failed rank: it was killed, cut off, stopped too
+/// long or out of resources. If it obeyed a signal, that ends a job that saves, and is a loss
+/// otherwise.
 bool RankGroup::is_spared(const Child& child) const {
   if (!child.failed() || !child.may_be_lost()) return false;
   if (child.is_given_up()) return true;
@@ -147,7 +148,7 @@ bool RankGroup::is_spared(const Child& child) const {
          code == base::exit_code(base::ErrorKind::kResources);
 }
 
-/// A successor that has found no place in the job any more.
+/// Returns true for a successor that could not join the job any more.
 bool RankGroup::never_met(const Child& child) const {
   return child.is_successor() && !child.ready() &&
          (child.exit_code() == base::exit_code(base::ErrorKind::kRendezvous) || child.killed());
@@ -167,7 +168,7 @@ base::TimePoint RankGroup::next_deadline() const {
 void RankGroup::on_time() {
   if (base::Clock::now() >= kill_blamed_at_) {
     kill_blamed_at_ = base::kNever;
-    // It is stopped, or cut off, and there is nobody left to wait for a word of it.
+    // The blamed rank is stopped or cut off, so it will not report an error by itself.
     if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
   }
   for (Child& child : children_) {
@@ -185,7 +186,7 @@ void RankGroup::on_time() {
   enter(Phase::kTerminating, kTermGrace);
 }
 
-/// The rank that all others have ended for, if it has not.
+/// Returns the living rank that all other ranks blame for their failure; null if there is none.
 Child* RankGroup::blamed_by_all() {
   std::optional<int> rank;
   for (const Child& child : children_) {
@@ -200,8 +201,8 @@ Child* RankGroup::blamed_by_all() {
   return by_all ? &*blamed : nullptr;
 }
 
-/// Until when others may take a rank that is stopped for one that is there. While they meet they
-/// wait for it, and at the end they have gone: it is for the launcher to see.
+/// Returns when the launcher kills a stopped rank; kNever if `child` is not stopped. The other
+/// ranks do not notice a stopped rank while they join, or when they have left at the end.
 base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const nanoseconds limit = as_time(plan_.peer_timeout_s);
   const bool counts =
@@ -213,31 +214,31 @@ void RankGroup::on_failure(const Child& child) {
   if (blamed_by_all()) kill_blamed_at_ = base::deadline_after(kBlamedGrace);
   if (!child.stopped_by()) {
     if (phase_ == Phase::kKilled) return;
-    // Sooner than a save would take: there will be none now.
+    // There will be no save now, so its longer grace period is cut short.
     phase_ = std::max(phase_, Phase::kGrace);
     const nanoseconds grace = failure_grace();
     if (base::deadline_after(grace) < deadline_) set_deadline(grace);
   } else if (phase_ == Phase::kRunning) {
-    // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
+    // A signal stopped this rank, so the others stop too, after rank 0 has saved.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
   }
 }
 
-/// How long the others may take to notice that a rank failed.
+/// Returns how long the other ranks may take to notice that a rank failed.
 nanoseconds RankGroup::failure_grace() const {
-  // One that others blame is about to say what happened.
+  // False if a living rank is blamed, which is about to report its own error.
   const bool told = std::ranges::none_of(children_, [this](const Child& child) {
     const Child* const blamed = find(blamed_rank(child));
     return child.failed() && blamed && blamed->alive();
   });
-  // Those that look for each other would do so until the join timeout.
+  // Ranks that are joining would notice the failure only at the join timeout.
   if (!has_met() && told) return kMeetingGrace;
   return kExtraGrace + as_time(plan_.peer_timeout_s);
 }
 
-// ---- how they end ----
+// ---- end ----
 
-/// It only ever gets more serious.
+/// Enters `phase` and sets its deadline, unless a later phase has begun.
 void RankGroup::enter(Phase phase, nanoseconds grace) {
   if (phase < phase_) return;
   phase_ = phase;
@@ -287,18 +288,18 @@ void RankGroup::go_on(base::Duration stopped) {
   if (deadline_ != base::kNever) deadline_ += stopped;
 }
 
-// ---- why they ended ----
+// ---- verdict ----
 
-/// Null for a rank that is not here.
+/// Returns null if this launcher does not run the rank.
 const Child* RankGroup::find(std::optional<int> rank) const {
   const auto child = std::ranges::find(children_, rank, &Child::rank);
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// For another reason than that we asked for it: a save that failed is one, or a crash, whatever
-/// signal of ours came while it was at its core dump.
+/// Returns true if the rank failed for another reason than a signal of the launcher. A failed save
+/// and a crash count even after such a signal, which may have arrived during the core dump.
 bool RankGroup::failed_itself(const Child& child) const {
-  if (is_spared(child)) {  // unless somebody who has failed puts it down to this one
+  if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {
       return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank();
     });
@@ -308,9 +309,9 @@ bool RankGroup::failed_itself(const Child& child) const {
   return child.failed() && (!child.ended_by_us() || failed_to_save || is_crash(child.signal()));
 }
 
-/// Null if none failed by itself.
+/// Returns the rank whose failure is the root cause; null if no rank failed by itself.
 const Child* RankGroup::root_cause() const {
-  // A rank that blames another of ours with a reason of its own comes after that one.
+  // A rank that blames a rank of this launcher with a reason of its own comes after that rank.
   const auto blames_another = [this](const Child& child) {
     const Child* const other = find(blamed_rank(child));
     return other && failed_itself(*other) && !is_secondary(*other);
@@ -323,7 +324,7 @@ const Child* RankGroup::root_cause() const {
   return first != children_.end() && failed_itself(*first) ? &*first : nullptr;
 }
 
-/// The end of a job by a signal to the launcher, or else to a rank that made the others stop, too.
+/// Returns the verdict if a signal to the launcher (`number`, or 0) or to a rank ended the job.
 std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
   const bool is_ours = number != 0;
   const Child* first = nullptr;
@@ -331,12 +332,12 @@ std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
     const int taken = child.stopped_by();
     if (!taken) continue;
     if (!first) first = &child;
-    // Ranks that another one told to stop call that SIGTERM.
+    // Ranks that stopped because of another rank report SIGTERM, so prefer any other signal.
     if (!is_ours && (number == 0 || number == SIGTERM)) number = taken;
   }
   if (!number) return std::nullopt;
   Verdict verdict{cause_by_signal(number), true, {}};
-  // Rank 0 tells where it saved.
+  // Rank 0's message says where it saved.
   if (first) verdict.cause.message = first->rank_end().value("message", verdict.cause.message);
   return verdict;
 }
@@ -362,7 +363,7 @@ Cause RankGroup::cause_from(const Child& child) const {
   } else if (told.contains("kind") && told.contains("message")) {
     cause.kind = told.value("kind", "");
     cause.message = told.value("message", "");
-    // It may have said what went wrong before a signal came.
+    // The rank reported its error before the signal killed it.
     if (child.signal()) cause.exit_code = told.value("exit_code", cause.exit_code);
     if (const auto other = blamed_rank(child)) {
       cause.rank = other;
@@ -381,7 +382,7 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   const Child* const child = root_cause();
   if (!child && stopped_rank_) return Verdict{cause_from(*find(stopped_rank_)), false, {}};
   const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
-  if (!child && !all_stopped && !is_over() && ended_by == 0) {  // none is left to go on
+  if (!child && !all_stopped && !is_over() && ended_by == 0) {  // no rank is left to continue
     const auto last = std::ranges::max_element(children_, {}, [this](const Child& each) {
       return std::pair(is_spared(each), each.ended_at());
     });
@@ -389,10 +390,10 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   }
   if (!child || all_stopped) return verdict_by_signal(ended_by);
   Verdict verdict{cause_from(*child), false, {}};
-  // A rank that threw has said so in its own line, best the one that is the cause itself.
+  // Prefers the `error` line of the rank that is the cause.
   const Child* const named = find(verdict.cause.rank);
   const Child* teller = named && !named->error().empty() ? named : child;
-  // Of one that the job could have gone on without the others tell why it does not.
+  // If the job could have continued without `child`, another rank's error says why it did not.
   if (is_spared(*child)) {
     const auto other = std::ranges::find_if(children_, [&](const Child& each) {
       return !each.error().empty() && !is_spared(each) && blamed_rank(each) == child->rank();

@@ -15,84 +15,84 @@
 
 namespace distrain::app {
 
-/// Whether a signal means that the program itself went wrong, rather than somebody ending it.
+/// Returns true for signals of a program error, such as SIGSEGV, which nobody sends to end a rank.
 bool is_crash(int signal);
 
-/// Why ranks did not do what they were to do.
+/// The reason why a start of the job failed.
 struct Verdict {
   Cause cause;
-  bool by_signal = false;  ///< that one of them, or the launcher, was to end by
-  Json error;              ///< the `error` line of the rank that has said so; null: none could
+  bool by_signal = false;  ///< a signal to the launcher or a rank ended the job
+  Json error;              ///< a rank's `error` line; null if no rank reported one
 };
 
-/// The ranks of one start of a job, here, from the first fork to the last end.
+/// The ranks that this launcher runs for one start of the job, from fork to exit.
 ///
-/// After the first rank that fails the others have a grace to end by themselves (they notice within
-/// the peer timeout), then they get SIGTERM, then SIGKILL; before all have met, the grace is short.
-/// The first failure is the root cause, but "a peer was lost" never is while another reason shows
-/// up within the grace, nor a failure that is put down to another rank with a reason of its own.
+/// After the first failure, the other ranks have a grace period to end by themselves, because they
+/// notice the failure within the peer timeout. Then they get SIGTERM, then SIGKILL. The grace
+/// period is short if not all ranks have joined yet. The root cause is the first failure,
+/// preferably one that is neither a lost peer nor blamed on another rank.
 ///
-/// A rank that the job goes on without (Child::may_be_lost) may be lost: that is no failure, unless
-/// others say that they end because of it.
+/// If the job continues without a lost rank (Child::may_be_lost), the loss is no failure unless
+/// other ranks end because of it.
 class RankGroup {
  public:
-  /// `in_child` is called in each rank that is forked, to close what is not for it.
+  /// `in_child` is called in each forked process to close the launcher's descriptors.
   RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
             std::function<void(int rank)> in_child);
 
-  /// Forks them, or none. All are told `told`, rank 0 its `listen_fd`.
+  /// Starts the ranks. If one cannot be started, kills the others; verdict() returns the error.
   void start(const SpawnedRank& told);
 
-  /// Starts a lost rank once more, in the midst of the job. False: it cannot be started now.
+  /// Starts a lost rank again while the job runs. Returns false if it cannot be started now.
   bool start_again(const SpawnedRank& told, int rank);
 
   bool any_alive() const;
-  /// All ranks of the job have found each other.
+  /// Returns true if all ranks of the job have joined.
   bool has_met() const;
-  /// They are to end, for whatever reason: nobody is to be waited for.
+  /// Returns true if the ranks are to end, for any reason.
   bool is_ending() const { return phase_ != Phase::kRunning; }
-  /// One of them has ended well: so do the others.
+  /// Returns true if a rank has ended successfully, which means that the job is complete.
   bool is_over() const;
-  /// Ascending by rank.
+  /// Returns the ranks in ascending order.
   const std::vector<Child>& ranks() const { return children_; }
-  /// Of the largest rank that has ended.
+  /// Returns the largest peak memory of the ranks that have ended, in MiB.
   double rss_mb() const { return rss_mb_; }
 
-  // ---- what the launcher's loop does ----
+  // ---- called by the launcher's event loop ----
 
-  /// Adds what is to be waited for; JSON lines only if `lines`.
+  /// Adds the pipes to poll; those of JSON lines only if `lines`.
   void add_to(std::vector<pollfd>& items, bool lines) const;
   void read(bool lines);
-  /// Sees to those that have ended. Gives back the ranks that were lost, and the job goes on.
+  /// Handles ranks that have ended. Returns the lost ranks that the job continues without.
   std::vector<int> reap();
-  /// When on_time() is to be called; kNever: not yet known.
+  /// Returns when on_time() is to be called; kNever if there is no deadline.
   base::TimePoint next_deadline() const;
   void on_time();
 
-  // ---- what the launcher asks of them ----
+  // ---- signals to the ranks ----
 
-  /// They got `signal`, or are to, and may take `grace` to end by it.
+  /// Sends `signal` to the ranks and gives them `grace` to end.
   void end(int signal, std::chrono::nanoseconds grace);
-  /// Nobody reads what they write: they are to save and end, unless they are to end already.
+  /// Makes the ranks save and end because stdout's reader is gone, unless they were told to end.
   void end_unheard();
   void kill();
-  /// To one of them, or to all, a signal that does not end them.
+  /// Sends a signal that does not end ranks to one living rank, or to all.
   void tell_one(int signal);
   void tell_all(int signal);
-  /// Stops their processes; has them go on.
+  /// Stops the ranks' processes; go_on() continues them and extends the deadline by `stopped`.
   void stop();
   void go_on(base::Duration stopped);
 
-  /// Why a rank that was lost is.
+  /// Returns why a lost rank failed.
   Cause cause_of_loss(int rank) const { return cause_from(*find(rank)); }
-  /// None: all have ended well. `ended_by`: the signal that the launcher got, 0 if none.
+  /// Returns null if all ranks succeeded. `ended_by`: the signal to the launcher; 0 if none.
   std::optional<Verdict> verdict(int ended_by) const;
 
  private:
   enum class Phase {
     kRunning,
     kGrace,        ///< a rank failed; the others should end by themselves
-    kTerminating,  ///< they got SIGTERM, or the signal that the launcher got
+    kTerminating,  ///< the ranks got SIGTERM or the launcher's signal
     kKilled,
   };
 
@@ -118,11 +118,11 @@ class RankGroup {
   std::vector<Child> children_;
   Phase phase_ = Phase::kRunning;
   base::TimePoint deadline_ = base::kNever;
-  std::chrono::nanoseconds grace_{0};  // that deadline_ follows from
+  std::chrono::nanoseconds grace_{0};  // the grace period that ends at deadline_
   base::TimePoint kill_blamed_at_ = base::kNever;
   std::optional<base::Error> start_error_;
   double rss_mb_ = 0;
-  std::optional<int> stopped_rank_;  // that had to be killed before anybody else had failed
+  std::optional<int> stopped_rank_;  // a stopped rank that was killed before any failure
 };
 
 }  // namespace distrain::app

@@ -26,14 +26,14 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalExitCode = 11;
-// Of who fails: most are through with it in a tenth of that, and others wait for them.
+// Time for a failed rank to end by itself. Most need a tenth of it.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
 constexpr auto kDisplayTick = std::chrono::milliseconds(500);
-constexpr int kLookAgainMs = 100;  // whether the job is to stop, while a reader sleeps
+constexpr int kLookAgainMs = 100;  // a blocked write checks this often whether to stop
 
 sigset_t awaited_signals() { return ending_signals({kSaveSignal, kQuestionSignal}); }
 
-/// On a thread that nobody joins. Returns false if none is to be had.
+/// Runs `what` on a detached thread. Returns false if no thread can be started.
 bool run_aside(std::function<void()> what) {
   try {
     std::thread(std::move(what)).detach();
@@ -43,11 +43,11 @@ bool run_aside(std::function<void()> what) {
   return true;
 }
 
-/// A rank's JSON lines. The job waits for a slow reader, unless it is to stop, and to save before:
-/// then its lines wait until the last one.
+/// Writes a rank's JSON lines. emit() waits for a slow reader, but once the job is to stop it only
+/// queues lines that the reader does not take, so that the job can save.
 class JsonSink final : public job::EventSink {
  public:
-  /// `on_failure` gets the errno of a failed write; where it returns, the line is lost.
+  /// `on_failure` gets the errno of a failed write. If it returns, the queued lines are lost.
   JsonSink(const RankRun& run, std::function<void(int)> on_failure,
            std::function<void(const base::Error&)> on_failing)
       : run_(run),
@@ -92,7 +92,7 @@ class JsonSink final : public job::EventSink {
     if (run_.job.spawned) emit(kMayBeLost, Json::object());
   }
 
-  /// One line a second. Waits neither for the launcher nor for whoever writes another line.
+  /// Emits at most one line a second. Waits neither for the launcher nor for other threads.
   void saving() override {
     if (!run_.job.spawned) return;
     const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -111,7 +111,7 @@ class JsonSink final : public job::EventSink {
     write_locked([] { return false; });
   }
 
-  /// Does `what` with the display, unless a write waits for its reader.
+  /// Calls `what` with the display, unless another thread is writing.
   void show(const std::function<void(Display&)>& what) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return;
@@ -119,32 +119,32 @@ class JsonSink final : public job::EventSink {
     if (display_.pretty()) write_locked([] { return false; });
   }
 
-  /// Who this rank is.
+  /// The fields that lines have in common, and values for `config`.
   struct Identity {
     std::string run_id;
-    std::optional<int> rank;  ///< none: it was any, and rank 0 has yet to tell
+    std::optional<int> rank;  ///< null until rank 0 has assigned a rank
     std::string role;
-    job::OptionMap of_rank_0;    ///< what rank 0 has told; empty before
-    Json used = Json::object();  ///< in `config`, in place of what the options say
+    job::OptionMap of_rank_0;    ///< rank 0's options; empty until they arrive
+    Json used = Json::object();  ///< replaces values in `config`
   };
   Identity identity() const {
     std::lock_guard lock(identity_mutex_);
     return identity_;
   }
 
-  /// For whoever reads the lines, if a write waits for that.
+  /// Returns the wait for the reader of the lines, if a write is waiting.
   std::optional<rpc::Wait> wait() const {
     const base::TimePoint since = writing_since_;
     if (since == base::TimePoint{}) return std::nullopt;
     return rpc::Wait{"the reader of standard output", since};
   }
 
-  /// Returns true for one caller alone, which then tells people why the process ends.
+  /// Returns true to the first caller only, which then reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
-  /// The last line: whatever another thread emits afterwards is dropped. Returns false if there was
-  /// a last line before, or if another thread has told people of the end, and ends the process. A
-  /// launcher reads all lines; after a signal no other reader is waited for.
+  /// Writes the last line; later events are dropped. Returns false if the last line was written
+  /// before, or if another thread reports the end and exits. Waits for the reader; after a signal,
+  /// for at most kReaderGrace unless the reader is the launcher.
   bool finish(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -175,7 +175,7 @@ class JsonSink final : public job::EventSink {
     if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line_of(whole));
   }
 
-  /// What the reader takes, and all of it for as long as one `waits` for him.
+  /// Writes what the reader takes without blocking; waits for the rest while `waits` returns true.
   void write_locked(const std::function<bool()>& waits) {
     writing_since_ = base::Clock::now();
     int error = lines_.pump();
@@ -194,15 +194,15 @@ class JsonSink final : public job::EventSink {
   const job::StopSignal& stop_;
   const std::function<void(int)> on_failure_;
   const std::function<void(const base::Error&)> on_failing_;
-  std::mutex mutex_;  // held while lines are written, for as long as their reader is waited for
+  std::mutex mutex_;  // held during a write, which may wait for the reader
   OutputQueue lines_;
   Display display_;
   bool finished_ = false;
-  std::atomic<bool> is_told_{false};  // people are told why the process ends, or are being told
+  std::atomic<bool> is_told_{false};  // a thread has begun to report why the process ends
   base::TimePoint told_saving_{};
   std::atomic<base::TimePoint> writing_since_{};
   mutable std::mutex identity_mutex_;
-  Identity identity_;  // by identity_mutex_
+  Identity identity_;  // guarded by identity_mutex_
 };
 
 class RankProcess {
@@ -215,9 +215,9 @@ class RankProcess {
             [this](const base::Error& error) { leave_if_it_takes_long(error); }) {}
 
   int run() {
-    // In all threads that there are, and those they start.
+    // Threads started later inherit the signal mask.
     base::block_in_all_threads(awaited_signals());
-    // Never joined: the process leaves by _exit.
+    // Detached, because the process ends by _exit().
     std::thread([this] { end_by_signal(); }).detach();
     if (run_.display.mode != DisplayPlan::Mode::kNone) {
       sink_.show([](Display& display) { display.begin(); });
@@ -235,8 +235,7 @@ class RankProcess {
       outcome.fields = run_.job.progress->fields();
       cause = report(error_of_this_rank());
     }
-    if (!finish(outcome.fields, cause, outcome.others))
-      pause();  // a signal came first; its thread ends the process
+    if (!finish(outcome.fields, cause, outcome.others)) pause();  // another thread ends the process
     std::fflush(nullptr);
     if (const int error = unheard()) leave_unheard(error);
     return cause ? cause->exit_code : 0;
@@ -246,9 +245,9 @@ class RankProcess {
   job::Outcome run_body() {
     const int threads = set_up_threads(run_.threads, run_.local_ranks);
     if (run_.knows_devices) {
-      try {  // for the first line; that there is none is told after it
+      try {  // before the first line, which shows the devices
         run_.devices->get(run_.role, {});
-      } catch (...) {  // thrown again
+      } catch (...) {  // get() throws again after the first line
       }
     }
     const Json config = run_.config({});
@@ -267,7 +266,7 @@ class RankProcess {
                                                   : "user"},
                 {"data", run_.data},
                 {"config", config}});
-    if (run_.all_here) run_.devices->get(run_.role, {});  // else the others are to hear of it
+    if (run_.all_here) run_.devices->get(run_.role, {});  // otherwise the body chooses them
     if (!run_.warning.empty()) sink_.emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
     return run_.body(run_.job, sink_);
   }
@@ -278,7 +277,7 @@ class RankProcess {
       const int number = stop_.number();
       cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.identity().rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
-    } else if (outcome.goal_missed) {  // no base::Error: the program did as it should
+    } else if (outcome.goal_missed) {  // not a base::Error, because the program worked correctly
       cause = Cause{.rank = sink_.identity().rank,
                     .host = host_name(),
                     .kind = kGoalNotReached,
@@ -287,7 +286,7 @@ class RankProcess {
       sink_.emit("error", error_fields(*cause, run_.job.started));
     }
     if (outcome.afterwards && !cause) return report(*outcome.afterwards);
-    if (outcome.afterwards) {  // the code and the error are those of what came first
+    if (outcome.afterwards) {  // the earlier cause sets the exit code
       sink_.emit("warn", {{"kind", base::kind_name(outcome.afterwards->kind)},
                           {"message", outcome.afterwards->message}});
     }
@@ -317,7 +316,7 @@ class RankProcess {
     return true;
   }
 
-  /// The error in flight: whatever names no other rank went wrong on this one.
+  /// Returns the current exception as an Error, caused by this rank unless it names another.
   base::Error error_of_this_rank() const {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
@@ -326,8 +325,8 @@ class RankProcess {
     return is_short ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Writes the last line, which sums up `others` if this is rank 0, and after it the cause on
-  /// stderr. Returns false if there was a last line before.
+  /// Writes the last line, which on rank 0 includes `others`, then the cause to stderr. Returns
+  /// false if another thread ends the process.
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;
@@ -339,12 +338,12 @@ class RankProcess {
     for (const auto& [rank, its_fields] : others) {
       if (!spawned) summary.add(its_fields);
     }
-    // The launcher sums up its own ranks.
+    // The launcher adds its own ranks' fields, and takes those of other launchers' ranks from here.
     if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
     const JsonSink::Identity identity = sink_.identity();
     Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,
                                   cause);
-    // A launcher with rank 0 knows it by itself, but what the data made of it; another one hears.
+    // The launcher of rank 0 knows `config`, except values that depend on the data.
     const bool known = identity.of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!spawned || !known || (identity.rank == 0 && !identity.used.empty())) {
       Json config = run_.config(identity.of_rank_0);
@@ -357,22 +356,22 @@ class RankProcess {
     return true;
   }
 
-  /// The rank fails, and its main thread may be in the midst of a step, or may wait for one that a
-  /// worker is in: neither can be ended. It tells what is to be told, and the process leaves.
+  /// Called when the rank fails. If the main thread does not end in time, reports the error and
+  /// exits, because a running step, on the main thread or on a worker, cannot be interrupted.
   void leave_if_it_takes_long(const base::Error& error) {
     if (is_unwinding_.exchange(true)) return;
-    run_aside([this, error] {  // without a thread it takes as long as it takes
+    run_aside([this, error] {  // without a thread there is no time limit
       std::this_thread::sleep_for(kUnwinding);
       const Cause cause = own_cause(error);
-      leave_in_time(cause);                 // whoever reads its lines may sleep
-      if (!tell_error_once(error)) return;  // the main thread is at it
+      leave_in_time(cause);                 // because the reader may be blocked
+      if (!tell_error_once(error)) return;  // the main thread reports it
       if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
     });
   }
 
-  /// Waits for a signal that ends the process and says so in the last line. Without this a rank
-  /// that joined, with no launcher above it, would leave its log without an end. A job that saves
-  /// before it ends sees to its first signal itself.
+  /// Waits for a signal that ends the process, and reports the signal in the last line: a rank
+  /// without a launcher would otherwise have no last line. A job that saves before it ends handles
+  /// its first signal itself.
   void end_by_signal() {
     const sigset_t set = awaited_signals();
     int number = 0;
@@ -385,11 +384,11 @@ class RankProcess {
     ending_ = true;
     const Cause cause = cause_by_signal(number, sink_.identity().rank);
     leave_in_time(cause);
-    if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);  // else the body does
+    if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
   }
 
-  /// A line a wait. On a thread of its own: neither a lock that is never given back nor a reader of
-  /// stderr that sleeps may keep this one from its signals.
+  /// Prints a line for each wait. Uses a new thread, because a deadlock or a blocked reader of
+  /// stderr must not keep this thread from handling signals.
   void tell_waits() {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
@@ -402,7 +401,7 @@ class RankProcess {
         for (const auto& [what, since] : waits) {
           say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(since), what));
         }
-      } catch (...) {  // the job goes on
+      } catch (...) {  // the job continues
         say(who + " cannot tell: " + base::current_error(base::ErrorKind::kInternal).message);
       }
       telling_ = false;
@@ -410,10 +409,10 @@ class RankProcess {
     if (!run_aside(say_so)) telling_ = false;
   }
 
-  /// Whatever becomes of the last line: where stdout's reader sleeps, its writer holds the sink. A
-  /// thread that is just telling people of the end has some time left for it.
+  /// Exits after kReaderGrace, because a write that waits for stdout's reader holds the sink's
+  /// lock. A thread that is reporting the end gets more time.
   void leave_in_time(const Cause& cause) {
-    run_aside([this, cause] {  // without a thread the line is waited for
+    run_aside([this, cause] {  // without a thread there is no time limit
       std::this_thread::sleep_for(kReaderGrace);
       if (is_writable(STDERR_FILENO) && !tell(cause)) std::this_thread::sleep_for(kUnwinding);
       leave(cause.exit_code);
@@ -421,17 +420,17 @@ class RankProcess {
   }
 
   void on_unheard(int error) {
-    // A job that saves does so when nobody hears it any more, as it does by a signal.
+    // A job that saves stops as after a signal, so that its work is not lost.
     if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
     int none = 0;
     write_error_.compare_exchange_strong(none, error);
   }
 
-  /// What stdout failed with, unless a signal came as well: then that is why the job ends.
+  /// Returns the errno of the failed write to stdout; 0 if none, or if a signal is the cause.
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
-  /// Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: whichever
-  /// is noticed first, the signal is why the process ends.
+  /// Exits because stdout cannot be written. A pending signal is the cause instead, because Ctrl-C
+  /// also ends stdout's reader, and a terminal that closes also closes stdout.
   [[noreturn]] void leave_unheard(int error) {
     const sigset_t set = ending_signals();
     const timespec now{};
@@ -442,8 +441,8 @@ class RankProcess {
     leave(cause.exit_code);
   }
 
-  /// Returns false if people are told already. A spawned rank leaves the words to the launcher,
-  /// which knows the root cause.
+  /// Reports the cause on stderr. Returns false if another thread does. A spawned rank reports
+  /// nothing, because its launcher reports the root cause.
   bool tell(const Cause& cause) {
     if (run_.job.spawned) return true;
     if (!sink_.may_tell()) return false;
@@ -451,29 +450,29 @@ class RankProcess {
     return true;
   }
 
-  /// From any thread, whatever the others are at.
+  /// Exits at once; callable on any thread.
   [[noreturn]] void leave(int code) const {
     const auto none_anew = base::TemporaryPath::remove_all();
     if (!run_.job.spawned) leave_process(code);
     std::fflush(nullptr);
-    _exit(code);  // a signal of its own would look to the launcher like a rank that was killed
+    _exit(code);  // leave_process() may raise SIGINT, and the rank would look killed
   }
 
   const RankRun run_;
   job::StopSignal& stop_;
-  std::atomic<bool> telling_{false};  // what it waits for, just now
+  std::atomic<bool> telling_{false};  // tell_waits() is running
   std::atomic<bool> ending_{false};   // the process is about to end
   std::atomic<bool> is_unwinding_{false};
-  std::mutex told_error_mutex_;      // held until the line is out: the last one comes behind it
-  bool told_error_ = false;          // by told_error_mutex_
-  std::atomic<int> write_error_{0};  // the first
+  std::mutex told_error_mutex_;  // held until the error line is written: it precedes the last line
+  bool told_error_ = false;      // guarded by told_error_mutex_
+  std::atomic<int> write_error_{0};  // errno of the first failed write
   JsonSink sink_;
 };
 
 }  // namespace
 
 int run_rank(const RankRun& run) {
-  // Never destroyed: the thread that waits for signals is there until the process leaves.
+  // Never destroyed, because the signal thread uses it until the process exits.
   return (new RankProcess(run))->run();
 }
 

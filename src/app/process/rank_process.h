@@ -11,32 +11,32 @@
 
 namespace distrain::app {
 
-/// One rank in this process: of the launcher's (spawned), one that joined, or the local job.
+/// The rank that this process runs: a spawned rank, a rank that joins, or the local job.
 struct RankRun {
-  std::string role;  ///< empty: not known before rank 0 has told the size of the job
+  std::string role;  ///< empty if unknown before this rank has joined
   job::Job job;
-  /// Of `start` and `end`: null where rank 0 will tell, what it has told where that is known.
+  /// Returns the `config` field. If `of_rank_0` is empty, options inherited from rank 0 are null.
   std::function<job::Json(const job::OptionMap& of_rank_0)> config;
-  job::Json data;  ///< what the job trains on, for `start`
+  job::Json data;  ///< the training data, for `start`
   std::string warning;
   int threads = 0;
   int local_ranks = 1;
   std::shared_ptr<RankDevices> devices;
-  bool knows_devices = false;  ///< without rank 0
-  bool all_here = false;       ///< all ranks are under this launcher, which ends them together
+  bool knows_devices = false;  ///< the devices do not depend on rank 0's options
+  bool all_here = false;       ///< one launcher runs all ranks, or the job is local
   int out_fd = -1;
-  bool shows_progress = false;  ///< spawned: by the launcher
-  DisplayPlan display;          ///< of a rank that is not spawned
+  bool shows_progress = false;  ///< the rank is spawned, and the launcher shows its progress
+  DisplayPlan display;          ///< if the rank is not spawned
   std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
 
-/// Blocks the signals that end a rank, which a thread of its own takes; emits `start`, runs the
-/// body, emits `error` if it throws and the last line. A body that stopped by a signal ends as by
-/// that signal. When its lines cannot be written any more, a job that saves is told to stop, too;
-/// another one ends the process. Gives back the exit code; the process has to leave by `_exit` or
-/// leave_process() then, because threads may still run. The `start` line comes before rank 0 is
-/// asked, so that it is the first line whatever happens: on a rank that joined, `world_size`,
-/// `role`, the inherited part of `config` and, with that, `device` are null there.
+/// Runs a rank and returns the exit code: emits `start`, runs the body, emits `error` if the body
+/// throws, then emits the last line. A separate thread handles signals; if one stopped the body,
+/// the exit code is the signal's. If stdout cannot be written, stops a job that saves and exits
+/// from any other. The caller must use _exit() or leave_process(), because threads may still run.
+///
+/// `start` is the first line, before this rank contacts rank 0: on a rank that joins, `world_size`,
+/// `role`, `device` and inherited fields of `config` may be null in it.
 int run_rank(const RankRun& run);
 
 }  // namespace distrain::app

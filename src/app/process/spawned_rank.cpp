@@ -20,7 +20,7 @@
 
 namespace distrain::app {
 
-// The fields that travel as they are.
+// The fields that need no conversion.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, out_fd, listen_fd, master_addr, master_port,
                                    run_id, rank_0_unix_name, job_id, rejoins, shows_progress,
                                    resume)
@@ -28,13 +28,13 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, out_fd, listen_fd, master_
 namespace {
 
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
-constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
+constexpr char kProgram[] = "/proc/self/exe";  // works even if the program's file was replaced
 
 }  // namespace
 
 std::function<int()> rank_image(const SpawnedRank& rank) {
   struct Texts {
-    std::string arguments;  // as they were given to the process, whatever main() made of them
+    std::string arguments;  // the process's original arguments
     std::string variable;
     std::vector<char*> argv, envp;
     net::Fd token;
@@ -46,14 +46,14 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
     throw base::Exception(base::ErrorKind::kResources,
                           "cannot start a rank: /proc/self/cmdline is empty");
   }
-  // In memory, as others may read the environment of a process.
+  // The token is in a memory file and not in the environment, which other processes can read.
   texts->token = net::Fd(memfd_create("token", MFD_CLOEXEC));
   if (!texts->token.valid() || write_all(texts->token.get(), rank.token) != 0) {
     throw base::Exception(base::ErrorKind::kResources,
                           std::string("cannot start a rank: ") + strerror(errno));
   }
   nlohmann::json told = rank;
-  told["launcher"] = getpid();  // tells a rank from a program that has inherited the variable
+  told["launcher"] = getpid();  // distinguishes the rank from its child processes
   told["started"] = rank.started.time_since_epoch().count();
   told["token_fd"] = texts->token.get();
   if (rank.generation) told["generation"] = *rank.generation;
@@ -89,20 +89,20 @@ std::optional<SpawnedRank> take_spawned_rank() {
     unsetenv(kVariable);
     if (told.at("launcher") != getppid()) return std::nullopt;
     told.get_to(rank);
-    // One clock for all processes of the machine.
+    // All processes of a machine share the steady clock.
     rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
     if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
     const net::Fd token(told.at("token_fd"));
     std::ifstream file("/proc/self/fd/" + std::to_string(token.get()));
     rank.token.assign(std::istreambuf_iterator<char>(file), {});
-  } catch (const nlohmann::json::exception&) {  // what a launcher sets is whole
+  } catch (const nlohmann::json::exception&) {  // not set by a launcher
     unsetenv(kVariable);
     return std::nullopt;
   }
   for (const int fd : {rank.out_fd, rank.listen_fd}) {
     if (fd >= 0) fcntl(fd, F_SETFD, FD_CLOEXEC);
   }
-  prctl(PR_SET_NAME, program_invocation_short_name);  // ps(1) would show "exe"
+  prctl(PR_SET_NAME, program_invocation_short_name);  // otherwise ps(1) shows "exe"
   return rank;
 }
 

@@ -8,24 +8,24 @@
 
 namespace distrain::app {
 
-/// What a rank of the launcher's is told beside the command line, which it shares with it.
+/// Settings of a spawned rank that are not on the launcher's command line, which the rank shares.
 struct SpawnedRank : job::Contact {
-  int out_fd = -1;              ///< for its JSON lines
-  std::string run_id;           ///< empty: rank 0 is elsewhere
-  bool shows_progress = false;  ///< the launcher shows how far the ranks are
-  std::string resume;           ///< in place of the user's --resume; empty: that holds
+  int out_fd = -1;              ///< the descriptor for the rank's JSON lines
+  std::string run_id;           ///< empty if another launcher has rank 0
+  bool shows_progress = false;  ///< the launcher displays the ranks' progress
+  std::string resume;           ///< replaces the user's --resume unless empty
 };
 
-/// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind
-/// the threads that a process has by then. OpenMP's next parallel region would wait for them.
+/// Returns a function that executes this program again as `rank`, with the launcher's arguments and
+/// the settings in the environment. Call it in a forked child if the parent has other threads: the
+/// child lacks them, and OpenMP would wait for them. Throws `resources` if this fails.
 ///
-/// What is given back is to be called in a child of this process; it returns only what to exit with
-/// where the program cannot be executed. It allocates nothing, as a lock may be held by a thread
-/// left behind. The arguments are the launcher's, so that main() does what it did. What the rank is
-/// told travels in the environment, where no parser of the program's meets it.
+/// The function returns only if exec fails: an exit code. It does not allocate, because a thread of
+/// the parent may have held the heap's lock.
 std::function<int()> rank_image(const SpawnedRank& rank);
 
-/// What this process is told if it is such a rank. Once: what the rank starts itself is none.
+/// Returns the settings if this process was started by rank_image(), otherwise null. Removes them
+/// from the environment, so that child processes of the rank do not take them.
 std::optional<SpawnedRank> take_spawned_rank();
 
 }  // namespace distrain::app
