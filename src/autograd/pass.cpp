@@ -271,8 +271,8 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
 // Runs on the loop thread, which is safe because an acknowledgement has no tensors.
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   const auto fail = [this](base::Error error) {
-    // A worker fails the pass, because that destroys the user's hooks. If the pool has ended and
-    // drops the task, the destructor of `failing` fails the pass.
+    // A worker fails the pass, because that destroys the user's hooks. If the thread pool has ended
+    // and drops the task, the destructor of `failing` fails the pass.
     std::shared_ptr<void> failing(nullptr,
                                   [self = shared_from_this(), error](void*) { self->fail(error); });
     agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });
@@ -307,7 +307,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
     if (!context->accumulate(variable, std::move(gradient), id_)) return;
     announce(context, variable);
   }
-  // Torch's DistEngine also calls them without outputs, and even if there is no gradient.
+  // Calls post-hooks without outputs and even without a gradient, as torch's DistEngine does.
   for (const auto& hook : accumulate.post_hooks()) (*hook)({}, grads);
 }
 
@@ -354,7 +354,7 @@ void Pass::settle() {
 
 /// Runs on the initiator when the pass is over. Returns an error if a message got no gradient.
 base::Status Pass::outcome_of(PassReports reports) const {
-  // Names a message of another rank rather than one of this rank, whose gradient may depend on it.
+  // Prefers another rank's message, which may be why this rank's messages have no gradient.
   std::string what;
   for (const auto& [rank, report] : reports) {
     if (report.waiting == 0 || (!what.empty() && rank == agent_.rank())) continue;
@@ -362,7 +362,7 @@ base::Status Pass::outcome_of(PassReports reports) const {
   }
   if (what.empty()) return base::Unit{};
   const auto context = context_.lock();
-  // Of several unused results, the last one is nearest to the loss.
+  // Names the last of the unused results, because it is nearest to the loss.
   for (const auto& [id, from, function] : context ? context->results() : CallResults()) {
     if (reports[from].waiting == 0 || returned_.contains(id)) continue;
     what =

@@ -77,7 +77,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   /// Fails the pass and the context's hooks for it; no effect if the context has a newer pass.
   void fail(const base::Error& error);
-  /// Stops the pass: fails `waker_`, calls `between`, then fails the future of run_roots().
+  /// Stops the pass: fails the waker, calls `between`, then fails the future of run_roots().
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all work of the pass on this rank.

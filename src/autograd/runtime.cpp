@@ -119,7 +119,7 @@ uint64_t Runtime::new_id() {
 
 std::shared_ptr<ContextState> Runtime::create() {
   std::lock_guard lock(mutex_);
-  const uint64_t id = new_id();  // under the lock: release() relies on the order
+  const uint64_t id = new_id();  // under the lock: release() needs ids in order of creation
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
@@ -232,8 +232,8 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
   } else if (message.tag.b == kPassFailed) {
     const std::shared_ptr<ContextState> state = find(id);
     if (!state) return;
-    // The pass fails and is forwarded on this thread, before a message of the next pass arrives. A
-    // worker does the rest, because it destroys the user's hooks.
+    // Marks the pass as failed and forwards the message on this thread, before a message of the
+    // next pass arrives. A worker ends the pass, because that destroys the user's hooks.
     auto failing = state->begin_failing(message.tag.c);
     if (!failing) return;
     tell(*state, message.tag,
@@ -303,7 +303,7 @@ void Runtime::on_receive(uint64_t context, rpc::InMessage& message, const std::s
   state->add_participant(message.from);
   if (!function.empty()) state->add_result(id, message.from, function);
   const auto node = std::make_shared<RecvNode>(context, id, message.from);
-  torch::autograd::set_history(wanted, node);  // also of message.tensors, which share the impl
+  torch::autograd::set_history(wanted, node);  // message.tensors share these impls
 }
 
 void Runtime::on_rank_lost(const rpc::Loss& loss) {
