@@ -1,4 +1,4 @@
-// How this rank meets the others: the part of ControlPlane that is over once all can be called.
+// The part of ControlPlane that runs until all ranks have joined and can be called.
 #include <algorithm>
 #include <utility>
 
@@ -23,30 +23,30 @@ constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
 constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0's first report
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kShortestTry = std::chrono::seconds(1);        // that says why it has failed
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to those who have come
-constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
+constexpr auto kShortestTry = std::chrono::seconds(1);  // shorter attempts do not update the reason
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // extra wait for rank 0's error
+constexpr base::Duration kAnswers = std::chrono::seconds(5);  // timeout for a peer's hello
 constexpr char kThisHost[] = "127.0.0.1";
 constexpr char kWhereToLook[] =
     "; rank 0 is not there yet, or has failed: see its output, and whether --master-addr and "
     "--master-port (MASTER_ADDR and MASTER_PORT) are the same on all ranks";
-// That a point in time can be told from.
+// Practically infinite, but small enough to add to a time point.
 constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
-// Worth another try: nobody is there yet, or has no time for this rank, or no place.
+// Errors after which this rank retries: rank 0 does not answer, or has no place for this rank.
 constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
 constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
 
-// Nobody can connect to "all interfaces": others then use the address that they see.
+// Returns true if `host` means all interfaces, so other ranks cannot connect to it.
 bool is_wildcard(const std::string& host) {
   return host.empty() || host == "0.0.0.0" || host == "::" || host == "*";
 }
 
-// Rank 0 believes no more of who joins than this.
+// Throws `invalid` if the options are too long for a join message, which rank 0 limits.
 void check_options(const std::map<std::string, std::string>& options) {
   size_t bytes = 0;
   for (const auto& [name, value] : options) bytes += name.size() + value.size() + 8;
-  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
+  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest is short
   if (bytes <= kMost) return;
   base::invalid("the options that ranks have to agree on take " + std::to_string(bytes) +
                 " bytes, not at most " + std::to_string(kMost));
@@ -71,7 +71,7 @@ void ControlPlane::run(const std::function<void()>& prepare) {
     began_ = base::Clock::now();
     begin_as_member(deadline);
   }
-  // Its time is over about now, too, and only rank 0 knows who has not come.
+  // Rank 0's join timeout ends at about the same time, and only its error names the missing ranks.
   const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0SaysWho;
   wait_until_ready(may_wait ? deadline + kRank0SaysWho : deadline, prepare);
 }
@@ -87,10 +87,10 @@ void ControlPlane::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
   if (socket.ok()) return doorway_->listen(std::move(socket.unchecked()));
-  if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP does
+  if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP
 }
 
-// Empty: all ranks meet at one unix socket anyway, or by TCP only.
+// Returns the name of this host's unix socket for joining; empty if unused.
 std::string ControlPlane::meeting_name() const {
   if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
   return options_.meeting_name.empty()
@@ -117,7 +117,7 @@ void ControlPlane::begin_as_hub() {
     self->begin_on_loop(std::move(hub));
     self->hub_->begin();
   });
-  // Ranks that wait in a backlog come in at once: the hub has to be there before them.
+  // Begins to listen after the hub is posted, because ranks in the backlog connect at once.
   if (meeting_socket_.valid()) doorway_->listen(std::move(meeting_socket_));
   doorway_->listen(std::move(rank_0_socket_));
 }
@@ -134,7 +134,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
     const base::TimePoint connected_by = std::min(deadline, std::max(next_report, soonest));
     const base::Status joined = try_to_join(connected_by, deadline);
     if (joined.ok()) return;
-    if (ready.done()) ready.wait();  // it was aborted
+    if (ready.done()) ready.wait();  // throws, because the join was aborted
     const ErrorKind kind = joined.error().kind;
     if (kind != kTryAgain && kind != kNoPlace) throw base::Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
@@ -150,7 +150,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
       throw base::Exception(rendezvous_error(
           "rank 0 " + what + " within the join timeout (--join-timeout): " + reason, 0));
     }
-    // A name without an address is told of at once: it may be misspelled, or may yet appear.
+    // Reports an unknown host name at once, because it may be misspelled, but keeps trying.
     if (now >= next_report || (is_unknown && is_first)) {
       if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), reason);
       next_report = now + kWaitingInterval;
@@ -163,7 +163,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
 base::Result<net::Fd> ControlPlane::connect_to_rank_0(base::TimePoint connected_by) const {
   if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
   if (const std::string name = meeting_name(); !name.empty()) {
-    // Another user may have taken the name: that rank 0 is not the one that is meant.
+    // Another user may have taken the name; that socket is not rank 0's.
     auto socket = net::connect_unix(name);
     if (socket.ok() && net::peer_user(socket.unchecked().get()) == geteuid()) return socket;
   }
@@ -188,13 +188,13 @@ base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimeP
   return Error{kTryAgain, rank_0_text() + ": it does not answer", 0};
 }
 
-// Once: the way back from rank 0 is the same each time.
+// Listens for other ranks. Only the first call does, because a retry uses the same interface.
 void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
   if (std::exchange(listens_, true)) return;
   listen_by_unix_socket();
   if (!options_.rank_0_unix_name.empty()) return;
   rank_0_host_ = net::remote_name(to_rank_0.get()).host;
-  const bool is_same_host = rank_0_host_.empty();  // by a unix socket: as rank 0 listens, then
+  const bool is_same_host = rank_0_host_.empty();  // connected by a unix socket
   const std::string& given = options_.listen_addr;
   std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
   if (host.empty()) {
@@ -233,7 +233,7 @@ void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promi
                           (is_strange ? ": another program may listen there" : "");
           joins = Error{error.kind, error.message, 0, "join"};
         }
-        if (joins.ok()) return;  // what rank 0 answers is still to come
+        if (joins.ok()) return;  // rank 0's answer follows
         stream->close();
         self->end_joining_on_loop(joins);
       });
@@ -250,8 +250,8 @@ void ControlPlane::on_joined(int rank) {
   end_joining_on_loop(base::Unit{});
 }
 
-// The job that rank 0 is still of, or has just been of, has not heard that it is to begin again; or
-// it has no place now for who would take any.
+// Returns true if this rank is to retry after rank 0's refusal: rank 0 may still belong to the
+// previous start of the job, or no rank is free now for a process that takes any rank.
 bool ControlPlane::is_put_off_on_loop(const Error& error) const {
   const bool is_gone = error.kind == kTryAgain;
   const bool may_pass = options_.rank == wire::kAnyRank
@@ -260,7 +260,7 @@ bool ControlPlane::is_put_off_on_loop(const Error& error) const {
   return may_pass && joining_ && !is_leaving_;
 }
 
-// Rank 0 has proved itself.
+// Joins over a connection on which the other end has proved its identity.
 base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
   if (is_closed_) return left_already();
   if (rank_0.rank != 0) {
@@ -293,7 +293,7 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
   for (;; pause = kWaitingInterval) {
     const base::Future<void>& next = is_prepared ? ready : met;
     if (next.wait_until(std::min(deadline, base::Clock::now() + pause))) {
-      next.wait();  // throws when it failed
+      next.wait();  // throws if joining has failed
       if (is_prepared) return;
       if (options_.on_cpus_shared) options_.on_cpus_shared(cpu_sharers_);
       if (options_.rank != 0) {
@@ -318,7 +318,7 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
       abort(error);
       throw base::Exception(std::move(error));
     }
-    // Rank 0 alone knows who is missing.
+    // Only rank 0 knows which ranks are missing.
     const auto& waited_for = options_.rank == 0 ? ranks : std::vector<int>{0};
     if (options_.on_waiting && !waited_for.empty()) {
       options_.on_waiting(waited_for, rank_0_text(), why);
@@ -353,14 +353,14 @@ control::Settings ControlPlane::settings() const {
   settings.endpoint = {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key};
   if (options_.rank == 0) settings.secret = identity::random_bytes(32);
   settings.options = options_.job_options;
-  // Who keeps a place for somebody does not say that it is alive.
+  // Rank 0 sends no heartbeats on a connection that only reserves a rank, so silence is no loss.
   const bool judges = options_.rank != wire::kAnyRank;
   settings.peer_timeout =
       judges ? std::min<base::Duration>(options_.peer_timeout, kForEver) : base::Duration(0);
   return settings;
 }
 
-// A peer that does not answer is asked again; one that may have taken the connection is lost.
+// After its hello the peer may have accepted this rank, so its proof may take longer.
 control::Introduction::Patience ControlPlane::patience() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);
