@@ -32,8 +32,8 @@ class OptionRow {
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
-  /// The user must give the option, unless the job resumes from a checkpoint that has its value.
-  /// Ranks that join inherit the value from rank 0. The member's initial value is not a default.
+  /// Requires the user to give the option, unless the job resumes from a checkpoint that has its
+  /// value. Other ranks inherit the value from rank 0. The member's initial value is not a default.
   OptionRow& required() { return set(option_.is_required, true); }
   OptionRow& random_only() { return set(option_.random_only, true); }
   OptionRow& data_only() { return set(option_.data_only, true); }
@@ -59,7 +59,7 @@ class OptionRow {
     const std::string before = option_.details.empty() ? "" : option_.details + '\n';
     return set(option_.details, before + text);
   }
-  /// Sets the values that a shell completes.
+  /// Sets the values that shell completion offers.
   OptionRow& offers(const std::vector<std::string>& values) { return set(option_.choices, values); }
 
  private:
@@ -139,7 +139,7 @@ class OptionList {
 
   /// Returns the row of a declared option.
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
-  /// Returns a declared option, to change it, such as the choices of an inherited option.
+  /// Returns a declared option, which may be changed. Throws `internal` if there is none.
   Option& find(std::string_view name) {
     for (Row& row : rows_) {
       if (row.option.name == name) return row.option;
@@ -171,7 +171,7 @@ class OptionList {
     for (const Row& row : rows_) row.read(options, parsed.text(row.option.name));
     return options;
   }
-  /// Returns the values in canonical form; empty for an empty optional.
+  /// Returns the values of `options` in canonical form.
   OptionMap write(const Options& options) const {
     OptionMap values;
     for (const Row& row : rows_) values[row.option.name] = row.write(options);
@@ -183,7 +183,7 @@ class OptionList {
     Option option;
     std::function<void(Options&, const std::string&)> read;
     std::function<std::string(const Options&)> write;
-    int Options::*whole = nullptr;  // the member, if it is an int
+    int Options::*whole = nullptr;  // for name_of(): the member, if it is an int
   };
 
   OptionRow add(std::string name, ValueKind kind, auto member, std::string help, auto... words) {
@@ -209,7 +209,7 @@ class OptionList {
     Option& option = rows_.back().option;
     option.scope = Scope::kInput;
     option.path = kind;
-    option.may_change = true;  // the content must agree, not the path
+    option.may_change = true;  // only the content must agree with the checkpoint
     return row.value_name(what);
   }
 
