@@ -249,7 +249,7 @@ class RankRunner {
     trace_.begin(*agent_);
   }
 
-  /// Makes the progress report `own`, the fields of the last line, and the current statistics.
+  /// Sets what `job_.progress` reports: `own` and, at each call, this rank's current statistics.
   void report(const Json& own) {
     job_.progress->report([this, own](Json& fields) {
       fields.update(own);

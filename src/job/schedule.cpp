@@ -208,7 +208,7 @@ std::vector<rpc::Wait> Schedule::waits() const {
 // Returns the steps per trainer at the next periodic save, a multiple of the interval.
 int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
 
-// Returns the steps per trainer after which all trainers meet next.
+// Returns the number of steps at which all trainers wait for each other next: to save or to end.
 int64_t Schedule::gate_locked() const {
   const int64_t last = terms_.steps > 0 ? terms_.steps : kNever;
   const int64_t save = terms_.save && terms_.save_every > 0 ? next_save() : kNever;
@@ -216,7 +216,7 @@ int64_t Schedule::gate_locked() const {
 }
 
 // In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
-// furthest trainer before they meet; otherwise they could deadlock.
+// furthest trainer before a joint task such as a save; otherwise they could deadlock.
 int64_t Schedule::furthest_locked() const {
   if (takes_over_) return 0;
   return std::ranges::max(places_, {}, &Place::taken).taken;

@@ -36,13 +36,13 @@ class EventSink {
   virtual ~EventSink() = default;
   /// Writes a JSON line with `fields` and the common fields (v, ts, run, event, cmd, rank, role).
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Called before joined() if the process asked for any rank: with the rank it got, or with
-  /// rpc::kAnyRank if it lost that rank and asks again.
+  /// Called before joined() if the process asked for any rank: with the assigned rank, or with
+  /// rpc::kAnyRank if the process lost that rank and asks again.
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// Called when all ranks have joined, with rank 0's options and this rank's role.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
-  /// Called on any thread when this rank will end because of another rank's `error`. A computation
-  /// may delay the end; a process that must exit in time does not wait for it.
+  /// Called on any thread when this rank is to end because of another rank's `error`. A running
+  /// computation may delay the end; a process that must end in time exits without waiting for it.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
 
   /// Called about twice a second by each trainer, for displays: `step` of `steps` that the trainer

@@ -30,11 +30,11 @@ class LocalTraining : public TrainingPlan {
     keep(name, part_of(data::named_tensors(name, module)));
   }
 
-  /// Trains to the end of the job. `step` makes one step of each trainer that has one; its result
-  /// has the mean loss and the sum of the samples.
+  /// Trains to the end of the job. `step` makes the given steps, at most one of each trainer. Its
+  /// result has their mean loss and the sum of their samples.
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
-  /// Trains to the end of the job. `step` makes one trainer's forward pass; run() makes the
-  /// backward pass and the updates.
+  /// Trains to the end of the job. `step` computes one trainer's loss; run() makes the backward
+  /// pass and the updates.
   void run(LocalUpdates& updates, const std::function<Result(const Step& step)>& step);
 };
 
