@@ -19,7 +19,7 @@ namespace {
 // The largest credit that a peer may grant or request: twice that of the largest call.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
-// The largest meta of a call without credit: the texts of an error, and the rest of the call.
+// Limit for the meta of a call without credit: the texts of an error, and 4 KiB for other fields.
 constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
 
 uint64_t credit_of_call(const wire::FrameHeader& header) {

@@ -145,7 +145,7 @@ class AgentCore {
   uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const;
   std::vector<Wait> waits();
-  /// Return the current numbers; after close(), the numbers before it, which shows leaks.
+  /// Return the current counts. After close(): the counts before close() began, which show leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
     return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;

@@ -29,7 +29,7 @@ class Layers {
       : teller_("dt-lost", std::move(before_word)) {}
   /// Notifies `layer` of losses, including earlier ones.
   void add(const std::weak_ptr<Layer>& layer);
-  /// Does nothing if the rank is lost already: the end of the agent is not another loss.
+  /// Notifies all layers, unless `loss.rank` is lost already; an agent that ends reports all ranks.
   void on_rank_lost(const Loss& loss);
   /// Forgets the loss of `rank`, which has a new process.
   void on_rank_returned(int rank);

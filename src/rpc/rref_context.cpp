@@ -131,7 +131,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
 bool RRefContext::is_freed_locked(uint64_t id) const {
   const auto it = owned_.find(id);
   if (it == owned_.end()) return freed_.contains(id);
-  // Its deleter may be waiting for this lock.
+  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
   return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 

@@ -25,7 +25,8 @@ at::Tensor make_plain(const at::Tensor& tensor) {
       (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
       (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
   if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
-  // Recorded by autograd in the caller's grad mode: the send node follows these operations.
+  // Autograd records these operations in the caller's grad mode, so gradients flow back through
+  // them.
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 

@@ -97,10 +97,10 @@ struct AgentOptions {
   /// Called on the joining thread when all ranks are known, before any other rank can call this
   /// one, with the number of ranks, including this one, that share its CPUs.
   std::function<void(int ranks)> on_cpus_shared;
-  /// Called every 5 s on the joining thread while join() waits, and after 1 s on a rank 0 without
-  /// `listen_fd`; without it join() is silent. See examples/runtime.cpp. `missing`: on rank 0, the
-  /// ranks that have not joined or are not ready; on other ranks, rank 0. `address`: rank 0's.
-  /// `reason`: why ranks are missing, or why this rank cannot join; may be empty.
+  /// Called on the joining thread every 5 s while join() waits; on a rank 0 without `listen_fd`,
+  /// first after 1 s. If unset, join() is silent. `missing`: on rank 0, the ranks that have not
+  /// joined or are not ready; on other ranks, rank 0. `address`: rank 0's. `reason`: why ranks are
+  /// missing, or why this rank cannot join; may be empty. See examples/runtime.cpp.
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;
@@ -282,7 +282,7 @@ class Agent {
   bool is_done_without(int rank) const;
   /// Returns rank 0's options; known after join().
   const std::map<std::string, std::string>& job_options() const;
-  /// Returns the port of rank 0's socket; known when its agent exists.
+  /// Returns the port that this rank listens on. Rank 0 knows it before join().
   uint16_t port() const;
   /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
   std::string transport() const;

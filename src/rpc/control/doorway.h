@@ -31,8 +31,8 @@ class Refusals {
     entry.text = std::move(text);
     return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
   }
-  /// Called when `rank` has joined. The last entry stays, because a missing rank may have been
-  /// started under a number that the job does not have.
+  /// Removes the refusals of `rank`, which has joined. The last entry stays, because a missing rank
+  /// may have been started with a number that is not in the job.
   void forget(int rank) { entries_.erase(key(rank)); }
   bool has(int rank) const { return entries_.contains(rank); }
   /// Returns the newest text of each entry, for the first entries if there are many.

@@ -85,7 +85,7 @@ class World {
   virtual ~World() = default;
   /// Sends without confirmation of delivery.
   virtual void send(Link link, Message message) = 0;
-  /// Closes without a call of closed(). If `flush`, sends queued messages first.
+  /// Closes the connection; closed() is not called. If `flush`, sends queued messages first.
   virtual void close(Link link, bool flush) = 0;
 
   /// Member: called when rank 0 has admitted this process as `rank`.
@@ -198,7 +198,7 @@ class Party {
   /// Returns false, after abort(), if the job cannot begin.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void know(wire::Directory directory);
-  /// Does nothing if `rank` is not here.
+  /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
   void lose(int rank, const base::Error& error, bool job_goes_on);
   /// Closes all connections of `rank`, and tells it why.
   void cut_off(int rank, const base::Error& why);
