@@ -32,7 +32,7 @@ struct Loop::Impl {
   void cancel(uint64_t id);
   void assert_in_loop() const;
 
-  // The loop owns a resource until release_on_loop(), which it calls when its handles are closed.
+  // Owns `resource` until the resource has closed its handles and calls release_on_loop().
   void hold_on_loop(std::shared_ptr<LoopResource> resource);
   void release_on_loop(LoopResource* resource);
   void note_activity_on_loop() { ++activity; }

@@ -1,6 +1,6 @@
-// Replaces variables of the C library in our copy of libuv: see cmake/Uv.cmake. They are hidden, so
-// that libuv's code, which is compiled for programs, reaches them at a fixed distance in a shared
-// library, too. Unused if the installed libuv is compiled for shared libraries.
+// Replaces variables of the C library in our copy of libuv: see cmake/Uv.cmake. If the installed
+// libuv is not compiled with -fPIC, its code can only refer to hidden variables when it is linked
+// into a shared library. Otherwise these variables are unused.
 #include <cstdio>
 
 #include <netinet/in.h>
