@@ -29,8 +29,8 @@ std::string canonical(const Option& option, const std::string& text, const job::
   }
 }
 
-/// Sets options that were not given to their saved values. Returns in words which given ones
-/// differ.
+/// Replaces the values of options that were not given by the saved values. Returns a text that
+/// lists the given options whose values differ from the saved ones.
 std::string take_options(ParsedOptions& options, const job::Snapshot& saved, bool of_model_only) {
   std::string changed;
   for (const Option& option : options.table()) {

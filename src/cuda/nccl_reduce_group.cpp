@@ -84,7 +84,7 @@ struct Report {
 };
 
 constexpr std::chrono::milliseconds kTellEvery{20};
-/// Longer than kDrainTimeout of the plugin's communicators.
+/// Longer than the communicators' kDrainTimeout, so that their destructors can finish.
 constexpr std::chrono::seconds kEndTimeout{12};
 
 class OverNccl final : public collective::ReduceWork {

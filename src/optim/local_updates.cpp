@@ -79,8 +79,8 @@ void LocalUpdates::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: each update by its norm together with the replicas' norm, and
-// the replicas by that norm if there is only one update, otherwise by their own.
+// Clips as DistributedOptimizer does. Each update is clipped by the norm of its own gradients and
+// the replicas' gradients; the replicas by the same norm if there is one update, else by their own.
 void LocalUpdates::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

@@ -41,7 +41,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
-// Copies only the buffers: passes write to them, but an update replaces parameters that are held.
+// Copies only buffers, which passes write to in place; an update replaces a held parameter instead.
 rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   data::NamedTensors all = data::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {

@@ -24,9 +24,9 @@ std::vector<double> discounted_returns(const std::vector<double>& rewards, doubl
 /// Normalises to mean 0 and sample deviation 1; a single value becomes 0.
 void normalise(std::vector<double>& values);
 
-/// The policy of a job and its training: on the agent, or in the process of `--local`.
+/// The policy of a job and its training, in the `agent` rank or in the process of a `--local` job.
 ///
-/// One thread begins and ends episodes. In between any thread may call choose() and report().
+/// One thread begins and ends episodes; in between, any thread may call choose() and report().
 class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
