@@ -102,7 +102,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void on_peer_lost(ProcessNumber process, const base::Error& error);
   /// Fails the values that do not exist yet, when this agent ends.
   void fail_unset(const base::Error& error);
-  /// Afterwards nothing is sent and agent() throws.
+  /// Ends all use of the agent: later, nothing is sent and agent() throws.
   void close();
 
   /// Returns the number of owned values, held forks and forks that wait for an Accept.

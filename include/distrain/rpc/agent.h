@@ -190,9 +190,9 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Disconnects. Without shutdown() before, peers see this rank as lost. If it runs on one of the
-  /// agent's own threads, such as in a continuation with the last pointer, the agent ends on
-  /// another thread soon after. An agent need not be destroyed before the process exits.
+  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. If an agent's
+  /// own thread destroys the last pointer, for example in a continuation, the agent ends soon after
+  /// on another thread. An agent need not be destroyed before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;

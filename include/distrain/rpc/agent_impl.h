@@ -177,7 +177,7 @@ base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
     const auto known = source.lock();
     if (!known) return;
     known->cancel();
-    // The reply may have arrived, and wait for a thread that decodes it.
+    // The reply may have arrived and be queued for a thread that decodes it.
     if (known->result().ok()) known->result().unchecked().give_up();
   });
   return result;
