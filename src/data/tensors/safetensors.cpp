@@ -68,8 +68,8 @@ struct Entry {
 };
 constexpr std::array kEntryFields = {"dtype", "shape", "data_offsets"};
 
-// Parses the header without building a JSON tree. Refuses each value that the format does not allow
-// where it occurs, which also limits the depth.
+// Parses the header without building a JSON tree. Refuses a value as soon as it occurs in a place
+// that the format does not allow, which also limits the nesting depth.
 class HeaderReader : public nlohmann::json_sax<Json> {
  public:
   explicit HeaderReader(const std::string& file) : file_(file) {}

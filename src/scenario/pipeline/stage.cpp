@@ -68,7 +68,7 @@ base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {
   if (sleep_s_ > 0) return sleep(input, sleep_s_ * static_cast<double>(input.size(0)));
   if (is_first_ || input.dim() != 2) return module_.forward(input);
-  // The previous stage slept, so its output has another shape.
+  // A previous stage that sleeps instead of computing returns an output of another shape.
   const int64_t channels = module_.parameters()[0].second.size(1);
   return module_.forward(
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());
