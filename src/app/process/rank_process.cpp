@@ -338,7 +338,8 @@ class RankProcess {
     for (const auto& [rank, its_fields] : others) {
       if (!spawned) summary.add(its_fields);
     }
-    // The launcher adds its own ranks' fields, and takes those of other launchers' ranks from here.
+    // The launcher gets its own ranks' fields from their last lines; here, rank 0 sends the
+    // others'.
     if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
     const JsonSink::Identity identity = sink_.identity();
     Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,
