@@ -290,8 +290,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   for (const auto& norms : all) shared += norms.wait().shared;
   const double total = shared + (all.empty() ? own : all.front().wait().own);
   const double scale = clip_scale(total, max_norm);
-  // Except in kSync mode, `total` differs between participants, but all must scale replicas
-  // equally.
+  // Outside kSync, `total` differs between participants, but all must scale replicas equally.
   const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
 }

@@ -25,8 +25,7 @@ at::Tensor make_plain(const at::Tensor& tensor) {
       (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
       (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
   if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
-  // Autograd records these operations in the caller's grad mode, so gradients flow back through
-  // them.
+  // Autograd records these operations in the caller's grad mode, so gradients pass through them.
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 

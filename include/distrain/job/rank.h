@@ -60,8 +60,7 @@ class Process {
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Returns the fields of this process's last line. The job's last line has a field's value from
-  /// the lowest rank that sets it.
+  /// Returns this process's fields of the last line. In the job's, the lowest rank's value counts.
   Json& fields() { return fields_; }
   /// Notes on rank 0 that the job ends normally but misses its goal: exit code 11, with `message`.
   /// Has no effect if a signal stops the job.
