@@ -134,8 +134,7 @@ std::vector<int> RankGroup::reap() {
 }
 
 /// Returns true if the job continues without this failed rank: it was killed, cut off, stopped too
-/// long or out of resources. If it obeyed a signal, that ends a job that saves, and is a loss
-/// otherwise.
+/// long or out of resources, or obeyed a signal in a job that does not save.
 bool RankGroup::is_spared(const Child& child) const {
   if (!child.failed() || !child.may_be_lost()) return false;
   if (child.is_given_up()) return true;
