@@ -1,5 +1,5 @@
-// Compiles fmt's functions once for Debian's fmt and once for the newer fmt that LibTorch carries. A unit
-// that defines FMT_HEADER_ONLY compiles its own copy of them, which takes three seconds.
+// Compiles fmt's functions once for Debian's fmt and once for the newer fmt that LibTorch carries.
+// A unit that defines FMT_HEADER_ONLY compiles its own copy of them, which takes three seconds.
 #include <fmt/format-inl.h>
 
 FMT_BEGIN_NAMESPACE
