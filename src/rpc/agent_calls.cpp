@@ -124,7 +124,7 @@ Error error_in_flight(ErrorKind otherwise) {
   try {
     throw;
   } catch (const c10::OutOfMemoryError& e) {
-    // Its first sentence says what failed and how much memory was requested; the rest are hints.
+    // The message's first sentence has the failed operation and the size; the rest are hints.
     const std::string text = e.what_without_backtrace();
     return Error{ErrorKind::kResources, text.substr(0, text.find(". "))};
   } catch (const c10::AcceleratorError& e) {  // only its first line is not a hint

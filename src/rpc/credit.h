@@ -68,7 +68,7 @@ namespace distrain::rpc {
 
 /// The cost of a call in addition to its bytes, which limits the number of small calls.
 inline constexpr uint64_t kCallCost = 1024;
-/// The initial credit of each rank at each other. A budget is at least twice this for each rank.
+/// The initial credit for calls to one rank. A budget for N ranks has at least 2 * N times as much.
 inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 
 /// The credit of this rank for calls to one other rank. Thread-safe.
@@ -106,7 +106,7 @@ class Window {
   /// Returns when the first waiting call began to wait.
   std::optional<base::TimePoint> waiting_since() const;
 
-  // The steps of take(). A waiter must not move until leave().
+  // The steps of take(). The address of `waiter` must stay valid from line_up() to leave().
   void line_up(Waiter& waiter);
   /// Returns true if `waiter` was the first and has taken its credit.
   bool try_serve(const Waiter& waiter);

@@ -171,7 +171,7 @@ void DeviceTable::settle() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
-  // Even without a device or a map of its own, this rank may be named by other ranks' maps.
+  // Other ranks' maps may name devices of this rank, even if it has no device or map of its own.
   for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
     if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
   }

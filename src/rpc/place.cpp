@@ -21,7 +21,7 @@ struct Place::Impl {
 
   const AgentOptions options;
   DeviceTable devices{kAnyRank, c10::kCPU, {}};
-  // After the members that its handlers use, so that its thread ends first.
+  // Declared after the members that the loop's handlers use, so that the loop's thread ends first.
   net::Loop loop;
   const std::shared_ptr<ControlPlane> control =
       std::make_shared<ControlPlane>(loop, options, devices, ControlPlane::Callbacks());

@@ -299,8 +299,8 @@ class Agent {
   void abort(const base::Error& error);
 
   /// On rank 0, after all have joined: lets the job continue when a rank of `ranks` is lost
-  /// (peer_lost) or out of resources, as long as `least` of them remain; `if_too_few` is appended
-  /// to the error of the loss after which fewer do. If `may_return`, a new process can replace a
+  /// (peer_lost) or out of resources, as long as `least` of them remain. If fewer remain, the job
+  /// ends, and `if_too_few` is appended to its error. If `may_return`, a new process can replace a
   /// lost rank. Returns when this is in effect.
   void go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
                      bool may_return);

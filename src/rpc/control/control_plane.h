@@ -77,7 +77,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void close();
   /// Rank 0: sets the tolerated losses. The result is complete when they are in effect.
   base::Future<void> tolerate(control::Tolerance tolerance);
-  /// Rank 0: marks the new process of `rank` as useful.
+  /// Rank 0: no longer tolerates all failures of the new process of `rank`.
   void note_of_use(int rank);
   /// Waits until the last messages are sent, for a second at most.
   void wait_until_flushed();

@@ -102,7 +102,8 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
   void see_to_crowd_on_loop();
-  /// Returns null if the connection was closed before; its stream may still deliver frames then.
+  /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
+  /// closed connection may still deliver frames.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t show_the_door_later_on_loop(uint64_t number, base::Duration patience);
   void show_the_door_on_loop(uint64_t number);

@@ -108,7 +108,7 @@ void Hub::meet_if_all_joined() {
 
 void Hub::prepared(wire::RankDevices devices) { take_prepared(0, std::move(devices)); }
 
-// Sends go when all are prepared. Rank 0 may be prepared before the others have joined.
+// Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
 void Hub::take_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
@@ -283,8 +283,8 @@ void Hub::forget(int rank) {
   // The rank stays in joined_: before go its loss ends the job, so nobody can replace it.
 }
 
-// Returns true if the loss is tolerated: a rank is lost or out of resources, or its new process
-// fails in any way, because that may not fit the job. Other errors, such as NaN, concern all ranks.
+// Returns true if the job continues without `rank`. Tolerates a lost rank, exhausted resources, and
+// any failure of a replacement before note_of_use(). Other errors, such as NaN, concern all ranks.
 bool Hub::goes_on_without(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||

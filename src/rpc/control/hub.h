@@ -21,14 +21,14 @@ class Hub final : public Party {
   /// Called once, when rank 0 itself can take part; a job of one rank begins here.
   void begin() { meet_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
-  /// Called when the new process of `rank` is useful: its failures now count as any rank's.
+  /// No longer tolerates all failures of the new process of `rank`.
   void note_of_use(int rank) { untried_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
-  /// Returns how often a rank was checked for its arrival, for tests.
+  /// Returns the number of times that a rank was checked for being free or missing. For tests.
   uint64_t looks() const { return looks_; }
 
  private:

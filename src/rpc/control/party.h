@@ -120,7 +120,7 @@ struct Settings {
 struct Tolerance {
   std::set<int> ranks;
   size_t least = 1;         ///< number of them that must remain
-  std::string if_too_few;   ///< appended to the error of the loss after which fewer remain
+  std::string if_too_few;   ///< appended to the job's error if fewer remain
   bool may_return = false;  ///< new processes may replace lost ranks
 };
 
