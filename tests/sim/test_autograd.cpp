@@ -438,7 +438,7 @@ TEST_CASE("sparse gradients are summed on several streams") {
     const auto sums = std::get<0>(at::embedding_bag(weight, i, o, false, 0, sparse));
     return (sums * sums).sum();
   };
-  // The first gradient, and the gradient that is added to it.
+  // Whether each gradient is sparse; the second gradient is added to the first.
   for (const auto& kinds : {std::vector{true, true}, {true, false}, {false, true}, {true}}) {
     Context context(cluster[0]);
     for (const bool sparse : kinds) {

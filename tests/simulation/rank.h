@@ -124,23 +124,23 @@ class Rank final : public Host, private World {
   bool is_stopped() const override { return is_stopped_; }
   bool is_started() const { return is_started_; }
   TimePoint started() const { return started_; }
-  /// Returns the time of its last resume(), if it was stopped.
+  /// Returns the time at which the process was last resumed; the clock's epoch if never.
   TimePoint resumed() const { return resumed_; }
-  /// Returns true if its process is running.
+  /// Returns true if the process is running.
   bool is_alive() const { return is_started_ && outcome_ == Outcome::kNone; }
   bool has_met() const { return has_gone_; }
   bool has_joined() const { return has_directory_; }
-  /// Returns true if rank 0 has admitted it.
+  /// Returns true if rank 0 has admitted this process.
   bool is_admitted() const { return is_admitted_ || rank_ == 0; }
   uint32_t incarnation() const { return incarnation_; }
   rpc::ProcessNumber process() const { return rpc::process_number(rank_, incarnation_); }
-  /// Returns true if it has lost rank 0, and with it all others.
+  /// Returns true if this process has lost rank 0, and with it all other ranks.
   bool is_cut_off() const { return is_cut_off_; }
-  /// Returns true if it is ending because of a loss or because it was told to.
+  /// Returns true if the process has ended or will abort because of a loss.
   bool is_leaving() const { return is_over_ || loss_.has_value(); }
-  /// Rank 0: returns the ranks that have a connection to it.
+  /// Rank 0: returns the ranks that have a connection to rank 0.
   std::set<int> members() const;
-  /// Returns true if it failed because the join timeout of some rank passed.
+  /// Returns true if the process failed because the join timeout of some rank passed.
   bool has_given_up() const { return error_ && error_->message.starts_with(kNotAllThere); }
   Outcome outcome() const { return outcome_; }
   const std::optional<Error>& error() const { return error_; }

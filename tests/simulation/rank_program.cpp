@@ -247,7 +247,7 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-// Some ranks have been waiting for the new process.
+// Calls the new process with a probability of 1/4, like a program that has been waiting for it.
 void Rank::on_returned(int rank, const wire::RankDevices&) {
   const uint32_t incarnation = party_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};

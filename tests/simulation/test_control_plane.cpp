@@ -112,7 +112,7 @@ TEST_CASE("a deliberate bug is detected by a seed that passes without it") {
   }
 }
 
-// Join, joined, directory, prepared and go; later a message per round of the end, and leaving.
+// The end of the job takes further frames: kFlush, one per round and direction, and kLeave.
 TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
   scenario.job.calls_per_rank = 0;

@@ -160,7 +160,7 @@ void run_idx(Input input) {
   };
   const MemoryFile images_file(as_stored(images, (input[0] & 1) != 0));
   const MemoryFile labels_file(as_stored(labels, (input[0] & 2) != 0));
-  // The reader trusts a header only for the first megabyte. The input itself may be gzip.
+  // A header alone allocates at most 1 MiB. The input itself may be gzip and expand 1000-fold.
   const MemoryLimit limit((size_t{8} << 20) + 4096 * input.size(), "what the files hold");
   try {
     const data::ImageSet set = data::read_idx(images_file.path(), labels_file.path());

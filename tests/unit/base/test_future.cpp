@@ -139,7 +139,7 @@ TEST_CASE("then returns a future of the function's result") {
   promise.set(12);
   CHECK(text.wait() == "12");
   nothing.wait();
-  // Also if the future is complete already.
+  // then() also works if the future is complete already.
   CHECK(promise.future().then(at_once, [](int n) { return n * 2; }).wait() == 24);
   CHECK(Future<void>::ready({}).then(at_once, [] { return 5; }).wait() == 5);
 }

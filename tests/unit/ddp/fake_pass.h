@@ -49,7 +49,7 @@ class FakePass final : public ddp::GradientPass {
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     backward(loss, order);
   }
-  /// Ends the pass as a failed pass does.
+  /// Drops the registered functions without calling them, as a failed pass does.
   void drop() {
     ready_.clear();
     end_ = nullptr;
