@@ -33,8 +33,8 @@ std::string named_in(const std::string& arg) {
   return name;
 }
 
-/// Returns "; see distrain ps --help" for the command that has `table`, preceded by the other jobs
-/// that have the option `name`, if any.
+/// Returns the end of the error message for the unknown option `name`: other jobs that have the
+/// option, and the help to read, as in ": it is an option of ps; see distrain rnn --help".
 std::string hint_of(const Program& program, const OptionTable& table, const std::string& name,
                     bool is_predict) {
   std::string owners, call = program.name + " predict";

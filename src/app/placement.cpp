@@ -230,7 +230,7 @@ class Placer {
     placement_.job_id = "slurm " + *id + (is_step ? '.' + *variable("SLURM_STEP_ID") : "");
   }
 
-  /// Returns the number of ranks that the launcher started on this host; null if it sets none.
+  /// Returns the number of ranks that the launcher started on this host, or null if unknown.
   std::optional<int> told_local_ranks() const {
     const char* name = launcher_ ? launcher_->local_size : nullptr;
     const auto count = base::number<int>(name ? variable(name).value_or("") : "");

@@ -38,7 +38,7 @@ struct TextCommand {
   std::string description = {};   ///< shown in help instead of the choices
   job::OptionTable options = {};  ///< of `predict`; empty for other commands
 };
-/// Returns help, man, completion and schema, after predict if a job supports it.
+/// Returns help, man, completion and schema; predict comes before them if a job supports it.
 std::vector<TextCommand> text_commands(const Program& program);
 /// Returns the name and the summary of each subcommand, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);

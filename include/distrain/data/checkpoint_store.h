@@ -60,7 +60,8 @@ class CheckpointStore {
   ~CheckpointStore();
 
   /// Creates the folder if it does not exist, and checks that it can be written, so that a job does
-  /// not fail hours later. Throws `resources` if it cannot, `bad_data` as described above.
+  /// not fail hours later. Throws `resources` if the folder cannot be created or written,
+  /// `bad_data` if another job saves in it or a file in it is a symbolic link.
   void prepare();
 
   /// Returns the error message of a file system without locks, on which another job can save in the

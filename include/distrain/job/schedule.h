@@ -112,9 +112,9 @@ class Schedule {
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
-  /// Completes the trainer's task and returns the next one, when there is one. If `stop` and the
-  /// job saves, all trainers save and end. `wanted` is the maximum number of steps. The future
-  /// fails if a hook throws. Throws `peer_lost` if another process has taken the seat.
+  /// Completes the trainer's task and returns a future of its next task, of at most `wanted` steps.
+  /// If `stop` is true and the job saves checkpoints, all trainers save and end. The future fails
+  /// if a hook throws. Throws `peer_lost` if another process has taken the seat.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
   /// Gives a lost trainer's place to a new process.

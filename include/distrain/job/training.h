@@ -147,8 +147,8 @@ struct Plan : Schedule::Terms {
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
-  /// Returns the plan of one trainer without epochs that prints lines of its own. If `steps`, the
-  /// value of the option `limit`, is 0, training has no limit. Throws `invalid` if the learning
+  /// Returns a plan with one trainer and without epochs and `step` lines. If `steps` is 0, training
+  /// has no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning
   /// rate schedule needs epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
 };

@@ -22,7 +22,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<models::EmbeddingTable>;
 
-/// On the master: the table, from the request of the first trainer until all trainers have it.
+/// State of the master. `table` is set from the first trainer's request to the last trainer's.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;
