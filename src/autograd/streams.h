@@ -57,7 +57,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device);
-  /// Also keeps the parameter's memory for the stream if the parameter moves.
+  /// Also keeps the parameter's memory for the current stream's reads, even if the parameter moves.
   void read(const at::Tensor& parameter);
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device);

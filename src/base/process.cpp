@@ -98,7 +98,7 @@ void block_in_all_threads(const sigset_t& set) {
   std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
   if (open.empty()) return;
 
-  // Only a thread itself can change its mask, so signal each one; its handler changes it.
+  // A thread can change only its own signal mask, so signal each thread; the handler changes it.
   asked_to_block = set;
   answers = 0;
   struct sigaction ask {};

@@ -44,7 +44,7 @@ class Bucket {
   void load(size_t slot, const at::Tensor& to) const;
   /// Ends a pass. The next pass uses the memory after the work of this thread's current stream.
   void end();
-  /// Ends a failed pass. Releases the memory, because the failed operation may still use it.
+  /// Ends a failed pass. The failed operation may still use the memory, so the next pass allocates.
   void drop();
 
  private:

@@ -137,7 +137,7 @@ at::Generator generator(uint64_t seed, const std::string& name) {
   return nn::keyed_generator({seed, data::content_hash(name)});
 }
 
-// Returns the first block of each stage after the first.
+// Returns the index of each stage's first block, except for the first stage.
 std::vector<size_t> named_cuts(const std::string& model, const std::vector<std::string>& blocks,
                                size_t stages, const std::vector<std::string>& split) {
   if (split.size() != stages - 1) {

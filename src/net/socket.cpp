@@ -176,7 +176,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
   // For all interfaces: prefer IPv6, because such a socket accepts IPv4, too.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
-      // A name such as localhost has both: prefer IPv4, because clients without IPv6 must reach it.
+      // A name such as localhost has both families: prefer IPv4, so that all clients can connect.
       const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
       if (a->ai_family != wanted) continue;
       Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
