@@ -11,9 +11,11 @@ for program in "$root"/examples/*.cpp; do
 done
 install_build || finish
 cp -r "$root/examples" "$tmp/examples"
-# Use Clang if it is installed, because it compiles the examples in half the time.
-build_outside "$tmp/examples" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 \
-  "-DCMAKE_CXX_COMPILER=$(command -v clang++ || command -v c++)" || finish
+# Use Clang if it is installed, because with a precompiled header it takes a quarter of the time.
+quick=()
+clang=$(command -v clang++) &&
+  quick=("-DCMAKE_CXX_COMPILER=$clang" "-DCMAKE_PROJECT_INCLUDE=$root/tests/support/precompile.cmake")
+build_outside "$tmp/examples" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 "${quick[@]}" || finish
 cd "$tmp" || exit 1
 
 newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }

@@ -46,7 +46,7 @@ configure "$root/tests/package" -DLIBTORCH=/nowhere && fail "configured without 
 tr -s ' \n' ' ' <"$tmp/log" | grep -q 'No LibTorch in /nowhere: there is no .*Set LIBTORCH=' ||
   fail "not said: that there is no LibTorch"
 rm -rf "$tmp/build"
-build_outside "$root/tests/package" -DCMAKE_BUILD_TYPE=Release || finish
+build_outside "$root/tests/package" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 || finish
 package=$tmp/build/my_job
 uv=$("$package" symbols)
 spins=$(OMP_DISPLAY_ENV=verbose "$package" symbols 2>&1 | grep GOMP_SPINCOUNT)
