@@ -11,7 +11,6 @@
 #include "devices.h"
 #include "distrain/app/program.h"
 #include "distrain/base/cpus.h"
-#include "distrain/base/process.h"
 #include "distrain/base/text.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
@@ -196,13 +195,7 @@ class Invocation {
     const bool is_first = local_ || placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
-    // mpirun, srun and torchrun show all ranks on one terminal, so rank 0 alone shows the job. In a
-    // pod, RANK and JOB_COMPLETION_INDEX number ranks that have a log each.
-    const std::string& source = placement_.source;
-    const bool is_launched = placement_.mode == Mode::kJoin && !source.starts_with('-') &&
-                             source != "JOB_COMPLETION_INDEX" &&
-                             (source != "RANK" || base::variable("TORCHELASTIC_RUN_ID"));
-    if (is_launched && !is_first && options_.text("progress") != "plain") {
+    if (placement_.shares_terminal && !is_first && options_.text("progress") != "plain") {
       plan.mode = std::min(plan.mode, DisplayPlan::Mode::kWarnings);
       plan.hint = false;
     }

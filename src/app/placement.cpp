@@ -266,6 +266,10 @@ class Placer {
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
         launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
+    // In a pod, RANK or the index numbers a rank that has a log of its own.
+    const bool is_pod =
+        launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
+    placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;
     find_address();
     placement_.one_host = is_launchers && is_one_host();
     find_job_id();

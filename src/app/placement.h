@@ -24,7 +24,10 @@ struct Placement {
   int master_port = 0;    ///< 0 for any free port
   int local_ranks = 1;    ///< ranks on this host; an estimate until all ranks have joined
   bool one_host = false;  ///< torchrun, mpirun or srun says that all ranks are on this host
-  std::string job_id;     ///< from the external launcher; empty if it sets none
+  /// mpirun, srun or torchrun started the ranks and shows them on one terminal, where only rank 0
+  /// shows the job.
+  bool shares_terminal = false;
+  std::string job_id;                  ///< from the external launcher; empty if it sets none
   std::optional<uint32_t> generation;  ///< how often the external launcher has restarted the job
   std::string warning;                 ///< text of one `warn` line; empty if there is none
 

@@ -158,7 +158,7 @@ TEST_CASE_METHOD(RnnText, "the language model learns, and its lines show it") {
 
 TEST_CASE_METHOD(RnnText, "validation covers all columns, however many trainers share them") {
   RnnOptions options = on_text();
-  // Of two words only one has a successor, so not every trainer has a share.
+  // A text of two words has one word to predict, so with several trainers some have no share.
   if (GENERATE(false, true)) options.valid_data = folder.write("few.txt", "w1 w2\n");
   options.lr = kNothing;
   options.epochs = 1;
