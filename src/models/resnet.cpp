@@ -18,7 +18,6 @@ namespace distrain::models {
 
 namespace {
 
-constexpr int64_t kStemWidth = 64;
 constexpr int kLayers = 4;
 // Multiply-adds that take as long as batch norm, addition and ReLU of one element on a CPU.
 constexpr double kElementCost = 60;
@@ -30,28 +29,31 @@ using base::invalid;
 struct Architecture {
   int64_t expansion;  // output channels / width of a block: 1 (two convolutions) or 4 (three)
   std::array<size_t, kLayers> depth;  // number of blocks in each layer
+  int64_t stem_width = 64;            // output channels of the stem
 };
 
 const Architecture& architecture(const std::string& model) {
   static const Architecture kResNet18 = {1, {2, 2, 2, 2}};
   static const Architecture kResNet50 = {4, {3, 4, 6, 3}};
+  static const Architecture kNarrowResNet18 = {1, {2, 2, 2, 2}, 8};
   if (model == "resnet18") return kResNet18;
   if (model == "resnet50") return kResNet50;
+  if (model == "narrow_resnet18") return kNarrowResNet18;
   invalid("there is no model " + model + ": resnet18, resnet50");
 }
 
-ConvNorm stem() { return {"conv1", "bn1", 3, kStemWidth, 7, 2}; }
+ConvNorm stem(const Architecture& shape) { return {"conv1", "bn1", 3, shape.stem_width, 7, 2}; }
 
 int64_t head_inputs(const Architecture& shape) {
-  return (kStemWidth << (kLayers - 1)) * shape.expansion;
+  return (shape.stem_width << (kLayers - 1)) * shape.expansion;
 }
 
 // Returns the blocks between stem and head, without tensors.
 std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   std::vector<ResidualBlock> blocks;
-  int64_t in = kStemWidth;
+  int64_t in = shape.stem_width;
   for (int layer = 0; layer < kLayers; ++layer) {
-    const int64_t width = kStemWidth << layer, out = width * shape.expansion;
+    const int64_t width = shape.stem_width << layer, out = width * shape.expansion;
     for (size_t i = 0; i < shape.depth[layer]; ++i) {
       const std::string name = c10::str("layer", layer + 1, ".", i, ".");
       const int64_t stride = layer > 0 && i == 0 ? 2 : 1;
@@ -174,7 +176,7 @@ std::vector<std::string> resnet_blocks(const std::string& model) {
 std::vector<double> resnet_costs(const std::string& model, int64_t classes, int64_t image_size) {
   const Architecture& shape = architecture(model);
   int64_t side = image_size;
-  std::vector<double> costs = {cost(stem(), side)};
+  std::vector<double> costs = {cost(stem(shape), side)};
   side = side_after(2, side);  // max pool
   for (const ResidualBlock& block : residual_blocks(shape)) costs.push_back(cost(block, side));
   const auto inputs = static_cast<double>(head_inputs(shape));
@@ -282,7 +284,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
   if (blocks.first >= blocks.last || blocks.last > head + 1) {
     invalid(c10::str("no blocks ", blocks.first, " to ", blocks.last, " in ", model));
   }
-  if (blocks.first == 0) add(stem_.emplace(stem()), seed);
+  if (blocks.first == 0) add(stem_.emplace(stem(shape)), seed);
   for (size_t i = std::max<size_t>(blocks.first, 1); i < std::min(blocks.last, head); ++i) {
     ResidualBlock& block = blocks_.emplace_back(std::move(all[i - 1]));
     for (ConvNorm& layer : block.layers) add(layer, seed);

@@ -252,13 +252,14 @@ for where in --local ""; do
 done
 
 # An interrupted save leaves the previous checkpoint or the new one.
-stride=5
+stride=7
 sanitized && stride=15
+job ps --local --steps 1 --checkpoint "$tmp/before"
+expect 0 "before an interrupted save"
 for ((call = 1; call < 80; call += stride)); do
   name="fail=checkpoint.$call"
   rm -rf "$tmp/cut"
-  job ps --local --steps 1 --checkpoint "$tmp/cut"
-  expect 0 "$name, before"
+  cp -r "$tmp/before" "$tmp/cut"
   job ps --local --steps 2 --checkpoint "$tmp/cut" --resume auto --inject fail=checkpoint.$call
   ((code == 0)) && break # the save makes fewer system calls
   expect 137 "$name"

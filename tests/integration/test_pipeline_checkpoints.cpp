@@ -92,7 +92,7 @@ TEST_CASE("a pipeline resumes only from its own checkpoints") {
   refused([](PipelineOptions& o) { o.loss = "ce"; }, "saved with --loss mse, not ce");
   refused([](PipelineOptions& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](PipelineOptions& o) { o.model = "resnet50"; },
-          "saved with --model resnet18, not resnet50");
+          "saved with --model narrow_resnet18, not resnet50");
   check_spoilt_refused(
       Place::kLocal, options, folder.path(),
       {{[](Snapshot& s) { s.state["position"]["total"] = 7; }, "the position"},

@@ -24,12 +24,12 @@ constexpr int64_t kSide = 33;
 /// outlive the futures that run() returns.
 struct TwoStages {
   explicit TwoStages(rpc::Agent& master) : agent(master) {
-    const auto cut = cut_resnet("resnet18", kStages, {}, 10, kSide);
+    const auto cut = cut_resnet("narrow_resnet18", kStages, {}, 10, kSide);
     const nn::PipelineSchedule schedule = nn::make_schedule("1f1b", kStages, kMicroBatches);
     for (size_t i = 0; i < kStages; ++i) {
       const int rank = static_cast<int>(i) + 1;
-      stages.push_back(agent.remote_new<PipelineStage>(rank, "resnet18", 10, kSide, cut[i].first,
-                                                       cut[i].last, 1, agent.device_of(rank)));
+      stages.push_back(agent.remote_new<PipelineStage>(
+          rank, "narrow_resnet18", 10, kSide, cut[i].first, cut[i].last, 1, agent.device_of(rank)));
       stages[i].rpc_sync<&PipelineStage::begin_batch>(schedule.stages[i], 2 * kMicroBatches);
     }
   }

@@ -92,7 +92,7 @@ inline std::string make_examples(int count) {
 /// Returns a quick pipeline job: 33 pixels are still 2 x 2 at the end, as batch norm requires.
 inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
   scenario::PipelineOptions options;
-  options.model = "resnet18";
+  options.model = "narrow_resnet18";
   options.batches = batches;
   options.batch_size = batch_size;
   options.image_size = 33;

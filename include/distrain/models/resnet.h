@@ -14,8 +14,9 @@
 namespace distrain::models {
 
 /// Returns the names of the blocks between which a ResNet can be divided, in order: stem (conv1,
-/// bn1, ReLU, max pool), layer1.0, …, layer4.2, head (average pool, fc). Throws `invalid` if
-/// `model` is not resnet18 or resnet50.
+/// bn1, ReLU, max pool), layer1.0, …, layer4.2, head (average pool, fc). `model` is resnet18,
+/// resnet50, or narrow_resnet18: an eighth of the channels of resnet18, so that tests of pipelines
+/// cost little. Throws `invalid` for another model.
 std::vector<std::string> resnet_blocks(const std::string& model);
 
 /// Returns the estimated cost of each block's forward pass for one image on one CPU thread, in the
