@@ -1,6 +1,7 @@
 #include "process/display.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include <errno.h>
@@ -41,6 +42,11 @@ double real_in(const Json& json, const char* name) { return number_in(json, name
 
 int64_t integer_in(const Json& json, const char* name) {
   return static_cast<int64_t>(real_in(json, name));
+}
+
+/// Returns the loss; NaN if it is null, because JSON has no NaN.
+double loss_in(const Json& event) {
+  return number_in(event, "loss").value_or(std::numeric_limits<double>::quiet_NaN());
 }
 
 /// Formats a value for a person: real numbers have 4 significant digits.
@@ -233,15 +239,16 @@ void Display::on_event(const Json& event) {
   } else if (name == "epoch" && epoch > ended_) {
     Epoch& its = pending_[epoch];
     its.ranks.insert(rank);
-    its.loss += real_in(event, "loss") * real_in(event, "steps");
-    its.steps += real_in(event, "steps");
+    if (const double steps = real_in(event, "steps"); steps > 0) {
+      its.loss += loss_in(event) * steps;
+      its.steps += steps;
+    }
     its.seconds = std::max(its.seconds, real_in(event, "wall_s"));
     its.is_partial = event.value("partial", false);
     end_epochs(false);
   } else if (name == "eval") {
-    const std::string words =
-        fmt::format("{} {:.4f}{}{}", text_in(event, "set"), real_in(event, "loss"),
-                    quality_in(event), pairs_of(event, true));
+    const std::string words = fmt::format("{} {:.4f}{}{}", text_in(event, "set"), loss_in(event),
+                                          quality_in(event), pairs_of(event, true));
     if (text_in(event, "set") == "valid" && epoch > ended_) {
       pending_[epoch].evaluation = words;
       end_epochs(false);
@@ -252,7 +259,7 @@ void Display::on_event(const Json& event) {
   } else if (name == "split") {
     stay(fmt::format(" {}  {:.2f} s a batch  loss {:.4f}",
                      counted(integer_in(event, "num_split"), "micro-batch"),
-                     real_in(event, "batch_s"), real_in(event, "loss")));
+                     real_in(event, "batch_s"), loss_in(event)));
   } else if (name == "episode") {
     stay(fmt::format(" episode {}{}", integer_in(event, "episode"), quality_in(event)));
   } else if (name == "text") {

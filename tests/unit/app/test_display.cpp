@@ -214,6 +214,14 @@ TEST_CASE("the line of an epoch has the mean over its trainers and its evaluatio
   }
 }
 
+TEST_CASE("a loss that is not a number is shown as such, although JSON has it as null") {
+  Shown shown(plan(Mode::kLines));
+  shown.take();
+  shown.event(R"({"event":"epoch","rank":1,"epoch":1,"loss":null,"steps":10,"wall_s":1.5})");
+  shown.event(R"({"event":"eval","rank":0,"set":"valid","epoch":1,"loss":null,"accuracy":0.1})");
+  CHECK(shown.take() == " epoch 1  loss nan  valid nan  accuracy 10.00 %  1.50 s\n");
+}
+
 TEST_CASE("the line of an epoch that the job ended early has the steps of each trainer") {
   Shown shown(plan(Mode::kLines));
   shown.event(progress(1, 5, 30));
