@@ -95,16 +95,16 @@ void train(job::Rank& rank, const Options& options) {  // runs on each trainer
   });
 }
 
-void train_locally(job::Local& local, const Options& options) {  // runs with --local
+void train_locally(job::SingleProcess& local, const Options& options) {  // runs with --local
   Digits digits(options);
   torch::nn::Sequential net = make_net(digits.pixels(), options);
-  job::LocalUpdates updates(*net, options.rule());
+  job::SingleProcessOptimizer optimizer(*net, options.rule());
 
-  job::LocalTraining training(local, options, digits.sampler.steps_per_epoch());
+  job::SingleProcessTraining training(local, options, digits.sampler.steps_per_epoch());
   describe(training, digits, net);
   training.keep("net", *net);
-  training.keep(updates);
-  training.run(updates, [&](const job::Step& step) {
+  training.keep(optimizer);
+  training.run(optimizer, [&](const job::Step& step) {
     const data::ImageBatch batch = digits.batch(step);
     const at::Tensor scores = net->forward(batch.images.flatten(1));
     return job::Result{at::cross_entropy_loss(scores, batch.labels), batch.labels.numel()};

@@ -24,6 +24,6 @@
 #include "distrain/nn/pipeline.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/rref.h"

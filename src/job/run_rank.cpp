@@ -380,10 +380,10 @@ Outcome outcome_without_ranks(Json fields) {
 }
 
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
-                  const RankBody::Known& known, const std::function<void(Local&)>& run) {
+                  const RankBody::Known& known, const std::function<void(SingleProcess&)>& run) {
   StopSignal& stop = *job.stop;
   TrainingHost host(cmd, known, nullptr, job, sink);
-  Local local(job, sink, host);
+  SingleProcess local(job, sink, host);
   {
     const Untold untold{stop, job.progress.get()};
     job.progress->report([&host](Json& fields) { host.add_to(fields); });

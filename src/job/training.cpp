@@ -127,7 +127,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
       agent_(agent),
       lines_(process.sink(), "step", plan_.log_interval) {}
 
-void TrainingPlan::keep(LocalUpdates& optimizer) {
+void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
   plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas need equal steps
@@ -300,7 +300,7 @@ void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
   Part part;
   part.once = true;
   part.take = [name, module](int) {
-    Held held({module.held_state(name + ".")});
+    Held held({module.snapshot(name + ".")});
     for (const std::string& each : module.parameter_names()) {
       held.trained.push_back(name + "." + each);
     }
@@ -325,13 +325,13 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   Part part;
   part.file = "optimizer";
   part.once = !optimizer.has_own();
-  part.take = [&optimizer, parameters](int) { return optimizer.held_state(parameters); };
+  part.take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
   part.give = [&optimizer, parameters](int trainer, const data::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
     // Only trainer 0 restores the shared parameters.
-    const auto own = static_cast<std::ptrdiff_t>(optimizer.local_state().size());
-    optimizer.load_local_state({states.end() - own, states.end()});
+    const auto own = static_cast<std::ptrdiff_t>(optimizer.own_state().size());
+    optimizer.load_own_state({states.end() - own, states.end()});
   };
   keep("", std::move(part));
 }
@@ -369,7 +369,7 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
                        std::min(2 * task.count, plan_.steps_at_once));
 }
 
-LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
+SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, int trainers)
     : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()) {
   plan_.trainers = trainers;
   own_.resize(static_cast<size_t>(trainers));
@@ -377,7 +377,7 @@ LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
 }
 
 // Makes rounds of one step per trainer that has one; all other tasks come between rounds.
-void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
+void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
   std::map<int, base::Future<Lease>> pending;  // by trainer; pending while others have steps left
   for (Task task; task.kind != Task::Kind::kEnd;) {
@@ -405,7 +405,8 @@ void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& s
   }
 }
 
-void LocalTraining::run(LocalUpdates& updates, const std::function<Result(const Step&)>& step) {
+void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
+                                const std::function<Result(const Step&)>& step) {
   run([&](const std::vector<Step>& steps) {
     Result all;
     double loss_sum = 0;
@@ -415,10 +416,10 @@ void LocalTraining::run(LocalUpdates& updates, const std::function<Result(const 
       all.samples += one.samples;
       if (all.more.empty()) all.more = one.more;
       base::traced("backward", [&] { one.loss.backward(); });
-      updates.gather();
-      if (updates.in_turns()) updates.step();
+      optimizer.gather();
+      if (optimizer.each_trainer_steps()) optimizer.step();
     }
-    if (!updates.in_turns()) updates.step();
+    if (!optimizer.each_trainer_steps()) optimizer.step();
     all.loss = at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble);
     return all;
   });

@@ -66,7 +66,7 @@ struct LossPreparation {
   EventSink& sink;
 
   void prepare(bool may_be_lost) {
-    optim::keep_optimizers(agent);
+    optim::keep_updaters(agent);
     if (may_be_lost) sink.may_be_lost();
   }
   void rest(uint32_t process) { optim::rest(agent, process); }

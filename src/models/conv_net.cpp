@@ -10,7 +10,7 @@
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {

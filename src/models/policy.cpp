@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/random.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
 

@@ -79,8 +79,8 @@ NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }
 
-rpc::RRef<NamedTensors> RemoteModule<ByName>::held_state(const std::string& prefix) const {
-  return without_deadline<&SharedModule::held_state>(module_, prefix);
+rpc::RRef<NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
+  return without_deadline<&SharedModule::snapshot>(module_, prefix);
 }
 
 void RemoteModule<ByName>::load_state(const NamedTensors& state) const {

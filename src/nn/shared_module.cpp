@@ -441,8 +441,7 @@ std::vector<std::string> SharedModule::parameter_names() const {
   return names;
 }
 
-rpc::RRef<NamedTensors> SharedModule::held_state(rpc::CallContext& call,
-                                                 const std::string& prefix) {
+rpc::RRef<NamedTensors> SharedModule::snapshot(rpc::CallContext& call, const std::string& prefix) {
   return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
 }
 

@@ -34,7 +34,7 @@ class SharedModule final : public autograd::VersionKeeper {
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
   NamedTensors state() { return state_of("", Keep::kCopies); }
-  rpc::RRef<NamedTensors> held_state(rpc::CallContext& call, const std::string& prefix);
+  rpc::RRef<NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
   void load_state(NamedTensors state);
 
   void let_go() override;

@@ -112,7 +112,7 @@ struct RankBody {
 };
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
-                  const RankBody::Known& known, const std::function<void(Local&)>& run);
+                  const RankBody::Known& known, const std::function<void(SingleProcess&)>& run);
 
 /// Returns the options of `values` that checkpoints store, and those that must agree.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
@@ -214,7 +214,7 @@ class Definition final : public AnyDefinition {
   Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
   /// Adds the option `--local`, which calls `run`.
-  Definition& local(std::function<void(Local&, const Options&)> run) {
+  Definition& local(std::function<void(SingleProcess&, const Options&)> run) {
     info_.has_local = true;
     return set(local_, std::move(run));
   }
@@ -304,7 +304,7 @@ class Definition final : public AnyDefinition {
   Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
     return run_local_job(job, sink, [&](const Job& placed) {
       return job::run_local(placed, sink, info_.name, known_of(options),
-                            [&](Local& local) { local_(local, options); });
+                            [&](SingleProcess& local) { local_(local, options); });
     });
   }
   Outcome run_predict(const ParsedOptions& parsed, const Job& job, const std::string& checkpoint,
@@ -381,7 +381,7 @@ class Definition final : public AnyDefinition {
   std::vector<RoleRow> roles_;
   std::vector<std::function<void(rpc::Agent&)>> exposures_;
   Main prepare_;
-  std::function<void(Local&, const Options&)> local_;
+  std::function<void(SingleProcess&, const Options&)> local_;
   std::function<void(Predictions&, const Options&)> predict_;
   std::function<void(Options&, const Given&)> settle_;
   std::function<void(const Options&, const Preflight&)> check_;

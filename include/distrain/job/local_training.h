@@ -9,9 +9,10 @@
 namespace distrain::job {
 
 /// The argument of a job's `--local` function: one process that makes the steps of all trainers.
-class Local : public Process {
+class SingleProcess : public Process {
  public:
-  Local(const Job& job, EventSink& sink, TrainingHost& host) : Process(job, sink), host_(host) {}
+  SingleProcess(const Job& job, EventSink& sink, TrainingHost& host)
+      : Process(job, sink), host_(host) {}
   TrainingHost& host() const { return host_; }
 
  private:
@@ -19,11 +20,12 @@ class Local : public Process {
 };
 
 /// As Training, but for all trainers in one process: a step is one step of each trainer.
-class LocalTraining : public TrainingPlan {
+class SingleProcessTraining : public TrainingPlan {
  public:
-  LocalTraining(Local& local, const TrainerOptions& options, int64_t steps_per_epoch)
-      : LocalTraining(local, Plan::of(options, steps_per_epoch), options.trainers) {}
-  LocalTraining(Local& local, Plan plan, int trainers);
+  SingleProcessTraining(SingleProcess& local, const TrainerOptions& options,
+                        int64_t steps_per_epoch)
+      : SingleProcessTraining(local, Plan::of(options, steps_per_epoch), options.trainers) {}
+  SingleProcessTraining(SingleProcess& local, Plan plan, int trainers);
 
   using TrainingPlan::keep;
   void keep(const std::string& name, const torch::nn::Module& module) {
@@ -35,7 +37,7 @@ class LocalTraining : public TrainingPlan {
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
   /// Trains to the end of the job. `step` computes one trainer's loss; run() makes the backward
   /// pass and the updates.
-  void run(LocalUpdates& updates, const std::function<Result(const Step& step)>& step);
+  void run(SingleProcessOptimizer& optimizer, const std::function<Result(const Step& step)>& step);
 };
 
 }  // namespace distrain::job

@@ -18,7 +18,7 @@
 #include "distrain/job/schedule.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 
 namespace distrain::job {
 
@@ -184,11 +184,11 @@ class StepLines {
 /// not one number; both messages name the epoch and the step.
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
-using LocalUpdates = optim::LocalUpdates;
+using SingleProcessOptimizer = optim::SingleProcessOptimizer;
 class TrainingHost;
 struct Report;
 
-/// The common part of Training and LocalTraining, which configures the training of a job.
+/// The common part of Training and SingleProcessTraining, which configures the training of a job.
 class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
@@ -212,7 +212,7 @@ class TrainingPlan {
     parts_.push_back(std::move(part));
   }
   /// As Training::keep() for a DistributedOptimizer.
-  void keep(LocalUpdates& optimizer);
+  void keep(SingleProcessOptimizer& optimizer);
 
   /// Ends the job early when `reached` returns true on a trainer that asks for its next steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }

@@ -167,7 +167,7 @@ class RemoteModule<ByName> {
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   NamedTensors state() const;
   /// Copies the state on the module's rank, with `prefix` before each name.
-  rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
+  rpc::RRef<NamedTensors> snapshot(const std::string& prefix) const;
   /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
   void load_state(const NamedTensors& state) const;
 

@@ -36,7 +36,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options);
 /// Exposes the functions of the master and the server.
 void expose_hybrid(rpc::Agent& agent);
 /// Trains in one process without RPC: the reference for correctness and speed.
-void train_hybrid_local(job::Local& local, const HybridOptions& options);
+void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options);
 /// Labels examples with the model of a checkpoint.
 void predict_hybrid(job::Predictions& predictions, const HybridOptions& options);
 

@@ -25,7 +25,7 @@ void train_rl(job::Rank& rank, const RlOptions& options);
 /// Exposes the functions of the agent and the observers.
 void expose_rl(rpc::Agent& agent);
 /// Trains in one process without RPC, with bit-identical episodes.
-void train_rl_local(job::Local& local, const RlOptions& options);
+void train_rl_local(job::SingleProcess& local, const RlOptions& options);
 /// Plays episodes with the policy of a checkpoint.
 void predict_rl(job::Predictions& predictions, const RlOptions& options);
 

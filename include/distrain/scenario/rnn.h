@@ -35,7 +35,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options);
 /// Exposes the functions of the server.
 void expose_rnn(rpc::Agent& agent);
 /// Trains in one process without RPC: the reference for correctness and speed.
-void train_rnn_local(job::Local& local, const RnnOptions& options);
+void train_rnn_local(job::SingleProcess& local, const RnnOptions& options);
 /// Predicts the words that follow lines of text, with the model of a checkpoint.
 void predict_rnn(job::Predictions& predictions, const RnnOptions& options);
 

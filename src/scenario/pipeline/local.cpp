@@ -22,15 +22,15 @@ class LocalModel final : public PipelineModel {
 
   void begin(int64_t num_split) override {
     num_split_ = num_split;
-    updates_.reset();
+    optimizer_.reset();
     module_.emplace(options_.model, options_.classes, models::whole_resnet(options_.model),
                     options_.seed, device_);
-    updates_.emplace(options_.rule(), "async", module_->parameters());
+    optimizer_.emplace(options_.rule(), "async", module_->parameters());
   }
 
-  /// The reference stays valid after begin(), and then refers to the updates of the new model.
-  job::LocalUpdates& updates() { return *updates_; }
-  void set_lr_factor(double factor) override { updates_->set_lr_factor(factor); }
+  /// The reference stays valid after begin(), and then refers to the optimizer of the new model.
+  job::SingleProcessOptimizer& optimizer() { return *optimizer_; }
+  void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
   BatchResult train(const data::ImageBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
@@ -51,8 +51,8 @@ class LocalModel final : public PipelineModel {
       options_.on_gradients(data::on_host(gradients));
     }
     base::traced("update", [&] {
-      updates_->gather();
-      updates_->step();
+      optimizer_->gather();
+      optimizer_->step();
     });
     rpc::StreamPoint::mark(device_).wait_on_host();
     result.batch_s = base::seconds_since(begun);
@@ -75,18 +75,18 @@ class LocalModel final : public PipelineModel {
   const c10::Device device_;
   int64_t num_split_ = 1;
   std::optional<models::ResNetStage> module_;
-  std::optional<job::LocalUpdates> updates_;
+  std::optional<job::SingleProcessOptimizer> optimizer_;
 };
 
 }  // namespace
 
-void train_pipeline_local(job::Local& local, const PipelineOptions& options) {
+void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options) {
   const PipelineData data(options);
   LocalModel model(options, local.device());
   PipelineRun run(options, data, model, local.sink());
-  job::LocalTraining training(local, run.plan(), 1);
+  job::SingleProcessTraining training(local, run.plan(), 1);
   run.keep_in(training);
-  training.keep(model.updates());
+  training.keep(model.optimizer());
   training.run([&](const std::vector<job::Step>& steps) { return run.step(steps[0]); });
   run.add_to(local.fields());
 }

@@ -95,7 +95,7 @@ std::string explain_pipeline(const PipelineOptions& options, bool for_people);
 /// Runs the master.
 void train_pipeline(job::Rank& rank, const PipelineOptions& options);
 /// Trains in one process without RPC: the reference for correctness and speed.
-void train_pipeline_local(job::Local& local, const PipelineOptions& options);
+void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options);
 /// Classifies images with the model of a checkpoint.
 void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options);
 

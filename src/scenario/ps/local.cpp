@@ -9,22 +9,22 @@
 
 namespace distrain::scenario {
 
-void train_ps_local(job::Local& local, const PsOptions& options) {
+void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   PsData data(options);
   const models::ConvNet net(options.seed, local.job().devices);
-  job::LocalUpdates updates(options.rule(), options.mode,
-                            optim::named(models::ConvNet::names(), net.parameters()));
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
+                                        optim::named(models::ConvNet::names(), net.parameters()));
 
-  job::LocalTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan(), options.trainers);
   data.agree(training);
   training.keep("", job::part_of(net.named_parameters()));
-  training.keep(updates);
+  training.keep(optimizer);
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&](const at::Tensor& images) {
     return models::ConvNet::forward(net.parameters(), images, nn::Dropout());
   });
-  training.run(updates, [&](const job::Step& step) {
-    const int64_t version = updates.updates();
+  training.run(optimizer, [&](const job::Step& step) {
+    const int64_t version = optimizer.updates();
     const data::ImageBatch batch = data.batch(step);
     const auto key = dropout_key(options, step);
     const at::Tensor scores = models::ConvNet::forward(

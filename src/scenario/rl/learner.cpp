@@ -36,8 +36,8 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
     : options_(options),
       lines_(sink, "episode", options.log_interval),
       policy_(options.seed, device),
-      updates_(options.rule(), "async",
-               optim::named(models::Policy::names(), policy_.parameters())),
+      optimizer_(options.rule(), "async",
+                 optim::named(models::Policy::names(), policy_.parameters())),
       running_reward_(at::zeros({}, at::kDouble)),
       trajectories_(static_cast<size_t>(options.observers) *
                     static_cast<size_t>(options.envs_per_observer)) {}
@@ -50,7 +50,7 @@ void Learner::keep_in(job::TrainingPlan& training) {
     return held;
   };
   training.keep("", std::move(policy));
-  training.keep(updates_);
+  training.keep(optimizer_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
 }
 
@@ -167,8 +167,8 @@ at::Tensor Learner::learn() {
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
     policy_.parameters()[i].mutable_grad() = loss.gradients[i];
   }
-  updates_.gather();
-  updates_.step();
+  optimizer_.gather();
+  optimizer_.step();
   running_reward_.fill_(kNewShare * reward_ + (1 - kNewShare) * running_reward());
   episode_steps_ = static_cast<int64_t>(steps.size());
   return at::scalar_tensor(loss.value, at::kDouble);

@@ -31,7 +31,7 @@ class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
 
-  /// Adds the policy, its updates and the running reward to checkpoints.
+  /// Adds the policy, its optimizer and the running reward to checkpoints.
   void keep_in(job::TrainingPlan& training);
 
   /// Starts episode number `episode`, from 1.
@@ -54,7 +54,7 @@ class Learner {
   std::string what_is_missing(int64_t episodes) const;
 
   const models::Policy& policy() const { return policy_; }
-  const job::LocalUpdates& updates() const { return updates_; }
+  const job::SingleProcessOptimizer& optimizer() const { return optimizer_; }
 
  private:
   /// The current episode of one environment.
@@ -78,7 +78,7 @@ class Learner {
   const RlOptions options_;
   job::StepLines lines_;
   models::Policy policy_;
-  job::LocalUpdates updates_;
+  job::SingleProcessOptimizer optimizer_;
   int64_t episode_ = 0;              // number of the current or last episode
   double reward_ = 0;                // smallest of all environments in that episode
   const at::Tensor running_reward_;  // a scalar, as checkpoints keep tensors

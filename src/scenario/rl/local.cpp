@@ -8,14 +8,14 @@
 
 namespace distrain::scenario {
 
-void train_rl_local(job::Local& local, const RlOptions& options) {
+void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   Learner learner(options, local.device(), local.sink());
   std::vector<Environments> observers;
   for (int rank = 1; rank <= options.observers; ++rank) {
     observers.emplace_back(options.seed + static_cast<uint64_t>(rank), options.envs_per_observer,
                            options.max_steps);
   }
-  job::LocalTraining training(
+  job::SingleProcessTraining training(
       local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"), 1);
   learner.keep_in(training);
   training.end_when([&] { return learner.solved(); });

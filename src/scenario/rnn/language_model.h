@@ -8,7 +8,7 @@
 #include "data.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/models/language_model.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 
 namespace distrain::scenario {
 

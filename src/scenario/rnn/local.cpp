@@ -52,27 +52,28 @@ job::Json likeliest(const at::Tensor& chances, const data::Vocabulary& vocabular
 
 }  // namespace
 
-void train_rnn_local(job::Local& local, const RnnOptions& options) {
+void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   const RnnData data(options);
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
   const data::NamedTensors lstm = model.lstm().named();
-  job::LocalUpdates updates(options.rule(), options.mode, in_order(whole.embedding, whole.decoder),
-                            {lstm.begin(), lstm.end()});
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
+                                        in_order(whole.embedding, whole.decoder),
+                                        {lstm.begin(), lstm.end()});
   std::map<int, models::LstmState> states;  // by trainer
   for (int t = 0; t < options.trainers; ++t) {
     states[t] = model.lstm().zero_state(options.batch_size);
   }
 
-  job::LocalTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan(), options.trainers);
   data.agree(training);
   training.keep("encoder", job::part_of(whole.embedding.named_parameters()));
   training.keep("decoder", job::part_of(whole.decoder.named_parameters()));
   training.keep("rnn", job::part_of(lstm));
-  training.keep(updates);
+  training.keep(optimizer);
   training.keep("", job::part_of_each([&](int trainer) { return named(states.at(trainer)); }));
   model.evaluate_in(training, data);
-  training.run(updates, [&](const job::Step& step) {
+  training.run(optimizer, [&](const job::Step& step) {
     const WordBatch batch = data.batch(step);
     const at::Tensor loss = model.training_loss(batch, step, states.at(step.shard));
     return job::Result{loss, batch.targets.numel()};

@@ -136,8 +136,8 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
     CHECK(state[0].at("exp_avg").sizes() == w1.sizes());
     CHECK(state[1].at("exp_avg").sizes() == w2.sizes());
     CHECK(state[2].at("exp_avg").sizes() == w3.sizes());
-    REQUIRE(optimizer.local_state().size() == 1);
-    CHECK(at::equal(optimizer.local_state()[0].at("exp_avg"), state[2].at("exp_avg")));
+    REQUIRE(optimizer.own_state().size() == 1);
+    CHECK(at::equal(optimizer.own_state()[0].at("exp_avg"), state[2].at("exp_avg")));
     optimizer.load_state(state);
     CHECK(error_of([&] { optimizer.load_state({state[0]}); }).kind == ErrorKind::kBadData);
     CHECK(error_of([&] {

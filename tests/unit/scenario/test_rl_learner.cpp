@@ -115,7 +115,7 @@ TEST_CASE_METHOD(Learners, "learning does not depend on which requests were answ
       play(learner, episode, {1, 2, 3, 4}, together);
     }
     learned[together] = learner.policy().named_parameters();
-    learned[together].merge(optim::flatten(Policy::names(), learner.updates().state()));
+    learned[together].merge(optim::flatten(Policy::names(), learner.optimizer().state()));
   }
   REQUIRE(learned[0].size() == 4 * 4);  // parameters, their moments and steps
   check_close(learned[0], learned[1], 0);

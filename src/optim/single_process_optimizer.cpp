@@ -1,11 +1,11 @@
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include "distrain/base/trace.h"
-#include "local_optimizer.h"
+#include "parameter_updater.h"
 
 namespace distrain::optim {
 
@@ -38,8 +38,8 @@ NamedParameters named(const std::vector<std::string>& names,
   return result;
 }
 
-struct LocalUpdates::Some {
-  Some(const Rule& how, const Named& named) : rule(make_update_rule(how.options)) {
+struct SingleProcessOptimizer::Parameters {
+  Parameters(const Rule& how, const Named& named) : rule(make_update_rule(how.options)) {
     for (const auto& [name, parameter] : named) {
       names.push_back(name);
       parameters.push_back(parameter);
@@ -59,29 +59,29 @@ struct LocalUpdates::Some {
   std::vector<Gradients> gathered;
 };
 
-LocalUpdates::LocalUpdates(const Rule& rule, const std::string& mode, Named shared,
-                           Named replicated)
+SingleProcessOptimizer::SingleProcessOptimizer(const Rule& rule, const std::string& mode,
+                                               Named shared, Named replicated)
     : max_norm_(rule.max_norm),
       sync_(mode == "sync"),
-      shared_(std::make_unique<Some>(rule, shared)),
-      replicated_(std::make_unique<Some>(rule, replicated)) {}
+      shared_(std::make_unique<Parameters>(rule, shared)),
+      replicated_(std::make_unique<Parameters>(rule, replicated)) {}
 
-LocalUpdates::LocalUpdates(const torch::nn::Module& module, const Rule& rule,
-                           const std::string& mode)
-    : LocalUpdates(rule, mode, mode.empty() ? Named() : numbered(module),
-                   mode.empty() ? numbered(module) : Named()) {}
+SingleProcessOptimizer::SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
+                                               const std::string& mode)
+    : SingleProcessOptimizer(rule, mode, mode.empty() ? Named() : numbered(module),
+                             mode.empty() ? numbered(module) : Named()) {}
 
-LocalUpdates::~LocalUpdates() = default;
+SingleProcessOptimizer::~SingleProcessOptimizer() = default;
 
-void LocalUpdates::gather() {
-  for (Some* some : {shared_.get(), replicated_.get()}) {
-    some->gathered.push_back(take_gradients(some->parameters));
+void SingleProcessOptimizer::gather() {
+  for (Parameters* set : {shared_.get(), replicated_.get()}) {
+    set->gathered.push_back(take_gradients(set->parameters));
   }
 }
 
 // Clips as DistributedOptimizer does. Each update is clipped by the norm of its own gradients and
 // the replicas' gradients; the replicas by the same norm if there is one update, else by their own.
-void LocalUpdates::step() {
+void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;
   std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
@@ -104,37 +104,37 @@ void LocalUpdates::step() {
   updates_ += static_cast<int64_t>(updates.size());
 }
 
-void LocalUpdates::set_lr_factor(double factor) {
+void SingleProcessOptimizer::set_lr_factor(double factor) {
   shared_->rule->set_lr_factor(factor);
   replicated_->rule->set_lr_factor(factor);
 }
 
-bool LocalUpdates::has_replicas() const { return !replicated_->parameters.empty(); }
+bool SingleProcessOptimizer::has_replicas() const { return !replicated_->parameters.empty(); }
 
-std::vector<std::string> LocalUpdates::names() const {
+std::vector<std::string> SingleProcessOptimizer::names() const {
   std::vector<std::string> all = shared_->names;
   all.insert(all.end(), replicated_->names.begin(), replicated_->names.end());
   return all;
 }
 
-std::vector<ParameterState> LocalUpdates::state() const {
+std::vector<ParameterState> SingleProcessOptimizer::state() const {
   std::vector<ParameterState> states;
-  for (const Some* some : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < some->parameters.size(); ++i) states.push_back(some->rule->state(i));
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) states.push_back(set->rule->state(i));
   }
   return states;
 }
 
-void LocalUpdates::load_state(const std::vector<ParameterState>& state) {
+void SingleProcessOptimizer::load_state(const std::vector<ParameterState>& state) {
   std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
-  for (const Some* some : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < some->parameters.size(); ++i) {
-      loaded.push_back(some->rule->load(i, some->parameters[i], state.at(loaded.size())));
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) {
+      loaded.push_back(set->rule->load(i, set->parameters[i], state.at(loaded.size())));
     }
   }
   auto next = loaded.begin();
-  for (const Some* some : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < some->parameters.size(); ++i) some->rule->adopt(i, std::move(*next++));
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) set->rule->adopt(i, std::move(*next++));
   }
 }
 

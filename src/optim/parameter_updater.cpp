@@ -1,4 +1,4 @@
-#include "local_optimizer.h"
+#include "parameter_updater.h"
 
 #include <algorithm>
 #include <limits>
@@ -18,18 +18,19 @@ namespace distrain::optim {
 namespace {
 
 // Throws `invalid` if the participants of one update have different learning rates or scales.
-void check_same_terms(const std::map<int, StepTerms>& gathered) {
-  const StepTerms& first = gathered.begin()->second;
-  for (const auto& [participant, terms] : gathered) {
+void check_same_options(const std::map<int, StepOptions>& gathered) {
+  const StepOptions& first = gathered.begin()->second;
+  for (const auto& [participant, options] : gathered) {
     const auto refuse = [&, participant = participant](const char* how, double own, double other,
                                                        const char* of) {
       base::invalid(fmt::format("participants {} and {} step with {} {:g} and {:g} of {}",
                                 first.participant, participant, how, own, other, of));
     };
-    if (terms.lr_factor != first.lr_factor) {
-      refuse("different learning rates:", first.lr_factor, terms.lr_factor, "the groups' own");
-    } else if (terms.scale != first.scale) {
-      refuse("gradients that are clipped differently: to", first.scale, terms.scale, "themselves");
+    if (options.lr_factor != first.lr_factor) {
+      refuse("different learning rates:", first.lr_factor, options.lr_factor, "the groups' own");
+    } else if (options.scale != first.scale) {
+      refuse("gradients that are clipped differently: to", first.scale, options.scale,
+             "themselves");
     }
   }
 }
@@ -80,7 +81,7 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
 }
 
 /// Completes promises in its destructor. Declare it before a lock, which is then released first.
-class LocalOptimizer::Completions {
+class ParameterUpdater::Completions {
  public:
   ~Completions() {
     for (base::Task& each : all_) each();
@@ -97,45 +98,46 @@ class LocalOptimizer::Completions {
   std::vector<base::Task> all_;
 };
 
-LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters,
-                               SharedTerms terms, std::shared_ptr<std::atomic<uint64_t>> updates)
+ParameterUpdater::ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters,
+                                   UpdaterOptions options,
+                                   std::shared_ptr<std::atomic<uint64_t>> updates)
     : agent_(agent),
       parameters_(std::move(parameters)),
-      terms_(std::move(terms)),
+      options_(std::move(options)),
       updates_(std::move(updates)),
-      participants_(static_cast<size_t>(std::max(terms_.participants, 0))) {
+      participants_(static_cast<size_t>(std::max(options_.participants, 0))) {
   const auto check = [](bool good) {
     if (good) return;
     base::invalid("the groups are not those of the parameters");
   };
-  for (const GroupTerms& group : terms_.groups) {
+  for (const GroupOptions& group : options_.groups) {
     check(group.parameters <= parameters_.size() - groups_.size());
     groups_.insert(groups_.end(), group.parameters, rules_.size());
     rules_.push_back(make_update_rule(from_fields(group.options)));
   }
   check(groups_.size() == parameters_.size());
-  check_each_once(parameters_, [this](size_t i) { return terms_.groups[groups_[i]].number; });
+  check_each_once(parameters_, [this](size_t i) { return options_.groups[groups_[i]].number; });
 }
 
-void LocalOptimizer::check_participant(int participant, const Gradients& gradients) const {
-  if (participant < 0 || participant >= terms_.participants ||
+void ParameterUpdater::check_participant(int participant, const Gradients& gradients) const {
+  if (participant < 0 || participant >= options_.participants ||
       gradients.size() != parameters_.size()) {
     base::invalid("a step of an unknown participant");
   }
 }
 
-bool LocalOptimizer::Participant::has(rpc::ProcessNumber process) const {
+bool ParameterUpdater::Participant::has(rpc::ProcessNumber process) const {
   const auto its = processes.find(process);
   return its != processes.end() && !its->second.is_lost;
 }
 
-bool LocalOptimizer::Participant::is_lost() const {
+bool ParameterUpdater::Participant::is_lost() const {
   return !processes.empty() &&
          std::ranges::all_of(processes, [](const auto& each) { return each.second.is_lost; });
 }
 
-void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
-  if (participant < 0 || participant >= terms_.participants) return;  // step() will throw
+void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
+  if (participant < 0 || participant >= options_.participants) return;  // step() will throw
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
   Participant& its = participants_[static_cast<size_t>(participant)];
@@ -150,30 +152,30 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
 // Collects all participants' gradients in `gathering`. The last participant calls `compute` on them
 // once, for the result of all. `others` is the gathering of the other kind (norms or steps). If a
 // participant waits there, some participants clip and some do not: all calls fail with `invalid`.
-template <class R, class Terms, class Others, class Compute>
-base::Future<R> LocalOptimizer::together(Gathering<R, Terms>& gathering, Others& others,
-                                         const Terms& terms, Gradients gradients,
-                                         const Compute& compute) {
+template <class R, class Arguments, class Others, class Compute>
+base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
+                                           const Arguments& arguments, Gradients gradients,
+                                           const Compute& compute) {
   Completions done;
   const std::unique_lock guard = lock();
-  if (!others.terms.empty()) {
+  if (!others.arguments.empty()) {
     const base::Error error{base::ErrorKind::kInvalid,
                             fmt::format("participants {} and {} step together, but only one of "
                                         "them clips its gradients",
-                                        others.terms.begin()->first, terms.participant)};
+                                        others.arguments.begin()->first, arguments.participant)};
     done.add(std::exchange(others, {}).waiting, error);
     throw base::Exception(error);
   }
-  if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
-  if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
-    base::invalid("participant " + std::to_string(terms.participant) +
+  if (lost_ && options_.participants > 1) throw base::Exception(*lost_);
+  if (!gathering.gradients.emplace(arguments.participant, std::move(gradients)).second) {
+    base::invalid("participant " + std::to_string(arguments.participant) +
                   " made two steps before all had made one");
   }
-  if (gathering.terms.empty()) gathering.since = base::Clock::now();
-  gathering.terms.emplace(terms.participant, terms);
+  if (gathering.arguments.empty()) gathering.since = base::Clock::now();
+  gathering.arguments.emplace(arguments.participant, arguments);
   const auto future = gathering.waiting.emplace_back().future();
-  fail_if_in_vain_locked(gathering, done);
-  if (static_cast<int>(gathering.gradients.size()) < terms_.participants) return future;
+  fail_if_needed_left_locked(gathering, done);
+  if (static_cast<int>(gathering.gradients.size()) < options_.participants) return future;
   auto all = std::exchange(gathering, {});
   const Busy busy(*this);
   try {
@@ -185,40 +187,41 @@ base::Future<R> LocalOptimizer::together(Gathering<R, Terms>& gathering, Others&
   return future;
 }
 
-base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients,
-                                            rpc::ProcessNumber process) {
-  check_participant(terms.participant, gradients);
-  if (terms_.mode != Sharing::Mode::kSync) return step_alone(terms, gradients, process);
-  return together(stepping_, measuring_, terms, std::move(gradients), [this](const auto& all) {
-    check_same_terms(all.terms);
-    apply_locked(means(all.gradients), all.terms.begin()->second);
+base::Future<uint64_t> ParameterUpdater::step(const StepOptions& options, Gradients gradients,
+                                              rpc::ProcessNumber process) {
+  check_participant(options.participant, gradients);
+  if (options_.mode != Sharing::Mode::kSync) return step_alone(options, gradients, process);
+  return together(stepping_, measuring_, options, std::move(gradients), [this](const auto& all) {
+    check_same_options(all.arguments);
+    apply_locked(means(all.gradients), all.arguments.begin()->second);
     for (Participant& each : participants_) ++each.steps;
     return applied_;
   });
 }
 
-base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
-                                                  const Gradients& gradients,
-                                                  rpc::ProcessNumber process) {
+base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
+                                                    const Gradients& gradients,
+                                                    rpc::ProcessNumber process) {
   Completions done;
   const std::unique_lock guard = lock();
-  Participant& its = participants_[static_cast<size_t>(terms.participant)];
+  Participant& its = participants_[static_cast<size_t>(options.participant)];
   if (!its.processes.empty() && !its.has(process)) {  // a late step of a lost process
     throw base::Exception(participant_lost(process));
   }
   const Busy busy(*this);
-  apply_locked(gradients, terms);
+  apply_locked(gradients, options);
   if (its.state == Participant::State::kResting) {  // other participants did not wait for it
-    its.steps = std::max(its.steps, slowest_locked(terms.participant));
+    its.steps = std::max(its.steps, slowest_locked(options.participant));
     its.state = Participant::State::kStepping;
   }
   ++its.steps;
   if (its.has(process)) {
     Participant::Process& of_process = its.processes[process];
-    of_process.counts = of_process.counts && terms.number > 0;
-    of_process.last_step = std::max(of_process.last_step, terms.number);
+    of_process.counts = of_process.counts && options.number > 0;
+    of_process.last_step = std::max(of_process.last_step, options.number);
   }
-  Ahead& ahead = ahead_.emplace(terms.participant, Ahead{{}, applied_, base::Clock::now()})->second;
+  Ahead& ahead =
+      ahead_.emplace(options.participant, Ahead{{}, applied_, base::Clock::now()})->second;
   const auto future = ahead.waiting.emplace_back().future();
   complete_ahead_locked(done);
   return future;
@@ -226,15 +229,15 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
 
 // Completes the steps in `ahead_` whose participants may begin their next step, and fails those
 // whose participant is lost or that wait for a participant that has left.
-void LocalOptimizer::complete_ahead_locked(Completions& done) {
+void ParameterUpdater::complete_ahead_locked(Completions& done) {
   for (auto it = ahead_.begin(); it != ahead_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
-    const int64_t needed = its.steps - terms_.staleness;  // of each participant
+    const int64_t needed = its.steps - options_.staleness;  // of each participant
     std::optional<base::Error> error;
     if (its.state == Participant::State::kLost) {
       error = participant_lost(its.processes.begin()->first);
-    } else if (terms_.mode == Sharing::Mode::kSsp && slowest_locked(kNobody) < needed) {
-      error = lost_ ? lost_ : in_vain_locked([&](int other) {
+    } else if (options_.mode == Sharing::Mode::kSsp && slowest_locked(kNobody) < needed) {
+      error = lost_ ? lost_ : left_error_locked([&](int other) {
         return participants_[static_cast<size_t>(other)].steps < needed;
       });
       if (!error) {
@@ -250,8 +253,8 @@ void LocalOptimizer::complete_ahead_locked(Completions& done) {
 
 // Returns an error if a participant for which `is_needed` returns true has left.
 template <class IsNeeded>
-std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_needed) const {
-  for (int number = 0; number < terms_.participants; ++number) {
+std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& is_needed) const {
+  for (int number = 0; number < options_.participants; ++number) {
     const Participant& its = participants_[static_cast<size_t>(number)];
     if (its.state != Participant::State::kLeft || !is_needed(number)) continue;
     const int rank = rpc::rank_of(its.processes.begin()->first);
@@ -265,31 +268,34 @@ std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_nee
   return std::nullopt;
 }
 
-template <class R, class Terms>
-void LocalOptimizer::fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done) {
-  if (gathering.terms.empty()) return;
-  const auto error = in_vain_locked([&](int other) { return !gathering.terms.contains(other); });
+template <class R, class Arguments>
+void ParameterUpdater::fail_if_needed_left_locked(Gathering<R, Arguments>& gathering,
+                                                  Completions& done) {
+  if (gathering.arguments.empty()) return;
+  const auto error =
+      left_error_locked([&](int other) { return !gathering.arguments.contains(other); });
   if (error) done.add(std::exchange(gathering, {}).waiting, *error);
 }
 
-base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
-  check_participant(terms.participant, gradients);
-  if (terms_.mode != Sharing::Mode::kSync) {
+base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& arguments,
+                                                    Gradients gradients) {
+  check_participant(arguments.participant, gradients);
+  if (options_.mode != Sharing::Mode::kSync) {
     base::Promise<Norms> at_once;
-    at_once.set({optim::norm_squared(gradients), terms.own});
+    at_once.set({optim::norm_squared(gradients), arguments.own});
     return at_once.future();
   }
-  return together(measuring_, stepping_, terms, std::move(gradients), [](const auto& all) {
+  return together(measuring_, stepping_, arguments, std::move(gradients), [](const auto& all) {
     Norms norms{optim::norm_squared(means(all.gradients)), 0};
-    for (const auto& [participant, theirs] : all.terms) norms.own += theirs.own;
-    norms.own /= static_cast<double>(all.terms.size());
+    for (const auto& [participant, theirs] : all.arguments) norms.own += theirs.own;
+    norms.own /= static_cast<double>(all.arguments.size());
     return norms;
   });
 }
 
 // Marks the thread as blocked while it waits: the lock's holder may wait for readers of parameters
 // that need another pool thread.
-std::unique_lock<std::mutex> LocalOptimizer::lock() const {
+std::unique_lock<std::mutex> ParameterUpdater::lock() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) return lock;
   const base::BlockingScope waits;
@@ -297,15 +303,15 @@ std::unique_lock<std::mutex> LocalOptimizer::lock() const {
   return lock;
 }
 
-void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
+void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
   // Check everything before any parameter is changed, so that all are updated or none.
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
   }
-  if (!(terms.scale >= 0 && terms.scale <= 1)) {
-    base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", terms.scale));
+  if (!(options.scale >= 0 && options.scale <= 1)) {
+    base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", options.scale));
   }
-  for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
+  for (const auto& rule : rules_) rule->set_lr_factor(options.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (gradients[i].defined()) update.unshare(parameters_[i]);
@@ -314,7 +320,7 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
     if (!gradients[i].defined()) continue;
     try {
       rule_of(i).apply(i, parameters_[i],
-                       terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
+                       options.scale == 1 ? gradients[i] : gradients[i] * options.scale);
     } catch (...) {
       base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       error.message = fmt::format(
@@ -328,16 +334,16 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
   if (updates_) updates_->fetch_add(1);
 }
 
-int64_t LocalOptimizer::lead_locked(int participant) const {
+int64_t ParameterUpdater::lead_locked(int participant) const {
   return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
 // Returns the number of steps of the slowest participant, ignoring participant `but` and those that
 // rest or are lost. If no other participant is left, returns the steps of the fastest one.
-int64_t LocalOptimizer::slowest_locked(int but) const {
+int64_t ParameterUpdater::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;
-  for (int each = 0; each < terms_.participants; ++each) {
+  for (int each = 0; each < options_.participants; ++each) {
     const Participant& its = participants_[static_cast<size_t>(each)];
     fastest = std::max(fastest, its.steps);
     using State = Participant::State;
@@ -347,8 +353,8 @@ int64_t LocalOptimizer::slowest_locked(int but) const {
   return std::min(slowest, fastest);
 }
 
-void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
-                                const SharedTerms& terms) const {
+void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
+                                  const UpdaterOptions& options) const {
   const auto differ = [](const std::string& what) {
     base::invalid("these parameters have an optimizer already, with other " + what);
   };
@@ -356,59 +362,59 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].is_same(parameters_[i])) differ("parameters beside them");
   }
-  if (terms.groups.size() != terms_.groups.size()) differ("groups");
-  for (size_t g = 0; g < terms.groups.size(); ++g) {
-    if (terms.groups[g].parameters != terms_.groups[g].parameters) differ("groups");
+  if (options.groups.size() != options_.groups.size()) differ("groups");
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    if (options.groups[g].parameters != options_.groups[g].parameters) differ("groups");
   }
-  if (terms.groups != terms_.groups) differ("options");
-  if (!(terms == terms_)) differ("participants, mode or staleness");
+  if (options.groups != options_.groups) differ("options");
+  if (!(options == options_)) differ("participants, mode or staleness");
 }
 
-void LocalOptimizer::rest(rpc::ProcessNumber process) {
+void ParameterUpdater::rest(rpc::ProcessNumber process) {
   Completions done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kResting);
   complete_ahead_locked(done);
 }
 
-void LocalOptimizer::leave(rpc::ProcessNumber process) {
-  if (terms_.mode == Sharing::Mode::kAsync) return;
+void ParameterUpdater::leave(rpc::ProcessNumber process) {
+  if (options_.mode == Sharing::Mode::kAsync) return;
   Completions done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kLeft);
-  fail_if_in_vain_locked(stepping_, done);
-  fail_if_in_vain_locked(measuring_, done);
+  fail_if_needed_left_locked(stepping_, done);
+  fail_if_needed_left_locked(measuring_, done);
   complete_ahead_locked(done);
 }
 
-void LocalOptimizer::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
+void ParameterUpdater::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
   for (Participant& each : participants_) {
     if (each.has(process) && each.state == Participant::State::kStepping) each.state = state;
   }
 }
 
-bool LocalOptimizer::has(rpc::ProcessNumber process) const {
+bool ParameterUpdater::has(rpc::ProcessNumber process) const {
   const std::unique_lock guard = lock();
   return std::ranges::any_of(participants_, [process](const Participant& each) {
     return each.processes.contains(process);
   });
 }
 
-std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) const {
+std::optional<int64_t> ParameterUpdater::last_step_of(rpc::ProcessNumber process) const {
   const std::unique_lock guard = lock();
   for (const Participant& each : participants_) {
     const auto its = each.processes.find(process);
-    if (its != each.processes.end() && terms_.mode != Sharing::Mode::kSync) {
+    if (its != each.processes.end() && options_.mode != Sharing::Mode::kSync) {
       return its->second.counts ? std::optional(its->second.last_step) : std::nullopt;
     }
   }
   return std::nullopt;
 }
 
-void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
+void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
   Completions done;
   std::lock_guard lock(mutex_);
-  if (loss.job_goes_on && terms_.mode != Sharing::Mode::kSync) {
+  if (loss.job_goes_on && options_.mode != Sharing::Mode::kSync) {
     lost_processes_.insert(loss.process());
     for (Participant& its : participants_) {
       if (!its.has(loss.process())) continue;
@@ -423,7 +429,7 @@ void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
   complete_ahead_locked(done);
 }
 
-std::vector<rpc::Wait> LocalOptimizer::waits() const {
+std::vector<rpc::Wait> ParameterUpdater::waits() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   for (; !lock; static_cast<void>(lock.try_lock())) {
     const base::TimePoint since = busy_since_;
@@ -432,10 +438,10 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
   }
   std::vector<rpc::Wait> all;
   const auto tell = [&](const auto& gathering, const char* what) {
-    if (gathering.terms.empty()) return;
+    if (gathering.arguments.empty()) return;
     std::vector<int> missing;
-    for (int participant = 0; participant < terms_.participants; ++participant) {
-      if (!gathering.terms.contains(participant)) missing.push_back(participant);
+    for (int participant = 0; participant < options_.participants; ++participant) {
+      if (!gathering.arguments.contains(participant)) missing.push_back(participant);
     }
     all.push_back({fmt::format("{} that wants participant {}", what, c10::Join(", ", missing)),
                    gathering.since});
@@ -450,7 +456,7 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
   return all;
 }
 
-std::vector<ParameterState> LocalOptimizer::state() const {
+std::vector<ParameterState> ParameterUpdater::state() const {
   const std::unique_lock guard = lock();
   const Busy busy(*this);
   // On an accelerator read.version() orders the copies after the parameter's last update.
@@ -465,7 +471,7 @@ std::vector<ParameterState> LocalOptimizer::state() const {
   return all;
 }
 
-void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
+void ParameterUpdater::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters_.size()) {
     base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
                    std::to_string(parameters_.size()));
@@ -481,7 +487,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
   for (size_t i = 0; i < state.size(); ++i) rule_of(i).adopt(i, std::move(loaded[i]));
 }
 
-Progress LocalOptimizer::progress(int participant) const {
+Progress ParameterUpdater::progress(int participant) const {
   const std::unique_lock guard = lock();
   return {applied_, lead_locked(participant)};
 }

@@ -20,21 +20,23 @@ NamedParameters named(const std::vector<std::string>& names,
 
 /// Makes the same updates in one process as the DistributedOptimizers of all trainers together:
 ///
-///   job::LocalUpdates updates(*net, options.rule());  // `net` is replicated, as under DDP
-///   training.keep(updates);
-///   training.run(updates, [&](const job::Step& step) { ...; return job::Result{loss, samples}; });
-class LocalUpdates {
+///   job::SingleProcessOptimizer optimizer(*net, options.rule());  // `net` is replicated, as under
+///   DDP training.keep(optimizer); training.run(optimizer, [&](const job::Step& step) { ...; return
+///   job::Result{loss, samples}; });
+class SingleProcessOptimizer {
  public:
   using Named = NamedParameters;
 
   /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
   /// otherwise with each trainer's in turn. `replicated` is updated with the mean, as under DDP.
-  LocalUpdates(const Rule& rule, const std::string& mode, Named shared, Named replicated = {});
+  SingleProcessOptimizer(const Rule& rule, const std::string& mode, Named shared,
+                         Named replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
   /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
   /// names, so that a job and its `--local` run can resume from each other's checkpoints.
-  LocalUpdates(const torch::nn::Module& module, const Rule& rule, const std::string& mode = {});
-  ~LocalUpdates();
+  SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
+                         const std::string& mode = {});
+  ~SingleProcessOptimizer();
 
   /// Takes the `.grad` of every parameter. Call it after each trainer's backward().
   void gather();
@@ -47,14 +49,14 @@ class LocalUpdates {
   void load_state(const std::vector<ParameterState>& state);
   bool has_replicas() const;
   /// Returns true if no update needs several trainers' gradients, so each trainer calls step().
-  bool in_turns() const { return !sync_ && !has_replicas(); }
+  bool each_trainer_steps() const { return !sync_ && !has_replicas(); }
   int64_t updates() const { return updates_; }  ///< number of updates of the shared parameters
 
  private:
-  struct Some;
+  struct Parameters;
   const double max_norm_;
   const bool sync_;
-  const std::unique_ptr<Some> shared_, replicated_;
+  const std::unique_ptr<Parameters> shared_, replicated_;
   int64_t updates_ = 0;
 };
 

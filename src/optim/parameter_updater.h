@@ -17,45 +17,46 @@
 
 namespace distrain::optim {
 
-/// A parameter group's share of a LocalOptimizer's parameters. Groups are contiguous.
-struct GroupTerms {
+/// A parameter group's share of a ParameterUpdater's parameters. Groups are contiguous.
+struct GroupOptions {
   OptimizerFields options;
   uint64_t parameters = 0;  ///< number of parameters
   uint64_t number = 0;      ///< index of the group at the creator, for error messages
 
-  bool operator==(const GroupTerms& other) const {
+  bool operator==(const GroupOptions& other) const {
     return options == other.options && parameters == other.parameters;
   }
   static constexpr auto kFields =
-      std::tuple(&GroupTerms::options, &GroupTerms::parameters, &GroupTerms::number);
+      std::tuple(&GroupOptions::options, &GroupOptions::parameters, &GroupOptions::number);
 };
 
-/// Settings that must be equal on all ranks that share a LocalOptimizer.
-struct SharedTerms {
-  std::vector<GroupTerms> groups;  ///< the groups with parameters on this rank
+/// Settings that must be equal on all ranks that share a ParameterUpdater.
+struct UpdaterOptions {
+  std::vector<GroupOptions> groups;  ///< the groups with parameters on this rank
   Sharing::Mode mode = Sharing::Mode::kAsync;
   int participants = 1;
   int64_t staleness = 0;
 
-  bool operator==(const SharedTerms&) const = default;
-  static constexpr auto kFields = std::tuple(&SharedTerms::groups, &SharedTerms::mode,
-                                             &SharedTerms::participants, &SharedTerms::staleness);
+  bool operator==(const UpdaterOptions&) const = default;
+  static constexpr auto kFields =
+      std::tuple(&UpdaterOptions::groups, &UpdaterOptions::mode, &UpdaterOptions::participants,
+                 &UpdaterOptions::staleness);
 };
 
-struct StepTerms {
+struct StepOptions {
   int participant = 0;
   double scale = 1;      ///< factor of the gradients
   double lr_factor = 1;  ///< factor of each group's learning rate
   int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
-  static constexpr auto kFields = std::tuple(&StepTerms::participant, &StepTerms::scale,
-                                             &StepTerms::lr_factor, &StepTerms::number);
+  static constexpr auto kFields = std::tuple(&StepOptions::participant, &StepOptions::scale,
+                                             &StepOptions::lr_factor, &StepOptions::number);
 };
 
-/// Arguments of LocalOptimizer::norms_squared().
-struct NormTerms {
+/// Arguments of ParameterUpdater::norms_squared().
+struct NormArguments {
   int participant = 0;
   double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
-  static constexpr auto kFields = std::tuple(&NormTerms::participant, &NormTerms::own);
+  static constexpr auto kFields = std::tuple(&NormArguments::participant, &NormArguments::own);
 };
 /// Squared L2 norms of the gradients of shared and `own` parameters.
 struct Norms {
@@ -76,11 +77,11 @@ Gradients mean_of(const std::vector<Gradients>& gathered);
 
 /// Optimizes a set of parameters of one rank and holds the state of their update rules.
 /// Thread-safe: steps are applied one at a time.
-class LocalOptimizer {
+class ParameterUpdater {
  public:
   /// If `updates` is not null, each update increments it.
-  LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
-                 std::shared_ptr<std::atomic<uint64_t>> updates);
+  ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters, UpdaterOptions options,
+                   std::shared_ptr<std::atomic<uint64_t>> updates);
 
   /// Registers `process` as a process of `participant`. If all earlier processes of the participant
   /// are lost, `process` replaces them, with at least the slowest participant's number of steps.
@@ -91,16 +92,16 @@ class LocalOptimizer {
   /// participants' gradients is; in kSsp, when the participant is not too far ahead of the slowest.
   /// The result is the number of updates including this one. Outside kSync throws `peer_lost` if
   /// `process` no longer is a process of the participant.
-  base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients,
+  base::Future<uint64_t> step(const StepOptions& options, Gradients gradients,
                               rpc::ProcessNumber process);
 
   /// Returns the squared norms of the gradients that step() would apply. In kSync the future
   /// completes when all participants have called, with the norm of the mean gradients and the mean
-  /// of `terms.own`. Otherwise the norms are this participant's.
-  base::Future<Norms> norms_squared(const NormTerms& terms, Gradients gradients);
+  /// of `arguments.own`. Otherwise the norms are this participant's.
+  base::Future<Norms> norms_squared(const NormArguments& arguments, Gradients gradients);
 
-  /// Throws `invalid` if this optimizer has different parameters or terms.
-  void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
+  /// Throws `invalid` if this updater has different parameters or options.
+  void check_same(const std::vector<at::Tensor>& parameters, const UpdaterOptions& options) const;
 
   /// Handles the loss of a rank. If the mode is not kSync and the job continues, no participant
   /// waits for the lost process any more and none of its steps is applied. Otherwise every current
@@ -128,10 +129,10 @@ class LocalOptimizer {
 
  private:
   // The arguments of one collective step (or norm), collected until all participants have called.
-  template <class R, class Terms>
+  template <class R, class Arguments>
   struct Gathering {
     std::map<int, Gradients> gradients;
-    std::map<int, Terms> terms;
+    std::map<int, Arguments> arguments;
     std::vector<base::Promise<R>> waiting;
     base::TimePoint since;  // when the first participant called
   };
@@ -139,7 +140,7 @@ class LocalOptimizer {
   /// Marks, while it exists, that `mutex_` is held for a long operation.
   class Busy {
    public:
-    explicit Busy(const LocalOptimizer& optimizer) : since_(optimizer.busy_since_) {
+    explicit Busy(const ParameterUpdater& updater) : since_(updater.busy_since_) {
       since_ = base::Clock::now();
     }
     ~Busy() { since_ = base::TimePoint{}; }
@@ -169,33 +170,33 @@ class LocalOptimizer {
   void check_participant(int participant, const Gradients& gradients) const;
   int64_t slowest_locked(int but) const;
   class Completions;
-  template <class R, class Terms, class Others, class Compute>
-  base::Future<R> together(Gathering<R, Terms>& gathering, Others& others, const Terms& terms,
-                           Gradients gradients, const Compute& compute);
+  template <class R, class Arguments, class Others, class Compute>
+  base::Future<R> together(Gathering<R, Arguments>& gathering, Others& others,
+                           const Arguments& arguments, Gradients gradients, const Compute& compute);
   template <class IsNeeded>
-  std::optional<base::Error> in_vain_locked(const IsNeeded& is_needed) const;
-  template <class R, class Terms>
-  void fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done);
-  base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients,
+  std::optional<base::Error> left_error_locked(const IsNeeded& is_needed) const;
+  template <class R, class Arguments>
+  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, Completions& done);
+  base::Future<uint64_t> step_alone(const StepOptions& options, const Gradients& gradients,
                                     rpc::ProcessNumber process);
-  void apply_locked(const Gradients& gradients, const StepTerms& terms);
+  void apply_locked(const Gradients& gradients, const StepOptions& options);
   void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
   rpc::Agent& agent_;
   std::vector<at::Tensor> parameters_;
-  const SharedTerms terms_;
+  const UpdaterOptions options_;
   mutable std::mutex mutex_;
   mutable std::atomic<base::TimePoint> busy_since_{};     // written under `mutex_`
   std::vector<std::unique_ptr<UpdateRule>> rules_;        // by group
   std::vector<size_t> groups_;                            // each parameter's index in `rules_`
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // the rank's update count, or null
-  uint64_t applied_ = 0;                                  // updates of this optimizer
+  uint64_t applied_ = 0;                                  // updates by this object
   std::vector<Participant> participants_;
   std::set<rpc::ProcessNumber> lost_processes_;
-  Gathering<uint64_t, StepTerms> stepping_;
-  Gathering<Norms, NormTerms> measuring_;
+  Gathering<uint64_t, StepOptions> stepping_;
+  Gathering<Norms, NormArguments> measuring_;
   struct Ahead {
     std::vector<base::Promise<uint64_t>> waiting;  // exactly one
     uint64_t updates;                              // the result of `waiting`
@@ -205,47 +206,5 @@ class LocalOptimizer {
   std::multimap<int, Ahead> ahead_;  // applied steps that are not complete, by participant
   std::optional<base::Error> lost_;  // the first loss that ends waiting
 };
-
-/// The local optimizers of one agent, indexed by their parameters.
-class LocalOptimizers final : public rpc::Layer {
- public:
-  explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
-
-  /// Whether an optimizer's updates count in updates(). Those of `own` parameters do not.
-  enum class Counts { kYes, kNo };
-  /// Throws `invalid` if one of `parameters` has an optimizer with other parameters or terms.
-  std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
-                                               const SharedTerms& terms,
-                                               Counts counts = Counts::kYes);
-  void on_rank_lost(const rpc::Loss& loss) override;
-  /// Calls LocalOptimizer::leave() on the owners that note_steps() has recorded.
-  void on_shutdown() override;
-  std::vector<rpc::Wait> waits() const override;
-  /// Records that the calling thread steps optimizers on `owners`, so that on_shutdown() notifies
-  /// these ranks. If the thread is a pool worker, removes the record instead: a worker still serves
-  /// calls during shutdown(), so it may make more steps.
-  void note_steps(const std::set<int>& owners);
-  /// Keeps the existing optimizers until the agent ends.
-  void keep_all();
-  std::set<std::shared_ptr<LocalOptimizer>> all() const;
-  std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);  ///< null if there is none
-  /// Returns the update count of all optimizers with Counts::kYes, destroyed ones included.
-  UpdateCount updates() const { return updates_; }
-
- private:
-  std::set<std::shared_ptr<LocalOptimizer>> all_locked() const;
-
-  rpc::Agent& agent_;
-  const std::shared_ptr<std::atomic<uint64_t>> updates_ =
-      std::make_shared<std::atomic<uint64_t>>(0);
-  mutable std::mutex mutex_;
-  std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
-  std::set<std::shared_ptr<LocalOptimizer>> kept_;
-  std::set<int> owners_;           // the ranks that on_shutdown() notifies
-  std::optional<rpc::Loss> lost_;  // the first loss that ends the job
-};
-
-/// Exposed function by which the calling process leaves all optimizers of this rank.
-void leave_here(rpc::CallContext& call);
 
 }  // namespace distrain::optim
