@@ -27,40 +27,40 @@ Position Position::from_json(const Json& json, int trainers) {
   return position;
 }
 
-Schedule::Schedule(Terms terms, Hooks hooks)
-    : terms_(terms),
+LeaseScheduler::LeaseScheduler(Options options, Hooks hooks)
+    : options_(options),
       hooks_(std::move(hooks)),
-      places_(static_cast<size_t>(terms.trainers)),
-      takes_over_(terms.take_over) {
-  position_.steps.resize(static_cast<size_t>(terms.trainers));
+      trainers_(static_cast<size_t>(options.trainers)),
+      takes_over_(options.take_over) {
+  position_.steps.resize(static_cast<size_t>(options.trainers));
 }
 
-void Schedule::resume(Position position) {
+void LeaseScheduler::resume(Position position) {
   const auto fail = [](const char* why) { base::bad_data(std::string("the position: ") + why); };
-  const int64_t whole_epoch = terms_.steps_per_epoch * terms_.trainers;
+  const int64_t whole_epoch = options_.steps_per_epoch * options_.trainers;
   if (position.epoch - 1 > position.total / whole_epoch)
     fail("its steps are not those of its epochs");
   int64_t total = (position.epoch - 1) * whole_epoch;
   for (const int64_t steps : position.steps) {
-    if (steps > terms_.steps_per_epoch) fail("beyond the end of the epoch");
+    if (steps > options_.steps_per_epoch) fail("beyond the end of the epoch");
     if (steps != position.steps[0]) takes_over_ = true;
-    if (takes_over_ && !terms_.take_over && !terms_.may_lose) {
+    if (takes_over_ && !options_.take_over && !options_.may_lose) {
       fail("trainers that go at one pace differ");
     }
     total += steps;
   }
   if (position.total != total) fail("its steps are not those of its epochs");
   position_ = std::move(position);
-  saved_ = position_.total / terms_.trainers;
-  for (Place& each : places_) each.taken = saved_;
+  saved_ = position_.total / options_.trainers;
+  for (TrainerState& each : trainers_) each.handed_out = saved_;
 }
 
-base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
+base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
   base::Future<Task> future;
   {
     std::lock_guard lock(mutex_);
     if (failed_) throw base::Exception(*failed_);
-    Place& its = place(seat.trainer);
+    TrainerState& its = state_of(seat.trainer);
     if (!its.is_here || its.before != seat.before) {
       throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
     }
@@ -68,7 +68,7 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
     its.made += its.lease.count;
     its.lease = {};
     its.has_task = false;
-    if (stop && terms_.save && !stopped()) stop_at_ = furthest_locked();
+    if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
     Task task;
     if (!is_advancing_ && phase_ == Phase::kTraining && take_locked(seat.trainer, wanted, task)) {
       return base::Future<Task>::ready(task);
@@ -86,29 +86,29 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
   return future;
 }
 
-int Schedule::here_locked() const {
-  return static_cast<int>(std::ranges::count_if(places_, &Place::is_here));
+int LeaseScheduler::here_locked() const {
+  return static_cast<int>(std::ranges::count_if(trainers_, &TrainerState::is_here));
 }
 
-int Schedule::trainers_left() const {
+int LeaseScheduler::trainers_left() const {
   std::lock_guard lock(mutex_);
   return here_locked();
 }
 
-int64_t Schedule::steps_of_each() const {
+int64_t LeaseScheduler::steps_of_each() const {
   std::lock_guard lock(mutex_);
-  return position_.total / terms_.trainers;
+  return position_.total / options_.trainers;
 }
 
-int64_t Schedule::steps_made() const {
+int64_t LeaseScheduler::steps_made() const {
   std::lock_guard lock(mutex_);
   int64_t made = 0;
-  for (const Place& each : places_) made += each.is_here ? each.made : 0;
+  for (const TrainerState& each : trainers_) made += each.is_here ? each.made : 0;
   return made;
 }
 
 // When all trainers wait, only this thread, losses, joins and outside requests change the state.
-void Schedule::advance() {
+void LeaseScheduler::advance() {
   for (;;) {
     Phase before{};
     bool again = false;
@@ -131,8 +131,8 @@ void Schedule::advance() {
 
 // Once a loss lets trainers differ in their numbers of steps, other ranks must stop waiting for the
 // steps of a trainer that waits here.
-void Schedule::tell_who_rests() {
-  if (terms_.take_over) return;
+void LeaseScheduler::tell_who_rests() {
+  if (options_.take_over) return;
   std::vector<int> resting;
   {
     std::lock_guard lock(mutex_);
@@ -144,12 +144,12 @@ void Schedule::tell_who_rests() {
 
 // ---- lost trainers and their replacements ----
 
-Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
+LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> made) {
   std::optional<Request> request;
   Lost lost;
   {
     std::lock_guard lock(mutex_);
-    Place& its = place(trainer);
+    TrainerState& its = state_of(trainer);
     if (!its.is_here) return lost;
     its.is_here = false;
     takes_over_ = true;
@@ -158,7 +158,7 @@ Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
     lost.made = its.made + known;
     lost.back = lease.count - known;
     if (!made) lost.in_doubt = lost.back;
-    if (lost.back > 0) given_back_.push_back({lease.shard, lease.step + known, lost.back});
+    if (lost.back > 0) returned_.push_back({lease.shard, lease.step + known, lost.back});
     if (its.has_task && lease.count == 0) again_ = true;
     its.lease = {};
     its.has_task = false;
@@ -172,32 +172,32 @@ Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
 }
 
 // Hands out returned steps first, because other trainers may wait for them.
-void Schedule::go_on() {
+void LeaseScheduler::go_on() {
   const auto may_hand_out = [this] {
     std::lock_guard lock(mutex_);
     if (failed_ || is_advancing_ || phase_ != Phase::kTraining) return false;
-    return is_advancing_ = !given_back_.empty() && !waiting_.empty();
+    return is_advancing_ = !returned_.empty() && !waiting_.empty();
   };
   if (may_hand_out()) hand_out();
   advance();
   tell_who_rests();
 }
 
-Seat Schedule::take_seat(int trainer) {
+Seat LeaseScheduler::take_seat(int trainer) {
   std::lock_guard lock(mutex_);
-  Place& its = place(trainer);
+  TrainerState& its = state_of(trainer);
   if (its.is_here) base::invalid("this place is taken");
-  const int64_t taken = its.taken;
-  its = Place{.before = its.before + 1, .taken = taken};
+  const int64_t handed_out = its.handed_out;
+  its = TrainerState{.before = its.before + 1, .handed_out = handed_out};
   return {trainer, its.before};
 }
 
-std::vector<rpc::Wait> Schedule::waits() const {
+std::vector<rpc::Wait> LeaseScheduler::waits() const {
   std::lock_guard lock(mutex_);
   if (waiting_.empty()) return {};
   std::string missing;
-  for (int trainer = 0; trainer < terms_.trainers; ++trainer) {
-    if (waiting_.contains(trainer) || !places_[static_cast<size_t>(trainer)].is_here) continue;
+  for (int trainer = 0; trainer < options_.trainers; ++trainer) {
+    if (waiting_.contains(trainer) || !trainers_[static_cast<size_t>(trainer)].is_here) continue;
     missing += (missing.empty() ? "" : ", ") + std::to_string(trainer);
   }
   base::TimePoint since = base::kNever;
@@ -206,28 +206,30 @@ std::vector<rpc::Wait> Schedule::waits() const {
 }
 
 // Returns the steps per trainer at the next periodic save, a multiple of the interval.
-int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
+int64_t LeaseScheduler::next_save() const {
+  return (saved_ / options_.save_every + 1) * options_.save_every;
+}
 
 // Returns the number of steps at which all trainers wait for each other next: to save or to end.
-int64_t Schedule::gate_locked() const {
-  const int64_t last = terms_.steps > 0 ? terms_.steps : kNever;
-  const int64_t save = terms_.save && terms_.save_every > 0 ? next_save() : kNever;
+int64_t LeaseScheduler::gate_locked() const {
+  const int64_t last = options_.steps > 0 ? options_.steps : kNever;
+  const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
   return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
 // In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
 // furthest trainer before a joint task such as a save; otherwise they could deadlock.
-int64_t Schedule::furthest_locked() const {
+int64_t LeaseScheduler::furthest_locked() const {
   if (takes_over_) return 0;
-  return std::ranges::max(places_, {}, &Place::taken).taken;
+  return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
 }
 
-void Schedule::request_save() {
+void LeaseScheduler::request_save() {
   std::lock_guard lock(mutex_);
-  if (terms_.save && save_at_ == kNever) save_at_ = furthest_locked();
+  if (options_.save && save_at_ == kNever) save_at_ = furthest_locked();
 }
 
-void Schedule::fail(const base::Error& error) {
+void LeaseScheduler::fail(const base::Error& error) {
   std::map<int, Request> waiting;
   {
     std::lock_guard lock(mutex_);
@@ -237,25 +239,25 @@ void Schedule::fail(const base::Error& error) {
   for (auto& [who, request] : waiting) request.promise.fail(error);
 }
 
-void Schedule::finish() {
+void LeaseScheduler::finish() {
   std::lock_guard lock(mutex_);
   if (finish_at_ == kNever) finish_at_ = furthest_locked();
 }
 
-int64_t Schedule::remaining_locked(int shard) const {
-  return terms_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
+int64_t LeaseScheduler::remaining_locked(int shard) const {
+  return options_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
 }
 
-bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
-  Place& its = place(trainer);
-  if (given_back_.empty()) {
+bool LeaseScheduler::take_locked(int trainer, int64_t wanted, Task& task) {
+  TrainerState& its = state_of(trainer);
+  if (returned_.empty()) {
     its.lease = take_new_locked(trainer, wanted);
   } else {  // these were counted when first handed out
-    Range& first = given_back_.front();
+    Range& first = returned_.front();
     its.lease = {first.shard, first.step, std::min(wanted, first.count)};
     first.step += its.lease.count;
     first.count -= its.lease.count;
-    if (first.count == 0) given_back_.erase(given_back_.begin());
+    if (first.count == 0) returned_.erase(returned_.begin());
   }
   its.has_task = its.lease.count > 0;
   task.kind = Task::Kind::kTrain;
@@ -266,21 +268,21 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   return its.has_task;
 }
 
-Schedule::Range Schedule::take_new_locked(int trainer, int64_t wanted) {
-  Place& its = place(trainer);
+LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
+  TrainerState& its = state_of(trainer);
   const int64_t gate = gate_locked();
   int64_t allowed = kNever;
   if (gate != kNever) {
-    allowed = gate - its.taken;
+    allowed = gate - its.handed_out;
     if (takes_over_) {  // this trainer's share of the remaining steps
-      const int64_t left = gate * terms_.trainers - position_.total;
+      const int64_t left = gate * options_.trainers - position_.total;
       const int64_t all = std::max(here_locked(), 1);
       allowed = (left + all - 1) / all;
     }
   }
   int shard = trainer;
   if (remaining_locked(shard) == 0 && takes_over_) {
-    for (int other = 0; other < terms_.trainers; ++other) {
+    for (int other = 0; other < options_.trainers; ++other) {
       if (remaining_locked(other) > remaining_locked(shard)) shard = other;
     }
   }
@@ -288,30 +290,30 @@ Schedule::Range Schedule::take_new_locked(int trainer, int64_t wanted) {
   if (count <= 0) return {};
   int64_t& steps = position_.steps[static_cast<size_t>(shard)];
   const Range lease = {shard, steps, count};
-  its.taken += count;
+  its.handed_out += count;
   steps += count;
   position_.total += count;
   return lease;
 }
 
-bool Schedule::epoch_over() const {
-  return std::ranges::min(position_.steps) >= terms_.steps_per_epoch;
+bool LeaseScheduler::epoch_over() const {
+  return std::ranges::min(position_.steps) >= options_.steps_per_epoch;
 }
 
-bool Schedule::over() const {
-  if (finish_at_ != kNever && position_.total >= finish_at_ * terms_.trainers) return true;
-  if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
-  return position_.epoch > terms_.epochs;
+bool LeaseScheduler::over() const {
+  if (finish_at_ != kNever && position_.total >= finish_at_ * options_.trainers) return true;
+  if (options_.steps > 0) return position_.total >= options_.steps * options_.trainers;
+  return position_.epoch > options_.epochs;
 }
 
-Schedule::Phase Schedule::after_training() const {
-  if (!given_back_.empty()) return Phase::kTraining;
+LeaseScheduler::Phase LeaseScheduler::after_training() const {
+  if (!returned_.empty()) return Phase::kTraining;
   if (epoch_over() || over()) return Phase::kEvaluating;
-  return stopped() || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
-                                                                         : Phase::kTraining;
+  return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
+                                                                           : Phase::kTraining;
 }
 
-Schedule::Phase Schedule::after_evaluation() {
+LeaseScheduler::Phase LeaseScheduler::after_evaluation() {
   const bool whole_epoch = epoch_over();
   if (whole_epoch) {
     ++position_.epoch;
@@ -319,12 +321,12 @@ Schedule::Phase Schedule::after_evaluation() {
   }
   const bool due =
       save_at_ != kNever ||
-      (terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save());
-  if (terms_.save && (due || over() || stopped())) return Phase::kSaving;
+      (options_.save_every == 0 ? whole_epoch : position_.total / options_.trainers >= next_save());
+  if (options_.save && (due || over() || stopped())) return Phase::kSaving;
   return over() ? Phase::kEnding : Phase::kTraining;
 }
 
-void Schedule::enter_next_phase(Phase before, bool again) {
+void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (again) return hooks_.on_again();
   if (before == Phase::kBeginning) hooks_.on_begin();
   if (before == Phase::kEvaluating) hooks_.on_evaluated(position_, epoch_over());
@@ -340,7 +342,7 @@ void Schedule::enter_next_phase(Phase before, bool again) {
         phase_ = after_evaluation();
         break;
       case Phase::kSaving:
-        saved_ = position_.total / terms_.trainers;
+        saved_ = position_.total / options_.trainers;
         save_at_ = kNever;
         phase_ = over() || stopped() ? Phase::kEnding : Phase::kTraining;
         break;
@@ -353,7 +355,7 @@ void Schedule::enter_next_phase(Phase before, bool again) {
 
 // Assigns all tasks before it delivers any, because a trainer may finish its task before the next
 // trainer has one.
-void Schedule::hand_out() {
+void LeaseScheduler::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
   {
     std::lock_guard lock(mutex_);
@@ -372,16 +374,16 @@ void Schedule::hand_out() {
   for (auto& [promise, task] : tasks) promise.set(task);
 }
 
-bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
+bool LeaseScheduler::task_locked(int trainer, int64_t wanted, Task& task) {
   if (phase_ == Phase::kTraining) return take_locked(trainer, wanted, task);
-  place(trainer).has_task = true;
+  state_of(trainer).has_task = true;
   task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
               : phase_ == Phase::kSaving   ? Task::Kind::kSave
                                            : Task::Kind::kEnd;
   task.epoch = position_.epoch;
   task.shard = trainer;
   const bool is_last =
-      over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
+      over() || (options_.steps == 0 && epoch_over() && position_.epoch >= options_.epochs);
   task.last = phase_ == Phase::kEvaluating && is_last;
   task.partial = !epoch_over();
   task.stopped = stopped();

@@ -59,7 +59,7 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
   plan.steps = steps;
   plan.steps_per_epoch = kEndless;
   plan.lr = options.lr;
-  const optim::Schedule schedule = options.rule().schedule;
+  const optim::LearningRateSchedule schedule = options.rule().schedule;
   if (schedule.counts_epochs() || schedule.observes()) {
     base::invalid("--lr-schedule " + options.lr_schedule +
                   ": the job has neither epochs nor evaluations");
@@ -121,7 +121,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
     : plan_(std::move(plan)),
       own_(std::move(own)),
       host_(host),
-      lr_schedule_(optim::Schedule::parse(plan_.lr_schedule)),
+      lr_schedule_(optim::LearningRateSchedule::parse(plan_.lr_schedule)),
       process_(process),
       share_(share),
       agent_(agent),
@@ -379,7 +379,8 @@ SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, in
 // Makes rounds of one step per trainer that has one; all other tasks come between rounds.
 void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
-  std::map<int, base::Future<Lease>> pending;  // by trainer; pending while others have steps left
+  std::map<int, base::Future<NextTask>>
+      pending;  // by trainer; pending while others have steps left
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
       if (pending.contains(trainer)) continue;

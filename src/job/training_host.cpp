@@ -133,8 +133,8 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
         // elsewhere. If no save follows, the end reports the failure.
         if (error.kind == base::ErrorKind::kPeerLost) {
           sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
-        } else if (Schedule* const schedule = current_) {
-          schedule->fail(error);
+        } else if (LeaseScheduler* const scheduler = current_) {
+          scheduler->fail(error);
         }
       }) {}
 
@@ -173,8 +173,8 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
   Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};
   if (const auto before = lost_before_.find(trainer); before != lost_before_.end()) {
     if (incarnation < before->second) refuse(base::ErrorKind::kPeerLost, "this rank is lost");
-    attached.seat = schedule_->take_seat(trainer);
-    attached.steps_made = schedule_->steps_of_each();
+    attached.seat = scheduler_->take_seat(trainer);
+    attached.steps_made = scheduler_->steps_of_each();
     attached.is_late = true;
     untried_[trainer] = 0;
     const Json fields{{"returned_rank", rank},
@@ -191,10 +191,10 @@ void TrainingHost::begin(const Plan& plan) {
   plan_ = plan;
   plan_->save = checkpoints_.saving() && !plan.eval_only;
   plan_->save_every = known_.checkpoint.every;
-  lr_schedule_ = optim::Schedule::parse(plan.lr_schedule);
+  lr_schedule_ = optim::LearningRateSchedule::parse(plan.lr_schedule);
   may_lose_ = plan.may_lose && agent_ && plan.trainers > 1;
   current_ = nullptr;
-  Schedule::Hooks hooks;
+  LeaseScheduler::Hooks hooks;
   hooks.on_begin = [this] {
     {
       std::lock_guard lock(mutex_);
@@ -229,17 +229,17 @@ void TrainingHost::begin(const Plan& plan) {
     saving_since_.reset();
   };
   hooks.on_rest = std::bind_front(&TrainingHost::rest, this);
-  schedule_.emplace(*plan_, std::move(hooks));
-  if (plan.eval_only) schedule_->finish();
+  scheduler_.emplace(*plan_, std::move(hooks));
+  if (plan.eval_only) scheduler_->finish();
   try {
     load();
   } catch (...) {
     plan_.reset();  // so that the next trainer gets the same error
     throw;
   }
-  current_ = &*schedule_;
+  current_ = &*scheduler_;
   sink_.used(plan.used);
-  if (!resumed_ || plan.eval_only || !schedule_->over()) return;
+  if (!resumed_ || plan.eval_only || !scheduler_->over()) return;
   sink_.warn(base::ErrorKind::kInvalid,
              fmt::format("{}, step {}: nothing is left to train", resumed_->path, resumed_->step) +
                  (plan.limit.empty() ? "" : " without a larger " + plan.limit));
@@ -334,7 +334,7 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
     lr_schedule_.load_state(schedule);
   }
   steps_made_ = position.total / plan_->trainers;
-  schedule_->resume(position);
+  scheduler_->resume(position);
 }
 
 data::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
@@ -359,7 +359,7 @@ void TrainingHost::check_seat_locked(Seat seat) const {
   throw base::Exception(base::ErrorKind::kPeerLost, who + " is lost");
 }
 
-base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t wanted) {
+base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64_t wanted) {
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
@@ -370,12 +370,12 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
       untried_.erase(untried);
     }
   }
-  if (last) schedule_->finish();
-  return schedule_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
+  if (last) scheduler_->finish();
+  return scheduler_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
       .then(executor_, [this](const Task& task) {
         std::lock_guard lock(mutex_);
         if (task.kind == Task::Kind::kSave && !saving_since_) saving_since_ = base::Clock::now();
-        return Lease{task, lr_schedule_.state()};
+        return NextTask{task, lr_schedule_.state()};
       });
 }
 
@@ -385,9 +385,9 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     std::lock_guard lock(mutex_);
     if (may_lose_ && loss.job_goes_on) trainer = trainer_of(loss.rank);
     if (!trainer) failed_ = loss.error;
-    if (!schedule_) return;
+    if (!scheduler_) return;
   }
-  if (!trainer) return schedule_->fail(loss.error);
+  if (!trainer) return scheduler_->fail(loss.error);
   // Its last step that was applied to parameters of this rank; nullopt if unknown.
   const auto made = optim::last_step_of(*agent_, loss.process());
   bool was_there = false;  // false: it was lost before it attached
@@ -398,7 +398,8 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     was_there = trainers_.erase(*trainer) > 0;
     untried_.erase(*trainer);
   }
-  const Schedule::Lost lost = was_there ? schedule_->lose(*trainer, made) : Schedule::Lost{};
+  const LeaseScheduler::Lost lost =
+      was_there ? scheduler_->lose(*trainer, made) : LeaseScheduler::Lost{};
   {
     std::lock_guard lock(mutex_);
     lost_steps_ += lost.made;
@@ -413,13 +414,13 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
                         {"steps_made", lost.made},
                         {"steps_back", lost.back},
                         {"steps_in_doubt", lost.in_doubt},
-                        {"trainers_left", schedule_->trainers_left()}});
-    schedule_->go_on();
+                        {"trainers_left", scheduler_->trainers_left()}});
+    scheduler_->go_on();
   });
 }
 
 void TrainingHost::request_save() {
-  if (Schedule* const schedule = current_) schedule->request_save();
+  if (LeaseScheduler* const scheduler = current_) scheduler->request_save();
 }
 
 void TrainingHost::report(Seat seat, const Report& report) {
@@ -516,7 +517,7 @@ void TrainingHost::add_to(Json& fields, bool all_steps) const {
   add_loss(fields);  // if the job was stopped within an epoch
   if (may_lose_) fields["lost"] = lost_;
   const int64_t own = fields.value("steps", int64_t{0}) + lost_steps_;
-  const int64_t all = all_steps ? schedule_->steps_made() + lost_steps_ : 0;
+  const int64_t all = all_steps ? scheduler_->steps_made() + lost_steps_ : 0;
   if (all_steps || lost_steps_ > 0) fields["steps"] = std::max(own, all);
 }
 

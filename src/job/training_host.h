@@ -30,10 +30,10 @@ struct Attached {
 };
 
 /// The next task of a trainer, and the state of the learning rate schedule.
-struct Lease {
+struct NextTask {
   Task task;
   optim::ScheduleState schedule;
-  static constexpr auto kFields = std::tuple(&Lease::task, &Lease::schedule);
+  static constexpr auto kFields = std::tuple(&NextTask::task, &NextTask::schedule);
 };
 
 /// The result of a trainer's epoch, and its share of an evaluation.
@@ -55,7 +55,7 @@ struct HeldPart {
       std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
 };
 
-/// Runs a training from rank 0: schedule, learning rate, evaluation, checkpoints. Thread-safe.
+/// Runs a training from rank 0: leases, learning rate, evaluation, checkpoints. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
   /// Checks that checkpoints can be written. `agent` is null if all trainers are in this process.
@@ -66,12 +66,12 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// of each rank that the job may continue without it. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
-  /// Registers a trainer, process `incarnation` of its rank. The first call creates the schedule
+  /// Registers a trainer, process `incarnation` of its rank. The first call creates the scheduler
   /// and reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Returns the tensors of a part from the checkpoint that the job resumes from.
   data::NamedTensors saved_part(const PartName& part, int trainer);
-  base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
+  base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
   /// Completes when no save is in progress. A new save waits for it, so that only one is in memory.
   base::Future<void> await_save() { return checkpoints_.idle(); }
@@ -90,8 +90,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// write of a line under the lock may call it.
   void request_save();
   std::vector<rpc::Wait> waits() const override {
-    const Schedule* const schedule = current_;
-    return schedule ? schedule->waits() : std::vector<rpc::Wait>();
+    const LeaseScheduler* const scheduler = current_;
+    return scheduler ? scheduler->waits() : std::vector<rpc::Wait>();
   }
   /// Adds the metrics of the training so far, and the steps of all trainers if `all_steps`. May be
   /// called by any thread.
@@ -119,7 +119,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
 
   base::InlineExecutor executor_;
 
-  mutable std::mutex mutex_;  // guards what follows, except the schedule, which locks itself
+  mutable std::mutex mutex_;  // guards what follows, except the scheduler, which locks itself
   std::optional<Plan> plan_;
   std::map<int, Seat> trainers_;         // attached and not lost
   std::map<int, int> untried_;           // requests of each replacement in its first task
@@ -128,10 +128,10 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   int64_t lost_steps_ = 0;               // made by lost trainers
   int64_t lost_ = 0;                     // number of losses
   bool told_of_schedule_ = false;
-  std::optional<Schedule> schedule_;
-  std::atomic<Schedule*> current_{nullptr};  // null until the schedule is ready
+  std::optional<LeaseScheduler> scheduler_;
+  std::atomic<LeaseScheduler*> current_{nullptr};  // null until the scheduler is ready
   std::optional<base::Error> failed_;
-  optim::Schedule lr_schedule_;
+  optim::LearningRateSchedule lr_schedule_;
   std::optional<Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
   Report total_;                                 // sum of the reports since the last evaluation

@@ -78,9 +78,9 @@ struct Position {
 /// replace the lost one, with a Seat of its own; requests with the old Seat are refused.
 ///
 /// Thread-safe. Hooks run on the thread of the last trainer to ask, while all trainers wait.
-class Schedule {
+class LeaseScheduler {
  public:
-  struct Terms {
+  struct Options {
     int trainers = 1;
     int64_t epochs = 1;
     int64_t steps = 0;  ///< steps of each trainer; 0: as many as the epochs have
@@ -105,7 +105,7 @@ class Schedule {
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 
-  Schedule(Terms terms, Hooks hooks);
+  LeaseScheduler(Options options, Hooks hooks);
 
   /// Sets the position, before the first next(). Throws `bad_data` if it is impossible in this job.
   void resume(Position position);
@@ -160,16 +160,16 @@ class Schedule {
     int64_t count = 0;
   };
   /// The state of a trainer.
-  struct Place {
+  struct TrainerState {
     bool is_here = true;  ///< not lost
     bool has_task = false;
-    int64_t before = 0;  ///< number of earlier processes
-    int64_t taken = 0;   ///< steps handed out since the job's beginning
-    int64_t made = 0;    ///< steps that the current process has completed
-    Range lease;         ///< `count` is 0 if there is none
+    int64_t before = 0;      ///< number of earlier processes
+    int64_t handed_out = 0;  ///< steps handed out since the job's beginning
+    int64_t made = 0;        ///< steps that the current process has completed
+    Range lease;             ///< `count` is 0 if there is none
   };
 
-  Place& place(int trainer) { return places_[static_cast<size_t>(trainer)]; }
+  TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
   int here_locked() const;
   bool task_locked(int trainer, int64_t wanted, Task& task);
   bool take_locked(int trainer, int64_t wanted, Task& task);
@@ -187,17 +187,17 @@ class Schedule {
   Phase after_evaluation();
   void hand_out();
 
-  const Terms terms_;
+  const Options options_;
   const Hooks hooks_;
   mutable std::mutex mutex_;
   Phase phase_ = Phase::kBeginning;
   Position position_;
-  std::vector<Place> places_;
-  std::vector<Range> given_back_;  // remaining steps of lost trainers' leases
-  bool takes_over_ = false;        // terms_.take_over, or a trainer was lost
-  bool is_advancing_ = false;      // a thread runs hooks or hands out tasks
-  bool again_ = false;             // a trainer with a part in this phase was lost
-  int64_t saved_ = 0;              // steps of each trainer at the last checkpoint
+  std::vector<TrainerState> trainers_;
+  std::vector<Range> returned_;  // remaining steps of lost trainers' leases
+  bool takes_over_ = false;      // options_.take_over, or a trainer was lost
+  bool is_advancing_ = false;    // a thread runs hooks or hands out tasks
+  bool again_ = false;           // a trainer with a part in this phase was lost
+  int64_t saved_ = 0;            // steps of each trainer at the last checkpoint
   // Limits in steps of each trainer, by next(), request_save() and finish(); kNever if not set.
   int64_t stop_at_ = kNever;
   int64_t save_at_ = kNever;

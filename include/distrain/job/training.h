@@ -122,10 +122,10 @@ void expose_parameters(rpc::Agent& agent, const std::string& name) {
 }
 
 /// The length of the training, and settings of its output.
-struct Plan : Schedule::Terms {
+struct Plan : LeaseScheduler::Options {
   bool eval_only = false;  ///< evaluates only, without training or saving
   double lr = 0;
-  std::string lr_schedule;  ///< optim::Schedule::parse
+  std::string lr_schedule;  ///< optim::LearningRateSchedule::parse
   Unit unit = Unit::kSamples;
   std::optional<int> log_interval;            ///< see StepLines
   std::string limit;                          ///< the option that limits the training
@@ -251,7 +251,7 @@ class TrainingPlan {
   Plan plan_;
   std::vector<int> own_;
   TrainingHost* const host_;
-  optim::Schedule lr_schedule_;
+  optim::LearningRateSchedule lr_schedule_;
   /// Functions, one for each optimizer, that are called before a step. `number` counts from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 

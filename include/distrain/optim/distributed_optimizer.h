@@ -132,9 +132,10 @@ class DistributedOptimizer {
   uint64_t step(const std::vector<uint64_t>& contexts) { return step(contexts, max_norm_); }
   uint64_t step(const std::vector<uint64_t>& contexts, double max_norm);
 
-  /// Multiplies each group's learning rate by `factor` (Schedule::factor) from this optimizer's
-  /// next step on. Other ranks' steps keep their factors. Throws `invalid` if `factor` is negative
-  /// or not finite. In kSync step() throws `invalid` if the participants' factors differ.
+  /// Multiplies each group's learning rate by `factor` (LearningRateSchedule::factor) from this
+  /// optimizer's next step on. Other ranks' steps keep their factors. Throws `invalid` if `factor`
+  /// is negative or not finite. In kSync step() throws `invalid` if the participants' factors
+  /// differ.
   void set_lr_factor(double factor);
   /// Sets the number that last_step_of() returns for the next steps.
   void set_step_number(int64_t number) { *step_number_ = number; }

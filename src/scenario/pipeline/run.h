@@ -76,7 +76,7 @@ class PipelineRun {
   PipelineModel& model_;
   job::EventSink& sink_;
   job::StepLines lines_;
-  const optim::Schedule lr_schedule_;
+  const optim::LearningRateSchedule lr_schedule_;
   int64_t steps_ = 0;
   base::TimePoint begun_;
   double train_s_ = 0;

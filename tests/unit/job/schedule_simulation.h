@@ -1,4 +1,4 @@
-// Simulates the trainers of a Schedule, one event after the other in an order from a seed.
+// Simulates the trainers of a LeaseScheduler, one event after the other in an order from a seed.
 #pragma once
 
 #include <limits>
@@ -19,23 +19,24 @@ using Steps = std::set<StepKey>;
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-inline std::string describe(const Schedule::Terms& terms) {
-  return "trainers " + std::to_string(terms.trainers) + " epochs " + std::to_string(terms.epochs) +
-         " steps " + std::to_string(terms.steps) + " of " + std::to_string(terms.steps_per_epoch) +
-         (terms.take_over ? " take_over" : "") + (terms.save ? " save_every " : " no save, ") +
-         std::to_string(terms.save_every);
+inline std::string describe(const LeaseScheduler::Options& options) {
+  return "trainers " + std::to_string(options.trainers) + " epochs " +
+         std::to_string(options.epochs) + " steps " + std::to_string(options.steps) + " of " +
+         std::to_string(options.steps_per_epoch) + (options.take_over ? " take_over" : "") +
+         (options.save ? " save_every " : " no save, ") + std::to_string(options.save_every);
 }
 
-inline int64_t steps_of_each(const Schedule::Terms& terms) {
-  return terms.steps > 0 ? terms.steps : terms.epochs * terms.steps_per_epoch;
+inline int64_t steps_of_each(const LeaseScheduler::Options& options) {
+  return options.steps > 0 ? options.steps : options.epochs * options.steps_per_epoch;
 }
 
 // Returns the number of steps of each trainer at each save of a job that is not stopped.
-inline std::vector<int64_t> expected_saves(const Schedule::Terms& terms, int64_t from = 0) {
+inline std::vector<int64_t> expected_saves(const LeaseScheduler::Options& options,
+                                           int64_t from = 0) {
   std::vector<int64_t> saves;
-  if (!terms.save) return saves;
-  const int64_t every = terms.save_every > 0 ? terms.save_every : terms.steps_per_epoch;
-  const int64_t last = steps_of_each(terms);
+  if (!options.save) return saves;
+  const int64_t every = options.save_every > 0 ? options.save_every : options.steps_per_epoch;
+  const int64_t last = steps_of_each(options);
   for (int64_t at = every; at < last; at += every) {
     if (at > from) saves.push_back(at);
   }
@@ -56,26 +57,26 @@ struct Saved {
 class Simulation {
  public:
   // After a step, a trainer waits for those more than `lead` steps behind; 0 means sync mode.
-  Simulation(const Schedule::Terms& terms, int64_t lead, uint64_t seed)
-      : terms_(terms),
-        lead_(terms.take_over ? kUnbounded : lead),
+  Simulation(const LeaseScheduler::Options& options, int64_t lead, uint64_t seed)
+      : options_(options),
+        lead_(options.take_over ? kUnbounded : lead),
         random_({seed}),
-        schedule_(terms, hooks()),
-        trainers_(static_cast<size_t>(terms.trainers)) {}
+        schedule_(options, hooks()),
+        trainers_(static_cast<size_t>(options.trainers)) {}
 
   void resume(const Saved& saved) {
     done_ = saved.done;
-    schedule_.resume(read_back(saved.position, terms_.trainers));
+    schedule_.resume(read_back(saved.position, options_.trainers));
   }
 
   // Runs the job. From the call number `stop_at` to next(), the calling trainer requests a stop.
   void run(int64_t stop_at = kUnbounded) {
-    INFO(describe(terms_) << ", lead " << lead_ << ", stop at call " << stop_at);
+    INFO(describe(options_) << ", lead " << lead_ << ", stop at call " << stop_at);
     stop_at_ = stop_at;
-    for (int t = 0; t < terms_.trainers; ++t) ask(t);
-    while (ended_ < terms_.trainers) {
+    for (int t = 0; t < options_.trainers; ++t) ask(t);
+    while (ended_ < options_.trainers) {
       std::vector<int> able;
-      for (int t = 0; t < terms_.trainers; ++t) {
+      for (int t = 0; t < options_.trainers; ++t) {
         if (can_go_on(t)) able.push_back(t);
       }
       if (able.empty()) FAIL("everybody waits");
@@ -84,19 +85,19 @@ class Simulation {
     for (const std::string& error : errors) FAIL(error);
     REQUIRE(outstanding_ == 0);
     REQUIRE(ends_ == 1);
-    REQUIRE(stopped_says_ == (stopped ? terms_.trainers : 0));
+    REQUIRE(stopped_says_ == (stopped ? options_.trainers : 0));
     REQUIRE((saves.empty() || saves.back().done == done_));  // all completed steps are saved
-    REQUIRE(saves.empty() == !terms_.save);
+    REQUIRE(saves.empty() == !options_.save);
   }
 
   void check_complete() const {
-    INFO(describe(terms_));
-    REQUIRE(static_cast<int64_t>(done_.size()) == steps_of_each(terms_) * terms_.trainers);
-    REQUIRE_FALSE((stopped && !terms_.save));
-    const int64_t whole = steps_of_each(terms_) / terms_.steps_per_epoch;
+    INFO(describe(options_));
+    REQUIRE(static_cast<int64_t>(done_.size()) == steps_of_each(options_) * options_.trainers);
+    REQUIRE_FALSE((stopped && !options_.save));
+    const int64_t whole = steps_of_each(options_) / options_.steps_per_epoch;
     for (int64_t epoch = 1; epoch <= whole; ++epoch) {
-      REQUIRE(steps_in(done_, epoch) ==
-              std::vector<int64_t>(static_cast<size_t>(terms_.trainers), terms_.steps_per_epoch));
+      REQUIRE(steps_in(done_, epoch) == std::vector<int64_t>(static_cast<size_t>(options_.trainers),
+                                                             options_.steps_per_epoch));
     }
   }
 
@@ -116,7 +117,7 @@ class Simulation {
     bool ended = false;
   };
 
-  Schedule::Hooks hooks() {
+  LeaseScheduler::Hooks hooks() {
     return {[] {}, [this](const Position&, bool whole) { on_evaluated(whole); },
             [this](const Position& position) { on_save(position); },
             [this](bool by_signal) {
@@ -137,19 +138,19 @@ class Simulation {
     return counts;
   }
   std::vector<int64_t> steps_in(const Steps& done, int64_t epoch) const {
-    return counts(done, epoch, static_cast<size_t>(terms_.trainers));
+    return counts(done, epoch, static_cast<size_t>(options_.trainers));
   }
 
   void on_evaluated(bool whole) {
     expect(outstanding_ == 0, "evaluated while a step was made");
-    expect(evaluating_ == terms_.trainers, "evaluated without a trainer");
+    expect(evaluating_ == options_.trainers, "evaluated without a trainer");
     evaluating_ = 0;
     evaluations.push_back(whole);
   }
 
   void on_save(const Position& position) {
     expect(outstanding_ == 0, "saved while a step was made");
-    expect(saving_ == terms_.trainers, "saved without a trainer");
+    expect(saving_ == options_.trainers, "saved without a trainer");
     expect(position.total == static_cast<int64_t>(done_.size()), "saved another total");
     expect(position.steps == steps_in(done_, position.epoch), "saved other steps");
     saving_ = 0;
@@ -200,8 +201,9 @@ class Simulation {
     if (in_hand_.insert(key).second) {
       ++outstanding_;
       expect(!done_.contains(key), "a step twice");
-      expect(task.step < terms_.steps_per_epoch && task.shard < terms_.trainers, "no such step");
-      expect(terms_.take_over || &trainers_[static_cast<size_t>(task.shard)] == &trainer,
+      expect(task.step < options_.steps_per_epoch && task.shard < options_.trainers,
+             "no such step");
+      expect(options_.take_over || &trainers_[static_cast<size_t>(task.shard)] == &trainer,
              "a step of another's shard");
       return;
     }
@@ -212,10 +214,10 @@ class Simulation {
     trainer.asks = true;
   }
 
-  const Schedule::Terms terms_;
+  const LeaseScheduler::Options options_;
   const int64_t lead_;
   base::Random random_;
-  Schedule schedule_;
+  LeaseScheduler schedule_;
   std::vector<Trainer> trainers_;
   int64_t stop_at_ = kUnbounded;
   int64_t calls_ = 0;

@@ -14,19 +14,19 @@ using namespace distrain::job;
 namespace {
 
 // Calls `fn` for each job with few trainers, steps and epochs, and for each lead.
-void for_each_job(const std::function<void(const Schedule::Terms&, int64_t lead)>& fn) {
+void for_each_job(const std::function<void(const LeaseScheduler::Options&, int64_t lead)>& fn) {
   for (const int trainers : {1, 2, 3}) {
     for (const int64_t steps_per_epoch : {1, 3, 4}) {
       for (const auto& [epochs, steps] :
            std::vector<std::pair<int64_t, int64_t>>{{1, 0}, {3, 0}, {1, 2}, {1, 7}}) {
         for (const int64_t save_every : {-1, 0, 2, 3, 5}) {
-          Schedule::Terms terms{
+          LeaseScheduler::Options options{
               trainers,           epochs,          steps,
               steps_per_epoch,
               /*take_over=*/true, save_every >= 0, std::max<int64_t>(save_every, 0)};
-          fn(terms, kUnbounded);
-          terms.take_over = false;
-          for (const int64_t lead : {int64_t{0}, int64_t{1}, kUnbounded}) fn(terms, lead);
+          fn(options, kUnbounded);
+          options.take_over = false;
+          for (const int64_t lead : {int64_t{0}, int64_t{1}, kUnbounded}) fn(options, lead);
         }
       }
     }
@@ -58,54 +58,54 @@ TEST_CASE("a share of an evaluation is a contiguous part of the examples") {
 }
 
 TEST_CASE("every step is handed out once, with an evaluation after each epoch and saves in time") {
-  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
+  for_each_job([](const LeaseScheduler::Options& options, int64_t lead) {
     for (uint64_t seed = 0; seed < 3; ++seed) {
-      Simulation job(terms, lead, seed);
+      Simulation job(options, lead, seed);
       job.run();
       job.check_complete();
-      INFO(describe(terms));
+      INFO(describe(options));
       REQUIRE_FALSE(job.stopped);
-      REQUIRE(totals_of(job.saves, terms.trainers) == expected_saves(terms));
+      REQUIRE(totals_of(job.saves, options.trainers) == expected_saves(options));
       // A job that ends within an epoch evaluates that part of it, too.
-      const int64_t whole = steps_of_each(terms) / terms.steps_per_epoch;
+      const int64_t whole = steps_of_each(options) / options.steps_per_epoch;
       std::vector<bool> evaluations(static_cast<size_t>(whole), true);
-      if (steps_of_each(terms) % terms.steps_per_epoch > 0) evaluations.push_back(false);
+      if (steps_of_each(options) % options.steps_per_epoch > 0) evaluations.push_back(false);
       REQUIRE(job.evaluations == evaluations);
     }
   });
 }
 
 TEST_CASE("a job resumes from each of its checkpoints and completes") {
-  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
-    Simulation job(terms, lead, 1);
+  for_each_job([](const LeaseScheduler::Options& options, int64_t lead) {
+    Simulation job(options, lead, 1);
     job.run();
     for (const Saved& saved : job.saves) {
-      Simulation rest(terms, lead, 2);
+      Simulation rest(options, lead, 2);
       rest.resume(saved);
       rest.run();
       rest.check_complete();
-      INFO(describe(terms) << " from " << saved.position.to_json().dump());
-      REQUIRE(totals_of(rest.saves, terms.trainers) ==
-              expected_saves(terms, saved.position.total / terms.trainers));
+      INFO(describe(options) << " from " << saved.position.to_json().dump());
+      REQUIRE(totals_of(rest.saves, options.trainers) ==
+              expected_saves(options, saved.position.total / options.trainers));
     }
   });
 }
 
 TEST_CASE("a stop at any call saves all completed steps, and the rest can be made later") {
-  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
+  for_each_job([](const LeaseScheduler::Options& options, int64_t lead) {
     for (int64_t at = 1;; at += testing::kSanitized ? 5 : 1) {
       const auto seed = static_cast<uint64_t>(at);
-      Simulation job(terms, lead, seed);
+      Simulation job(options, lead, seed);
       job.run(at);
       if (job.calls() < at) break;  // the job ended before the stop
-      INFO(describe(terms) << ", lead " << lead << ", stop at call " << at);
-      REQUIRE(job.stopped == terms.save);
-      if (!terms.save) {  // without saves a stop has no effect
+      INFO(describe(options) << ", lead " << lead << ", stop at call " << at);
+      REQUIRE(job.stopped == options.save);
+      if (!options.save) {  // without saves a stop has no effect
         job.check_complete();
         continue;
       }
       const Saved& last = job.saves.back();
-      Simulation rest(terms, lead, seed + 1);
+      Simulation rest(options, lead, seed + 1);
       rest.resume(last);
       rest.run();
       rest.check_complete();
@@ -114,25 +114,25 @@ TEST_CASE("a stop at any call saves all completed steps, and the rest can be mad
 }
 
 TEST_CASE("a stopped job can be stopped again before it has made a step") {
-  Schedule::Terms terms{3, 2, 0, 4, GENERATE(false, true), true, 0};
+  LeaseScheduler::Options options{3, 2, 0, 4, GENERATE(false, true), true, 0};
   Saved saved{{1, {0, 0, 0}, 0}, {}};
   for (int64_t times = 0; times < 40; ++times) {
-    Simulation job(terms, 0, static_cast<uint64_t>(times));
+    Simulation job(options, 0, static_cast<uint64_t>(times));
     job.resume(saved);
     job.run(times % 5 + 1);
     REQUIRE(job.stopped);
     saved = job.saves.back();
   }
-  Simulation last(terms, 0, 1);
+  Simulation last(options, 0, 1);
   last.resume(saved);
   last.run();
   last.check_complete();
 }
 
 TEST_CASE("a trainer that has completed its shard takes over steps of a slow trainer") {
-  Schedule::Terms terms{2, 1, 0, 5, true, false, 0};
-  Schedule schedule(terms,
-                    {[] {}, [](const Position&, bool) {}, [](const Position&) {}, [](bool) {}});
+  LeaseScheduler::Options options{2, 1, 0, 5, true, false, 0};
+  LeaseScheduler schedule(
+      options, {[] {}, [](const Position&, bool) {}, [](const Position&) {}, [](bool) {}});
   const base::Future<Task> slow = schedule.next(1, false);
   CHECK_FALSE(slow.done());  // waits for the other trainer
   std::map<int32_t, int> made;
@@ -149,7 +149,7 @@ TEST_CASE("trainers on several threads get every step once, stopped or not") {
   constexpr int kTrainers = 4;
   base::Random random({17});
   for (int round = 0; round < 200; ++round) {
-    const Schedule::Terms terms{
+    const LeaseScheduler::Options options{
         kTrainers, random.between(1, 4), 0, random.between(1, 6), round % 2 == 0,
         true,      random.between(0, 3)};
     const int64_t stop_at = round % 4 < 2 ? kUnbounded : random.between(1, 20);
@@ -157,12 +157,12 @@ TEST_CASE("trainers on several threads get every step once, stopped or not") {
     Steps done;
     Position last;
     std::atomic<int> twice = 0, ends = 0, stopped = 0, in_work = 0, disturbed = 0;
-    Schedule schedule(terms, {[] {}, [&](const Position&, bool) { disturbed += in_work; },
-                              [&](const Position& position) {
-                                disturbed += in_work;
-                                last = position;
-                              },
-                              [&](bool) { ++ends; }});
+    LeaseScheduler schedule(options, {[] {}, [&](const Position&, bool) { disturbed += in_work; },
+                                      [&](const Position& position) {
+                                        disturbed += in_work;
+                                        last = position;
+                                      },
+                                      [&](bool) { ++ends; }});
     std::vector<std::thread> threads;
     for (int t = 0; t < kTrainers; ++t) {
       threads.emplace_back([&, t] {
@@ -183,13 +183,13 @@ TEST_CASE("trainers on several threads get every step once, stopped or not") {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    INFO(describe(terms) << ", stop at " << stop_at);
+    INFO(describe(options) << ", stop at " << stop_at);
     REQUIRE(twice == 0);
     REQUIRE(disturbed == 0);
     REQUIRE(ends == 1);
     REQUIRE((stopped == 0 || stopped == kTrainers));
     REQUIRE(last.total == static_cast<int64_t>(done.size()));
-    if (stopped == 0) REQUIRE(last.total == steps_of_each(terms) * kTrainers);
+    if (stopped == 0) REQUIRE(last.total == steps_of_each(options) * kTrainers);
   }
 }
 
@@ -199,9 +199,10 @@ TEST_CASE("an error in a hook reaches all trainers") {
   const auto fail_at = [&where](const std::string& hook) {
     if (hook == where) throw base::Exception(base::ErrorKind::kResources, "no " + hook);
   };
-  Schedule schedule({3, 1, 0, 1, false, true, 0},
-                    {[] {}, [&](const Position&, bool) { fail_at("evaluated"); },
-                     [&](const Position&) { fail_at("save"); }, [&](bool) { fail_at("end"); }});
+  LeaseScheduler schedule(
+      {3, 1, 0, 1, false, true, 0},
+      {[] {}, [&](const Position&, bool) { fail_at("evaluated"); },
+       [&](const Position&) { fail_at("save"); }, [&](bool) { fail_at("end"); }});
   for (int step = 0;; ++step) {
     REQUIRE(step < 6);
     std::vector<base::Future<Task>> tasks;
@@ -220,7 +221,7 @@ TEST_CASE("an error in a hook reaches all trainers") {
 }
 
 TEST_CASE("the error that ends a schedule reaches waiting and later callers") {
-  Schedule schedule({2, 1, 0, 1, false, false, 0}, {});
+  LeaseScheduler schedule({2, 1, 0, 1, false, false, 0}, {});
   const base::Future<Task> waits = schedule.next(0, false);
   REQUIRE_FALSE(waits.done());
   schedule.fail({base::ErrorKind::kPeerLost, "rank 1 is lost", 1, {}});
@@ -231,7 +232,7 @@ TEST_CASE("the error that ends a schedule reaches waiting and later callers") {
 }
 
 TEST_CASE("a second concurrent call of a trainer is refused") {
-  Schedule schedule({2, 1, 0, 1, false, false, 0}, {});
+  LeaseScheduler schedule({2, 1, 0, 1, false, false, 0}, {});
   const base::Future<Task> waits = schedule.next(0, false);
   CHECK(testing::error_of([&] { (void)schedule.next(0, false); }).kind ==
         base::ErrorKind::kInvalid);
@@ -273,7 +274,7 @@ TEST_CASE("a position is converted to JSON and back; invalid JSON is refused") {
 }
 
 TEST_CASE("a position beyond the end of the epoch is refused") {
-  Schedule schedule({2, 1, 0, 5, false, true, 0}, {});
+  LeaseScheduler schedule({2, 1, 0, 5, false, true, 0}, {});
   CHECK(testing::error_of([&] {
           schedule.resume({1, {5, 6}, 11});
         }).kind == base::ErrorKind::kBadData);
@@ -281,7 +282,7 @@ TEST_CASE("a position beyond the end of the epoch is refused") {
 }
 
 TEST_CASE("a schedule names the trainer that the others wait for") {
-  Schedule schedule({.trainers = 3, .steps_per_epoch = 1}, {});
+  LeaseScheduler schedule({.trainers = 3, .steps_per_epoch = 1}, {});
   CHECK(schedule.waits().empty());
   std::vector<base::Future<Task>> tasks{schedule.next(2, false), schedule.next(0, false)};
   CHECK(schedule.waits().at(0).what == "the next task of all, which wants trainer 1");

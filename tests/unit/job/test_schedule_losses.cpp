@@ -64,31 +64,32 @@ struct Chances {
 // Runs one event after the other, in an order that depends on a seed.
 class LossSimulation {
  public:
-  LossSimulation(const Schedule::Terms& terms, int64_t lead, const Chances& chances, uint64_t seed)
-      : terms_(terms),
+  LossSimulation(const LeaseScheduler::Options& options, int64_t lead, const Chances& chances,
+                 uint64_t seed)
+      : options_(options),
         lead_(lead),
         chances_(chances),
         seed_(seed),
         random_({seed}),
-        pace_(terms.trainers, lead),
-        schedule_(terms, hooks()),
-        trainers_(static_cast<size_t>(terms.trainers)) {
-    for (int t = 0; t < terms.trainers; ++t) trainer(t).seat = t;
+        pace_(options.trainers, lead),
+        schedule_(options, hooks()),
+        trainers_(static_cast<size_t>(options.trainers)) {
+    for (int t = 0; t < options.trainers; ++t) trainer(t).seat = t;
   }
 
   void resume(const Saved& saved) {
     done_ = saved.done;
-    schedule_.resume(read_back(saved.position, terms_.trainers));
+    schedule_.resume(read_back(saved.position, options_.trainers));
   }
 
   void run(int64_t stop_at = kUnbounded) {
     INFO(text() << ", stop at call " << stop_at);
     stop_at_ = stop_at;
-    for (int t = 0; t < terms_.trainers; ++t) ask(t);
+    for (int t = 0; t < options_.trainers; ++t) ask(t);
     while (!is_over()) {
       if (one_in(1000, chances_.loss)) lose_somebody();
       std::vector<int> able;
-      for (int t = 0; t < terms_.trainers; ++t) {
+      for (int t = 0; t < options_.trainers; ++t) {
         if (can_go_on(t)) able.push_back(t);
       }
       if (to_tell_ > 0) able.push_back(-1);
@@ -99,7 +100,7 @@ class LossSimulation {
     bring_back_all_in_the_end();
     for (const std::string& error : errors_) FAIL(error);
     REQUIRE(ends_ == 1);
-    REQUIRE(saves.empty() == !terms_.save);
+    REQUIRE(saves.empty() == !options_.save);
     if (!saves.empty()) REQUIRE((saves.back().done == done_));
     REQUIRE(twice_ <= in_doubt_);
     if (chances_.unknown == 0) REQUIRE(twice_ == 0);
@@ -107,11 +108,12 @@ class LossSimulation {
 
   void check_complete() const {
     INFO(text());
-    REQUIRE(static_cast<int64_t>(done_.size()) == steps_of_each(terms_) * terms_.trainers);
+    REQUIRE(static_cast<int64_t>(done_.size()) == steps_of_each(options_) * options_.trainers);
   }
 
   std::string text() const {
-    return describe(terms_) + ", lead " + std::to_string(lead_) + ", seed " + std::to_string(seed_);
+    return describe(options_) + ", lead " + std::to_string(lead_) + ", seed " +
+           std::to_string(seed_);
   }
   int64_t losses() const { return losses_; }
   int64_t returns() const { return returns_; }
@@ -132,8 +134,8 @@ class LossSimulation {
     bool stops = false;
   };
 
-  Schedule::Hooks hooks() {
-    Schedule::Hooks hooks;
+  LeaseScheduler::Hooks hooks() {
+    LeaseScheduler::Hooks hooks;
     hooks.on_evaluated = [this](const Position&, bool) {
       expect_meeting("evaluated");
       maybe_lose_in_hook();
@@ -141,7 +143,7 @@ class LossSimulation {
     hooks.on_save = [this](const Position& position) {
       expect_meeting("saved");
       expect(position.total == static_cast<int64_t>(done_.size()), "saved another total");
-      std::vector<int64_t> steps(static_cast<size_t>(terms_.trainers));
+      std::vector<int64_t> steps(static_cast<size_t>(options_.trainers));
       for (const auto& [epoch, shard, step] : done_) {
         if (epoch == position.epoch) ++steps[static_cast<size_t>(shard)];
       }
@@ -236,7 +238,7 @@ class LossSimulation {
   void make_step(int t) {
     Trainer& its = trainer(t);
     const StepKey key(its.task.epoch, its.task.shard, its.task.step + its.of_lease);
-    expect(std::get<2>(key) < terms_.steps_per_epoch && its.task.shard < terms_.trainers,
+    expect(std::get<2>(key) < options_.steps_per_epoch && its.task.shard < options_.trainers,
            "no such step");
     if (!done_.insert(key).second) {
       ++twice_;
@@ -257,15 +259,15 @@ class LossSimulation {
 
   std::vector<int> who(At at) const {
     std::vector<int> some;
-    for (int t = 0; t < terms_.trainers; ++t) {
+    for (int t = 0; t < options_.trainers; ++t) {
       if (trainer(t).at == at) some.push_back(t);
     }
     return some;
   }
-  int here() const { return terms_.trainers - static_cast<int>(who(At::kGone).size()); }
+  int here() const { return options_.trainers - static_cast<int>(who(At::kGone).size()); }
   std::string whereabouts() const {
     std::string all;
-    for (int t = 0; t < terms_.trainers; ++t) {
+    for (int t = 0; t < options_.trainers; ++t) {
       const Trainer& its = trainer(t);
       all += std::to_string(t) + (its.at == At::kAsking    ? " asks"
                                   : its.at == At::kStepped ? " is ahead"
@@ -283,7 +285,7 @@ class LossSimulation {
   }
 
   void lose_somebody() {
-    const int t = static_cast<int>(random_.below(static_cast<uint64_t>(terms_.trainers)));
+    const int t = static_cast<int>(random_.below(static_cast<uint64_t>(options_.trainers)));
     Trainer& its = trainer(t);
     // At least one other trainer is left, as rank 0 ensures.
     if (losses_ >= chances_.most_losses || here() < 2 || its.at == At::kGone ||
@@ -306,7 +308,7 @@ class LossSimulation {
         doubted_.emplace(its.task.epoch, its.task.shard, its.task.step + i);
       }
     }
-    const Schedule::Lost lost =
+    const LeaseScheduler::Lost lost =
         schedule_.lose(t, is_known ? std::optional(its.of_seat) : std::nullopt);
     const int64_t known = is_known ? of_lease : 0;
     expect(lost.back == leased - known, "gave back other steps");
@@ -361,13 +363,13 @@ class LossSimulation {
     }
   }
 
-  const Schedule::Terms terms_;
+  const LeaseScheduler::Options options_;
   const int64_t lead_;
   const Chances chances_;
   const uint64_t seed_;
   base::Random random_;
   Pace pace_;
-  Schedule schedule_;
+  LeaseScheduler schedule_;
   std::vector<Trainer> trainers_;
   std::vector<std::pair<int32_t, int32_t>> parts_;  // brought to the current meeting
   Steps done_;
@@ -388,7 +390,7 @@ class LossSimulation {
 const uint64_t kRuns = testing::kSanitized ? 300 : 2000;
 
 struct Case {
-  Schedule::Terms terms;
+  LeaseScheduler::Options options;
   int64_t lead = kUnbounded;
 };
 
@@ -397,16 +399,16 @@ Case some_job(base::Random& random) {
     return values[random.below(values.size())];
   };
   Case job;
-  job.terms.trainers = static_cast<int>(one_of({2, 3, 4}));
-  job.terms.steps_per_epoch = one_of({1, 3, 5, 8});
-  job.terms.epochs = one_of({1, 2, 3});
-  job.terms.steps = one_of({0, 0, 2, 7, 11});
-  job.terms.take_over = one_of({0, 1}) == 1;
+  job.options.trainers = static_cast<int>(one_of({2, 3, 4}));
+  job.options.steps_per_epoch = one_of({1, 3, 5, 8});
+  job.options.epochs = one_of({1, 2, 3});
+  job.options.steps = one_of({0, 0, 2, 7, 11});
+  job.options.take_over = one_of({0, 1}) == 1;
   const int64_t save_every = one_of({-1, 0, 2, 3, 5});
-  job.terms.save = save_every >= 0;
-  job.terms.save_every = std::max<int64_t>(save_every, 0);
-  job.terms.may_lose = true;
-  if (!job.terms.take_over) job.lead = one_of({0, 1, 3});
+  job.options.save = save_every >= 0;
+  job.options.save_every = std::max<int64_t>(save_every, 0);
+  job.options.may_lose = true;
+  if (!job.options.take_over) job.lead = one_of({0, 1, 3});
   return job;
 }
 
@@ -420,7 +422,7 @@ TEST_CASE("each step is made once, however many trainers are lost and return") {
     const Chances chances{.loss = static_cast<int64_t>(20 + 20 * random.below(5)),
                           .most_losses = 12,
                           .come_back = random.below(3) > 0};
-    LossSimulation simulation(job.terms, job.lead, chances, seed);
+    LossSimulation simulation(job.options, job.lead, chances, seed);
     simulation.run();
     simulation.check_complete();
     losses += simulation.losses();
@@ -440,7 +442,7 @@ TEST_CASE("a step is made twice only if it is unknown whether a lost trainer mad
                           .unknown = static_cast<int64_t>(1 + random.below(10)),
                           .most_losses = 8,
                           .come_back = random.below(3) > 0};
-    LossSimulation simulation(job.terms, job.lead, chances, seed);
+    LossSimulation simulation(job.options, job.lead, chances, seed);
     simulation.run();
     simulation.check_complete();
   }
@@ -450,13 +452,13 @@ TEST_CASE("a job that loses trainers can be stopped at any moment and resumed") 
   for (uint64_t seed = 0; seed < kRuns; ++seed) {
     base::Random random({seed, 3});
     Case job = some_job(random);
-    job.terms.save = true;
+    job.options.save = true;
     const Chances chances{.loss = 60, .most_losses = 6, .come_back = random.below(3) > 0};
     const int64_t stop_at = 1 + static_cast<int64_t>(random.below(30));
-    LossSimulation simulation(job.terms, job.lead, chances, seed);
+    LossSimulation simulation(job.options, job.lead, chances, seed);
     simulation.run(stop_at);
     REQUIRE_FALSE(simulation.saves.empty());
-    LossSimulation rest(job.terms, job.lead, chances, seed);
+    LossSimulation rest(job.options, job.lead, chances, seed);
     rest.resume(simulation.saves.back());
     rest.run();
     rest.check_complete();
@@ -464,7 +466,8 @@ TEST_CASE("a job that loses trainers can be stopped at any moment and resumed") 
 }
 
 TEST_CASE("the steps of a lost trainer are handed out first, also to waiting trainers") {
-  Schedule schedule({.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
+  LeaseScheduler schedule(
+      {.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
   const base::Future<Task> first = schedule.next(0, false, 5);
   const Task lost = schedule.next(1, false, 4).wait();
   REQUIRE(first.wait().count == 5);
@@ -474,7 +477,7 @@ TEST_CASE("the steps of a lost trainer are handed out first, also to waiting tra
   CHECK(last.step == 4);
   const base::Future<Task> waits = schedule.next(0, false, 2);
   REQUIRE_FALSE(waits.done());
-  const Schedule::Lost what = schedule.lose(1, 1);
+  const LeaseScheduler::Lost what = schedule.lose(1, 1);
   CHECK(what.made == 1);
   CHECK(what.back == 3);
   CHECK(what.in_doubt == 0);
@@ -491,11 +494,12 @@ TEST_CASE("the steps of a lost trainer are handed out first, also to waiting tra
 }
 
 TEST_CASE("a replaced seat gets no task, and only an empty seat can be taken") {
-  Schedule schedule({.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
+  LeaseScheduler schedule(
+      {.trainers = 2, .steps_per_epoch = 5, .take_over = true, .may_lose = true}, {});
   CHECK(testing::error_of([&] { schedule.take_seat(1); }).kind == base::ErrorKind::kInvalid);
   const base::Future<Task> waits = schedule.next(1, false);
   REQUIRE_FALSE(waits.done());
-  const Schedule::Lost lost = schedule.lose(1, std::nullopt);
+  const LeaseScheduler::Lost lost = schedule.lose(1, std::nullopt);
   CHECK(lost.back == 0);
   CHECK(testing::error_of([&] { (void)waits.wait(); }).kind == base::ErrorKind::kPeerLost);
   CHECK(schedule.lose(1, 7).made == 0);  // a loss counts once

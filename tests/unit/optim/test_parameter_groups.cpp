@@ -12,7 +12,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/schedule.h"
+#include "distrain/optim/learning_rate_schedule.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -109,7 +109,8 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
         {{}, {}, optim::Sgd{}},
         {{}, {bias}, plain}};
     DistributedOptimizer optimizer(agent, groups);
-    const optim::Schedule schedule = optim::Schedule::parse("warmup:4+cosine:20,0.1");
+    const optim::LearningRateSchedule schedule =
+        optim::LearningRateSchedule::parse("warmup:4+cosine:20,0.1");
     for (int64_t step = 0; step < 20; ++step) {
       const double factor = schedule.factor(step, 0);
       reference.param_groups()[0].options().set_lr(0.1 * factor);

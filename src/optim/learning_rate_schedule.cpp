@@ -1,4 +1,4 @@
-#include "distrain/optim/schedule.h"
+#include "distrain/optim/learning_rate_schedule.h"
 
 #include <algorithm>
 #include <cmath>
@@ -56,14 +56,15 @@ void check(const Plateau& plateau) {
         plateau.threshold, "from 0 to below 1");
 }
 
-std::optional<ScheduleUnit> unit_of(const Schedule::Shape& shape) {
+std::optional<ScheduleUnit> unit_of(const LearningRateSchedule::Shape& shape) {
   if (const auto* step = std::get_if<StepDecay>(&shape)) return step->unit;
   if (const auto* cosine = std::get_if<Cosine>(&shape)) return cosine->unit;
   return std::nullopt;
 }
 
 // Returns the factor after `behind` steps or epochs (the shape's unit) since the warm-up.
-double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, int64_t behind) {
+double shape_factor(const LearningRateSchedule::Shape& shape, const ScheduleState& state,
+                    int64_t behind) {
   if (const auto* step = std::get_if<StepDecay>(&shape)) {
     return std::pow(step->gamma, static_cast<double>(behind / step->size));
   }
@@ -127,8 +128,8 @@ class Part {
   size_t next_ = 0;
 };
 
-Schedule::Shape parse_shape(Part part) {
-  Schedule::Shape shape;
+LearningRateSchedule::Shape parse_shape(Part part) {
+  LearningRateSchedule::Shape shape;
   if (part.name() == "step") {
     auto& step = shape.emplace<StepDecay>();
     part.length("size", step.size, step.unit);
@@ -159,7 +160,7 @@ std::string optional_values(std::vector<double> values, const std::vector<double
   return text;
 }
 
-std::string shape_text(const Schedule::Shape& shape) {
+std::string shape_text(const LearningRateSchedule::Shape& shape) {
   if (const auto* step = std::get_if<StepDecay>(&shape)) {
     return "step:" + to_text(step->size, step->unit) + "," + base::shortest(step->gamma);
   }
@@ -178,7 +179,8 @@ std::string shape_text(const Schedule::Shape& shape) {
 
 }  // namespace
 
-Schedule::Schedule(const Shape& shape, WarmUp warm_up) : shape_(shape), warm_up_(warm_up) {
+LearningRateSchedule::LearningRateSchedule(const Shape& shape, WarmUp warm_up)
+    : shape_(shape), warm_up_(warm_up) {
   std::visit([](const auto& chosen) { check(chosen); }, shape_);
   check(warm_up_.length >= 0, "a warm-up's length", static_cast<double>(warm_up_.length),
         "at least 0");
@@ -190,7 +192,7 @@ Schedule::Schedule(const Shape& shape, WarmUp warm_up) : shape_(shape), warm_up_
   }
 }
 
-Schedule Schedule::parse(std::string_view text) {
+LearningRateSchedule LearningRateSchedule::parse(std::string_view text) {
   WarmUp warm_up;
   std::string_view rest = text;
   Part first(text.substr(0, text.find('+')));
@@ -201,17 +203,17 @@ Schedule Schedule::parse(std::string_view text) {
     const size_t plus = text.find('+');
     rest = plus == std::string_view::npos ? "constant" : text.substr(plus + 1);
   }
-  return Schedule(parse_shape(Part(rest)), warm_up);
+  return LearningRateSchedule(parse_shape(Part(rest)), warm_up);
 }
 
-std::string Schedule::text() const {
+std::string LearningRateSchedule::text() const {
   if (warm_up_.length == 0) return shape_text(shape_);
   std::string text = "warmup:" + to_text(warm_up_.length, warm_up_.unit);
   if (!std::holds_alternative<Constant>(shape_)) text += "+" + shape_text(shape_);
   return text;
 }
 
-double Schedule::factor(int64_t step, int64_t epoch) const {
+double LearningRateSchedule::factor(int64_t step, int64_t epoch) const {
   const auto behind = [&](ScheduleUnit unit) {
     return unit == ScheduleUnit::kEpochs ? epoch : step;
   };
@@ -223,11 +225,11 @@ double Schedule::factor(int64_t step, int64_t epoch) const {
   return shaped * static_cast<double>(warming + 1) / static_cast<double>(warm_up_.length);
 }
 
-bool Schedule::counts_epochs() const {
+bool LearningRateSchedule::counts_epochs() const {
   return unit_of(shape_).value_or(warm_up_.unit) == ScheduleUnit::kEpochs;
 }
 
-void Schedule::observe(double metric) {
+void LearningRateSchedule::observe(double metric) {
   const auto* plateau = std::get_if<Plateau>(&shape_);
   if (!plateau) return;
   const double best = state_.best.value_or(std::numeric_limits<double>::infinity());
@@ -243,7 +245,7 @@ void Schedule::observe(double metric) {
   }
 }
 
-void Schedule::load_state(const ScheduleState& state) {
+void LearningRateSchedule::load_state(const ScheduleState& state) {
   const bool sound = state.factor >= 0 && state.factor <= 1 && state.bad >= 0 &&
                      (!state.best || !std::isnan(*state.best));
   if (!sound || (!observes() && !(state == ScheduleState()))) {

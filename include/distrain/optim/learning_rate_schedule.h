@@ -68,16 +68,16 @@ struct ScheduleState {
 /// The text form is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
 /// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, optionally after `warmup:LENGTH+`, or
 /// `warmup:LENGTH` alone. Lengths are in steps, or in epochs with an `e`: `warmup:5e+step:30e,0.1`.
-class Schedule {
+class LearningRateSchedule {
  public:
   using Shape = std::variant<Constant, StepDecay, Cosine, Plateau>;
 
-  Schedule() = default;
+  LearningRateSchedule() = default;
   /// Throws `invalid` if a number is out of range or if `warm_up` and `shape` have different units.
-  explicit Schedule(const Shape& shape, WarmUp warm_up = {});
+  explicit LearningRateSchedule(const Shape& shape, WarmUp warm_up = {});
 
   /// Throws `invalid` with a one-line message if `text` is not a schedule.
-  static Schedule parse(std::string_view text);
+  static LearningRateSchedule parse(std::string_view text);
   /// Returns a short text that parse() turns into an equal schedule.
   std::string text() const;
 
@@ -97,7 +97,7 @@ class Schedule {
 
   const Shape& shape() const { return shape_; }
   const WarmUp& warm_up() const { return warm_up_; }
-  bool operator==(const Schedule&) const = default;
+  bool operator==(const LearningRateSchedule&) const = default;
 
  private:
   Shape shape_;

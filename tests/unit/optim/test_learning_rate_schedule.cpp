@@ -12,7 +12,7 @@
 #include <torch/optim/sgd.h>
 
 #include "distrain/base/error.h"
-#include "distrain/optim/schedule.h"
+#include "distrain/optim/learning_rate_schedule.h"
 #include "distrain/rpc/serialize.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -40,7 +40,7 @@ double cosine(double floor, double part) {
 
 // Returns the error of parse() for an invalid text, which must be one line and of kind invalid.
 std::string refused(const std::string& text) {
-  const base::Error error = error_of([&] { Schedule::parse(text); });
+  const base::Error error = error_of([&] { LearningRateSchedule::parse(text); });
   CAPTURE(text, error.message);
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.message.find('\n') == std::string::npos);
@@ -52,7 +52,7 @@ std::string refused(const std::string& text) {
 static_assert(rpc::Serializable<ScheduleState>);
 
 TEST_CASE("A schedule is constant by default") {
-  const Schedule schedule;
+  const LearningRateSchedule schedule;
   CHECK(schedule.text() == "constant");
   for (const int64_t step : {0, 1, 1000000}) CHECK(schedule.factor(step, step) == 1);
 }
@@ -61,7 +61,7 @@ TEST_CASE("The step schedule equals torch's StepLR") {
   const auto optimizer = torch_sgd();
   torch::optim::StepLR reference(*optimizer, 3, 0.5);
   reference.step();  // LibTorch's class counts from the first call, not from its construction
-  const Schedule by_steps(StepDecay{3, 0.5}), by_epochs(StepDecay{3, 0.5, kEpochs});
+  const LearningRateSchedule by_steps(StepDecay{3, 0.5}), by_epochs(StepDecay{3, 0.5, kEpochs});
   for (int64_t behind = 0; behind < 20; ++behind) {
     CAPTURE(behind);
     CHECK(kLr * by_steps.factor(behind, 77) == Approx(lr_of(*optimizer)).epsilon(1e-12));
@@ -72,7 +72,7 @@ TEST_CASE("The step schedule equals torch's StepLR") {
 
 TEST_CASE("The cosine schedule equals its closed form and stays at its floor") {
   const double floor = GENERATE(0.0, 0.1, 1.0);
-  const Schedule schedule(Cosine{50, floor});
+  const LearningRateSchedule schedule(Cosine{50, floor});
   for (int64_t step = 0; step <= 50; ++step) {
     CHECK(schedule.factor(step, 0) ==
           Approx(cosine(floor, static_cast<double>(step) / 50)).margin(1e-15));
@@ -95,7 +95,7 @@ TEST_CASE("A warm-up equals torch's LinearLR, and the schedule after it begins w
   // The recursion of LinearLR, as PyTorch documents it: start_factor 1/8, total_iters 7.
   const int64_t length = 8, total = length - 1;
   const double start = 1.0 / static_cast<double>(length);
-  const Schedule alone(Constant{}, {length});
+  const LearningRateSchedule alone(Constant{}, {length});
   double lr = kLr * start;
   for (int64_t t = 0; t <= 12; ++t) {
     if (t > 0 && t <= total) {
@@ -104,8 +104,8 @@ TEST_CASE("A warm-up equals torch's LinearLR, and the schedule after it begins w
     }
     CHECK(kLr * alone.factor(t, 0) == Approx(lr).epsilon(1e-12));
   }
-  const Schedule by_steps(Cosine{20, 0.1}, {length});
-  const Schedule by_epochs(Cosine{20, 0.1, kEpochs}, {length, kEpochs});
+  const LearningRateSchedule by_steps(Cosine{20, 0.1}, {length});
+  const LearningRateSchedule by_epochs(Cosine{20, 0.1, kEpochs}, {length, kEpochs});
   for (int64_t t = 0; t < 40; ++t) {
     CAPTURE(t);
     const double expected = t < length
@@ -114,7 +114,7 @@ TEST_CASE("A warm-up equals torch's LinearLR, and the schedule after it begins w
     CHECK(by_steps.factor(t, 3) == Approx(expected).epsilon(1e-12));
     CHECK(by_epochs.factor(3, t) == Approx(expected).epsilon(1e-12));
   }
-  const Schedule stairs(StepDecay{5, 0.5}, {2});
+  const LearningRateSchedule stairs(StepDecay{5, 0.5}, {2});
   const std::vector<double> expected = {0.5, 1, 1, 1, 1, 1, 1, 0.5, 0.5};
   for (size_t t = 0; t < expected.size(); ++t) {
     CHECK(stairs.factor(static_cast<int64_t>(t), 0) == expected[t]);
@@ -133,7 +133,7 @@ TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
   Reference reference(*optimizer, Reference::min, each.factor,
                       static_cast<int>(each.plateau.patience), each.plateau.threshold,
                       Reference::rel, 0, {static_cast<float>(each.plateau.floor * kLr)}, 0);
-  Schedule schedule(each.plateau), resumed;
+  LearningRateSchedule schedule(each.plateau), resumed;
   CHECK(schedule.observes());
   at::manual_seed(1);
   bool reduced = false;
@@ -149,7 +149,7 @@ TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
           Approx(lr_of(*optimizer)).epsilon(1e-6));
     reduced = reduced || schedule.factor(0, 0) < 1;
     // A schedule that is saved and loaded after each metric gives the same rates.
-    Schedule next(each.plateau);
+    LearningRateSchedule next(each.plateau);
     next.load_state(resumed.state());
     next.observe(metric);
     resumed = next;
@@ -159,71 +159,73 @@ TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
 }
 
 TEST_CASE("A metric that is not a number is never better, and other schedules ignore metrics") {
-  Schedule plateau(Plateau{1, 0.5, 0, 0}, {10});
+  LearningRateSchedule plateau(Plateau{1, 0.5, 0, 0}, {10});
   CHECK(plateau.factor(4, 0) == 0.5);
   for (int i = 0; i < 2; ++i) plateau.observe(std::numeric_limits<double>::quiet_NaN());
   CHECK(plateau.factor(10, 0) == 0.5);
   CHECK(plateau.factor(4, 0) == 0.25);
   CHECK_FALSE(plateau.state().best);
-  Schedule cosine(Cosine{10});
+  LearningRateSchedule cosine(Cosine{10});
   for (int i = 0; i < 20; ++i) cosine.observe(1);
-  CHECK(cosine == Schedule(Cosine{10}));
+  CHECK(cosine == LearningRateSchedule(Cosine{10}));
   CHECK_FALSE(cosine.observes());
 }
 
 TEST_CASE("A state that the schedule cannot reach is refused") {
-  const auto refuse = [](Schedule schedule, const ScheduleState& state) {
+  const auto refuse = [](LearningRateSchedule schedule, const ScheduleState& state) {
     const base::Error error = error_of([&] { schedule.load_state(state); });
     CHECK(error.kind == ErrorKind::kBadData);
     return error.message;
   };
-  const Schedule plateau(Plateau{});
+  const LearningRateSchedule plateau(Plateau{});
   CHECK(refuse(plateau, {1.5, {}, 0}) == "the state of another schedule than plateau:10");
   refuse(plateau, {-1, {}, 0});
   refuse(plateau, {1, std::nan(""), 0});
   refuse(plateau, {1, 0.5, -1});
-  refuse(Schedule(Cosine{10}), {0.5, {}, 0});
-  Schedule constant;
+  refuse(LearningRateSchedule(Cosine{10}), {0.5, {}, 0});
+  LearningRateSchedule constant;
   CHECK_NOTHROW(constant.load_state({}));
 }
 
 TEST_CASE("A schedule is parsed from its text and printed as it") {
   struct Case {
     std::string text;
-    Schedule schedule;
+    LearningRateSchedule schedule;
     std::string printed;  // empty: the same as the text
   };
-  const Case each = GENERATE(
-      Case{"constant", Schedule(), ""}, Case{"step:30,0.1", Schedule(StepDecay{30, 0.1}), ""},
-      Case{"step:30", Schedule(StepDecay{30, 0.1}), "step:30,0.1"},
-      Case{"step:3e,0.5", Schedule(StepDecay{3, 0.5, kEpochs}), ""},
-      Case{"cosine:100", Schedule(Cosine{100}), ""},
-      Case{"cosine:100e,0.01", Schedule(Cosine{100, 0.01, kEpochs}), ""},
-      Case{"cosine:100,0", Schedule(Cosine{100}), "cosine:100"},
-      Case{"warmup:500+cosine:10000", Schedule(Cosine{10000}, {500}), ""},
-      Case{"warmup:5e+step:30e,1e-1", Schedule(StepDecay{30, 0.1, kEpochs}, {5, kEpochs}),
-           "warmup:5e+step:30e,0.1"},
-      Case{"warmup:500", Schedule(Constant{}, {500}), ""},
-      Case{"warmup:500+constant", Schedule(Constant{}, {500}), "warmup:500"},
-      Case{"plateau:2,0.25", Schedule(Plateau{2, 0.25}), ""},
-      Case{"plateau:10,0.1,0,0.0001", Schedule(Plateau{}), "plateau:10"},
-      Case{"plateau:0,0.25,0,0", Schedule(Plateau{0, 0.25, 0, 0}), ""},
-      Case{"plateau:3,0.1,0.125", Schedule(Plateau{3, 0.1, 0.125}), ""},
-      Case{"warmup:1e+plateau:1,5e-1", Schedule(Plateau{1, 0.5}, {1, kEpochs}),
-           "warmup:1e+plateau:1,0.5"});
+  const Case each =
+      GENERATE(Case{"constant", LearningRateSchedule(), ""},
+               Case{"step:30,0.1", LearningRateSchedule(StepDecay{30, 0.1}), ""},
+               Case{"step:30", LearningRateSchedule(StepDecay{30, 0.1}), "step:30,0.1"},
+               Case{"step:3e,0.5", LearningRateSchedule(StepDecay{3, 0.5, kEpochs}), ""},
+               Case{"cosine:100", LearningRateSchedule(Cosine{100}), ""},
+               Case{"cosine:100e,0.01", LearningRateSchedule(Cosine{100, 0.01, kEpochs}), ""},
+               Case{"cosine:100,0", LearningRateSchedule(Cosine{100}), "cosine:100"},
+               Case{"warmup:500+cosine:10000", LearningRateSchedule(Cosine{10000}, {500}), ""},
+               Case{"warmup:5e+step:30e,1e-1",
+                    LearningRateSchedule(StepDecay{30, 0.1, kEpochs}, {5, kEpochs}),
+                    "warmup:5e+step:30e,0.1"},
+               Case{"warmup:500", LearningRateSchedule(Constant{}, {500}), ""},
+               Case{"warmup:500+constant", LearningRateSchedule(Constant{}, {500}), "warmup:500"},
+               Case{"plateau:2,0.25", LearningRateSchedule(Plateau{2, 0.25}), ""},
+               Case{"plateau:10,0.1,0,0.0001", LearningRateSchedule(Plateau{}), "plateau:10"},
+               Case{"plateau:0,0.25,0,0", LearningRateSchedule(Plateau{0, 0.25, 0, 0}), ""},
+               Case{"plateau:3,0.1,0.125", LearningRateSchedule(Plateau{3, 0.1, 0.125}), ""},
+               Case{"warmup:1e+plateau:1,5e-1", LearningRateSchedule(Plateau{1, 0.5}, {1, kEpochs}),
+                    "warmup:1e+plateau:1,0.5"});
   CAPTURE(each.text);
-  const Schedule parsed = Schedule::parse(each.text);
+  const LearningRateSchedule parsed = LearningRateSchedule::parse(each.text);
   CHECK(parsed == each.schedule);
   CHECK(parsed.text() == (each.printed.empty() ? each.text : each.printed));
-  CHECK(Schedule::parse(parsed.text()) == parsed);
+  CHECK(LearningRateSchedule::parse(parsed.text()) == parsed);
 }
 
 TEST_CASE("A schedule counts epochs if its lengths are in epochs") {
   for (const char* text : {"step:3e", "cosine:3e,0.1", "warmup:2e", "warmup:2e+step:3e"}) {
-    CHECK(Schedule::parse(text).counts_epochs());
+    CHECK(LearningRateSchedule::parse(text).counts_epochs());
   }
   for (const char* text : {"constant", "step:3", "warmup:2+cosine:3", "plateau:3"}) {
-    CHECK_FALSE(Schedule::parse(text).counts_epochs());
+    CHECK_FALSE(LearningRateSchedule::parse(text).counts_epochs());
   }
 }
 
