@@ -18,11 +18,11 @@ namespace distrain::ddp {
 
 namespace {
 
-// Returns a fork of the group, or the group itself if it cannot fork.
+// Returns a duplicate of the group, or the group itself if it cannot be duplicated.
 std::shared_ptr<collective::ReduceGroup> in_own_order(
     std::shared_ptr<collective::ReduceGroup> group) {
-  auto own = group->fork();
-  return own ? own : group;
+  auto duplicate = group->duplicate();
+  return duplicate ? duplicate : group;
 }
 
 }  // namespace
@@ -107,7 +107,7 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
   buckets_[place.bucket].store(place.slot, gradient);
   for (; started_ < buckets_.size() && buckets_[started_].complete(); ++started_) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
-    buckets_[started_].start(*group_, number_);
+    buckets_[started_].start_average(*group_, number_);
   }
 }
 
@@ -186,7 +186,7 @@ std::vector<int64_t> Reducer::Impl::agreed_order() {
       values[i] = static_cast<double>(arrival_[i] * group_->size());
     }
   }
-  group_->start(shared, number_)->wait();
+  group_->average_async(shared, number_)->wait();
   std::vector<int64_t> agreed(parameters_.size());
   std::transform(values, values + agreed.size(), agreed.begin(),
                  [](double place) { return std::llround(place); });

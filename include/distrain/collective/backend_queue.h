@@ -17,13 +17,13 @@ namespace distrain::collective {
 /// thread, so users of CPU tensors never start the queue's thread.
 ///
 /// Thread-safe; the caller determines the order of calls. The destructor runs all queued calls.
-class BackendLine {
+class BackendQueue {
  public:
   /// `name` is the thread's name, of at most 15 characters; `sequence` is used for all calls.
-  BackendLine(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
+  BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
 
   // CPU tensors only.
-  ReduceGroup::WorkPtr mean(const at::Tensor& tensor, const PassNumber& pass);
+  ReduceGroup::WorkPtr average_async(const at::Tensor& tensor, const PassNumber& pass);
   ReduceGroup::WorkPtr broadcast(const at::Tensor& tensor, int root);
 
   void refuse(int count, const base::Error& error);
@@ -31,14 +31,14 @@ class BackendLine {
   /// Queues `call`, which runs when `copied` is reached. If the copy fails, refuses one operation.
   base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
   /// Queues `task` for the queue's thread. `task` must not throw.
-  void post(base::Task task) { line_.post(std::move(task)); }
+  void post(base::Task task) { queue_.post(std::move(task)); }
 
  private:
   ReduceGroup::WorkPtr call(std::function<Pending()> call);
 
   const c10::intrusive_ptr<Backend> backend_;
   const uint32_t sequence_;
-  base::SerialThread line_;
+  base::SerialThread queue_;
 };
 
 }  // namespace distrain::collective
