@@ -217,20 +217,21 @@ base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
   ++its.steps;
   if (its.has(process)) {
     Participant::Process& of_process = its.processes[process];
-    of_process.counts = of_process.counts && options.number > 0;
+    of_process.is_numbered = of_process.is_numbered && options.number > 0;
     of_process.last_step = std::max(of_process.last_step, options.number);
   }
-  Ahead& ahead =
-      ahead_.emplace(options.participant, Ahead{{}, applied_, base::Clock::now()})->second;
-  const auto future = ahead.waiting.emplace_back().future();
-  complete_ahead_locked(done);
+  WaitingStep& step =
+      waiting_steps_.emplace(options.participant, WaitingStep{{}, applied_, base::Clock::now()})
+          ->second;
+  const auto future = step.waiting.emplace_back().future();
+  complete_waiting_steps_locked(done);
   return future;
 }
 
-// Completes the steps in `ahead_` whose participants may begin their next step, and fails those
-// whose participant is lost or that wait for a participant that has left.
-void ParameterUpdater::complete_ahead_locked(Completions& done) {
-  for (auto it = ahead_.begin(); it != ahead_.end();) {
+// Completes the steps in `waiting_steps_` whose participants may begin their next step, and fails
+// those whose participant is lost or that wait for a participant that has left.
+void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
+  for (auto it = waiting_steps_.begin(); it != waiting_steps_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
     const int64_t needed = its.steps - options_.staleness;  // of each participant
     std::optional<base::Error> error;
@@ -247,7 +248,7 @@ void ParameterUpdater::complete_ahead_locked(Completions& done) {
     }
     done.add(std::move(it->second.waiting),
              error ? base::Result<uint64_t>(*error) : it->second.updates);
-    it = ahead_.erase(it);
+    it = waiting_steps_.erase(it);
   }
 }
 
@@ -374,7 +375,7 @@ void ParameterUpdater::rest(rpc::ProcessNumber process) {
   Completions done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kResting);
-  complete_ahead_locked(done);
+  complete_waiting_steps_locked(done);
 }
 
 void ParameterUpdater::leave(rpc::ProcessNumber process) {
@@ -384,7 +385,7 @@ void ParameterUpdater::leave(rpc::ProcessNumber process) {
   stop_stepping_locked(process, Participant::State::kLeft);
   fail_if_needed_left_locked(stepping_, done);
   fail_if_needed_left_locked(measuring_, done);
-  complete_ahead_locked(done);
+  complete_waiting_steps_locked(done);
 }
 
 void ParameterUpdater::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
@@ -405,7 +406,7 @@ std::optional<int64_t> ParameterUpdater::last_step_of(rpc::ProcessNumber process
   for (const Participant& each : participants_) {
     const auto its = each.processes.find(process);
     if (its != each.processes.end() && options_.mode != Sharing::Mode::kSync) {
-      return its->second.counts ? std::optional(its->second.last_step) : std::nullopt;
+      return its->second.is_numbered ? std::optional(its->second.last_step) : std::nullopt;
     }
   }
   return std::nullopt;
@@ -426,7 +427,7 @@ void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
     done.add(std::exchange(stepping_, {}).waiting, loss.error);
     done.add(std::exchange(measuring_, {}).waiting, loss.error);
   }
-  complete_ahead_locked(done);
+  complete_waiting_steps_locked(done);
 }
 
 std::vector<rpc::Wait> ParameterUpdater::waits() const {
@@ -448,7 +449,7 @@ std::vector<rpc::Wait> ParameterUpdater::waits() const {
   };
   tell(stepping_, "an update here");
   tell(measuring_, "a gradient norm here");
-  for (const auto& [participant, waiting] : ahead_) {
+  for (const auto& [participant, waiting] : waiting_steps_) {
     all.push_back(
         {fmt::format("participant {} is ahead by {} steps", participant, lead_locked(participant)),
          waiting.since});

@@ -155,8 +155,8 @@ class ParameterUpdater {
     enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
     struct Process {
       bool is_lost = false;
-      bool counts = true;     // all of its steps so far have numbers
-      int64_t last_step = 0;  // the number of its last step
+      bool is_numbered = true;  // all of its steps so far have numbers
+      int64_t last_step = 0;    // the number of its last step
     };
     State state = State::kStepping;
     int64_t steps = 0;
@@ -197,13 +197,14 @@ class ParameterUpdater {
   std::set<rpc::ProcessNumber> lost_processes_;
   Gathering<uint64_t, StepOptions> stepping_;
   Gathering<Norms, NormArguments> measuring_;
-  struct Ahead {
+  struct WaitingStep {
     std::vector<base::Promise<uint64_t>> waiting;  // exactly one
     uint64_t updates;                              // the result of `waiting`
     base::TimePoint since;
   };
-  void complete_ahead_locked(Completions& done);
-  std::multimap<int, Ahead> ahead_;  // applied steps that are not complete, by participant
+  void complete_waiting_steps_locked(Completions& done);
+  std::multimap<int, WaitingStep>
+      waiting_steps_;                // applied steps that are not complete, by participant
   std::optional<base::Error> lost_;  // the first loss that ends waiting
 };
 

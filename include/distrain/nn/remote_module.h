@@ -93,13 +93,13 @@ class RemoteModule {
 };
 
 /// Settings of one forward pass.
-struct ForwardTerms {
+struct ForwardOptions {
   bool training = true;
   bool recording = true;  ///< record a graph for a backward pass
   uint64_t seed = 0;
   uint64_t number = 0;  ///< with `seed`, the key of the pass's random numbers
-  static constexpr auto kFields = std::tuple(&ForwardTerms::training, &ForwardTerms::recording,
-                                             &ForwardTerms::seed, &ForwardTerms::number);
+  static constexpr auto kFields = std::tuple(&ForwardOptions::training, &ForwardOptions::recording,
+                                             &ForwardOptions::seed, &ForwardOptions::number);
 };
 
 /// Numbers the passes of a handle, for their random numbers. Copies share the count. A series that
@@ -177,7 +177,7 @@ class RemoteModule<ByName> {
   using Encode = std::function<void(rpc::Encoder&)>;
   RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
                const Encode& arguments);
-  ForwardTerms next_terms() const;
+  ForwardOptions next_options() const;
 
   rpc::RRef<SharedModule> module_;
   bool training_ = true;
