@@ -153,7 +153,7 @@ ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
   return adopted;
 }
 
-void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs) {
+void derive_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs) {
   const bool by_epochs = parsed.given("epochs"), by_steps = parsed.given("steps");
   if (by_steps && !by_epochs && options.steps > 0) options.epochs = 0;
   if (by_epochs && !by_steps) options.steps = 0;

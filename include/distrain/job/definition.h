@@ -228,8 +228,8 @@ class Definition final : public AnyDefinition {
     return set(predict_, std::move(predict));
   }
   /// Sets the function that computes defaults which depend on other options.
-  Definition& settle(std::function<void(Options&, const Given& given)> settle) {
-    return set(settle_, std::move(settle));
+  Definition& derive_defaults(std::function<void(Options&, const Given& given)> derive_defaults) {
+    return set(derive_defaults_, std::move(derive_defaults));
   }
 
   // The next functions set the functions of the same names in AnyDefinition.
@@ -341,11 +341,12 @@ class Definition final : public AnyDefinition {
 
   Options read(const ParsedOptions& parsed) const {
     Options options = list_.read(parsed);
-    if (settle_) {
-      settle_(options, [&](std::string_view name) { return parsed.decided(std::string(name)); });
+    if (derive_defaults_) {
+      derive_defaults_(options,
+                       [&](std::string_view name) { return parsed.decided(std::string(name)); });
     }
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
-      settle_limits(options, parsed, Options().epochs);
+      derive_limits(options, parsed, Options().epochs);
     }
     return options;
   }
@@ -383,7 +384,7 @@ class Definition final : public AnyDefinition {
   Main prepare_;
   std::function<void(SingleProcess&, const Options&)> local_;
   std::function<void(Predictions&, const Options&)> predict_;
-  std::function<void(Options&, const Given&)> settle_;
+  std::function<void(Options&, const Given&)> derive_defaults_;
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;
   std::function<std::optional<std::string>(const Options&)> answer_;

@@ -18,7 +18,7 @@ constexpr double kDebianStd = 0.353;
 
 /// Uses Debian's Fashion-MNIST as the default if it is installed. The default normalisation follows
 /// from the data that this rank reads, even if rank 0 has other data.
-void settle(PsOptions& options, const std::function<bool(std::string_view)>& given) {
+void derive_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   if (options.data.empty() && fs::is_directory(kDebianFolder, ignored)) {
@@ -159,7 +159,7 @@ has the accuracy.)")
           .expose(expose_ps)
           .local(train_ps_local)
           .predict(predict_ps)
-          .settle(settle)
+          .derive_defaults(derive_defaults)
           .check(check)
           .gpus([](const PsOptions& options, const std::string& rank) {
             // Only the server uses GPUs; with --local that is the only process.

@@ -22,7 +22,7 @@ void defaults_on_text(const auto& tell) {
   tell("clip", &RnnOptions::clip, 0.25);
 }
 
-void settle(RnnOptions& options, const std::function<bool(std::string_view)>& given) {
+void derive_defaults(RnnOptions& options, const std::function<bool(std::string_view)>& given) {
   if (options.data.empty()) return;
   defaults_on_text([&](const char* name, auto member, auto value) {
     if (!given(name)) options.*member = value;
@@ -139,7 +139,7 @@ or with --generate N the next N words. `end` has the perplexity of the text.)")
           .predict(predict_rnn, {sometimes({"words", kTexts, "most likely next words, best first"}),
                                  sometimes({"scores", kNumbers, "probabilities of the words"}),
                                  sometimes({"text", kText, "text that follows, with --generate"})})
-          .settle(settle)
+          .derive_defaults(derive_defaults)
           .check(check);
   return kJob;
 }
