@@ -305,7 +305,7 @@ class RankRunner {
     const bool is_known = is_own || (joined_ && rank < agent_->world_size());
     if (error.kind != base::ErrorKind::kResources || !is_known) return error;
     const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
-    return cuda::error_of_rank(std::move(error), rank, name);
+    return error_of_rank(std::move(error), rank, name);
   }
 
   Job job_;  // has the devices of this rank after join()

@@ -9,6 +9,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
+#include "distrain/nn/keyed_generator.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/placed.h"

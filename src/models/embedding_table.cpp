@@ -6,8 +6,8 @@
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/nn/dropout.h"
-#include "distrain/nn/tensor_memory.h"
+#include "distrain/nn/keyed_generator.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {

@@ -8,7 +8,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/nn/tensor_memory.h"
+#include "distrain/nn/keyed_generator.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
 

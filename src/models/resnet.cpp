@@ -10,7 +10,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
-#include "distrain/nn/dropout.h"
+#include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/pipeline_schedule.h"
 #include "distrain/rpc/placed.h"
 

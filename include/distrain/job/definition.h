@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
 #include "distrain/job/local_training.h"
@@ -55,7 +55,7 @@ struct JobInfo {
   OptionTable table;
   /// Changes rows of the whole table, including options that every job has; may be empty.
   std::function<void(OptionTable&)> change;
-  std::vector<cuda::DeviceRole> roles;
+  std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option that sets the number of ranks of one role
   int fixed_ranks = 0;       ///< the number of ranks of all other roles
   bool has_local = false;
@@ -128,7 +128,7 @@ class Definition final : public AnyDefinition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
-  using Use = cuda::DeviceRole::Use;
+  using Use = DeviceRole::Use;
   /// Returns true if the user gave the option or a checkpoint has its value.
   using Given = std::function<bool(std::string_view option)>;
 
@@ -168,7 +168,7 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// Declares a metric of the job's evaluations: see nn::Evaluation. Call it after events().
+  /// Declares a metric of the job's evaluations: see Evaluation. Call it after events().
   Definition& metric(const std::string& name, std::string what) {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }

@@ -38,7 +38,7 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
 }
 
 const job::Definition<HybridOptions>& hybrid_job() {
-  using Use = cuda::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =

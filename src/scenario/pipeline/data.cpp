@@ -10,7 +10,7 @@
 #include "distrain/data/named_tensors.h"
 #include "distrain/data/stored_tensors.h"
 #include "distrain/models/resnet.h"
-#include "distrain/nn/dropout.h"
+#include "distrain/nn/keyed_generator.h"
 
 namespace distrain::scenario {
 

@@ -168,7 +168,7 @@ of time; `length` and `begin` are in these units, and `bubble` is the share of t
 }
 
 const job::Definition<PipelineOptions>& pipeline_job() {
-  using Use = cuda::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   const auto with_data = [](const char* of) {

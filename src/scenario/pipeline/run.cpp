@@ -8,7 +8,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/models/resnet.h"
-#include "distrain/nn/tensor_memory.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {

@@ -33,7 +33,7 @@ void derive_defaults(PsOptions& options, const std::function<bool(std::string_vi
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
-  const cuda::DeviceSpec spec(device, c10::kCUDA, ps_job().info().roles);
+  const job::DeviceSpec spec(device, c10::kCUDA, ps_job().info().roles);
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
   const int gpus = *options.num_gpus;
   if (!server) return;
@@ -117,7 +117,7 @@ names, or Debian's folder if rank 0 names none.)");
 }
 
 const job::Definition<PsOptions>& ps_job() {
-  using Use = cuda::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   using enum job::FieldType;
   static const auto kJob =
       job::define<PsOptions>("ps", "train a ConvNet on a parameter server with several trainers")

@@ -40,7 +40,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
 }
 
 const job::Definition<RlOptions>& rl_job() {
-  using Use = cuda::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =

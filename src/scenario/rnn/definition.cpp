@@ -93,7 +93,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
 }
 
 const job::Definition<RnnOptions>& rnn_job() {
-  using Use = cuda::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
+#include "distrain/nn/keyed_generator.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {

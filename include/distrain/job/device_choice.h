@@ -11,7 +11,7 @@
 
 #include "distrain/base/error.h"
 
-namespace distrain::cuda {
+namespace distrain::job {
 
 /// A role of a job's ranks that `--device` can name.
 struct DeviceRole {
@@ -72,7 +72,7 @@ class DeviceSpec {
 /// Returns the device that `choice` means. `place` numbers the ranks of a host that share its
 /// accelerators. Without an index, ranks take the accelerators in turn and may have to share them.
 /// Throws `resources` if there is no accelerator, or none with that index.
-c10::Device resolve(const DeviceChoice& choice, const Accelerators& accelerators, int place);
+c10::Device resolve_device(const DeviceChoice& choice, const Accelerators& accelerators, int place);
 
 /// Returns `error` with this rank as its cause. Its message begins with "rank 2 (trainer1): ",
 /// which is added unless the message names the rank already.
@@ -82,4 +82,4 @@ base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 
-}  // namespace distrain::cuda
+}  // namespace distrain::job

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace distrain::nn {
+namespace distrain::job {
 
 /// A model's results on some examples: the number of correct predictions, the sum of the losses,
 /// and the metrics that the job's definition declares:
@@ -34,4 +34,4 @@ struct Evaluation {
   double loss() const { return loss_sum / static_cast<double>(samples); }
 };
 
-}  // namespace distrain::nn
+}  // namespace distrain::job

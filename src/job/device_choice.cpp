@@ -1,4 +1,4 @@
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 #include "distrain/base/text.h"
 #include "distrain/rpc/error.h"
 
-namespace distrain::cuda {
+namespace distrain::job {
 
 namespace {
 
@@ -113,7 +113,8 @@ void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
   }
 }
 
-c10::Device resolve(const DeviceChoice& choice, const Accelerators& accelerators, int place) {
+c10::Device resolve_device(const DeviceChoice& choice, const Accelerators& accelerators,
+                           int place) {
   if (!choice.accelerator) return c10::kCPU;
   const int count = accelerators.count();
   const int index = choice.index.value_or(place % count);
@@ -146,4 +147,4 @@ std::vector<c10::Device> naming_rank(int rank, const std::string& name,
   }
 }
 
-}  // namespace distrain::cuda
+}  // namespace distrain::job

@@ -1,11 +1,11 @@
 #include "distrain/base/error.h"
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using cuda::DeviceChoice;
-using cuda::DeviceRole;
-using cuda::DeviceSpec;
+using job::DeviceChoice;
+using job::DeviceRole;
+using job::DeviceSpec;
 using testing::contains;
 
 namespace {
@@ -32,7 +32,7 @@ std::string refusal(const std::string& text) {
   return "no error";
 }
 
-class Gpus final : public cuda::Accelerators {
+class Gpus final : public job::Accelerators {
  public:
   explicit Gpus(int count) : count_(count) {}
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -97,18 +97,19 @@ TEST_CASE("a named rank must be a rank of the job") {
 }
 
 TEST_CASE("a device without an index gets the rank's local index") {
-  CHECK(resolve(kCpu, Gpus(0), 0) == c10::Device(c10::kCPU));
-  CHECK(resolve(kAny, Gpus(2), 0) == c10::Device(c10::kCUDA, 0));
-  CHECK(resolve(kAny, Gpus(2), 1) == c10::Device(c10::kCUDA, 1));
-  CHECK(resolve(kAny, Gpus(2), 5) == c10::Device(c10::kCUDA, 1));
-  CHECK(resolve(gpu(1), Gpus(2), 0) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(kCpu, Gpus(0), 0) == c10::Device(c10::kCPU));
+  CHECK(resolve_device(kAny, Gpus(2), 0) == c10::Device(c10::kCUDA, 0));
+  CHECK(resolve_device(kAny, Gpus(2), 1) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(kAny, Gpus(2), 5) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(gpu(1), Gpus(2), 0) == c10::Device(c10::kCUDA, 1));
 }
 
 TEST_CASE("a missing device is an error that names the rank") {
   const auto error_of = [](DeviceChoice choice, int count) {
     try {
-      cuda::naming_rank(2, "trainer1",
-                        [&] { return std::vector<c10::Device>{resolve(choice, Gpus(count), 0)}; });
+      job::naming_rank(2, "trainer1", [&] {
+        return std::vector<c10::Device>{resolve_device(choice, Gpus(count), 0)};
+      });
     } catch (const base::Exception& e) {
       return e.error();
     }

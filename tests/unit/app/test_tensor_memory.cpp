@@ -1,12 +1,12 @@
 #include <ATen/Functions.h>
 
-#include "distrain/nn/tensor_memory.h"
+#include "../src/app/process/tensor_memory.h"
 #include "support/catch.h"
 
 using namespace distrain;
 
 TEST_CASE("large tensors reuse freed blocks") {
-  nn::reuse_tensor_memory();
+  app::reuse_tensor_memory();
   at::Tensor tensor = at::ones({1 << 20});
   const void* const block = tensor.data_ptr();
   tensor.reset();

@@ -1,10 +1,10 @@
-#include "distrain/nn/evaluation.h"
+#include "distrain/job/evaluation.h"
 
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/placed.h"
 
-namespace distrain::nn {
+namespace distrain::job {
 
 Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
   const at::Tensor here = rpc::placed(targets, scores.device());
@@ -28,4 +28,4 @@ void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double
   loss_sum += more_loss;
 }
 
-}  // namespace distrain::nn
+}  // namespace distrain::job

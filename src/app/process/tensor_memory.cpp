@@ -1,4 +1,4 @@
-#include "distrain/nn/tensor_memory.h"
+#include "process/tensor_memory.h"
 
 #include <algorithm>
 #include <bit>
@@ -15,7 +15,7 @@
 
 #include "distrain/base/error.h"
 
-namespace distrain::nn {
+namespace distrain::app {
 namespace {
 
 constexpr size_t kSmallest = size_t{64} << 10;  // malloc handles smaller blocks well
@@ -138,4 +138,4 @@ void reuse_tensor_memory() {
   c10::SetCPUAllocator(TensorMemory::instance);
 }
 
-}  // namespace distrain::nn
+}  // namespace distrain::app

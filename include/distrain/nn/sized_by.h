@@ -19,11 +19,4 @@ auto sized_by(const std::string& options, const F& make) {
   }
 }
 
-/// Makes large CPU tensors of this process reuse the memory blocks of freed tensors of about the
-/// same size. Call it once, before any thread and any tensor exists; `app::main` does.
-///
-/// Every training step allocates the same sizes, from several threads. malloc would split and join
-/// free memory in varying orders, so the process would grow for thousands of steps.
-void reuse_tensor_memory();
-
 }  // namespace distrain::nn
