@@ -114,7 +114,7 @@ void train_locally(job::SingleProcess& local, const Options& options) {  // runs
 void predict(job::Predictions& predictions, const Options& options) {
   const data::ImageSet images = data::read_images(predictions.input());
   torch::nn::Sequential net = make_net(images.rows * images.columns, options);
-  predictions.load(data::named_tensors("net", *net));
+  predictions.load(store::named_tensors("net", *net));
   job::Share{}.each_batch(images.count, 1000, [&](std::span<const int64_t> examples) {
     const data::ImageBatch batch = make_batch(images, examples, {.mean = {0.2}, .std = {0.3}});
     predictions.tell_labels(net->forward(batch.images.flatten(1)), batch.labels);

@@ -75,7 +75,6 @@ distrain_fuzz_program(fuzz_torch torch LINK distrain::data distrain::collective 
                                             distrain_test_flags
                       TARGETS message trace collective manifest gzip idx safetensors)
 target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
-target_include_directories(fuzz_torch PRIVATE ${PROJECT_SOURCE_DIR}/src/data)  # as for src/data itself
 
 # The simulated accelerator registers itself, so its object files must be linked directly.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/sim_*.cpp)

@@ -17,7 +17,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
-#include "files/disk.h"
+#include "distrain/store/disk.h"
 
 namespace distrain::data {
 
@@ -39,7 +39,7 @@ std::string quoted(const std::string& text) {
 // of equal time count in file order, so each end directly follows its slice.
 class Writer {
  public:
-  Writer(OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
+  Writer(store::OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
     text_.reserve(kBufferBytes + (size_t{64} << 10));
     for_each_event(ranks, [this](const TraceEvent& event) {
       first_ = std::min(first_, event.start);
@@ -165,7 +165,7 @@ class Writer {
     text_.clear();
   }
 
-  OutputFile& file_;
+  store::OutputFile& file_;
   std::string text_;
   int rank_ = 0;
   int64_t thread_ = 0;
@@ -180,7 +180,7 @@ class Writer {
 std::string target_of(std::string path) {
   constexpr int kMostLinks = 40;  // the limit of the kernel
   struct stat info {};
-  if (stat(path.c_str(), &info) != 0 && errno != ENOENT) Disk::fail("cannot write", path);
+  if (stat(path.c_str(), &info) != 0 && errno != ENOENT) store::Disk::fail("cannot write", path);
   for (int links = 0; links < kMostLinks; ++links) {
     std::error_code not_a_link;
     const std::filesystem::path next = std::filesystem::read_symlink(path, not_a_link);
@@ -188,7 +188,7 @@ std::string target_of(std::string path) {
     path = std::filesystem::path(path).parent_path() / next;
   }
   errno = ELOOP;
-  Disk::fail("cannot write", path);
+  store::Disk::fail("cannot write", path);
 }
 
 // Returns a path beside `target`. Its file name is at most NAME_MAX long, whatever the process id.
@@ -207,9 +207,9 @@ void check_replaceable(const std::string& target) {
   if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
       (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0) {
     errno = EBUSY;  // such as a file that is mounted into a container
-    Disk::fail("cannot replace", target);
+    store::Disk::fail("cannot replace", target);
   }
-  if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) Disk::fail("cannot replace", target);
+  if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) store::Disk::fail("cannot replace", target);
 }
 
 void check_target(const std::string& target) {
@@ -221,7 +221,7 @@ void check_target(const std::string& target) {
   const std::string unfinished = temporary(target);
   ::unlink(unfinished.c_str());
   const net::Fd fd(::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-  if (!fd.valid()) Disk::fail("cannot write", target);
+  if (!fd.valid()) store::Disk::fail("cannot write", target);
   ::unlink(unfinished.c_str());
 }
 
@@ -233,14 +233,14 @@ void write_trace(const std::string& path, const std::vector<RankTrace>& ranks,
                  const std::function<void(const char* name)>& before_system_call) {
   const std::string target = target_of(path);
   check_target(target);
-  const Disk disk(before_system_call);
+  const store::Disk disk(before_system_call);
   base::TemporaryPath unfinished(temporary(target));
-  OutputFile file(disk, AT_FDCWD, unfinished.path(), unfinished.path());
+  store::OutputFile file(disk, AT_FDCWD, unfinished.path(), unfinished.path());
   Writer(file, ranks).write(ranks);
   file.finish();
   const std::string& from = unfinished.path();
   if (disk.call("rename", [&] { return ::rename(from.c_str(), target.c_str()); }) != 0) {
-    Disk::fail("cannot rename to", target);
+    store::Disk::fail("cannot rename to", target);
   }
   unfinished.keep();
 }

@@ -9,8 +9,9 @@
 #include <unistd.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/data/stored_tensors.h"
 #include "distrain/rpc/device.h"
+#include "distrain/store/named_tensors.h"
+#include "distrain/store/stored_tensors.h"
 
 namespace distrain::job {
 
@@ -32,8 +33,8 @@ void check_finite(const std::string& name, const at::Tensor& tensor, int64_t ste
 }
 
 Snapshot read(const std::string& path, const char* use,
-              data::LoadedCheckpoint (*load)(const std::string& path)) {
-  data::LoadedCheckpoint loaded;
+              store::LoadedCheckpoint (*load)(const std::string& path)) {
+  store::LoadedCheckpoint loaded;
   try {
     loaded = load(path);
   } catch (const base::Exception& e) {
@@ -48,7 +49,7 @@ Snapshot read(const std::string& path, const char* use,
   snapshot.path = loaded.path;
   for (const auto& [file, tensors] : loaded.checkpoint.files) {
     const std::string name = file.substr(0, file.rfind(kSuffix));
-    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = data::to_tensor(stored);
+    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = store::to_tensor(stored);
   }
   return snapshot;
 }
@@ -116,7 +117,7 @@ std::vector<std::string> Snapshot::words(const std::string& list) const {
     refuse("its model was not trained on text (--data FILE)");
   const at::Tensor& text = file->second.at(list);
   if (text.scalar_type() != at::kByte) refuse("its words are no text");
-  return data::words_of_tensor(text);
+  return store::words_of_tensor(text);
 }
 
 Snapshot read_checkpoint(const std::string& path, const char* use) {
@@ -132,7 +133,7 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
   return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 
-const data::NamedTensors& Snapshot::file(const std::string& name) const {
+const rpc::NamedTensors& Snapshot::file(const std::string& name) const {
   const auto it = files.find(name);
   if (it == files.end()) refuse("no " + name + kSuffix);
   return it->second;
@@ -161,7 +162,7 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
     sink_.saving();
     if (in_first_save_ && ++calls == at) kill(getpid(), SIGKILL);
   };
-  store_ = std::make_unique<data::CheckpointStore>(options_.dir, each_call, options_.keep);
+  store_ = std::make_unique<store::CheckpointStore>(options_.dir, each_call, options_.keep);
   store_->prepare();
   refuse_strangers(options_);
   if (const auto reason = store_->why_no_lock()) {
@@ -244,17 +245,17 @@ void Checkpoints::run(Save& save) {
 void Checkpoints::write(const Save& save) {
   const Snapshot& snapshot = save.snapshot;
   std::vector<at::Tensor> kept;
-  data::Checkpoint checkpoint;
+  store::Checkpoint checkpoint;
   checkpoint.step = snapshot.step;
   checkpoint.state = snapshot.state;
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
     const auto trained = snapshot.trained.find(file);
-    for (const auto& [name, tensor] : data::on_host(tensors)) {
+    for (const auto& [name, tensor] : store::on_host(tensors)) {
       if (trained != snapshot.trained.end() && trained->second.contains(name)) {
         check_finite(name, tensor, snapshot.step);
       }
-      stored[name] = data::to_stored(tensor, kept);
+      stored[name] = store::to_stored(tensor, kept);
     }
   }
   in_first_save_ = last_saved().empty();

@@ -5,9 +5,9 @@
 
 namespace distrain::job {
 
-void Predictions::load(const data::NamedTensors& model) const {
-  const data::NamedTensors& saved = snapshot_.file("model");
-  data::naming_file(snapshot_.path, [&] { data::copy_into(model, saved); });
+void Predictions::load(const rpc::NamedTensors& model) const {
+  const rpc::NamedTensors& saved = snapshot_.file("model");
+  store::naming_file(snapshot_.path, [&] { store::copy_into(model, saved); });
 }
 
 void Predictions::tell(const Json& fields) {

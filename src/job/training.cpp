@@ -71,14 +71,14 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
   return plan;
 }
 
-Held::Held(data::NamedTensors tensors) : here(std::move(tensors)) {
+Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {
   for (const auto& [name, tensor] : here) {
     if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
   }
 }
 
 void Held::leave_at(rpc::Agent& agent) {
-  if (!here.empty()) elsewhere.push_back(agent.make_rref(data::on_host(std::exchange(here, {}))));
+  if (!here.empty()) elsewhere.push_back(agent.make_rref(store::on_host(std::exchange(here, {}))));
 }
 
 bool PartName::has(const std::string& tensor, int trainer) const {
@@ -90,27 +90,27 @@ std::string PartName::stored(const std::string& tensor, int trainer) const {
   return each_own ? tensor + own_suffix(trainer) : tensor;
 }
 
-Part part_of(data::NamedTensors live, std::string file) {
+Part part_of(rpc::NamedTensors live, std::string file) {
   Part part = part_of_each([live = std::move(live)](int) { return live; });
   part.file = std::move(file);
   part.each_own = false;
   return part;
 }
 
-Part part_of_each(std::function<data::NamedTensors(int trainer)> live) {
+Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live) {
   Part part;
   part.file = "state";
   part.each_own = true;
-  part.take = [live](int trainer) { return data::copies_on_host(live(trainer)); };
-  part.give = [live](int trainer, const data::NamedTensors& saved) {
-    data::copy_into(live(trainer), saved);
+  part.take = [live](int trainer) { return store::copies_on_host(live(trainer)); };
+  part.give = [live](int trainer, const rpc::NamedTensors& saved) {
+    store::copy_into(live(trainer), saved);
   };
   return part;
 }
 
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
-  data::NamedTensors texts;
-  for (const auto& [name, words] : lists) texts[name] = data::tensor_of_words(words);
+  rpc::NamedTensors texts;
+  for (const auto& [name, words] : lists) texts[name] = store::tensor_of_words(words);
   Part part = part_of(std::move(texts), kVocabulary);
   part.once = true;
   return part;
@@ -135,9 +135,9 @@ void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   part.file = "optimizer";
   part.once = true;
   part.take = [&optimizer](int) {
-    return data::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
+    return store::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
   };
-  part.give = [&optimizer](int, const data::NamedTensors& saved) {
+  part.give = [&optimizer](int, const rpc::NamedTensors& saved) {
     optimizer.load_state(optim::unflatten(optimizer.names(), saved));
   };
   keep("", std::move(part));
@@ -184,10 +184,10 @@ void TrainingPlan::attach() {
   for (const int trainer : own_) {
     for (const Part& part : parts_) {
       if (part.once && trainer != 0) continue;
-      data::naming_file(attached.path, [&] {
+      store::naming_file(attached.path, [&] {
         const PartName& name = part;
-        const data::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
-        data::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
+        const rpc::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
+        store::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
       });
     }
   }
@@ -306,8 +306,8 @@ void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
     }
     return held;
   };
-  part.give = [name, module](int, const data::NamedTensors& saved) {
-    nn::NamedTensors state;
+  part.give = [name, module](int, const rpc::NamedTensors& saved) {
+    rpc::NamedTensors state;
     for (const auto& [key, tensor] : saved) state[key.substr(name.size() + 1)] = tensor;
     module.load_state(state);
   };
@@ -326,7 +326,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   part.file = "optimizer";
   part.once = !optimizer.has_own();
   part.take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
-  part.give = [&optimizer, parameters](int trainer, const data::NamedTensors& saved) {
+  part.give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
     // Only trainer 0 restores the shared parameters.

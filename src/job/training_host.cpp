@@ -30,7 +30,7 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
-void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) {
+void put(const HeldPart& of, const rpc::NamedTensors& tensors, Snapshot& into) {
   auto& file = into.files[of.part.file];
   for (const auto& [name, tensor] : tensors) {
     const std::string stored = of.part.stored(name, of.trainer);
@@ -310,7 +310,7 @@ void TrainingHost::load() {
     if (!plan_->agreed.contains(name)) refuse("saved with " + name + ", not without");
   }
   check_all_taken(snapshot, *plan_);
-  data::naming_file(snapshot.path, [&] { read_position(snapshot); });
+  store::naming_file(snapshot.path, [&] { read_position(snapshot); });
 }
 
 void TrainingHost::read_position(const Snapshot& snapshot) {
@@ -337,9 +337,9 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   scheduler_->resume(position);
 }
 
-data::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
+rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   std::lock_guard lock(mutex_);
-  data::NamedTensors found;
+  rpc::NamedTensors found;
   if (!resumed_) return found;
   const size_t suffix = part.stored("", trainer).size();
   for (const auto& [tensor, value] : resumed_->file(part.file)) {

@@ -70,7 +70,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// and reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Returns the tensors of a part from the checkpoint that the job resumes from.
-  data::NamedTensors saved_part(const PartName& part, int trainer);
+  rpc::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
   /// Completes when no save is in progress. A new save waits for it, so that only one is in memory.

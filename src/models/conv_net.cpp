@@ -38,7 +38,7 @@ const std::vector<std::string>& ConvNet::names() {
   return kNames;
 }
 
-data::NamedTensors ConvNet::named_parameters() const {
+rpc::NamedTensors ConvNet::named_parameters() const {
   const auto named = optim::named(names(), parameters_);
   return {named.begin(), named.end()};
 }

@@ -136,8 +136,8 @@ LstmState LstmImpl::zero_state(int64_t columns) const {
           at::zeros({layers_, columns, hidden_}, options)};
 }
 
-data::NamedTensors LstmImpl::named() const {
-  data::NamedTensors named;
+rpc::NamedTensors LstmImpl::named() const {
+  rpc::NamedTensors named;
   for (const auto& item : named_parameters()) named["rnn." + item.key()] = item.value();
   return named;
 }

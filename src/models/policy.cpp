@@ -150,7 +150,7 @@ const std::vector<std::string>& Policy::names() {
   return kNames;
 }
 
-data::NamedTensors Policy::named_parameters() const {
+rpc::NamedTensors Policy::named_parameters() const {
   const auto named = optim::named(names(), parameters_);
   return {named.begin(), named.end()};
 }

@@ -9,10 +9,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
-#include "distrain/data/hash.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/pipeline_schedule.h"
 #include "distrain/rpc/placed.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::models {
 
@@ -99,7 +99,7 @@ double cost(const ResidualBlock& block, int64_t& side) {
 
 // Returns the tensor `name` of `weights`. Returns null if num_batches_tracked is missing, as in old
 // files. Throws `bad_data` if another tensor is missing or does not look like `expected`.
-const at::Tensor* find_weight(const data::NamedTensors& weights, const std::string& name,
+const at::Tensor* find_weight(const rpc::NamedTensors& weights, const std::string& name,
                               const at::Tensor& expected) {
   const auto it = weights.find(name);
   if (it == weights.end()) {
@@ -134,7 +134,7 @@ at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
 }
 
 at::Generator generator(uint64_t seed, const std::string& name) {
-  return nn::keyed_generator({seed, data::content_hash(name)});
+  return nn::keyed_generator({seed, store::content_hash(name)});
 }
 
 // Returns the index of each stage's first block, except for the first stage.
@@ -212,17 +212,17 @@ void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
           " pixels: give fewer --micro-batches, a larger --batch-size, or --image-size 33 or more");
 }
 
-data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
-                              const data::NamedTensors& weights) {
-  data::NamedTensors own;
+rpc::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
+                             const rpc::NamedTensors& weights) {
+  rpc::NamedTensors own;
   for (const auto& [name, tensor] : ResNetStage(model, 1, blocks, 0, c10::kMeta).state()) {
     if (const auto it = weights.find(name); it != weights.end()) own.insert(*it);
   }
   return own;
 }
 
-void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights) {
-  const data::NamedTensors expected =
+void check_weights(const std::string& model, int64_t classes, const rpc::NamedTensors& weights) {
+  const rpc::NamedTensors expected =
       ResNetStage(model, classes, whole_resnet(model), 0, c10::kMeta).state();
   for (const auto& [name, tensor] : expected) {
     const at::Tensor* const weight = find_weight(weights, name, tensor);
@@ -332,13 +332,13 @@ at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
   return at::linear(at::adaptive_avg_pool2d(y, {1, 1}).flatten(1), fc_weight_, fc_bias_);
 }
 
-data::NamedTensors ResNetStage::state() const {
-  data::NamedTensors all(parameters_.begin(), parameters_.end());
+rpc::NamedTensors ResNetStage::state() const {
+  rpc::NamedTensors all(parameters_.begin(), parameters_.end());
   all.insert(buffers_.begin(), buffers_.end());
   return all;
 }
 
-void ResNetStage::load(const data::NamedTensors& weights) {
+void ResNetStage::load(const rpc::NamedTensors& weights) {
   std::vector<std::pair<at::Tensor, const at::Tensor*>> copies;
   for (const auto& [name, tensor] : state()) {
     copies.emplace_back(tensor, find_weight(weights, name, tensor));

@@ -75,15 +75,15 @@ std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
   return module_.rpc_sync<&SharedModule::parameter_names>();
 }
 
-NamedTensors RemoteModule<ByName>::state() const {
+rpc::NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }
 
-rpc::RRef<NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
+rpc::RRef<rpc::NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
   return without_deadline<&SharedModule::snapshot>(module_, prefix);
 }
 
-void RemoteModule<ByName>::load_state(const NamedTensors& state) const {
+void RemoteModule<ByName>::load_state(const rpc::NamedTensors& state) const {
   without_deadline<&SharedModule::load_state>(module_, state);
 }
 

@@ -441,11 +441,12 @@ std::vector<std::string> SharedModule::parameter_names() const {
   return names;
 }
 
-rpc::RRef<NamedTensors> SharedModule::snapshot(rpc::CallContext& call, const std::string& prefix) {
+rpc::RRef<rpc::NamedTensors> SharedModule::snapshot(rpc::CallContext& call,
+                                                    const std::string& prefix) {
   return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
 }
 
-NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
+rpc::NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;
   std::vector<at::Tensor> values;
@@ -462,19 +463,19 @@ NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
     }
   }
   values = rpc::to_host(values);
-  NamedTensors state;
+  rpc::NamedTensors state;
   for (size_t i = 0; i < names.size(); ++i) state.emplace(names[i], values[i]);
   return state;
 }
 
-void SharedModule::load_state(NamedTensors state) {
+void SharedModule::load_state(rpc::NamedTensors state) {
   const base::BlockingScope waits;  // for the device and for readers
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);
   const auto differ = [this](const std::string& how) {
     base::bad_data("the state is not of module " + name_ + ": " + how);
   };
-  NamedTensors unknown = state;
+  rpc::NamedTensors unknown = state;
   for (const auto* items : {&parameters_, &buffers_}) {
     for (const auto& [its_name, tensor] : *items) {
       unknown.erase(its_name);

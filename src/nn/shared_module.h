@@ -34,9 +34,9 @@ class SharedModule final : public autograd::VersionKeeper {
                      std::vector<at::Tensor> inputs);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
-  NamedTensors state() { return state_of("", Keep::kCopies); }
-  rpc::RRef<NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
-  void load_state(NamedTensors state);
+  rpc::NamedTensors state() { return state_of("", Keep::kCopies); }
+  rpc::RRef<rpc::NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
+  void load_state(rpc::NamedTensors state);
 
   void release_versions() override;
 
@@ -47,7 +47,7 @@ class SharedModule final : public autograd::VersionKeeper {
   // Whether state_of() copies parameters or takes versions, which row-wise updates would change.
   enum class Keep { kCopies, kVersions };
 
-  NamedTensors state_of(const std::string& prefix, Keep keep);
+  rpc::NamedTensors state_of(const std::string& prefix, Keep keep);
   Replica* take_idle();
   std::unique_ptr<Replica> make_replica();
   std::unique_ptr<Replica> replica_of(detail::AnyNet net);

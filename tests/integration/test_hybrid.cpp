@@ -80,7 +80,7 @@ TEST_CASE("training on a file equals the one-process run and is evaluated on the
 }
 
 TEST_CASE("a hybrid job evaluates one set after each epoch and another at the end") {
-  const data::Folder folder;
+  const testing::Folder folder;
   HybridOptions options;
   options.data = folder.write("examples", make_examples(60));
   options.valid_data = folder.write("valid", make_examples(21));

@@ -81,7 +81,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   const at::Tensor x = at::rand({5, 4});
   const at::Tensor input = x.to(agent.device());
 
-  const auto check = [&](const Context& context, const nn::NamedTensors& values) {
+  const auto check = [&](const Context& context, const rpc::NamedTensors& values) {
     Shifted oracle;
     {
       const at::NoGradGuard no_grad;
@@ -98,7 +98,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   };
   for (int round = 0; round < 5; ++round) {
     CAPTURE(round);
-    nn::NamedTensors before = net.state();
+    rpc::NamedTensors before = net.state();
     if (round == 3) {
       before.at("shift") = before.at("shift") * -2;
       net.load_state(before);

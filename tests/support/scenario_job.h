@@ -26,16 +26,16 @@
 #include "distrain/scenario/rnn.h"
 #include "support/catch.h"
 #include "support/event_check.h"
-#include "unit/data/files.h"
+#include "support/files.h"
 
 namespace distrain::testing {
 
-using data::Folder;
-using data::NamedTensors;
 using job::Job;
 using job::Json;
 using job::Outcome;
 using job::Snapshot;
+using rpc::NamedTensors;
+using testing::Folder;
 
 enum class Place { kRanks, kLocal };
 

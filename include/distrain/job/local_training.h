@@ -29,7 +29,7 @@ class SingleProcessTraining : public TrainingPlan {
 
   using TrainingPlan::keep;
   void keep(const std::string& name, const torch::nn::Module& module) {
-    keep(name, part_of(data::named_tensors(name, module)));
+    keep(name, part_of(store::named_tensors(name, module)));
   }
 
   /// Trains to the end of the job. `step` makes the given steps, at most one of each trainer. Its

@@ -10,7 +10,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/events.h"
 #include "distrain/job/options.h"
@@ -19,6 +18,7 @@
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/single_process_optimizer.h"
+#include "distrain/store/named_tensors.h"
 
 namespace distrain::job {
 
@@ -66,15 +66,15 @@ struct PartName {
 
 /// A snapshot of tensors, which nothing writes to. They are fetched while training continues.
 struct Held {
-  data::NamedTensors here;
-  std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< tensors that other ranks hold
-  std::vector<std::string> trained;                      ///< names of tensors that must be finite
+  rpc::NamedTensors here;
+  std::vector<rpc::RRef<rpc::NamedTensors>> elsewhere;  ///< tensors that other ranks hold
+  std::vector<std::string> trained;                     ///< names of tensors that must be finite
   static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere, &Held::trained);
 
   Held() = default;
   /// Adds the tensors that require a gradient to `trained`.
-  Held(data::NamedTensors tensors);                       // NOLINT: implicit by design
-  Held(std::vector<rpc::RRef<data::NamedTensors>> owned)  // NOLINT
+  Held(rpc::NamedTensors tensors);                       // NOLINT: implicit by design
+  Held(std::vector<rpc::RRef<rpc::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
 
   /// Moves `here` to references in `elsewhere` that `agent` holds until they are fetched.
@@ -84,17 +84,17 @@ struct Held {
 /// A part of a checkpoint.
 struct Part : PartName {
   bool once = false;  ///< the trainers share one object, which the first trainer saves and loads
-  /// Takes a snapshot while all trainers wait; data::copies_on_host copies tensors that will
+  /// Takes a snapshot while all trainers wait; store::copies_on_host copies tensors that will
   /// change.
   std::function<Held(int trainer)> take;
   /// Loads saved tensors. Throws `bad_data` if they do not fit.
-  std::function<void(int trainer, const data::NamedTensors& saved)> give;
+  std::function<void(int trainer, const rpc::NamedTensors& saved)> give;
 };
 
 /// Returns a part that saves `live` and loads it in place.
-Part part_of(data::NamedTensors live, std::string file = "model");
+Part part_of(rpc::NamedTensors live, std::string file = "model");
 /// Returns a part for each trainer's own tensors, which `live` returns at each save and load.
-Part part_of_each(std::function<data::NamedTensors(int trainer)> live);
+Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live);
 /// Returns a part with the model's vocabulary: named lists of words, which have no line breaks.
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
 
@@ -102,19 +102,19 @@ namespace detail {
 
 template <class T>
 Held hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
-  Held held(data::copies_on_host(object.local_value().named_parameters()));
+  Held held(store::copies_on_host(object.local_value().named_parameters()));
   held.leave_at(call.agent);
   return held;
 }
 template <class T>
-void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved) {
-  data::copy_into(object.local_value().named_parameters(), saved);
+void give_parameters(const rpc::RRef<T>& object, const rpc::NamedTensors& saved) {
+  store::copy_into(object.local_value().named_parameters(), saved);
 }
 
 }  // namespace detail
 
 /// Enables Training::keep() for references to a T on another rank. T needs named_parameters(),
-/// which returns data::NamedTensors. Call it on every rank before it joins.
+/// which returns rpc::NamedTensors. Call it on every rank before it joins.
 template <class T>
 void expose_parameters(rpc::Agent& agent, const std::string& name) {
   agent.expose<&detail::hold_parameters<T>>(name + ".hold_parameters");
@@ -329,7 +329,7 @@ class Training : public TrainingPlan {
       return agent.rpc_sync<&detail::hold_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                          object);
     };
-    part.give = [&agent, object](int, const data::NamedTensors& saved) {
+    part.give = [&agent, object](int, const rpc::NamedTensors& saved) {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                   object, saved);
     };
@@ -338,7 +338,7 @@ class Training : public TrainingPlan {
   /// Adds a module with a replica on each trainer to each checkpoint.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
-    keep(name, part_of(data::named_tensors(name, *module.module())));
+    keep(name, part_of(store::named_tensors(name, *module.module())));
   }
   /// Adds the state of `optimizer` to each checkpoint. `parameters` are the names of its
   /// parameters, in the order of DistributedOptimizer::state(); those without a name are numbered.

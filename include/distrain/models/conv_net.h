@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/nn/dropout.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::models {
 
@@ -35,7 +35,7 @@ class ConvNet {
 
   static const std::vector<std::string>& names();
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  data::NamedTensors named_parameters() const;
+  rpc::NamedTensors named_parameters() const;
 
   // Exposed functions, called by the trainers.
 

@@ -8,8 +8,8 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::models {
 
@@ -26,7 +26,7 @@ class EmbeddingTable {
   at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
   at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
-  data::NamedTensors named_parameters() const { return {{"embedding.weight", weight_}}; }
+  rpc::NamedTensors named_parameters() const { return {{"embedding.weight", weight_}}; }
 
  private:
   at::Tensor weight_;

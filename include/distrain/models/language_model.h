@@ -6,9 +6,9 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/nn/dropout.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::models {
 
@@ -20,7 +20,7 @@ class WordEmbedding {
   /// Looks up int64 `words` [length, columns]. Returns float [length, columns, size].
   at::Tensor forward(rpc::CallContext& call, at::Tensor words);
   at::Tensor lookup(const at::Tensor& words) const;
-  data::NamedTensors named_parameters() const { return {{"encoder.weight", weight_}}; }
+  rpc::NamedTensors named_parameters() const { return {{"encoder.weight", weight_}}; }
 
  private:
   at::Tensor weight_;
@@ -43,7 +43,7 @@ class Decoder {
                               const at::Tensor& hidden);
   const at::Tensor& weight() const { return weight_; }
   const at::Tensor& bias() const { return bias_; }
-  data::NamedTensors named_parameters() const {
+  rpc::NamedTensors named_parameters() const {
     return {{"decoder.weight", weight_}, {"decoder.bias", bias_}};
   }
 
@@ -69,7 +69,7 @@ class LstmImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
   /// Returns the parameters by torch.nn.LSTM's names, prefixed with `rnn.`.
-  data::NamedTensors named() const;
+  rpc::NamedTensors named() const;
 
  private:
   const int64_t hidden_;

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/named_tensors.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::models {
 
@@ -53,7 +53,7 @@ class Policy {
 
   static const std::vector<std::string>& names();
   std::vector<at::Tensor>& parameters() { return parameters_; }  ///< in the order of names()
-  data::NamedTensors named_parameters() const;
+  rpc::NamedTensors named_parameters() const;
 
   /// Draws an action for each of `inputs`, without recording a graph.
   std::vector<int> act(std::span<const PolicyInput> inputs) const;

@@ -9,7 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/named_tensors.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::models {
 
@@ -46,12 +46,12 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
 
 /// Returns the tensors of a whole state_dict that belong to `blocks`.
-data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
-                              const data::NamedTensors& weights);
+rpc::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
+                             const rpc::NamedTensors& weights);
 
 /// Throws `bad_data` unless `weights` have exactly the names, shapes and dtypes of the state_dict()
 /// of torchvision's model, and finite values. `num_batches_tracked` may be missing.
-void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights);
+void check_weights(const std::string& model, int64_t classes, const rpc::NamedTensors& weights);
 
 /// A convolution without bias, followed by batch norm.
 struct ConvNorm {
@@ -98,11 +98,11 @@ class ResNetStage {
   const Named& parameters() const { return parameters_; }
   /// Returns running_mean, running_var and num_batches_tracked of each batch norm.
   const Named& buffers() const { return buffers_; }
-  data::NamedTensors state() const;  ///< parameters and buffers
+  rpc::NamedTensors state() const;  ///< parameters and buffers
 
   /// Copies the tensors of these blocks from a whole state_dict. Throws `bad_data`, without any
   /// change, if a name other than num_batches_tracked is missing or a shape or dtype is wrong.
-  void load(const data::NamedTensors& weights);
+  void load(const rpc::NamedTensors& weights);
 
  private:
   void add(ConvNorm& layer, uint64_t seed);

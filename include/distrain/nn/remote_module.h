@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -15,13 +14,11 @@
 #include "distrain/base/random.h"
 #include "distrain/nn/arguments.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::nn {
 
 class SharedModule;
-
-/// Tensors by the names that torch's modules give them, such as `0.weight`.
-using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Enables RemoteModule<> on this rank. Call it before join() and before other threads call torch;
 /// repeated calls do nothing. expose_module(agent, name, make) calls it.
@@ -165,11 +162,11 @@ class RemoteModule<ByName> {
   std::vector<std::string> parameter_names() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
-  NamedTensors state() const;
+  rpc::NamedTensors state() const;
   /// Copies the state on the module's rank, with `prefix` before each name.
-  rpc::RRef<NamedTensors> snapshot(const std::string& prefix) const;
+  rpc::RRef<rpc::NamedTensors> snapshot(const std::string& prefix) const;
   /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
-  void load_state(const NamedTensors& state) const;
+  void load_state(const rpc::NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/definition.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::scenario {
 
@@ -33,7 +33,7 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::string weights;   ///< safetensors file of initial weights; empty: as torchvision
   bool explain = false;  ///< print the schedule and train nothing
   /// For tests: called on the master with the gradients of each batch before they are applied.
-  std::function<void(const data::NamedTensors&)> on_gradients;
+  std::function<void(const rpc::NamedTensors&)> on_gradients;
 };
 
 /// Rank 0 is the master, ranks 1..S the stages.

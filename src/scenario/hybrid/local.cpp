@@ -20,8 +20,8 @@ struct WholeModel {
   at::Tensor forward(const data::Batch& batch) const {
     return dense->forward(table.lookup(batch.indices, batch.offsets));
   }
-  data::NamedTensors parameters() const {
-    data::NamedTensors all = data::named_tensors("fc", *dense);
+  rpc::NamedTensors parameters() const {
+    rpc::NamedTensors all = store::named_tensors("fc", *dense);
     all.merge(table.named_parameters());
     return all;
   }
@@ -36,7 +36,7 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   HybridData data(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
-  const data::NamedTensors rows = model.table.named_parameters();
+  const rpc::NamedTensors rows = model.table.named_parameters();
   job::SingleProcessOptimizer optimizer(
       options.rule(), options.mode, {rows.begin(), rows.end()},
       {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});

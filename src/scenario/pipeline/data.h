@@ -42,13 +42,13 @@ class PipelineData {
   /// The hash of the files; 0 for random data.
   uint64_t content_hash() const { return images_.content_hash; }
   /// The initial weights; empty: the model initialises itself.
-  const data::NamedTensors& weights() const { return weights_; }
+  const rpc::NamedTensors& weights() const { return weights_; }
 
  private:
   const PipelineOptions options_;
   data::ImageSet images_;  // empty: random images
   data::ImageSet valid_, test_;
-  data::NamedTensors weights_;
+  rpc::NamedTensors weights_;
 };
 
 }  // namespace distrain::scenario

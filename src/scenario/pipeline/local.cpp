@@ -5,10 +5,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/local_training.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/device.h"
+#include "distrain/store/named_tensors.h"
 #include "run.h"
 
 namespace distrain::scenario {
@@ -46,9 +46,9 @@ class LocalModel final : public PipelineModel {
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
     if (options_.on_gradients) {
-      data::NamedTensors gradients;
+      rpc::NamedTensors gradients;
       for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
-      options_.on_gradients(data::on_host(gradients));
+      options_.on_gradients(store::on_host(gradients));
     }
     base::traced("update", [&] {
       optimizer_->gather();
@@ -67,8 +67,8 @@ class LocalModel final : public PipelineModel {
     return module_->forward(images, false);
   }
 
-  job::Held state() override { return data::copies_on_host(module_->state()); }
-  void load(const data::NamedTensors& state) override { module_->load(state); }
+  job::Held state() override { return store::copies_on_host(module_->state()); }
+  void load(const rpc::NamedTensors& state) override { module_->load(state); }
 
  private:
   const PipelineOptions& options_;

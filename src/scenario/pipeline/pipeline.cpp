@@ -101,7 +101,7 @@ class Pipeline final : public PipelineModel {
     held.trained = parameter_names();
     return held;
   }
-  void load(const data::NamedTensors& state) override {
+  void load(const rpc::NamedTensors& state) override {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {
       loads.push_back(stages_.call<&PipelineStage::load>(

@@ -79,7 +79,7 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
   training.agree("format", images["data"].get<std::string>());
   job::Part part;
   part.take = [this](int) { return model_.state(); };
-  part.give = [this](int, const data::NamedTensors& saved) {
+  part.give = [this](int, const rpc::NamedTensors& saved) {
     models::check_weights(options_.model, options_.classes, saved);
     model_.load(saved);
   };

@@ -8,8 +8,8 @@
 
 #include "data.h"
 #include "distrain/base/clock.h"
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/training.h"
+#include "distrain/rpc/named_tensors.h"
 #include "distrain/scenario/pipeline.h"
 
 namespace distrain::scenario {
@@ -48,7 +48,7 @@ class PipelineModel {
   /// Returns a snapshot of parameters and buffers under the names of torchvision.
   virtual job::Held state() = 0;
   /// Loads a complete state that has been checked.
-  virtual void load(const data::NamedTensors& state) = 0;
+  virtual void load(const rpc::NamedTensors& state) = 0;
 };
 
 /// The training on the first rank or in one process: trains a new model for each number of

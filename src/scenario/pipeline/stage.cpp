@@ -42,8 +42,8 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
 // Copies only buffers, which passes write to in place; an update replaces a held parameter instead.
-rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
-  data::NamedTensors all = data::on_host(module_.state());
+rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
+  rpc::NamedTensors all = store::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
     if (buffer.is_cpu()) all.at(name) = buffer.clone();
   }
@@ -108,12 +108,12 @@ std::vector<std::string> PipelineStage::parameter_names() const {
   return names;
 }
 
-data::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
-  data::NamedTensors named;
+rpc::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
+  rpc::NamedTensors named;
   for (const auto& [name, parameter] : module_.parameters()) {
     named[name] = autograd::gradient(call.agent, rpc::current_context(), parameter);
   }
-  return data::on_host(named);
+  return store::on_host(named);
 }
 
 void PipelineStage::expose(rpc::Agent& agent) {

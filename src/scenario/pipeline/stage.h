@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/models/resnet.h"
 #include "distrain/nn/pipeline.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::scenario {
 
@@ -34,11 +34,11 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
   /// Returns the gradients in the current context, by parameter, on the CPU.
-  data::NamedTensors gradients(rpc::CallContext& call);
+  rpc::NamedTensors gradients(rpc::CallContext& call);
   /// Returns a snapshot of parameters and buffers on the CPU.
-  rpc::RRef<data::NamedTensors> hold_state(rpc::CallContext& call) const;
+  rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
   /// Loads the part of this stage in a complete state_dict.
-  void load(const data::NamedTensors& weights) { module_.load(weights); }
+  void load(const rpc::NamedTensors& weights) { module_.load(weights); }
 
   static void expose(rpc::Agent& agent);
 

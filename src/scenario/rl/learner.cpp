@@ -45,7 +45,7 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
 void Learner::keep_in(job::TrainingPlan& training) {
   job::Part policy = job::part_of(policy_.named_parameters());
   policy.take = [this](int) {
-    job::Held held(data::copies_on_host(policy_.named_parameters()));
+    job::Held held(store::copies_on_host(policy_.named_parameters()));
     held.trained = models::Policy::names();
     return held;
   };

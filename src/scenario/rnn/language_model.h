@@ -53,7 +53,7 @@ class LanguageModel {
 };
 
 /// Names the tensors of a state for checkpoints.
-inline data::NamedTensors named(const models::LstmState& state) {
+inline rpc::NamedTensors named(const models::LstmState& state) {
   return {{"hidden", state.hidden}, {"cell", state.cell}};
 }
 

@@ -28,8 +28,8 @@ struct WholeModel {
                 }}) {}
   WholeModel(const WholeModel&) = delete;
 
-  data::NamedTensors parameters() const {
-    data::NamedTensors all = middle.lstm().named();
+  rpc::NamedTensors parameters() const {
+    rpc::NamedTensors all = middle.lstm().named();
     all.merge(embedding.named_parameters());
     all.merge(decoder.named_parameters());
     return all;
@@ -56,7 +56,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   const RnnData data(options);
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
-  const data::NamedTensors lstm = model.lstm().named();
+  const rpc::NamedTensors lstm = model.lstm().named();
   job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
                                         in_order(whole.embedding, whole.decoder),
                                         {lstm.begin(), lstm.end()});

@@ -4,10 +4,12 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
-#include "files.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 using Ints = std::vector<int64_t>;

@@ -7,11 +7,12 @@
 #include <unistd.h>
 
 #include "distrain/data/trace_file.h"
-#include "files.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 using namespace distrain;
 using namespace distrain::data;
+using namespace distrain::testing;
 using base::TraceEvent;
 using Kind = TraceEvent::Kind;
 

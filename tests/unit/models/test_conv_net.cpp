@@ -11,9 +11,9 @@
 #include "support/catch.h"
 
 using namespace distrain;
-using data::NamedTensors;
 using models::ConvNet;
 using nn::Dropout;
+using rpc::NamedTensors;
 
 namespace {
 

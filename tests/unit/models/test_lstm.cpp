@@ -6,10 +6,10 @@
 #include "support/catch.h"
 
 using namespace distrain;
-using data::NamedTensors;
 using models::Lstm;
 using models::LstmState;
 using nn::Dropout;
+using rpc::NamedTensors;
 
 namespace {
 

@@ -7,18 +7,18 @@
 
 #include "distrain/models/resnet.h"
 #include "support/catch.h"
-#include "unit/data/files.h"
+#include "support/files.h"
 
 using namespace distrain;
 using namespace distrain::models;
-using data::NamedTensors;
+using rpc::NamedTensors;
 
 namespace {
 
 std::string refused_cut(const std::string& model, int stages,
                         const std::vector<std::string>& split) {
-  return data::error_of(base::ErrorKind::kInvalid,
-                        [&] { cut_resnet(model, stages, split, 1000, 128); });
+  return testing::error_of(base::ErrorKind::kInvalid,
+                           [&] { cut_resnet(model, stages, split, 1000, 128); });
 }
 
 // Returns the blocks of each stage, as "layer1.0 layer1.1 | …".
@@ -106,10 +106,10 @@ TEST_CASE("other depths of a ResNet are refused") {
            [] {
              ResNetStage("resnet34", 10, {0, 1}, 1);
            }}) {
-    CHECK(data::error_of(base::ErrorKind::kInvalid, call) ==
+    CHECK(testing::error_of(base::ErrorKind::kInvalid, call) ==
           "there is no model resnet34: resnet18, resnet50");
   }
-  CHECK(data::error_of(base::ErrorKind::kInvalid, [] {
+  CHECK(testing::error_of(base::ErrorKind::kInvalid, [] {
           ResNetStage("resnet18", 10, {3, 11}, 1);
         }) == "no blocks 3 to 11 in resnet18");
   CHECK_THROWS(ResNetStage("resnet18", 10, {3, 3}, 1));
@@ -205,7 +205,7 @@ TEST_CASE("training updates the running statistics, evaluation uses them") {
 
 TEST_CASE("one value per channel is too few to train batch norm") {
   std::vector<ResNetStage> net = make_stages({whole_resnet("resnet18")}, 7, 3);
-  const auto refused = [](auto call) { return data::error_of(base::ErrorKind::kInvalid, call); };
+  const auto refused = [](auto call) { return testing::error_of(base::ErrorKind::kInvalid, call); };
   CHECK(refused([&] {
           forward(net, at::randn({1, 3, 32, 32}));
         }) == "batch norm layer4.0.bn1 cannot train on one value a channel");
@@ -313,8 +313,8 @@ TEST_CASE("weights are loaded into any split of stages, and are checked") {
     NamedTensors changed = weights;
     changed.erase(name);
     if (tensor.defined()) changed[name] = tensor;
-    const auto message = data::bad_data([&] { check_weights("resnet18", 7, changed); });
-    CHECK(message == data::bad_data([&] { stage.load(changed); }));
+    const auto message = testing::bad_data([&] { check_weights("resnet18", 7, changed); });
+    CHECK(message == testing::bad_data([&] { stage.load(changed); }));
     check_same(state(stage), before);
     return message;
   };
@@ -332,6 +332,6 @@ TEST_CASE("weights are loaded into any split of stages, and are checked") {
   stage.load(changed);
   CHECK(at::equal(state(stage).at("fc.bias"), weights.at("fc.bias")));
   changed["layer4.2.conv1.weight"] = at::zeros({1});
-  CHECK(data::bad_data([&] { check_weights("resnet18", 7, changed); }) ==
+  CHECK(testing::bad_data([&] { check_weights("resnet18", 7, changed); }) ==
         "there is layer4.2.conv1.weight, which resnet18 has not");
 }

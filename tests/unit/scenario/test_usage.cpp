@@ -175,7 +175,7 @@ TEST_CASE("wrong options of pipeline are refused by name") {
 }
 
 TEST_CASE("wrong options that every job has are refused by name") {
-  const data::Folder folder;
+  const testing::Folder folder;
   check_all_refused(app::JobCommand(scenario::hybrid_job()), kOfEveryJob);
   check_all_refused(app::JobCommand(scenario::rnn_job()), kOfEveryJob);
   for (Wrong wrong : kOfEveryJob) {
@@ -197,7 +197,7 @@ TEST_CASE("invalid devices are refused") {
                 "computes nothing");
 
   const app::JobCommand ps(scenario::ps_job());
-  const data::Folder folder;
+  const testing::Folder folder;
   write_images(folder, 64, 16, 1);
   const auto refused = [&](Words arguments, const std::string& told) {
     arguments.insert(arguments.begin(), {"--data", folder.path()});
