@@ -71,7 +71,7 @@ endfunction()
 distrain_fuzz_program(fuzz_wire wire LINK distrain::net distrain_strict_flags
                       TARGETS header tensor_desc hello join directory rank_devices all_devices error
                               stream)
-distrain_fuzz_program(fuzz_torch torch LINK distrain::data distrain::collective ZLIB::ZLIB
+distrain_fuzz_program(fuzz_torch torch LINK distrain::job ZLIB::ZLIB
                                             distrain_test_flags
                       TARGETS message trace collective manifest gzip idx safetensors)
 target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})

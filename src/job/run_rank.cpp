@@ -8,12 +8,12 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/run_trace.h"
 #include "distrain/job/definition.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/place.h"
+#include "run_trace.h"
 #include "training_host.h"
 
 namespace distrain::job {
@@ -59,7 +59,7 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
 }
 
 /// The trace that rank 0 requests by `--trace`.
-class JobTrace : public data::RunTrace {
+class JobTrace : public RunTrace {
  public:
   explicit JobTrace(EventSink& sink)
       : RunTrace([&sink](const std::string& message) {

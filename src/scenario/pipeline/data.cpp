@@ -49,6 +49,20 @@ data::ImageSet read_test_images(const std::string& path, bool cifar, int64_t cla
 
 }  // namespace
 
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
+                                int64_t batch_size) {
+  std::vector<int64_t> batch;
+  int64_t place = index * batch_size;  // position in the sequence of epochs
+  while (place < (index + 1) * batch_size) {
+    const data::EpochSampler epoch(seed, place / examples, {}, examples, examples);
+    const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));
+    const auto wanted = static_cast<size_t>((index + 1) * batch_size - place);
+    batch.insert(batch.end(), rest.begin(), rest.begin() + std::min(wanted, rest.size()));
+    place += static_cast<int64_t>(std::min(wanted, rest.size()));
+  }
+  return batch;
+}
+
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
     weights_ = store::read_tensors(options.weights);
@@ -87,7 +101,7 @@ job::Json PipelineData::describe() const {
 data::ImageBatch PipelineData::batch(int64_t index) const {
   const int64_t size = options_.batch_size, side = options_.image_size;
   if (images_.count > 0) {
-    return data::make_batch(images_, data::full_batch(options_.seed, index, images_.count, size),
+    return data::make_batch(images_, full_batch(options_.seed, index, images_.count, size),
                             form_of(images_, side));
   }
   const auto generator = [&](uint64_t sequence) {

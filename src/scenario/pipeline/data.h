@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "distrain/data/images.h"
 #include "distrain/job/checkpoints.h"
@@ -11,11 +12,15 @@
 
 namespace distrain::scenario {
 
+/// Returns the examples of batch `index` in a sequence of epochs, each shuffled by `seed` and its
+/// number. All batches are full: the next epoch fills up the last batch of an epoch.
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
+
 /// The batches of the job and its initial weights: random images without `data`, otherwise images
 /// from CIFAR-10 or IDX files.
 ///
 /// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
-/// depend only on the seed and the batch. Files are read epoch after epoch: see data::full_batch().
+/// depend only on the seed and the batch. Files are read epoch after epoch: see full_batch().
 /// CIFAR-10 is normalised by channel, grey images by 0.5 and 0.5, with the channel repeated.
 class PipelineData {
  public:

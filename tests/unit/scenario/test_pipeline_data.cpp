@@ -48,6 +48,25 @@ std::vector<int64_t> images_of(const data::ImageBatch& batch) {
 
 }  // namespace
 
+TEST_CASE("Full batches are drawn from one epoch after the other") {
+  for (const int64_t batch_size : {4, 15, 40}) {
+    CAPTURE(batch_size);
+    std::vector<int64_t> seen, expected;
+    for (int64_t index = 0; index * batch_size < 60; ++index) {
+      const std::vector<int64_t> batch = full_batch(3, index, 15, batch_size);
+      CHECK(static_cast<int64_t>(batch.size()) == batch_size);
+      seen.insert(seen.end(), batch.begin(), batch.end());
+    }
+    for (int64_t epoch = 0; expected.size() < seen.size(); ++epoch) {
+      const data::EpochSampler sampler(3, epoch, {}, 15, 15);
+      const auto one = sampler.batch(0);
+      expected.insert(expected.end(), one.begin(), one.end());
+    }
+    expected.resize(seen.size());
+    CHECK(seen == expected);
+  }
+}
+
 TEST_CASE("random batches depend on their seed and number") {
   PipelineOptions options = small_options();
   options.batch_size = 50;

@@ -3,12 +3,12 @@
 #include <cmath>
 #include <set>
 
+#include "../src/scenario/rl/cart_pole.h"
 #include "cart_pole_trajectories.h"
-#include "distrain/data/cart_pole.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using data::CartPole;
+using scenario::CartPole;
 using Observation = CartPole::Observation;
 
 TEST_CASE("CartPole follows Gymnasium's recorded trajectories") {

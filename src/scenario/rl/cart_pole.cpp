@@ -1,9 +1,9 @@
-#include "distrain/data/cart_pole.h"
+#include "cart_pole.h"
 
 #include <cmath>
 #include <numbers>
 
-namespace distrain::data {
+namespace distrain::scenario {
 
 namespace {
 
@@ -59,4 +59,4 @@ CartPole::Observation CartPole::observation() const {
   return rounded;
 }
 
-}  // namespace distrain::data
+}  // namespace distrain::scenario

@@ -4,7 +4,7 @@
 
 #include "distrain/base/random.h"
 
-namespace distrain::data {
+namespace distrain::scenario {
 
 /// CartPole-v1: a pole on a cart that is pushed left (action 0) or right (1) with 10 N for 20 ms
 /// per step. Each step has a reward of 1. An episode ends if the pole is over 12 degrees from
@@ -40,4 +40,4 @@ class CartPole {
   int steps_ = 0;
 };
 
-}  // namespace distrain::data
+}  // namespace distrain::scenario

@@ -11,7 +11,7 @@
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/trace.h"
 
-namespace distrain::data {
+namespace distrain::job {
 
 /// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
 class RunTrace {
@@ -47,4 +47,4 @@ class RunTrace {
   std::vector<base::RankTrace> ranks_;
 };
 
-}  // namespace distrain::data
+}  // namespace distrain::job

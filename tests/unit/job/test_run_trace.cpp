@@ -8,13 +8,13 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include "distrain/data/run_trace.h"
+#include "../src/job/run_trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/fake_trace.h"
 
 using namespace distrain;
-using namespace distrain::data;
+using namespace distrain::job;
 using Json = nlohmann::ordered_json;
 
 namespace {

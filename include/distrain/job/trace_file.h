@@ -6,7 +6,7 @@
 
 #include "distrain/base/trace.h"
 
-namespace distrain::data {
+namespace distrain::job {
 
 /// Throws unless `path` can be written or replaced: `invalid` if it is not a regular file,
 /// otherwise `resources` with the reason. Creates and removes a file beside it to find out.
@@ -22,4 +22,4 @@ void check_trace_path(const std::string& path);
 void write_trace(const std::string& path, const std::vector<base::RankTrace>& ranks,
                  const std::function<void(const char* name)>& before_system_call = {});
 
-}  // namespace distrain::data
+}  // namespace distrain::job

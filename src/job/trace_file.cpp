@@ -1,4 +1,4 @@
-#include "distrain/data/trace_file.h"
+#include "distrain/job/trace_file.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -19,7 +19,7 @@
 #include "distrain/base/temporary_path.h"
 #include "distrain/store/disk.h"
 
-namespace distrain::data {
+namespace distrain::job {
 
 namespace {
 
@@ -245,4 +245,4 @@ void write_trace(const std::string& path, const std::vector<RankTrace>& ranks,
   unfinished.keep();
 }
 
-}  // namespace distrain::data
+}  // namespace distrain::job

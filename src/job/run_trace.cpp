@@ -1,12 +1,12 @@
-#include "distrain/data/run_trace.h"
+#include "run_trace.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "distrain/data/trace_file.h"
+#include "distrain/job/trace_file.h"
 #include "distrain/rpc/error.h"
 
-namespace distrain::data {
+namespace distrain::job {
 
 void RunTrace::start(const std::string& path, int world_size) {
   if (path.empty()) return;
@@ -56,4 +56,4 @@ std::optional<base::Error> RunTrace::write_own(int rank, const std::string& role
   return write();
 }
 
-}  // namespace distrain::data
+}  // namespace distrain::job

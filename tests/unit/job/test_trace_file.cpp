@@ -6,12 +6,12 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include "distrain/data/trace_file.h"
+#include "distrain/job/trace_file.h"
 #include "support/catch.h"
 #include "support/files.h"
 
 using namespace distrain;
-using namespace distrain::data;
+using namespace distrain::job;
 using namespace distrain::testing;
 using base::TraceEvent;
 using Kind = TraceEvent::Kind;
