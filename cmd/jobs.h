@@ -3,11 +3,11 @@
 #include <vector>
 
 #include "distrain/app/main.h"
-#include "distrain/scenario/hybrid.h"
-#include "distrain/scenario/pipeline.h"
-#include "distrain/scenario/ps.h"
-#include "distrain/scenario/rl.h"
-#include "distrain/scenario/rnn.h"
+#include "scenario/hybrid/options.h"
+#include "scenario/pipeline/options.h"
+#include "scenario/ps/options.h"
+#include "scenario/rl/options.h"
+#include "scenario/rnn/options.h"
 
 namespace distrain::cmd {
 

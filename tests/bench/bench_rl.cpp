@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "distrain/net/socket.h"
-#include "distrain/scenario/rl.h"
+#include "scenario/rl/options.h"
 
 using namespace distrain;
 using job::Json;

@@ -12,9 +12,9 @@ TEST_CASE("our ResNet50 equals torchvision's with torchvision's random weights",
   REQUIRE(folder);
   const NamedTensors weights = store::read_tensors(std::string(folder) + "/weights.safetensors");
   const NamedTensors expected = store::read_tensors(std::string(folder) + "/pass.safetensors");
-  models::check_weights("resnet50", 1000, weights);
+  scenario::check_weights("resnet50", 1000, weights);
   std::vector<ResNetStage> stages;
-  for (const auto& blocks : models::cut_resnet("resnet50", 3, {}, 1000, 96)) {
+  for (const auto& blocks : scenario::cut_resnet("resnet50", 3, {}, 1000, 96)) {
     stages.emplace_back("resnet50", 1000, blocks, 1).load(weights);
   }
   const auto forward = [&](at::Tensor x, bool training = true) {

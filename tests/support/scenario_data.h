@@ -5,7 +5,7 @@
 #include <string>
 
 #include "distrain/base/random.h"
-#include "distrain/scenario/pipeline.h"
+#include "scenario/pipeline/options.h"
 #include "support/files.h"
 
 namespace distrain::testing {

@@ -9,7 +9,7 @@
 #include "distrain/data/batches.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/hybrid.h"
+#include "options.h"
 #include "random_bags.h"
 
 namespace distrain::scenario {

@@ -1,7 +1,7 @@
 // distrain hybrid: its options and ranks.
 
-#include "distrain/models/embedding_table.h"
-#include "distrain/scenario/hybrid.h"
+#include "embedding_table.h"
+#include "options.h"
 
 namespace distrain::scenario {
 
@@ -77,7 +77,7 @@ without a label. Words that are not in the training data are ignored.)")
           .role("trainer", &HybridOptions::trainers, train_hybrid)
           .role("master", 1, {}, Use::kNone)
           .role("ps", 1, {}, Use::kCompute, "server")
-          .expose<models::EmbeddingTable>("EmbeddingTable")
+          .expose<EmbeddingTable>("EmbeddingTable")
           .expose(expose_hybrid)
           .local(train_hybrid_local)
           .predict(predict_hybrid);

@@ -4,8 +4,8 @@
 
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/models/embedding_table.h"
 #include "distrain/rpc/placed.h"
+#include "embedding_table.h"
 
 namespace distrain::scenario {
 
@@ -26,8 +26,8 @@ struct WholeModel {
     return all;
   }
 
-  models::EmbeddingTable table;
-  models::Dense dense;
+  EmbeddingTable table;
+  Dense dense;
 };
 
 }  // namespace

@@ -7,10 +7,10 @@
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/cifar.h"
-#include "distrain/models/resnet.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/store/named_tensors.h"
 #include "distrain/store/stored_tensors.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -67,7 +67,7 @@ PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
     weights_ = store::read_tensors(options.weights);
     store::naming_file(options.weights,
-                       [&] { models::check_weights(options.model, options.classes, weights_); });
+                       [&] { check_weights(options.model, options.classes, weights_); });
   }
   if (options.data.empty()) return;
   images_ = data::read_training_images(options.data);

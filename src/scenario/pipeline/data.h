@@ -8,7 +8,7 @@
 #include "distrain/data/images.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/pipeline.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

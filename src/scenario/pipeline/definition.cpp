@@ -7,8 +7,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/job/training.h"
-#include "distrain/models/resnet.h"
-#include "distrain/scenario/pipeline.h"
+#include "options.h"
+#include "resnet.h"
 #include "run.h"
 #include "stage.h"
 
@@ -20,16 +20,16 @@ using base::invalid;
 
 constexpr double kMaxStages = 18;  // blocks of resnet50
 
-std::vector<models::BlockRange> cut(const PipelineOptions& options) {
-  return models::cut_resnet(options.model, options.stages, options.split, options.classes,
-                            options.image_size);
+std::vector<BlockRange> cut(const PipelineOptions& options) {
+  return cut_resnet(options.model, options.stages, options.split, options.classes,
+                    options.image_size);
 }
 
 /// Returns the schedule and its timeline as JSON.
 job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& schedule) {
   const nn::PipelineTimeline timeline = nn::simulate(schedule);
-  const std::vector<std::string> blocks = models::resnet_blocks(options.model);
-  const std::vector<models::BlockRange> ranges = cut(options);
+  const std::vector<std::string> blocks = resnet_blocks(options.model);
+  const std::vector<BlockRange> ranges = cut(options);
   job::Json rows = job::Json::array();
   for (size_t stage = 0; stage < ranges.size(); ++stage) {
     job::Json steps = job::Json::array();
@@ -68,7 +68,7 @@ void check_pipeline(const PipelineOptions& options) {
       invalid("--micro-batches " + std::to_string(num_split) + ": a batch has only " +
               std::to_string(options.batch_size) + " images: give fewer, or a larger --batch-size");
     }
-    models::check_resnet_input(options.image_size, options.batch_size / num_split);
+    check_resnet_input(options.image_size, options.batch_size / num_split);
     nn::simulate(nn::make_schedule(options.schedule, options.stages, num_split));
   }
   job::Plan::of_steps(options, options.batches);

@@ -6,9 +6,9 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/job/local_training.h"
-#include "distrain/models/resnet.h"
 #include "distrain/rpc/device.h"
 #include "distrain/store/named_tensors.h"
+#include "resnet.h"
 #include "run.h"
 
 namespace distrain::scenario {
@@ -23,8 +23,8 @@ class LocalModel final : public PipelineModel {
   void begin(int64_t num_split) override {
     num_split_ = num_split;
     optimizer_.reset();
-    module_.emplace(options_.model, options_.classes, models::whole_resnet(options_.model),
-                    options_.seed, device_);
+    module_.emplace(options_.model, options_.classes, whole_resnet(options_.model), options_.seed,
+                    device_);
     optimizer_.emplace(options_.rule(), "async", module_->parameters());
   }
 
@@ -74,7 +74,7 @@ class LocalModel final : public PipelineModel {
   const PipelineOptions& options_;
   const c10::Device device_;
   int64_t num_split_ = 1;
-  std::optional<models::ResNetStage> module_;
+  std::optional<ResNetStage> module_;
   std::optional<job::SingleProcessOptimizer> optimizer_;
 };
 
@@ -93,9 +93,8 @@ void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& opti
 
 void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options) {
   const PipelineData images(options, predictions.snapshot(), predictions.input());
-  const models::ResNetStage model(options.model, options.classes,
-                                  models::whole_resnet(options.model), options.seed,
-                                  predictions.device());
+  const ResNetStage model(options.model, options.classes, whole_resnet(options.model), options.seed,
+                          predictions.device());
   predictions.load(model.state());
   images.each_batch(images.test(), {}, [&](const data::ImageBatch& batch) {
     predictions.tell_labels(model.forward(batch.images, false), batch.labels);

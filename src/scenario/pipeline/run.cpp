@@ -7,9 +7,9 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/models/resnet.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/placed.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -80,7 +80,7 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
   job::Part part;
   part.take = [this](int) { return model_.state(); };
   part.give = [this](int, const rpc::NamedTensors& saved) {
-    models::check_weights(options_.model, options_.classes, saved);
+    check_weights(options_.model, options_.classes, saved);
     model_.load(saved);
   };
   training.keep("", std::move(part));

@@ -10,7 +10,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/job/training.h"
 #include "distrain/rpc/named_tensors.h"
-#include "distrain/scenario/pipeline.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

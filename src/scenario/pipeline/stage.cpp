@@ -21,7 +21,7 @@ void sleep_for(double seconds) {
 
 /// Returns the size of a block's input in pixels: the stem quarters it, layer2 to layer4 halve it.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
-  const std::vector<std::string> names = models::resnet_blocks(model);
+  const std::vector<std::string> names = resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
   for (size_t i = 1; i < block; ++i) {
     if (names[i].ends_with(".0") && names[i] != "layer1.0") stride *= 2;
@@ -39,7 +39,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       classes_(classes),
       input_side_(side_before(model, static_cast<size_t>(first_block), image_size)),
       is_first_(first_block == 0),
-      is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
+      is_last_(static_cast<size_t>(last_block) == whole_resnet(model).last) {}
 
 // Copies only buffers, which passes write to in place; an update replaces a held parameter instead.
 rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {

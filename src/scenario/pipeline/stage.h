@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/models/resnet.h"
 #include "distrain/nn/pipeline.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/named_tensors.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -48,7 +48,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   /// Returns the rank that receives the output of this stage.
   int next_rank(const rpc::Agent& agent) const { return is_last_ ? 0 : agent.rank() + 1; }
 
-  models::ResNetStage module_;
+  ResNetStage module_;
   const int64_t classes_;
   const int64_t input_side_;  // size of the input in pixels
   const bool is_first_, is_last_;

@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
-#include "distrain/scenario/ps.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

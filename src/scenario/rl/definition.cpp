@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "distrain/job/training.h"
-#include "distrain/scenario/rl.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

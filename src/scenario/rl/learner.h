@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "distrain/job/local_training.h"
-#include "distrain/models/policy.h"
-#include "distrain/scenario/rl.h"
 #include "environment.h"
+#include "options.h"
+#include "policy.h"
 
 namespace distrain::scenario {
 
@@ -53,13 +53,13 @@ class Learner {
   /// Returns the message of a missed goal.
   std::string what_is_missing(int64_t episodes) const;
 
-  const models::Policy& policy() const { return policy_; }
+  const Policy& policy() const { return policy_; }
   const job::SingleProcessOptimizer& optimizer() const { return optimizer_; }
 
  private:
   /// The current episode of one environment.
   struct Trajectory {
-    std::vector<models::PolicyStep> steps;
+    std::vector<PolicyStep> steps;
     std::vector<double> rewards;
   };
 
@@ -77,7 +77,7 @@ class Learner {
 
   const RlOptions options_;
   job::StepLines lines_;
-  models::Policy policy_;
+  Policy policy_;
   job::SingleProcessOptimizer optimizer_;
   int64_t episode_ = 0;              // number of the current or last episode
   double reward_ = 0;                // smallest of all environments in that episode

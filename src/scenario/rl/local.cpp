@@ -43,7 +43,7 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   }
   constexpr int64_t kEpisodes = 10;
   const int64_t episodes = options.max_episodes > 0 ? options.max_episodes : kEpisodes;
-  models::Policy policy(options.seed, predictions.device());
+  Policy policy(options.seed, predictions.device());
   predictions.load(policy.named_parameters());
   Environments environment(options.seed, 1, options.max_steps);  // training uses seed + rank
   double total = 0;

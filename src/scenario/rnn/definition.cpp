@@ -1,7 +1,7 @@
 // distrain rnn: its options and ranks.
 
 #include "distrain/base/error.h"
-#include "distrain/scenario/rnn.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

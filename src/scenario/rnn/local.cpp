@@ -20,11 +20,10 @@ struct WholeModel {
         middle(options, device,
                {[this](const at::Tensor& each) { return embedding.lookup(each); },
                 [this](const at::Tensor& hidden, const at::Tensor& targets) {
-                  return models::Decoder::loss_of(decoder.weight(), decoder.bias(), hidden,
-                                                  targets);
+                  return Decoder::loss_of(decoder.weight(), decoder.bias(), hidden, targets);
                 },
                 [this](const at::Tensor& hidden) {
-                  return models::Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
+                  return Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
                 }}) {}
   WholeModel(const WholeModel&) = delete;
 
@@ -35,8 +34,8 @@ struct WholeModel {
     return all;
   }
 
-  models::WordEmbedding embedding;
-  models::Decoder decoder;
+  WordEmbedding embedding;
+  Decoder decoder;
   LanguageModel middle;
 };
 
@@ -60,7 +59,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
                                         in_order(whole.embedding, whole.decoder),
                                         {lstm.begin(), lstm.end()});
-  std::map<int, models::LstmState> states;  // by trainer
+  std::map<int, LstmState> states;  // by trainer
   for (int t = 0; t < options.trainers; ++t) {
     states[t] = model.lstm().zero_state(options.batch_size);
   }
@@ -87,7 +86,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   const LanguageModel& model = whole.middle;
   predictions.load(whole.parameters());
   for (const std::vector<int64_t>& line : data.test().lines()) {
-    models::LstmState state = model.lstm().zero_state(1);
+    LstmState state = model.lstm().zero_state(1);
     predictions.tell(options.generate > 0
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <set>
 
-#include "../src/scenario/rl/cart_pole.h"
 #include "cart_pole_trajectories.h"
+#include "scenario/rl/cart_pole.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/run.h"
+#include "scenario/pipeline/run.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "distrain/scenario/hybrid.h"
 #include "refusal.h"
+#include "scenario/hybrid/options.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -1,8 +1,8 @@
 #include <set>
 #include <vector>
 
-#include "../src/scenario/hybrid/random_bags.h"
 #include "distrain/base/error.h"
+#include "scenario/hybrid/random_bags.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -6,12 +6,12 @@
 
 #include <unistd.h>
 
-#include "distrain/scenario/hybrid.h"
-#include "distrain/scenario/pipeline.h"
-#include "distrain/scenario/ps.h"
-#include "distrain/scenario/rl.h"
-#include "distrain/scenario/rnn.h"
 #include "refusal.h"
+#include "scenario/hybrid/options.h"
+#include "scenario/pipeline/options.h"
+#include "scenario/ps/options.h"
+#include "scenario/rl/options.h"
+#include "scenario/rnn/options.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 

@@ -1,4 +1,4 @@
-#include "distrain/models/embedding_table.h"
+#include "embedding_table.h"
 
 #include <cmath>
 
@@ -10,7 +10,7 @@
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/placed.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
                                const std::string& device) {
@@ -46,4 +46,4 @@ DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device
 
 at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

@@ -11,7 +11,7 @@
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/named_tensors.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 /// The parameter server's module: the sum of the rows of a bag's words (EmbeddingBag, mode sum).
 /// Its gradient is sparse: only the rows that were looked up travel and change.
@@ -43,4 +43,4 @@ class DenseImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Dense);
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

@@ -3,15 +3,15 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/random.h"
-#include "distrain/models/policy.h"
+#include "scenario/rl/policy.h"
 #include "support/catch.h"
 #include "support/torch_policy.h"
 
 using namespace distrain;
-using models::Policy;
-using models::PolicyInput;
-using models::PolicyStep;
-using models::StepKey;
+using scenario::Policy;
+using scenario::PolicyInput;
+using scenario::PolicyStep;
+using scenario::StepKey;
 
 namespace {
 

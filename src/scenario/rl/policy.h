@@ -10,7 +10,7 @@
 
 #include "distrain/rpc/named_tensors.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 /// An environment's state as the policy receives it.
 using Observation = std::array<float, 4>;
@@ -77,4 +77,4 @@ class Policy {
   std::vector<at::Tensor> parameters_;
 };
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

@@ -1,4 +1,4 @@
-#include "distrain/models/conv_net.h"
+#include "conv_net.h"
 
 #include <cmath>
 
@@ -14,7 +14,7 @@
 #include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/placed.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
   const at::Generator generator = nn::keyed_generator({seed});
@@ -97,4 +97,4 @@ void ConvNet::expose(rpc::Agent& agent) {
   agent.expose<&ConvNet::gradients>("ConvNet.gradients");
 }
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

@@ -2,14 +2,14 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/modules/rnn.h>
 
-#include "distrain/models/language_model.h"
+#include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using models::Lstm;
-using models::LstmState;
 using nn::Dropout;
 using rpc::NamedTensors;
+using scenario::Lstm;
+using scenario::LstmState;
 
 namespace {
 

@@ -7,13 +7,13 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 
-#include "distrain/models/conv_net.h"
+#include "scenario/ps/conv_net.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using models::ConvNet;
 using nn::Dropout;
 using rpc::NamedTensors;
+using scenario::ConvNet;
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "distrain/models/language_model.h"
+#include "lstm.h"
 
 #include <cmath>
 #include <optional>
@@ -13,7 +13,7 @@
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 namespace {
 
@@ -142,4 +142,4 @@ rpc::NamedTensors LstmImpl::named() const {
   return named;
 }
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

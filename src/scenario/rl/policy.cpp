@@ -1,4 +1,4 @@
-#include "distrain/models/policy.h"
+#include "policy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 namespace {
 
@@ -226,4 +226,4 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   return loss;
 }
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

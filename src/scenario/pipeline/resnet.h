@@ -11,7 +11,7 @@
 
 #include "distrain/rpc/named_tensors.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 /// Returns the names of the blocks between which a ResNet can be divided, in order: stem (conv1,
 /// bn1, ReLU, max pool), layer1.0, …, layer4.2, head (average pool, fc). Throws `invalid` if
@@ -114,4 +114,4 @@ class ResNetStage {
   Named parameters_, buffers_;
 };
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

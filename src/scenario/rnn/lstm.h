@@ -10,7 +10,7 @@
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/named_tensors.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 /// The embedding table on the parameter server. Its gradients are sparse: the rows looked up.
 class WordEmbedding {
@@ -79,4 +79,4 @@ class LstmImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Lstm);
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

@@ -5,12 +5,12 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/models/resnet.h"
+#include "scenario/pipeline/resnet.h"
 #include "support/catch.h"
 #include "support/files.h"
 
 using namespace distrain;
-using namespace distrain::models;
+using namespace distrain::scenario;
 using rpc::NamedTensors;
 
 namespace {

@@ -1,4 +1,4 @@
-#include "distrain/models/resnet.h"
+#include "resnet.h"
 
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@
 #include "distrain/rpc/placed.h"
 #include "distrain/store/hash.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 namespace {
 
@@ -349,4 +349,4 @@ void ResNetStage::load(const rpc::NamedTensors& weights) {
   }
 }
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario

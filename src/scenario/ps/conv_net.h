@@ -9,7 +9,7 @@
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/named_tensors.h"
 
-namespace distrain::models {
+namespace distrain::scenario {
 
 /// Result of a forward pass over shared parameters.
 struct PsForward {
@@ -55,4 +55,4 @@ class ConvNet {
   std::vector<at::Tensor> parameters_;
 };
 
-}  // namespace distrain::models
+}  // namespace distrain::scenario
