@@ -15,15 +15,11 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include "../cmd/jobs.h"
 #include "distrain/app/program.h"
 #include "distrain/base/error.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/net/socket.h"
-#include "scenario/hybrid/options.h"
-#include "scenario/pipeline/options.h"
-#include "scenario/ps/options.h"
-#include "scenario/rl/options.h"
-#include "scenario/rnn/options.h"
 #include "support/catch.h"
 #include "support/event_check.h"
 #include "support/files.h"
@@ -112,11 +108,11 @@ class Listener final : public job::EventSink {
   const std::function<void(int)> placed_;
 };
 
-inline const auto& job_of(const scenario::HybridOptions&) { return scenario::hybrid_job(); }
-inline const auto& job_of(const scenario::PsOptions&) { return scenario::ps_job(); }
-inline const auto& job_of(const scenario::RnnOptions&) { return scenario::rnn_job(); }
-inline const auto& job_of(const scenario::PipelineOptions&) { return scenario::pipeline_job(); }
-inline const auto& job_of(const scenario::RlOptions&) { return scenario::rl_job(); }
+inline const auto& job_of(const scenario::HybridOptions&) { return cmd::hybrid_job(); }
+inline const auto& job_of(const scenario::PsOptions&) { return cmd::ps_job(); }
+inline const auto& job_of(const scenario::RnnOptions&) { return cmd::rnn_job(); }
+inline const auto& job_of(const scenario::PipelineOptions&) { return cmd::pipeline_job(); }
+inline const auto& job_of(const scenario::RlOptions&) { return cmd::rl_job(); }
 
 /// Returns the events that the job may print.
 template <class Options>

@@ -40,7 +40,4 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
 /// Labels examples with the model of a checkpoint.
 void predict_hybrid(job::Predictions& predictions, const HybridOptions& options);
 
-/// Ranks 0..T-1 are the trainers, T is the master, T+1 the parameter server.
-const job::Definition<HybridOptions>& hybrid_job();
-
 }  // namespace distrain::scenario

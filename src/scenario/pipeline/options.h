@@ -36,7 +36,4 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::function<void(const rpc::NamedTensors&)> on_gradients;
 };
 
-/// Rank 0 is the master, ranks 1..S the stages.
-const job::Definition<PipelineOptions>& pipeline_job();
-
 }  // namespace distrain::scenario

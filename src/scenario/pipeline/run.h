@@ -87,6 +87,10 @@ class PipelineRun {
   job::Json last_, best_;  // of the completed splits
 };
 
+/// Throws `invalid` if options contradict each other: more micro-batches than images, a split that
+/// does not match the model or the stages, a schedule that cannot run.
+void check_pipeline(const PipelineOptions& options);
+
 /// Returns the schedule for each number of micro-batches: as a timeline if `for_people`, otherwise
 /// as one line of JSON with the stages, their blocks, the start of each step in units of one step,
 /// and the share of waiting. Throws `invalid` if options contradict each other.

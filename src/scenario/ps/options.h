@@ -31,7 +31,4 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options);
 /// Classifies images with the model of a checkpoint.
 void predict_ps(job::Predictions& predictions, const PsOptions& options);
 
-/// Rank 0 is the parameter server, ranks 1..T the trainers.
-const job::Definition<PsOptions>& ps_job();
-
 }  // namespace distrain::scenario

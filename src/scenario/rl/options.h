@@ -29,7 +29,4 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options);
 /// Plays episodes with the policy of a checkpoint.
 void predict_rl(job::Predictions& predictions, const RlOptions& options);
 
-/// Rank 0 is the agent, ranks 1..N the observers. The goal is to solve CartPole.
-const job::Definition<RlOptions>& rl_job();
-
 }  // namespace distrain::scenario

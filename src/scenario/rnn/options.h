@@ -39,7 +39,4 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options);
 /// Predicts the words that follow lines of text, with the model of a checkpoint.
 void predict_rnn(job::Predictions& predictions, const RnnOptions& options);
 
-/// Rank 0 is the parameter server, ranks 1..T the trainers.
-const job::Definition<RnnOptions>& rnn_job();
-
 }  // namespace distrain::scenario

@@ -1,11 +1,11 @@
-// distrain ps: its options and ranks.
+// distrain ps: its options, roles and help.
 
 #include <filesystem>
 
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
-#include "options.h"
+#include "jobs.h"
 
 namespace distrain::scenario {
 
@@ -18,7 +18,7 @@ constexpr double kDebianStd = 0.353;
 
 /// Uses Debian's Fashion-MNIST as the default if it is installed. The default normalisation follows
 /// from the data that this rank reads, even if rank 0 has other data.
-void derive_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
+void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   if (options.data.empty() && fs::is_directory(kDebianFolder, ignored)) {
@@ -33,7 +33,7 @@ void derive_defaults(PsOptions& options, const std::function<bool(std::string_vi
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
-  const job::DeviceSpec spec(device, c10::kCUDA, ps_job().info().roles);
+  const job::DeviceSpec spec(device, c10::kCUDA, cmd::ps_job().info().roles);
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
   const int gpus = *options.num_gpus;
   if (!server) return;
@@ -43,7 +43,7 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
                             gpus, device));
 }
 
-void check(const PsOptions& options, const job::Preflight& preflight) {
+void check_ps(const PsOptions& options, const job::Preflight& preflight) {
   const bool adopted = preflight.of_rank_0 != nullptr;
   if (!adopted) check_gpus(options, preflight);
   // Only trainers read the data. A rank that joins without --data gets the path from rank 0 later.
@@ -116,6 +116,12 @@ names, or Debian's folder if rank 0 names none.)");
       .details("A missing gradient ends the job with exit status 1, a non-finite one with 8.");
 }
 
+}  // namespace distrain::scenario
+
+namespace distrain::cmd {
+
+using namespace scenario;
+
 const job::Definition<PsOptions>& ps_job() {
   using Use = job::DeviceRole::Use;
   using enum job::FieldType;
@@ -159,8 +165,8 @@ has the accuracy.)")
           .expose(expose_ps)
           .local(train_ps_local)
           .predict(predict_ps)
-          .derive_defaults(derive_defaults)
-          .check(check)
+          .derive_defaults(derive_ps_defaults)
+          .check(check_ps)
           .gpus([](const PsOptions& options, const std::string& rank) {
             // Only the server uses GPUs; with --local that is the only process.
             return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
@@ -168,4 +174,4 @@ has the accuracy.)")
   return kJob;
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::cmd

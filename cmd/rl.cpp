@@ -1,9 +1,9 @@
-// distrain rl: its options and ranks.
+// distrain rl: its options, roles and help.
 
 #include <algorithm>
 
 #include "distrain/job/training.h"
-#include "options.h"
+#include "jobs.h"
 
 namespace distrain::scenario {
 
@@ -38,6 +38,12 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
   list.row("resume").details(
       "--observers, --envs-per-observer, --seed, --gamma and --max-steps cannot be changed.");
 }
+
+}  // namespace distrain::scenario
+
+namespace distrain::cmd {
+
+using namespace scenario;
 
 const job::Definition<RlOptions>& rl_job() {
   using Use = job::DeviceRole::Use;
@@ -114,4 +120,4 @@ action and uses no dropout.)")
   return kJob;
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::cmd

@@ -1,7 +1,7 @@
-// distrain rnn: its options and ranks.
+// distrain rnn: its options, roles and help.
 
 #include "distrain/base/error.h"
-#include "options.h"
+#include "jobs.h"
 
 namespace distrain::scenario {
 
@@ -22,7 +22,7 @@ void defaults_on_text(const auto& tell) {
   tell("clip", &RnnOptions::clip, 0.25);
 }
 
-void derive_defaults(RnnOptions& options, const std::function<bool(std::string_view)>& given) {
+void derive_rnn_defaults(RnnOptions& options, const std::function<bool(std::string_view)>& given) {
   if (options.data.empty()) return;
   defaults_on_text([&](const char* name, auto member, auto value) {
     if (!given(name)) options.*member = value;
@@ -31,7 +31,7 @@ void derive_defaults(RnnOptions& options, const std::function<bool(std::string_v
 }
 
 /// Throws if this rank has data and rank 0 has none, because rank 0 determines the model size.
-void check(const RnnOptions&, const job::Preflight& preflight) {
+void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
   if (!preflight.of_rank_0 || !preflight.given("data")) return;
   const auto data = preflight.of_rank_0->find("data");
   if (data != preflight.of_rank_0->end() && !data->second.empty()) return;
@@ -92,6 +92,12 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.row("prompt").details("Needs --generate.");
 }
 
+}  // namespace distrain::scenario
+
+namespace distrain::cmd {
+
+using namespace scenario;
+
 const job::Definition<RnnOptions>& rnn_job() {
   using Use = job::DeviceRole::Use;
   using enum job::FieldType;
@@ -139,9 +145,9 @@ or with --generate N the next N words. `end` has the perplexity of the text.)")
           .predict(predict_rnn, {sometimes({"words", kTexts, "most likely next words, best first"}),
                                  sometimes({"scores", kNumbers, "probabilities of the words"}),
                                  sometimes({"text", kText, "text that follows, with --generate"})})
-          .derive_defaults(derive_defaults)
-          .check(check);
+          .derive_defaults(derive_rnn_defaults)
+          .check(check_rnn);
   return kJob;
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::cmd

@@ -1,7 +1,7 @@
-// distrain hybrid: its options and ranks.
+// distrain hybrid: its options, roles and help.
 
-#include "embedding_table.h"
-#include "options.h"
+#include "jobs.h"
+#include "scenario/hybrid/embedding_table.h"
 
 namespace distrain::scenario {
 
@@ -36,6 +36,12 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
       .random_only();
   list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
 }
+
+}  // namespace distrain::scenario
+
+namespace distrain::cmd {
+
+using namespace scenario;
 
 const job::Definition<HybridOptions>& hybrid_job() {
   using Use = job::DeviceRole::Use;
@@ -84,4 +90,4 @@ without a label. Words that are not in the training data are ignored.)")
   return kJob;
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::cmd
