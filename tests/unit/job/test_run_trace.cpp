@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include "../src/job/run_trace.h"
+#include "../src/job/run/run_trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/fake_trace.h"

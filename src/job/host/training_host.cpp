@@ -1,4 +1,4 @@
-#include "training_host.h"
+#include "host/training_host.h"
 
 #include <algorithm>
 #include <cmath>

@@ -13,8 +13,8 @@
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/place.h"
-#include "run_trace.h"
-#include "training_host.h"
+#include "host/training_host.h"
+#include "run/run_trace.h"
 
 namespace distrain::job {
 
@@ -57,19 +57,6 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   };
   return options;
 }
-
-/// The trace that rank 0 requests by `--trace`.
-class JobTrace : public RunTrace {
- public:
-  explicit JobTrace(EventSink& sink)
-      : RunTrace([&sink](const std::string& message) {
-          sink.warn(base::ErrorKind::kOverloaded, "--trace " + message);
-        }) {}
-  void start(const OptionMap& job_options, int world_size) {
-    const auto path = job_options.find("trace");
-    if (path != job_options.end()) RunTrace::start(path->second, world_size);
-  }
-};
 
 /// Ends this rank, even within a step, when the job fails because another rank is lost: a step of a
 /// large net may take longer than the other ranks should wait.
@@ -324,31 +311,6 @@ class RankRunner {
 
 }  // namespace
 
-RankBody::Known known_options(const OptionTable& table, const OptionMap& values) {
-  RankBody::Known known;
-  const auto data = values.find("data");
-  const bool has_data = data != values.end() && is_path(*find_option(table, "data"), data->second);
-  for (const Option& option : table) {
-    // Checkpoints record how often to save, but neither the folder nor what to resume.
-    const bool saved_where = option.group == "Checkpoints" && option.needs != "checkpoint";
-    const bool has_effect = !(has_data ? option.random_only : option.data_only);
-    if (!is_job_option(option) || saved_where || !has_effect || option.each_own) continue;
-    const std::string& value = values.at(option.name);
-    try {
-      static_cast<void>(Json(value).dump());
-    } catch (const Json::type_error&) {
-      continue;  // a path that is not UTF-8 cannot be in a manifest
-    }
-    known.options[option.name] = value;
-    if (!option.may_change) known.must_agree.push_back(option.name);
-  }
-  return known;
-}
-
-bool Preflight::starts(const std::string& role) const {
-  return local || std::ranges::any_of(ranks, [&](int rank) { return roles.named(role).has(rank); });
-}
-
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   if (job.rank != rpc::kAnyRank) return RankRunner(job, sink, body, nullptr).run();
   const base::TimePoint deadline = base::deadline_after(seconds(job.join_timeout_s));
@@ -370,15 +332,6 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   }
 }
 
-Outcome outcome_without_ranks(Json fields) {
-  Outcome outcome;
-  outcome.fields = std::move(fields);
-  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
-  outcome.fields["live_rrefs"] = 0;
-  outcome.fields["live_contexts"] = 0;
-  return outcome;
-}
-
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(SingleProcess&)>& run) {
   StopSignal& stop = *job.stop;
@@ -393,35 +346,6 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
   Outcome outcome = outcome_without_ranks(local.fields());
   conclude(outcome, local, &host);
   return outcome;
-}
-
-Outcome run_local_job(const Job& job, EventSink& sink,
-                      const std::function<Outcome(const Job& placed)>& run) {
-  JobTrace trace(sink);
-  trace.start(job.effective, 1);
-  trace.begin_alone();
-  const base::TraceBinding binding(trace.tracer(), "main");
-  Outcome outcome;
-  try {
-    Job placed = job;
-    if (job.choose_devices) placed.devices = job.choose_devices("local", {});
-    rpc::make_current(placed.device());
-    outcome = run(placed);
-  } catch (...) {
-    const auto error = std::current_exception();
-    // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
-    if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
-    std::rethrow_exception(error);
-  }
-  outcome.afterwards = trace.write_own(job.rank, "local");
-  return outcome;
-}
-
-Json device_names(const std::vector<c10::Device>& devices) {
-  if (devices.size() == 1) return devices.front().str();
-  Json names = Json::array();
-  for (const c10::Device& device : devices) names.push_back(device.str());
-  return names;
 }
 
 }  // namespace distrain::job

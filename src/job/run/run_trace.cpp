@@ -1,4 +1,4 @@
-#include "run_trace.h"
+#include "run/run_trace.h"
 
 #include <algorithm>
 #include <utility>

@@ -8,6 +8,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
+#include "distrain/job/job.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/trace.h"
 
@@ -45,6 +46,19 @@ class RunTrace {
   std::optional<base::Error> error_;
   std::optional<rpc::TraceCollector> collector_;
   std::vector<base::RankTrace> ranks_;
+};
+
+/// The trace that rank 0 requests by `--trace`.
+class JobTrace : public RunTrace {
+ public:
+  explicit JobTrace(EventSink& sink)
+      : RunTrace([&sink](const std::string& message) {
+          sink.warn(base::ErrorKind::kOverloaded, "--trace " + message);
+        }) {}
+  void start(const OptionMap& job_options, int world_size) {
+    const auto path = job_options.find("trace");
+    if (path != job_options.end()) RunTrace::start(path->second, world_size);
+  }
 };
 
 }  // namespace distrain::job

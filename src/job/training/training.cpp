@@ -1,17 +1,15 @@
 #include "distrain/job/training.h"
 
 #include <algorithm>
-#include <numeric>
+#include <cmath>
 
-#include <ATen/Functions.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/job/local_training.h"
-#include "training_host.h"
+#include "host/training_host.h"
 
 namespace distrain::job {
 
@@ -19,102 +17,11 @@ namespace {
 
 constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
-constexpr int64_t kEndless = 1'000'000'000'000;  // steps: more than any job can make
-constexpr double kFarAbove = 1000;               // times the first loss: training has diverged
+constexpr double kFarAbove = 1000;  // times the first loss: training has diverged
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
-std::string own_suffix(int trainer) { return "." + std::to_string(trainer); }
-
 }  // namespace
-
-void Share::each_batch(int64_t n, int64_t batch_size,
-                       const std::function<void(std::span<const int64_t>)>& use) const {
-  for (int64_t at = first(n); at < end(n); at += batch_size) {
-    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, end(n) - at)));
-    std::iota(examples.begin(), examples.end(), at);
-    use(examples);
-  }
-}
-
-Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
-  Plan plan;
-  const bool by_steps = options.steps > 0 &&
-                        (options.epochs == 0 || options.steps < options.epochs * steps_per_epoch);
-  plan.epochs = options.epochs;
-  plan.steps = by_steps ? options.steps : 0;
-  plan.steps_per_epoch = steps_per_epoch;
-  plan.take_over = options.mode == "async";
-  plan.may_lose = options.mode != "sync";
-  plan.eval_only = options.eval_only;
-  plan.lr = options.lr;
-  plan.lr_schedule = options.rule().schedule.text();
-  plan.log_interval = options.log_interval;
-  plan.limit = by_steps ? "--steps" : "--epochs";
-  return plan;
-}
-
-Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit) {
-  Plan plan;
-  plan.steps = steps;
-  plan.steps_per_epoch = kEndless;
-  plan.lr = options.lr;
-  const optim::LearningRateSchedule schedule = options.rule().schedule;
-  if (schedule.counts_epochs() || schedule.observes()) {
-    base::invalid("--lr-schedule " + options.lr_schedule +
-                  ": the job has neither epochs nor evaluations");
-  }
-  plan.lr_schedule = schedule.text();
-  plan.limit = std::move(limit);
-  plan.log = false;
-  plan.steps_at_once = 1;
-  return plan;
-}
-
-Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {
-  for (const auto& [name, tensor] : here) {
-    if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
-  }
-}
-
-void Held::leave_at(rpc::Agent& agent) {
-  if (!here.empty()) elsewhere.push_back(agent.make_rref(store::on_host(std::exchange(here, {}))));
-}
-
-bool PartName::has(const std::string& tensor, int trainer) const {
-  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
-  return !each_own || tensor.ends_with(own_suffix(trainer));
-}
-
-std::string PartName::stored(const std::string& tensor, int trainer) const {
-  return each_own ? tensor + own_suffix(trainer) : tensor;
-}
-
-Part part_of(rpc::NamedTensors live, std::string file) {
-  Part part = part_of_each([live = std::move(live)](int) { return live; });
-  part.file = std::move(file);
-  part.each_own = false;
-  return part;
-}
-
-Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live) {
-  Part part;
-  part.file = "state";
-  part.each_own = true;
-  part.take = [live](int trainer) { return store::copies_on_host(live(trainer)); };
-  part.give = [live](int trainer, const rpc::NamedTensors& saved) {
-    store::copy_into(live(trainer), saved);
-  };
-  return part;
-}
-
-Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
-  rpc::NamedTensors texts;
-  for (const auto& [name, words] : lists) texts[name] = store::tensor_of_words(words);
-  Part part = part_of(std::move(texts), kVocabulary);
-  part.once = true;
-  return part;
-}
 
 TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share,
                            rpc::Agent* agent, TrainingHost* host)
@@ -213,7 +120,7 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
   const base::TimePoint now = base::Clock::now();
   if (now - shown_ < kShowInterval) return;
   shown_ = now;
-  const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == kEndless;
+  const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == Plan::kEndless;
   const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
   Json fields{{"epoch", epoch},
               {"epochs", plan_.epochs},
@@ -225,6 +132,52 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
               {"lr", lr}};
   fields.update(more);
   process_.sink().progress(fields);
+}
+
+void TrainingPlan::begin_epoch(int64_t epoch) {
+  epoch_ = epoch;
+  epoch_start_ = last_line_ = base::Clock::now();
+  if (run_steps() == 0) first_ = epoch_start_;
+  epoch_steps_ = epoch_samples_ = line_samples_ = 0;
+  epoch_loss_ = 0;
+}
+
+void TrainingPlan::log_step(const Result& result, double loss, double lr) {
+  ++epoch_steps_;
+  ++total_;
+  epoch_samples_ += result.samples;
+  line_samples_ += result.samples;
+  epoch_loss_ += loss;
+  if (run_steps() == 1) first_loss_ = loss;
+  if (!plan_.log) return;
+  const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
+  const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more = result.more] {
+    Json all{{"epoch", epoch}, {"step", step}, {"loss", loss}, {"lr", lr}};
+    all[std::string(counted(plan_.unit)) + "_per_s"] = rate;
+    all.update(more);
+    return all;
+  };
+  if (!lines_.add(total_, fields)) return;
+  last_line_ = base::Clock::now();
+  line_samples_ = 0;
+}
+
+void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
+  if (is_last) lines_.end();
+  if (epoch_ == 0) return;
+  if (epoch_steps_ > 0) {
+    train_s_ = base::seconds_since(first_);
+    last_loss_ = epoch_loss_ / static_cast<double>(epoch_steps_);
+  }
+  Json fields{{"epoch", epoch_}, {"loss", epoch_steps_ > 0 ? Json(last_loss_) : Json()}};
+  if (plan_.unit == Unit::kWords)
+    fields["perplexity"] = epoch_steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
+  fields["steps"] = epoch_steps_;
+  fields[counted(plan_.unit)] = epoch_samples_;
+  fields["wall_s"] = base::seconds_since(epoch_start_);
+  if (is_partial) fields["partial"] = true;
+  if (plan_.log) process_.sink().emit("epoch", fields);
+  epoch_ = epoch_steps_ = epoch_samples_ = 0;
 }
 
 void TrainingPlan::meet(const Task& task) {
@@ -367,63 +320,6 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(2 * task.count, plan_.steps_at_once));
-}
-
-SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, int trainers)
-    : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()) {
-  plan_.trainers = trainers;
-  own_.resize(static_cast<size_t>(trainers));
-  std::iota(own_.begin(), own_.end(), 0);
-}
-
-// Makes rounds of one step per trainer that has one; all other tasks come between rounds.
-void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
-  attach();
-  std::map<int, base::Future<NextTask>>
-      pending;  // by trainer; pending while others have steps left
-  for (Task task; task.kind != Task::Kind::kEnd;) {
-    for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
-      if (pending.contains(trainer)) continue;
-      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), 1));
-    }
-    std::vector<Step> steps;
-    for (auto it = pending.begin(); it != pending.end();) {
-      if (!it->second.done()) {
-        ++it;
-        continue;
-      }
-      const auto [next, schedule] = it->second.wait();
-      it = pending.erase(it);
-      lr_schedule_.load_state(schedule);
-      if (steps.empty()) task = next;
-      steps.push_back({next.epoch, next.shard, next.step, steps_made()});
-    }
-    if (task.kind == Task::Kind::kTrain) {
-      make(steps.at(0), [&] { return step(steps); });
-    } else {
-      meet(task);
-    }
-  }
-}
-
-void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
-                                const std::function<Result(const Step&)>& step) {
-  run([&](const std::vector<Step>& steps) {
-    Result all;
-    double loss_sum = 0;
-    for (const Step& each : steps) {
-      const Result one = step(each);
-      loss_sum += checked_loss(one.loss, each.epoch, each.number + 1);
-      all.samples += one.samples;
-      if (all.more.empty()) all.more = one.more;
-      base::traced("backward", [&] { one.loss.backward(); });
-      optimizer.gather();
-      if (optimizer.each_trainer_steps()) optimizer.step();
-    }
-    if (!optimizer.each_trainer_steps()) optimizer.step();
-    all.loss = at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble);
-    return all;
-  });
 }
 
 }  // namespace distrain::job
