@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "devices.h"
-#include "distrain/app/program.h"
 #include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
 #include "distrain/net/socket.h"
@@ -25,6 +24,7 @@
 #include "process/process_setup.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

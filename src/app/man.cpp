@@ -8,9 +8,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "distrain/app/program.h"
 #include "man_text.h"
 #include "options.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

@@ -16,7 +16,7 @@
 #include <sys/socket.h>
 
 #include "../cmd/jobs.h"
-#include "distrain/app/program.h"
+#include "../src/app/program.h"
 #include "distrain/base/error.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/net/socket.h"
