@@ -12,11 +12,11 @@
 #include "distrain/job/device_choice.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
-#include "distrain/job/local_training.h"
 #include "distrain/job/option_list.h"
 #include "distrain/job/options.h"
 #include "distrain/job/predictions.h"
 #include "distrain/job/rank.h"
+#include "distrain/job/single_process_training.h"
 #include "distrain/nn/remote_module.h"
 
 namespace distrain::job {

@@ -9,8 +9,8 @@
 
 #include "distrain/job/checkpoint_part.h"
 #include "distrain/job/events.h"
+#include "distrain/job/lease_scheduler.h"
 #include "distrain/job/options.h"
-#include "distrain/job/schedule.h"
 
 namespace distrain::job {
 

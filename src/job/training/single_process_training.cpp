@@ -1,4 +1,4 @@
-#include "distrain/job/local_training.h"
+#include "distrain/job/single_process_training.h"
 
 #include <map>
 #include <numeric>

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "distrain/base/random.h"
-#include "distrain/job/schedule.h"
+#include "distrain/job/lease_scheduler.h"
 #include "support/catch.h"
 
 namespace distrain::job {

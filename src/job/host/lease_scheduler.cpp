@@ -1,4 +1,4 @@
-#include "distrain/job/schedule.h"
+#include "distrain/job/lease_scheduler.h"
 
 #include <algorithm>
 #include <numeric>

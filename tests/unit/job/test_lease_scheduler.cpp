@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "distrain/job/training.h"
-#include "schedule_simulation.h"
+#include "lease_scheduler_simulation.h"
 #include "support/cluster.h"
 
 using namespace distrain;
