@@ -15,7 +15,7 @@
 #include <distrain/app/main.h>
 #include <distrain/data/batches.h>
 #include <distrain/data/images.h>
-#include <distrain/job/local_training.h>
+#include <distrain/job/single_process_training.h>
 #include <distrain/job/training.h>
 
 using namespace distrain;
@@ -95,16 +95,16 @@ void train(job::Rank& rank, const Options& options) {  // runs on each trainer
   });
 }
 
-void train_locally(job::Local& local, const Options& options) {  // runs with --local
+void train_locally(job::SingleProcess& local, const Options& options) {  // runs with --local
   Digits digits(options);
   torch::nn::Sequential net = make_net(digits.pixels(), options);
-  job::LocalUpdates updates(*net, options.rule());
+  job::SingleProcessOptimizer optimizer(*net, options.rule());
 
-  job::LocalTraining training(local, options, digits.sampler.steps_per_epoch());
+  job::SingleProcessTraining training(local, options, digits.sampler.steps_per_epoch());
   describe(training, digits, net);
   training.keep("net", *net);
-  training.keep(updates);
-  training.run(updates, [&](const job::Step& step) {
+  training.keep(optimizer);
+  training.run(optimizer, [&](const job::Step& step) {
     const data::ImageBatch batch = digits.batch(step);
     const at::Tensor scores = net->forward(batch.images.flatten(1));
     return job::Result{at::cross_entropy_loss(scores, batch.labels), batch.labels.numel()};
@@ -114,7 +114,7 @@ void train_locally(job::Local& local, const Options& options) {  // runs with --
 void predict(job::Predictions& predictions, const Options& options) {
   const data::ImageSet images = data::read_images(predictions.input());
   torch::nn::Sequential net = make_net(images.rows * images.columns, options);
-  predictions.load(data::named_tensors("net", *net));
+  predictions.load(store::named_tensors("net", *net));
   job::Share{}.each_batch(images.count, 1000, [&](std::span<const int64_t> examples) {
     const data::ImageBatch batch = make_batch(images, examples, {.mean = {0.2}, .std = {0.3}});
     predictions.tell_labels(net->forward(batch.images.flatten(1)), batch.labels);

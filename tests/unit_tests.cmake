@@ -14,7 +14,7 @@ foreach(layer IN LISTS layers)
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
                          LINK distrain::${layer} distrain::optim)
   elseif(layer STREQUAL "scenario")
-    distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files} LINK distrain::app distrain::scenario)
+    distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files} LINK distrain::cmd)
   else()
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
                          LINK distrain::${layer})
@@ -25,7 +25,7 @@ target_include_directories(unit_net PRIVATE ${PROJECT_SOURCE_DIR}/src/net)
 target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${PROJECT_SOURCE_DIR}/src/rpc)
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
-distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::app distrain::scenario)
+distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::cmd)
 
 if(DISTRAIN_SANITIZER STREQUAL "tsan")
   return()  # the other tests have one thread
@@ -71,11 +71,10 @@ endfunction()
 distrain_fuzz_program(fuzz_wire wire LINK distrain::net distrain_strict_flags
                       TARGETS header tensor_desc hello join directory rank_devices all_devices error
                               stream)
-distrain_fuzz_program(fuzz_torch torch LINK distrain::data distrain::collective ZLIB::ZLIB
+distrain_fuzz_program(fuzz_torch torch LINK distrain::job ZLIB::ZLIB
                                             distrain_test_flags
                       TARGETS message trace collective manifest gzip idx safetensors)
 target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
-target_include_directories(fuzz_torch PRIVATE ${PROJECT_SOURCE_DIR}/src/data)  # as for src/data itself
 
 # The simulated accelerator registers itself, so its object files must be linked directly.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/sim_*.cpp)
@@ -86,7 +85,7 @@ distrain_use_torch_pch(distrain_sim)
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
 list(REMOVE_ITEM files ${device_suites})
 distrain_catch_tests(sim TORCH LABELS sim FILES ${files} SUITES ${device_suites}
-                     LINK distrain::app distrain::scenario distrain_sim)
+                     LINK distrain::cmd distrain_sim)
 add_test(NAME sim.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
 distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)

@@ -10,7 +10,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
-#include "distrain/data/trace_file.h"
+#include "distrain/job/trace_file.h"
 #include "distrain/rpc/place.h"
 #include "options.h"
 
@@ -95,7 +95,7 @@ void check_required(const ParsedOptions& options) {
 
 void check_trace(const std::string& path) {
   try {
-    data::check_trace_path(path);
+    job::check_trace_path(path);
   } catch (const base::Exception& e) {
     throw base::Exception(e.kind(), "--trace: " + e.error().message);
   }

@@ -6,8 +6,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "distrain/app/program.h"
 #include "options.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

@@ -11,14 +11,14 @@
 namespace distrain::app {
 namespace {
 
-using cuda::DeviceChoice;
-using cuda::DeviceSpec;
+using job::DeviceChoice;
+using job::DeviceSpec;
 using job::ParsedOptions;
 
 constexpr double kMegabyte = 1024.0 * 1024.0;
 const DeviceChoice kAnyGpu = {true, std::nullopt};
 
-class Gpus final : public cuda::Accelerators {
+class Gpus final : public job::Accelerators {
  public:
   c10::DeviceType type() const override { return c10::kCUDA; }
   int count() const override { return cuda::load().device_count(); }
@@ -66,12 +66,12 @@ std::vector<c10::Device> RankDevices::choose(const ParsedOptions& options,
   const auto count = job_.gpus(options, name);
   std::vector<c10::Device> devices;
   for (int gpu = 0; gpu < count.value_or(0); ++gpu) {
-    devices.push_back(resolve({true, gpu}, gpus, 0));
+    devices.push_back(resolve_device({true, gpu}, gpus, 0));
   }
   if (!devices.empty()) return devices;
   const DeviceChoice choice = count ? DeviceChoice() : device_spec(options, job_).of(name);
   const auto turn = place_in_turn(options, job_, placement_, rank_, name);
-  return {resolve(choice, gpus, turn.value_or(0))};
+  return {resolve_device(choice, gpus, turn.value_or(0))};
 }
 
 const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
@@ -79,7 +79,7 @@ const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
   if (!devices_.empty()) return devices_;
   const ParsedOptions options = options_.adopting(of_rank_0);
   std::vector<c10::Device> chosen =
-      cuda::naming_rank(rank_, rank_name, [&] { return choose(options, rank_name); });
+      job::naming_rank(rank_, rank_name, [&] { return choose(options, rank_name); });
   const std::lock_guard lock(mutex_);
   devices_ = std::move(chosen);
   return devices_;

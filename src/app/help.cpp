@@ -5,8 +5,8 @@
 #include <fmt/ranges.h>
 #include <torch/version.h>
 
-#include "distrain/app/program.h"
 #include "options.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

@@ -9,14 +9,13 @@
 #include <unistd.h>
 
 #include "devices.h"
-#include "distrain/app/program.h"
 #include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
-#include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
 #include "distrain/rpc/meeting.h"
 #include "distrain/rpc/place.h"
 #include "distrain/rpc/token.h"
+#include "distrain/store/checkpoint_store.h"
 #include "options.h"
 #include "process/inject.h"
 #include "process/json_lines.h"
@@ -25,6 +24,7 @@
 #include "process/process_setup.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

@@ -8,11 +8,11 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include "distrain/app/program.h"
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "process/output.h"
 #include "process/process_setup.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

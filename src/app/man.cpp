@@ -8,9 +8,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "distrain/app/program.h"
 #include "man_text.h"
 #include "options.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {
@@ -94,21 +94,21 @@ std::string item(const std::string& term, const std::string& text) {
 
 std::string reference(const std::string& page) { return "\\fB" + escaped(page) + "\\fR(1)"; }
 
-std::string names_of(const std::vector<cuda::DeviceRole>& roles) {
+std::string names_of(const std::vector<job::DeviceRole>& roles) {
   std::string out, idle;
-  for (const cuda::DeviceRole& role : roles) {
-    if (role.use == cuda::DeviceRole::Use::kNone) {
+  for (const job::DeviceRole& role : roles) {
+    if (role.use == job::DeviceRole::Use::kNone) {
       idle += fmt::format(" Always on the CPU: {}.", role.name);
       continue;
     }
     out += (out.empty() ? "Roles: " : "; ") + role.name;
     if (!role.alias.empty()) out += " or " + role.alias;
-    if (role.use == cuda::DeviceRole::Use::kIfNamed) out += " (on the CPU unless named)";
+    if (role.use == job::DeviceRole::Use::kIfNamed) out += " (on the CPU unless named)";
   }
   return out.empty() ? out : out + ". ROLE may also name a single rank." + idle + '\n';
 }
 
-std::string option_item(const Option& option, const std::vector<cuda::DeviceRole>& roles) {
+std::string option_item(const Option& option, const std::vector<job::DeviceRole>& roles) {
   std::string term = bold("--" + option.name);
   if (option.short_name) term = bold(std::string("-") + option.short_name) + ", " + term;
   if (option.kind == ValueKind::kChoice) {
@@ -125,7 +125,7 @@ std::string option_item(const Option& option, const std::vector<cuda::DeviceRole
                         paragraphs(more));
 }
 
-std::string options(const OptionTable& table, const std::vector<cuda::DeviceRole>& roles = {}) {
+std::string options(const OptionTable& table, const std::vector<job::DeviceRole>& roles = {}) {
   std::string out = ".SH OPTIONS\n", group;
   for (const Option& option : table) {
     if (option.hidden) continue;

@@ -3,10 +3,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/app/program.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "placement.h"
+#include "program.h"
 
 namespace distrain::app {
 

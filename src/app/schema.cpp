@@ -1,5 +1,5 @@
-#include "distrain/app/program.h"
 #include "options.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {

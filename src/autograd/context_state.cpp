@@ -129,7 +129,7 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
     std::lock_guard lock(mutex_);
     if (auto known = known_locked()) return known;
   }
-  const std::shared_ptr<Pass> made = make();
+  const std::shared_ptr<Pass> pass = make();
   std::shared_ptr<Pass> before;
   {
     std::lock_guard lock(mutex_);
@@ -137,10 +137,10 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
     if (!transition_locked(PassEvent::kBeginByGradients, id)) {
       throw base::Exception(base::ErrorKind::kCancelled, "this pass has ended");
     }
-    before = std::exchange(pass_, made);
+    before = std::exchange(pass_, pass);
   }
   if (before) before->end({base::ErrorKind::kCancelled, "a newer pass has begun"});
-  return made;
+  return pass;
 }
 
 std::optional<ContextState::Failing> ContextState::begin_failing(uint64_t id) {
@@ -172,7 +172,7 @@ void ContextState::Failing::end(const base::Error& error) {
 }
 
 const at::Tensor& ContextState::read(const Entry& entry) {
-  if (follow(entry.gradient, entry.made)) entry.followed = true;
+  if (wait_for_producer(entry.gradient, entry.producer)) entry.is_read_elsewhere = true;
   return entry.gradient;
 }
 
@@ -186,13 +186,14 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
                      ? gradient.clone()
                      : torch::autograd::utils::clone_obey_contract(gradient, variable);
     }
-    const auto made = made_under(gradient);
-    entry = {variable, std::move(gradient), made};
+    const auto producer = producer_of(gradient);
+    entry = {variable, std::move(gradient), producer};
     return true;
   }
-  // `followed` means that another stream may still read the gradient.
-  const bool in_place = !entry.followed && !entry.gradient.is_sparse() && is_own(entry.gradient);
-  follow(entry.gradient, entry.made);
+  // `is_read_elsewhere` means that another stream may still read the gradient.
+  const bool in_place =
+      !entry.is_read_elsewhere && !entry.gradient.is_sparse() && is_own(entry.gradient);
+  wait_for_producer(entry.gradient, entry.producer);
   if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
     entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse
   } else if (in_place) {
@@ -200,8 +201,8 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
   } else {
     entry.gradient = entry.gradient + gradient;
   }
-  entry.followed = false;
-  entry.made = made_under(entry.gradient);
+  entry.is_read_elsewhere = false;
+  entry.producer = producer_of(entry.gradient);
   return true;
 }
 
@@ -212,9 +213,9 @@ at::Tensor ContextState::gradient(const at::Tensor& variable) const {
 }
 
 void ContextState::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
-  const auto made = made_under(gradient);
+  const auto producer = producer_of(gradient);
   std::lock_guard lock(mutex_);
-  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient), made};
+  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient), producer};
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::gradients() const {

@@ -122,8 +122,8 @@ class ContextState {
   struct Entry {
     at::Tensor variable;
     at::Tensor gradient;
-    std::optional<c10::Stream> made;  // the stream that computes the gradient
-    mutable bool followed = false;    // another stream may still read the gradient
+    std::optional<c10::Stream> producer;     // the stream that computes the gradient
+    mutable bool is_read_elsewhere = false;  // another stream may still read the gradient
   };
   static const at::Tensor& read(const Entry& entry);
   bool runs_locked(uint64_t pass) const {

@@ -104,7 +104,7 @@ ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
   runtime_.parameter_streams.update(agent.device());
   std::erase_if(runtime_.version_keepers, [](const std::weak_ptr<VersionKeeper>& known) {
     const auto keeper = known.lock();
-    if (keeper) keeper->let_go();
+    if (keeper) keeper->release_versions();
     return !keeper;
   });
 }

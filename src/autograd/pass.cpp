@@ -170,7 +170,7 @@ void Pass::run_ready() {
     }
     clean.restore();
   }
-  settle();
+  finish_if_idle();
 }
 
 // Joins all streams first, so that the hooks can use all gradients in the current streams.
@@ -189,7 +189,7 @@ void Pass::join_streams() {
     std::lock_guard lock(mutex_);
     streams = streams_;
   }
-  follow(streams);
+  wait_for_streams(streams);
 }
 
 void Pass::execute(Ready ready) {
@@ -288,11 +288,11 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
     std::lock_guard lock(mutex_);
     --unacknowledged_;
     for (const auto& [rank, report] : reports) {
-      PassReport& known = heard_[rank];
+      PassReport& known = reports_[rank];
       if (report.version > known.version) known = report;
     }
   }
-  settle();
+  finish_if_idle();
 }
 
 void Pass::capture(Node& accumulate, variable_list grads) {
@@ -327,7 +327,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
 }
 
 // If this rank is idle, acknowledges the message that woke it; on the initiator, ends the pass.
-void Pass::settle() {
+void Pass::finish_if_idle() {
   rpc::ReplyPtr waker;
   std::optional<base::Promise<void>> done;
   PassReports reports;
@@ -338,8 +338,8 @@ void Pass::settle() {
     }
     waker = std::move(*waker_);
     waker_.reset();
-    heard_[agent_.rank()] = {++version_, sends_waiting_};
-    reports = heard_;
+    reports_[agent_.rank()] = {++version_, sends_waiting_};
+    reports = reports_;
     if (!waker) {
       done = std::move(done_);
       done_.reset();

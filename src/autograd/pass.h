@@ -102,7 +102,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void deliver_locked(const torch::autograd::Edge& edge, at::Tensor gradient,
                       const std::optional<c10::Stream>& producer);
   void on_acknowledged(base::Result<rpc::RawReply>& reply);
-  void settle();
+  void finish_if_idle();
   base::Status outcome_of(PassReports reports) const;
 
   rpc::Agent& agent_;
@@ -127,7 +127,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool end_hooks_due_ = false;
   std::optional<base::Error> error_;
   uint64_t version_ = 0;
-  PassReports heard_;
+  PassReports reports_;
 };
 
 }  // namespace distrain::autograd

@@ -21,12 +21,12 @@ rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 
 
 /// The stack of contexts that one thread has created. They may end in any order and on any thread:
 /// an ended context no longer counts, and is removed when it is on top.
-class ThreadsContexts {
+class ContextStack {
  public:
   using Ended = std::shared_ptr<std::atomic<bool>>;
 
-  static ThreadsContexts& here() {
-    thread_local ThreadsContexts contexts;
+  static ContextStack& here() {
+    thread_local ContextStack contexts;
     return contexts;
   }
 
@@ -53,8 +53,8 @@ class ThreadsContexts {
 };
 
 /// A pass that this rank has initiated.
-struct OwnPass {
-  OwnPass(const Context& context, PassOptions options)
+struct InitiatedPass {
+  InitiatedPass(const Context& context, PassOptions options)
       : runtime(Runtime::of(context.agent())),
         state(context.state()),
         pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
@@ -344,9 +344,9 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   }
   auto receive = [this, state, node, pass_id, options, reply, grads = std::move(grads)]() mutable {
     const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
-      auto made = std::make_shared<Pass>(agent_, pass_id, options);
-      made->prepare(state, {});
-      return made;
+      auto pass = std::make_shared<Pass>(agent_, pass_id, options);
+      pass->prepare(state, {});
+      return pass;
     });
     pass->receive(node, std::move(grads), reply);
   };
@@ -372,13 +372,13 @@ Context::Context(rpc::Agent& agent, Scope scope)
       runtime_(Runtime::of(agent)),
       state_(runtime_->create()),
       id_(state_->id()),
-      ended_(scope == Scope::kThread ? ThreadsContexts::here().enter(*runtime_, id_) : nullptr) {}
+      ended_(scope == Scope::kThread ? ContextStack::here().enter(*runtime_, id_) : nullptr) {}
 
 Context::~Context() {
   runtime_->release(id_);
   if (!ended_) return;
   *ended_ = true;
-  ThreadsContexts::here().leave_ended();
+  ContextStack::here().leave_ended();
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
@@ -424,38 +424,38 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
 }
 
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
-  OwnPass own(context, options);
-  const base::Future<void> ended = own.run(roots);
+  InitiatedPass initiated(context, options);
+  const base::Future<void> ended = initiated.run(roots);
   try {
     ended.wait();
   } catch (...) {
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    own.fail(error);
+    initiated.fail(error);
     throw base::Exception(error);
   }
-  own.end();
-  own.pass->join_streams();
+  initiated.end();
+  initiated.pass->join_streams();
 }
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options) {
-  OwnPass own(context, options);
+  InitiatedPass initiated(context, options);
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
-  own.run(roots).on_complete(context.agent().executor(),
-                             [own, ended](base::Result<base::Unit>& outcome) mutable {
-                               if (outcome.ok()) {
-                                 own.end();
-                               } else {
-                                 own.fail(outcome.error());
-                               }
-                               ended->complete(outcome);
-                             });
+  initiated.run(roots).on_complete(context.agent().executor(),
+                                   [initiated, ended](base::Result<base::Unit>& outcome) mutable {
+                                     if (outcome.ok()) {
+                                       initiated.end();
+                                     } else {
+                                       initiated.fail(outcome.error());
+                                     }
+                                     ended->complete(outcome);
+                                   });
   return result;
 }
 
 void fail_passes(const Context& context, const base::Error& error) {
-  OwnPass(context, {}).fail(error);
+  InitiatedPass(context, {}).fail(error);
 }
 
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {

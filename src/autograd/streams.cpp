@@ -25,18 +25,18 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     inputs.add(input, std::move(gradient), std::nullopt, std::nullopt, &node);
     return;
   }
-  const c10::Stream made = producer ? *producer : rpc::current_stream(device);
+  const c10::Stream stream = producer ? *producer : rpc::current_stream(device);
   // InputBuffer uses the node only to warn about leaves that several streams use.
-  inputs.add(input, std::move(gradient), made, stream_of(node), nullptr);
+  inputs.add(input, std::move(gradient), stream, stream_of(node), nullptr);
 }
 
 void await_inputs(const InputBuffer& inputs, const std::optional<c10::Stream>& own) {
   if (!own) return;
   for (size_t i = 0; i < inputs.ready_streams.size(); ++i) {
-    const auto& made = inputs.ready_streams[i];
-    if (!made) continue;
+    const auto& producer = inputs.ready_streams[i];
+    if (!producer) continue;
     const auto& event = inputs.ready_events[i];
-    if (*made != *own) event->block(*own);
+    if (*producer != *own) event->block(*own);
     const at::Tensor& gradient = inputs.buffer[i];
     if (gradient.device() == own->device()) continue;
     const c10::Stream found = rpc::current_stream(gradient.device());
@@ -45,21 +45,21 @@ void await_inputs(const InputBuffer& inputs, const std::optional<c10::Stream>& o
   }
 }
 
-std::optional<c10::Stream> made_under(const at::Tensor& tensor) {
+std::optional<c10::Stream> producer_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !rpc::is_accelerator(tensor.device())) return std::nullopt;
   return rpc::current_stream(tensor.device());
 }
 
-bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made) {
-  if (!made) return false;
-  const c10::Stream current = rpc::current_stream(made->device());
-  if (current == *made) return false;
-  rpc::StreamPoint::mark(*made).make_wait(current);
+bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer) {
+  if (!producer) return false;
+  const c10::Stream current = rpc::current_stream(producer->device());
+  if (current == *producer) return false;
+  rpc::StreamPoint::mark(*producer).make_wait(current);
   rpc::use_on_stream(tensor, current);
   return true;
 }
 
-void follow(const std::vector<c10::Stream>& streams, std::optional<c10::Device> only) {
+void wait_for_streams(const std::vector<c10::Stream>& streams, std::optional<c10::Device> only) {
   for (const c10::Stream& stream : streams) {
     if ((only && stream.device() != *only) || rpc::current_stream(stream.device()) == stream)
       continue;
@@ -69,8 +69,8 @@ void follow(const std::vector<c10::Stream>& streams, std::optional<c10::Device> 
 
 namespace {
 
-void use_under_current(const at::Tensor& tensor) {
-  if (const auto stream = made_under(tensor)) rpc::use_on_stream(tensor, *stream);
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (const auto stream = producer_of(tensor)) rpc::use_on_stream(tensor, *stream);
 }
 
 }  // namespace
@@ -80,26 +80,26 @@ void use_under_current(const at::Tensor& tensor) {
 void ParameterStreams::read(c10::Device device) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);
-  follow(writers_, device);
+  wait_for_streams(writers_, device);
   insert(readers_, rpc::current_stream(device));
 }
 
 void ParameterStreams::update(c10::Device device) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);
-  follow(readers_, device);
-  follow(writers_, device);
+  wait_for_streams(readers_, device);
+  wait_for_streams(writers_, device);
   insert(writers_, rpc::current_stream(device));
 }
 
 void ParameterStreams::read(const at::Tensor& parameter) {
   read(parameter.device());
-  use_under_current(parameter);
+  use_on_current_stream(parameter);
 }
 
 void ParameterStreams::update(const at::Tensor& parameter) {
   update(parameter.device());
-  use_under_current(parameter);
+  use_on_current_stream(parameter);
 }
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream) {

@@ -39,16 +39,16 @@ void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
 /// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
-std::optional<c10::Stream> made_under(const at::Tensor& tensor);
+std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 
-/// Makes this thread's current stream wait for `made`, the stream that computes `tensor`. Returns
-/// true if the two streams differ.
-bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
+/// Makes this thread's current stream wait for `producer`, the stream that computes `tensor`.
+/// Returns true if the two streams differ.
+bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer);
 
 /// Makes this thread's current streams wait for all work in `streams`. If `only` is given, skips
 /// the streams of other devices.
-void follow(const std::vector<c10::Stream>& streams,
-            std::optional<c10::Device> only = std::nullopt);
+void wait_for_streams(const std::vector<c10::Stream>& streams,
+                      std::optional<c10::Device> only = std::nullopt);
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream);
 

@@ -174,30 +174,31 @@ Pending Backend::issue(std::shared_ptr<Operation> operation, uint32_t sequence) 
 uint32_t Backend::new_sequence() { return core_->new_sequence(); }
 
 Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
-                           const Terms& terms) {
+                           const OperationOptions& options) {
   check_reduction(tensor, op);
   OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
   spec.reduce_op = op;
-  spec.pass = terms.pass;
+  spec.pass = options.pass;
   if (spec.bytes <= direct_bytes_) {
     return issue(std::make_shared<DirectAllreduce>(spec, deadline(timeout), tensor),
-                 terms.sequence);
+                 options.sequence);
   }
   spec.kind = OpKind::kAllreduceChunked;
-  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor), terms.sequence);
+  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor),
+               options.sequence);
 }
 
 Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
-                           const Terms& terms) {
+                           const OperationOptions& options) {
   check_result("broadcast", tensor);
   if (root < 0 || root >= size_) {
     refuse_call("broadcast", "broadcast: root " + std::to_string(root) + " is not in the group");
   }
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
-  spec.pass = terms.pass;
+  spec.pass = options.pass;
   return issue(std::make_shared<BroadcastOperation>(spec, deadline(timeout), tensor),
-               terms.sequence);
+               options.sequence);
 }
 
 Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,

@@ -14,8 +14,8 @@ namespace distrain::collective {
 // Note [Staged operations]
 //
 //   the caller    enqueues the copy to the host in a side stream, after its own current stream,
-//                 and the operation in `line_`.
-//   the line      waits for the copy, then calls the Backend. It keeps the order of the calls, so
+//                 and the operation in `queue_`.
+//   the queue     waits for the copy, then calls the Backend. It keeps the order of the calls, so
 //                 all ranks call their Backends in the same order.
 //   the waiter    waits for the Backend, enqueues the copy back in the same side stream, and makes
 //                 its current stream wait for it.
@@ -54,9 +54,9 @@ class StagedReduceGroup::HostBuffers {
 };
 
 /// An operation on a tensor of a device.
-class StagedReduceGroup::Staged final : public ReduceWork {
+class StagedReduceGroup::StagedWork final : public ReduceWork {
  public:
-  Staged(const at::Tensor& tensor, std::shared_ptr<HostBuffers> buffers)
+  StagedWork(const at::Tensor& tensor, std::shared_ptr<HostBuffers> buffers)
       : tensor_(tensor),
         buffers_(std::move(buffers)),
         host_(buffers_->like(tensor)),
@@ -107,37 +107,38 @@ StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32
     : backend_(std::move(backend)),
       sequence_(sequence),
       buffers_(std::make_shared<HostBuffers>()),
-      line_(backend_, "distrain-stage", sequence_) {}
+      queue_(backend_, "distrain-stage", sequence_) {}
 
 StagedReduceGroup::~StagedReduceGroup() = default;
 
-std::shared_ptr<ReduceGroup> StagedReduceGroup::fork() {
+std::shared_ptr<ReduceGroup> StagedReduceGroup::duplicate() {
   return std::make_shared<StagedReduceGroup>(backend_, backend_->new_sequence());
 }
 
-ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {
-  if (bucket.device().is_cpu()) return line_.mean(bucket, pass);
-  auto staged = std::make_shared<Staged>(bucket, buffers_);
+ReduceGroup::WorkPtr StagedReduceGroup::average_async(const at::Tensor& bucket,
+                                                      const PassNumber& pass) {
+  if (bucket.device().is_cpu()) return queue_.average_async(bucket, pass);
+  auto staged = std::make_shared<StagedWork>(bucket, buffers_);
   // `call` owns `staged`, because the tensor and the host memory must outlive the copy.
-  auto call = [backend = backend_.get(), staged, terms = Backend::Terms{sequence_, pass}] {
-    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG, Backend::kDefault, terms);
+  auto call = [backend = backend_.get(), staged, options = OperationOptions{sequence_, pass}] {
+    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG, Backend::kDefault, options);
   };
-  staged->set(line_.call_behind(staged->copy_out(), std::move(call)), true);
+  staged->set(queue_.call_behind(staged->copy_out(), std::move(call)), true);
   return staged;
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
-  if (tensor.device().is_cpu()) return line_.broadcast(tensor, root);
-  auto staged = std::make_shared<Staged>(tensor, buffers_);
-  auto call = [backend = backend_.get(), staged, root, terms = Backend::Terms{sequence_, {}}] {
-    return backend->broadcast(staged->host(), root, Backend::kDefault, terms);
+  if (tensor.device().is_cpu()) return queue_.broadcast(tensor, root);
+  auto staged = std::make_shared<StagedWork>(tensor, buffers_);
+  auto call = [backend = backend_.get(), staged, root, options = OperationOptions{sequence_, {}}] {
+    return backend->broadcast(staged->host(), root, Backend::kDefault, options);
   };
   const bool sends = root == rank();
-  staged->set(line_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
+  staged->set(queue_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
               !sends);
   return staged;
 }
 
-void StagedReduceGroup::refuse(int count, const base::Error& error) { line_.refuse(count, error); }
+void StagedReduceGroup::refuse(int count, const base::Error& error) { queue_.refuse(count, error); }
 
 }  // namespace distrain::collective

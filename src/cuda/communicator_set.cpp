@@ -12,18 +12,18 @@ using base::ErrorKind;
 
 namespace {
 
-constexpr std::chrono::milliseconds kLookEvery{20};
+constexpr std::chrono::milliseconds kCheckEvery{20};
 
-void abort_aside(const std::shared_ptr<Lane>& lane) {
-  lane->aside->run([lane] {
-    rpc::make_current(lane->stream.device());
-    lane->nccl->abort();
+void abort_detached(const std::shared_ptr<DeviceCommunicator>& communicator) {
+  communicator->detached->run([communicator] {
+    rpc::make_current(communicator->stream.device());
+    communicator->nccl->abort();
   });
 }
 
 }  // namespace
 
-void Aside::run(base::Task task) noexcept {
+void DetachedTasks::run(base::Task task) noexcept {
   {
     std::lock_guard lock(mutex_);
     ++running_;
@@ -43,74 +43,74 @@ void Aside::run(base::Task task) noexcept {
   }
 }
 
-void Aside::wait_until(base::TimePoint limit) {
+void DetachedTasks::wait_until(base::TimePoint limit) {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, limit, [this] { return running_ == 0; });
 }
 
-bool Outcome::fail(const Error& error) {
+bool CommunicatorFailure::fail(const Error& error) {
   std::lock_guard lock(mutex_);
   if (error_) return false;
   error_ = error;
   return true;
 }
 
-std::optional<Error> Outcome::error() const {
+std::optional<Error> CommunicatorFailure::error() const {
   std::lock_guard lock(mutex_);
   return error_;
 }
 
-std::optional<Error> Outcome::tell() {
+std::optional<Error> CommunicatorFailure::report() {
   std::lock_guard lock(mutex_);
-  told_ = told_ || error_;
+  reported_ = reported_ || error_;
   return error_;
 }
 
-std::optional<Error> Outcome::untold() const {
+std::optional<Error> CommunicatorFailure::unreported() const {
   std::lock_guard lock(mutex_);
-  return told_ ? std::nullopt : error_;
+  return reported_ ? std::nullopt : error_;
 }
 
-std::shared_ptr<Lane> CommunicatorSet::find(size_t number) const {
+std::shared_ptr<DeviceCommunicator> CommunicatorSet::find(size_t number) const {
   std::lock_guard lock(mutex_);
-  const auto it = lanes_.find(number);
-  return it == lanes_.end() ? nullptr : it->second;
+  const auto it = communicators_.find(number);
+  return it == communicators_.end() ? nullptr : it->second;
 }
 
-void CommunicatorSet::add(size_t number, std::shared_ptr<Lane> lane) {
+void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> communicator) {
   {
     std::lock_guard lock(mutex_);
-    if (!outcome_->error()) {
-      lanes_[number] = std::move(lane);
+    if (!failure_->error()) {
+      communicators_[number] = std::move(communicator);
       return;
     }
   }
-  abort_aside(lane);
+  abort_detached(communicator);
 }
 
 void CommunicatorSet::end(const Error& error) {
   // Set the error first: an abort lets streams go on, or may hang.
-  if (!outcome_->fail(error)) return;
-  std::map<size_t, std::shared_ptr<Lane>> lanes;
+  if (!failure_->fail(error)) return;
+  std::map<size_t, std::shared_ptr<DeviceCommunicator>> communicators;
   {
     std::lock_guard lock(mutex_);
-    lanes.swap(lanes_);
+    communicators.swap(communicators_);
   }
-  for (const auto& [number, lane] : lanes) abort_aside(lane);
+  for (const auto& [number, communicator] : communicators) abort_detached(communicator);
 }
 
-struct Watch::Item {
+struct Watchdog::Item {
   const std::shared_ptr<CommunicatorSet> set;
-  const std::shared_ptr<Lane> lane;
+  const std::shared_ptr<DeviceCommunicator> communicator;
   const std::string op;
   const base::TimePoint since = base::Clock::now();
-  std::optional<rpc::StreamPoint> done{};        // guarded by the Watch's mutex
-  std::optional<base::TimePoint> nccl_failed{};  // used by the Watch's thread only
+  std::optional<rpc::StreamPoint> done{};        // guarded by the Watchdog's mutex
+  std::optional<base::TimePoint> nccl_failed{};  // used by the Watchdog's thread only
 };
 
-Watch::Watch(Terms terms) : terms_(std::move(terms)) {}
+Watchdog::Watchdog(Options options) : options_(std::move(options)) {}
 
-Watch::~Watch() {
+Watchdog::~Watchdog() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -119,9 +119,10 @@ Watch::~Watch() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::shared_ptr<Watch::Item> Watch::begin(std::shared_ptr<CommunicatorSet> set,
-                                          std::shared_ptr<Lane> lane, std::string op) {
-  auto item = std::make_shared<Item>(Item{std::move(set), std::move(lane), std::move(op)});
+std::shared_ptr<Watchdog::Item> Watchdog::begin(std::shared_ptr<CommunicatorSet> set,
+                                                std::shared_ptr<DeviceCommunicator> communicator,
+                                                std::string op) {
+  auto item = std::make_shared<Item>(Item{std::move(set), std::move(communicator), std::move(op)});
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   items_.push_back(item);
@@ -129,26 +130,26 @@ std::shared_ptr<Watch::Item> Watch::begin(std::shared_ptr<CommunicatorSet> set,
   return item;
 }
 
-void Watch::enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done) {
+void Watchdog::enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done) {
   std::lock_guard lock(mutex_);
   item->done = std::move(done);
 }
 
-void Watch::forget(const std::shared_ptr<Item>& item) {
+void Watchdog::forget(const std::shared_ptr<Item>& item) {
   std::lock_guard lock(mutex_);
   items_.remove(item);
 }
 
-void Watch::run() noexcept {
+void Watchdog::run() noexcept {
   pthread_setname_np(pthread_self(), "distrain-nccl");
   std::unique_lock lock(mutex_);
   for (bool last = false; !last;) {
     changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
-    changed_.wait_for(lock, kLookEvery, [this] { return stopping_; });
+    changed_.wait_for(lock, kCheckEvery, [this] { return stopping_; });
     last = stopping_;
     lock.unlock();
     try {
-      look();
+      check();
     } catch (...) {  // out of memory: retry
     }
     lock.lock();
@@ -156,7 +157,7 @@ void Watch::run() noexcept {
 }
 
 // Queries devices, NCCL and the group without holding the lock.
-void Watch::look() {
+void Watchdog::check() {
   std::vector<std::pair<std::shared_ptr<Item>, std::optional<rpc::StreamPoint>>> items;
   {
     std::lock_guard lock(mutex_);
@@ -164,16 +165,16 @@ void Watch::look() {
   }
   for (const auto& [item, done] : items) {
     std::optional<Error> error;
-    rpc::make_current(item->lane->stream.device());
+    rpc::make_current(item->communicator->stream.device());
     try {
-      if ((done && done->reached()) || item->set->outcome()->error()) {
+      if ((done && done->reached()) || item->set->failure()->error()) {
         forget(item);
         continue;
       }
       error = reason_to_end(*item);
     } catch (...) {  // the device has failed
       error = base::current_error(ErrorKind::kResources);
-      error->rank = terms_.world_rank;
+      error->rank = options_.world_rank;
       error->op = item->op;
     }
     if (!error) continue;
@@ -182,17 +183,17 @@ void Watch::look() {
   }
 }
 
-std::optional<Error> Watch::reason_to_end(Item& item) const {
-  if (auto lost = terms_.lost()) return lost;
+std::optional<Error> Watchdog::reason_to_end(Item& item) const {
+  if (auto lost = options_.lost()) return lost;
   const base::TimePoint now = base::Clock::now();
-  if (std::unique_lock use(item.lane->in_use, std::try_to_lock); use) {
-    if (const auto text = item.lane->nccl->failure()) {
+  if (std::unique_lock use(item.communicator->in_use, std::try_to_lock); use) {
+    if (const auto text = item.communicator->nccl->failure()) {
       if (!item.nccl_failed) item.nccl_failed = now;
-      if (now - *item.nccl_failed < terms_.loss_grace) return std::nullopt;
-      return Error{ErrorKind::kResources, "NCCL: " + *text, terms_.world_rank, item.op};
+      if (now - *item.nccl_failed < options_.loss_grace) return std::nullopt;
+      return Error{ErrorKind::kResources, "NCCL: " + *text, options_.world_rank, item.op};
     }
   }
-  if (terms_.timeout.count() == 0 || now - item.since <= terms_.timeout) return std::nullopt;
+  if (options_.timeout.count() == 0 || now - item.since <= options_.timeout) return std::nullopt;
   return Error{ErrorKind::kDeadline,
                "the deadline of an operation over NCCL passed: a rank that had agreed to it did "
                "not do its part",

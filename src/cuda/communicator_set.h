@@ -21,7 +21,7 @@
 namespace distrain::cuda {
 
 /// Runs calls that may never return from NCCL on detached threads. Thread-safe.
-class Aside : public std::enable_shared_from_this<Aside> {
+class DetachedTasks : public std::enable_shared_from_this<DetachedTasks> {
  public:
   void run(base::Task task) noexcept;
   /// Returns when all tasks have returned or `limit` has passed.
@@ -33,13 +33,13 @@ class Aside : public std::enable_shared_from_this<Aside> {
   int running_ = 0;
 };
 
-/// A communicator and the stream for its work. An Aside thread destroys the communicator.
-struct Lane {
-  Lane(std::unique_ptr<NcclCommunicator> nccl_in, c10::Stream stream_in,
-       std::shared_ptr<Aside> aside_in)
-      : nccl(std::move(nccl_in)), stream(stream_in), aside(std::move(aside_in)) {}
-  ~Lane() {
-    aside->run([ended = std::move(nccl), device = stream.device()]() mutable {
+/// A communicator and the stream for its work. A detached thread destroys the communicator.
+struct DeviceCommunicator {
+  DeviceCommunicator(std::unique_ptr<NcclCommunicator> nccl_in, c10::Stream stream_in,
+                     std::shared_ptr<DetachedTasks> detached_in)
+      : nccl(std::move(nccl_in)), stream(stream_in), detached(std::move(detached_in)) {}
+  ~DeviceCommunicator() {
+    detached->run([ended = std::move(nccl), device = stream.device()]() mutable {
       rpc::make_current(device);
       ended.reset();
     });
@@ -47,64 +47,64 @@ struct Lane {
 
   std::unique_ptr<NcclCommunicator> nccl;
   const c10::Stream stream;
-  const std::shared_ptr<Aside> aside;
+  const std::shared_ptr<DetachedTasks> detached;
   std::mutex in_use;  // held for calls of `nccl`, except abort()
 };
 
 /// The error that ended a set's communicators, and whether it was reported. Thread-safe.
-class Outcome {
+class CommunicatorFailure {
  public:
   /// Sets the error and returns true; returns false and keeps the first error if there is one.
   bool fail(const base::Error& error);
   std::optional<base::Error> error() const;
   /// Returns the error, if any, and marks it as reported.
-  std::optional<base::Error> tell();
+  std::optional<base::Error> report();
   /// Returns the error if it was not reported yet.
-  std::optional<base::Error> untold() const;
+  std::optional<base::Error> unreported() const;
 
  private:
   mutable std::mutex mutex_;
   std::optional<base::Error> error_;
-  bool told_ = false;
+  bool reported_ = false;
 };
 
 /// The communicators of a group, one per device, which end together. Thread-safe.
 class CommunicatorSet {
  public:
   /// Returns null if the device has no communicator. `number` is the device's number in the group.
-  std::shared_ptr<Lane> find(size_t number) const;
-  void add(size_t number, std::shared_ptr<Lane> lane);
+  std::shared_ptr<DeviceCommunicator> find(size_t number) const;
+  void add(size_t number, std::shared_ptr<DeviceCommunicator> communicator);
 
   /// Aborts all work, for good. Does not wait for the aborts.
   void end(const base::Error& error);
-  const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
+  const std::shared_ptr<CommunicatorFailure>& failure() const { return failure_; }
 
  private:
-  const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
+  const std::shared_ptr<CommunicatorFailure> failure_ = std::make_shared<CommunicatorFailure>();
   mutable std::mutex mutex_;
-  std::map<size_t, std::shared_ptr<Lane>> lanes_;
+  std::map<size_t, std::shared_ptr<DeviceCommunicator>> communicators_;
 };
 
 /// Watches work of NCCL in which other ranks may never take part. While there is such work, a
 /// thread checks every few milliseconds whether the group has lost a rank, NCCL or the device has
 /// failed, or the work is overdue. If so, it ends the communicators.
-class Watch {
+class Watchdog {
  public:
-  struct Terms {
+  struct Options {
     std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
     std::chrono::milliseconds timeout;                 ///< 0: none
     /// How long the group has to find a lost rank when NCCL has reported an error.
     std::chrono::milliseconds loss_grace;
     int world_rank;  ///< of this rank
   };
-  explicit Watch(Terms terms);
+  explicit Watchdog(Options options);
   /// Checks one last time, then joins the thread.
-  ~Watch();
+  ~Watchdog();
 
   struct Item;
   /// Watches an operation from before NCCL is called until `done` is reached. `op` is for messages.
-  std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set, std::shared_ptr<Lane> lane,
-                              std::string op);
+  std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set,
+                              std::shared_ptr<DeviceCommunicator> communicator, std::string op);
   /// Sets the point at which NCCL's work for `item` ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
   /// Stops watching `item`.
@@ -112,10 +112,10 @@ class Watch {
 
  private:
   void run() noexcept;
-  void look();
+  void check();
   std::optional<base::Error> reason_to_end(Item& item) const;
 
-  const Terms terms_;
+  const Options options_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<std::shared_ptr<Item>> items_;

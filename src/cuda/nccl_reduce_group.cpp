@@ -13,7 +13,7 @@
 
 #include "communicator_set.h"
 #include "distrain/base/future.h"
-#include "distrain/collective/backend_line.h"
+#include "distrain/collective/backend_queue.h"
 #include "distrain/collective/device_numbers.h"
 
 namespace distrain::cuda {
@@ -26,19 +26,20 @@ using collective::ReduceGroup;
 
 // Note [Operations over NCCL]
 //
-//   caller  marks its current stream and puts the operation into the line.
-//   line    the group's thread, which runs one operation at a time. It sends this rank's plan in an
-//           allgather on the Backend. If all ranks have sent the same plan, it gives the operation
-//           to NCCL, in the communicator's stream, behind the caller's mark.
-//   waiter  waits for the line, and orders its current stream behind NCCL's work.
+//   caller  marks its current stream and puts the operation into the queue.
+//   queue   the group's thread, which runs one operation at a time. It sends the operation's
+//           description in an allgather on the Backend. If all ranks have sent the same
+//           description, it gives the operation to NCCL, in the communicator's stream, behind the
+//           caller's mark.
+//   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
 // So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
 // agreement fails, drops its communicators: work that they have ends, and they get no more. Ranks
 // may still come out of step, for example if one reaches its deadline just before the last rank
 // comes. Then some ranks have communicators and some have none; the next agreement finds that, and
-// all drop theirs. If a rank dies or gives up after the agreement, the Watch notices the unfinished
-// work. If wait() has returned by then, nobody has received the error, so this rank sends it in
-// the next agreement, which fails with that error on all ranks.
+// all drop theirs. If a rank dies or gives up after the agreement, the Watchdog notices the
+// unfinished work. If wait() has returned by then, nobody has received the error, so this rank
+// sends it in the next agreement, which fails with that error on all ranks.
 //
 // The first operation on a device creates its communicator. After the agreement on that, rank 0
 // broadcasts an id. Then the ranks exchange reports until all have joined or one has failed. So
@@ -49,7 +50,7 @@ namespace {
 enum class Kind : int64_t { kMean, kBroadcast };
 
 /// The description of an operation on which the ranks agree.
-struct Plan {
+struct OpSpec {
   Kind kind;
   int64_t root;
   int64_t dtype;
@@ -58,7 +59,7 @@ struct Plan {
   int64_t has_communicator;
   collective::PassNumber pass;
 
-  friend bool operator==(const Plan&, const Plan&) = default;
+  friend bool operator==(const OpSpec&, const OpSpec&) = default;
 
   std::string text() const {
     return (kind == Kind::kMean ? "mean" : "broadcast(root " + std::to_string(root) + ")") +
@@ -69,15 +70,15 @@ struct Plan {
 };
 
 /// The state of a rank, as sent to the other ranks.
-struct Report {
+struct RankReport {
   enum class State : int32_t { kBusy, kReady, kFailed };
   State state = State::kBusy;
   int32_t rank = -1;  // world rank of the rank that caused the failure
   uint16_t kind = 0;
   std::array<char, 246> text{};
 
-  static Report failed(const Error& error) {
-    Report report{State::kFailed, error.rank, static_cast<uint16_t>(error.kind)};
+  static RankReport failed(const Error& error) {
+    RankReport report{State::kFailed, error.rank, static_cast<uint16_t>(error.kind)};
     error.message.copy(report.text.data(), report.text.size());
     return report;
   }
@@ -87,26 +88,26 @@ constexpr std::chrono::milliseconds kTellEvery{20};
 /// Longer than the communicators' kDrainTimeout, so that their destructors can finish.
 constexpr std::chrono::seconds kEndTimeout{12};
 
-class OverNccl final : public collective::ReduceWork {
+class NcclWork final : public collective::ReduceWork {
  public:
   /// The end of NCCL's work in its stream, and whether the work failed.
-  struct Given {
+  struct Enqueued {
     rpc::StreamPoint done;
-    std::shared_ptr<Outcome> outcome;
+    std::shared_ptr<CommunicatorFailure> failure;
   };
 
-  OverNccl(c10::Device device, base::Future<Given> given)
-      : device_(device), given_(std::move(given)) {}
+  NcclWork(c10::Device device, base::Future<Enqueued> enqueued)
+      : device_(device), enqueued_(std::move(enqueued)) {}
 
   void wait() override {
-    const Given given = given_.wait();
-    if (const auto error = given.outcome->tell()) throw base::Exception(*error);
-    given.done.make_current_wait(device_);
+    const Enqueued enqueued = enqueued_.wait();
+    if (const auto error = enqueued.failure->report()) throw base::Exception(*error);
+    enqueued.done.make_current_wait(device_);
   }
 
  private:
   const c10::Device device_;
-  const base::Future<Given> given_;
+  const base::Future<Enqueued> enqueued_;
 };
 
 class NcclReduceGroup final : public ReduceGroup {
@@ -114,57 +115,59 @@ class NcclReduceGroup final : public ReduceGroup {
   NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
       : control_(std::move(control)), nccl_(std::move(nccl)) {
     renew_set();
-    watch_.emplace(Watch::Terms{.lost = [backend = control_.get()] { return backend->failure(); },
-                                .timeout = control_->getBackendOptions()->timeout,
-                                .loss_grace = nccl_.loss_grace,
-                                .world_rank = own_rank()});
-    line_.emplace(control_, "distrain-nccl");
+    watchdog_.emplace(
+        Watchdog::Options{.lost = [backend = control_.get()] { return backend->failure(); },
+                          .timeout = control_->getBackendOptions()->timeout,
+                          .loss_grace = nccl_.loss_grace,
+                          .world_rank = own_rank()});
+    queue_.emplace(control_, "distrain-nccl");
   }
 
   ~NcclReduceGroup() override {
-    line_.reset();
+    queue_.reset();
     if (const auto lost = control_->failure()) set_->end(*lost);
-    watch_.reset();
+    watchdog_.reset();
     set_.reset();
-    aside_->wait_until(base::deadline_after(kEndTimeout));
+    detached_->wait_until(base::deadline_after(kEndTimeout));
   }
 
   int rank() const override { return control_->getRank(); }
   int size() const override { return control_->getSize(); }
   int world_rank(int rank) const override { return control_->world_rank(rank); }
-  std::shared_ptr<ReduceGroup> fork() override { return nullptr; }
+  std::shared_ptr<ReduceGroup> duplicate() override { return nullptr; }
 
-  WorkPtr start(const at::Tensor& tensor, const PassNumber& pass) override {
-    return tensor.device().is_cpu() ? line_->mean(tensor, pass) : put(tensor, Kind::kMean, 0, pass);
+  WorkPtr average_async(const at::Tensor& tensor, const PassNumber& pass) override {
+    return tensor.device().is_cpu() ? queue_->average_async(tensor, pass)
+                                    : post(tensor, Kind::kMean, 0, pass);
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
-    return tensor.device().is_cpu() ? line_->broadcast(tensor, root)
-                                    : put(tensor, Kind::kBroadcast, root, {});
+    return tensor.device().is_cpu() ? queue_->broadcast(tensor, root)
+                                    : post(tensor, Kind::kBroadcast, root, {});
   }
 
   void refuse(int count, const Error& error) override {
     if (count == 0) return;
-    line_->post([this, count, error] {
+    queue_->post([this, count, error] {
       control_->refuse(count, error);
       renew_set();
     });
   }
 
   std::optional<Error> failure() const override {
-    std::lock_guard lock(outcomes_mutex_);
-    for (const auto& outcome : outcomes_) {
-      if (auto error = outcome->untold()) return error;
+    std::lock_guard lock(failures_mutex_);
+    for (const auto& failure : failures_) {
+      if (auto error = failure->unreported()) return error;
     }
     return std::nullopt;
   }
 
  private:
-  WorkPtr put(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass) {
-    base::Promise<OverNccl::Given> promise;
-    auto work = std::make_shared<OverNccl>(tensor.device(), promise.future());
-    line_->post([this, tensor, kind, root, pass, before = rpc::StreamPoint::mark(tensor.device()),
-                 promise = std::move(promise)]() mutable {
+  WorkPtr post(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass) {
+    base::Promise<NcclWork::Enqueued> promise;
+    auto work = std::make_shared<NcclWork>(tensor.device(), promise.future());
+    queue_->post([this, tensor, kind, root, pass, before = rpc::StreamPoint::mark(tensor.device()),
+                  promise = std::move(promise)]() mutable {
       try {
         promise.set(run(tensor, kind, root, pass, before));
       } catch (...) {
@@ -174,91 +177,91 @@ class NcclReduceGroup final : public ReduceGroup {
     return work;
   }
 
-  // All functions below run on the line's thread.
+  // All functions below run on the queue's thread.
 
   // Replaces the set of communicators. Work that NCCL got from the old set still completes.
   void renew_set() {
     set_ = std::make_shared<CommunicatorSet>();
-    std::lock_guard lock(outcomes_mutex_);
-    std::erase_if(outcomes_, [](const std::shared_ptr<Outcome>& outcome) {
-      return outcome.use_count() == 1 && !outcome->untold();
+    std::lock_guard lock(failures_mutex_);
+    std::erase_if(failures_, [](const std::shared_ptr<CommunicatorFailure>& failure) {
+      return failure.use_count() == 1 && !failure->unreported();
     });
-    outcomes_.push_back(set_->outcome());
+    failures_.push_back(set_->failure());
   }
 
   // Takes an error that occurred after wait() had returned, to send it to all ranks.
-  Report take_late_failure() {
+  RankReport take_late_failure() {
     std::optional<Error> late;
     {
-      std::lock_guard lock(outcomes_mutex_);
-      for (const auto& outcome : outcomes_) {
-        if (!outcome->untold()) continue;
-        const std::optional<Error> error = outcome->tell();
+      std::lock_guard lock(failures_mutex_);
+      for (const auto& failure : failures_) {
+        if (!failure->unreported()) continue;
+        const std::optional<Error> error = failure->report();
         if (!late) late = error;
       }
     }
-    return late ? Report::failed(*late) : Report{.state = Report::State::kReady};
+    return late ? RankReport::failed(*late) : RankReport{.state = RankReport::State::kReady};
   }
 
-  OverNccl::Given run(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass,
-                      const rpc::StreamPoint& before) {
+  NcclWork::Enqueued run(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass,
+                         const rpc::StreamPoint& before) {
     rpc::make_current(tensor.device());
-    const Report report = take_late_failure();
-    if (set_->outcome()->error()) renew_set();
+    const RankReport report = take_late_failure();
+    if (set_->failure()->error()) renew_set();
     const size_t number = devices_.number_of(tensor.device());
-    std::shared_ptr<Lane> lane = set_->find(number);
-    const Plan plan{kind,
-                    root,
-                    static_cast<int64_t>(tensor.scalar_type()),
-                    static_cast<int64_t>(tensor.nbytes()),
-                    static_cast<int64_t>(number),
-                    lane != nullptr,
-                    pass};
+    std::shared_ptr<DeviceCommunicator> communicator = set_->find(number);
+    const OpSpec spec{kind,
+                      root,
+                      static_cast<int64_t>(tensor.scalar_type()),
+                      static_cast<int64_t>(tensor.nbytes()),
+                      static_cast<int64_t>(number),
+                      communicator != nullptr,
+                      pass};
     try {
-      agree(plan, report);
-      if (!lane) lane = make_lane(number, tensor.device());
+      agree(spec, report);
+      if (!communicator) communicator = make_device_communicator(number, tensor.device());
     } catch (...) {
       renew_set();
       throw;
     }
-    std::shared_ptr<Watch::Item> item;
+    std::shared_ptr<Watchdog::Item> item;
     try {
-      item = watch_->begin(set_, lane, plan.text());
-      rpc::StreamPoint done = give(*lane, tensor, kind, root, before);
-      watch_->enqueued(item, done);
-      return {std::move(done), set_->outcome()};
+      item = watchdog_->begin(set_, communicator, spec.text());
+      rpc::StreamPoint done = enqueue(*communicator, tensor, kind, root, before);
+      watchdog_->enqueued(item, done);
+      return {std::move(done), set_->failure()};
     } catch (...) {
-      const Error error = cause_of(base::current_error(ErrorKind::kInternal), plan);
-      watch_->forget(item);
+      const Error error = cause_of(base::current_error(ErrorKind::kInternal), spec);
+      watchdog_->forget(item);
       give_up(error);
     }
   }
 
   // Returns the cause of a failure to enqueue work: a lost rank if there is one, else `error`.
-  Error cause_of(Error error, const Plan& plan) const {
+  Error cause_of(Error error, const OpSpec& spec) const {
     if (error.kind == ErrorKind::kResources) {
       const base::TimePoint limit = base::deadline_after(nccl_.loss_grace);
-      while (!control_->failure() && !set_->outcome()->error() && base::Clock::now() < limit) {
+      while (!control_->failure() && !set_->failure()->error() && base::Clock::now() < limit) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       if (auto lost = control_->failure()) return *lost;
     }
     if (error.rank < 0) error.rank = own_rank();
-    if (error.op.empty()) error.op = plan.text();
+    if (error.op.empty()) error.op = spec.text();
     return error;
   }
 
-  static rpc::StreamPoint give(Lane& lane, const at::Tensor& tensor, Kind kind, int root,
-                               const rpc::StreamPoint& before) {
-    std::lock_guard use(lane.in_use);
-    before.make_wait(lane.stream);
-    rpc::use_on_stream(tensor, lane.stream);
+  static rpc::StreamPoint enqueue(DeviceCommunicator& communicator, const at::Tensor& tensor,
+                                  Kind kind, int root, const rpc::StreamPoint& before) {
+    std::lock_guard use(communicator.in_use);
+    before.make_wait(communicator.stream);
+    rpc::use_on_stream(tensor, communicator.stream);
     if (kind == Kind::kMean) {
-      lane.nccl->allreduce_mean(tensor, lane.stream);
+      communicator.nccl->allreduce_mean(tensor, communicator.stream);
     } else {
-      lane.nccl->broadcast(tensor, root, lane.stream);
+      communicator.nccl->broadcast(tensor, root, communicator.stream);
     }
-    return rpc::StreamPoint::mark(lane.stream);
+    return rpc::StreamPoint::mark(communicator.stream);
   }
 
   // Exchanges a value with all ranks, in one operation of the Backend.
@@ -279,21 +282,22 @@ class NcclReduceGroup final : public ReduceGroup {
 
   int own_rank() const { return world_rank(rank()); }
 
-  // Returns if all ranks have sent the same plan and none reports a failure; throws otherwise.
-  void agree(const Plan& mine, const Report& report) {
+  // Returns if all ranks have sent the same description and none reports a failure; throws
+  // otherwise.
+  void agree(const OpSpec& mine, const RankReport& report) {
     struct Arrival {
-      Plan plan;
-      Report report;
+      OpSpec spec;
+      RankReport report;
     };
     const std::vector<Arrival> arrivals = gather(Arrival{mine, report});
-    std::vector<Report> reports;
+    std::vector<RankReport> reports;
     for (const Arrival& arrival : arrivals) reports.push_back(arrival.report);
     if (auto error = failure_in(reports)) {
       error->op = mine.text();
       give_up(*error);
     }
     for (int i = 0; i < size(); ++i) {
-      Plan theirs = arrivals[static_cast<size_t>(i)].plan;
+      OpSpec theirs = arrivals[static_cast<size_t>(i)].spec;
       if (theirs == mine) continue;
       const std::string who = "rank " + std::to_string(world_rank(i));
       const std::string self = "rank " + std::to_string(own_rank());
@@ -320,15 +324,15 @@ class NcclReduceGroup final : public ReduceGroup {
 
   [[noreturn]] void give_up(const Error& error) {
     set_->end(error);
-    throw base::Exception(*set_->outcome()->tell());  // the Watch's error if that came first
+    throw base::Exception(*set_->failure()->report());  // the Watchdog's error if that came first
   }
 
   // Returns the ranks' errors as one error.
-  std::optional<Error> failure_in(const std::vector<Report>& reports) const {
+  std::optional<Error> failure_in(const std::vector<RankReport>& reports) const {
     std::optional<Error> failed;
     for (size_t i = 0; i < reports.size(); ++i) {
-      const Report& report = reports[i];
-      if (report.state != Report::State::kFailed) continue;
+      const RankReport& report = reports[i];
+      if (report.state != RankReport::State::kFailed) continue;
       const int rank = world_rank(static_cast<int>(i));
       const std::string text =
           "rank " + std::to_string(rank) + ": " +
@@ -346,39 +350,41 @@ class NcclReduceGroup final : public ReduceGroup {
     return failed;
   }
 
-  std::shared_ptr<Lane> make_lane(size_t number, c10::Device device) {
+  std::shared_ptr<DeviceCommunicator> make_device_communicator(size_t number, c10::Device device) {
     const NcclId id = get_id();
     const base::TimePoint limit = base::deadline_after(nccl_.join_timeout);
-    std::shared_ptr<Lane> lane;
+    std::shared_ptr<DeviceCommunicator> communicator;
     for (;;) {
-      Report mine;
+      RankReport mine;
       try {
-        if (!lane) {
+        if (!communicator) {
           auto nccl = nccl_.make_communicator(id, size(), rank(), device.index());
-          lane = std::make_shared<Lane>(std::move(nccl), rpc::side_stream(device), aside_);
+          communicator = std::make_shared<DeviceCommunicator>(std::move(nccl),
+                                                              rpc::side_stream(device), detached_);
         }
-        if (joined_soon(*lane->nccl)) {
-          mine.state = Report::State::kReady;
+        if (joined_soon(*communicator->nccl)) {
+          mine.state = RankReport::State::kReady;
         } else if (base::Clock::now() > limit) {
           throw base::Exception(ErrorKind::kResources,
                                 "NCCL has not connected the group's GPUs within " +
                                     std::to_string(nccl_.join_timeout.count()) + " ms");
         }
       } catch (...) {
-        mine = Report::failed(base::current_error(ErrorKind::kResources));
+        mine = RankReport::failed(base::current_error(ErrorKind::kResources));
       }
-      const std::vector<Report> all = gather(mine);
+      const std::vector<RankReport> all = gather(mine);
       if (auto error = failure_in(all)) {
         error->op = "making a communicator";
         throw base::Exception(*error);
       }
-      if (std::all_of(all.begin(), all.end(),
-                      [](const Report& report) { return report.state == Report::State::kReady; })) {
+      if (std::all_of(all.begin(), all.end(), [](const RankReport& report) {
+            return report.state == RankReport::State::kReady;
+          })) {
         break;
       }
     }
-    set_->add(number, lane);
-    return lane;
+    set_->add(number, communicator);
+    return communicator;
   }
 
   // Creates an id on rank 0 and broadcasts it.
@@ -410,13 +416,13 @@ class NcclReduceGroup final : public ReduceGroup {
 
   const c10::intrusive_ptr<Backend> control_;
   const Nccl nccl_;
-  const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
+  const std::shared_ptr<DetachedTasks> detached_ = std::make_shared<DetachedTasks>();
   std::shared_ptr<CommunicatorSet> set_;
   collective::DeviceNumbers devices_;
-  mutable std::mutex outcomes_mutex_;
-  std::vector<std::shared_ptr<Outcome>> outcomes_;  // of all sets that may still fail
-  std::optional<Watch> watch_;
-  std::optional<collective::BackendLine> line_;
+  mutable std::mutex failures_mutex_;
+  std::vector<std::shared_ptr<CommunicatorFailure>> failures_;  // of all sets that may still fail
+  std::optional<Watchdog> watchdog_;
+  std::optional<collective::BackendQueue> queue_;
 };
 
 }  // namespace

@@ -110,16 +110,16 @@ void Bucket::store(size_t slot, const at::Tensor& gradient) {
   --missing_;
 }
 
-void Bucket::start(collective::ReduceGroup& group, const collective::PassNumber& pass) {
+void Bucket::start_average(collective::ReduceGroup& group, const collective::PassNumber& pass) {
   if (device_.is_cpu() || (writers_.size() == 1 && writers_[0] == rpc::current_stream(device_))) {
-    work_ = group.start(flat_, pass);
+    work_ = group.average_async(flat_, pass);
     return;
   }
   // Uses a side stream, so that later work of the current stream does not wait for other writers.
   const c10::Stream side = rpc::side_stream(device_);
   for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
   const c10::StreamGuard guard(side);
-  work_ = group.start(flat_, pass);
+  work_ = group.average_async(flat_, pass);
 }
 
 void Bucket::wait() { std::exchange(work_, nullptr)->wait(); }

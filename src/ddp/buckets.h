@@ -37,7 +37,7 @@ class Bucket {
   void store(size_t slot, const at::Tensor& gradient);
   bool complete() const { return missing_ == 0; }
   /// Starts the mean over the group, after the work of all store() calls. Requires complete().
-  void start(collective::ReduceGroup& group, const collective::PassNumber& pass);
+  void start_average(collective::ReduceGroup& group, const collective::PassNumber& pass);
   /// Waits for the mean. Throws as ReduceWork::wait does.
   void wait();
   /// Copies the mean of member `slot` to `to`, of the same shape.

@@ -18,11 +18,11 @@ namespace distrain::ddp {
 
 namespace {
 
-// Returns a fork of the group, or the group itself if it cannot fork.
+// Returns a duplicate of the group, or the group itself if it cannot be duplicated.
 std::shared_ptr<collective::ReduceGroup> in_own_order(
     std::shared_ptr<collective::ReduceGroup> group) {
-  auto own = group->fork();
-  return own ? own : group;
+  auto duplicate = group->duplicate();
+  return duplicate ? duplicate : group;
 }
 
 }  // namespace
@@ -64,11 +64,11 @@ Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
 
 void Reducer::Impl::make_buckets(const std::vector<int64_t>& order) {
   buckets_.clear();
-  places_.assign(parameters_.size(), {});
+  slots_.assign(parameters_.size(), {});
   for (auto& members :
        assign_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_cap_bytes)) {
     for (size_t slot = 0; slot < members.size(); ++slot) {
-      places_[members[slot]] = {buckets_.size(), slot, 0};
+      slots_[members[slot]] = {buckets_.size(), slot, 0};
     }
     buckets_.emplace_back(std::move(members), parameters_);
   }
@@ -92,22 +92,22 @@ void Reducer::Impl::transition_locked(PassState to) {
 void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
   if (state_ != PassState::kAccumulating && state_ != PassState::kReducing) return;
   const at::Tensor& parameter = parameters_[index];
-  Place& place = places_[index];
+  BucketSlot& target = slots_[index];
   const auto fail = [&](const std::string& what) {
-    if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + place_text());
+    if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + pass_text());
   };
   if (!gradient.defined()) return;
-  if (std::exchange(place.last_pass, pass_) == pass_) return fail("got a second gradient");
+  if (std::exchange(target.last_pass, pass_) == pass_) return fail("got a second gradient");
   if (gradient.layout() != at::kStrided) return fail("got a sparse gradient, not supported here,");
   if (gradient.scalar_type() != parameter.scalar_type() || gradient.sizes() != parameter.sizes() ||
       gradient.device() != parameter.device()) {
     return fail("got a gradient of another shape, dtype or device");
   }
   arrival_.push_back(static_cast<int64_t>(index));
-  buckets_[place.bucket].store(place.slot, gradient);
+  buckets_[target.bucket].store(target.slot, gradient);
   for (; started_ < buckets_.size() && buckets_[started_].complete(); ++started_) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
-    buckets_[started_].start(*group_, number_);
+    buckets_[started_].start_average(*group_, number_);
   }
 }
 
@@ -116,9 +116,10 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   int left = 0;
   {
     std::lock_guard lock(mutex_);
-    if (Known* const known = expecting_locked(pass)) {  // the pass has reached no parameter
-      begin_locked(pass, number_by(known->count, known->context.id()));
-      known->expected = 0;
+    if (AnnouncedContext* const announced =
+            expecting_locked(pass)) {  // the pass has reached no parameter
+      begin_locked(pass, number_by(announced->count, announced->context.id()));
+      announced->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
     // A plain pass may have begun on an engine thread, which has no current context.
@@ -142,7 +143,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
     try {
       std::vector<int64_t> order;
       if (std::exchange(left, 0) > 0) order = agreed_order();
-      hand_out(deliver);
+      store_means(deliver);
       std::lock_guard lock(mutex_);
       if (!order.empty()) {
         make_buckets(order);
@@ -162,7 +163,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   if (error) throw base::Exception(std::move(*error));
 }
 
-void Reducer::Impl::hand_out(const Deliver& deliver) {
+void Reducer::Impl::store_means(const Deliver& deliver) {
   for (Bucket& bucket : buckets_) {
     for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
       const at::Tensor& parameter = parameters_[bucket.members()[slot]];
@@ -186,7 +187,7 @@ std::vector<int64_t> Reducer::Impl::agreed_order() {
       values[i] = static_cast<double>(arrival_[i] * group_->size());
     }
   }
-  group_->start(shared, number_)->wait();
+  group_->average_async(shared, number_)->wait();
   std::vector<int64_t> agreed(parameters_.size());
   std::transform(values, values + agreed.size(), agreed.begin(),
                  [](double place) { return std::llround(place); });
@@ -203,10 +204,10 @@ std::vector<int64_t> Reducer::Impl::agreed_order() {
 
 Error Reducer::Impl::missing_error_locked() const {
   std::string missing;
-  for (size_t i = 0; i < places_.size(); ++i) {
-    if (places_[i].last_pass != pass_) missing += (missing.empty() ? "'" : ", '") + names_[i] + "'";
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].last_pass != pass_) missing += (missing.empty() ? "'" : ", '") + names_[i] + "'";
   }
-  return invalid("no gradient came for " + missing + place_text() +
+  return invalid("no gradient came for " + missing + pass_text() +
                  ": every parameter must take part in the loss");
 }
 
@@ -214,7 +215,7 @@ Error Reducer::Impl::invalid(std::string message) const {
   return Error{ErrorKind::kInvalid, std::move(message), world_rank(), "Reducer"};
 }
 
-std::string Reducer::Impl::place_text() const {
+std::string Reducer::Impl::pass_text() const {
   return " in the backward pass of rank " + std::to_string(world_rank());
 }
 
@@ -242,12 +243,12 @@ Reducer::~Reducer() {
   lock.unlock();
   impl_->give_up(pass, kWhy);
   lock.lock();
-  for (auto& [id, known] : impl_->contexts_) {
-    if (std::exchange(known.expected, 0) != 0) {
-      impl_->debts_.push_back(impl_->given_up_error(kWhy));
+  for (auto& [id, announced] : impl_->contexts_) {
+    if (std::exchange(announced.expected, 0) != 0) {
+      impl_->owed_refusals_.push_back(impl_->given_up_error(kWhy));
     }
   }
-  impl_->settle_debts_locked();
+  impl_->send_owed_refusals_locked();
 }
 
 void Reducer::attach(GradientPass& pass) { impl_->attach(pass); }

@@ -84,7 +84,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  private:
   friend class Reducer;
 
-  struct Place {
+  struct BucketSlot {
     size_t bucket = 0;
     size_t slot = 0;
     uint64_t last_pass = 0;  // the last pass in which the parameter got a gradient
@@ -97,7 +97,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   };
 
   /// A context that expect() has announced.
-  struct Known {
+  struct AnnouncedContext {
     autograd::ContextRef context;
     uint64_t expected = 0;  // the pass that must come next; 0: none
     ForwardCount count = {};
@@ -112,18 +112,18 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                std::function<void()>& end);
   std::function<void()> end_of(uint64_t pass, Deliver deliver);
-  Known* expecting_locked(uint64_t pass);
-  void settle_debts_locked();
-  Known* answer_expectation_locked();
+  AnnouncedContext* expecting_locked(uint64_t pass);
+  void send_owed_refusals_locked();
+  AnnouncedContext* answer_expectation_locked();
   void store_locked(size_t index, const at::Tensor& gradient);
   void make_buckets(const std::vector<int64_t>& order);
-  void hand_out(const Deliver& deliver);
+  void store_means(const Deliver& deliver);
   int collectives_left_locked() const;
   std::vector<int64_t> agreed_order();
   Error missing_error_locked() const;
   Error given_up_error(const char* why) const;
   Error invalid(std::string message) const;
-  std::string place_text() const;
+  std::string pass_text() const;
   int world_rank() const { return group_->world_rank(group_->rank()); }
 
   const std::shared_ptr<collective::ReduceGroup> group_;
@@ -143,9 +143,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t step_ = 0;              // the job's step
   int graph_task_ = kNoGraphTask;  // torch's id of the current plain pass
   uint64_t context_pass_ = 0;      // the context's number of the current pass; 0: a plain pass
-  std::unordered_map<uint64_t, Known> contexts_;
-  std::vector<Error> debts_;   // errors of passes to refuse before the next pass
-  std::vector<Place> places_;  // by parameter
+  std::unordered_map<uint64_t, AnnouncedContext> contexts_;
+  std::vector<Error> owed_refusals_;  // errors of passes to refuse before the next pass
+  std::vector<BucketSlot> slots_;     // by parameter
   std::vector<Bucket> buckets_;
   size_t started_ = 0;            // buckets whose allreduce has started
   std::optional<Error> failure_;  // this rank's error in the current pass

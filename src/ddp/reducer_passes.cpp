@@ -24,7 +24,7 @@ void Reducer::Impl::begin_locked(uint64_t pass, const collective::PassNumber& nu
     throw base::Exception(
         invalid("another backward pass over these parameters is under way; one at a time"));
   }
-  settle_debts_locked();
+  send_owed_refusals_locked();
   transition_locked(PassState::kAccumulating);
   pass_ = pass;
   number_ = number;
@@ -63,14 +63,15 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
   uint64_t pass = 0;
   {
     std::lock_guard lock(mutex_);
-    if (state_ == PassState::kIdle) settle_debts_locked();
+    if (state_ == PassState::kIdle) send_owed_refusals_locked();
     std::erase_if(contexts_, [](const auto& item) {
       return item.second.context.ended() && item.second.expected == 0;
     });
-    Known& known = contexts_.try_emplace(context.id(), Known{context}).first->second;
-    if (known.expected != 0) return;
-    pass = known.expected = ++last_pass_;
-    known.count = {++announced_, 0};
+    AnnouncedContext& announced =
+        contexts_.try_emplace(context.id(), AnnouncedContext{context}).first->second;
+    if (announced.expected != 0) return;
+    pass = announced.expected = ++last_pass_;
+    announced.count = {++announced_, 0};
   }
   context.on_pass_end(end_of(pass, into(context)));
 }
@@ -86,9 +87,9 @@ std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
   };
 }
 
-Reducer::Impl::Known* Reducer::Impl::expecting_locked(uint64_t pass) {
-  for (auto& [id, known] : contexts_) {
-    if (known.expected == pass) return &known;
+Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) {
+  for (auto& [id, announced] : contexts_) {
+    if (announced.expected == pass) return &announced;
   }
   return nullptr;
 }
@@ -99,15 +100,15 @@ int Reducer::Impl::collectives_left_locked() const {
   return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
 }
 
-void Reducer::Impl::settle_debts_locked() {
+void Reducer::Impl::send_owed_refusals_locked() {
   started_ = 0;  // refuses all collectives of a pass
-  for (const Error& error : std::exchange(debts_, {})) {
+  for (const Error& error : std::exchange(owed_refusals_, {})) {
     group_->refuse(collectives_left_locked(), error);
   }
 }
 
 // If this thread's current context expects a pass, counts the current plain pass as that pass.
-Reducer::Impl::Known* Reducer::Impl::answer_expectation_locked() {
+Reducer::Impl::AnnouncedContext* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
   if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
   return &it->second;
@@ -122,8 +123,8 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (state_ == PassState::kIdle || graph_task != graph_task_) {
     begin_locked(++last_pass_, {}, graph_task);
-    if (Known* const known = answer_expectation_locked()) {
-      number_ = number_by(known->count, known->context.id());
+    if (AnnouncedContext* const announced = answer_expectation_locked()) {
+      number_ = number_by(announced->count, announced->context.id());
     } else {
       number_ = number_by(plain_, 0);
       plain_numbered_ = plain_.forward;
@@ -173,8 +174,8 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
     }
     if (it == contexts_.end() || it->second.expected == 0) {
-      debts_.push_back(e.error());
-      if (state_ == PassState::kIdle) settle_debts_locked();
+      owed_refusals_.push_back(e.error());
+      if (state_ == PassState::kIdle) send_owed_refusals_locked();
     }
     throw;
   }
@@ -186,12 +187,12 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
   int left = 0;
   {
     std::lock_guard lock(mutex_);
-    if (Known* const known = expecting_locked(pass)) {
-      known->expected = 0;
-      const bool ended = known->context.ended();
-      debts_.push_back(given_up_error(
+    if (AnnouncedContext* const announced = expecting_locked(pass)) {
+      announced->expected = 0;
+      const bool ended = announced->context.ended();
+      owed_refusals_.push_back(given_up_error(
           ended ? "never came: the autograd context of its forward pass ended without it" : why));
-      if (!ended && state_ == PassState::kIdle) settle_debts_locked();
+      if (!ended && state_ == PassState::kIdle) send_owed_refusals_locked();
       return;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;

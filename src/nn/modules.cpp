@@ -114,7 +114,7 @@ void install(rpc::Agent& agent) {
   agent.expose<&SharedModule::parameter_rrefs>("distrain.nn.parameters");
   agent.expose<&SharedModule::parameter_names>("distrain.nn.parameter_names");
   agent.expose<&SharedModule::state>("distrain.nn.state");
-  agent.expose<&SharedModule::held_state>("distrain.nn.held_state");
+  agent.expose<&SharedModule::snapshot>("distrain.nn.snapshot");
   agent.expose<&SharedModule::load_state>("distrain.nn.load_state");
 }
 

@@ -14,7 +14,7 @@
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/placed.h"
-#include "turns.h"
+#include "stage_order.h"
 
 namespace distrain::nn {
 
@@ -52,10 +52,10 @@ bool reaches(const at::Tensor& output, const Node* node) {
 // comes after a later batch has begun, it does not affect that batch.
 struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
   Batch(std::string function_in, std::vector<PipelineStep> row)
-      : function(std::move(function_in)), steps(row), turns(std::make_shared<Turns>(row)) {}
+      : function(std::move(function_in)), steps(row), order(std::make_shared<StageOrder>(row)) {}
 
   at::Tensor pass(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
-                  const Compute& compute, const Turns::TurnPtr& turn);
+                  const Compute& compute, const StageOrder::AdmissionPtr& admission);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch);
 
   /// Returns true if the row has a step of this micro-batch in this autograd context.
@@ -65,10 +65,10 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
              (step.context == 0 || step.context == context_of_step);
     });
   }
-  void hold(int64_t micro_batches) {
+  void count_activations(int64_t change) {
     std::lock_guard lock(mutex);
-    held += micro_batches;
-    report.activations = std::max(report.activations, held);
+    activations += change;
+    report.activations = std::max(report.activations, activations);
   }
   void add_compute(base::TimePoint begun) {
     std::lock_guard lock(mutex);
@@ -77,11 +77,11 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
 
   const std::string function;
   const std::vector<PipelineStep> steps;
-  const std::shared_ptr<Turns> turns;
+  const std::shared_ptr<StageOrder> order;
   uint64_t context = 0;  // the gradients are moved to this context
   c10::Device device = c10::kCPU;
-  std::mutex mutex;  // guards `held` and `report`
-  int64_t held = 0;
+  std::mutex mutex;         // guards `activations` and `report`
+  int64_t activations = 0;  // of micro-batches between their forward and backward passes
   StageReport report;
 };
 
@@ -101,7 +101,7 @@ class StagePasses::OfAgent {
   ~OfAgent() {
     for (const auto& weak : stages_) {
       if (const auto stage = weak.lock()) {
-        stage->current()->turns->fail({base::ErrorKind::kCancelled, "the job has ended"});
+        stage->current()->order->fail({base::ErrorKind::kCancelled, "the job has ended"});
       }
     }
   }
@@ -135,7 +135,7 @@ void StagePasses::begin(rpc::Agent& agent, std::vector<PipelineStep> row) {
     std::lock_guard lock(state_->mutex);
     batch.swap(state_->batch);
   }
-  batch->turns->fail({base::ErrorKind::kCancelled, "another batch has begun"});
+  batch->order->fail({base::ErrorKind::kCancelled, "another batch has begun"});
 }
 
 StageReport StagePasses::end() {
@@ -156,31 +156,34 @@ base::Future<at::Tensor> StagePasses::forward(rpc::Agent& agent, const rpc::RRef
   }
   const base::Future<at::Tensor> fetched = input.to_here_async(kAsLongAsItTakes);
   fetched.on_complete(agent.inline_executor(), [batch](base::Result<at::Tensor>& x) {
-    if (!x.ok()) batch->turns->fail(x.error());  // without its input the step cannot run
+    if (!x.ok()) batch->order->fail(x.error());  // without its input the step cannot run
   });
   const auto run = [batch, &agent, micro_batch, next_rank, compute = std::move(compute)](
-                       const at::Tensor& x, const Turns::TurnPtr& turn) {
+                       const at::Tensor& x, const StageOrder::AdmissionPtr& admission) {
     try {
-      return rpc::for_rank(agent, next_rank, batch->pass(agent, x, micro_batch, compute, turn));
+      return rpc::for_rank(agent, next_rank,
+                           batch->pass(agent, x, micro_batch, compute, admission));
     } catch (...) {
       base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
       if (error.rank < 0) error.rank = agent.rank();
       error.op = batch->function;
-      turn->fail(error);
+      admission->fail(error);
       throw base::Exception(error);
     }
   };
   return fetched.then(agent.executor(), [batch, &agent, micro_batch, run](at::Tensor& x) {
-    return batch->turns->enter(PipelineStep::Kind::kForward, micro_batch)
-        .then(agent.executor(), [x, run](Turns::TurnPtr& turn) { return run(x, turn); });
+    return batch->order->admit(PipelineStep::Kind::kForward, micro_batch)
+        .then(agent.executor(),
+              [x, run](StageOrder::AdmissionPtr& admission) { return run(x, admission); });
   });
 }
 
 at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
-                                    const Compute& compute, const Turns::TurnPtr& turn) {
+                                    const Compute& compute,
+                                    const StageOrder::AdmissionPtr& admission) {
   const base::TraceScope scope("forward", "micro_batch", micro_batch);
   const base::TimePoint begun = base::Clock::now();
-  hold(+1);
+  count_activations(+1);
   const std::shared_ptr<Node> source = node_of(input);
   at::Tensor output = compute(input);
   if (!reaches(output, source.get())) {
@@ -191,7 +194,7 @@ at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, 
   }
   autograd::guard_pass(agent, guard(agent, micro_batch));
   add_compute(begun);
-  turn->done();
+  admission->done();
   return output;
 }
 
@@ -201,7 +204,7 @@ autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_b
   struct Step {
     std::mutex mutex;
     base::Future<void> admitted;  // guarded by `mutex`
-    Turns::TurnPtr turn;
+    StageOrder::AdmissionPtr admission;
     base::TimePoint begun;
   };
   const auto self = shared_from_this();
@@ -210,9 +213,9 @@ autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_b
   guard.admit = [self, &agent, micro_batch, step] {
     std::lock_guard lock(step->mutex);
     if (!step->admitted.valid()) {
-      step->admitted = self->turns->enter(PipelineStep::Kind::kBackward, micro_batch)
-                           .then(agent.executor(), [step](Turns::TurnPtr& turn) {
-                             step->turn = std::move(turn);
+      step->admitted = self->order->admit(PipelineStep::Kind::kBackward, micro_batch)
+                           .then(agent.executor(), [step](StageOrder::AdmissionPtr& admission) {
+                             step->admission = std::move(admission);
                              step->begun = base::Clock::now();
                            });
     }
@@ -220,11 +223,11 @@ autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_b
   };
   guard.on_end = [self, &agent, step, from = rpc::current_context()] {
     autograd::move_gradients(agent, from, self->context);
-    self->hold(-1);
+    self->count_activations(-1);
     self->add_compute(step->begun);
-    step->turn->done();
+    step->admission->done();
   };
-  guard.on_failure = [self](const base::Error& error) { self->turns->fail(error); };
+  guard.on_failure = [self](const base::Error& error) { self->order->fail(error); };
   return guard;
 }
 

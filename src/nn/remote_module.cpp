@@ -27,8 +27,8 @@ auto without_deadline(const rpc::RRef<SharedModule>& module, const Args&... args
                                               args...);
 }
 
-std::vector<at::Tensor> on_their_way(const rpc::RRef<SharedModule>& module,
-                                     std::vector<at::Tensor> inputs) {
+std::vector<at::Tensor> for_owner(const rpc::RRef<SharedModule>& module,
+                                  std::vector<at::Tensor> inputs) {
   for (at::Tensor& input : inputs) {
     if (input.defined()) input = rpc::for_rank(module.handle()->agent(), module.owner(), input);
   }
@@ -54,17 +54,17 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
   module_ = agent.finish<rpc::RRef<SharedModule>>(reply);
 }
 
-ForwardTerms RemoteModule<ByName>::next_terms() const {
+ForwardOptions RemoteModule<ByName>::next_options() const {
   return {training_, at::GradMode::is_enabled(), random_.key() ^ name_hash_, random_.next()};
 }
 
 at::Tensor RemoteModule<ByName>::forward_all(const std::vector<at::Tensor>& inputs) const {
-  return module_.rpc_sync<&SharedModule::forward>(next_terms(), on_their_way(module_, inputs));
+  return module_.rpc_sync<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
 }
 
 base::Future<at::Tensor> RemoteModule<ByName>::forward_all_async(
     const std::vector<at::Tensor>& inputs) const {
-  return module_.rpc_async<&SharedModule::forward>(next_terms(), on_their_way(module_, inputs));
+  return module_.rpc_async<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
 }
 
 std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() const {
@@ -75,15 +75,15 @@ std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
   return module_.rpc_sync<&SharedModule::parameter_names>();
 }
 
-NamedTensors RemoteModule<ByName>::state() const {
+rpc::NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }
 
-rpc::RRef<NamedTensors> RemoteModule<ByName>::held_state(const std::string& prefix) const {
-  return without_deadline<&SharedModule::held_state>(module_, prefix);
+rpc::RRef<rpc::NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
+  return without_deadline<&SharedModule::snapshot>(module_, prefix);
 }
 
-void RemoteModule<ByName>::load_state(const NamedTensors& state) const {
+void RemoteModule<ByName>::load_state(const rpc::NamedTensors& state) const {
   without_deadline<&SharedModule::load_state>(module_, state);
 }
 

@@ -101,7 +101,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
 
 // Moves `parameter` to `device` and into storage of its own, because an update detects versions in
 // use by the storage's use count.
-void settle(const at::Tensor& parameter, c10::Device device) {
+void own_storage_on(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
     point_to(parameter, rpc::placed(parameter.detach(), device));
   } else if (parameter.storage().use_count() > 1) {
@@ -229,9 +229,9 @@ SharedModule::Replica* SharedModule::take_idle() {
 }
 
 /// An idle or new replica for one forward pass.
-class SharedModule::Lease {
+class SharedModule::BorrowedReplica {
  public:
-  explicit Lease(SharedModule& module) : module_(module), replica_(module.take_idle()) {
+  explicit BorrowedReplica(SharedModule& module) : module_(module), replica_(module.take_idle()) {
     if (replica_) return;
     const base::BlockingScope waits;  // another thread may be making a replica
     std::lock_guard making(module_.making_);
@@ -243,7 +243,7 @@ class SharedModule::Lease {
     module_.replicas_.push_back(std::move(made));
   }
   /// Destroys the replica if end() was not called, because a failed pass may have changed it.
-  ~Lease() {
+  ~BorrowedReplica() {
     if (!replica_) return;
     std::unique_ptr<Replica> dropped;
     std::lock_guard lock(module_.mutex_);
@@ -251,8 +251,8 @@ class SharedModule::Lease {
     dropped = std::move(*it);
     module_.replicas_.erase(it);
   }
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
+  BorrowedReplica(const BorrowedReplica&) = delete;
+  BorrowedReplica& operator=(const BorrowedReplica&) = delete;
 
   Replica& operator*() const { return *replica_; }
   /// Ends the forward pass. The graph may still use the replica.
@@ -285,8 +285,8 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);  // orders reads after the copies on the device
   for (auto& [its_name, parameter] : parameters_) {
-    settle(parameter, agent_.device());
-    nothing_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
+    own_storage_on(parameter, agent_.device());
+    empty_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
     // A new tensor with the same storage, because `net` becomes the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
@@ -325,7 +325,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet n
       using namespace torch::autograd;
       impl::set_gradient_edge(parameter, impl::gradient_edge(leaf));
     }
-    point_to(parameter, nothing_[i]);
+    point_to(parameter, empty_[i]);
     replica->parameters.push_back(std::move(parameter));
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -387,25 +387,25 @@ void SharedModule::check_unchanged(Replica& replica, bool training) const {
   if (training) replica.buffers_compared = true;
 }
 
-at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
+at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
                                  std::vector<at::Tensor> inputs) {
-  const at::AutoGradMode recording(terms.recording && rpc::current_context() != 0);
+  const at::AutoGradMode recording(options.recording && rpc::current_context() != 0);
   const std::vector<at::Tensor> given = inputs;
   for (at::Tensor& input : inputs) {
     if (input.defined()) input = rpc::placed(input, agent_.device());
   }
-  Lease lease(*this);
+  BorrowedReplica borrowed(*this);
   // Updates of a table write rows in place, so they wait for the whole lookup.
   std::optional<autograd::ParameterRead> read(std::in_place, agent_);
-  renew(*lease, *read);
+  renew(*borrowed, *read);
   if (!has_rows_) read.reset();
-  torch::nn::Module& module = *(*lease).net.module;
-  module.train(terms.training);
+  torch::nn::Module& module = *(*borrowed).net.module;
+  module.train(options.training);
   at::Tensor result;
   try {
-    const KeyedRandom random(terms.seed, terms.number);
+    const KeyedRandom random(options.seed, options.number);
     check_lookup(module, given, &rpc::check_rows);
-    result = (*lease).net.forward(inputs);
+    result = (*borrowed).net.forward(inputs);
   } catch (...) {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
     const std::string where = "module '" + name_ + "' on " + agent_.name() + " (rank " +
@@ -418,9 +418,9 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     }
     throw base::Exception(std::move(error));
   }
-  check_unchanged(*lease, terms.training);
+  check_unchanged(*borrowed, options.training);
   read.reset();
-  lease.end();
+  borrowed.end();
   if (!result.defined()) refuse("module " + name_ + " (" + module.name() + ") gave no tensor");
   return rpc::for_rank(agent_, call.caller.rank, result);
 }
@@ -441,12 +441,12 @@ std::vector<std::string> SharedModule::parameter_names() const {
   return names;
 }
 
-rpc::RRef<NamedTensors> SharedModule::held_state(rpc::CallContext& call,
-                                                 const std::string& prefix) {
+rpc::RRef<rpc::NamedTensors> SharedModule::snapshot(rpc::CallContext& call,
+                                                    const std::string& prefix) {
   return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
 }
 
-NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
+rpc::NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;
   std::vector<at::Tensor> values;
@@ -463,19 +463,19 @@ NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
     }
   }
   values = rpc::to_host(values);
-  NamedTensors state;
+  rpc::NamedTensors state;
   for (size_t i = 0; i < names.size(); ++i) state.emplace(names[i], values[i]);
   return state;
 }
 
-void SharedModule::load_state(NamedTensors state) {
+void SharedModule::load_state(rpc::NamedTensors state) {
   const base::BlockingScope waits;  // for the device and for readers
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);
   const auto differ = [this](const std::string& how) {
     base::bad_data("the state is not of module " + name_ + ": " + how);
   };
-  NamedTensors unknown = state;
+  rpc::NamedTensors unknown = state;
   for (const auto* items : {&parameters_, &buffers_}) {
     for (const auto& [its_name, tensor] : *items) {
       unknown.erase(its_name);
@@ -496,13 +496,13 @@ void SharedModule::load_state(NamedTensors state) {
   ++buffers_generation_;
 }
 
-void SharedModule::let_go() {
+void SharedModule::release_versions() {
   std::lock_guard lock(mutex_);
   for (const auto& replica : replicas_) {
     // A forward pass through a table holds a ParameterRead, so none runs during an update.
     const bool in_use = (replica->in_forward && !has_rows_) || is_saved(*replica);
     if (!replica->holds_storage || in_use) continue;
-    for (size_t i = 0; i < nothing_.size(); ++i) point_to(replica->parameters[i], nothing_[i]);
+    for (size_t i = 0; i < empty_.size(); ++i) point_to(replica->parameters[i], empty_[i]);
     replica->holds_storage = false;
   }
 }

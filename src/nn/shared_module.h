@@ -30,23 +30,24 @@ class SharedModule final : public autograd::VersionKeeper {
   ~SharedModule() override;
 
   // Exposed functions, called by RemoteModule.
-  at::Tensor forward(rpc::CallContext& call, ForwardTerms terms, std::vector<at::Tensor> inputs);
+  at::Tensor forward(rpc::CallContext& call, ForwardOptions options,
+                     std::vector<at::Tensor> inputs);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
-  NamedTensors state() { return state_of("", Keep::kCopies); }
-  rpc::RRef<NamedTensors> held_state(rpc::CallContext& call, const std::string& prefix);
-  void load_state(NamedTensors state);
+  rpc::NamedTensors state() { return state_of("", Keep::kCopies); }
+  rpc::RRef<rpc::NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
+  void load_state(rpc::NamedTensors state);
 
-  void let_go() override;
+  void release_versions() override;
 
  private:
   struct Replica;
-  class Lease;
+  class BorrowedReplica;
 
   // Whether state_of() copies parameters or takes versions, which row-wise updates would change.
   enum class Keep { kCopies, kVersions };
 
-  NamedTensors state_of(const std::string& prefix, Keep keep);
+  rpc::NamedTensors state_of(const std::string& prefix, Keep keep);
   Replica* take_idle();
   std::unique_ptr<Replica> make_replica();
   std::unique_ptr<Replica> replica_of(detail::AnyNet net);
@@ -58,8 +59,8 @@ class SharedModule final : public autograd::VersionKeeper {
   const std::string name_;
   std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
-  bool has_rows_ = false;            // has tables with row-wise updates in place
-  std::vector<at::Tensor> nothing_;  // empty tensors that idle replicas' parameters point to
+  bool has_rows_ = false;          // has tables with row-wise updates in place
+  std::vector<at::Tensor> empty_;  // empty tensors that idle replicas' parameters point to
   // Changed under a ParameterUpdate, read under a ParameterRead. Buffers need no synchronization of
   // streams, because only exposed functions use them, and these run on the default stream.
   std::vector<NamedTensor> buffers_;

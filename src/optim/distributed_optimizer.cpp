@@ -9,7 +9,7 @@
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/error.h"
-#include "local_optimizer.h"
+#include "updater_registry.h"
 #include "validate.h"
 
 namespace distrain::optim {
@@ -18,23 +18,23 @@ namespace {
 
 // Exposed functions, which run on the owner of the parameters.
 
-rpc::RRef<LocalOptimizer> attach(rpc::CallContext& context,
-                                 const std::vector<rpc::RRef<at::Tensor>>& parameters,
-                                 const SharedTerms& terms, int participant) {
+rpc::RRef<ParameterUpdater> attach(rpc::CallContext& context,
+                                   const std::vector<rpc::RRef<at::Tensor>>& parameters,
+                                   const UpdaterOptions& options, int participant) {
   std::vector<at::Tensor> values;
   for (const auto& parameter : parameters) values.push_back(parameter.local_value());
-  const auto optimizer = context.agent.local<LocalOptimizers>().find_or_make(values, terms);
+  const auto updater = context.agent.local<UpdaterRegistry>().find_or_make(values, options);
   if (participant != Sharing::kOnlooker) {
-    optimizer->take_part(participant,
-                         rpc::process_number(context.caller.rank, context.caller.incarnation));
+    updater->take_part(participant,
+                       rpc::process_number(context.caller.rank, context.caller.incarnation));
   }
-  return context.agent.make_rref(optimizer);
+  return context.agent.make_rref(updater);
 }
 
-std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& optimizer,
+std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const ParameterUpdater& updater,
                                      const std::vector<uint64_t>& contexts) {
   std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : optimizer.parameters()) {
+  for (const at::Tensor& parameter : updater.parameters()) {
     at::Tensor sum;
     for (const uint64_t context : contexts) {
       const at::Tensor gradient = autograd::gradient(agent, context, parameter);
@@ -46,40 +46,42 @@ std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& op
 }
 
 base::Future<uint64_t> step_here(rpc::CallContext& context,
-                                 const rpc::RRef<LocalOptimizer>& optimizer,
-                                 const std::vector<uint64_t>& contexts, const StepTerms& terms) {
+                                 const rpc::RRef<ParameterUpdater>& updater,
+                                 const std::vector<uint64_t>& contexts,
+                                 const StepOptions& options) {
   const at::NoGradGuard no_grad;
-  LocalOptimizer& here = optimizer.local_value();
-  return here.step(terms, gradients_of(context.agent, here, contexts),
+  ParameterUpdater& here = updater.local_value();
+  return here.step(options, gradients_of(context.agent, here, contexts),
                    rpc::process_number(context.caller.rank, context.caller.incarnation));
 }
 
 base::Future<Norms> norms_here(rpc::CallContext& context,
-                               const rpc::RRef<LocalOptimizer>& optimizer,
-                               const std::vector<uint64_t>& contexts, const NormTerms& terms) {
+                               const rpc::RRef<ParameterUpdater>& updater,
+                               const std::vector<uint64_t>& contexts,
+                               const NormArguments& arguments) {
   const at::NoGradGuard no_grad;
-  LocalOptimizer& here = optimizer.local_value();
-  return here.norms_squared(terms, gradients_of(context.agent, here, contexts));
+  ParameterUpdater& here = updater.local_value();
+  return here.norms_squared(arguments, gradients_of(context.agent, here, contexts));
 }
 
 using NamedState = std::map<std::string, at::Tensor>;
 
-rpc::RRef<NamedState> hold_state_here(rpc::CallContext& context,
-                                      const rpc::RRef<LocalOptimizer>& optimizer,
-                                      const std::vector<std::string>& names) {
-  return context.agent.make_rref(flatten(names, optimizer.local_value().state()));
+rpc::RRef<NamedState> snapshot_here(rpc::CallContext& context,
+                                    const rpc::RRef<ParameterUpdater>& updater,
+                                    const std::vector<std::string>& names) {
+  return context.agent.make_rref(flatten(names, updater.local_value().state()));
 }
 
 template <class T>
-std::vector<T> picked(const std::vector<T>& from, const std::vector<size_t>& places) {
+std::vector<T> select(const std::vector<T>& from, const std::vector<size_t>& indices) {
   std::vector<T> some;
-  for (const size_t place : places) some.push_back(from[place]);
+  for (const size_t index : indices) some.push_back(from[index]);
   return some;
 }
 
-void put(std::vector<ParameterState>& into, const std::vector<size_t>& places,
-         std::vector<ParameterState> states) {
-  for (size_t i = 0; i < places.size(); ++i) into[places[i]] = std::move(states.at(i));
+void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indices,
+             std::vector<ParameterState> states) {
+  for (size_t i = 0; i < indices.size(); ++i) into[indices[i]] = std::move(states.at(i));
 }
 
 // Throws `invalid` if `value` is a DDP replica. As a shared parameter its steps would wait for
@@ -94,12 +96,12 @@ void refuse_replica(const at::Tensor& value, uint64_t group) {
 }
 
 // The parameters that one rank owns, and their groups.
-struct Share {
-  std::vector<size_t> places;  // indices in state()
-  std::vector<GroupTerms> groups;
+struct OwnerPart {
+  std::vector<size_t> indices;  // indices in state()
+  std::vector<GroupOptions> groups;
 
-  void add(size_t place, const GroupTerms& group) {
-    places.push_back(place);
+  void add(size_t index, const GroupOptions& group) {
+    indices.push_back(index);
     if (groups.empty() || groups.back().number != group.number) groups.push_back(group);
     ++groups.back().parameters;
   }
@@ -108,57 +110,59 @@ struct Share {
 }  // namespace
 
 UpdateCount install(rpc::Agent& agent) {
-  const auto optimizers = std::make_shared<LocalOptimizers>(agent.lasting());
-  agent.provide(optimizers);
+  const auto updaters = std::make_shared<UpdaterRegistry>(agent.lasting());
+  agent.provide(updaters);
   agent.expose<&attach>("distrain.optim.attach");
   agent.expose<&step_here>("distrain.optim.step");
   agent.expose<&norms_here>("distrain.optim.norm");
-  agent.expose<&LocalOptimizer::state>("distrain.optim.state");
-  agent.expose<&hold_state_here>("distrain.optim.hold_state");
-  agent.expose<&LocalOptimizer::load_state>("distrain.optim.load_state");
+  agent.expose<&ParameterUpdater::state>("distrain.optim.state");
+  agent.expose<&snapshot_here>("distrain.optim.hold_state");
+  agent.expose<&ParameterUpdater::load_state>("distrain.optim.load_state");
   agent.expose<&leave_here>("distrain.optim.leave");
-  agent.add_layer(optimizers);
-  return optimizers->updates();
+  agent.add_layer(updaters);
+  return updaters->updates();
 }
 
-void keep_optimizers(rpc::Agent& agent) { agent.local<LocalOptimizers>().keep_all(); }
+void keep_updaters(rpc::Agent& agent) { agent.local<UpdaterRegistry>().keep_all(); }
 
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant) {
-  const auto optimizer = agent.local<LocalOptimizers>().find(parameter);
-  if (!optimizer) {
+  const auto updater = agent.local<UpdaterRegistry>().find(parameter);
+  if (!updater) {
     throw base::Exception(base::ErrorKind::kNotFound, "this parameter has no optimizer");
   }
-  return optimizer->progress(participant);
+  return updater->progress(participant);
 }
 
 DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
                                            const std::vector<ParameterGroup>& groups,
                                            double max_norm, Sharing sharing)
     : agent_(agent), sharing_(sharing), max_norm_(max_norm) {
-  std::map<int, Share> by_owner;
-  Share own;
+  std::map<int, OwnerPart> by_owner;
+  OwnerPart own;
   std::vector<rpc::RRef<at::Tensor>> rrefs;  // by index in state(); empty for `own` parameters
   std::vector<at::Tensor> tensors;           // by index in state(); undefined on other ranks
   std::vector<at::Tensor> here;              // the defined tensors
   std::vector<uint64_t> groups_here;         // the groups of `here`
   for (const ParameterGroup& group : groups) {
-    const GroupTerms terms{to_fields(group.options), 0, static_cast<uint64_t>(&group - &groups[0])};
-    from_fields(terms.options);  // checks the options of empty groups, too
-    const auto add = [&](Share& share, const rpc::RRef<at::Tensor>& rref, const at::Tensor& value) {
-      share.add(rrefs.size(), terms);
+    const GroupOptions options{to_fields(group.options), 0,
+                               static_cast<uint64_t>(&group - &groups[0])};
+    from_fields(options.options);  // checks the options of empty groups, too
+    const auto add = [&](OwnerPart& part, const rpc::RRef<at::Tensor>& rref,
+                         const at::Tensor& value) {
+      part.add(rrefs.size(), options);
       rrefs.push_back(rref);
       tensors.push_back(value);
-      if (&share != &own && rref.owner() != agent.rank()) return;
+      if (&part != &own && rref.owner() != agent.rank()) return;
       if (!value.defined()) {
-        base::invalid("a parameter of group " + std::to_string(terms.number) +
+        base::invalid("a parameter of group " + std::to_string(options.number) +
                       " is an undefined tensor");
       }
       here.push_back(value);
-      groups_here.push_back(terms.number);
+      groups_here.push_back(options.number);
     };
     for (const auto& rref : group.shared) {
       const at::Tensor value = rref.is_owner() ? rref.local_value() : at::Tensor();
-      refuse_replica(value, terms.number);
+      refuse_replica(value, options.number);
       add(by_owner[rref.owner()], rref, value);
     }
     for (const at::Tensor& parameter : group.own) add(own, {}, parameter);
@@ -166,28 +170,29 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
   parameters_ = rrefs.size();
   check_each_once(here, [&](size_t i) { return groups_here[i]; });
 
-  auto& local = agent.local<LocalOptimizers>();
-  SharedTerms terms{{}, sharing.mode, sharing.participants, sharing.staleness};
-  for (auto& [owner, share] : by_owner) {
-    terms.groups = std::move(share.groups);
+  auto& updaters = agent.local<UpdaterRegistry>();
+  UpdaterOptions options{{}, sharing.mode, sharing.participants, sharing.staleness};
+  for (auto& [owner, part] : by_owner) {
+    options.groups = std::move(part.groups);
     if (owner == agent.rank()) {
-      shared_ = {local.find_or_make(picked(tensors, share.places), terms), std::move(share.places)};
+      shared_ = {updaters.find_or_make(select(tensors, part.indices), options),
+                 std::move(part.indices)};
       if (sharing.participant != Sharing::kOnlooker) {
-        shared_.optimizer->take_part(sharing.participant,
-                                     rpc::process_number(agent_.rank(), agent_.incarnation()));
+        shared_.updater->take_part(sharing.participant,
+                                   rpc::process_number(agent_.rank(), agent_.incarnation()));
       }
     } else {
-      remote_.push_back(
-          {agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms, sharing.participant),
-           std::move(share.places)});
+      remote_.push_back({agent.rpc_sync<&attach>(owner, select(rrefs, part.indices), options,
+                                                 sharing.participant),
+                         std::move(part.indices)});
     }
   }
-  for (const auto& [owner, share] : by_owner) owners_.insert(owner);
-  if (steps_wait() && sharing.participant != Sharing::kOnlooker) local.note_steps(owners_);
-  if (own.places.empty()) return;
-  own_ = {local.find_or_make(picked(tensors, own.places), SharedTerms{std::move(own.groups)},
-                             LocalOptimizers::Counts::kNo),
-          std::move(own.places)};
+  for (const auto& [owner, part] : by_owner) owners_.insert(owner);
+  if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(owners_);
+  if (own.indices.empty()) return;
+  own_ = {updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
+                                UpdaterRegistry::Counts::kNo),
+          std::move(own.indices)};
 }
 
 int DistributedOptimizer::participant() const {
@@ -201,8 +206,8 @@ bool DistributedOptimizer::steps_wait() const {
 
 // Returns the owner, without a deadline if `waits`. A call that waits for other participants or
 // moves a whole state may take any time; the loss of the owner or of a participant ends it.
-rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
-  rpc::To owner(remote.optimizer.owner());
+rpc::To DistributedOptimizer::owner_of(const RemoteUpdater& remote, bool waits) const {
+  rpc::To owner(remote.updater.owner());
   if (waits) owner.without_deadline();
   return owner;
 }
@@ -210,34 +215,35 @@ rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
 uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // updates are not recorded in the autograd context
-  StepTerms terms{participant(), 1, *lr_factor_, *step_number_};
+  StepOptions options{participant(), 1, *lr_factor_, *step_number_};
   const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
-  terms.scale = scales.shared;
-  if (steps_wait()) agent_.local<LocalOptimizers>().note_steps(owners_);
+  options.scale = scales.shared;
+  if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(owners_);
   std::vector<Step> steps;
-  for (const Remote& remote : remote_) {
-    steps.push_back({"rank " + std::to_string(remote.optimizer.owner()),
-                     agent_.rpc_async<&step_here>(owner_of(remote, steps_wait()), remote.optimizer,
-                                                  contexts, terms)});
+  for (const RemoteUpdater& remote : remote_) {
+    steps.push_back({"rank " + std::to_string(remote.updater.owner()),
+                     agent_.rpc_async<&step_here>(owner_of(remote, steps_wait()), remote.updater,
+                                                  contexts, options)});
   }
   // A local failure becomes a failed future, so that the remote steps are still waited for.
-  const auto step_locally = [&](const Local& local, const StepTerms& how, const char* which) {
-    if (!local.optimizer) return;
+  const auto step_locally = [&](const LocalUpdater& local, const StepOptions& how,
+                                const char* which) {
+    if (!local.updater) return;
     Step& step = steps.emplace_back();
     step.where = "rank " + std::to_string(agent_.rank()) + which;
     try {
-      step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts),
-                                        rpc::process_number(agent_.rank(), agent_.incarnation()));
+      step.done = local.updater->step(how, gradients_of(agent_, *local.updater, contexts),
+                                      rpc::process_number(agent_.rank(), agent_.incarnation()));
     } catch (...) {
       base::Promise<uint64_t> failed;
       failed.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
       step.done = failed.future();
     }
   };
-  step_locally(shared_, terms, "");
-  terms.participant = 0;  // the only participant of `own_`
-  terms.scale = scales.own;
-  step_locally(own_, terms, " (its own)");
+  step_locally(shared_, options, "");
+  options.participant = 0;  // the only participant of `own_`
+  options.scale = scales.own;
+  step_locally(own_, options, " (its own)");
   std::vector<base::Future<uint64_t>> all;
   for (const Step& step : steps) all.push_back(step.done);
   try {
@@ -268,20 +274,20 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
 // Sums in the order of the owners, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
-  const double own =
-      own_.optimizer ? norm_squared(gradients_of(agent_, *own_.optimizer, contexts)) : 0;
-  const NormTerms terms{participant(), own};
+  const double own = own_.updater ? norm_squared(gradients_of(agent_, *own_.updater, contexts)) : 0;
+  const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
   const bool waits = is_sync && sharing_.participants > 1;
   std::map<int, base::Future<Norms>> by_owner;
-  for (const Remote& remote : remote_) {
-    by_owner.emplace(
-        remote.optimizer.owner(),
-        agent_.rpc_async<&norms_here>(owner_of(remote, waits), remote.optimizer, contexts, terms));
+  for (const RemoteUpdater& remote : remote_) {
+    by_owner.emplace(remote.updater.owner(),
+                     agent_.rpc_async<&norms_here>(owner_of(remote, waits), remote.updater,
+                                                   contexts, arguments));
   }
-  if (shared_.optimizer) {
-    by_owner.emplace(agent_.rank(), shared_.optimizer->norms_squared(
-                                        terms, gradients_of(agent_, *shared_.optimizer, contexts)));
+  if (shared_.updater) {
+    by_owner.emplace(agent_.rank(),
+                     shared_.updater->norms_squared(
+                         arguments, gradients_of(agent_, *shared_.updater, contexts)));
   }
   std::vector<base::Future<Norms>> all;
   for (const auto& [owner, norms] : by_owner) all.push_back(norms);
@@ -302,40 +308,39 @@ void DistributedOptimizer::set_lr_factor(double factor) {
 
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
-  for (const Remote& remote : remote_) {
-    put(all, remote.places,
-        agent_.rpc_sync<&LocalOptimizer::state>(owner_of(remote, true), remote.optimizer));
+  for (const RemoteUpdater& remote : remote_) {
+    scatter(all, remote.indices,
+            agent_.rpc_sync<&ParameterUpdater::state>(owner_of(remote, true), remote.updater));
   }
-  for (const Local& local : {shared_, own_}) {
-    if (local.optimizer) put(all, local.places, local.optimizer->state());
+  for (const LocalUpdater& local : {shared_, own_}) {
+    if (local.updater) scatter(all, local.indices, local.updater->state());
   }
   return all;
 }
 
-std::vector<rpc::RRef<NamedState>> DistributedOptimizer::held_state(
+std::vector<rpc::RRef<NamedState>> DistributedOptimizer::snapshot(
     const std::vector<std::string>& names) const {
   std::vector<base::Future<rpc::RRef<NamedState>>> remote;
-  for (const Remote& owner : remote_) {
-    remote.push_back(agent_.rpc_async<&hold_state_here>(owner_of(owner, true), owner.optimizer,
-                                                        picked(names, owner.places)));
+  for (const RemoteUpdater& owner : remote_) {
+    remote.push_back(agent_.rpc_async<&snapshot_here>(owner_of(owner, true), owner.updater,
+                                                      select(names, owner.indices)));
   }
   std::vector<rpc::RRef<NamedState>> held;
-  for (const Local& local : {shared_, own_}) {
-    if (!local.optimizer) continue;
-    held.push_back(
-        agent_.make_rref(flatten(picked(names, local.places), local.optimizer->state())));
+  for (const LocalUpdater& local : {shared_, own_}) {
+    if (!local.updater) continue;
+    held.push_back(agent_.make_rref(flatten(select(names, local.indices), local.updater->state())));
   }
   base::wait_all(remote);
   for (const auto& state : remote) held.push_back(state.wait());
   return held;
 }
 
-std::vector<ParameterState> DistributedOptimizer::local_state() const {
-  return own_.optimizer ? own_.optimizer->state() : std::vector<ParameterState>();
+std::vector<ParameterState> DistributedOptimizer::own_state() const {
+  return own_.updater ? own_.updater->state() : std::vector<ParameterState>();
 }
 
-void DistributedOptimizer::load_local_state(const std::vector<ParameterState>& state) {
-  if (own_.optimizer) own_.optimizer->load_state(state);
+void DistributedOptimizer::load_own_state(const std::vector<ParameterState>& state) {
+  if (own_.updater) own_.updater->load_state(state);
 }
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {
@@ -343,12 +348,12 @@ void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) 
     base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
                    std::to_string(parameters_));
   }
-  for (const Remote& remote : remote_) {
-    agent_.rpc_sync<&LocalOptimizer::load_state>(owner_of(remote, true), remote.optimizer,
-                                                 picked(state, remote.places));
+  for (const RemoteUpdater& remote : remote_) {
+    agent_.rpc_sync<&ParameterUpdater::load_state>(owner_of(remote, true), remote.updater,
+                                                   select(state, remote.indices));
   }
-  for (const Local& local : {shared_, own_}) {
-    if (local.optimizer) local.optimizer->load_state(picked(state, local.places));
+  for (const LocalUpdater& local : {shared_, own_}) {
+    if (local.updater) local.updater->load_state(select(state, local.indices));
   }
 }
 

@@ -14,7 +14,7 @@ Rule make_rule(const RuleText& text) {
   if (!std::isfinite(text.clip) || text.clip < 0) {
     base::invalid("gradients cannot be clipped to a norm of " + std::to_string(text.clip));
   }
-  return {from_fields(fields), Schedule::parse(text.lr_schedule), text.clip};
+  return {from_fields(fields), LearningRateSchedule::parse(text.lr_schedule), text.clip};
 }
 
 }  // namespace distrain::optim

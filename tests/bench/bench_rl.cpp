@@ -9,8 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../cmd/jobs.h"
 #include "distrain/net/socket.h"
-#include "distrain/scenario/rl.h"
 
 using namespace distrain;
 using job::Json;
@@ -31,7 +31,7 @@ job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& soc
   job.started = std::chrono::steady_clock::now();
   if (rank == 0) job.listen_fd = socket.release();
   SilentSink sink;
-  return scenario::rl_job().run(options, job, sink);
+  return cmd::rl_job().run(options, job, sink);
 }
 
 // Each rank is a process, as in a launched job; this process is the agent.

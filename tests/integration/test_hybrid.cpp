@@ -40,7 +40,7 @@ TEST_CASE("sync training equals the one-process run in every parameter") {
   CAPTURE(options.trainers, options.optimizer);
   const Trained trained = train_hybrid(Place::kRanks, options);
   check_as_local(trained, options);
-  const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
+  const int ps = cmd::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50);
 }
 
@@ -49,7 +49,7 @@ TEST_CASE("async training applies one update for each trainer and step") {
   options.epochs = 5;
   options.trainers = GENERATE(1, 2, 4);
   const Trained trained = train_hybrid(Place::kRanks, options);
-  const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
+  const int ps = cmd::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
   // Rank 0 has the results of the other ranks.
@@ -80,7 +80,7 @@ TEST_CASE("training on a file equals the one-process run and is evaluated on the
 }
 
 TEST_CASE("a hybrid job evaluates one set after each epoch and another at the end") {
-  const data::Folder folder;
+  const testing::Folder folder;
   HybridOptions options;
   options.data = folder.write("examples", make_examples(60));
   options.valid_data = folder.write("valid", make_examples(21));

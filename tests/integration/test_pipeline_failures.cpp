@@ -2,15 +2,15 @@
 // Tests a stage that throws: all micro-batches get its error.
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/stage.h"
 #include "distrain/autograd/context.h"
 #include "distrain/job/job.h"
+#include "scenario/pipeline/stage.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
-using models::cut_resnet;
+using scenario::cut_resnet;
 using testing::Cluster;
 using testing::error_of;
 

@@ -5,14 +5,14 @@
 
 #include <ATen/ATen.h>
 
-#include "distrain/data/stored_tensors.h"
-#include "distrain/models/resnet.h"
+#include "distrain/store/stored_tensors.h"
+#include "scenario/pipeline/resnet.h"
 #include "support/catch.h"
 
 namespace distrain::oracle {
 
-using data::NamedTensors;
-using models::ResNetStage;
+using rpc::NamedTensors;
+using scenario::ResNetStage;
 
 inline void check_near(const at::Tensor& actual, const at::Tensor& expected, double tolerance) {
   REQUIRE(actual.sizes() == expected.sizes());

@@ -69,7 +69,7 @@ TEST_CASE("our ResNets match the recorded values of torchvision's") {
   for (const RecordedResNet& recorded : kRecordedResNets) {
     const std::string model = recorded.model;
     CAPTURE(model);
-    ResNetStage net(model, 10, models::whole_resnet(model), 1);
+    ResNetStage net(model, 10, scenario::whole_resnet(model), 1);
     CHECK(net.parameters().size() == recorded.parameters);
     CHECK(hash_of(net.parameters()) == recorded.parameters_hash);
     CHECK(net.buffers().size() == recorded.buffers);

@@ -10,11 +10,11 @@ namespace distrain::oracle {
 TEST_CASE("our ResNet50 equals torchvision's with torchvision's random weights", "[.torchvision]") {
   const char* folder = std::getenv("DISTRAIN_TORCHVISION");
   REQUIRE(folder);
-  const NamedTensors weights = data::read_tensors(std::string(folder) + "/weights.safetensors");
-  const NamedTensors expected = data::read_tensors(std::string(folder) + "/pass.safetensors");
-  models::check_weights("resnet50", 1000, weights);
+  const NamedTensors weights = store::read_tensors(std::string(folder) + "/weights.safetensors");
+  const NamedTensors expected = store::read_tensors(std::string(folder) + "/pass.safetensors");
+  scenario::check_weights("resnet50", 1000, weights);
   std::vector<ResNetStage> stages;
-  for (const auto& blocks : models::cut_resnet("resnet50", 3, {}, 1000, 96)) {
+  for (const auto& blocks : scenario::cut_resnet("resnet50", 3, {}, 1000, 96)) {
     stages.emplace_back("resnet50", 1000, blocks, 1).load(weights);
   }
   const auto forward = [&](at::Tensor x, bool training = true) {

@@ -1,4 +1,4 @@
-"""Prints tests/unit/data/cart_pole_trajectories.h: episodes of Gymnasium's CartPole-v1."""
+"""Prints tests/unit/scenario/cart_pole_trajectories.h: episodes of Gymnasium's CartPole-v1."""
 import gymnasium
 import numpy as np
 

@@ -6,9 +6,9 @@
 
 #include <ATen/ATen.h>
 
-#include "distrain/models/conv_net.h"
-#include "distrain/models/language_model.h"
-#include "distrain/models/resnet.h"
+#include "scenario/pipeline/resnet.h"
+#include "scenario/ps/conv_net.h"
+#include "scenario/rnn/lstm.h"
 
 namespace distrain::testing {
 
@@ -67,13 +67,13 @@ inline Net perceptron() {
 
 /// Returns the net of the ps job.
 inline Net conv_net() {
-  const models::ConvNet model(1);
+  const scenario::ConvNet model(1);
   return {"conv net",
           model.parameters(),
           {at::randn({4, 1, 28, 28}), classes(4, 10)},
           {},
           [](const Tensors& p, const Tensors& batch, const Tensors&) {
-            return at::nll_loss(models::ConvNet::forward(p, batch[0], nn::Dropout()), batch[1]);
+            return at::nll_loss(scenario::ConvNet::forward(p, batch[0], nn::Dropout()), batch[1]);
           }};
 }
 
@@ -113,7 +113,7 @@ inline Net language_model(bool sparse = true) {
       x = std::get<0>(
           at::lstm(x, {zero, zero}, Tensors(first, first + 4), true, 1, 0.0, true, false, false));
     }
-    return models::Decoder::loss_of(p[9], p[10], x.reshape({18, hidden}), batch[1]);
+    return scenario::Decoder::loss_of(p[9], p[10], x.reshape({18, hidden}), batch[1]);
   };
   return net;
 }
@@ -139,7 +139,7 @@ inline Net residual_net() {
   }
   net.loss = [](const Tensors& p, const Tensors& batch, const Tensors& state) {
     const auto layer = [&](size_t i, int64_t stride) {
-      models::ConvNorm norm;
+      scenario::ConvNorm norm;
       norm.kernel = p[i].size(2);
       norm.stride = stride;
       norm.weight = p[i];
@@ -152,7 +152,7 @@ inline Net residual_net() {
     };
     at::Tensor x = batch[0].contiguous(at::MemoryFormat::ChannelsLast);
     x = at::max_pool2d(layer(0, 2).forward(x, true).relu_(), {3, 3}, {2, 2}, {1, 1});
-    const models::ResidualBlock block{{layer(1, 2), layer(2, 1)}, layer(3, 2)};
+    const scenario::ResidualBlock block{{layer(1, 2), layer(2, 1)}, layer(3, 2)};
     x = at::adaptive_avg_pool2d(block.forward(x, true), {1, 1}).flatten(1);
     return at::cross_entropy_loss(at::linear(x, p[4], p[5]), batch[1]);
   };

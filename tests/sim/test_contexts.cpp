@@ -111,11 +111,12 @@ TEST_CASE("ranks on the second device create no context on the first") {
           cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
       collective::ReduceGroup& reduce = *made;
       const at::Tensor tensor = at::ones({10}, at::TensorOptions(sim(1)));
-      reduce.start(tensor)->wait();
+      reduce.average_async(tensor)->wait();
       RANK_CHECK(tensor.sum().item<float>() == 10);
       if (rank == 0) nccl.fail_call(0);
-      error_of([&] { reduce.start(tensor)->wait(); });  // rank 0 aborts, and rank 1 is notified
-      error_of([&] { reduce.start(tensor)->wait(); });
+      error_of(
+          [&] { reduce.average_async(tensor)->wait(); });  // rank 0 aborts, and rank 1 is notified
+      error_of([&] { reduce.average_async(tensor)->wait(); });
     });
   }
   CHECK(sim_contexts(0) == "");

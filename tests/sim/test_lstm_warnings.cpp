@@ -2,7 +2,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include "distrain/models/language_model.h"
+#include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
 
@@ -31,8 +31,8 @@ std::unique_ptr<at::ObserverContext> warn(const at::RecordFunction& function) {
 
 TEST_CASE("an LSTM on a device suppresses only one warning") {
   const c10::Device device = GENERATE(sim(), c10::Device(c10::kCPU));
-  models::Lstm lstm(3, 4, 1, 0.0, 1, device);
-  models::LstmState state = lstm->zero_state(2);
+  scenario::Lstm lstm(3, 4, 1, 0.0, 1, device);
+  scenario::LstmState state = lstm->zero_state(2);
   nn::Dropout none;
   Collector collector;
   {

@@ -30,7 +30,7 @@ bool holds(const at::Tensor& tensor, double value) { return tensor.eq(value).all
 // Runs one operation that must succeed.
 void check_mean(ReduceGroup& reduce) {
   const at::Tensor x = filled(reduce.rank(), sim(reduce.rank()));
-  reduce.start(x)->wait();
+  reduce.average_async(x)->wait();
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
 }
 
@@ -64,8 +64,8 @@ struct Pair {
   at::Tensor begin_and_stall() {
     nccl.stall(1, true);
     const at::Tensor x = filled(5, sim(0));
-    const auto other = groups[1]->start(filled(1, sim(1)));
-    work = groups[0]->start(x);
+    const auto other = groups[1]->average_async(filled(1, sim(1)));
+    work = groups[0]->average_async(x);
     other->wait();
     work->wait();
     nccl.stall(1, false);
@@ -73,7 +73,7 @@ struct Pair {
   }
 
   base::Error next_error(int rank) {
-    return thrown_by([&] { groups[rank]->start(filled(0, sim(rank)))->wait(); });
+    return thrown_by([&] { groups[rank]->average_async(filled(0, sim(rank)))->wait(); });
   }
 
   FakeNccl nccl;
@@ -100,7 +100,8 @@ TEST_CASE("NCCL reduces device tensors and the Backend CPU tensors, in one order
       const at::Tensor c = filled(rank + 1, sim(3));  // a second device
       const at::Tensor d = filled(rank, at::kCPU);
       const std::vector<ReduceGroup::WorkPtr> works = {
-          reduce.start(a), reduce.start(b), reduce.broadcast(c, size - 1), reduce.broadcast(d, 0)};
+          reduce.average_async(a), reduce.average_async(b), reduce.broadcast(c, size - 1),
+          reduce.broadcast(d, 0)};
       for (const auto& work : works) work->wait();
       RANK_CHECK(holds(a * 2, size - 1 + 2 * round));
       RANK_CHECK(holds(b * 2, size - 1));
@@ -125,7 +126,7 @@ TEST_CASE("NCCL's stream is in order with the streams of the caller and of the w
       {
         const c10::StreamGuard guard(rpc::side_stream(device));
         x = filled(1, device) * double(rank + round);
-        work = reduce.start(x);
+        work = reduce.average_async(x);
       }
       const c10::Stream read_in = rpc::side_stream(device);
       const c10::StreamGuard guard(read_in);
@@ -150,13 +151,13 @@ TEST_CASE("memory that NCCL still uses is not reused") {
       {
         // No thread waits for this operation.
         const at::Tensor dropped = filled(rank, device);
-        reduce.start(dropped);
+        reduce.average_async(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
       // Another value on each rank, because NCCL's work may use it by mistake.
       const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
-      reduce.start(kept)->wait();  // runs NCCL's stream
+      reduce.average_async(kept)->wait();  // runs NCCL's stream
       RANK_CHECK(holds(kept * 2, 1));
       RANK_CHECK(holds(next, 7 + rank));
     }
@@ -216,11 +217,11 @@ TEST_CASE("after a refusal names its rank, earlier operations complete and new o
     collective::ReduceGroup& reduce = *made;
     for (int round = 0; round < 5; ++round) {
       const at::Tensor before = filled(rank, sim(rank));
-      const auto work = reduce.start(before);
+      const auto work = reduce.average_async(before);
       if (rank == 1) {
         reduce.refuse(2, {ErrorKind::kBadData, "the file ends here", 1, {}});
       } else {
-        const auto first = reduce.start(filled(rank, sim(rank)));
+        const auto first = reduce.average_async(filled(rank, sim(rank)));
         const auto second = reduce.broadcast(filled(rank, sim(rank)), 0);
         for (const auto& refused : {first, second}) {
           const base::Error error = thrown_by([&] { refused->wait(); });
@@ -254,9 +255,10 @@ TEST_CASE("ranks that call different operations get an error before NCCL starts"
       RANK_CHECK(contains(error.message, rank ? mine : theirs));
       check_mean(reduce);
     };
-    fails(reduce.start(filled(0, device, 10 + rank)), "mean of 40 bytes", "mean of 44 bytes");
+    fails(reduce.average_async(filled(0, device, 10 + rank)), "mean of 40 bytes",
+          "mean of 44 bytes");
     fails(reduce.broadcast(filled(0, device), rank), "broadcast(root 0)", "broadcast(root 1)");
-    fails(reduce.start(filled(0, rank ? sim(3) : device)), "number 1", "number 2");
+    fails(reduce.average_async(filled(0, rank ? sim(3) : device)), "number 1", "number 2");
   });
 }
 
@@ -316,7 +318,7 @@ TEST_CASE("a failure is reported even if its communicators have been replaced") 
     } else {
       RANK_CHECK(pair.next_error(0).kind == ErrorKind::kBadData);
     }
-    pair.groups[rank]->start(filled(rank, sim(rank)))->wait();
+    pair.groups[rank]->average_async(filled(rank, sim(rank)))->wait();
   });
   CHECK(pair.nccl.made() == 4);
   pair.nccl.set_failure(0, "remote process exited");
@@ -332,8 +334,8 @@ TEST_CASE("the lost rank is named instead of NCCL's error") {
   const bool in_the_call = GENERATE(false, true);
   if (in_the_call) {
     pair.nccl.fail_call(0);
-    const auto other = pair.groups[1]->start(filled(1, sim(1)));
-    pair.work = pair.groups[0]->start(filled(1, sim(0)));
+    const auto other = pair.groups[1]->average_async(filled(1, sim(1)));
+    pair.work = pair.groups[0]->average_async(filled(1, sim(0)));
     other->wait();
     pair.group.network.kill(1);
     const base::Error error = thrown_by([&] { pair.work->wait(); });
@@ -354,7 +356,7 @@ TEST_CASE("the lost rank is named instead of NCCL's error") {
 TEST_CASE("a call that NCCL refuses is reported with its rank and operation") {
   Pair pair;
   pair.nccl.fail_call(0);
-  const auto other = pair.groups[1]->start(filled(1, sim(1)));
+  const auto other = pair.groups[1]->average_async(filled(1, sim(1)));
   const base::Error error = pair.next_error(0);
   CHECK(error.kind == ErrorKind::kResources);
   CHECK(error.message == "the fake call failed");
@@ -453,7 +455,7 @@ TEST_CASE("a communicator that cannot connect fails") {
     functions.join_timeout = killed ? 2 * kGroupLimit : milliseconds(50);
     const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], functions);
     collective::ReduceGroup& reduce = *made;
-    const auto work = reduce.start(filled(0, sim(rank)));
+    const auto work = reduce.average_async(filled(0, sim(rank)));
     if (killed) {
       RANK_CHECK(comes([&] { return nccl.joining() == 2; }));
       if (rank == 1) {

@@ -2,7 +2,7 @@
 // Tests that a failure of a device is a `resources` error and names the rank.
 #include <c10/util/Exception.h>
 
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "support/cluster.h"
 #include "support/scenario_job.h"
@@ -66,12 +66,12 @@ TEST_CASE("an error of an accelerator's runtime is a resources error") {
 
 TEST_CASE("any error while devices are looked for names the rank once") {
   const auto choose = []() -> std::vector<c10::Device> { report_failure(); };
-  const base::Error error = error_of([&] { cuda::naming_rank(12, "trainer11", choose); });
+  const base::Error error = error_of([&] { job::naming_rank(12, "trainer11", choose); });
   CHECK(error.rank == 12);
   CHECK(error.message == "rank 12 (trainer11): CUDA error: all devices are busy");
-  CHECK(cuda::error_of_rank(error, 12, "trainer11").message == error.message);
-  CHECK(cuda::error_of_rank(error, 12, "").message == error.message);
-  CHECK(cuda::error_of_rank(error, 1, "ps").message == "rank 1 (ps): " + error.message);
-  CHECK(cuda::error_of_rank({base::ErrorKind::kResources, "no disk", -1, {}}, 1, "").message ==
+  CHECK(job::error_of_rank(error, 12, "trainer11").message == error.message);
+  CHECK(job::error_of_rank(error, 12, "").message == error.message);
+  CHECK(job::error_of_rank(error, 1, "ps").message == "rank 1 (ps): " + error.message);
+  CHECK(job::error_of_rank({base::ErrorKind::kResources, "no disk", -1, {}}, 1, "").message ==
         "rank 1: no disk");
 }

@@ -2,8 +2,8 @@
 // Tests the end of a pipeline's batch on devices, and the reported times.
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/stage.h"
 #include "distrain/rpc/device.h"
+#include "scenario/pipeline/stage.h"
 #include "support/cluster.h"
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
@@ -49,7 +49,7 @@ TEST_CASE("a stage's batch ends when its device has done all work") {
   });
   {
     const autograd::Context whole(cluster[0]);
-    const auto blocks = models::whole_resnet("resnet18");
+    const auto blocks = scenario::whole_resnet("resnet18");
     const rpc::RRef<PipelineStage> stage = cluster[0].remote_new<PipelineStage>(
         1, "resnet18", 10, 33, blocks.first, blocks.last, 1, cluster[0].device_of(1));
     stage.rpc_sync<&PipelineStage::begin_batch>(std::vector<nn::PipelineStep>{}, 2);

@@ -11,11 +11,11 @@
 #include <torch/nn/modules/linear.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/models/embedding_table.h"
-#include "distrain/models/language_model.h"
 #include "distrain/nn/module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/device.h"
+#include "scenario/hybrid/embedding_table.h"
+#include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/test_device.h"
@@ -81,7 +81,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   const at::Tensor x = at::rand({5, 4});
   const at::Tensor input = x.to(agent.device());
 
-  const auto check = [&](const Context& context, const nn::NamedTensors& values) {
+  const auto check = [&](const Context& context, const rpc::NamedTensors& values) {
     Shifted oracle;
     {
       const at::NoGradGuard no_grad;
@@ -98,7 +98,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   };
   for (int round = 0; round < 5; ++round) {
     CAPTURE(round);
-    nn::NamedTensors before = net.state();
+    rpc::NamedTensors before = net.state();
     if (round == 3) {
       before.at("shift") = before.at("shift") * -2;
       net.load_state(before);
@@ -198,11 +198,11 @@ TEST_CASE("a row index out of the range of a table on a device is reported to th
               .item<bool>());
   }
   cluster.shutdown();
-  const models::EmbeddingTable table(10, 3, 0, 1, test_device(1).str());
+  const scenario::EmbeddingTable table(10, 3, 0, 1, test_device(1).str());
   const at::Tensor bag = at::zeros({1}, at::kLong);
   CHECK_THROWS_WITH(table.lookup(at::full({2}, 10, at::kLong), bag),
                     Catch::Contains("index 10 is out of range, the table has 10 rows"));
-  const models::WordEmbedding words(10, 3, 1, test_device(1));
+  const scenario::WordEmbedding words(10, 3, 1, test_device(1));
   CHECK_THROWS_WITH(words.lookup(at::full({2}, 12, at::kLong)),
                     Catch::Contains("index 12 is out of range, the table has 10 rows"));
   CHECK(words.lookup(bag).isfinite().all().item<bool>());

@@ -264,7 +264,7 @@ TEST_CASE("the state is that of the last step, on whatever streams it is read an
                                         optim::Rule{Sgd{.lr = 0.1, .momentum = 1}, {}, 0});
   const auto momentum = [&] {
     const c10::StreamGuard guard(rpc::side_stream(device));
-    return optimizer.local_state().at(0).begin()->second;
+    return optimizer.own_state().at(0).begin()->second;
   };
   for (int step = 1; step <= 10; ++step) {
     autograd::Context context(cluster[0]);
@@ -282,11 +282,11 @@ TEST_CASE("the state is that of the last step, on whatever streams it is read an
       autograd::backward(context, {parameter.sum()});
       optimizer.step(context);
     }
-    auto state = optimizer.local_state();
+    auto state = optimizer.own_state();
     state.at(0).begin()->second.fill_(7);
     {
       const c10::StreamGuard guard(rpc::side_stream(device));
-      optimizer.load_local_state(state);
+      optimizer.load_own_state(state);
     }
     CHECK(at::equal(momentum(), at::full({100}, 7.0)));
   }

@@ -38,7 +38,7 @@ TEST_CASE("many concurrent means of device tensors are right") {
       std::vector<ReduceGroup::WorkPtr> works;
       for (int i = 0; i < 4; ++i) {
         tensors.push_back(values(rank, count, device) + double(i + round));
-        works.push_back(reduce.start(tensors.back()));
+        works.push_back(reduce.average_async(tensors.back()));
       }
       for (int i = 0; i < 4; ++i) {
         works[size_t(i)]->wait();
@@ -78,17 +78,18 @@ TEST_CASE("CPU tensors, device tensors and refusals keep their order") {
       const at::Tensor a = values(rank, 100, sim());
       const at::Tensor b = values(rank, 30, at::kCPU);
       const at::Tensor c = values(rank, 40, at::kCPU);
-      const auto first = reduce.start(a);
-      const auto second = reduce.start(b);
+      const auto first = reduce.average_async(a);
+      const auto second = reduce.average_async(b);
       const auto third = reduce.broadcast(c, 1);
       std::vector<ReduceGroup::WorkPtr> refused;
       if (rank == 1) {
         reduce.refuse(2, {ErrorKind::kBadData, "no more", 1, {}});
       } else {
-        refused = {reduce.start(values(rank, 10, sim())), reduce.start(values(rank, 10, at::kCPU))};
+        refused = {reduce.average_async(values(rank, 10, sim())),
+                   reduce.average_async(values(rank, 10, at::kCPU))};
       }
       const at::Tensor d = values(rank, 20, sim());
-      const auto last = reduce.start(d);
+      const auto last = reduce.average_async(d);
       for (const auto& work : {first, second, third, last}) work->wait();
       for (const auto& work : refused) {
         const base::Error error = thrown_by([&] { work->wait(); });
@@ -116,7 +117,7 @@ TEST_CASE("a reduction waits for the caller's stream, and the waiter's stream fo
       {
         const c10::StreamGuard guard(made_in);
         x = at::ones({1000}, at::TensorOptions(device)) * double(rank + round);
-        work = reduce.start(x);
+        work = reduce.average_async(x);
       }
       const c10::StreamGuard guard(read_in);
       work->wait();
@@ -150,7 +151,7 @@ TEST_CASE("pinned memory is kept until the copy back has been made") {
     std::vector<at::Tensor> tensors;
     for (int i = 0; i < 10; ++i) {
       tensors.push_back(values(rank, 100, sim(rank)) + double(i));
-      reduce->start(tensors.back())->wait();
+      reduce->average_async(tensors.back())->wait();
       if (!one_group) {
         reduce.reset();
         reduce = std::make_unique<StagedReduceGroup>(group.backends[size_t(rank)]);
@@ -168,7 +169,7 @@ TEST_CASE("the destructor of a group waits until its copies back are made") {
   TestGroup group(1, {.timeout = kStagedLimit});
   auto reduce = std::make_unique<StagedReduceGroup>(group.backends[0]);
   const at::Tensor x = values(0, 100, sim(0));
-  reduce->start(x)->wait();
+  reduce->average_async(x)->wait();
   const int64_t waits = sim_counters().host_waits;
   reduce.reset();
   CHECK(sim_counters().host_waits == waits + 1);
@@ -191,7 +192,7 @@ TEST_CASE("a tensor's memory is not reused before its copy back has been made") 
         ReduceGroup::WorkPtr work;
         {
           const c10::StreamGuard guard(made_in);
-          work = reduce.start(x);
+          work = reduce.average_async(x);
         }
         const c10::StreamGuard guard(waits);
         work->wait();
@@ -210,8 +211,8 @@ TEST_CASE("wait() throws for a lost rank and at a deadline") {
   TestGroup group(2, {.timeout = killed ? kStagedLimit : std::chrono::milliseconds(50)});
   StagedReduceGroup reduce(group.backends[0]);
   const at::Tensor x = values(0, 100, sim());
-  const auto first = reduce.start(x);
-  const auto second = reduce.start(x);
+  const auto first = reduce.average_async(x);
+  const auto second = reduce.average_async(x);
   if (killed) group.network.kill(1);
   for (const auto& work : {first, second}) {
     const base::Error error = thrown_by([&] { work->wait(); });
@@ -228,14 +229,14 @@ TEST_CASE("an operation without a waiter completes, too") {
       StagedReduceGroup reduce(group.backends[size_t(rank)]);
       for (int i = 0; i < 5; ++i) {
         if (rank == 0) {
-          reduce.start(values(rank, 100, sim()));
+          reduce.average_async(values(rank, 100, sim()));
         } else {
-          reduce.start(values(rank, 100, sim()))->wait();
+          reduce.average_async(values(rank, 100, sim()))->wait();
         }
       }
     }
     StagedReduceGroup next(group.backends[size_t(rank)]);
-    next.start(kept)->wait();
+    next.average_async(kept)->wait();
     RANK_CHECK(at::equal(kept.cpu(), at::arange(100, at::kFloat) * 1.5));
   });
 }

@@ -22,8 +22,10 @@ class FailsOnTheDevice final : public collective::ReduceGroup {
   int rank() const override { return 0; }
   int size() const override { return 1; }
   int world_rank(int rank) const override { return rank; }
-  std::shared_ptr<ReduceGroup> fork() override { return nullptr; }
-  WorkPtr start(const at::Tensor&, const collective::PassNumber&) override { return nullptr; }
+  std::shared_ptr<ReduceGroup> duplicate() override { return nullptr; }
+  WorkPtr average_async(const at::Tensor&, const collective::PassNumber&) override {
+    return nullptr;
+  }
   WorkPtr broadcast(const at::Tensor&, int) override { return nullptr; }
   void refuse(int, const base::Error&) override {}
   std::optional<base::Error> failure() const override {

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "distrain/base/random.h"
-#include "distrain/scenario/pipeline.h"
-#include "unit/data/files.h"
+#include "scenario/pipeline/options.h"
+#include "support/files.h"
 
 namespace distrain::testing {
 
@@ -21,7 +21,8 @@ inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
 }
 
 /// Writes IDX files of 28 × 28 images in ten classes, which differ in the place of a bright bar.
-inline void write_images(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
+inline void write_images(const testing::Folder& folder, int64_t train, int64_t test,
+                         uint64_t seed) {
   base::Random random({seed});
   const auto write_set = [&](const std::string& name, int64_t count) {
     std::string pixels, labels;
@@ -41,7 +42,8 @@ inline void write_images(const data::Folder& folder, int64_t train, int64_t test
 }
 
 /// Writes images in CIFAR-10's binary format in two classes, with more red or more blue.
-inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
+inline void write_cifar10(const testing::Folder& folder, int64_t train, int64_t test,
+                          uint64_t seed) {
   base::Random random({seed});
   const auto write_file = [&](const std::string& name, int64_t count) {
     std::string text;

@@ -15,27 +15,23 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
-#include "distrain/app/program.h"
+#include "../cmd/jobs.h"
+#include "../src/app/program.h"
 #include "distrain/base/error.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/net/socket.h"
-#include "distrain/scenario/hybrid.h"
-#include "distrain/scenario/pipeline.h"
-#include "distrain/scenario/ps.h"
-#include "distrain/scenario/rl.h"
-#include "distrain/scenario/rnn.h"
 #include "support/catch.h"
 #include "support/event_check.h"
-#include "unit/data/files.h"
+#include "support/files.h"
 
 namespace distrain::testing {
 
-using data::Folder;
-using data::NamedTensors;
 using job::Job;
 using job::Json;
 using job::Outcome;
 using job::Snapshot;
+using rpc::NamedTensors;
+using testing::Folder;
 
 enum class Place { kRanks, kLocal };
 
@@ -112,11 +108,11 @@ class Listener final : public job::EventSink {
   const std::function<void(int)> placed_;
 };
 
-inline const auto& job_of(const scenario::HybridOptions&) { return scenario::hybrid_job(); }
-inline const auto& job_of(const scenario::PsOptions&) { return scenario::ps_job(); }
-inline const auto& job_of(const scenario::RnnOptions&) { return scenario::rnn_job(); }
-inline const auto& job_of(const scenario::PipelineOptions&) { return scenario::pipeline_job(); }
-inline const auto& job_of(const scenario::RlOptions&) { return scenario::rl_job(); }
+inline const auto& job_of(const scenario::HybridOptions&) { return cmd::hybrid_job(); }
+inline const auto& job_of(const scenario::PsOptions&) { return cmd::ps_job(); }
+inline const auto& job_of(const scenario::RnnOptions&) { return cmd::rnn_job(); }
+inline const auto& job_of(const scenario::PipelineOptions&) { return cmd::pipeline_job(); }
+inline const auto& job_of(const scenario::RlOptions&) { return cmd::rl_job(); }
 
 /// Returns the events that the job may print.
 template <class Options>

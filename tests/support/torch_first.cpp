@@ -2,8 +2,8 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#include "../../cmd/jobs.h"
 #include "distrain/app/main.h"
-#include "jobs.h"
 
 int main(int argc, char** argv) {
   at::set_num_threads(2);  // even on one core

@@ -99,10 +99,10 @@ class VersionKeeper {
   virtual ~VersionKeeper() = default;
   /// Releases the storage of the versions that no pass uses. Called while the parameters are locked
   /// for an update.
-  virtual void let_go() = 0;
+  virtual void release_versions() = 0;
 };
 
-/// Registers `keeper`: let_go() is called before each update as long as the object lives.
+/// Registers `keeper`: release_versions() is called before each update as long as the object lives.
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper);
 
 /// Locks the agent's parameters for writing while it lives.

@@ -27,4 +27,7 @@ std::vector<std::string_view> split(std::string_view text, char by);
 std::optional<std::string> did_you_mean(std::string_view word,
                                         const std::vector<std::string>& candidates);
 
+/// Returns `text` for a message: in quotes, on one line, truncated to about 40 characters.
+std::string in_quotes(std::string_view text);
+
 }  // namespace distrain::base

@@ -34,7 +34,7 @@ struct BackendSettings {
 };
 
 /// The place of an operation in the order of calls.
-struct OperationTerms {
+struct OperationOptions {
   uint32_t sequence = 0;
   PassNumber pass = {};  ///< must agree on all ranks
 };
@@ -53,7 +53,6 @@ struct OperationTerms {
 class Backend final : public c10d::Backend {
  public:
   using Settings = BackendSettings;
-  using Terms = OperationTerms;
 
   /// `channel` and `executor` must outlive this object. Throws `invalid` if `group` lists an
   /// unknown rank, a rank twice, or not this rank.
@@ -69,10 +68,12 @@ class Backend final : public c10d::Backend {
   uint32_t new_sequence();
 
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
-                    std::chrono::milliseconds timeout = kDefault, const Terms& terms = {});
+                    std::chrono::milliseconds timeout = kDefault,
+                    const OperationOptions& options = {});
   /// `root` is a rank within the group.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
-                    std::chrono::milliseconds timeout = kDefault, const Terms& terms = {});
+                    std::chrono::milliseconds timeout = kDefault,
+                    const OperationOptions& options = {});
   /// `outputs[i]`, of the size and dtype of `input`, receives the input of group rank i.
   Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
                     std::chrono::milliseconds timeout = kDefault);

@@ -41,11 +41,12 @@ class ReduceGroup {
 
   /// Returns a group of the same ranks whose operations have an order of their own, or null if the
   /// group supports one order only. All ranks call it in the same order.
-  virtual std::shared_ptr<ReduceGroup> fork() = 0;
+  virtual std::shared_ptr<ReduceGroup> duplicate() = 0;
 
-  /// Replaces `bucket` by its mean over the ranks; fails with `invalid` if their passes disagree.
-  virtual WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) = 0;
-  WorkPtr start(const at::Tensor& bucket) { return start(bucket, PassNumber{}); }
+  /// Starts to replace `bucket` by its mean over the ranks. The operation fails with `invalid` if
+  /// their passes disagree.
+  virtual WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) = 0;
+  WorkPtr average_async(const at::Tensor& bucket) { return average_async(bucket, PassNumber{}); }
   /// `root` is a rank within the group.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
   /// Refuses the next `count` operations: they fail with `error` on the other ranks.

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "distrain/collective/backend.h"
-#include "distrain/collective/backend_line.h"
+#include "distrain/collective/backend_queue.h"
 #include "distrain/collective/reduce_group.h"
 
 namespace distrain::collective {
@@ -24,9 +24,9 @@ class StagedReduceGroup final : public ReduceGroup {
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
   int world_rank(int rank) const override { return backend_->world_rank(rank); }
-  std::shared_ptr<ReduceGroup> fork() override;
-  using ReduceGroup::start;
-  WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) override;
+  std::shared_ptr<ReduceGroup> duplicate() override;
+  using ReduceGroup::average_async;
+  WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
   /// Always empty, because wait() throws all failures.
@@ -34,12 +34,12 @@ class StagedReduceGroup final : public ReduceGroup {
 
  private:
   class HostBuffers;
-  class Staged;
+  class StagedWork;
 
   const c10::intrusive_ptr<Backend> backend_;
   const uint32_t sequence_;
   const std::shared_ptr<HostBuffers> buffers_;
-  BackendLine line_;
+  BackendQueue queue_;
 };
 
 }  // namespace distrain::collective

@@ -80,7 +80,8 @@ class Reducer {
   /// leaves out a forward and its backward is detected, too. Thread-safe.
   void set_step(uint64_t step);
 
-  /// Returns a fork of the constructor's group, or that group itself if it cannot fork.
+  /// Returns a duplicate of the constructor's group, or that group itself if it has only one order
+  /// of operations.
   collective::ReduceGroup& group() const;
 
   /// Also reduces the gradients of another engine's pass. All ranks call it before the pass.

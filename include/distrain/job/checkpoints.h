@@ -14,9 +14,9 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/future.h"
-#include "distrain/data/checkpoint_store.h"
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/job.h"
+#include "distrain/rpc/named_tensors.h"
+#include "distrain/store/checkpoint_store.h"
 
 namespace distrain::job {
 
@@ -42,7 +42,7 @@ inline constexpr const char* kTrainAnew =
 /// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
 struct Snapshot {
   int64_t step = 0;
-  std::map<std::string, data::NamedTensors> files;
+  std::map<std::string, rpc::NamedTensors> files;
   /// Names of the trained tensors, by file. A save fails if one of these tensors is not finite.
   std::map<std::string, std::set<std::string>> trained;
   Json state = Json::object();
@@ -61,7 +61,7 @@ struct Snapshot {
   /// What all trainers agreed upon under this name; refuses if there was no such thing.
   std::string agreed(const std::string& name) const;
   /// The tensors of `file`; refuses if there are none.
-  const data::NamedTensors& file(const std::string& name) const;
+  const rpc::NamedTensors& file(const std::string& name) const;
   /// A list that part_of_words() has kept; refuses if there is none.
   std::vector<std::string> words(const std::string& list) const;
 };
@@ -116,7 +116,7 @@ class Checkpoints {
   const Failed failed_;
   const std::function<bool()> before_save_;  // to try out a slow one; may be empty
   const c10::Device device_;                 // of this rank
-  std::unique_ptr<data::CheckpointStore> store_;
+  std::unique_ptr<store::CheckpointStore> store_;
   bool in_first_save_ = false;  // of the thread that saves
   std::thread thread_;          // of the last save; its end is waited for by the next one
 

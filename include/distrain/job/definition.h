@@ -9,14 +9,14 @@
 #include <variant>
 #include <vector>
 
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
-#include "distrain/job/local_training.h"
 #include "distrain/job/option_list.h"
 #include "distrain/job/options.h"
 #include "distrain/job/predictions.h"
 #include "distrain/job/rank.h"
+#include "distrain/job/single_process_training.h"
 #include "distrain/nn/remote_module.h"
 
 namespace distrain::job {
@@ -55,7 +55,7 @@ struct JobInfo {
   OptionTable table;
   /// Changes rows of the whole table, including options that every job has; may be empty.
   std::function<void(OptionTable&)> change;
-  std::vector<cuda::DeviceRole> roles;
+  std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option that sets the number of ranks of one role
   int fixed_ranks = 0;       ///< the number of ranks of all other roles
   bool has_local = false;
@@ -112,7 +112,7 @@ struct RankBody {
 };
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
-                  const RankBody::Known& known, const std::function<void(Local&)>& run);
+                  const RankBody::Known& known, const std::function<void(SingleProcess&)>& run);
 
 /// Returns the options of `values` that checkpoints store, and those that must agree.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
@@ -128,7 +128,7 @@ class Definition final : public AnyDefinition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
-  using Use = cuda::DeviceRole::Use;
+  using Use = DeviceRole::Use;
   /// Returns true if the user gave the option or a checkpoint has its value.
   using Given = std::function<bool(std::string_view option)>;
 
@@ -168,7 +168,7 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// Declares a metric of the job's evaluations: see nn::Evaluation. Call it after events().
+  /// Declares a metric of the job's evaluations: see Evaluation. Call it after events().
   Definition& metric(const std::string& name, std::string what) {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }
@@ -214,7 +214,7 @@ class Definition final : public AnyDefinition {
   Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
   /// Adds the option `--local`, which calls `run`.
-  Definition& local(std::function<void(Local&, const Options&)> run) {
+  Definition& local(std::function<void(SingleProcess&, const Options&)> run) {
     info_.has_local = true;
     return set(local_, std::move(run));
   }
@@ -228,8 +228,8 @@ class Definition final : public AnyDefinition {
     return set(predict_, std::move(predict));
   }
   /// Sets the function that computes defaults which depend on other options.
-  Definition& settle(std::function<void(Options&, const Given& given)> settle) {
-    return set(settle_, std::move(settle));
+  Definition& derive_defaults(std::function<void(Options&, const Given& given)> derive_defaults) {
+    return set(derive_defaults_, std::move(derive_defaults));
   }
 
   // The next functions set the functions of the same names in AnyDefinition.
@@ -304,7 +304,7 @@ class Definition final : public AnyDefinition {
   Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
     return run_local_job(job, sink, [&](const Job& placed) {
       return job::run_local(placed, sink, info_.name, known_of(options),
-                            [&](Local& local) { local_(local, options); });
+                            [&](SingleProcess& local) { local_(local, options); });
     });
   }
   Outcome run_predict(const ParsedOptions& parsed, const Job& job, const std::string& checkpoint,
@@ -341,11 +341,12 @@ class Definition final : public AnyDefinition {
 
   Options read(const ParsedOptions& parsed) const {
     Options options = list_.read(parsed);
-    if (settle_) {
-      settle_(options, [&](std::string_view name) { return parsed.decided(std::string(name)); });
+    if (derive_defaults_) {
+      derive_defaults_(options,
+                       [&](std::string_view name) { return parsed.decided(std::string(name)); });
     }
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
-      settle_limits(options, parsed, Options().epochs);
+      derive_limits(options, parsed, Options().epochs);
     }
     return options;
   }
@@ -381,9 +382,9 @@ class Definition final : public AnyDefinition {
   std::vector<RoleRow> roles_;
   std::vector<std::function<void(rpc::Agent&)>> exposures_;
   Main prepare_;
-  std::function<void(Local&, const Options&)> local_;
+  std::function<void(SingleProcess&, const Options&)> local_;
   std::function<void(Predictions&, const Options&)> predict_;
-  std::function<void(Options&, const Given&)> settle_;
+  std::function<void(Options&, const Given&)> derive_defaults_;
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;
   std::function<std::optional<std::string>(const Options&)> answer_;

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "distrain/job/evaluation.h"
 #include "distrain/job/job.h"
-#include "distrain/nn/evaluation.h"
 
 namespace distrain::job {
 
@@ -16,7 +16,6 @@ enum class Unit : uint8_t { kSamples, kWords };
 /// Returns the name of the field with the number of samples or words.
 const char* counted(Unit unit);
 
-using nn::Evaluation;
 /// Returns the fields loss, accuracy or perplexity, samples or words, and the job's own metrics.
 /// Returns an empty object if there are no samples.
 Json fields_of(const Evaluation& evaluation, Unit unit);

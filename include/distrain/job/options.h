@@ -147,7 +147,7 @@ trainers keep replicas, the loss of a trainer ends the job in any case.)");
 
 /// If the user gave only one of the two limits, removes the other one. If no limit is left and the
 /// user did not give `--epochs`, sets it to `default_epochs`.
-void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
+void derive_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
 
 /// Declares the options that `Options` inherits from the structures above.
 template <class Options>

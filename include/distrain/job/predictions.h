@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
+#include "distrain/store/named_tensors.h"
 
 namespace distrain::job {
 
@@ -26,7 +26,7 @@ class Predictions {
   c10::Device device() const { return device_; }
 
   /// Copies the checkpoint's parameters into `model`. Throws `bad_data` if they do not fit.
-  void load(const data::NamedTensors& model) const;
+  void load(const rpc::NamedTensors& model) const;
 
   /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);

@@ -3,192 +3,27 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
-#include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/job/events.h"
-#include "distrain/job/options.h"
+#include "distrain/job/checkpoint_part.h"
+#include "distrain/job/evaluation.h"
+#include "distrain/job/plan.h"
 #include "distrain/job/rank.h"
-#include "distrain/job/schedule.h"
+#include "distrain/job/step.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 
 namespace distrain::job {
 
-/// A training step to make.
-struct Step {
-  int64_t epoch = 1;
-  int shard = 0;       ///< the shard of the data, which has the number of its trainer
-  int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
-  int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
-};
-
-/// The result of a training step.
-struct Result {
-  at::Tensor loss;  ///< one number; the job ends with an error if it is not finite
-  int64_t samples = 0;
-  Json more = Json::object();      ///< further fields of the `step` line
-  int64_t steps = 1;               ///< number of steps that this counts as in the last line
-  Json progress = Json::object();  ///< further fields of EventSink::progress()
-};
-
-/// A trainer's share of an evaluation: the examples from `first(n)` to before `end(n)` of n.
-struct Share {
-  int index = 0;
-  int count = 1;
-  int64_t first(int64_t n) const { return n * index / count; }
-  int64_t end(int64_t n) const { return n * (index + 1) / count; }
-  /// Calls `use` with the examples' numbers, `batch_size` at a time.
-  void each_batch(int64_t n, int64_t batch_size,
-                  const std::function<void(std::span<const int64_t> examples)>& use) const;
-};
-
-/// The name and file of a part of a checkpoint.
-struct PartName {
-  std::string name;  ///< prefix of its tensors' names, as "fc" of "fc.weight"; empty: no prefix
-  std::string file = "model";  ///< model, optimizer or state
-  bool each_own = false;  ///< each trainer has a part of its own; otherwise the first one's is kept
-  static constexpr auto kFields = std::tuple(&PartName::name, &PartName::file, &PartName::each_own);
-
-  /// Returns true if the stored name `tensor` belongs to this part (of `trainer`, if `each_own`).
-  bool has(const std::string& tensor, int trainer) const;
-  /// Returns the name under which the checkpoint stores a tensor of `trainer`.
-  std::string stored(const std::string& tensor, int trainer) const;
-  bool operator==(const PartName&) const = default;
-};
-
-/// A snapshot of tensors, which nothing writes to. They are fetched while training continues.
-struct Held {
-  data::NamedTensors here;
-  std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< tensors that other ranks hold
-  std::vector<std::string> trained;                      ///< names of tensors that must be finite
-  static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere, &Held::trained);
-
-  Held() = default;
-  /// Adds the tensors that require a gradient to `trained`.
-  Held(data::NamedTensors tensors);                       // NOLINT: implicit by design
-  Held(std::vector<rpc::RRef<data::NamedTensors>> owned)  // NOLINT
-      : elsewhere(std::move(owned)) {}
-
-  /// Moves `here` to references in `elsewhere` that `agent` holds until they are fetched.
-  void leave_at(rpc::Agent& agent);
-};
-
-/// A part of a checkpoint.
-struct Part : PartName {
-  bool once = false;  ///< the trainers share one object, which the first trainer saves and loads
-  /// Takes a snapshot while all trainers wait; data::copies_on_host copies tensors that will
-  /// change.
-  std::function<Held(int trainer)> take;
-  /// Loads saved tensors. Throws `bad_data` if they do not fit.
-  std::function<void(int trainer, const data::NamedTensors& saved)> give;
-};
-
-/// Returns a part that saves `live` and loads it in place.
-Part part_of(data::NamedTensors live, std::string file = "model");
-/// Returns a part for each trainer's own tensors, which `live` returns at each save and load.
-Part part_of_each(std::function<data::NamedTensors(int trainer)> live);
-/// Returns a part with the model's vocabulary: named lists of words, which have no line breaks.
-Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
-
-namespace detail {
-
-template <class T>
-Held hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
-  Held held(data::copies_on_host(object.local_value().named_parameters()));
-  held.leave_at(call.agent);
-  return held;
-}
-template <class T>
-void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved) {
-  data::copy_into(object.local_value().named_parameters(), saved);
-}
-
-}  // namespace detail
-
-/// Enables Training::keep() for references to a T on another rank. T needs named_parameters(),
-/// which returns data::NamedTensors. Call it on every rank before it joins.
-template <class T>
-void expose_parameters(rpc::Agent& agent, const std::string& name) {
-  agent.expose<&detail::hold_parameters<T>>(name + ".hold_parameters");
-  agent.expose<&detail::give_parameters<T>>(name + ".give_parameters");
-}
-
-/// The length of the training, and settings of its output.
-struct Plan : Schedule::Terms {
-  bool eval_only = false;  ///< evaluates only, without training or saving
-  double lr = 0;
-  std::string lr_schedule;  ///< optim::Schedule::parse
-  Unit unit = Unit::kSamples;
-  std::optional<int> log_interval;            ///< see StepLines
-  std::string limit;                          ///< the option that limits the training
-  bool log = true;                            ///< print `step` and `epoch` lines
-  int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
-  std::string what_must_agree = "the files";  ///< for the error if trainers' data differ
-
-  // Set by TrainingPlan.
-  int first_rank = 0;                         ///< the rank of the first trainer
-  std::map<std::string, std::string> agreed;  ///< TrainingPlan::agree()
-  std::map<std::string, std::string> alike;
-  std::map<std::string, int64_t> used;  ///< EventSink::used()
-  std::vector<PartName> parts;
-  static constexpr auto kFields =
-      std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
-                 &Plan::take_over, &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule,
-                 &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
-                 &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts);
-
-  Plan() { take_over = true; }
-  static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
-  /// Returns a plan with one trainer and without epochs and `step` lines. If `steps` is 0, training
-  /// has no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning
-  /// rate schedule needs epochs or evaluations.
-  static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
-};
-
-/// Decides which steps of a run print a line, as `--log-interval` says: every Nth step or, by time,
-/// the first step, the last one, and at most one step every 5 s between them.
-///
-///   StepLines lines(sink, "step", options.log_interval);
-///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
-///   lines.end();
-class StepLines {
- public:
-  /// `event`: the kind of the lines. `interval`: steps from one line to the next, 0 for no lines;
-  /// by time if unset.
-  StepLines(EventSink& sink, std::string event, std::optional<int> interval)
-      : sink_(sink), event_(std::move(event)), interval_(interval) {}
-
-  /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
-  /// Otherwise keeps `fields` for end(), because the step may be the last one.
-  bool add(int64_t number, std::function<Json()> fields);
-  /// Ends the run: emits the last step's line if there is none yet. Another run may follow.
-  void end();
-
- private:
-  EventSink& sink_;
-  const std::string event_;
-  const std::optional<int> interval_;
-  base::TimePoint next_{};         // by time: when the next line is due
-  std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
-};
-
-/// Returns the loss of a step. Throws `not_finite` for NaN and infinity, and `invalid` if `loss` is
-/// not one number; both messages name the epoch and the step.
-double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
-
-using LocalUpdates = optim::LocalUpdates;
+using SingleProcessOptimizer = optim::SingleProcessOptimizer;
 class TrainingHost;
 struct Report;
 
-/// The common part of Training and LocalTraining, which configures the training of a job.
+/// The common part of Training and SingleProcessTraining, which configures the training of a job.
 class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
@@ -212,7 +47,7 @@ class TrainingPlan {
     parts_.push_back(std::move(part));
   }
   /// As Training::keep() for a DistributedOptimizer.
-  void keep(LocalUpdates& optimizer);
+  void keep(SingleProcessOptimizer& optimizer);
 
   /// Ends the job early when `reached` returns true on a trainer that asks for its next steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
@@ -251,7 +86,7 @@ class TrainingPlan {
   Plan plan_;
   std::vector<int> own_;
   TrainingHost* const host_;
-  optim::Schedule lr_schedule_;
+  optim::LearningRateSchedule lr_schedule_;
   /// Functions, one for each optimizer, that are called before a step. `number` counts from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
@@ -329,7 +164,7 @@ class Training : public TrainingPlan {
       return agent.rpc_sync<&detail::hold_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                          object);
     };
-    part.give = [&agent, object](int, const data::NamedTensors& saved) {
+    part.give = [&agent, object](int, const rpc::NamedTensors& saved) {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                   object, saved);
     };
@@ -338,7 +173,7 @@ class Training : public TrainingPlan {
   /// Adds a module with a replica on each trainer to each checkpoint.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
-    keep(name, part_of(data::named_tensors(name, *module.module())));
+    keep(name, part_of(store::named_tensors(name, *module.module())));
   }
   /// Adds the state of `optimizer` to each checkpoint. `parameters` are the names of its
   /// parameters, in the order of DistributedOptimizer::state(); those without a name are numbered.

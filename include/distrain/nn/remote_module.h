@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -15,13 +14,11 @@
 #include "distrain/base/random.h"
 #include "distrain/nn/arguments.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::nn {
 
 class SharedModule;
-
-/// Tensors by the names that torch's modules give them, such as `0.weight`.
-using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Enables RemoteModule<> on this rank. Call it before join() and before other threads call torch;
 /// repeated calls do nothing. expose_module(agent, name, make) calls it.
@@ -93,13 +90,13 @@ class RemoteModule {
 };
 
 /// Settings of one forward pass.
-struct ForwardTerms {
+struct ForwardOptions {
   bool training = true;
   bool recording = true;  ///< record a graph for a backward pass
   uint64_t seed = 0;
   uint64_t number = 0;  ///< with `seed`, the key of the pass's random numbers
-  static constexpr auto kFields = std::tuple(&ForwardTerms::training, &ForwardTerms::recording,
-                                             &ForwardTerms::seed, &ForwardTerms::number);
+  static constexpr auto kFields = std::tuple(&ForwardOptions::training, &ForwardOptions::recording,
+                                             &ForwardOptions::seed, &ForwardOptions::number);
 };
 
 /// Numbers the passes of a handle, for their random numbers. Copies share the count. A series that
@@ -165,11 +162,11 @@ class RemoteModule<ByName> {
   std::vector<std::string> parameter_names() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
-  NamedTensors state() const;
+  rpc::NamedTensors state() const;
   /// Copies the state on the module's rank, with `prefix` before each name.
-  rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
+  rpc::RRef<rpc::NamedTensors> snapshot(const std::string& prefix) const;
   /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
-  void load_state(const NamedTensors& state) const;
+  void load_state(const rpc::NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }
 
@@ -177,7 +174,7 @@ class RemoteModule<ByName> {
   using Encode = std::function<void(rpc::Encoder&)>;
   RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
                const Encode& arguments);
-  ForwardTerms next_terms() const;
+  ForwardOptions next_options() const;
 
   rpc::RRef<SharedModule> module_;
   bool training_ = true;

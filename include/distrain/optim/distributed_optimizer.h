@@ -13,7 +13,7 @@
 
 namespace distrain::optim {
 
-class LocalOptimizer;
+class ParameterUpdater;
 
 /// How several ranks (the participants) update the same parameters.
 struct Sharing {
@@ -48,18 +48,18 @@ UpdateCount install(rpc::Agent& agent);
 // The next three functions are for jobs that continue when a participant is lost; see
 // rpc::Agent::go_on_without().
 
-/// Keeps this rank's existing local optimizers until `agent` ends, whichever ranks are lost.
-void keep_optimizers(rpc::Agent& agent);
+/// Keeps this rank's existing parameter updaters until `agent` ends, whichever ranks are lost.
+void keep_updaters(rpc::Agent& agent);
 /// Notes that `process` pauses: in kSsp other participants do not wait for it until its next step.
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// Returns the number (DistributedOptimizer::set_step_number) of the last step of `process` that
 /// was applied to this rank's parameters. Returns none if `process` is unknown here or does not
-/// number its steps, if the mode is kSync, or if this rank's optimizers differ. No step of a lost
+/// number its steps, if the mode is kSync, or if this rank's updaters differ. No step of a lost
 /// process is applied after a layer that was added after install() is notified of the loss.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
-/// Returns the progress of the local optimizer that updates `parameter`, which this rank owns.
-/// Throws `not_found` if no optimizer does.
+/// Returns the progress of the parameter updater of `parameter`, which this rank owns. Throws
+/// `not_found` if `parameter` has none.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
 /// Parameters with the same options.
@@ -73,8 +73,8 @@ struct ParameterGroup {
 
 /// Updates parameters on the ranks that own them.
 ///
-/// Each rank that owns shared parameters has one local optimizer for them, which holds the state of
-/// the update rules. DistributedOptimizers of several ranks over the same parameters share it.
+/// Each rank that owns shared parameters has one parameter updater for them, which holds the state
+/// of the update rules. DistributedOptimizers of several ranks over the same parameters share it.
 /// (torch.distributed.optim.DistributedOptimizer has one local optimizer for each training rank.)
 /// Copies of a DistributedOptimizer share their state. Thread-safe: owners apply steps one by one.
 ///
@@ -121,8 +121,9 @@ class DistributedOptimizer {
   /// stand; the error says on which ranks the step was made, failed (after `peer_lost`, `deadline`
   /// or `cancelled` it may have been made nevertheless) or waits for other participants.
   ///
-  /// Returns the number of updates, including this one, that the first other owner's local
-  /// optimizer (or this rank's, if there is no other owner) had applied when it applied this one.
+  /// Returns the number of updates, including this one, that the first other owner's
+  /// parameter updater (or this rank's, if there is no other owner) had applied when it applied
+  /// this one.
   uint64_t step(const autograd::Context& context) { return step(context, max_norm_); }
   uint64_t step(const autograd::Context& context, double max_norm) {
     return step({context.id()}, max_norm);
@@ -131,39 +132,40 @@ class DistributedOptimizer {
   uint64_t step(const std::vector<uint64_t>& contexts) { return step(contexts, max_norm_); }
   uint64_t step(const std::vector<uint64_t>& contexts, double max_norm);
 
-  /// Multiplies each group's learning rate by `factor` (Schedule::factor) from this optimizer's
-  /// next step on. Other ranks' steps keep their factors. Throws `invalid` if `factor` is negative
-  /// or not finite. In kSync step() throws `invalid` if the participants' factors differ.
+  /// Multiplies each group's learning rate by `factor` (LearningRateSchedule::factor) from this
+  /// optimizer's next step on. Other ranks' steps keep their factors. Throws `invalid` if `factor`
+  /// is negative or not finite. In kSync step() throws `invalid` if the participants' factors
+  /// differ.
   void set_lr_factor(double factor);
   /// Sets the number that last_step_of() returns for the next steps.
   void set_step_number(int64_t number) { *step_number_ = number; }
 
-  bool has_own() const { return own_.optimizer != nullptr; }
+  bool has_own() const { return own_.updater != nullptr; }
   size_t size() const { return parameters_; }
   /// Returns copies of the parameters' states on the CPU, group by group, `shared` before `own`.
   /// The result is a consistent snapshot only if no participant steps during the call.
   std::vector<ParameterState> state() const;
   /// Copies the states on the ranks that hold them, and returns references to the copies: maps with
   /// the keys of flatten(). `names` has a name for each parameter, in the order of state().
-  std::vector<rpc::RRef<std::map<std::string, at::Tensor>>> held_state(
+  std::vector<rpc::RRef<std::map<std::string, at::Tensor>>> snapshot(
       const std::vector<std::string>& names) const;
   /// Loads `state` on one owner after the other, this rank last. Throws `bad_data` if the state
   /// does not fit; each owner checks its whole part before it changes anything.
   void load_state(const std::vector<ParameterState>& state);
   /// As state() and load_state(), but for the `own` parameters only.
-  std::vector<ParameterState> local_state() const;
-  void load_local_state(const std::vector<ParameterState>& state);
+  std::vector<ParameterState> own_state() const;
+  void load_own_state(const std::vector<ParameterState>& state);
 
  private:
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
                        double max_norm, Sharing sharing);
-  struct Remote {
-    rpc::RRef<LocalOptimizer> optimizer;
-    std::vector<size_t> places;  // the indices of its parameters in state()
+  struct RemoteUpdater {
+    rpc::RRef<ParameterUpdater> updater;
+    std::vector<size_t> indices;  // the indices of its parameters in state()
   };
-  struct Local {
-    std::shared_ptr<LocalOptimizer> optimizer;  // null if there are no parameters
-    std::vector<size_t> places;
+  struct LocalUpdater {
+    std::shared_ptr<ParameterUpdater> updater;  // null if there are no parameters
+    std::vector<size_t> indices;
   };
   struct Scales {
     double shared = 1;
@@ -178,7 +180,7 @@ class DistributedOptimizer {
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
   bool steps_wait() const;
-  rpc::To owner_of(const Remote& remote, bool waits) const;
+  rpc::To owner_of(const RemoteUpdater& remote, bool waits) const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;
@@ -186,10 +188,10 @@ class DistributedOptimizer {
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
-  std::vector<Remote> remote_;
+  std::vector<RemoteUpdater> remote_;
   std::set<int> owners_;  // the ranks that own shared parameters
-  Local shared_;          // the shared parameters that this rank owns
-  Local own_;
+  LocalUpdater shared_;   // the shared parameters that this rank owns
+  LocalUpdater own_;
 };
 
 }  // namespace distrain::optim

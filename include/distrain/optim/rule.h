@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "distrain/optim/schedule.h"
+#include "distrain/optim/learning_rate_schedule.h"
 #include "distrain/optim/update_rule.h"
 
 namespace distrain::optim {
@@ -11,7 +11,8 @@ namespace distrain::optim {
 /// A job's optimizer, learning rate schedule and gradient clipping.
 struct Rule {
   OptimizerOptions options;
-  Schedule schedule;    ///< learning rate schedule; see DistributedOptimizer::set_lr_factor
+  LearningRateSchedule
+      schedule;         ///< learning rate schedule; see DistributedOptimizer::set_lr_factor
   double max_norm = 0;  ///< maximum gradient norm, see DistributedOptimizer::step; 0: no clipping
 };
 
@@ -21,7 +22,7 @@ struct RuleText {
   double lr = 0.01;
   double momentum = 0;                   ///< sgd and rmsprop only; others accept only 0
   std::optional<double> weight_decay;    ///< none: the optimizer's default
-  std::string lr_schedule = "constant";  ///< Schedule::parse
+  std::string lr_schedule = "constant";  ///< LearningRateSchedule::parse
   double clip = 0;                       ///< Rule::max_norm
 };
 

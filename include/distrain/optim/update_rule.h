@@ -99,7 +99,7 @@ OptimizerFields to_fields(const OptimizerOptions& options);
 /// Other fields keep their defaults. Throws `invalid` for unknown names and values out of range.
 OptimizerOptions from_fields(const OptimizerFields& fields);
 
-/// What one local optimizer does with one gradient at a time, in place; it owns the state that the
+/// What an optimizer does with one gradient at a time, in place; it owns the state that the
 /// rule keeps for each parameter. Parameters are known by their index in the optimizer's list, so
 /// the tensor behind one may be replaced between two updates.
 ///

@@ -24,8 +24,8 @@
 
 #include "distrain/base/cpus.h"
 #include "distrain/base/error.h"
-#include "distrain/nn/tensor_memory.h"
 #include "process/output.h"
+#include "process/tensor_memory.h"
 
 namespace distrain::app {
 
@@ -107,7 +107,7 @@ void set_up_process() {
   // Uses one heap, because glibc returns other threads' heaps to the kernel whenever 64 MiB are
   // free: half a million page faults in 150 steps of a ConvNet, against 60,000 with one heap.
   mallopt(M_ARENA_MAX, 1);
-  nn::reuse_tensor_memory();
+  reuse_tensor_memory();
 }
 
 sigset_t ending_signals(std::initializer_list<int> more) {

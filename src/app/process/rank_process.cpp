@@ -16,7 +16,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
-#include "distrain/cuda/device_choice.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/place.h"
 #include "process/json_lines.h"
@@ -322,7 +322,7 @@ class RankProcess {
     if (error.rank >= 0) return error;
     error.rank = sink_.identity().rank.value_or(-1);
     const bool is_short = error.kind == base::ErrorKind::kResources && error.rank >= 0;
-    return is_short ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
+    return is_short ? job::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
   /// Writes the last line, which on rank 0 includes `others`, then the cause to stderr. Returns

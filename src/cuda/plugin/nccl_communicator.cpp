@@ -162,15 +162,15 @@ class Communicator final : public NcclCommunicator {
     auto* const cuda_stream = static_cast<cudaStream_t>(stream.native_handle());
     std::unique_lock lock(mutex_);
     if (!comm_) fail(std::string("NCCL: ") + what + " on a communicator that was aborted");
-    settle(start(cuda_stream), what, base::kNever, lock);
+    finish_call(start(cuda_stream), what, base::kNever, lock);
     check_cuda(cudaEventRecord(last_work_, cuda_stream), "marking NCCL's work");
     has_work_ = true;
   }
 
   /// Waits until NCCL has finished a call that returned `result`; a collective has then enqueued
   /// its work. Throws if the call fails, exceeds `deadline` or is aborted.
-  void settle(ncclResult_t result, const std::string& what, base::TimePoint deadline,
-              std::unique_lock<std::mutex>& lock) {
+  void finish_call(ncclResult_t result, const std::string& what, base::TimePoint deadline,
+                   std::unique_lock<std::mutex>& lock) {
     for (microseconds pause{5}; result == ncclInProgress;) {
       if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result); asked != ncclSuccess) {
         result = asked;
@@ -204,7 +204,7 @@ class Communicator final : public NcclCommunicator {
     if (failure()) return;
     std::unique_lock lock(mutex_);
     if (!comm_) return;
-    settle(ncclCommFinalize(comm_), "ending a communicator", deadline, lock);
+    finish_call(ncclCommFinalize(comm_), "ending a communicator", deadline, lock);
     ncclComm_t const comm = std::exchange(comm_, nullptr);
     lock.unlock();
     ncclCommDestroy(comm);

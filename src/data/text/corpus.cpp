@@ -7,8 +7,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "distrain/data/hash.h"
-#include "files/file.h"
+#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "text.h"
 
 namespace distrain::data {
@@ -32,9 +32,9 @@ void check(bool right, const char* what, int64_t value) {
 Vocabulary read_words(const std::string& path, int64_t max_words) {
   check(max_words == 0 || max_words >= kReservedWords,
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
-  return with_memory_for(path, [&] {
+  return store::with_memory_for(path, [&] {
     // A regular file, as the corpus is read from it, too.
-    const auto text = read_text(InputFile(path, InputFile::Kind::kRegular));
+    const auto text = read_text(store::InputFile(path, store::InputFile::Kind::kRegular));
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
     std::vector<int64_t> counts(kReservedWords, 0);
@@ -62,10 +62,10 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
 }
 
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
-  return with_memory_for(path, [&] {
-    const auto text = read_text(InputFile(path));
+  return store::with_memory_for(path, [&] {
+    const auto text = read_text(store::InputFile(path));
     Corpus corpus;
-    corpus.content_hash = content_hash(text);
+    corpus.content_hash = store::content_hash(text);
     for_each_line(text, [&](std::string_view line) {
       const size_t before = corpus.tokens.size();
       for_each_token(line, [&](std::string_view word) {

@@ -3,9 +3,9 @@
 namespace distrain::data {
 
 // Like git, takes a file with a zero byte among its first 8,000 for binary.
-std::string read_text(const InputFile& file) {
+std::string read_text(const store::InputFile& file) {
   constexpr size_t kLooked = 8000;
-  auto text = read_to_end<std::string>(file);
+  auto text = store::read_to_end<std::string>(file);
   const auto refuse = [&](const std::string& why) { base::bad_data(file.path() + ": " + why); };
   if (text.starts_with("\x1F\x8B")) refuse("compressed with gzip: unpack it first with gunzip");
   if (text.starts_with("\xFF\xFE") || text.starts_with("\xFE\xFF")) {
@@ -16,22 +16,6 @@ std::string read_text(const InputFile& file) {
     refuse("a binary file, not text: byte " + std::to_string(zero + 1) + " is zero");
   }
   return text;
-}
-
-std::string in_quotes(std::string_view text) {
-  constexpr size_t kShown = 40;
-  std::string shown = "'";
-  for (const char c : text.substr(0, kShown)) {
-    const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7F;
-    shown += plain ? c : '?';
-  }
-  // A message is UTF-8: a character that the limit cut in two goes.
-  if (text.size() > kShown) {
-    while (shown.size() > 1 && (shown.back() & 0xC0) == 0x80) shown.pop_back();
-    if (shown.size() > 1 && (shown.back() & 0x80) != 0) shown.pop_back();
-    shown += "…";
-  }
-  return shown + "'";
 }
 
 }  // namespace distrain::data

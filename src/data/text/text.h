@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "files/file.h"
+#include "distrain/store/file.h"
 
 namespace distrain::data {
 
@@ -44,9 +44,6 @@ void for_each_line(std::string_view text, auto function) {
 }
 
 /// Reads a whole text. Throws `bad_data` if the file is compressed, UTF-16 or binary.
-std::string read_text(const InputFile& file);
-
-/// `text` for a message: quoted, one line, not too long.
-std::string in_quotes(std::string_view text);
+std::string read_text(const store::InputFile& file);
 
 }  // namespace distrain::data

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "distrain/base/error.h"
-#include "distrain/data/hash.h"
-#include "files/file.h"
+#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "text.h"
 
 namespace distrain::data {
@@ -27,7 +27,7 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
   const auto fail_at = [&](const char* what, std::string_view shown) {
     while (!shown.empty() && is_separator(shown.front())) shown.remove_prefix(1);
     while (!shown.empty() && is_separator(shown.back())) shown.remove_suffix(1);
-    bad_data(name + ":" + std::to_string(line_number) + ": " + what + in_quotes(shown));
+    bad_data(name + ":" + std::to_string(line_number) + ": " + what + base::in_quotes(shown));
   };
   const auto number_of_label = [&](std::string_view token) {
     const std::string_view label = token.substr(kLabelPrefix.size());
@@ -44,7 +44,7 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
     return found - known.begin();
   };
   data.offsets.push_back(0);
-  data.content_hash = content_hash(text);
+  data.content_hash = store::content_hash(text);
   for_each_line(text, [&](std::string_view line) {
     ++line_number;
     int64_t label = Vocabulary::kUnknown;
@@ -88,8 +88,8 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
 
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
-  return with_memory_for(path, [&] {
-    return parse_fast_text(read_text(InputFile(path)), path, std::move(vocabulary), labels);
+  return store::with_memory_for(path, [&] {
+    return parse_fast_text(read_text(store::InputFile(path)), path, std::move(vocabulary), labels);
   });
 }
 

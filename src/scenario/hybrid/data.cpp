@@ -7,7 +7,7 @@ namespace distrain::scenario {
 namespace {
 
 /// Returns at least 1,000 examples of epoch 0, which is not used for training.
-data::TextDataset held_out(const data::RandomBags& bags) {
+data::TextDataset held_out(const RandomBags& bags) {
   data::TextDataset set;
   for (int64_t step = 0; set.size() < 1000; ++step) {
     const data::Batch batch = bags.batch(0, 0, step);

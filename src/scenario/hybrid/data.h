@@ -9,7 +9,8 @@
 #include "distrain/data/batches.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/hybrid.h"
+#include "options.h"
+#include "random_bags.h"
 
 namespace distrain::scenario {
 
@@ -49,8 +50,8 @@ class HybridData {
 
  private:
   const HybridOptions options_;
-  const data::RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
-                               options_.has_teacher()};
+  const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
+                         options_.has_teacher()};
   std::shared_ptr<const data::TextVocabulary> words_;  // null without a file
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // of `train_`

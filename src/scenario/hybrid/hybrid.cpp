@@ -11,16 +11,16 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
 #include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/models/embedding_table.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
+#include "embedding_table.h"
 
 namespace distrain::scenario {
 
 namespace {
 
-using RemoteTable = nn::RemoteModule<models::EmbeddingTable>;
+using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 
 /// State of the master. `table` is set from the first trainer's request to the last trainer's.
 struct Master {
@@ -45,7 +45,7 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
 
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
-  job::expose_parameters<models::EmbeddingTable>(agent, "EmbeddingTable");
+  job::expose_parameters<EmbeddingTable>(agent, "EmbeddingTable");
 }
 
 void train_hybrid(job::Rank& rank, const HybridOptions& options) {
@@ -56,7 +56,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       rpc::To("master").without_deadline(), data.rows(), options.embedding_dim,
       options.embedding_range(), options.seed, options.trainers);
   ddp::DistributedDataParallel dense(
-      models::Dense(options.embedding_dim, data.classes(), options.seed + 1, device),
+      Dense(options.embedding_dim, data.classes(), options.seed + 1, device),
       rank.group("trainer"));
   optim::DistributedOptimizer optimizer(rank.agent(), table.remote_parameters(), dense.parameters(),
                                         options.rule(), options.sharing(rank.index()));

@@ -4,8 +4,8 @@
 
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/models/embedding_table.h"
 #include "distrain/rpc/placed.h"
+#include "embedding_table.h"
 
 namespace distrain::scenario {
 
@@ -20,32 +20,33 @@ struct WholeModel {
   at::Tensor forward(const data::Batch& batch) const {
     return dense->forward(table.lookup(batch.indices, batch.offsets));
   }
-  data::NamedTensors parameters() const {
-    data::NamedTensors all = data::named_tensors("fc", *dense);
+  rpc::NamedTensors parameters() const {
+    rpc::NamedTensors all = store::named_tensors("fc", *dense);
     all.merge(table.named_parameters());
     return all;
   }
 
-  models::EmbeddingTable table;
-  models::Dense dense;
+  EmbeddingTable table;
+  Dense dense;
 };
 
 }  // namespace
 
-void train_hybrid_local(job::Local& local, const HybridOptions& options) {
+void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
   HybridData data(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
-  const data::NamedTensors rows = model.table.named_parameters();
-  job::LocalUpdates updates(options.rule(), options.mode, {rows.begin(), rows.end()},
-                            {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});
+  const rpc::NamedTensors rows = model.table.named_parameters();
+  job::SingleProcessOptimizer optimizer(
+      options.rule(), options.mode, {rows.begin(), rows.end()},
+      {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});
 
-  job::LocalTraining training(local, options, data.steps_per_epoch());
+  job::SingleProcessTraining training(local, options, data.steps_per_epoch());
   data.agree(training);
   training.keep("", job::part_of(model.parameters()));
-  training.keep(updates);
+  training.keep(optimizer);
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
-  training.run(updates, [&](const job::Step& step) {
+  training.run(optimizer, [&](const job::Step& step) {
     const data::Batch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.targets, local.device());
     const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });

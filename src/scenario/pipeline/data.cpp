@@ -7,10 +7,10 @@
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/cifar.h"
-#include "distrain/data/named_tensors.h"
-#include "distrain/data/stored_tensors.h"
-#include "distrain/models/resnet.h"
-#include "distrain/nn/dropout.h"
+#include "distrain/nn/keyed_generator.h"
+#include "distrain/store/named_tensors.h"
+#include "distrain/store/stored_tensors.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -49,11 +49,25 @@ data::ImageSet read_test_images(const std::string& path, bool cifar, int64_t cla
 
 }  // namespace
 
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
+                                int64_t batch_size) {
+  std::vector<int64_t> batch;
+  int64_t place = index * batch_size;  // position in the sequence of epochs
+  while (place < (index + 1) * batch_size) {
+    const data::EpochSampler epoch(seed, place / examples, {}, examples, examples);
+    const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));
+    const auto wanted = static_cast<size_t>((index + 1) * batch_size - place);
+    batch.insert(batch.end(), rest.begin(), rest.begin() + std::min(wanted, rest.size()));
+    place += static_cast<int64_t>(std::min(wanted, rest.size()));
+  }
+  return batch;
+}
+
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
-    weights_ = data::read_tensors(options.weights);
-    data::naming_file(options.weights,
-                      [&] { models::check_weights(options.model, options.classes, weights_); });
+    weights_ = store::read_tensors(options.weights);
+    store::naming_file(options.weights,
+                       [&] { check_weights(options.model, options.classes, weights_); });
   }
   if (options.data.empty()) return;
   images_ = data::read_training_images(options.data);
@@ -87,7 +101,7 @@ job::Json PipelineData::describe() const {
 data::ImageBatch PipelineData::batch(int64_t index) const {
   const int64_t size = options_.batch_size, side = options_.image_size;
   if (images_.count > 0) {
-    return data::make_batch(images_, data::full_batch(options_.seed, index, images_.count, size),
+    return data::make_batch(images_, full_batch(options_.seed, index, images_.count, size),
                             form_of(images_, side));
   }
   const auto generator = [&](uint64_t sequence) {

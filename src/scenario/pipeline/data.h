@@ -3,19 +3,24 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "distrain/data/images.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/pipeline.h"
+#include "options.h"
 
 namespace distrain::scenario {
+
+/// Returns the examples of batch `index` in a sequence of epochs, each shuffled by `seed` and its
+/// number. All batches are full: the next epoch fills up the last batch of an epoch.
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
 
 /// The batches of the job and its initial weights: random images without `data`, otherwise images
 /// from CIFAR-10 or IDX files.
 ///
 /// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
-/// depend only on the seed and the batch. Files are read epoch after epoch: see data::full_batch().
+/// depend only on the seed and the batch. Files are read epoch after epoch: see full_batch().
 /// CIFAR-10 is normalised by channel, grey images by 0.5 and 0.5, with the channel repeated.
 class PipelineData {
  public:
@@ -42,13 +47,13 @@ class PipelineData {
   /// The hash of the files; 0 for random data.
   uint64_t content_hash() const { return images_.content_hash; }
   /// The initial weights; empty: the model initialises itself.
-  const data::NamedTensors& weights() const { return weights_; }
+  const rpc::NamedTensors& weights() const { return weights_; }
 
  private:
   const PipelineOptions options_;
   data::ImageSet images_;  // empty: random images
   data::ImageSet valid_, test_;
-  data::NamedTensors weights_;
+  rpc::NamedTensors weights_;
 };
 
 }  // namespace distrain::scenario

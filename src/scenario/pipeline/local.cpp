@@ -5,10 +5,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/data/named_tensors.h"
-#include "distrain/job/local_training.h"
-#include "distrain/models/resnet.h"
+#include "distrain/job/single_process_training.h"
 #include "distrain/rpc/device.h"
+#include "distrain/store/named_tensors.h"
+#include "resnet.h"
 #include "run.h"
 
 namespace distrain::scenario {
@@ -22,15 +22,15 @@ class LocalModel final : public PipelineModel {
 
   void begin(int64_t num_split) override {
     num_split_ = num_split;
-    updates_.reset();
-    module_.emplace(options_.model, options_.classes, models::whole_resnet(options_.model),
-                    options_.seed, device_);
-    updates_.emplace(options_.rule(), "async", module_->parameters());
+    optimizer_.reset();
+    module_.emplace(options_.model, options_.classes, whole_resnet(options_.model), options_.seed,
+                    device_);
+    optimizer_.emplace(options_.rule(), "async", module_->parameters());
   }
 
-  /// The reference stays valid after begin(), and then refers to the updates of the new model.
-  job::LocalUpdates& updates() { return *updates_; }
-  void set_lr_factor(double factor) override { updates_->set_lr_factor(factor); }
+  /// The reference stays valid after begin(), and then refers to the optimizer of the new model.
+  job::SingleProcessOptimizer& optimizer() { return *optimizer_; }
+  void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
   BatchResult train(const data::ImageBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
@@ -46,13 +46,13 @@ class LocalModel final : public PipelineModel {
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
     if (options_.on_gradients) {
-      data::NamedTensors gradients;
+      rpc::NamedTensors gradients;
       for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
-      options_.on_gradients(data::on_host(gradients));
+      options_.on_gradients(store::on_host(gradients));
     }
     base::traced("update", [&] {
-      updates_->gather();
-      updates_->step();
+      optimizer_->gather();
+      optimizer_->step();
     });
     rpc::StreamPoint::mark(device_).wait_on_host();
     result.batch_s = base::seconds_since(begun);
@@ -67,35 +67,34 @@ class LocalModel final : public PipelineModel {
     return module_->forward(images, false);
   }
 
-  job::Held state() override { return data::copies_on_host(module_->state()); }
-  void load(const data::NamedTensors& state) override { module_->load(state); }
+  job::Held state() override { return store::copies_on_host(module_->state()); }
+  void load(const rpc::NamedTensors& state) override { module_->load(state); }
 
  private:
   const PipelineOptions& options_;
   const c10::Device device_;
   int64_t num_split_ = 1;
-  std::optional<models::ResNetStage> module_;
-  std::optional<job::LocalUpdates> updates_;
+  std::optional<ResNetStage> module_;
+  std::optional<job::SingleProcessOptimizer> optimizer_;
 };
 
 }  // namespace
 
-void train_pipeline_local(job::Local& local, const PipelineOptions& options) {
+void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options) {
   const PipelineData data(options);
   LocalModel model(options, local.device());
   PipelineRun run(options, data, model, local.sink());
-  job::LocalTraining training(local, run.plan(), 1);
+  job::SingleProcessTraining training(local, run.plan(), 1);
   run.keep_in(training);
-  training.keep(model.updates());
+  training.keep(model.optimizer());
   training.run([&](const std::vector<job::Step>& steps) { return run.step(steps[0]); });
   run.add_to(local.fields());
 }
 
 void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options) {
   const PipelineData images(options, predictions.snapshot(), predictions.input());
-  const models::ResNetStage model(options.model, options.classes,
-                                  models::whole_resnet(options.model), options.seed,
-                                  predictions.device());
+  const ResNetStage model(options.model, options.classes, whole_resnet(options.model), options.seed,
+                          predictions.device());
   predictions.load(model.state());
   images.each_batch(images.test(), {}, [&](const data::ImageBatch& batch) {
     predictions.tell_labels(model.forward(batch.images, false), batch.labels);

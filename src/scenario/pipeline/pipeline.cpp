@@ -11,9 +11,9 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/job/training.h"
-#include "distrain/models/resnet.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
+#include "resnet.h"
 #include "run.h"
 #include "stage.h"
 
@@ -37,8 +37,8 @@ class Pipeline final : public PipelineModel {
   Pipeline(rpc::Agent& agent, const PipelineOptions& options)
       : agent_(agent),
         options_(options),
-        cut_(models::cut_resnet(options.model, options.stages, options.split, options.classes,
-                                options.image_size)),
+        cut_(cut_resnet(options.model, options.stages, options.split, options.classes,
+                        options.image_size)),
         stages_(agent) {}
 
   void begin(int64_t num_split) override {
@@ -101,11 +101,11 @@ class Pipeline final : public PipelineModel {
     held.trained = parameter_names();
     return held;
   }
-  void load(const data::NamedTensors& state) override {
+  void load(const rpc::NamedTensors& state) override {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {
-      loads.push_back(stages_.call<&PipelineStage::load>(
-          i, models::weights_of(options_.model, cut_[i], state)));
+      loads.push_back(
+          stages_.call<&PipelineStage::load>(i, weights_of(options_.model, cut_[i], state)));
     }
     base::wait_all(loads);
   }
@@ -113,7 +113,7 @@ class Pipeline final : public PipelineModel {
  private:
   rpc::Agent& agent_;
   const PipelineOptions& options_;
-  const std::vector<models::BlockRange> cut_;
+  const std::vector<BlockRange> cut_;
   nn::PipelineSchedule schedule_;
   nn::Pipeline<PipelineStage> stages_;
   std::optional<optim::DistributedOptimizer> optimizer_;

@@ -7,9 +7,9 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/models/resnet.h"
-#include "distrain/nn/tensor_memory.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/placed.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -79,8 +79,8 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
   training.agree("format", images["data"].get<std::string>());
   job::Part part;
   part.take = [this](int) { return model_.state(); };
-  part.give = [this](int, const data::NamedTensors& saved) {
-    models::check_weights(options_.model, options_.classes, saved);
+  part.give = [this](int, const rpc::NamedTensors& saved) {
+    check_weights(options_.model, options_.classes, saved);
     model_.load(saved);
   };
   training.keep("", std::move(part));

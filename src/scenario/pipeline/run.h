@@ -8,9 +8,9 @@
 
 #include "data.h"
 #include "distrain/base/clock.h"
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/pipeline.h"
+#include "distrain/rpc/named_tensors.h"
+#include "options.h"
 
 namespace distrain::scenario {
 
@@ -48,7 +48,7 @@ class PipelineModel {
   /// Returns a snapshot of parameters and buffers under the names of torchvision.
   virtual job::Held state() = 0;
   /// Loads a complete state that has been checked.
-  virtual void load(const data::NamedTensors& state) = 0;
+  virtual void load(const rpc::NamedTensors& state) = 0;
 };
 
 /// The training on the first rank or in one process: trains a new model for each number of
@@ -76,7 +76,7 @@ class PipelineRun {
   PipelineModel& model_;
   job::EventSink& sink_;
   job::StepLines lines_;
-  const optim::Schedule lr_schedule_;
+  const optim::LearningRateSchedule lr_schedule_;
   int64_t steps_ = 0;
   base::TimePoint begun_;
   double train_s_ = 0;
@@ -87,6 +87,10 @@ class PipelineRun {
   job::Json last_, best_;  // of the completed splits
 };
 
+/// Throws `invalid` if options contradict each other: more micro-batches than images, a split that
+/// does not match the model or the stages, a schedule that cannot run.
+void check_pipeline(const PipelineOptions& options);
+
 /// Returns the schedule for each number of micro-batches: as a timeline if `for_people`, otherwise
 /// as one line of JSON with the stages, their blocks, the start of each step in units of one step,
 /// and the share of waiting. Throws `invalid` if options contradict each other.
@@ -95,7 +99,7 @@ std::string explain_pipeline(const PipelineOptions& options, bool for_people);
 /// Runs the master.
 void train_pipeline(job::Rank& rank, const PipelineOptions& options);
 /// Trains in one process without RPC: the reference for correctness and speed.
-void train_pipeline_local(job::Local& local, const PipelineOptions& options);
+void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options);
 /// Classifies images with the model of a checkpoint.
 void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options);
 

@@ -21,7 +21,7 @@ void sleep_for(double seconds) {
 
 /// Returns the size of a block's input in pixels: the stem quarters it, layer2 to layer4 halve it.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
-  const std::vector<std::string> names = models::resnet_blocks(model);
+  const std::vector<std::string> names = resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
   for (size_t i = 1; i < block; ++i) {
     if (names[i].ends_with(".0") && names[i] != "layer1.0") stride *= 2;
@@ -39,11 +39,11 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       classes_(classes),
       input_side_(side_before(model, static_cast<size_t>(first_block), image_size)),
       is_first_(first_block == 0),
-      is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
+      is_last_(static_cast<size_t>(last_block) == whole_resnet(model).last) {}
 
 // Copies only buffers, which passes write to in place; an update replaces a held parameter instead.
-rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
-  data::NamedTensors all = data::on_host(module_.state());
+rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
+  rpc::NamedTensors all = store::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
     if (buffer.is_cpu()) all.at(name) = buffer.clone();
   }
@@ -108,12 +108,12 @@ std::vector<std::string> PipelineStage::parameter_names() const {
   return names;
 }
 
-data::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
-  data::NamedTensors named;
+rpc::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
+  rpc::NamedTensors named;
   for (const auto& [name, parameter] : module_.parameters()) {
     named[name] = autograd::gradient(call.agent, rpc::current_context(), parameter);
   }
-  return data::on_host(named);
+  return store::on_host(named);
 }
 
 void PipelineStage::expose(rpc::Agent& agent) {

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/named_tensors.h"
-#include "distrain/models/resnet.h"
 #include "distrain/nn/pipeline.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -34,11 +34,11 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
   /// Returns the gradients in the current context, by parameter, on the CPU.
-  data::NamedTensors gradients(rpc::CallContext& call);
+  rpc::NamedTensors gradients(rpc::CallContext& call);
   /// Returns a snapshot of parameters and buffers on the CPU.
-  rpc::RRef<data::NamedTensors> hold_state(rpc::CallContext& call) const;
+  rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
   /// Loads the part of this stage in a complete state_dict.
-  void load(const data::NamedTensors& weights) { module_.load(weights); }
+  void load(const rpc::NamedTensors& weights) { module_.load(weights); }
 
   static void expose(rpc::Agent& agent);
 
@@ -48,7 +48,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   /// Returns the rank that receives the output of this stage.
   int next_rank(const rpc::Agent& agent) const { return is_last_ ? 0 : agent.rank() + 1; }
 
-  models::ResNetStage module_;
+  ResNetStage module_;
   const int64_t classes_;
   const int64_t input_side_;  // size of the input in pixels
   const bool is_first_, is_last_;

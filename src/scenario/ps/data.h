@@ -7,7 +7,7 @@
 #include "distrain/data/batches.h"
 #include "distrain/data/images.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/ps.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

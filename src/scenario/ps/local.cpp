@@ -2,32 +2,32 @@
 
 #include <ATen/Functions.h>
 
+#include "conv_net.h"
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/models/conv_net.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
-void train_ps_local(job::Local& local, const PsOptions& options) {
+void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   PsData data(options);
-  const models::ConvNet net(options.seed, local.job().devices);
-  job::LocalUpdates updates(options.rule(), options.mode,
-                            optim::named(models::ConvNet::names(), net.parameters()));
+  const ConvNet net(options.seed, local.job().devices);
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
+                                        optim::named(ConvNet::names(), net.parameters()));
 
-  job::LocalTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan(), options.trainers);
   data.agree(training);
   training.keep("", job::part_of(net.named_parameters()));
-  training.keep(updates);
+  training.keep(optimizer);
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&](const at::Tensor& images) {
-    return models::ConvNet::forward(net.parameters(), images, nn::Dropout());
+    return ConvNet::forward(net.parameters(), images, nn::Dropout());
   });
-  training.run(updates, [&](const job::Step& step) {
-    const int64_t version = updates.updates();
+  training.run(optimizer, [&](const job::Step& step) {
+    const int64_t version = optimizer.updates();
     const data::ImageBatch batch = data.batch(step);
     const auto key = dropout_key(options, step);
-    const at::Tensor scores = models::ConvNet::forward(
+    const at::Tensor scores = ConvNet::forward(
         net.parameters(), batch.images, key ? nn::Dropout({*key}) : nn::Dropout(), options.dropout);
     const at::Tensor targets = rpc::placed(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
@@ -38,13 +38,13 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
 
 void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   const PsData data(options, predictions.input());
-  const models::ConvNet net(options.seed, {predictions.device()});
+  const ConvNet net(options.seed, {predictions.device()});
   predictions.load(net.named_parameters());
   // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::ImageBatch& batch) {
       const auto& parameters = net.parameters();
-      predictions.tell_labels(models::ConvNet::forward(parameters, batch.images, nn::Dropout()),
+      predictions.tell_labels(ConvNet::forward(parameters, batch.images, nn::Dropout()),
                               batch.labels);
     });
   }

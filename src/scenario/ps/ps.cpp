@@ -4,19 +4,17 @@
 
 #include <ATen/Functions.h>
 
+#include "conv_net.h"
 #include "data.h"
 #include "distrain/autograd/context.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/models/conv_net.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
 namespace {
-
-using models::ConvNet;
 
 /// On the server: returns the net. The first call creates it.
 rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed) {
@@ -68,7 +66,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.labels, device);
     autograd::Context context(rank.agent());
-    const models::PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
+    const PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
         batch.images, dropout_key(options, step), options.dropout);
     const at::Tensor scores = rpc::placed(forward.scores, device);
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });

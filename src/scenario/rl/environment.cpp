@@ -24,7 +24,7 @@ void Environments::play(uint64_t episode,
     EnvironmentStates left;
     for (size_t i = 0; i < actions.size(); ++i) {
       const uint32_t e = running[i].environment;
-      const data::CartPole::Step result = environments_[e].step(actions[i]);
+      const CartPole::Step result = environments_[e].step(actions[i]);
       const bool ends = result.over() || step == max_steps_;
       (ends ? over : left).push_back({e, result.observation, result.reward});
     }

@@ -5,14 +5,14 @@
 #include <tuple>
 #include <vector>
 
-#include "distrain/data/cart_pole.h"
+#include "cart_pole.h"
 
 namespace distrain::scenario {
 
 /// The state of one environment of an observer.
 struct EnvironmentState {
   uint32_t environment = 0;
-  data::CartPole::Observation observation{};
+  CartPole::Observation observation{};
   double last_reward = 0;  ///< reward of the last step; 0 at the start of an episode
   static constexpr auto kFields =
       std::tuple(&EnvironmentState::environment, &EnvironmentState::observation,
@@ -40,7 +40,7 @@ class Environments {
  private:
   const uint64_t seed_;
   const int64_t max_steps_;
-  std::vector<data::CartPole> environments_;
+  std::vector<CartPole> environments_;
 };
 
 }  // namespace distrain::scenario

@@ -36,8 +36,7 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
     : options_(options),
       lines_(sink, "episode", options.log_interval),
       policy_(options.seed, device),
-      updates_(options.rule(), "async",
-               optim::named(models::Policy::names(), policy_.parameters())),
+      optimizer_(options.rule(), "async", optim::named(Policy::names(), policy_.parameters())),
       running_reward_(at::zeros({}, at::kDouble)),
       trajectories_(static_cast<size_t>(options.observers) *
                     static_cast<size_t>(options.envs_per_observer)) {}
@@ -45,12 +44,12 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
 void Learner::keep_in(job::TrainingPlan& training) {
   job::Part policy = job::part_of(policy_.named_parameters());
   policy.take = [this](int) {
-    job::Held held(data::copies_on_host(policy_.named_parameters()));
-    held.trained = models::Policy::names();
+    job::Held held(store::copies_on_host(policy_.named_parameters()));
+    held.trained = Policy::names();
     return held;
   };
   training.keep("", std::move(policy));
-  training.keep(updates_);
+  training.keep(optimizer_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
 }
 
@@ -85,14 +84,13 @@ void Learner::check(const ActionRequest& request) const {
 
 std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests) {
   std::lock_guard lock(mutex_);
-  std::vector<models::PolicyInput> inputs;
+  std::vector<PolicyInput> inputs;
   for (const ActionRequest& request : requests) {
     for (const EnvironmentState& state : request.states) {
       Trajectory& mine = trajectories_[place(request.observer, state.environment)];
       if (!mine.steps.empty()) mine.rewards.push_back(state.last_reward);
-      const models::StepKey key{options_.seed, static_cast<uint64_t>(request.observer) + 1,
-                                state.environment, static_cast<uint64_t>(episode_),
-                                mine.steps.size()};
+      const StepKey key{options_.seed, static_cast<uint64_t>(request.observer) + 1,
+                        state.environment, static_cast<uint64_t>(episode_), mine.steps.size()};
       inputs.push_back({state.observation, key});
       mine.steps.push_back({inputs.back()});
     }
@@ -141,7 +139,7 @@ job::Result Learner::end_episode() {
 
 at::Tensor Learner::learn() {
   constexpr double kNewShare = 0.05;  // weight of this episode in the running reward
-  std::vector<models::PolicyStep> steps;
+  std::vector<PolicyStep> steps;
   std::vector<double> returns;
   reward_ = std::numeric_limits<double>::infinity();
   for (const Trajectory& mine : trajectories_) {
@@ -157,7 +155,7 @@ at::Tensor Learner::learn() {
   }
   normalise(returns);
   for (size_t i = 0; i < steps.size(); ++i) steps[i].advantage = returns[i];
-  const models::Policy::Loss loss = base::traced("backward", [&] { return policy_.loss(steps); });
+  const Policy::Loss loss = base::traced("backward", [&] { return policy_.loss(steps); });
   if (!std::isfinite(loss.value)) {
     throw base::Exception(base::ErrorKind::kNotFinite,
                           fmt::format("the loss is {} at episode {}: try a smaller --lr",
@@ -167,8 +165,8 @@ at::Tensor Learner::learn() {
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
     policy_.parameters()[i].mutable_grad() = loss.gradients[i];
   }
-  updates_.gather();
-  updates_.step();
+  optimizer_.gather();
+  optimizer_.step();
   running_reward_.fill_(kNewShare * reward_ + (1 - kNewShare) * running_reward());
   episode_steps_ = static_cast<int64_t>(steps.size());
   return at::scalar_tensor(loss.value, at::kDouble);

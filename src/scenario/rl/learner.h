@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/job/local_training.h"
-#include "distrain/models/policy.h"
-#include "distrain/scenario/rl.h"
+#include "distrain/job/single_process_training.h"
 #include "environment.h"
+#include "options.h"
+#include "policy.h"
 
 namespace distrain::scenario {
 
@@ -31,7 +31,7 @@ class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
 
-  /// Adds the policy, its updates and the running reward to checkpoints.
+  /// Adds the policy, its optimizer and the running reward to checkpoints.
   void keep_in(job::TrainingPlan& training);
 
   /// Starts episode number `episode`, from 1.
@@ -53,13 +53,13 @@ class Learner {
   /// Returns the message of a missed goal.
   std::string what_is_missing(int64_t episodes) const;
 
-  const models::Policy& policy() const { return policy_; }
-  const job::LocalUpdates& updates() const { return updates_; }
+  const Policy& policy() const { return policy_; }
+  const job::SingleProcessOptimizer& optimizer() const { return optimizer_; }
 
  private:
   /// The current episode of one environment.
   struct Trajectory {
-    std::vector<models::PolicyStep> steps;
+    std::vector<PolicyStep> steps;
     std::vector<double> rewards;
   };
 
@@ -77,8 +77,8 @@ class Learner {
 
   const RlOptions options_;
   job::StepLines lines_;
-  models::Policy policy_;
-  job::LocalUpdates updates_;
+  Policy policy_;
+  job::SingleProcessOptimizer optimizer_;
   int64_t episode_ = 0;              // number of the current or last episode
   double reward_ = 0;                // smallest of all environments in that episode
   const at::Tensor running_reward_;  // a scalar, as checkpoints keep tensors

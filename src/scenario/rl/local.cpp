@@ -2,20 +2,20 @@
 // predict, which plays in environments that were not used in training.
 
 #include "distrain/base/error.h"
-#include "distrain/job/local_training.h"
+#include "distrain/job/single_process_training.h"
 #include "environment.h"
 #include "learner.h"
 
 namespace distrain::scenario {
 
-void train_rl_local(job::Local& local, const RlOptions& options) {
+void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   Learner learner(options, local.device(), local.sink());
   std::vector<Environments> observers;
   for (int rank = 1; rank <= options.observers; ++rank) {
     observers.emplace_back(options.seed + static_cast<uint64_t>(rank), options.envs_per_observer,
                            options.max_steps);
   }
-  job::LocalTraining training(
+  job::SingleProcessTraining training(
       local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"), 1);
   learner.keep_in(training);
   training.end_when([&] { return learner.solved(); });
@@ -43,7 +43,7 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   }
   constexpr int64_t kEpisodes = 10;
   const int64_t episodes = options.max_episodes > 0 ? options.max_episodes : kEpisodes;
-  models::Policy policy(options.seed, predictions.device());
+  Policy policy(options.seed, predictions.device());
   predictions.load(policy.named_parameters());
   Environments environment(options.seed, 1, options.max_steps);  // training uses seed + rank
   double total = 0;

@@ -25,7 +25,7 @@ RnnData::RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const
 
 job::Plan RnnData::plan() const {
   int64_t steps = 0;
-  data::naming_file(options_.data, [&] { steps = columns_of(0).steps(options_.bptt); });
+  store::naming_file(options_.data, [&] { steps = columns_of(0).steps(options_.bptt); });
   job::Plan plan = job::Plan::of(options_, steps);
   plan.unit = job::Unit::kWords;
   plan.take_over = false;

@@ -6,7 +6,7 @@
 #include "distrain/data/corpus.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
-#include "distrain/scenario/rnn.h"
+#include "options.h"
 
 namespace distrain::scenario {
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
+#include "distrain/nn/keyed_generator.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
@@ -19,7 +20,7 @@ LanguageModel::LanguageModel(const RnnOptions& options, c10::Device device, Ends
 }
 
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,
-                                        models::LstmState& state) {
+                                        LstmState& state) {
   const base::TraceScope scope("forward");
   // Each epoch starts the text again. A resumed job restores the state.
   if (step.number == 0) state = lstm_->zero_state(batch.inputs.size(1));
@@ -32,7 +33,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
 }
 
 /// Computes the hidden states without dropout.
-at::Tensor LanguageModel::hidden_of(const at::Tensor& words, models::LstmState& state) const {
+at::Tensor LanguageModel::hidden_of(const at::Tensor& words, LstmState& state) const {
   nn::Dropout none;
   return lstm_->forward(ends_.embed(words), state, none);
 }
@@ -50,7 +51,7 @@ job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Sha
   job::Evaluation evaluation;
   if (count == 0) return evaluation;
   const data::TokenColumns columns(text.tokens, all, first, count);
-  models::LstmState state = lstm_->zero_state(count);
+  LstmState state = lstm_->zero_state(count);
   for (int64_t step = 0; step < columns.steps(options_.bptt); ++step) {
     const WordBatch batch = columns.batch(step, options_.bptt);
     const at::Tensor mean = ends_.loss(hidden_of(batch.inputs, state).flatten(0, 1), batch.targets);
@@ -68,7 +69,7 @@ void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const
   sink.emit("text", {{"text", continued(options_.prompt, words, vocabulary)}});
 }
 
-at::Tensor LanguageModel::next(const std::vector<int64_t>& words, models::LstmState& state) const {
+at::Tensor LanguageModel::next(const std::vector<int64_t>& words, LstmState& state) const {
   const at::NoGradGuard no_grad;
   const at::Tensor last = hidden_of(at::tensor(words, at::kLong).view({-1, 1}), state)[-1];
   return rpc::placed(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
@@ -78,7 +79,7 @@ std::string LanguageModel::continued(std::string text, std::vector<int64_t> word
                                      const data::Vocabulary& vocabulary) const {
   constexpr uint64_t kSampleSeed = 4;
   if (words.empty()) words.push_back(data::kEndOfLine);
-  models::LstmState state = lstm_->zero_state(1);
+  LstmState state = lstm_->zero_state(1);
   at::Generator generator = nn::keyed_generator({options_.seed, kSampleSeed});
   for (int i = 0; i < options_.generate; ++i) {
     at::Tensor weights = next(words, state);
@@ -95,8 +96,7 @@ std::string LanguageModel::continued(std::string text, std::vector<int64_t> word
   return text;
 }
 
-optim::NamedParameters in_order(const models::WordEmbedding& embedding,
-                                const models::Decoder& decoder) {
+optim::NamedParameters in_order(const WordEmbedding& embedding, const Decoder& decoder) {
   return {{"encoder.weight", embedding.named_parameters().at("encoder.weight")},
           {"decoder.weight", decoder.weight()},
           {"decoder.bias", decoder.bias()}};

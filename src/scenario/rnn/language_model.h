@@ -7,8 +7,8 @@
 
 #include "data.h"
 #include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/models/language_model.h"
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
+#include "lstm.h"
 
 namespace distrain::scenario {
 
@@ -27,7 +27,7 @@ class LanguageModel {
                 const job::Group* group = nullptr);
 
   /// Returns the loss of a training batch, and updates the state for the next batch.
-  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, models::LstmState& state);
+  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
   /// Adds the evaluations of both texts. This object and `data` must outlive the training.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
   /// Evaluates a share of `text` from a zero state, without gradients.
@@ -36,29 +36,28 @@ class LanguageModel {
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
   /// Returns the probability of each word of the vocabulary to follow `words`.
-  at::Tensor next(const std::vector<int64_t>& words, models::LstmState& state) const;
+  at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const;
   /// Returns `text` (as tokens: `words`) and `--generate` more words, sampled by probability.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 
-  const models::LstmImpl& lstm() const { return *lstm_; }
+  const LstmImpl& lstm() const { return *lstm_; }
 
  private:
-  at::Tensor hidden_of(const at::Tensor& words, models::LstmState& state) const;
+  at::Tensor hidden_of(const at::Tensor& words, LstmState& state) const;
 
   const RnnOptions options_;
-  mutable models::Lstm lstm_;
+  mutable Lstm lstm_;
   const Ends ends_;
-  std::optional<ddp::DistributedDataParallel<models::Lstm>> parallel_;
+  std::optional<ddp::DistributedDataParallel<Lstm>> parallel_;
 };
 
 /// Names the tensors of a state for checkpoints.
-inline data::NamedTensors named(const models::LstmState& state) {
+inline rpc::NamedTensors named(const LstmState& state) {
   return {{"hidden", state.hidden}, {"cell", state.cell}};
 }
 
 /// Returns the parameters of the server in the order of the optimizer.
-optim::NamedParameters in_order(const models::WordEmbedding& embedding,
-                                const models::Decoder& decoder);
+optim::NamedParameters in_order(const WordEmbedding& embedding, const Decoder& decoder);
 
 }  // namespace distrain::scenario

@@ -20,23 +20,22 @@ struct WholeModel {
         middle(options, device,
                {[this](const at::Tensor& each) { return embedding.lookup(each); },
                 [this](const at::Tensor& hidden, const at::Tensor& targets) {
-                  return models::Decoder::loss_of(decoder.weight(), decoder.bias(), hidden,
-                                                  targets);
+                  return Decoder::loss_of(decoder.weight(), decoder.bias(), hidden, targets);
                 },
                 [this](const at::Tensor& hidden) {
-                  return models::Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
+                  return Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
                 }}) {}
   WholeModel(const WholeModel&) = delete;
 
-  data::NamedTensors parameters() const {
-    data::NamedTensors all = middle.lstm().named();
+  rpc::NamedTensors parameters() const {
+    rpc::NamedTensors all = middle.lstm().named();
     all.merge(embedding.named_parameters());
     all.merge(decoder.named_parameters());
     return all;
   }
 
-  models::WordEmbedding embedding;
-  models::Decoder decoder;
+  WordEmbedding embedding;
+  Decoder decoder;
   LanguageModel middle;
 };
 
@@ -52,27 +51,28 @@ job::Json likeliest(const at::Tensor& chances, const data::Vocabulary& vocabular
 
 }  // namespace
 
-void train_rnn_local(job::Local& local, const RnnOptions& options) {
+void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   const RnnData data(options);
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
-  const data::NamedTensors lstm = model.lstm().named();
-  job::LocalUpdates updates(options.rule(), options.mode, in_order(whole.embedding, whole.decoder),
-                            {lstm.begin(), lstm.end()});
-  std::map<int, models::LstmState> states;  // by trainer
+  const rpc::NamedTensors lstm = model.lstm().named();
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
+                                        in_order(whole.embedding, whole.decoder),
+                                        {lstm.begin(), lstm.end()});
+  std::map<int, LstmState> states;  // by trainer
   for (int t = 0; t < options.trainers; ++t) {
     states[t] = model.lstm().zero_state(options.batch_size);
   }
 
-  job::LocalTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan(), options.trainers);
   data.agree(training);
   training.keep("encoder", job::part_of(whole.embedding.named_parameters()));
   training.keep("decoder", job::part_of(whole.decoder.named_parameters()));
   training.keep("rnn", job::part_of(lstm));
-  training.keep(updates);
+  training.keep(optimizer);
   training.keep("", job::part_of_each([&](int trainer) { return named(states.at(trainer)); }));
   model.evaluate_in(training, data);
-  training.run(updates, [&](const job::Step& step) {
+  training.run(optimizer, [&](const job::Step& step) {
     const WordBatch batch = data.batch(step);
     const at::Tensor loss = model.training_loss(batch, step, states.at(step.shard));
     return job::Result{loss, batch.targets.numel()};
@@ -86,7 +86,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   const LanguageModel& model = whole.middle;
   predictions.load(whole.parameters());
   for (const std::vector<int64_t>& line : data.test().lines()) {
-    models::LstmState state = model.lstm().zero_state(1);
+    LstmState state = model.lstm().zero_state(1);
     predictions.tell(options.generate > 0
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));

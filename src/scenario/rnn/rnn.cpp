@@ -12,9 +12,6 @@ namespace distrain::scenario {
 
 namespace {
 
-using models::Decoder;
-using models::WordEmbedding;
-
 /// References to the ends of the model on the server.
 struct RemoteEnds {
   rpc::RRef<WordEmbedding> embedding;
@@ -70,7 +67,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
   LanguageModel model(options, rank.device(), over_rpc(agent, remote),
                       rank.count() > 1 ? &rank.group("trainer") : nullptr);
-  models::LstmState state = model.lstm().zero_state(options.batch_size);
+  LstmState state = model.lstm().zero_state(options.batch_size);
   std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
   std::vector<at::Tensor> own;
   for (const auto& [name, parameter] : model.lstm().named()) {

@@ -9,8 +9,8 @@
 #include <unistd.h>
 #include <zlib.h>
 
-#include "../src/data/files/gzip_reader.h"
 #include "distrain/base/error.h"
+#include "distrain/store/gzip_reader.h"
 #include "targets.h"
 
 namespace distrain::fuzz {
@@ -92,7 +92,7 @@ std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   const MemoryFile file(file_bytes);
   const MemoryLimit limit(kSmall + 4 * (kMostContent + piece), "what was read of it");
   try {
-    data::GzipReader reader(file.path(), {kMostContent + piece, "that are tried"});
+    store::GzipReader reader(file.path(), {kMostContent + piece, "that are tried"});
     Bytes content;
     for (;;) {
       const size_t before = content.size();

@@ -1,29 +1,29 @@
 #include <cstdio>
 #include <string>
 
-#include "../src/data/checkpoint/checkpoint_manifest.h"
+#include "../src/store/checkpoint/checkpoint_manifest.h"
 #include "distrain/base/error.h"
-#include "distrain/data/hash.h"
+#include "distrain/store/hash.h"
 #include "targets.h"
 
 namespace distrain::fuzz {
 
 namespace {
 
-using data::Manifest;
+using store::Manifest;
 
 // Checks that an accepted manifest can be saved again without a change.
 void parse_text(std::string_view text) {
   // A JSON value of two bytes takes some dozens when parsed, and a copy of it is compared.
   const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
   try {
-    const Manifest manifest = data::parse_manifest(text, "fuzz");
+    const Manifest manifest = store::parse_manifest(text, "fuzz");
     for (const auto& [name, file] : manifest.files) {
       check(!name.empty() && name.front() != '.' && name.find('/') == std::string::npos,
             "a checkpoint's files are in its folder");
     }
-    const std::string saved = data::manifest_text(manifest);
-    check(data::manifest_text(data::parse_manifest(saved, "fuzz")) == saved,
+    const std::string saved = store::manifest_text(manifest);
+    check(store::manifest_text(store::parse_manifest(saved, "fuzz")) == saved,
           "a saved manifest is read as saved");
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kBadData, "what does not fit is refused as 'bad_data'");
@@ -34,7 +34,7 @@ void parse_text(std::string_view text) {
 std::string with_hash(std::string text) {
   char end[40];
   std::snprintf(end, sizeof end, ",\"xxh64\":\"%016llx\"}\n",
-                static_cast<unsigned long long>(data::content_hash(text)));
+                static_cast<unsigned long long>(store::content_hash(text)));
   return text + end;
 }
 
@@ -57,7 +57,7 @@ std::vector<Bytes> manifest_seeds() {
                     {"nested", {{"\u00e4", {{"deep", -1}}}, {"yes", true}}}};
   std::vector<Bytes> seeds;
   for (const Manifest& each : {manifest, Manifest()}) {
-    const std::string text = data::manifest_text(each);
+    const std::string text = store::manifest_text(each);
     const std::string begin = text.substr(0, text.rfind(",\"xxh64\""));
     check(with_hash(begin) == text, "a manifest ends with its hash");
     seeds.emplace_back(begin.begin(), begin.end());

@@ -1,4 +1,4 @@
-#include "distrain/data/safetensors.h"
+#include "distrain/store/safetensors.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace distrain::fuzz {
 
 namespace {
 
-using data::Safetensors;
+using store::Safetensors;
 
 const std::string kHeader =
     R"({"__metadata__":{"k":"v"},"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]},)"
@@ -34,7 +34,7 @@ void parse_safetensors(const Bytes& bytes) {
       total += tensor.bytes.size();
     }
     check(total <= bytes.size(), "tensors do not overlap");
-    data::safetensors_header(file.tensors(), file.metadata());
+    store::safetensors_header(file.tensors(), file.metadata());
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kBadData, "what does not fit is refused as 'bad_data'");
   }

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "../src/rpc/trace_export.h"
-#include "distrain/data/trace_file.h"
+#include "distrain/job/trace_file.h"
 #include "distrain/rpc/serialize.h"
 #include "frame.h"
 #include "targets.h"
@@ -23,7 +23,7 @@ using Kind = base::TraceEvent::Kind;
 
 void write_and_read(const std::vector<base::RankTrace>& ranks) {
   const std::string path = "/dev/shm/distrain-fuzz-" + std::to_string(getpid());
-  data::write_trace(path, ranks);
+  job::write_trace(path, ranks);
   std::ifstream file(path);
   check(nlohmann::json::accept(file), "a trace that is written is JSON");
   std::filesystem::remove(path);

@@ -4,7 +4,7 @@
 #include "../src/app/options.h"
 #include "../src/app/placement.h"
 #include "../src/app/process/json_lines.h"
-#include "distrain/app/program.h"
+#include "../src/app/program.h"
 #include "distrain/job/definition.h"
 #include "support/catch.h"
 #include "support/event_check.h"

@@ -24,7 +24,7 @@ TEST_CASE("a reduce group of CPU tensors works as the Backend") {
     for (int round = 0; round < 5; ++round) {
       const at::Tensor a = at::full({count}, double(rank + round));
       const at::Tensor b = at::full({count}, double(rank));
-      const auto mean = reduce.start(a);
+      const auto mean = reduce.average_async(a);
       const auto sent = reduce.broadcast(b, 2);
       mean->wait();
       sent->wait();
@@ -34,7 +34,7 @@ TEST_CASE("a reduce group of CPU tensors works as the Backend") {
         reduce.refuse(1, {ErrorKind::kBadData, "the file ends here", 1, {}});
         continue;
       }
-      const base::Error error = thrown_by([&] { reduce.start(a)->wait(); });
+      const base::Error error = thrown_by([&] { reduce.average_async(a)->wait(); });
       RANK_CHECK(error.kind == ErrorKind::kBadData);
       RANK_CHECK(error.rank == 1);
     }
@@ -55,11 +55,11 @@ TEST_CASE("a group reports why it has failed permanently") {
   CHECK(group[1].failure()->kind == ErrorKind::kCancelled);
 }
 
-TEST_CASE("forks of a group have independent orders of operations") {
+TEST_CASE("duplicates of a group have independent orders of operations") {
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   run_ranks(3, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
-    const auto first = reduce.fork(), second = reduce.fork();
+    const auto first = reduce.duplicate(), second = reduce.duplicate();
     for (int round = 0; round < 3; ++round) {
       const at::Tensor a = at::full({5}, double(rank)), b = a * 10, c = a * 100;
       const base::Error refused{ErrorKind::kBadData, "the file ends here", 1, {}};
@@ -67,11 +67,11 @@ TEST_CASE("forks of a group have independent orders of operations") {
           {&reduce, a}, {first.get(), b}, {second.get(), c}};
       std::rotate(order.begin(), order.begin() + rank, order.end());
       std::vector<collective::ReduceGroup::WorkPtr> works;
-      for (const auto& [fork, tensor] : order) {
-        if (fork == first.get() && rank == 1) {
-          fork->refuse(1, refused);
+      for (const auto& [duplicate, tensor] : order) {
+        if (duplicate == first.get() && rank == 1) {
+          duplicate->refuse(1, refused);
         } else {
-          works.push_back(fork->start(tensor));
+          works.push_back(duplicate->average_async(tensor));
         }
       }
       int failed = 0;
@@ -98,7 +98,7 @@ TEST_CASE("averaging different passes is an error that names the rank that is ah
     for (const uint64_t forward : {1, 2, 0}) {  // 0: unknown
       const at::Tensor a = at::full({count}, double(rank));
       const bool ahead = rank == 2 && forward == 2;
-      const auto mean = reduce.start(a, {.forward = ahead ? forward + 1 : forward});
+      const auto mean = reduce.average_async(a, {.forward = ahead ? forward + 1 : forward});
       if (forward != 2) {
         mean->wait();
         RANK_CHECK(a.eq(1).all().item<bool>());

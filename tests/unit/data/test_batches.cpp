@@ -1,13 +1,14 @@
 #include <algorithm>
-#include <set>
 #include <vector>
 
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
-#include "files.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 using Ints = std::vector<int64_t>;
@@ -110,24 +111,6 @@ TEST_CASE("A sampler returns the batches of every epoch and shard") {
   }
 }
 
-TEST_CASE("Full batches are drawn from one epoch after the other") {
-  for (const int64_t batch_size : {4, 15, 40}) {
-    CAPTURE(batch_size);
-    Ints seen, expected;
-    for (int64_t index = 0; index * batch_size < 60; ++index) {
-      const Ints batch = full_batch(3, index, 15, batch_size);
-      CHECK(static_cast<int64_t>(batch.size()) == batch_size);
-      seen.insert(seen.end(), batch.begin(), batch.end());
-    }
-    for (int64_t epoch = 0; expected.size() < seen.size(); ++epoch) {
-      const Ints one = epoch_of(EpochSampler(3, epoch, Shard{}, 15, 15));
-      expected.insert(expected.end(), one.begin(), one.end());
-    }
-    expected.resize(seen.size());
-    CHECK(seen == expected);
-  }
-}
-
 TEST_CASE("Impossible shards are refused") {
   CHECK(kind_of(1, Shard{0, 1}, 10, 0) == base::ErrorKind::kInvalid);
   CHECK(kind_of(1, Shard{2, 2}, 10, 4) == base::ErrorKind::kInvalid);
@@ -153,62 +136,6 @@ TEST_CASE("A batch has the bags of its examples") {
   CHECK(ints(some.indices) == Ints{2});
   CHECK(ints(some.offsets) == Ints{0, 0});
   CHECK(ints(some.targets) == Ints{0, 0});
-}
-
-TEST_CASE("Random bags have the distribution of the PyTorch tutorial") {
-  const RandomBags bags{1, 100, 8};
-  std::set<size_t> sizes;
-  std::set<int64_t> steps, indices, targets;
-  for (int64_t step = 0; step < 1000; ++step) {
-    const Batch batch = bags.batch(0, 0, step);
-    const Ints words = ints(batch.indices), starts = ints(batch.offsets);
-    const Ints classes = ints(batch.targets);
-    REQUIRE(starts.size() == classes.size());
-    REQUIRE(starts.front() == 0);
-    REQUIRE(starts.back() < static_cast<int64_t>(words.size()));
-    sizes.insert(words.size());
-    indices.insert(words.begin(), words.end());
-    targets.insert(classes.begin(), classes.end());
-    for (size_t i = 1; i < starts.size(); ++i) steps.insert(starts[i] - starts[i - 1]);
-  }
-  CHECK((*sizes.begin() == 20 && *sizes.rbegin() == 50 && sizes.size() == 31));
-  CHECK((*steps.begin() == 1 && *steps.rbegin() == 10));
-  CHECK((*indices.begin() == 0 && *indices.rbegin() == 99));
-  CHECK((*targets.begin() == 0 && *targets.rbegin() == 7));
-}
-
-TEST_CASE("Random bags depend only on seed, trainer, epoch and step") {
-  const auto indices = [](const Batch& batch) { return ints(batch.indices); };
-  const RandomBags bags{1, 100, 8};
-  const Ints first = indices(bags.batch(0, 0, 0));
-  CHECK(first == indices(bags.batch(0, 0, 0)));
-  CHECK(first != indices(bags.batch(1, 0, 0)));
-  CHECK(first != indices(bags.batch(0, 1, 0)));
-  CHECK(first != indices(bags.batch(0, 0, 1)));
-  CHECK(first != indices(RandomBags{2, 100, 8}.batch(0, 0, 0)));
-  CHECK_THROWS_AS((RandomBags{1, 0, 8}.batch(0, 0, 0)), base::Exception);
-  CHECK_THROWS_AS((RandomBags{1, 100, 0}.batch(0, 0, 0)), base::Exception);
-}
-
-TEST_CASE("a hidden teacher labels equal bags equally: labels depend only on indices and seed") {
-  const RandomBags bags{1, 100, 8, true};
-  const Batch taught = bags.batch(1, 2, 3), random = RandomBags{1, 100, 8}.batch(1, 2, 3);
-  const Ints indices = ints(taught.indices), offsets = ints(taught.offsets);
-  CHECK((indices == ints(random.indices) && offsets == ints(random.offsets)));
-  CHECK(ints(taught.targets) != ints(random.targets));
-  const std::span<const int64_t> first(indices.data(), static_cast<size_t>(offsets[1]));
-  CHECK(bags.taught(first) == ints(taught.targets)[0]);
-  std::set<int64_t> labels;
-  bool depends_on_seed = false;
-  for (int64_t index = 0; index < 100; ++index) {
-    const Ints once{index}, thrice{index, index, index};
-    labels.insert(bags.taught(once));
-    CHECK(bags.taught(thrice) == bags.taught(once));
-    depends_on_seed =
-        depends_on_seed || RandomBags{2, 100, 8, true}.taught(once) != bags.taught(once);
-  }
-  CHECK(labels.size() == 8);
-  CHECK(depends_on_seed);
 }
 
 }  // namespace distrain::data

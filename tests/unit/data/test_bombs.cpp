@@ -8,13 +8,15 @@
 #include <sys/resource.h>
 #include <zlib.h>
 
-#include "../src/data/files/gzip_reader.h"
 #include "distrain/data/idx.h"
-#include "distrain/data/safetensors.h"
-#include "files.h"
+#include "distrain/store/gzip_reader.h"
+#include "distrain/store/safetensors.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 constexpr size_t kGiB = size_t{1} << 30;
@@ -66,7 +68,7 @@ size_t most_memory() {
 TEST_CASE("A gzip file is read to its limit and no further") {
   const Folder folder;
   const auto path = folder.write("bomb", bomb("begin"));
-  GzipReader reader(path, {5, "that its header says"});
+  store::GzipReader reader(path, {5, "that its header says"});
   std::vector<uint8_t> bytes(64);
   CHECK(reader.read(bytes.data(), 3) == 3);
   CHECK(bad_data([&] { reader.read(bytes.data() + 3, 61); }) ==
@@ -74,7 +76,7 @@ TEST_CASE("A gzip file is read to its limit and no further") {
   CHECK(std::string(bytes.begin(), bytes.begin() + 5) == "begin");
   CHECK(std::all_of(bytes.begin() + 5, bytes.end(), [](uint8_t byte) { return byte == 0; }));
   // A limit that is set later applies to the remaining bytes.
-  GzipReader other(path, {kGiB, "that are read"});
+  store::GzipReader other(path, {kGiB, "that are read"});
   CHECK(other.read(bytes.data(), 4) == 4);
   other.limit({1, "of the rest"});
   CHECK(other.read(bytes.data(), 1) == 1);
@@ -83,14 +85,14 @@ TEST_CASE("A gzip file is read to its limit and no further") {
   // A file that ends exactly at the limit is read completely, including its checksum.
   for (const std::string& text : {std::string("begin"), zipped("begin")}) {
     const auto whole = folder.write("whole", text);
-    GzipReader exact(whole, {5, ""});
+    store::GzipReader exact(whole, {5, ""});
     CHECK(exact.read(bytes.data(), 64) == 5);
     CHECK(exact.read(bytes.data(), 64) == 0);
   }
   std::string damaged = zipped("begin");
   damaged[damaged.size() - 8] ^= 1;
   const auto file = folder.write("damaged", damaged);
-  GzipReader checked(file, {5, ""});
+  store::GzipReader checked(file, {5, ""});
   CHECK(bad_data([&] { checked.read(bytes.data(), 64); }) == file + ": the gzip file is damaged");
 }
 
@@ -112,12 +114,13 @@ TEST_CASE("A safetensors file that is larger than its tensors costs no memory") 
   const Folder folder;
   const auto path = folder.write("sparse", std::string("\x02\0\0\0\0\0\0\0{}", 10));
   std::filesystem::resize_file(path, uint64_t{1} << 42);  // a sparse file
-  CHECK(bad_data([&] { Safetensors::read(path); }) ==
+  CHECK(bad_data([&] { store::Safetensors::read(path); }) ==
         path + ": 4398046511094 bytes too many after the last tensor");
   const std::string begin = path + ": not a safetensors file: ";
   write_text(path, std::string("\x01\0\0\x01\0\0\0\0{", 9));
   std::filesystem::resize_file(path, uint64_t{1} << 42);
-  CHECK(bad_data([&] { Safetensors::read(path); }) == begin + "a header of more than 16 MiB");
+  CHECK(bad_data([&] { store::Safetensors::read(path); }) ==
+        begin + "a header of more than 16 MiB");
 }
 
 }  // namespace distrain::data

@@ -3,11 +3,13 @@
 #include <zlib.h>
 
 #include "distrain/data/cifar.h"
-#include "distrain/data/hash.h"
-#include "files.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 // Returns a record with planes of `label`, `label` + 1 and `label` + 2, except its first pixel.
@@ -60,7 +62,7 @@ TEST_CASE("CIFAR-10's files are read in order, with or without the test images")
   CHECK(pixel(9, 1, 5) == 7);
   std::string whole;
   for (int k = 1; k <= 5; ++k) whole += read_text(folder.path(batch_name(k)));
-  CHECK(read.train.content_hash == content_hash(whole));
+  CHECK(read.train.content_hash == store::content_hash(whole));
 
   folder.write("test_batch.bin", record(9));
   read = read_cifar10(folder.path());

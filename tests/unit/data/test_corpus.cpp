@@ -3,12 +3,14 @@
 #include <vector>
 
 #include "distrain/data/corpus.h"
-#include "distrain/data/hash.h"
 #include "distrain/data/text_dataset.h"
-#include "files.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 using Ints = std::vector<int64_t>;
@@ -60,7 +62,7 @@ TEST_CASE("Each line with a word ends with <eos>") {
                            "\xEF\xBB\xBFone two\nnew\n"s, "one\ftwo\n\vnew\f\n"s}) {
     const Corpus corpus = read_corpus(folder.write("text", text), words);
     CHECK(corpus.tokens == expected);
-    CHECK(corpus.content_hash == content_hash(text));
+    CHECK(corpus.content_hash == store::content_hash(text));
   }
 }
 

@@ -6,12 +6,14 @@
 #include <sys/stat.h>
 #include <zlib.h>
 
-#include "distrain/data/hash.h"
 #include "distrain/data/idx.h"
-#include "files.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 using namespace std::string_literals;
@@ -77,7 +79,7 @@ TEST_CASE("A pair of IDX files is read, plain or compressed, whatever its name")
       CHECK(set.columns == 2);
       CHECK(std::string(set.pixels.begin(), set.pixels.end()) == kPixels);
       CHECK(set.labels == std::vector<uint8_t>{7, 0, 9});
-      CHECK(set.content_hash == content_hash(kImages + kLabels));
+      CHECK(set.content_hash == store::content_hash(kImages + kLabels));
     }
   }
 }
@@ -97,8 +99,8 @@ TEST_CASE("Files larger than a buffer are read; opening a pipe does not block") 
   for (size_t i = 0; i < pixels.size(); ++i) pixels[i] = static_cast<char>(i * i >> 7);
   const auto text = images(50'000, 10, 10, pixels);
   const auto classes = labels(std::string(50'000, '\x03'));
-  CHECK(files.read(text, classes).content_hash == content_hash(text + classes));
-  CHECK(files.read(gzip(text), gzip(classes)).content_hash == content_hash(text + classes));
+  CHECK(files.read(text, classes).content_hash == store::content_hash(text + classes));
+  CHECK(files.read(gzip(text), gzip(classes)).content_hash == store::content_hash(text + classes));
 
   const auto pipe = files.path("pipe");
   REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
@@ -146,7 +148,7 @@ TEST_CASE("A changed bit in a gzip file is detected or changes nothing") {
       const auto path = files.write("images", text);
       try {
         const ImageSet set = files.read(text, kLabels);
-        CHECK(set.content_hash == content_hash(kImages + kLabels));
+        CHECK(set.content_hash == store::content_hash(kImages + kLabels));
         ++same;
       } catch (const base::Exception& exception) {
         CHECK(exception.kind() == base::ErrorKind::kBadData);

@@ -1,10 +1,12 @@
 #include <ATen/Functions.h>
 
 #include "distrain/data/images.h"
-#include "files.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 // Returns three images of two channels, 2 x 3, with numbered pixels.

@@ -11,12 +11,14 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "distrain/data/hash.h"
 #include "distrain/data/text_dataset.h"
-#include "files.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
+#include "support/files.h"
 
 namespace distrain::data {
+
+using namespace testing;
 namespace {
 
 using Ints = std::vector<int64_t>;
@@ -146,7 +148,7 @@ TEST_CASE("A file is read as the same text in memory") {
   const TextDataset data = read_fast_text(folder.write("train", text));
   CHECK(data.tokens == expected.tokens);
   CHECK(data.content_hash == expected.content_hash);
-  CHECK(data.content_hash == content_hash(text));
+  CHECK(data.content_hash == store::content_hash(text));
   CHECK(data.content_hash != parse_fast_text(text + "\n", "f").content_hash);
   CHECK(read_fast_text(folder.path("train"), data.vocabulary).tokens == expected.tokens);
 
@@ -198,10 +200,10 @@ TEST_CASE("A vocabulary keeps its numbers while it grows") {
 }
 
 TEST_CASE("The hash is XXH64") {
-  CHECK(content_hash("") == 0xEF46DB3751D8E999ULL);
-  CHECK(content_hash("a") == 0xD24EC4F1A98C6E5BULL);
-  CHECK(content_hash("abc") == 0x44BC2CF5AD770999ULL);
-  CHECK(content_hash("Nobody inspects the spammish repetition") == 0xFBCEA83C8A378BF1ULL);
+  CHECK(store::content_hash("") == 0xEF46DB3751D8E999ULL);
+  CHECK(store::content_hash("a") == 0xD24EC4F1A98C6E5BULL);
+  CHECK(store::content_hash("abc") == 0x44BC2CF5AD770999ULL);
+  CHECK(store::content_hash("Nobody inspects the spammish repetition") == 0xFBCEA83C8A378BF1ULL);
 }
 
 TEST_CASE("Random bytes are read or refused without a crash") {

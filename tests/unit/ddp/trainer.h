@@ -54,15 +54,15 @@ class CountingGroup final : public ReduceGroup {
   explicit CountingGroup(std::shared_ptr<ReduceGroup> group,
                          Count count = std::make_shared<std::atomic<int>>(0))
       : group_(std::move(group)), count_(std::move(count)) {}
-  std::shared_ptr<ReduceGroup> fork() override {
-    return std::make_shared<CountingGroup>(group_->fork(), count_);
+  std::shared_ptr<ReduceGroup> duplicate() override {
+    return std::make_shared<CountingGroup>(group_->duplicate(), count_);
   }
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
   int world_rank(int rank) const override { return group_->world_rank(rank); }
   std::optional<base::Error> failure() const override { return group_->failure(); }
-  WorkPtr start(const at::Tensor& bucket, const collective::PassNumber& pass) override {
-    return group_->start(bucket, pass);
+  WorkPtr average_async(const at::Tensor& bucket, const collective::PassNumber& pass) override {
+    return group_->average_async(bucket, pass);
   }
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
     return group_->broadcast(tensor, root);

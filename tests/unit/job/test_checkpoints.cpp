@@ -16,12 +16,12 @@
 #include "distrain/base/clock.h"
 #include "distrain/job/checkpoints.h"
 #include "support/catch.h"
-#include "unit/data/files.h"
+#include "support/files.h"
 
 using namespace distrain;
 using namespace distrain::job;
-using data::error_of;
-using data::Folder;
+using testing::error_of;
+using testing::Folder;
 
 namespace {
 

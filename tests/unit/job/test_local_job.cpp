@@ -46,7 +46,7 @@ TEST_CASE("Training ends at the smaller of two limits that are given") {
     ParsedOptions parsed(table);
     if (epochs) parsed.set("epochs", std::to_string(taken.epochs = *epochs));
     if (steps) parsed.set("steps", std::to_string(taken.steps = *steps));
-    settle_limits(taken, parsed, 100);
+    derive_limits(taken, parsed, 100);
     const Plan plan = Plan::of(taken, 10);
     CHECK(plan.limit == (plan.steps > 0 ? "--steps" : "--epochs"));
     return std::pair(plan.epochs, plan.steps);

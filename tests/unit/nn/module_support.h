@@ -60,14 +60,14 @@ inline std::vector<at::Tensor> gradients_in(const autograd::Context& context,
 
 /// Sets the parameters and buffers of `module` to `values`.
 template <class Holder>
-void give_values(const Holder& module, const nn::NamedTensors& values) {
+void give_values(const Holder& module, const rpc::NamedTensors& values) {
   const at::NoGradGuard no_grad;
   for (auto& item : module->named_parameters()) item.value().copy_(values.at(item.key()));
 }
 
 /// Returns torch's gradients of `loss(module(x))` in one process, with these values.
 template <class Holder, class Loss>
-std::vector<at::Tensor> oracle_gradients(Holder module, const nn::NamedTensors& values,
+std::vector<at::Tensor> oracle_gradients(Holder module, const rpc::NamedTensors& values,
                                          const Loss& loss) {
   give_values(module, values);
   return torch::autograd::grad({loss(module)}, module->parameters());

@@ -217,7 +217,7 @@ namespace {
 void move_states(const RemoteModule<>& net) {
   for (int i = 0; i < 20; ++i) {
     net.load_state(net.state());
-    net.held_state("net.");
+    net.snapshot("net.");
   }
 }
 

@@ -120,7 +120,7 @@ TEST_CASE("a forward pass that writes a buffer is refused, and its write is not 
   Cluster cluster = cluster_with([=] { return Outer(by_kernel); });
   RemoteModule net(cluster[0], 1, "net");
   const at::Tensor x = at::rand({3, 8});
-  const nn::NamedTensors before = net.state();
+  const rpc::NamedTensors before = net.state();
   for (int i = 0; i < 3; ++i) {
     const base::Error error = error_of([&] { net.forward(x); });
     CHECK(error.kind == ErrorKind::kInvalid);
@@ -128,7 +128,7 @@ TEST_CASE("a forward pass that writes a buffer is refused, and its write is not 
     CHECK(error.message.find("CounterImpl) writes its buffer mean in forward()") !=
           std::string::npos);
   }
-  const nn::NamedTensors after = net.state();
+  const rpc::NamedTensors after = net.state();
   for (const auto& [name, tensor] : before) CHECK(at::equal(after.at(name), tensor));
   net.eval();
   CHECK(net.forward(x).sizes() == at::IntArrayRef({3, 4}));

@@ -44,7 +44,7 @@ template <class Make, class Oracle>
 void check_against_torch(Make make, Oracle oracle) {
   Cluster cluster = cluster_with(make);
   const RemoteModule net(cluster[0], 1, "net");
-  const nn::NamedTensors values = net.state();
+  const rpc::NamedTensors values = net.state();
   const at::Tensor x = at::rand({5, 8}).requires_grad_();
   testing::give_values(oracle, values);
   const at::Tensor expected = oracle->forward(x);
@@ -95,10 +95,10 @@ TEST_CASE("two forwards and an update before the first backward give torch's gra
     autograd::backward(context, {loss_of(net.forward(x))});
     optimizer.step(context);
   };
-  const nn::NamedTensors before = net.state();
+  const rpc::NamedTensors before = net.state();
   const at::Tensor one = forward(first, x);
   update();
-  const nn::NamedTensors between = net.state();
+  const rpc::NamedTensors between = net.state();
   CHECK_FALSE(at::equal(before.at("in.weight"), between.at("in.weight")));
   const at::Tensor two = forward(second, y);
   update();
@@ -327,7 +327,7 @@ TEST_CASE("two trainers in sync mode, stopped and resumed, equal torch's Adam on
   const auto make = [] { return PlainNet(); };
   const at::Tensor x[2] = {at::rand({4, 8}), at::rand({6, 8})};
   const optim::OptimizerOptions options = optim::Adam{.lr = 0.05};
-  nn::NamedTensors start, model;
+  rpc::NamedTensors start, model;
   std::vector<optim::ParameterState> state;
 
   const auto train = [&](Cluster& cluster, int steps) {
@@ -375,7 +375,7 @@ TEST_CASE("two trainers in sync mode, stopped and resumed, equal torch's Adam on
     (loss_of(oracle->forward(x[1])) / 2).backward();
     adam.step();
   }
-  const nn::NamedTensors end = net.state();
+  const rpc::NamedTensors end = net.state();
   for (const auto& item : oracle->named_parameters()) {
     CAPTURE(item.key());
     CHECK(at::allclose(end.at(item.key()), item.value(), 1e-4, 1e-5));
@@ -408,7 +408,7 @@ TEST_CASE("a tied parameter counts once, a frozen one is not trained, a buffer i
   Agent& agent = cluster[0];
   const RemoteModule net(agent, 1, "net");
   CHECK(net.remote_parameters().size() == 1);
-  nn::NamedTensors state = net.state();
+  rpc::NamedTensors state = net.state();
   std::vector<std::string> names;
   for (const auto& [name, tensor] : state) names.push_back(name);
   CHECK(names == std::vector<std::string>{"bias", "matrix", "scale"});
@@ -436,14 +436,14 @@ TEST_CASE("a tied parameter counts once, a frozen one is not trained, a buffer i
 TEST_CASE("load_state changes nothing if a value does not fit") {
   Cluster cluster = cluster_with([] { return Tied(); });
   const RemoteModule net(cluster[0], 1, "net");
-  const nn::NamedTensors state = net.state();
+  const rpc::NamedTensors state = net.state();
   const auto refused = [&](auto change) {
-    nn::NamedTensors other = state;
+    rpc::NamedTensors other = state;
     for (auto& [name, tensor] : other) tensor = tensor + 1;
     change(other);
     const base::Error error = error_of([&] { net.load_state(other); });
     CHECK(error.kind == ErrorKind::kBadData);
-    const nn::NamedTensors now = net.state();
+    const rpc::NamedTensors now = net.state();
     for (const auto& [name, tensor] : state) CHECK(at::equal(now.at(name), tensor));
     return error.message;
   };

@@ -9,14 +9,14 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "local_optimizer.h"
+#include "parameter_updater.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
 using namespace distrain;
 using base::ErrorKind;
 using optim::DistributedOptimizer;
-using optim::LocalOptimizer;
+using optim::ParameterUpdater;
 using optim::Sharing;
 using rpc::Agent;
 using testing::Cluster;
@@ -53,7 +53,7 @@ struct OneNumber {
 
   Cluster cluster;
   at::Tensor number;
-  LocalOptimizer optimizer;
+  ParameterUpdater optimizer;
 };
 
 ErrorKind kind_of_step(const base::Future<uint64_t>& step) {
@@ -344,7 +344,7 @@ TEST_CASE("a trainer continues without another, and with the process that replac
   for (uint32_t before = 0; before < 3; ++before) {
     CAPTURE(before);
     auto other = std::make_unique<Trainer>(cluster[2]);
-    optim::keep_optimizers(cluster[0]);
+    optim::keep_updaters(cluster[0]);
     const rpc::ProcessNumber process = rpc::process_number(2, before);
     for (int i = 0; i < 2; ++i) other->step(), stays->step();
     CHECK(optim::last_step_of(cluster[0], process) == 2);

@@ -12,7 +12,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/schedule.h"
+#include "distrain/optim/learning_rate_schedule.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -109,7 +109,8 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
         {{}, {}, optim::Sgd{}},
         {{}, {bias}, plain}};
     DistributedOptimizer optimizer(agent, groups);
-    const optim::Schedule schedule = optim::Schedule::parse("warmup:4+cosine:20,0.1");
+    const optim::LearningRateSchedule schedule =
+        optim::LearningRateSchedule::parse("warmup:4+cosine:20,0.1");
     for (int64_t step = 0; step < 20; ++step) {
       const double factor = schedule.factor(step, 0);
       reference.param_groups()[0].options().set_lr(0.1 * factor);
@@ -136,8 +137,8 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
     CHECK(state[0].at("exp_avg").sizes() == w1.sizes());
     CHECK(state[1].at("exp_avg").sizes() == w2.sizes());
     CHECK(state[2].at("exp_avg").sizes() == w3.sizes());
-    REQUIRE(optimizer.local_state().size() == 1);
-    CHECK(at::equal(optimizer.local_state()[0].at("exp_avg"), state[2].at("exp_avg")));
+    REQUIRE(optimizer.own_state().size() == 1);
+    CHECK(at::equal(optimizer.own_state()[0].at("exp_avg"), state[2].at("exp_avg")));
     optimizer.load_state(state);
     CHECK(error_of([&] { optimizer.load_state({state[0]}); }).kind == ErrorKind::kBadData);
     CHECK(error_of([&] {

@@ -398,7 +398,7 @@ TEST_CASE("transferring an optimizer's whole state has no deadline") {
   }
   for (int i = 0; i < 20; ++i) {
     optimizer.load_state(optimizer.state());
-    optimizer.held_state({"weight"});
+    optimizer.snapshot({"weight"});
   }
   agent.core().options.rpc_timeout = timeout;
   cluster.shutdown();

@@ -14,14 +14,14 @@ using testing::error_of;
 TEST_CASE("A rule is created from command-line options") {
   const Rule plain = make_rule({});
   CHECK(std::get<Sgd>(plain.options).lr == 0.01);
-  CHECK(plain.schedule == Schedule());
+  CHECK(plain.schedule == LearningRateSchedule());
   CHECK(plain.max_norm == 0);
   const Rule rule = make_rule({"rmsprop", 0.5, 0.9, 0.1, "warmup:5+cosine:10", 0.25});
   const auto rmsprop = std::get<RmsProp>(rule.options);
   CHECK(rmsprop.lr == 0.5);
   CHECK(rmsprop.momentum == 0.9);
   CHECK(rmsprop.weight_decay == 0.1);
-  CHECK(rule.schedule == Schedule(Cosine{10}, {5}));
+  CHECK(rule.schedule == LearningRateSchedule(Cosine{10}, {5}));
   CHECK(rule.max_norm == 0.25);
   CHECK(std::get<AdamW>(make_rule({"adamw", 0.1}).options).weight_decay == 0.01);
   CHECK(std::get<AdamW>(make_rule({"adamw", 0.1, 0, 0}).options).weight_decay == 0);

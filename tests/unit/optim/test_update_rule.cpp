@@ -13,7 +13,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include "distrain/optim/local_updates.h"
+#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/optim/update_rule.h"
 #include "invalid_message.h"
 #include "support/catch.h"
@@ -407,13 +407,14 @@ TEST_CASE("in one process a trainer without a gradient counts as zero, as in syn
   const int without = GENERATE(0, 1);
   at::Tensor weight = at::zeros({2}).requires_grad_(), unused = at::ones({2}).requires_grad_();
   const NamedParameters some{{"weight", weight}, {"unused", unused}};
-  LocalUpdates updates({.options = Sgd{.lr = 1}}, "sync", shared ? some : NamedParameters{},
-                       shared ? NamedParameters{} : some);
+  SingleProcessOptimizer optimizer({.options = Sgd{.lr = 1}}, "sync",
+                                   shared ? some : NamedParameters{},
+                                   shared ? NamedParameters{} : some);
   for (int trainer : {0, 1}) {
     if (trainer != without) (weight * 3).sum().backward();
-    updates.gather();
+    optimizer.gather();
   }
-  updates.step();
+  optimizer.step();
   CHECK(at::equal(weight.detach(), at::full({2}, -1.5)));
   CHECK(at::equal(unused.detach(), at::ones({2})));
 }
@@ -423,14 +424,14 @@ TEST_CASE("a module's parameters are replicas, or shared if a mode is given, and
   const at::Tensor before = net->weight.detach().clone();
   const std::string mode = GENERATE("", "sync", "async");
   CAPTURE(mode);
-  LocalUpdates updates(*net, {.options = Sgd{.lr = 1}}, mode);
-  CHECK(updates.names() == std::vector<std::string>{"0", "1"});
-  CHECK(updates.has_replicas() == mode.empty());
+  SingleProcessOptimizer optimizer(*net, {.options = Sgd{.lr = 1}}, mode);
+  CHECK(optimizer.names() == std::vector<std::string>{"0", "1"});
+  CHECK(optimizer.has_replicas() == mode.empty());
   for (const double gradient : {1, 3}) {
     (net->weight * gradient).sum().backward();
-    updates.gather();
+    optimizer.gather();
   }
-  updates.step();
+  optimizer.step();
   CHECK(at::allclose(net->weight, before - (mode == "async" ? 4 : 2)));
 }
 

@@ -8,7 +8,7 @@
 
 #include <unistd.h>
 
-#include "distrain/app/program.h"
+#include "../src/app/program.h"
 #include "distrain/base/clock.h"
 #include "support/catch.h"
 

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/run.h"
+#include "scenario/pipeline/run.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 
@@ -20,7 +20,7 @@ PipelineOptions small_options(const std::string& data = "") {
 }
 
 // Writes 15 images; all pixels of a plane of image i are i + 20 * plane, its label is i % 10.
-void write_cifar(const data::Folder& folder) {
+void write_cifar(const testing::Folder& folder) {
   for (int file = 0; file < 5; ++file) {
     std::string text;
     for (int i = 3 * file; i < 3 * file + 3; ++i) {
@@ -47,6 +47,25 @@ std::vector<int64_t> images_of(const data::ImageBatch& batch) {
 }
 
 }  // namespace
+
+TEST_CASE("Full batches are drawn from one epoch after the other") {
+  for (const int64_t batch_size : {4, 15, 40}) {
+    CAPTURE(batch_size);
+    std::vector<int64_t> seen, expected;
+    for (int64_t index = 0; index * batch_size < 60; ++index) {
+      const std::vector<int64_t> batch = full_batch(3, index, 15, batch_size);
+      CHECK(static_cast<int64_t>(batch.size()) == batch_size);
+      seen.insert(seen.end(), batch.begin(), batch.end());
+    }
+    for (int64_t epoch = 0; expected.size() < seen.size(); ++epoch) {
+      const data::EpochSampler sampler(3, epoch, {}, 15, 15);
+      const auto one = sampler.batch(0);
+      expected.insert(expected.end(), one.begin(), one.end());
+    }
+    expected.resize(seen.size());
+    CHECK(seen == expected);
+  }
+}
 
 TEST_CASE("random batches depend on their seed and number") {
   PipelineOptions options = small_options();
@@ -90,7 +109,7 @@ TEST_CASE("a schedule as JSON has the start time of each step and the blocks of 
 }
 
 TEST_CASE("images are drawn epoch by epoch, each shuffled") {
-  const data::Folder folder;
+  const testing::Folder folder;
   write_cifar(folder);
   const PipelineData source(small_options(folder.path()));
   std::vector<int64_t> seen;
@@ -118,7 +137,7 @@ TEST_CASE("images are drawn epoch by epoch, each shuffled") {
 }
 
 TEST_CASE("CIFAR-10's images are normalised by channel") {
-  const data::Folder folder;
+  const testing::Folder folder;
   write_cifar(folder);
   const PipelineData source(small_options(folder.path()));
   const data::ImageBatch batch = source.batch(0);
@@ -135,7 +154,7 @@ TEST_CASE("CIFAR-10's images are normalised by channel") {
 }
 
 TEST_CASE("grey images get three channels, and every image is resized") {
-  const data::Folder folder;
+  const testing::Folder folder;
   testing::write_images(folder, 30, 0, 5);
   PipelineOptions options = small_options(folder.path());
   options.image_size = 28;
@@ -172,9 +191,9 @@ TEST_CASE("grey images get three channels, and every image is resized") {
 }
 
 TEST_CASE("a folder without images, or with other labels, is refused") {
-  const data::Folder folder;
+  const testing::Folder folder;
   const auto refused = [&](const PipelineOptions& options) {
-    return data::bad_data([&] { PipelineData data(options); });
+    return testing::bad_data([&] { PipelineData data(options); });
   };
   PipelineOptions options = small_options(folder.path());
   CHECK(refused(options) == folder.path() +
@@ -188,7 +207,7 @@ TEST_CASE("a folder without images, or with other labels, is refused") {
   CHECK(PipelineData(options).describe().at("data") == "cifar10");
   options.valid_data = folder.path();
   CHECK(refused(options) == folder.path() + ": no test_batch.bin in this folder");
-  const data::Folder grey;
+  const testing::Folder grey;
   testing::write_images(grey, 3, 3, 5);
   options.valid_data = grey.path();
   CHECK(refused(options) == grey.path() + ": no test_batch.bin in this folder");

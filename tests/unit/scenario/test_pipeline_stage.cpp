@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "../src/scenario/pipeline/stage.h"
+#include "scenario/pipeline/stage.h"
 #include "support/catch.h"
 
 using namespace distrain;
@@ -15,7 +15,7 @@ TEST_CASE("the state of a stage is a copy of its running statistics, which chang
   agent.join();
   rpc::CallContext call{agent, {0, "alone"}};
   const auto state = [&] { return stage.hold_state(call).local_value(); };
-  const data::NamedTensors saved = state();
+  const rpc::NamedTensors saved = state();
   int buffers = 0;
   for (const auto& [name, tensor] : saved) {
     if (name.find("running_") == std::string::npos && !name.ends_with("_tracked")) continue;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/scenario/hybrid.h"
+#include "../cmd/jobs.h"
 #include "refusal.h"
 #include "support/catch.h"
 
@@ -60,7 +60,7 @@ std::vector<std::string> dump_placement(const std::string& arguments) {
 }
 
 void check_placed(const std::vector<Placed>& all) {
-  const app::JobCommand hybrid(scenario::hybrid_job());
+  const app::JobCommand hybrid(cmd::hybrid_job());
   for (const Placed& placed : all) {
     CAPTURE(placed.environment, placed.arguments);
     const Variables set(placed.environment);
@@ -216,7 +216,7 @@ TEST_CASE("an invalid environment is refused, naming the variable") {
       {"SLURM_PROCID=3 SLURM_NTASKS=6 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2", "",
        "as SLURM_STEP_NUM_NODES says, need --master-addr HOST"},
   };
-  const app::JobCommand hybrid(scenario::hybrid_job());
+  const app::JobCommand hybrid(cmd::hybrid_job());
   for (const auto& [settings, arguments, told] : all) {
     CAPTURE(settings);
     const Variables set(settings);

@@ -3,19 +3,19 @@
 #include <ATen/Functions.h>
 #include <torch/optim/adam.h>
 
-#include "../src/scenario/rl/learner.h"
 #include "distrain/base/error.h"
+#include "scenario/rl/learner.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
 #include "support/torch_policy.h"
 
 using namespace distrain;
 using namespace distrain::testing;
-using models::Policy;
-using models::PolicyStep;
 using scenario::ActionRequest;
 using scenario::Actions;
 using scenario::Learner;
+using scenario::Policy;
+using scenario::PolicyStep;
 using scenario::RlOptions;
 
 TEST_CASE("later rewards are discounted, and not added beyond the end of an episode") {
@@ -115,7 +115,7 @@ TEST_CASE_METHOD(Learners, "learning does not depend on which requests were answ
       play(learner, episode, {1, 2, 3, 4}, together);
     }
     learned[together] = learner.policy().named_parameters();
-    learned[together].merge(optim::flatten(Policy::names(), learner.updates().state()));
+    learned[together].merge(optim::flatten(Policy::names(), learner.optimizer().state()));
   }
   REQUIRE(learned[0].size() == 4 * 4);  // parameters, their moments and steps
   check_close(learned[0], learned[1], 0);
@@ -143,7 +143,7 @@ TEST_CASE_METHOD(Learners, "the learner computes what LibTorch's autograd and Ad
         for (uint32_t e = 0; e < 2; ++e) {
           const std::vector<double>& rewards = all_rewards[observer][e];
           if (t >= rewards.size()) continue;
-          models::Observation x;
+          scenario::Observation x;
           for (float& number : x) number = static_cast<float>(2 * random.unit() - 1);
           request.states.push_back({e, x, t == 0 ? 0 : rewards[t - 1]});
           const auto rank = static_cast<uint64_t>(observer) + 1;

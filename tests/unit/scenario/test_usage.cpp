@@ -6,11 +6,7 @@
 
 #include <unistd.h>
 
-#include "distrain/scenario/hybrid.h"
-#include "distrain/scenario/pipeline.h"
-#include "distrain/scenario/ps.h"
-#include "distrain/scenario/rl.h"
-#include "distrain/scenario/rnn.h"
+#include "../cmd/jobs.h"
 #include "refusal.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
@@ -55,7 +51,7 @@ const std::vector<Wrong> kOfEveryJob = {
 
 TEST_CASE("wrong options of hybrid are refused by name") {
   check_all_refused(
-      app::JobCommand(scenario::hybrid_job()),
+      app::JobCommand(cmd::hybrid_job()),
       {
           {{"x"}, "unexpected argument 'x'"},
           {{"--trainer", "3"}, "did you mean --trainers?"},
@@ -100,7 +96,7 @@ TEST_CASE("wrong options of hybrid are refused by name") {
 
 TEST_CASE("wrong options of ps are refused by name") {
   check_all_refused(
-      app::JobCommand(scenario::ps_job()),
+      app::JobCommand(cmd::ps_job()),
       {
           {{"--embedding-dim", "3"}, "unknown option --embedding-dim"},
           {{"--prompt", "x"}, "unknown option --prompt"},
@@ -121,7 +117,7 @@ TEST_CASE("wrong options of ps are refused by name") {
 }
 
 TEST_CASE("wrong options of rnn are refused by name") {
-  check_all_refused(app::JobCommand(scenario::rnn_job()),
+  check_all_refused(app::JobCommand(cmd::rnn_job()),
                     {
                         {{"--mode", "ssp"}, "must be one of async, sync, not 'ssp'"},
                         {{"--dropout", "1"}, "--dropout must be a number from 0 to below 1"},
@@ -134,7 +130,7 @@ TEST_CASE("wrong options of rnn are refused by name") {
 }
 
 TEST_CASE("wrong options of rl are refused by name") {
-  check_all_refused(app::JobCommand(scenario::rl_job()),
+  check_all_refused(app::JobCommand(cmd::rl_job()),
                     {
                         {{"--local=maybe"}, "--local takes no value"},
                         {{"--quiet="}, "--quiet takes no value"},
@@ -145,7 +141,7 @@ TEST_CASE("wrong options of rl are refused by name") {
 
 TEST_CASE("wrong options of pipeline are refused by name") {
   check_all_refused(
-      app::JobCommand(scenario::pipeline_job()),
+      app::JobCommand(cmd::pipeline_job()),
       {
           {{"--explain=false"}, "--explain takes no value"},
           {{"--micro-batches", "121"},
@@ -175,29 +171,28 @@ TEST_CASE("wrong options of pipeline are refused by name") {
 }
 
 TEST_CASE("wrong options that every job has are refused by name") {
-  const data::Folder folder;
-  check_all_refused(app::JobCommand(scenario::hybrid_job()), kOfEveryJob);
-  check_all_refused(app::JobCommand(scenario::rnn_job()), kOfEveryJob);
+  const testing::Folder folder;
+  check_all_refused(app::JobCommand(cmd::hybrid_job()), kOfEveryJob);
+  check_all_refused(app::JobCommand(cmd::rnn_job()), kOfEveryJob);
   for (Wrong wrong : kOfEveryJob) {
     wrong.arguments.insert(wrong.arguments.begin(), {"--data", folder.path()});
-    check_refused(app::JobCommand(scenario::ps_job()), wrong.arguments, wrong.told);
+    check_refused(app::JobCommand(cmd::ps_job()), wrong.arguments, wrong.told);
   }
 }
 
 TEST_CASE("invalid devices are refused") {
-  const app::JobCommand hybrid(scenario::hybrid_job());
+  const app::JobCommand hybrid(cmd::hybrid_job());
   for (const char* word : {"nonsense", "cuda:x", "cuda:-1", "trainer", "trainer=gpu", "nobody=cuda",
                            "master=cuda,master=cpu"}) {
     check_refused(hybrid, {"--device", word}, "--device");
   }
   check_refused(hybrid, {"--device="}, "--device needs a value");
   check_refused(hybrid, {"--device", "trainer=cuda", "--local"}, "--local is one process");
-  check_refused(app::JobCommand(scenario::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
-  check_refused(app::JobCommand(scenario::rl_job()), {"--device", "observer=cuda"},
-                "computes nothing");
+  check_refused(app::JobCommand(cmd::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
+  check_refused(app::JobCommand(cmd::rl_job()), {"--device", "observer=cuda"}, "computes nothing");
 
-  const app::JobCommand ps(scenario::ps_job());
-  const data::Folder folder;
+  const app::JobCommand ps(cmd::ps_job());
+  const testing::Folder folder;
   write_images(folder, 64, 16, 1);
   const auto refused = [&](Words arguments, const std::string& told) {
     arguments.insert(arguments.begin(), {"--data", folder.path()});

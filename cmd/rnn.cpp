@@ -1,0 +1,153 @@
+// distrain rnn: its options, roles and help.
+
+#include "distrain/base/error.h"
+#include "jobs.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+/// Calls `tell` with each option whose default differs for text: those of PyTorch's word language
+/// model, which divides the learning rate by 4 when the validation loss does not improve.
+void defaults_on_text(const auto& tell) {
+  tell("vocab-size", &RnnOptions::vocab_size, 10000);
+  tell("embedding-dim", &RnnOptions::emsize, 200);
+  tell("nhid", &RnnOptions::nhid, 200);
+  tell("nlayers", &RnnOptions::nlayers, 2);
+  tell("bptt", &RnnOptions::bptt, 35);
+  tell("dropout", &RnnOptions::dropout, 0.2);
+  tell("batch-size", &RnnOptions::batch_size, 20);
+  tell("lr", &RnnOptions::lr, 20);
+  tell("lr-schedule", &RnnOptions::lr_schedule, "plateau:0,0.25,0,0");
+  tell("clip", &RnnOptions::clip, 0.25);
+}
+
+void derive_rnn_defaults(RnnOptions& options, const std::function<bool(std::string_view)>& given) {
+  if (options.data.empty()) return;
+  defaults_on_text([&](const char* name, auto member, auto value) {
+    if (!given(name)) options.*member = value;
+  });
+  if (options.valid_data.empty() && !given("lr-schedule")) options.lr_schedule = "constant";
+}
+
+/// Throws if this rank has data and rank 0 has none, because rank 0 determines the model size.
+void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
+  if (!preflight.of_rank_0 || !preflight.given("data")) return;
+  const auto data = preflight.of_rank_0->find("data");
+  if (data != preflight.of_rank_0->end() && !data->second.empty()) return;
+  throw base::Exception(base::ErrorKind::kRendezvous,
+                        "--data is given here but not to rank 0, which trains on random batches");
+}
+
+}  // namespace
+
+void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
+  list.without("min-trainers");  // the trainers keep replicas
+  list.integer("vocab-size", &RnnOptions::vocab_size, "give the vocabulary at most N words")
+      .range(2, job::kMaxInt)
+      .may_change()  // the words must match instead, and so their number
+      .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
+  list.integer("embedding-dim", &RnnOptions::emsize, "use embeddings of N numbers")
+      .range(1, 1048576)
+      .formerly("emsize");
+  list.integer("nhid", &RnnOptions::nhid, "give the LSTM N hidden units").range(1, 1048576);
+  list.integer("nlayers", &RnnOptions::nlayers, "stack N LSTM layers").range(1, 1024);
+  list.real("dropout", &RnnOptions::dropout, "drop activations with probability X").below(0, 1);
+  list.file("data", &RnnOptions::data, "train on the text in FILE, with words separated by blanks")
+      .by_default("random batches with random labels");
+  list.file("valid-data", &RnnOptions::valid_data, "evaluate on FILE after each epoch")
+      .needs("data");
+  list.file("test-data", &RnnOptions::test_data, "evaluate on FILE at the end").needs("data");
+  list.group("Training");
+  list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
+  list.integer("batches-per-epoch", &RnnOptions::batches,
+               "use N random batches per epoch and trainer")
+      .range(1, job::kMaxInt)
+      .formerly("batches")
+      .random_only();
+  list.integer("bptt", &RnnOptions::bptt, "use N words of each column per batch")
+      .range(1, job::kMaxInt);
+  list.group("Sample");
+  list.integer("generate", &RnnOptions::generate, "write N words at the end")
+      .range(0, 1048576)
+      .data_only()
+      .of_predict();
+  list.text("prompt", &RnnOptions::prompt, "TEXT", "begin the sample with TEXT")
+      .needs("generate")
+      .data_only()
+      .may_change();
+  RnnOptions on_text;
+  defaults_on_text([&](auto, auto member, auto value) { on_text.*member = value; });
+  const job::OptionMap words = list.write(on_text);
+  defaults_on_text([&](const char* name, auto, auto) {
+    list.row(name).by_default(words.at(name) + " with --data, otherwise " +
+                              list.find(name).initial);
+  });
+  list.row("data").details("A rank that is not given a path reads the file that rank 0 names.");
+  for (const char* name : {"valid-data", "test-data"}) list.row(name).details("Needs --data.");
+  list.row("batch-size").help("use N columns of text per trainer");
+  list.row("bptt").details("Gradients are backpropagated through N words.");
+  list.row("clip").details("The norm is that of the parameters of all ranks together.");
+  list.row("generate").details("The words are in the `text` line.");
+  list.row("prompt").details("Needs --generate.");
+}
+
+}  // namespace distrain::scenario
+
+namespace distrain::cmd {
+
+using namespace scenario;
+
+const job::Definition<RnnOptions>& rnn_job() {
+  using Use = job::DeviceRole::Use;
+  using enum job::FieldType;
+  using job::sometimes;
+  static const auto kJob =
+      job::define<RnnOptions>("rnn",
+                              "train a language model: embeddings on a server, LSTM on trainers")
+          .describe(
+              R"(Trains a word language model. The embedding table and the decoder are on a
+parameter server. The LSTM between them is on the trainers; several trainers
+replicate it with DistributedDataParallel. Rank 0 is the server, and ranks 1 to
+T are the trainers.)")
+          .details(
+              R"(Each step calls the server twice over RPC, and a distributed optimizer updates each parameter on
+the rank that holds it. The ranks' roles are `ps`, `trainer1`, `trainer2`, ....
+
+Without --data the job trains the tiny model of the PyTorch RPC tutorial on random batches. With
+--data it trains a real language model, with other defaults.
+
+`distrain predict CHECKPOINT [FILE]` prints the words that most likely follow each line of a text,
+or with --generate N the next N words. `end` has the perplexity of the text.)")
+          .example("distrain rnn", "Run the tutorial's job")
+          .example(
+              "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync "
+              "--trainers 2",
+              "Train with two trainers in step with each other")
+          .example(
+              "distrain rnn --data train.txt --generate 40 --prompt 'in the beginning' | jq -r "
+              ".text//empty",
+              "Write a few words in the style of the text")
+          .example(
+              "echo in the beginning | distrain predict saved - --generate 20 | jq -r .text//empty",
+              "Continue a line with the newest checkpoint in the folder saved")
+          .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
+                   "Start two ranks one by one")
+          .events(job::trainer_events(/*may_lose=*/false, job::Unit::kWords))
+          .event("text", "printed at the end of the job, with --generate",
+                 {{"text", kText, "prompt and the words that follow it"}})
+          .event("end", "",
+                 {sometimes({"words_per_s", kNumber, "words per second of all trainers"})})
+          .role("ps", 1, {}, Use::kCompute, "server")
+          .role("trainer", &RnnOptions::trainers, train_rnn)
+          .expose(expose_rnn)
+          .local(train_rnn_local)
+          .predict(predict_rnn, {sometimes({"words", kTexts, "most likely next words, best first"}),
+                                 sometimes({"scores", kNumbers, "probabilities of the words"}),
+                                 sometimes({"text", kText, "text that follows, with --generate"})})
+          .derive_defaults(derive_rnn_defaults)
+          .check(check_rnn);
+  return kJob;
+}
+
+}  // namespace distrain::cmd

@@ -1,0 +1,209 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "distrain/base/error.h"
+#include "distrain/base/future.h"
+#include "distrain/job/job.h"
+#include "distrain/rpc/channel.h"
+
+namespace distrain::job {
+
+/// A trainer's next task.
+struct Task {
+  enum class Kind : uint8_t {
+    kTrain,
+    kEvaluate,  ///< report the epoch, and evaluate this trainer's share of the data
+    kSave,      ///< contribute this trainer's part of a checkpoint
+    kEnd,
+  };
+  Kind kind = Kind::kTrain;
+  int64_t epoch = 0;     ///< from 1
+  int32_t shard = 0;     ///< the shard of the data, which has the number of its trainer
+  int64_t step = 0;      ///< kTrain: the first step, by its number in the shard and epoch, from 0
+  int64_t count = 1;     ///< kTrain: number of consecutive steps
+  bool last = false;     ///< kEvaluate: the job ends afterwards
+  bool partial = true;   ///< the epoch is not over
+  bool stopped = false;  ///< kEnd: a signal has ended the job early
+  int32_t part = 0;      ///< kEvaluate, kSave: this trainer's index among those with the task
+  int32_t parts = 1;     ///< kEvaluate, kSave: number of trainers with the task
+  static constexpr auto kFields =
+      std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
+                 &Task::partial, &Task::stopped, &Task::part, &Task::parts);
+};
+
+/// A trainer, and the number of its earlier processes, to recognize late requests of a lost one.
+struct Seat {
+  Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
+      : trainer(trainer_number), before(taken_before) {}
+  int trainer;
+  int64_t before;
+  static constexpr auto kFields = std::tuple(&Seat::trainer, &Seat::before);
+};
+
+/// A job's progress, as checkpoints store it.
+struct Position {
+  int64_t epoch = 1;
+  std::vector<int64_t> steps;  ///< steps in this epoch, by shard
+  int64_t total = 0;           ///< steps of all trainers since the job's beginning
+
+  Json to_json() const;
+  /// Throws `bad_data` if `json` is not a position of a job with so many trainers.
+  static Position from_json(const Json& json, int trainers);
+};
+
+/// Hands out the tasks of a job to its trainers: training steps and, when all trainers have
+/// finished theirs, evaluation, saving and the end.
+///
+///   beginning → training → (epoch or job over) evaluating → (checkpoint due) saving →
+///   training or ending
+///
+/// Training begins when all trainers have asked for a task. Otherwise fast trainers might take over
+/// all steps of a late one, and a stop might find it unprepared.
+///
+/// Note [Leases]
+///
+/// A trainer's current task is its lease: a range of a shard's steps, or a part of an evaluation or
+/// a save. Asking for the next task completes the lease. If a trainer is lost, the remaining steps
+/// of its lease are handed out first, before other steps and before any evaluation or save, so that
+/// every evaluation and save includes all steps handed out before. An evaluation or save in which
+/// the lost trainer had a part is repeated by the other trainers. From then on trainers also take
+/// over steps of other shards, because nobody else makes the lost trainer's. A new process can
+/// replace the lost one, with a Seat of its own; requests with the old Seat are refused.
+///
+/// Thread-safe. Hooks run on the thread of the last trainer to ask, while all trainers wait.
+class LeaseScheduler {
+ public:
+  struct Options {
+    int trainers = 1;
+    int64_t epochs = 1;
+    int64_t steps = 0;  ///< steps of each trainer; 0: as many as the epochs have
+    int64_t steps_per_epoch = 1;
+    /// If true, a trainer that has finished its shard takes over steps of the shard with the most
+    /// steps left, so that slow trainers do not delay the epoch. Otherwise all make equally many.
+    bool take_over = false;
+    bool save = false;
+    int64_t save_every = 0;  ///< steps of each trainer between saves; 0: at the end of each epoch
+    bool may_lose = false;   ///< the job continues without lost trainers as long as one is left
+  };
+  struct Hooks {
+    std::function<void()> on_begin = [] {};  ///< all trainers have asked for a task
+    /// `whole_epoch` is false if the job ends within an epoch.
+    std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
+    std::function<void(const Position&)> on_save = [](auto&) {};
+    std::function<void(bool stopped)> on_end = [](bool) {};
+    /// A trainer was lost during an evaluation or a save. All reports since then do not count,
+    /// because the trainers repeat it.
+    std::function<void()> on_again = [] {};
+    /// `trainer` waits for a task while others may make steps, so they must not wait for its steps.
+    std::function<void(int trainer)> on_rest = [](int) {};
+  };
+
+  LeaseScheduler(Options options, Hooks hooks);
+
+  /// Sets the position, before the first next(). Throws `bad_data` if it is impossible in this job.
+  void resume(Position position);
+  /// Returns true if all steps of the job have been handed out.
+  bool over() const;
+
+  /// Completes the trainer's task and returns a future of its next task, of at most `wanted` steps.
+  /// If `stop` is true and the job saves checkpoints, all trainers save and end. The future fails
+  /// if a hook throws. Throws `peer_lost` if another process has taken the seat.
+  base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
+
+  /// Gives a lost trainer's place to a new process.
+  Seat take_seat(int trainer);
+  /// The effect of a loss on the lost trainer's lease.
+  struct Lost {
+    int64_t made = 0;      ///< steps that the lost process is known to have made
+    int64_t back = 0;      ///< steps that will be handed out again
+    int64_t in_doubt = 0;  ///< those of `back` that may have been made
+  };
+  /// Notes that a trainer is lost. `made` is the number of the last step that its process made,
+  /// counted from 1, if it is known. Call go_on() afterwards, on a thread that may block.
+  Lost lose(int trainer, std::optional<int64_t> made);
+  void go_on();
+  /// Returns the number of trainers that are not lost.
+  int trainers_left() const;
+  /// Returns the mean number of steps of a trainer since the job's beginning.
+  int64_t steps_of_each() const;
+  /// Returns the steps in this run that trainers which are not lost have completed.
+  int64_t steps_made() const;
+  /// Makes all trainers save as soon as possible and continue, if the job saves at all.
+  void request_save();
+  /// Ends the job early, but in the same way as after its last step.
+  void finish();
+  /// Makes all current and later calls of next() fail with `error`.
+  void fail(const base::Error& error);
+  /// Returns the trainers for which other trainers wait.
+  std::vector<rpc::Wait> waits() const;
+
+ private:
+  enum class Phase { kBeginning, kTraining, kEvaluating, kSaving, kEnding };
+  struct Request {
+    base::Promise<Task> promise;
+    int64_t wanted = 1;
+    base::TimePoint since = base::Clock::now();
+  };
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+  /// Consecutive steps of a shard in the current epoch.
+  struct Range {
+    int shard = 0;
+    int64_t step = 0;
+    int64_t count = 0;
+  };
+  /// The state of a trainer.
+  struct TrainerState {
+    bool is_here = true;  ///< not lost
+    bool has_task = false;
+    int64_t before = 0;      ///< number of earlier processes
+    int64_t handed_out = 0;  ///< steps handed out since the job's beginning
+    int64_t made = 0;        ///< steps that the current process has completed
+    Range lease;             ///< `count` is 0 if there is none
+  };
+
+  TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
+  int here_locked() const;
+  bool task_locked(int trainer, int64_t wanted, Task& task);
+  bool take_locked(int trainer, int64_t wanted, Task& task);
+  Range take_new_locked(int trainer, int64_t wanted);
+  int64_t furthest_locked() const;
+  int64_t remaining_locked(int shard) const;
+  int64_t next_save() const;
+  int64_t gate_locked() const;
+  bool epoch_over() const;
+  bool stopped() const { return stop_at_ != kNever; }
+  void tell_who_rests();
+  void advance();
+  void enter_next_phase(Phase before, bool again);
+  Phase after_training() const;
+  Phase after_evaluation();
+  void hand_out();
+
+  const Options options_;
+  const Hooks hooks_;
+  mutable std::mutex mutex_;
+  Phase phase_ = Phase::kBeginning;
+  Position position_;
+  std::vector<TrainerState> trainers_;
+  std::vector<Range> returned_;  // remaining steps of lost trainers' leases
+  bool takes_over_ = false;      // options_.take_over, or a trainer was lost
+  bool is_advancing_ = false;    // a thread runs hooks or hands out tasks
+  bool again_ = false;           // a trainer with a part in this phase was lost
+  int64_t saved_ = 0;            // steps of each trainer at the last checkpoint
+  // Limits in steps of each trainer, by next(), request_save() and finish(); kNever if not set.
+  int64_t stop_at_ = kNever;
+  int64_t save_at_ = kNever;
+  int64_t finish_at_ = kNever;
+  std::optional<base::Error> failed_;
+  std::map<int, Request> waiting_;  // by trainer
+};
+
+}  // namespace distrain::job

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "distrain/optim/rule.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace distrain::optim {
+
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+NamedParameters named(const std::vector<std::string>& names,
+                      const std::vector<at::Tensor>& parameters);
+
+/// Makes the same updates in one process as the DistributedOptimizers of all trainers together:
+///
+///   job::SingleProcessOptimizer optimizer(*net, options.rule());  // `net` is replicated, as under
+///   DDP training.keep(optimizer); training.run(optimizer, [&](const job::Step& step) { ...; return
+///   job::Result{loss, samples}; });
+class SingleProcessOptimizer {
+ public:
+  using Named = NamedParameters;
+
+  /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
+  /// otherwise with each trainer's in turn. `replicated` is updated with the mean, as under DDP.
+  SingleProcessOptimizer(const Rule& rule, const std::string& mode, Named shared,
+                         Named replicated = {});
+  /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
+  /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
+  /// names, so that a job and its `--local` run can resume from each other's checkpoints.
+  SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
+                         const std::string& mode = {});
+  ~SingleProcessOptimizer();
+
+  /// Takes the `.grad` of every parameter. Call it after each trainer's backward().
+  void gather();
+  /// Updates the parameters with the gathered gradients and clears them.
+  void step();
+  void set_lr_factor(double factor);
+
+  std::vector<std::string> names() const;
+  std::vector<ParameterState> state() const;
+  void load_state(const std::vector<ParameterState>& state);
+  bool has_replicas() const;
+  /// Returns true if no update needs several trainers' gradients, so each trainer calls step().
+  bool each_trainer_steps() const { return !sync_ && !has_replicas(); }
+  int64_t updates() const { return updates_; }  ///< number of updates of the shared parameters
+
+ private:
+  struct Parameters;
+  const double max_norm_;
+  const bool sync_;
+  const std::unique_ptr<Parameters> shared_, replicated_;
+  int64_t updates_ = 0;
+};
+
+}  // namespace distrain::optim

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace distrain::rpc {
+
+/// Tensors by name, as in "fc.weight".
+using NamedTensors = std::map<std::string, at::Tensor>;
+
+}  // namespace distrain::rpc

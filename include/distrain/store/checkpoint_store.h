@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "distrain/store/safetensors.h"
+
+namespace distrain::store {
+
+class FolderClaim;
+
+/// The content of a checkpoint: tensors by file and name, and the state in its manifest.
+///
+/// On disk a checkpoint is a folder `step-<12 digits>` with one safetensors file for each entry of
+/// `files` (`model.safetensors`, `optimizer.safetensors`, …) and `manifest.json`:
+///
+///   {"format":"distrain-checkpoint","version":1,"generation":1,"step":20,
+///    "files":{"model.safetensors":{"bytes":4800312,"xxh64":"0123456789abcdef"},…},
+///    "state":{…},"xxh64":"…"}
+///
+/// The `xxh64` of a file is the content_hash() of its bytes; the last one is that of the manifest's
+/// own text before `,"xxh64"`. The text is one line, with the keys in this order. `generation`
+/// counts the jobs that have saved in the folder so far; if missing, it is 0.
+///
+/// `state` is the scenario's: counters, options that must agree, data position, RNG. Numbers in it
+/// that are not finite are read back as null.
+struct Checkpoint {
+  int64_t step = 0;
+  std::map<std::string, std::map<std::string, StoredTensor>> files;
+  nlohmann::ordered_json state = nlohmann::ordered_json::object();
+};
+
+/// A checkpoint that was read. `contents` owns the bytes of its tensors.
+struct LoadedCheckpoint {
+  std::string path;  ///< path of the checkpoint folder
+  Checkpoint checkpoint;
+  std::map<std::string, Safetensors> contents;
+};
+
+/// The folder in which a job saves its checkpoints. From prepare() or the first save() until its
+/// end this object owns the folder: saving by another job, in any process, throws `bad_data`,
+/// "another job saves in this folder: …". The folder itself may be a symbolic link; links inside it
+/// are refused as `bad_data`, by load() as well. Must not be forked, because the child would keep
+/// the folder locked. Not thread-safe.
+class CheckpointStore {
+ public:
+  /// Called with the name of each system call of a save, before the call. Tests end the process in
+  /// it.
+  using Probe = std::function<void(const char* name)>;
+
+  /// `keep`: the number of checkpoints that remain after a save, at least one.
+  explicit CheckpointStore(std::string folder, Probe before_system_call = {}, int64_t keep = 2);
+
+  ~CheckpointStore();
+
+  /// Creates the folder if it does not exist, and checks that it can be written, so that a job does
+  /// not fail hours later. Throws `resources` if the folder cannot be created or written,
+  /// `bad_data` if another job saves in it or a file in it is a symbolic link.
+  void prepare();
+
+  /// Returns the error message of a file system without locks, on which another job can save in the
+  /// folder until one of the two finds the checkpoint of the other. Returns nullopt if there is a
+  /// lock, or before the first use of the folder.
+  std::optional<std::string> why_no_lock() const;
+
+  /// Writes a checkpoint atomically, even if the process or the machine stops: writes and fsyncs a
+  /// temporary folder, renames it and fsyncs its parent. Removes the remains of interrupted saves,
+  /// replaces a checkpoint of the same step, and keeps the newest `keep` checkpoints of those that
+  /// are not newer than this one. Returns the path.
+  ///
+  /// Throws `resources`, naming the file, if writing fails (disk full, no permission, folder
+  /// removed); earlier checkpoints stay. Throws `bad_data` if another job has since saved there,
+  /// which is possible without locks; then nothing more is written or removed, except the temporary
+  /// folder. Throws `invalid`, before anything is written, for a checkpoint that load() would
+  /// refuse: a step below 0 or of more than twelve digits, a file name with a '/' or a leading '.',
+  /// tensors that safetensors_header() refuses, a state that is not an object, is nested 64 deep,
+  /// has an object of more than 4096 keys, or exceeds 64 MiB.
+  std::string save(const Checkpoint& checkpoint);
+
+  /// Returns true if `path` is `folder` or could be a checkpoint in it.
+  static bool holds(const std::string& folder, const std::string& path);
+
+  /// Returns the checkpoint of the highest step in `folder`, or nullopt if there is none. Throws
+  /// `bad_data` if the folder exists and cannot be read.
+  static std::optional<std::string> newest(const std::string& folder);
+
+  /// Reads a checkpoint, or the newest one in a folder of checkpoints. Throws `bad_data`, with the
+  /// file and the reason, if the manifest is invalid, or if a file is missing, differs from the
+  /// manifest in size or hash, or is not a safetensors file.
+  static LoadedCheckpoint load(const std::string& path);
+  /// As load(), but reads only the manifest, which is fast.
+  static LoadedCheckpoint look(const std::string& path);
+  /// Returns the newest intact checkpoint that is older than the one load() would read from `path`.
+  static std::optional<std::string> intact_before(const std::string& path);
+
+ private:
+  const std::string folder_;
+  const Probe before_system_call_;
+  const int64_t keep_;
+  std::unique_ptr<FolderClaim> claim_;  // null until the first use of the folder
+};
+
+}  // namespace distrain::store

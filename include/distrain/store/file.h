@@ -1,0 +1,81 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "distrain/base/error.h"
+#include "distrain/net/socket.h"
+
+namespace distrain::store {
+
+class OpenFolder;
+
+/// Throws `bad_data`: `path` cannot be opened, for the reason in errno.
+[[noreturn]] void fail_open(const std::string& path);
+
+/// The end of the error message for a link.
+inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
+
+/// A file open for reading. Failures throw `bad_data` with the path and the reason.
+class InputFile {
+ public:
+  enum class Kind {
+    kAny,      ///< may be a pipe
+    kRegular,  ///< anything else is refused, and never waited for
+  };
+  explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
+  /// Opens a regular file in `folder`. Refuses a link.
+  InputFile(const OpenFolder& folder, const std::string& name);
+
+  /// Reads at most `bytes` bytes and returns their number; 0 at the end.
+  size_t read(void* out, size_t bytes) const;
+
+  /// The size of a regular file; 0 for a pipe.
+  uint64_t size() const { return size_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  InputFile(net::Fd fd, std::string path, Kind kind);
+
+  const std::string path_;
+  const net::Fd fd_;
+  uint64_t size_ = 0;
+};
+
+/// Reads a whole file into a std::string or std::vector<uint8_t>. Reads to the end rather than by
+/// size, because the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
+template <class Bytes>
+Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
+  Bytes bytes;
+  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to detect the end at once
+  size_t used = 0;
+  while (const size_t got = file.read(bytes.data() + used, bytes.size() - used)) {
+    used += got;
+    if (used > limit) {
+      base::bad_data(file.path() + ": longer than " + std::to_string(limit) + " bytes");
+    }
+    if (used == bytes.size()) {
+      bytes.resize(std::min(std::max<size_t>(size_t{64} << 10, 2 * used), limit + 1));
+    }
+  }
+  bytes.resize(used);
+  return bytes;
+}
+
+/// Returns the result of `function`. Throws `resources`, naming `path`, if it runs out of memory.
+auto with_memory_for(const std::string& path, auto function) {
+  try {
+    return function();
+  } catch (const std::length_error&) {
+    throw base::Exception(base::ErrorKind::kResources, path + " is too large");
+  } catch (const std::bad_alloc&) {
+    throw base::Exception(base::ErrorKind::kResources, "no memory for " + path);
+  }
+}
+
+}  // namespace distrain::store

@@ -1,0 +1,199 @@
+#include "distrain/data/idx.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdio>
+#include <filesystem>
+
+#include <unistd.h>
+
+#include "distrain/base/error.h"
+#include "distrain/store/file.h"
+#include "distrain/store/gzip_reader.h"
+#include "distrain/store/hash.h"
+#include "distrain/store/open_folder.h"
+
+namespace distrain::data {
+namespace {
+
+constexpr size_t kFirstBytes = size_t{1} << 20;
+constexpr uint8_t kUnsignedBytes = 0x08;  // element type
+constexpr uint64_t kMaxHeader = 16;       // for three dimensions
+
+[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
+  base::bad_data(path + ": " + reason);
+}
+
+// One IDX file: u8 0 · u8 0 · u8 element type · u8 dimensions · dimensions × u32 size, elements.
+class IdxFile {
+ public:
+  IdxFile(const std::string& path, store::ContentHasher& hasher,
+          store::InputFile::Kind kind = store::InputFile::Kind::kRegular)
+      : path_(path), reader_(path, {kMaxHeader, "of a header"}, kind), hasher_(hasher) {}
+
+  template <size_t N>
+  std::array<uint64_t, N> read_sizes() {
+    std::array<uint8_t, 4> magic;
+    read_header(magic);
+    if (magic != std::array<uint8_t, 4>{0, 0, kUnsignedBytes, N}) {
+      char begin[9];
+      std::snprintf(begin, sizeof begin, "%02x%02x%02x%02x", magic[0], magic[1], magic[2],
+                    magic[3]);
+      refuse(path_, std::string("not an IDX file of ") + (N == 3 ? "images" : "labels") +
+                        ": it begins with " + begin +
+                        ", but a file of images begins with 00000803, one of labels with 00000801");
+    }
+    std::array<uint64_t, N> sizes;
+    for (uint64_t& size : sizes) {
+      std::array<uint8_t, 4> bytes;
+      read_header(bytes);
+      size = 0;
+      for (const uint8_t byte : bytes) size = size << 8 | byte;
+    }
+    return sizes;
+  }
+
+  // Reads the rest of the file, which must have exactly `total` bytes. The buffer grows as data
+  // arrives, because the header may promise more than the file has.
+  std::vector<uint8_t> read_elements(uint64_t total) {
+    reader_.limit({total, "that its header says"});
+    std::vector<uint8_t> elements;
+    while (elements.size() < total) {
+      const size_t before = elements.size();
+      elements.resize(std::min<uint64_t>(total, std::max(kFirstBytes, 2 * before)));
+      const size_t got = reader_.read(elements.data() + before, elements.size() - before);
+      if (got < elements.size() - before) {
+        refuse(path_, "cut short: " + std::to_string(before + got) + " of " +
+                          std::to_string(total) + " bytes after the header");
+      }
+    }
+    uint8_t more;
+    reader_.read(&more, 1);  // throws if the file has more bytes
+    hasher_.add(elements);
+    return elements;
+  }
+
+ private:
+  void read_header(std::array<uint8_t, 4>& bytes) {
+    if (reader_.read(bytes.data(), bytes.size()) < bytes.size()) {
+      refuse(path_, "cut short: no whole IDX header");
+    }
+    hasher_.add(bytes);
+  }
+
+  const std::string& path_;
+  store::GzipReader reader_;
+  store::ContentHasher& hasher_;
+};
+
+std::string size_of(const ImageSet& set) {
+  return std::to_string(set.rows) + " x " + std::to_string(set.columns);
+}
+
+void read_pixels(const std::string& path, store::InputFile::Kind kind, store::ContentHasher& hasher,
+                 ImageSet& set) {
+  IdxFile file(path, hasher, kind);
+  const auto [count, rows, columns] = file.read_sizes<3>();
+  set.count = static_cast<int64_t>(count);
+  set.rows = static_cast<int64_t>(rows);
+  set.columns = static_cast<int64_t>(columns);
+  if (count == 0) refuse(path, "no image in this file");
+  if (rows == 0 || columns == 0) refuse(path, "images of " + size_of(set) + " pixels");
+  // rows * columns does not overflow, because each is below 2^32.
+  if (rows * columns > kMaxImageBytes || count > kMaxImageBytes / (rows * columns)) {
+    refuse(path, std::to_string(count) + " images of " + size_of(set) +
+                     " pixels are more than the 8 GiB that are read");
+  }
+  set.pixels = file.read_elements(count * rows * columns);
+}
+
+void read_labels(const std::string& path, const std::string& images, store::ContentHasher& hasher,
+                 ImageSet& set) {
+  IdxFile file(path, hasher);
+  const auto [count] = file.read_sizes<1>();
+  if (count != static_cast<uint64_t>(set.count)) {
+    refuse(path, std::to_string(count) + " labels for the " + std::to_string(set.count) +
+                     " images of " + images);
+  }
+  set.labels = file.read_elements(count);
+}
+
+ImageSet read_set(const std::string& images, store::InputFile::Kind kind,
+                  const std::optional<std::string>& labels = {}) {
+  ImageSet set;
+  store::ContentHasher hasher;
+  store::with_memory_for(images, [&] { read_pixels(images, kind, hasher, set); });
+  if (labels) store::with_memory_for(*labels, [&] { read_labels(*labels, images, hasher, set); });
+  set.content_hash = hasher.value();
+  return set;
+}
+
+// Returns the file of a set ("train"), kind ("images") and type ("idx3") in any accepted spelling.
+std::optional<std::string> find_file(const std::string& folder, const std::string& set,
+                                     const std::string& kind, const std::string& type) {
+  for (const char* separator : {"-", "."}) {
+    for (const char* ending : {"", ".gz"}) {
+      std::string path = folder + "/" + set + "-" + kind + separator + type + "-ubyte" + ending;
+      if (access(path.c_str(), F_OK) == 0) return path;
+    }
+  }
+  return std::nullopt;
+}
+
+struct Pair {
+  std::optional<std::string> images;
+  std::optional<std::string> labels;
+};
+
+Pair find_pair(const std::string& folder, const std::string& set) {
+  return {find_file(folder, set, "images", "idx3"), find_file(folder, set, "labels", "idx1")};
+}
+
+ImageSet read_pair(const std::string& folder, const std::string& set, const Pair& pair) {
+  if (!pair.images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
+  if (!pair.labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
+  return read_idx(*pair.images, *pair.labels);
+}
+
+}  // namespace
+
+ImageSet read_idx(const std::string& images, const std::string& labels) {
+  return read_set(images, store::InputFile::Kind::kRegular, labels);
+}
+
+ImageSet read_images(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return read_pair(path, "t10k", find_pair(path, "t10k"));
+  }
+  const size_t kind = path.rfind("images");
+  const size_t type = path.rfind("idx3");
+  std::string labels = path;
+  if (kind != std::string::npos && type != std::string::npos && kind < type) {
+    labels.replace(type, 4, "idx1").replace(kind, 6, "labels");
+    if (access(labels.c_str(), F_OK) == 0) return read_idx(path, labels);
+  }
+  return read_set(path, store::InputFile::Kind::kAny);
+}
+
+bool has_image_files(const std::string& folder) {
+  const Pair pair = find_pair(folder, "train");
+  return pair.images || pair.labels;
+}
+
+ImageFolder read_image_folder(const std::string& folder) {
+  if (!store::OpenFolder::at(store::Disk(), folder)) store::fail_open(folder);
+  ImageFolder result;
+  result.train = read_pair(folder, "train", find_pair(folder, "train"));
+  const Pair pair = find_pair(folder, "t10k");
+  if (!pair.images && !pair.labels) return result;
+  result.test = read_pair(folder, "t10k", pair);
+  if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
+    refuse(*pair.images, "images of " + size_of(*result.test) +
+                             " pixels, those to train with are " + size_of(result.train));
+  }
+  return result;
+}
+
+}  // namespace distrain::data

@@ -1,0 +1,291 @@
+#include "distrain/job/checkpoints.h"
+
+#include <csignal>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include "distrain/base/trace.h"
+#include "distrain/rpc/device.h"
+#include "distrain/store/named_tensors.h"
+#include "distrain/store/stored_tensors.h"
+
+namespace distrain::job {
+
+namespace {
+
+constexpr const char* kSuffix = ".safetensors";
+
+// Refuses parameters that have diverged: they must not push out older checkpoints. Looks at them in
+// pieces that torch does not spread over threads: they have the training to do.
+void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
+  constexpr int64_t kPiece = 16'384;
+  if (!tensor.is_floating_point()) return;
+  for (const at::Tensor& piece : tensor.contiguous().view(-1).split(kPiece)) {
+    if (piece.isfinite().all().item<bool>()) continue;
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          name + " is not finite at step " + std::to_string(step) +
+                              ", so it was not saved: try a smaller --lr");
+  }
+}
+
+Snapshot read(const std::string& path, const char* use,
+              store::LoadedCheckpoint (*load)(const std::string& path)) {
+  store::LoadedCheckpoint loaded;
+  try {
+    loaded = load(path);
+  } catch (const base::Exception& e) {
+    if (e.kind() != base::ErrorKind::kBadData) throw;
+    const auto before = data::CheckpointStore::intact_before(path);
+    if (!before) throw;
+    base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
+  }
+  Snapshot snapshot;
+  snapshot.step = loaded.checkpoint.step;
+  snapshot.state = loaded.checkpoint.state;
+  snapshot.path = loaded.path;
+  for (const auto& [file, tensors] : loaded.checkpoint.files) {
+    const std::string name = file.substr(0, file.rfind(kSuffix));
+    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = store::to_tensor(stored);
+  }
+  return snapshot;
+}
+
+// A job that begins afresh in a folder with checkpoints would mix two lines of them.
+void refuse_strangers(const CheckpointOptions& options) {
+  if (options.resume == "auto") return;
+  const auto newest = data::CheckpointStore::newest(options.dir);
+  if (!newest) return;
+  const std::string& resume = options.resume;
+  if (!resume.empty() && data::CheckpointStore::holds(options.dir, resume)) {
+    const std::string named = std::filesystem::weakly_canonical(resume);
+    const std::string name = std::filesystem::path(*newest).filename();
+    if (named == std::filesystem::weakly_canonical(options.dir) || named.ends_with(name)) return;
+    base::invalid("--resume " + resume + " is older than " + name + " in --checkpoint " +
+                  options.dir + ": name a new folder to save in, or remove the newer ones first");
+  }
+  base::invalid("--checkpoint " + options.dir + " holds another run's checkpoints (" + *newest +
+                "): --resume auto goes on from it, or name a new folder");
+}
+
+}  // namespace
+
+void Snapshot::refuse(const std::string& why) const { base::bad_data(path + ": " + why); }
+
+void Snapshot::expect_cmd(const std::string& cmd) const {
+  const Json was = state.value("cmd", Json());
+  if (!was.is_string()) refuse("it does not say its job");
+  if (was != cmd) refuse("a checkpoint of " + was.get<std::string>() + ", not of " + cmd);
+}
+
+std::optional<std::string> Snapshot::option(const std::string& name) const {
+  for (const auto& [part, key] : {std::pair("options", name), std::pair("agreed", "--" + name)}) {
+    const auto values = state.find(part);
+    if (values == state.end() || !values->is_object()) {
+      refuse("it does not say its options: it is of an older version of distrain");
+    }
+    const auto value = values->find(key);
+    if (value != values->end() && value->is_string()) return value->get<std::string>();
+  }
+  return std::nullopt;
+}
+
+void Snapshot::expect_option(const std::string& name, const std::string& value,
+                             const std::string& otherwise) const {
+  const auto saved = option(name);
+  if (!saved) refuse("it does not say its --" + name);
+  if (*saved == value) return;
+  const std::string remedy = ": leave --" + name + " out" + otherwise;
+  refuse(saved->empty()  ? "saved without --" + name + ", not with " + value + remedy
+         : value.empty() ? "saved with --" + name + " " + *saved + ", not without" + remedy
+                         : "saved with --" + name + " " + *saved + ", not " + value + remedy);
+}
+
+std::string Snapshot::agreed(const std::string& name) const {
+  const Json values = state.value("agreed", Json::object());
+  const auto value = values.find(name);
+  if (value == values.end() || !value->is_string()) refuse("it does not say its " + name);
+  return value->get<std::string>();
+}
+
+std::vector<std::string> Snapshot::words(const std::string& list) const {
+  const auto file = files.find(kVocabulary);
+  if (file == files.end() || !file->second.contains(list))
+    refuse("its model was not trained on text (--data FILE)");
+  const at::Tensor& text = file->second.at(list);
+  if (text.scalar_type() != at::kByte) refuse("its words are no text");
+  return store::words_of_tensor(text);
+}
+
+Snapshot read_checkpoint(const std::string& path, const char* use) {
+  return read(path, use, &data::CheckpointStore::load);
+}
+
+Snapshot read_manifest(const std::string& path, const char* use) {
+  return read(path, use, &data::CheckpointStore::look);
+}
+
+std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {
+  if (options.resume == "auto") return data::CheckpointStore::newest(options.dir);
+  return options.resume.empty() ? std::nullopt : std::optional(options.resume);
+}
+
+const rpc::NamedTensors& Snapshot::file(const std::string& name) const {
+  const auto it = files.find(name);
+  if (it == files.end()) refuse("no " + name + kSuffix);
+  return it->second;
+}
+
+/// One that has begun.
+struct Checkpoints::Save {
+  Snapshot snapshot;
+  std::function<void(Snapshot&)> fill;
+  base::TimePoint since;
+  double held_s = 0;
+  std::shared_ptr<base::Tracer> tracer;
+  base::Promise<void> done;
+};
+
+Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed)
+    : options_(std::move(options)),
+      sink_(sink),
+      failed_(std::move(failed)),
+      before_save_(job.inject.before_save),
+      device_(job.device()) {
+  if (options_.dir.empty() || options_.read_only) return;
+  // Dies as by kill -9 at system call `at` of the first save, if `at` is not 0.
+  auto each_call = [this, at = job.inject.fail_checkpoint,
+                    calls = int64_t{0}](const char*) mutable {
+    sink_.saving();
+    if (in_first_save_ && ++calls == at) kill(getpid(), SIGKILL);
+  };
+  store_ = std::make_unique<store::CheckpointStore>(options_.dir, each_call, options_.keep);
+  store_->prepare();
+  refuse_strangers(options_);
+  if (const auto reason = store_->why_no_lock()) {
+    sink_.warn(base::ErrorKind::kResources, "--checkpoint " + options_.dir + " cannot be locked (" +
+                                                *reason +
+                                                "): see to it that no other job saves there");
+  }
+}
+
+std::optional<Snapshot> Checkpoints::load(const char* use) {
+  const auto path = checkpoint_to_resume(options_);
+  if (!path) return std::nullopt;
+  const auto started = base::Clock::now();
+  Snapshot snapshot = read_checkpoint(*path, use);
+  last_good_ = snapshot.path;
+  sink_.emit("checkpoint", {{"action", "loaded"},
+                            {"path", snapshot.path},
+                            {"step", snapshot.step},
+                            {"wall_s", base::seconds_since(started)}});
+  return snapshot;
+}
+
+// A job that fails for another reason waits as well: what is being written is newer than all that
+// is on disk, and nearly all of the work is done.
+Checkpoints::~Checkpoints() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void Checkpoints::save(Snapshot snapshot, std::function<void(Snapshot&)> fill,
+                       base::TimePoint since) {
+  if (thread_.joinable()) thread_.join();
+  Save save{std::move(snapshot),        std::move(fill),           since,
+            base::seconds_since(since), base::Tracer::of_thread(), {}};
+  const base::Future<void> done = save.done.future();
+  try {
+    thread_ = std::thread([this, save = std::move(save)]() mutable {
+      pthread_setname_np(pthread_self(), "checkpoint");
+      rpc::make_current(device_);
+      run(save);
+    });
+  } catch (const std::system_error& e) {
+    throw base::Exception(base::ErrorKind::kResources,
+                          std::string("no thread to save a checkpoint: ") + e.what());
+  }
+  std::lock_guard lock(mutex_);
+  idle_ = done;
+}
+
+void Checkpoints::run(Save& save) {
+  const base::TraceBinding binding(std::move(save.tracer), "checkpoint");
+  std::optional<base::Error> error;
+  try {
+    const base::TraceScope scope("save");
+    while (before_save_ && before_save_()) sink_.saving();
+    if (save.fill) save.fill(save.snapshot);
+    write(save);
+  } catch (...) {
+    error = base::current_error(base::ErrorKind::kInternal);
+  }
+  const int64_t step = std::exchange(save.snapshot, {}).step;  // before the next one comes
+  save.fill = {};
+  if (error && error->kind == base::ErrorKind::kResources) {
+    error->message = "saving step " + std::to_string(step) + " in " + options_.dir +
+                     " failed: " + error->message +
+                     (last_good_.empty() ? "; there is no earlier checkpoint"
+                                         : "; the last good checkpoint is " + last_good_);
+  }
+  if (error && error->kind == base::ErrorKind::kResources && options_.on_save_error != "stop") {
+    sink_.warn(error->kind, error->message + "; the job goes on and tries its next save");
+  } else if (error && failed_) {
+    failed_(*error);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+  }
+  save.done.set();
+}
+
+void Checkpoints::write(const Save& save) {
+  const Snapshot& snapshot = save.snapshot;
+  std::vector<at::Tensor> kept;
+  store::Checkpoint checkpoint;
+  checkpoint.step = snapshot.step;
+  checkpoint.state = snapshot.state;
+  for (const auto& [file, tensors] : snapshot.files) {
+    auto& stored = checkpoint.files[file + kSuffix];
+    const auto trained = snapshot.trained.find(file);
+    for (const auto& [name, tensor] : store::on_host(tensors)) {
+      if (trained != snapshot.trained.end() && trained->second.contains(name)) {
+        check_finite(name, tensor, snapshot.step);
+      }
+      stored[name] = store::to_stored(tensor, kept);
+    }
+  }
+  in_first_save_ = last_saved().empty();
+  const std::string path = last_good_ = store_->save(checkpoint);
+  in_first_save_ = false;
+  {
+    std::lock_guard lock(mutex_);
+    last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
+  }
+  sink_.emit("checkpoint", {{"action", "saved"},
+                            {"path", path},
+                            {"step", snapshot.step},
+                            {"wall_s", base::seconds_since(save.since)},
+                            {"held_s", save.held_s}});
+}
+
+base::Future<void> Checkpoints::idle() const {
+  std::lock_guard lock(mutex_);
+  return idle_.shared();  // nobody's cancel() is another's
+}
+
+void Checkpoints::finish() const {
+  idle().wait();
+  std::lock_guard lock(mutex_);
+  if (error_) throw base::Exception(*error_);
+}
+
+std::string Checkpoints::last_saved() const {
+  std::lock_guard lock(mutex_);
+  return last_saved_;
+}
+
+}  // namespace distrain::job

@@ -1,0 +1,393 @@
+#include "distrain/job/lease_scheduler.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace distrain::job {
+
+Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }
+
+Position Position::from_json(const Json& json, int trainers) {
+  constexpr uint64_t kMaxCount = uint64_t{1} << 40;
+  const auto fail = [] { base::bad_data("the position is not what it should be"); };
+  const auto count = [&](const Json& value) {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
+    return value.get<int64_t>();
+  };
+  Position position;
+  if (!json.is_object() || json.size() != 3) fail();
+  const Json steps = json.value("steps", Json());
+  if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
+  for (const Json& value : steps) position.steps.push_back(count(value));
+  position.epoch = count(json.value("epoch", Json()));
+  position.total = count(json.value("total", Json()));
+  const int64_t of_epoch =
+      std::accumulate(position.steps.begin(), position.steps.end(), int64_t{0});
+  if (position.epoch < 1 || position.total < of_epoch) fail();
+  return position;
+}
+
+LeaseScheduler::LeaseScheduler(Options options, Hooks hooks)
+    : options_(options),
+      hooks_(std::move(hooks)),
+      trainers_(static_cast<size_t>(options.trainers)),
+      takes_over_(options.take_over) {
+  position_.steps.resize(static_cast<size_t>(options.trainers));
+}
+
+void LeaseScheduler::resume(Position position) {
+  const auto fail = [](const char* why) { base::bad_data(std::string("the position: ") + why); };
+  const int64_t whole_epoch = options_.steps_per_epoch * options_.trainers;
+  if (position.epoch - 1 > position.total / whole_epoch)
+    fail("its steps are not those of its epochs");
+  int64_t total = (position.epoch - 1) * whole_epoch;
+  for (const int64_t steps : position.steps) {
+    if (steps > options_.steps_per_epoch) fail("beyond the end of the epoch");
+    if (steps != position.steps[0]) takes_over_ = true;
+    if (takes_over_ && !options_.take_over && !options_.may_lose) {
+      fail("trainers that go at one pace differ");
+    }
+    total += steps;
+  }
+  if (position.total != total) fail("its steps are not those of its epochs");
+  position_ = std::move(position);
+  saved_ = position_.total / options_.trainers;
+  for (TrainerState& each : trainers_) each.handed_out = saved_;
+}
+
+base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
+  base::Future<Task> future;
+  {
+    std::lock_guard lock(mutex_);
+    if (failed_) throw base::Exception(*failed_);
+    TrainerState& its = state_of(seat.trainer);
+    if (!its.is_here || its.before != seat.before) {
+      throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
+    }
+    if (waiting_.contains(seat.trainer)) base::invalid("a trainer waits for two tasks");
+    its.made += its.lease.count;
+    its.lease = {};
+    its.has_task = false;
+    if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
+    Task task;
+    if (!is_advancing_ && phase_ == Phase::kTraining && take_locked(seat.trainer, wanted, task)) {
+      return base::Future<Task>::ready(task);
+    }
+    if (phase_ == Phase::kEnding) {  // a new trainer came while the others ended
+      task_locked(seat.trainer, wanted, task);
+      return base::Future<Task>::ready(task);
+    }
+    Request& request = waiting_[seat.trainer];
+    request.wanted = wanted;
+    future = request.promise.future();
+  }
+  advance();
+  tell_who_rests();
+  return future;
+}
+
+int LeaseScheduler::here_locked() const {
+  return static_cast<int>(std::ranges::count_if(trainers_, &TrainerState::is_here));
+}
+
+int LeaseScheduler::trainers_left() const {
+  std::lock_guard lock(mutex_);
+  return here_locked();
+}
+
+int64_t LeaseScheduler::steps_of_each() const {
+  std::lock_guard lock(mutex_);
+  return position_.total / options_.trainers;
+}
+
+int64_t LeaseScheduler::steps_made() const {
+  std::lock_guard lock(mutex_);
+  int64_t made = 0;
+  for (const TrainerState& each : trainers_) made += each.is_here ? each.made : 0;
+  return made;
+}
+
+// When all trainers wait, only this thread, losses, joins and outside requests change the state.
+void LeaseScheduler::advance() {
+  for (;;) {
+    Phase before{};
+    bool again = false;
+    {
+      std::lock_guard lock(mutex_);
+      const bool all_wait = static_cast<int>(waiting_.size()) == here_locked();
+      if (failed_ || is_advancing_ || waiting_.empty() || !all_wait) return;
+      is_advancing_ = true;
+      before = phase_;
+      again = std::exchange(again_, false);
+    }
+    try {
+      enter_next_phase(before, again);
+    } catch (...) {
+      return fail(base::current_error(base::ErrorKind::kInternal));
+    }
+    hand_out();
+  }
+}
+
+// Once a loss lets trainers differ in their numbers of steps, other ranks must stop waiting for the
+// steps of a trainer that waits here.
+void LeaseScheduler::tell_who_rests() {
+  if (options_.take_over) return;
+  std::vector<int> resting;
+  {
+    std::lock_guard lock(mutex_);
+    if (!takes_over_ || failed_) return;
+    for (const auto& [trainer, request] : waiting_) resting.push_back(trainer);
+  }
+  for (const int trainer : resting) hooks_.on_rest(trainer);
+}
+
+// ---- lost trainers and their replacements ----
+
+LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> made) {
+  std::optional<Request> request;
+  Lost lost;
+  {
+    std::lock_guard lock(mutex_);
+    TrainerState& its = state_of(trainer);
+    if (!its.is_here) return lost;
+    its.is_here = false;
+    takes_over_ = true;
+    Range& lease = its.lease;
+    const int64_t known = std::clamp<int64_t>(made.value_or(0) - its.made, 0, lease.count);
+    lost.made = its.made + known;
+    lost.back = lease.count - known;
+    if (!made) lost.in_doubt = lost.back;
+    if (lost.back > 0) returned_.push_back({lease.shard, lease.step + known, lost.back});
+    if (its.has_task && lease.count == 0) again_ = true;
+    its.lease = {};
+    its.has_task = false;
+    if (const auto waiting = waiting_.find(trainer); waiting != waiting_.end()) {
+      request = std::move(waiting->second);
+      waiting_.erase(waiting);
+    }
+  }
+  if (request) request->promise.fail({base::ErrorKind::kPeerLost, "it is lost"});
+  return lost;
+}
+
+// Hands out returned steps first, because other trainers may wait for them.
+void LeaseScheduler::go_on() {
+  const auto may_hand_out = [this] {
+    std::lock_guard lock(mutex_);
+    if (failed_ || is_advancing_ || phase_ != Phase::kTraining) return false;
+    return is_advancing_ = !returned_.empty() && !waiting_.empty();
+  };
+  if (may_hand_out()) hand_out();
+  advance();
+  tell_who_rests();
+}
+
+Seat LeaseScheduler::take_seat(int trainer) {
+  std::lock_guard lock(mutex_);
+  TrainerState& its = state_of(trainer);
+  if (its.is_here) base::invalid("this place is taken");
+  const int64_t handed_out = its.handed_out;
+  its = TrainerState{.before = its.before + 1, .handed_out = handed_out};
+  return {trainer, its.before};
+}
+
+std::vector<rpc::Wait> LeaseScheduler::waits() const {
+  std::lock_guard lock(mutex_);
+  if (waiting_.empty()) return {};
+  std::string missing;
+  for (int trainer = 0; trainer < options_.trainers; ++trainer) {
+    if (waiting_.contains(trainer) || !trainers_[static_cast<size_t>(trainer)].is_here) continue;
+    missing += (missing.empty() ? "" : ", ") + std::to_string(trainer);
+  }
+  base::TimePoint since = base::kNever;
+  for (const auto& [trainer, request] : waiting_) since = std::min(since, request.since);
+  return {{"the next task of all, which wants trainer " + missing, since}};
+}
+
+// Returns the steps per trainer at the next periodic save, a multiple of the interval.
+int64_t LeaseScheduler::next_save() const {
+  return (saved_ / options_.save_every + 1) * options_.save_every;
+}
+
+// Returns the number of steps at which all trainers wait for each other next: to save or to end.
+int64_t LeaseScheduler::gate_locked() const {
+  const int64_t last = options_.steps > 0 ? options_.steps : kNever;
+  const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
+  return std::min({last, save, save_at_, stop_at_, finish_at_});
+}
+
+// In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
+// furthest trainer before a joint task such as a save; otherwise they could deadlock.
+int64_t LeaseScheduler::furthest_locked() const {
+  if (takes_over_) return 0;
+  return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
+}
+
+void LeaseScheduler::request_save() {
+  std::lock_guard lock(mutex_);
+  if (options_.save && save_at_ == kNever) save_at_ = furthest_locked();
+}
+
+void LeaseScheduler::fail(const base::Error& error) {
+  std::map<int, Request> waiting;
+  {
+    std::lock_guard lock(mutex_);
+    failed_ = error;
+    waiting.swap(waiting_);
+  }
+  for (auto& [who, request] : waiting) request.promise.fail(error);
+}
+
+void LeaseScheduler::finish() {
+  std::lock_guard lock(mutex_);
+  if (finish_at_ == kNever) finish_at_ = furthest_locked();
+}
+
+int64_t LeaseScheduler::remaining_locked(int shard) const {
+  return options_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
+}
+
+bool LeaseScheduler::take_locked(int trainer, int64_t wanted, Task& task) {
+  TrainerState& its = state_of(trainer);
+  if (returned_.empty()) {
+    its.lease = take_new_locked(trainer, wanted);
+  } else {  // these were counted when first handed out
+    Range& first = returned_.front();
+    its.lease = {first.shard, first.step, std::min(wanted, first.count)};
+    first.step += its.lease.count;
+    first.count -= its.lease.count;
+    if (first.count == 0) returned_.erase(returned_.begin());
+  }
+  its.has_task = its.lease.count > 0;
+  task.kind = Task::Kind::kTrain;
+  task.epoch = position_.epoch;
+  task.shard = its.lease.shard;
+  task.step = its.lease.step;
+  task.count = its.lease.count;
+  return its.has_task;
+}
+
+LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
+  TrainerState& its = state_of(trainer);
+  const int64_t gate = gate_locked();
+  int64_t allowed = kNever;
+  if (gate != kNever) {
+    allowed = gate - its.handed_out;
+    if (takes_over_) {  // this trainer's share of the remaining steps
+      const int64_t left = gate * options_.trainers - position_.total;
+      const int64_t all = std::max(here_locked(), 1);
+      allowed = (left + all - 1) / all;
+    }
+  }
+  int shard = trainer;
+  if (remaining_locked(shard) == 0 && takes_over_) {
+    for (int other = 0; other < options_.trainers; ++other) {
+      if (remaining_locked(other) > remaining_locked(shard)) shard = other;
+    }
+  }
+  const int64_t count = std::min({wanted, allowed, remaining_locked(shard)});
+  if (count <= 0) return {};
+  int64_t& steps = position_.steps[static_cast<size_t>(shard)];
+  const Range lease = {shard, steps, count};
+  its.handed_out += count;
+  steps += count;
+  position_.total += count;
+  return lease;
+}
+
+bool LeaseScheduler::epoch_over() const {
+  return std::ranges::min(position_.steps) >= options_.steps_per_epoch;
+}
+
+bool LeaseScheduler::over() const {
+  if (finish_at_ != kNever && position_.total >= finish_at_ * options_.trainers) return true;
+  if (options_.steps > 0) return position_.total >= options_.steps * options_.trainers;
+  return position_.epoch > options_.epochs;
+}
+
+LeaseScheduler::Phase LeaseScheduler::after_training() const {
+  if (!returned_.empty()) return Phase::kTraining;
+  if (epoch_over() || over()) return Phase::kEvaluating;
+  return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
+                                                                           : Phase::kTraining;
+}
+
+LeaseScheduler::Phase LeaseScheduler::after_evaluation() {
+  const bool whole_epoch = epoch_over();
+  if (whole_epoch) {
+    ++position_.epoch;
+    std::fill(position_.steps.begin(), position_.steps.end(), 0);
+  }
+  const bool due =
+      save_at_ != kNever ||
+      (options_.save_every == 0 ? whole_epoch : position_.total / options_.trainers >= next_save());
+  if (options_.save && (due || over() || stopped())) return Phase::kSaving;
+  return over() ? Phase::kEnding : Phase::kTraining;
+}
+
+void LeaseScheduler::enter_next_phase(Phase before, bool again) {
+  if (again) return hooks_.on_again();
+  if (before == Phase::kBeginning) hooks_.on_begin();
+  if (before == Phase::kEvaluating) hooks_.on_evaluated(position_, epoch_over());
+  if (before == Phase::kSaving) hooks_.on_save(position_);
+  {
+    std::lock_guard lock(mutex_);
+    switch (before) {
+      case Phase::kBeginning:  // a resumed job may have nothing left to train
+      case Phase::kTraining:
+        phase_ = after_training();
+        break;
+      case Phase::kEvaluating:
+        phase_ = after_evaluation();
+        break;
+      case Phase::kSaving:
+        saved_ = position_.total / options_.trainers;
+        save_at_ = kNever;
+        phase_ = over() || stopped() ? Phase::kEnding : Phase::kTraining;
+        break;
+      case Phase::kEnding:
+        break;
+    }
+  }
+  if (phase_ == Phase::kEnding) hooks_.on_end(stopped());
+}
+
+// Assigns all tasks before it delivers any, because a trainer may finish its task before the next
+// trainer has one.
+void LeaseScheduler::hand_out() {
+  std::vector<std::pair<base::Promise<Task>, Task>> tasks;
+  {
+    std::lock_guard lock(mutex_);
+    const auto all = static_cast<int32_t>(waiting_.size());
+    int32_t part = 0;
+    for (auto it = waiting_.begin(); it != waiting_.end() && !failed_;) {
+      Task task;
+      const bool has_task = task_locked(it->first, it->second.wanted, task);
+      task.part = part++;
+      task.parts = all;
+      if (has_task) tasks.emplace_back(std::move(it->second.promise), task);
+      it = has_task ? waiting_.erase(it) : std::next(it);
+    }
+    is_advancing_ = false;
+  }
+  for (auto& [promise, task] : tasks) promise.set(task);
+}
+
+bool LeaseScheduler::task_locked(int trainer, int64_t wanted, Task& task) {
+  if (phase_ == Phase::kTraining) return take_locked(trainer, wanted, task);
+  state_of(trainer).has_task = true;
+  task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
+              : phase_ == Phase::kSaving   ? Task::Kind::kSave
+                                           : Task::Kind::kEnd;
+  task.epoch = position_.epoch;
+  task.shard = trainer;
+  const bool is_last =
+      over() || (options_.steps == 0 && epoch_over() && position_.epoch >= options_.epochs);
+  task.last = phase_ == Phase::kEvaluating && is_last;
+  task.partial = !epoch_over();
+  task.stopped = stopped();
+  return true;
+}
+
+}  // namespace distrain::job

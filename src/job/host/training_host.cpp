@@ -1,0 +1,524 @@
+#include "host/training_host.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include "distrain/optim/distributed_optimizer.h"
+
+namespace distrain::job {
+
+namespace {
+
+/// Returns how the plan of `rank` differs from that of the first trainer; empty if it does not.
+std::string difference(const Plan& first, const Plan& other, int rank) {
+  const std::string who = "trainer " + std::to_string(rank);
+  const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
+  if (read(first) != read(other)) {
+    return who + " has read other data than the others: " + other.what_must_agree +
+           " must be the same";
+  }
+  const auto rest = [](const Plan& p) {
+    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
+  };
+  if (rest(first) != rest(other)) return who + " has different training options from the others";
+  if (first.parts != other.parts) return who + " keeps different parts from the others";
+  if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
+  return who + " has a group of the trainers and others have none, or the other way round";
+}
+
+void put(const HeldPart& of, const rpc::NamedTensors& tensors, Snapshot& into) {
+  auto& file = into.files[of.part.file];
+  for (const auto& [name, tensor] : tensors) {
+    const std::string stored = of.part.stored(name, of.trainer);
+    if (of.part.has(stored, of.trainer) && file.emplace(stored, tensor).second) continue;
+    throw base::Exception(base::ErrorKind::kInternal,
+                          "a checkpoint's part '" + of.part.name + "' has the tensor " + name +
+                              ", which is not named by it or is another's, too");
+  }
+}
+
+/// Adds the tensors of all parts to the checkpoint under their stored names. Fetches remote tensors
+/// one by one, and releases each when it has arrived.
+void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
+  for (HeldPart& part : parts) {
+    for (const std::string& name : part.tensors.trained) {
+      into.trained[part.part.file].insert(part.part.stored(name, part.trainer));
+    }
+    put(part, part.tensors.here, into);
+    for (auto& held : part.tensors.elsewhere) {
+      put(part,
+          held.is_owner() ? held.local_value()
+                          : held.to_here_async(std::chrono::nanoseconds::max()).take(),
+          into);
+      held = {};
+      sink.saving();
+    }
+  }
+  parts.clear();
+}
+
+struct LossPreparation {
+  rpc::Agent& agent;
+  EventSink& sink;
+
+  void prepare(bool may_be_lost) {
+    optim::keep_updaters(agent);
+    if (may_be_lost) sink.may_be_lost();
+  }
+  void rest(uint32_t process) { optim::rest(agent, process); }
+};
+
+/// Calls `ask` for each rank and waits for the answers. Ignores ranks that the job continues
+/// without.
+void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
+  std::vector<std::pair<int, base::Future<void>>> asked;
+  for (int rank = 0; rank < agent.world_size(); ++rank) {
+    if (!agent.is_done_without(rank)) asked.emplace_back(rank, ask(rank));
+  }
+  for (const auto& [rank, answer] : asked) {
+    const auto& result = answer.wait_result();
+    if (!result.ok() && !agent.is_done_without(rank)) throw base::Exception(result.error());
+  }
+}
+
+/// Ends the training on all ranks: from now on a signal ends a rank at once, unless a signal has
+/// already stopped the job (`stopped`) or does so concurrently on any rank.
+void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
+  if (!agent) {
+    stop.disarm(stopped);
+    return;
+  }
+  std::atomic<bool> any{false};
+  ask_all(*agent, [&](int rank) {
+    return agent->rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
+        .then(agent->inline_executor(), [&any](bool told) { any = any || told; });
+  });
+  if (any && !stopped) end_on_all(agent, stop, true);  // a signal came after the last check
+}
+
+/// Throws if the checkpoint has a tensor of no part of `plan`, which means another model.
+void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
+  const auto is_known = [&](const std::string& file, const std::string& tensor) {
+    return std::ranges::any_of(plan.parts, [&](const PartName& part) {
+      if (part.file != file) return false;
+      for (int trainer = 0; trainer < plan.trainers; ++trainer) {
+        if (part.has(tensor, trainer)) return true;
+      }
+      return false;
+    });
+  };
+  for (const auto& [file, tensors] : snapshot.files) {
+    for (const auto& [tensor, value] : tensors) {
+      if (is_known(file, tensor)) continue;
+      snapshot.refuse(file + ".safetensors has " + tensor + ", which the model has not");
+    }
+  }
+}
+
+}  // namespace
+
+TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent,
+                           const Job& job, EventSink& sink)
+    : cmd_(std::move(cmd)),
+      known_(std::move(known)),
+      agent_(agent),
+      sink_(sink),
+      stop_(job.stop),
+      checkpoints_(known_.checkpoint, job, sink, [this](const base::Error& error) {
+        // A save that fails because a rank is lost does not end the job: the loss is handled
+        // elsewhere. If no save follows, the end reports the failure.
+        if (error.kind == base::ErrorKind::kPeerLost) {
+          sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
+        } else if (LeaseScheduler* const scheduler = current_) {
+          scheduler->fail(error);
+        }
+      }) {}
+
+void TrainingHost::expose(rpc::Agent& agent, EventSink& sink) {
+  agent.provide(std::make_shared<LossPreparation>(LossPreparation{agent, sink}));
+  agent.expose<rpc::of_local<&LossPreparation::prepare>>("job.prepare_for_losses");
+  agent.expose<rpc::of_local<&LossPreparation::rest>>("job.rest");
+  agent.expose<rpc::of_local<&TrainingHost::attach>>("job.attach");
+  agent.expose<rpc::of_local<&TrainingHost::saved_part>>("job.saved_part");
+  agent.expose<rpc::of_local<&TrainingHost::next>>("job.next");
+  agent.expose<rpc::of_local<&TrainingHost::report>>("job.report");
+  agent.expose<rpc::of_local<&TrainingHost::await_save>>("job.await_save");
+  agent.expose<rpc::of_local<&TrainingHost::contribute>>("job.contribute");
+  agent.expose<rpc::of_local<&TrainingHost::request_save>>("job.request_save");
+}
+
+Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnation) {
+  std::lock_guard lock(mutex_);
+  if (failed_) throw base::Exception(*failed_);
+  const int rank = plan.first_rank + trainer;
+  const auto refuse = [rank](base::ErrorKind kind, const std::string& why) {
+    throw base::Exception(base::Error{kind, why, rank, "attach"});
+  };
+  if (plan.trainers < 1 || trainer < 0 || trainer >= plan.trainers || plan.steps_per_epoch < 1) {
+    refuse(base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " has an invalid plan");
+  }
+  if (trainers_.contains(trainer)) {
+    refuse(base::ErrorKind::kInvalid, "a job has one Training, and a rank runs it once");
+  }
+  if (plan_) {
+    const std::string other = difference(*plan_, plan, rank);
+    if (!other.empty()) refuse(base::ErrorKind::kBadData, other);
+  } else {
+    begin(plan);
+  }
+  Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};
+  if (const auto before = lost_before_.find(trainer); before != lost_before_.end()) {
+    if (incarnation < before->second) refuse(base::ErrorKind::kPeerLost, "this rank is lost");
+    attached.seat = scheduler_->take_seat(trainer);
+    attached.steps_made = scheduler_->steps_of_each();
+    attached.is_late = true;
+    untried_[trainer] = 0;
+    const Json fields{{"returned_rank", rank},
+                      {"returned_role", agent_->worker(rank).name},
+                      {"incarnation", incarnation}};
+    agent_->executor().post(
+        [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
+  }
+  trainers_.emplace(trainer, attached.seat);
+  return attached;
+}
+
+void TrainingHost::begin(const Plan& plan) {
+  plan_ = plan;
+  plan_->save = checkpoints_.saving() && !plan.eval_only;
+  plan_->save_every = known_.checkpoint.every;
+  lr_schedule_ = optim::LearningRateSchedule::parse(plan.lr_schedule);
+  may_lose_ = plan.may_lose && agent_ && plan.trainers > 1;
+  current_ = nullptr;
+  LeaseScheduler::Hooks hooks;
+  hooks.on_begin = [this] {
+    {
+      std::lock_guard lock(mutex_);
+      resumed_.reset();
+    }
+    // From here on a signal stops the job in order, because there is something to save.
+    if (plan_->save && !agent_) stop_->arm();
+    if (plan_->save && agent_) {
+      ask_all(*agent_, [this](int rank) {
+        return agent_->rpc_async<rpc::of_local<&StopSignal::arm>>(rank);
+      });
+    }
+    if (!may_lose_) return;
+    // From here on a loss does not end the job.
+    ask_all(*agent_, [this](int rank) {
+      return agent_->rpc_async<rpc::of_local<&LossPreparation::prepare>>(
+          rank, rank != 0 && trainer_of(rank).has_value());
+    });
+    go_on_without_any(true);
+  };
+  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
+  hooks.on_save = std::bind_front(&TrainingHost::save, this);
+  hooks.on_end = [this](bool stopped) {
+    if (may_lose_) go_on_without_any(false);  // no replacement may join any more
+    checkpoints_.finish();
+    if (plan_->save) end_on_all(agent_, *stop_, stopped);
+  };
+  hooks.on_again = [this] {
+    std::lock_guard lock(mutex_);
+    total_.valid = total_.test = {};
+    gathered_.clear();
+    saving_since_.reset();
+  };
+  hooks.on_rest = std::bind_front(&TrainingHost::rest, this);
+  scheduler_.emplace(*plan_, std::move(hooks));
+  if (plan.eval_only) scheduler_->finish();
+  try {
+    load();
+  } catch (...) {
+    plan_.reset();  // so that the next trainer gets the same error
+    throw;
+  }
+  current_ = &*scheduler_;
+  sink_.used(plan.used);
+  if (!resumed_ || plan.eval_only || !scheduler_->over()) return;
+  sink_.warn(base::ErrorKind::kInvalid,
+             fmt::format("{}, step {}: nothing is left to train", resumed_->path, resumed_->step) +
+                 (plan.limit.empty() ? "" : " without a larger " + plan.limit));
+}
+
+std::optional<int> TrainingHost::trainer_of(int rank) const {
+  const int trainer = rank - plan_->first_rank;
+  return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
+}
+
+// Lets the job continue without lost trainers, but never without rank 0.
+void TrainingHost::go_on_without_any(bool may_return) const {
+  const int least = known_.min_trainers;
+  std::vector<int> ranks(static_cast<size_t>(plan_->trainers));
+  std::iota(ranks.begin(), ranks.end(), plan_->first_rank);
+  agent_->go_on_without(ranks, least,
+                        "fewer trainers are left than --min-trainers " + std::to_string(least),
+                        may_return);
+}
+
+/// Tells all ranks not to wait for a trainer's steps until it makes one. Ignores the answers: a
+/// lost rank sends none, and ranks that wait for its steps are notified of its loss.
+void TrainingHost::rest(int trainer) const {
+  if (!may_lose_) return;
+  const int rank = plan_->first_rank + trainer;
+  const uint32_t process = rpc::process_number(rank, agent_->worker(rank).incarnation);
+  for (int other = 0; other < agent_->world_size(); ++other) {
+    if (!agent_->is_here(other)) continue;
+    static_cast<void>(agent_->rpc_async<rpc::of_local<&LossPreparation::rest>>(other, process));
+  }
+}
+
+void TrainingHost::load() {
+  resumed_ = checkpoints_.load();
+  if (!resumed_ && plan_->eval_only) {
+    base::bad_data("--eval-only: no checkpoint in " + known_.checkpoint.dir);
+  }
+  if (!resumed_) return;
+  const Snapshot& snapshot = *resumed_;
+  snapshot.expect_cmd(cmd_);
+  const Json agreed = snapshot.state.value("agreed", Json());
+  if (!agreed.is_object()) snapshot.refuse("an older version of distrain wrote it");
+  for (const auto& [name, value] : agreed.items()) {
+    if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
+  }
+  // Checks the data first, because other data implies other options.
+  const auto data = plan_->agreed.find("data");
+  if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
+    const auto now = known_.options.find("data");
+    const bool has_path = now != known_.options.end() && !now->second.empty();
+    const std::string was = snapshot.option("data").value_or("");
+    snapshot.refuse("saved while training on other data" +
+                    (has_path ? " than there is in --data " + now->second : "") +
+                    ": resume with the data that it was trained on" +
+                    (was.empty() ? "" : ", --data " + was) + kTrainAnew);
+  }
+  for (const std::string& name : known_.must_agree) {
+    snapshot.expect_option(name, known_.options.at(name));
+  }
+  const auto refuse = [&](const std::string& why) {
+    snapshot.refuse(why + ": resume with the data and options that it was saved with" + kTrainAnew);
+  };
+  for (const auto& [name, value] : plan_->agreed) {
+    const std::string was = agreed.value(name, "");
+    if (was != value) refuse("saved with " + name + " " + was + ", not " + value);
+  }
+  for (const auto& [name, value] : agreed.items()) {
+    if (!plan_->agreed.contains(name)) refuse("saved with " + name + ", not without");
+  }
+  check_all_taken(snapshot, *plan_);
+  store::naming_file(snapshot.path, [&] { read_position(snapshot); });
+}
+
+void TrainingHost::read_position(const Snapshot& snapshot) {
+  const Json& state = snapshot.state;
+  const Position position = Position::from_json(state.value("position", Json()), plan_->trainers);
+  const Json lr = state.value("lr", Json());
+  if (!lr.is_number()) snapshot.refuse("no lr");
+  // If the user has changed --lr or --lr-schedule, the schedule starts anew.
+  if (lr == Json(plan_->lr) && state.value("lr_schedule", Json()) == Json(plan_->lr_schedule)) {
+    const Json kept = state.value("lr_state", Json());
+    optim::ScheduleState schedule;
+    if (!kept.is_object() || !kept.value("factor", Json()).is_number() ||
+        !kept.value("bad", Json()).is_number_unsigned()) {
+      snapshot.refuse("no lr_state");
+    }
+    schedule.factor = kept["factor"].get<double>();
+    schedule.bad = kept["bad"].get<int64_t>();
+    if (const Json best = kept.value("best", Json()); best.is_number()) {
+      schedule.best = best.get<double>();
+    }
+    lr_schedule_.load_state(schedule);
+  }
+  steps_made_ = position.total / plan_->trainers;
+  scheduler_->resume(position);
+}
+
+rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
+  std::lock_guard lock(mutex_);
+  rpc::NamedTensors found;
+  if (!resumed_) return found;
+  const size_t suffix = part.stored("", trainer).size();
+  for (const auto& [tensor, value] : resumed_->file(part.file)) {
+    if (part.has(tensor, trainer)) found[tensor.substr(0, tensor.size() - suffix)] = value;
+  }
+  return found;
+}
+
+// Refuses late calls from a lost trainer, even if it has been replaced.
+void TrainingHost::check_seat_locked(Seat seat) const {
+  const auto its = trainers_.find(seat.trainer);
+  if (its != trainers_.end() && its->second.before == seat.before) return;
+  const std::string who = "trainer " + std::to_string(seat.trainer);
+  if (its == trainers_.end() && !lost_before_.contains(seat.trainer)) {
+    base::invalid(who + " asks for steps, but trains nothing");
+  }
+  throw base::Exception(base::ErrorKind::kPeerLost, who + " is lost");
+}
+
+base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64_t wanted) {
+  {
+    std::lock_guard lock(mutex_);
+    check_seat_locked(seat);
+    // A replacement has finished its first task when it makes its second request.
+    const auto untried = untried_.find(seat.trainer);
+    if (untried != untried_.end() && untried->second++ > 0) {
+      agent_->note_of_use(plan_->first_rank + seat.trainer);
+      untried_.erase(untried);
+    }
+  }
+  if (last) scheduler_->finish();
+  return scheduler_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
+      .then(executor_, [this](const Task& task) {
+        std::lock_guard lock(mutex_);
+        if (task.kind == Task::Kind::kSave && !saving_since_) saving_since_ = base::Clock::now();
+        return NextTask{task, lr_schedule_.state()};
+      });
+}
+
+void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
+  std::optional<int> trainer;
+  {
+    std::lock_guard lock(mutex_);
+    if (may_lose_ && loss.job_goes_on) trainer = trainer_of(loss.rank);
+    if (!trainer) failed_ = loss.error;
+    if (!scheduler_) return;
+  }
+  if (!trainer) return scheduler_->fail(loss.error);
+  // Its last step that was applied to parameters of this rank; nullopt if unknown.
+  const auto made = optim::last_step_of(*agent_, loss.process());
+  bool was_there = false;  // false: it was lost before it attached
+  {
+    std::lock_guard lock(mutex_);
+    lost_before_[*trainer] = loss.incarnation + 1;
+    ++lost_;
+    was_there = trainers_.erase(*trainer) > 0;
+    untried_.erase(*trainer);
+  }
+  const LeaseScheduler::Lost lost =
+      was_there ? scheduler_->lose(*trainer, made) : LeaseScheduler::Lost{};
+  {
+    std::lock_guard lock(mutex_);
+    lost_steps_ += lost.made;
+  }
+  // Posted, because the output and the next phase may take long.
+  agent_->executor().post([this, self = shared_from_this(), loss, lost] {
+    sink_.emit("lost", {{"lost_rank", loss.rank},
+                        {"lost_role", agent_->worker(loss.rank).name},
+                        {"incarnation", loss.incarnation},
+                        {"kind", base::kind_name(loss.error.kind)},
+                        {"cause", loss.error.message},
+                        {"steps_made", lost.made},
+                        {"steps_back", lost.back},
+                        {"steps_in_doubt", lost.in_doubt},
+                        {"trainers_left", scheduler_->trainers_left()}});
+    scheduler_->go_on();
+  });
+}
+
+void TrainingHost::request_save() {
+  if (LeaseScheduler* const scheduler = current_) scheduler->request_save();
+}
+
+void TrainingHost::report(Seat seat, const Report& report) {
+  std::lock_guard lock(mutex_);
+  check_seat_locked(seat);
+  total_.loss += report.loss * static_cast<double>(report.steps);
+  total_.steps += report.steps;
+  total_.valid.add(report.valid);
+  total_.test.add(report.test);
+  for (const auto& [name, value] : report.maxima) {
+    metrics_[name] = std::max(value, metrics_.value(name, value));
+  }
+}
+
+/// Adds the mean loss of the steps since the last evaluation, if there were any.
+void TrainingHost::add_loss(Json& fields) const {
+  if (total_.steps == 0) return;
+  const double loss = total_.loss / static_cast<double>(total_.steps);
+  fields["loss"] = loss;
+  if (plan_->unit == Unit::kWords) fields["perplexity"] = std::exp(loss);
+}
+
+void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
+  std::lock_guard lock(mutex_);
+  add_loss(metrics_);
+  tell_evaluation("valid", total_.valid, position);
+  tell_evaluation("test", total_.test, position);
+  if (total_.valid.samples + total_.test.samples == 0 && plan_->eval_only) {
+    base::invalid("--eval-only: the job has no data to evaluate on");
+  }
+  if (total_.valid.samples > 0) {
+    // An evaluation at an interruption must not affect the schedule of the resumed job.
+    if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
+  } else if (lr_schedule_.observes() && whole_epoch && !told_of_schedule_) {
+    told_of_schedule_ = true;
+    sink_.warn(base::ErrorKind::kInvalid,
+               "--lr-schedule " + plan_->lr_schedule + " has no effect: no epoch is evaluated");
+  }
+  total_ = {};
+}
+
+void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation,
+                                   const Position& position) {
+  if (evaluation.samples == 0) return;
+  if (!std::isfinite(evaluation.loss())) {
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          "the loss of the evaluation is not finite: try a smaller --lr");
+  }
+  Json fields = fields_of(evaluation, plan_->unit);
+  fields["set"] = set;
+  // Without a step in this epoch, after a resume or at the end, the previous epoch was evaluated.
+  const bool between = std::ranges::max(position.steps) == 0;
+  fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
+  fields["step"] = position.total / plan_->trainers;
+  if (lr_schedule_.observes()) fields["lr"] = plan_->lr * lr_schedule_.state().factor;
+  metrics_["eval"] = fields;
+  if (fields.contains("accuracy")) metrics_["accuracy"] = fields["accuracy"];
+  sink_.emit("eval", fields);
+}
+
+void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
+  std::lock_guard lock(mutex_);
+  check_seat_locked(seat);
+  gathered_.insert(gathered_.end(), parts.begin(), parts.end());
+}
+
+void TrainingHost::save(const Position& position) {
+  std::lock_guard lock(mutex_);
+  Snapshot snapshot;
+  snapshot.step = position.total / plan_->trainers;
+  snapshot.state["cmd"] = cmd_;
+  snapshot.state["options"] = known_.options;
+  snapshot.state["agreed"] = plan_->agreed;
+  snapshot.state["position"] = position.to_json();
+  snapshot.state["threads"] = at::get_num_threads();
+  const optim::ScheduleState& schedule = lr_schedule_.state();
+  snapshot.state["lr"] = plan_->lr;
+  snapshot.state["lr_schedule"] = plan_->lr_schedule;
+  snapshot.state["lr_state"] = {{"factor", schedule.factor}, {"bad", schedule.bad}};
+  if (schedule.best) snapshot.state["lr_state"]["best"] = *schedule.best;
+  const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
+  checkpoints_.save(
+      std::move(snapshot),
+      [this, parts = std::exchange(gathered_, {})](Snapshot& into) mutable {
+        fetch(parts, into, sink_);
+      },
+      since);
+}
+
+void TrainingHost::add_to(Json& fields, bool all_steps) const {
+  if (!current_) return;  // begin() may hold the lock for long
+  std::lock_guard lock(mutex_);
+  fields.update(metrics_);
+  add_loss(fields);  // if the job was stopped within an epoch
+  if (may_lose_) fields["lost"] = lost_;
+  const int64_t own = fields.value("steps", int64_t{0}) + lost_steps_;
+  const int64_t all = all_steps ? scheduler_->steps_made() + lost_steps_ : 0;
+  if (all_steps || lost_steps_ > 0) fields["steps"] = std::max(own, all);
+}
+
+}  // namespace distrain::job

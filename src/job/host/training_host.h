@@ -1,0 +1,145 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "distrain/base/executor.h"
+#include "distrain/base/future.h"
+#include "distrain/job/checkpoints.h"
+#include "distrain/job/definition.h"
+#include "distrain/rpc/of_local.h"
+
+namespace distrain::job {
+
+inline constexpr int kHostRank = 0;
+
+/// The reply to a trainer that attaches.
+struct Attached {
+  std::string path;        ///< checkpoint to resume from; empty: none
+  int64_t steps_made = 0;  ///< steps that each trainer has made so far
+  bool saves = false;      ///< whether the job saves checkpoints
+  Seat seat;
+  bool is_late = false;  ///< the trainer replaces a lost one in a running job
+  static constexpr auto kFields = std::tuple(&Attached::path, &Attached::steps_made,
+                                             &Attached::saves, &Attached::seat, &Attached::is_late);
+};
+
+/// The next task of a trainer, and the state of the learning rate schedule.
+struct NextTask {
+  Task task;
+  optim::ScheduleState schedule;
+  static constexpr auto kFields = std::tuple(&NextTask::task, &NextTask::schedule);
+};
+
+/// The result of a trainer's epoch, and its share of an evaluation.
+struct Report {
+  double loss = 0;  ///< mean of its steps
+  int64_t steps = 0;
+  Evaluation valid, test;  ///< at the end of an epoch; of the job
+  std::map<std::string, int64_t> maxima;
+  static constexpr auto kFields =
+      std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
+};
+
+/// A trainer's part of a checkpoint in progress.
+struct HeldPart {
+  PartName part;
+  int32_t trainer = 0;
+  Held tensors;
+  static constexpr auto kFields =
+      std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
+};
+
+/// Runs a training from rank 0: leases, learning rate, evaluation, checkpoints. Thread-safe.
+class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
+ public:
+  /// Checks that checkpoints can be written. `agent` is null if all trainers are in this process.
+  TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
+               EventSink& sink);
+
+  /// Exposes the functions that trainers call on rank 0, and those by which rank 0 tells the `sink`
+  /// of each rank that the job may continue without it. Must be called before join().
+  static void expose(rpc::Agent& agent, EventSink& sink);
+
+  /// Registers a trainer, process `incarnation` of its rank. The first call creates the scheduler
+  /// and reads the checkpoint to resume from, if any.
+  Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
+  /// Returns the tensors of a part from the checkpoint that the job resumes from.
+  rpc::NamedTensors saved_part(const PartName& part, int trainer);
+  base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
+  void report(Seat seat, const Report& report);
+  /// Completes when no save is in progress. A new save waits for it, so that only one is in memory.
+  base::Future<void> await_save() { return checkpoints_.idle(); }
+  /// Adds the parts of a trainer to the current save.
+  void contribute(Seat seat, const std::vector<HeldPart>& parts);
+
+  // Note [Who waits on rank 0]
+  //
+  // Trainers wait on rank 0 for each other's next step. A call fails only if the called rank is
+  // lost. Here the lost rank may be a third one, and the waiting trainer may be on rank 0 itself.
+  // The host therefore receives each loss. It then fails all waiting trainers or, if the job
+  // continues without the lost rank, stops waiting for it: Note [Leases].
+  void on_rank_lost(const rpc::Loss& loss) override;
+
+  /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
+  /// write of a line under the lock may call it.
+  void request_save();
+  std::vector<rpc::Wait> waits() const override {
+    const LeaseScheduler* const scheduler = current_;
+    return scheduler ? scheduler->waits() : std::vector<rpc::Wait>();
+  }
+  /// Adds the metrics of the training so far, and the steps of all trainers if `all_steps`. May be
+  /// called by any thread.
+  void add_to(Json& fields, bool all_steps = false) const;
+  std::string last_saved() const { return checkpoints_.last_saved(); }
+
+ private:
+  void begin(const Plan& plan);
+  std::optional<int> trainer_of(int rank) const;
+  void go_on_without_any(bool may_return) const;
+  void rest(int trainer) const;
+  void load();
+  void check_seat_locked(Seat seat) const;
+  void read_position(const Snapshot& snapshot);
+  void add_loss(Json& fields) const;
+  void on_evaluated(const Position& position, bool whole_epoch);
+  void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
+  void save(const Position& position);
+
+  const std::string cmd_;
+  const RankBody::Known known_;
+  rpc::Agent* const agent_;
+  EventSink& sink_;
+  const std::shared_ptr<StopSignal> stop_;
+
+  base::InlineExecutor executor_;
+
+  mutable std::mutex mutex_;  // guards what follows, except the scheduler, which locks itself
+  std::optional<Plan> plan_;
+  std::map<int, Seat> trainers_;         // attached and not lost
+  std::map<int, int> untried_;           // requests of each replacement in its first task
+  std::map<int, uint32_t> lost_before_;  // next incarnation of each lost trainer
+  bool may_lose_ = false;                // the job continues without lost trainers
+  int64_t lost_steps_ = 0;               // made by lost trainers
+  int64_t lost_ = 0;                     // number of losses
+  bool told_of_schedule_ = false;
+  std::optional<LeaseScheduler> scheduler_;
+  std::atomic<LeaseScheduler*> current_{nullptr};  // null until the scheduler is ready
+  std::optional<base::Error> failed_;
+  optim::LearningRateSchedule lr_schedule_;
+  std::optional<Snapshot> resumed_;  // set until all trainers have loaded their parts
+  int64_t steps_made_ = 0;
+  Report total_;                                 // sum of the reports since the last evaluation
+  std::optional<base::TimePoint> saving_since_;  // start of the current save
+  std::vector<HeldPart> gathered_;
+  Json metrics_ = Json::object();
+
+  Checkpoints checkpoints_;  // last, so that its thread ends before what its error handler uses
+};
+
+}  // namespace distrain::job

@@ -1,0 +1,351 @@
+#include <algorithm>
+#include <atomic>
+
+#include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/base/clock.h"
+#include "distrain/base/trace.h"
+#include "distrain/job/definition.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/device.h"
+#include "distrain/rpc/error.h"
+#include "distrain/rpc/place.h"
+#include "host/training_host.h"
+#include "run/run_trace.h"
+
+namespace distrain::job {
+
+namespace {
+
+std::chrono::nanoseconds seconds(double s) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(s));
+}
+
+rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
+  rpc::AgentOptions options;
+  if (!job.name.empty()) options.job = "distrain " + job.name;
+  options.rank = job.rank;
+  options.world_size = job.world_size;
+  options.master_addr = job.master_addr;
+  options.master_port = job.master_port;
+  options.listen_fd = job.listen_fd;
+  options.listen_addr = job.listen_addr;
+  options.rank_0_unix_name = job.rank_0_unix_name;
+  options.meeting_name = job.meeting_name;
+  options.ports = job.ports;
+  options.token = job.token;
+  options.insecure = job.insecure;
+  options.job_id = job.job_id;
+  options.generation = job.generation;
+  options.rejoins = job.rejoins;
+  options.transport = job.transport;
+  options.rpc_timeout = seconds(job.rpc_timeout_s);
+  options.join_timeout = seconds(job.join_timeout_s);
+  options.peer_timeout = seconds(job.peer_timeout_s);
+  options.call_delay = seconds(job.inject.call_delay_s);
+  options.job_options = job.rank == 0 ? job.effective : job.given;
+  options.on_cpus_shared = job.share_cpus;
+  options.on_waiting = [&sink](const std::vector<int>& missing, const std::string& address,
+                               const std::string& reason) {
+    Json fields{{"missing", missing}};
+    if (!address.empty()) fields["address"] = address;
+    if (!reason.empty()) fields["reason"] = reason;
+    sink.emit("waiting", fields);
+  };
+  return options;
+}
+
+/// Ends this rank, even within a step, when the job fails because another rank is lost: a step of a
+/// large net may take longer than the other ranks should wait.
+class LossWatch final : public rpc::Layer {
+ public:
+  explicit LossWatch(EventSink& sink) : sink_(sink) {}
+  void on_rank_lost(const rpc::Loss& loss) override {
+    if (!is_over_ && !loss.job_goes_on) sink_.failing(loss.error);
+  }
+  /// Ignores losses from now on.
+  void end() { is_over_ = true; }
+
+ private:
+  EventSink& sink_;
+  std::atomic<bool> is_over_{false};
+};
+
+/// Returns the statistics of the called rank so far, as JSON.
+std::string figures(rpc::CallContext& call) {
+  const Json fields = call.agent.local<Job>().progress->fields();
+  return fields.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+/// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
+struct PlaceIsTaken {};
+
+// Functions that forward a signal to stop. Any rank may receive one; rank 0 acts on it.
+
+/// On rank 0: another rank received a signal to stop.
+void request_stop(rpc::CallContext& call) {
+  auto& stop = call.agent.local<StopSignal>();
+  stop.arm();  // rank 0 may not be armed yet
+  stop.request();
+}
+
+/// Forwards the signals of this rank to rank 0.
+void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
+  const auto on_rank_0 = [&agent](auto call) {
+    return [&agent, call] {
+      agent.executor().post([call] {
+        try {
+          call();
+        } catch (const base::Exception&) {  // the job is ending
+        }
+      });
+    };
+  };
+  // Rank 0 checks its own signals when a trainer requests a task.
+  if (agent.rank() != 0) stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
+  stop.on_save(
+      on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
+}
+
+/// Removes the signal handlers and freezes the progress when it goes out of scope.
+struct Untold {
+  StopSignal& stop;
+  Progress* progress = nullptr;
+  ~Untold() {
+    if (progress) progress->report({});
+    stop.on_request({});
+    stop.on_save({});
+    stop.on_question({});
+  }
+};
+
+/// Adds to `outcome` how the job ended.
+void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
+  outcome.fields.update(process.fields());
+  if (host) host->add_to(outcome.fields);
+  if (host) outcome.message = host->last_saved();
+  outcome.stopped = process.job().stop->requested();
+  outcome.goal_missed = !outcome.stopped && !process.missed_goal().empty();
+  if (outcome.goal_missed) outcome.message = process.missed_goal();
+}
+
+/// One rank of a job: its agent, and what all jobs do before and after the work of the rank.
+class RankRunner {
+ public:
+  /// `place` is the reservation of `job.rank` if rank 0 assigned it; run() may then throw
+  /// PlaceIsTaken. Null if the user gave the rank.
+  RankRunner(const Job& job, EventSink& sink, const RankBody& body,
+             std::unique_ptr<rpc::Place> place)
+      : job_(job),
+        sink_(sink),
+        body_(body),
+        has_asked_(place != nullptr),
+        place_(std::move(place)),
+        trace_(sink) {
+    rpc::AgentOptions options = agent_options(job, sink);
+    options.names = body.roles.names();
+    options.tracer = trace_.tracer();
+    options.on_refused = [this](const base::Error& why) {
+      agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
+    };
+    options.on_long_wait = [this](const rpc::Wait& wait) {
+      agent_->executor().post([this, wait] {
+        const double waited = base::seconds_since(wait.since);
+        sink_.warn(base::ErrorKind::kDeadline,
+                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
+      });
+    };
+    agent_ = std::make_unique<rpc::Agent>(std::move(options));
+    agent_->add_layer(loss_watch_);
+    autograd::install(*agent_);
+    updates_ = optim::install(*agent_);
+    TrainingHost::expose(*agent_, sink);
+    agent_->expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
+    agent_->expose<&request_stop>("job.request_stop");
+    agent_->expose<&figures>("job.figures");
+    agent_->expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
+    for (const auto& expose : body.exposures) expose(*agent_);
+    agent_->provide(job.stop);
+  }
+
+  /// Joins the other ranks, runs the body, and waits for the other ranks. If anything throws, sends
+  /// the error to all other ranks.
+  Outcome run() {
+    Outcome outcome;
+    {
+      // At the end of this scope the agent has ended, so no fetch from another rank is pending.
+      const auto settled = c10::make_scope_exit([this] {
+        if (host_) host_->await_save().wait();
+      });
+      const Untold untold{*job_.stop, job_.progress.get()};
+      job_.stop->on_question([this] { return agent_->waits(); });
+      const base::TraceBinding binding(trace_.tracer(), "main");
+      try {
+        join();
+        pass_on_signals(*agent_, *job_.stop);
+        report(Json::object());
+        body_.run(*rank_);
+        rank_->release_groups();
+        report(rank_->fields());
+        finish(outcome);
+      } catch (...) {
+        const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
+        loss_watch_->end();
+        // Place::take() would have received any other reason for a refusal.
+        const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
+        if (has_asked_ && is_refused) throw PlaceIsTaken();
+        if (error.rank != agent_->rank()) sink_.failing(error);
+        agent_->abort(error);
+        trace_.write_own(agent_->rank(), agent_->name());  // keeps rank 0's own trace
+        throw base::Exception(error);
+      }
+    }
+    conclude(outcome, *rank_, host_.get());
+    return outcome;
+  }
+
+ private:
+  void join() {
+    agent_->join([this] {
+      const OptionMap& options = agent_->job_options();
+      trace_.start(options, std::max(job_.world_size, agent_->world_size()));
+      if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
+      agent_->set_device(job_.device());
+      place_ = nullptr;  // the rank has joined
+      const RankBody::Known known = body_.adopt(agent_->rank(), options);
+      rank_.emplace(*agent_, job_, known.roles, sink_);
+      agent_->provide(std::make_shared<Job>(job_));
+      body_.prepare(*rank_);
+      if (job_.rank != 0) return;
+      // Before the other ranks join, so that a problem with the folder is reported at once.
+      host_ = std::make_shared<TrainingHost>(body_.cmd, known, agent_.get(), job_, sink_);
+      agent_->provide(host_);
+      agent_->add_layer(host_);
+    });
+    joined_ = true;
+    sink_.joined(agent_->name(), agent_->job_options());
+    Json fields{{"world_size", agent_->world_size()},
+                {"transport", agent_->transport()},
+                {"threads", at::get_num_threads()},
+                {"startup_s", base::seconds_since(job_.started)}};
+    if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
+    sink_.emit("ready", fields);
+    trace_.begin(*agent_);
+  }
+
+  /// Sets what `job_.progress` reports: `own` and, at each call, this rank's current statistics.
+  void report(const Json& own) {
+    job_.progress->report([this, own](Json& fields) {
+      fields.update(own);
+      add_to(fields);
+      if (host_) host_->add_to(fields, !job_.spawned);  // all steps, for the last line of the job
+    });
+  }
+
+  /// Adds the statistics of this rank so far. May be called by any thread.
+  void add_to(Json& fields) const {
+    const rpc::Traffic traffic = agent_->traffic();
+    fields["rpc"] = {
+        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
+    if (*updates_ > 0) fields["updates"] = updates_->load();  // of parameters on this rank
+    if (job_.add_usage) job_.add_usage(fields);
+  }
+
+  void finish(Outcome& outcome) {
+    // Stops the watch, because shutdown() notices losses and may take as long as others work.
+    loss_watch_->end();
+    agent_->shutdown({}, [&] {
+      add_to(outcome.fields);  // first, so that the calls below are not counted
+      if (agent_->rank() == 0) outcome.others = figures_of_others();
+      trace_.collect();
+    });
+    outcome.fields["live_rrefs"] = agent_->live_rrefs();
+    outcome.fields["live_contexts"] = agent_->live_contexts();
+    outcome.afterwards = trace_.write();
+  }
+
+  /// Requests the statistics of all other ranks. Omits a rank that is lost or does not answer
+  /// before the call deadline.
+  std::map<int, Json> figures_of_others() const {
+    std::map<int, base::Future<std::string>> asked;
+    for (int rank = 1; rank < agent_->world_size(); ++rank) {
+      if (!agent_->is_done_without(rank)) asked[rank] = agent_->rpc_async<&figures>(rank);
+    }
+    std::map<int, Json> told;
+    for (const auto& [rank, answer] : asked) {
+      const auto& text = answer.wait_result();
+      const Json fields = text.ok() ? Json::parse(text.value(), nullptr, false) : Json();
+      if (fields.is_object()) told[rank] = fields;
+    }
+    return told;
+  }
+
+  /// Adds the causing rank to an error, and its name to the message of a `resources` error.
+  base::Error with_rank(base::Error error) const {
+    if (error.rank < 0) error.rank = agent_->rank();
+    const int rank = error.rank;
+    const bool is_own = rank == agent_->rank();
+    // The names of other ranks are known only after all have joined.
+    const bool is_known = is_own || (joined_ && rank < agent_->world_size());
+    if (error.kind != base::ErrorKind::kResources || !is_known) return error;
+    const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
+    return error_of_rank(std::move(error), rank, name);
+  }
+
+  Job job_;  // has the devices of this rank after join()
+  EventSink& sink_;
+  const RankBody& body_;
+  const bool has_asked_;
+  std::unique_ptr<rpc::Place> place_;
+  JobTrace trace_;
+  const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
+  std::unique_ptr<rpc::Agent> agent_;
+  optim::UpdateCount updates_;
+  bool joined_ = false;
+  std::optional<Rank> rank_;
+  std::shared_ptr<TrainingHost> host_;
+};
+
+}  // namespace
+
+Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
+  if (job.rank != rpc::kAnyRank) return RankRunner(job, sink, body, nullptr).run();
+  const base::TimePoint deadline = base::deadline_after(seconds(job.join_timeout_s));
+  Job placed = job;
+  for (;;) {
+    try {
+      auto place = std::make_unique<rpc::Place>(agent_options(placed, sink));
+      {
+        const Untold untold{*job.stop};
+        job.stop->on_question([&place] { return place->waits(); });
+        placed.rank = place->take();
+      }
+      sink.placed(placed.rank);
+      return RankRunner(placed, sink, body, std::move(place)).run();
+    } catch (const PlaceIsTaken&) {
+      sink.placed(rpc::kAnyRank);
+      placed.join_timeout_s = std::max(0.001, -base::seconds_since(deadline));
+    }
+  }
+}
+
+Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
+                  const RankBody::Known& known, const std::function<void(SingleProcess&)>& run) {
+  StopSignal& stop = *job.stop;
+  TrainingHost host(cmd, known, nullptr, job, sink);
+  SingleProcess local(job, sink, host);
+  {
+    const Untold untold{stop, job.progress.get()};
+    job.progress->report([&host](Json& fields) { host.add_to(fields); });
+    stop.on_save([&host] { host.request_save(); });
+    run(local);
+  }
+  Outcome outcome = outcome_without_ranks(local.fields());
+  conclude(outcome, local, &host);
+  return outcome;
+}
+
+}  // namespace distrain::job

@@ -1,0 +1,325 @@
+#include "distrain/job/training.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/base/trace.h"
+#include "host/training_host.h"
+
+namespace distrain::job {
+
+namespace {
+
+constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
+constexpr auto kShowInterval = std::chrono::milliseconds(500);
+constexpr double kFarAbove = 1000;  // times the first loss: training has diverged
+
+rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
+
+}  // namespace
+
+TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share,
+                           rpc::Agent* agent, TrainingHost* host)
+    : plan_(std::move(plan)),
+      own_(std::move(own)),
+      host_(host),
+      lr_schedule_(optim::LearningRateSchedule::parse(plan_.lr_schedule)),
+      process_(process),
+      share_(share),
+      agent_(agent),
+      lines_(process.sink(), "step", plan_.log_interval) {}
+
+void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
+  begin_step_.emplace_back(
+      [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
+  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas need equal steps
+  Part part;
+  part.file = "optimizer";
+  part.once = true;
+  part.take = [&optimizer](int) {
+    return store::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
+  };
+  part.give = [&optimizer](int, const rpc::NamedTensors& saved) {
+    optimizer.load_state(optim::unflatten(optimizer.names(), saved));
+  };
+  keep("", std::move(part));
+}
+
+void TrainingPlan::warn_of_one_label(const std::string& path, const std::string& label) {
+  if (own_.front() != 0) return;
+  process_.sink().warn(base::ErrorKind::kBadData, path + ": all examples have the label " + label +
+                                                      ": nothing can be learned");
+}
+
+void TrainingPlan::note_max(const std::string& name, int64_t value) {
+  int64_t& greatest = maxima_.try_emplace(name, value).first->second;
+  greatest = std::max(greatest, value);
+}
+
+template <auto method, class... Args>
+auto TrainingPlan::ask(const Args&... args) const {
+  using R = std::invoke_result_t<decltype(method), TrainingHost&, Args...>;
+  if (host_) return std::invoke(method, *host_, args...);
+  return static_cast<R>(agent_->rpc_sync<rpc::of_local<method>>(host(), args...));
+}
+
+void TrainingPlan::attach() {
+  plan_.parts.assign(parts_.begin(), parts_.end());
+  // Only shared parts survive a lost trainer. Without parts, all state may be local to trainers.
+  const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
+  if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
+  Attached attached;
+  for (const int trainer : own_) {
+    attached =
+        ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
+    seats_[trainer] = attached.seat;
+  }
+  total_ = begun_at_ = attached.steps_made;
+  process_.sink().used(plan_.used);
+  if (attached.is_late && attached.saves) process_.job().stop->arm();  // others are armed already
+  if (attached.saves && begin_step_.empty() && own_.front() == 0) {
+    process_.sink().warn(base::ErrorKind::kInvalid,
+                         "the checkpoints keep no optimizer (Training::keep): a job that goes on "
+                         "from one begins with fresh momentum and moments");
+  }
+  if (attached.path.empty()) return;
+  for (const int trainer : own_) {
+    for (const Part& part : parts_) {
+      if (part.once && trainer != 0) continue;
+      store::naming_file(attached.path, [&] {
+        const PartName& name = part;
+        const rpc::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
+        store::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
+      });
+    }
+  }
+}
+
+void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
+  const base::TraceScope scope("step", "step", steps_made());
+  if (epoch_ != what.epoch) begin_epoch(what.epoch);
+  const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
+  for (const auto& begin : begin_step_) begin(factor, run_steps() + 1);
+  const Result result = step();
+  const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
+  samples_ += result.samples;
+  const int64_t steps = result.steps * static_cast<int64_t>(own_.size());
+  steps_ += steps;
+  process_.job().progress->add(steps, first_);
+  log_step(result, loss, plan_.lr * factor);
+  show(what.epoch, loss, plan_.lr * factor, result.progress);
+}
+
+/// Reports progress at most twice a second, so that most steps only read the clock.
+void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more) {
+  const base::TimePoint now = base::Clock::now();
+  if (now - shown_ < kShowInterval) return;
+  shown_ = now;
+  const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == Plan::kEndless;
+  const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
+  Json fields{{"epoch", epoch},
+              {"epochs", plan_.epochs},
+              {"step", total_},
+              {"steps", is_endless ? 0 : steps},
+              {"processes", plan_.trainers / static_cast<int64_t>(own_.size())},
+              {"trainers", plan_.trainers},
+              {"loss", loss},
+              {"lr", lr}};
+  fields.update(more);
+  process_.sink().progress(fields);
+}
+
+void TrainingPlan::begin_epoch(int64_t epoch) {
+  epoch_ = epoch;
+  epoch_start_ = last_line_ = base::Clock::now();
+  if (run_steps() == 0) first_ = epoch_start_;
+  epoch_steps_ = epoch_samples_ = line_samples_ = 0;
+  epoch_loss_ = 0;
+}
+
+void TrainingPlan::log_step(const Result& result, double loss, double lr) {
+  ++epoch_steps_;
+  ++total_;
+  epoch_samples_ += result.samples;
+  line_samples_ += result.samples;
+  epoch_loss_ += loss;
+  if (run_steps() == 1) first_loss_ = loss;
+  if (!plan_.log) return;
+  const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
+  const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more = result.more] {
+    Json all{{"epoch", epoch}, {"step", step}, {"loss", loss}, {"lr", lr}};
+    all[std::string(counted(plan_.unit)) + "_per_s"] = rate;
+    all.update(more);
+    return all;
+  };
+  if (!lines_.add(total_, fields)) return;
+  last_line_ = base::Clock::now();
+  line_samples_ = 0;
+}
+
+void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
+  if (is_last) lines_.end();
+  if (epoch_ == 0) return;
+  if (epoch_steps_ > 0) {
+    train_s_ = base::seconds_since(first_);
+    last_loss_ = epoch_loss_ / static_cast<double>(epoch_steps_);
+  }
+  Json fields{{"epoch", epoch_}, {"loss", epoch_steps_ > 0 ? Json(last_loss_) : Json()}};
+  if (plan_.unit == Unit::kWords)
+    fields["perplexity"] = epoch_steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
+  fields["steps"] = epoch_steps_;
+  fields[counted(plan_.unit)] = epoch_samples_;
+  fields["wall_s"] = base::seconds_since(epoch_start_);
+  if (is_partial) fields["partial"] = true;
+  if (plan_.log) process_.sink().emit("epoch", fields);
+  epoch_ = epoch_steps_ = epoch_samples_ = 0;
+}
+
+void TrainingPlan::meet(const Task& task) {
+  if (task.kind == Task::Kind::kEvaluate) {
+    ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+  }
+  if (task.kind == Task::Kind::kEnd) end(task);
+  if (task.kind != Task::Kind::kSave) return;
+  if (host_) {
+    host_->await_save().wait();
+  } else {
+    agent_->rpc_sync<rpc::of_local<&TrainingHost::await_save>>(host());
+  }
+  for (const int trainer : own_) {
+    const bool is_first = agent_ ? task.part == 0 : trainer == own_.front();
+    std::vector<HeldPart> held;
+    for (const Part& part : parts_) {
+      if (!part.each_own && !is_first) continue;
+      Held tensors = part.take(trainer);
+      if (agent_) tensors.leave_at(*agent_);  // until rank 0 fetches them
+      held.push_back({part, trainer, std::move(tensors)});
+    }
+    ask<&TrainingHost::contribute>(seat(trainer), held);
+  }
+}
+
+/// Ends the epoch. Returns its report, with this process's share of an evaluation.
+Report TrainingPlan::close_epoch(const Task& task) {
+  Report report;
+  if (plan_.log) report.steps = epoch_steps_;
+  end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd, task.partial);
+  if (own_.front() == 0 && !has_warned_ && last_loss_ > kFarAbove * std::max(1.0, first_loss_)) {
+    has_warned_ = true;
+    process_.sink().warn(
+        base::ErrorKind::kNotFinite,
+        fmt::format("the loss grows: {:.3g} in the last epoch, {:.3g} in the first step: try a "
+                    "smaller --lr",
+                    last_loss_, first_loss_));
+  }
+  report.loss = last_loss_;
+  report.maxima = maxima_;
+  if (task.kind != Task::Kind::kEvaluate) return report;
+  const base::TraceScope scope("evaluate");
+  const at::NoGradGuard no_grad;
+  const Share share = agent_ ? Share{task.part, task.parts} : share_;
+  if (evaluate_epoch_) report.valid = evaluate_epoch_(share);
+  if (evaluate_end_ && task.last) report.test = evaluate_end_(share);
+  return report;
+}
+
+void TrainingPlan::end(const Task& task) {
+  if (epoch_steps_ > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+  end_epoch(true);
+  stopped_ = task.stopped || process_.job().stop->requested();
+  Json& fields = process_.fields();
+  fields["steps"] = steps_;
+  fields["train_s"] = train_s_;
+  // All trainers make equal steps, so the first one reports the rate of all.
+  if (plan_.unit == Unit::kWords && share_.index == 0 && train_s_ > 0) {
+    fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / train_s_;
+  }
+}
+
+Training::Training(Rank& rank, Plan plan)
+    : TrainingPlan(std::move(plan), rank, {rank.index()}, {rank.index(), rank.count()},
+                   &rank.agent(), nullptr),
+      rank_(rank) {
+  plan_.trainers = rank.count();
+  plan_.first_rank = rank.number() - rank.index();
+}
+
+void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
+  Part part;
+  part.once = true;
+  part.take = [name, module](int) {
+    Held held({module.snapshot(name + ".")});
+    for (const std::string& each : module.parameter_names()) {
+      held.trained.push_back(name + "." + each);
+    }
+    return held;
+  };
+  part.give = [name, module](int, const rpc::NamedTensors& saved) {
+    rpc::NamedTensors state;
+    for (const auto& [key, tensor] : saved) state[key.substr(name.size() + 1)] = tensor;
+    module.load_state(state);
+  };
+  keep(name, std::move(part));
+}
+
+void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters) {
+  for (size_t i = parameters.size(); i < optimizer.size(); ++i) {
+    parameters.push_back(std::to_string(i));
+  }
+  begin_step_.emplace_back([&optimizer](double factor, int64_t number) {
+    optimizer.set_lr_factor(factor);
+    optimizer.set_step_number(number);
+  });
+  Part part;
+  part.file = "optimizer";
+  part.once = !optimizer.has_own();
+  part.take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
+  part.give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
+    const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
+    if (trainer == 0) return optimizer.load_state(states);
+    // Only trainer 0 restores the shared parameters.
+    const auto own = static_cast<std::ptrdiff_t>(optimizer.own_state().size());
+    optimizer.load_own_state({states.end() - own, states.end()});
+  };
+  keep("", std::move(part));
+}
+
+void Training::run(const std::function<Result(const Step&)>& step) {
+  plan_.take_over = plan_.take_over && !rank_.has_group();
+  plan_.may_lose = plan_.may_lose && !rank_.has_group();
+  rank_.close_groups();
+  attach();
+  for (Task::Kind last = Task::Kind::kTrain; last != Task::Kind::kEnd;) {
+    const bool stop = rank_.job().stop->requested();
+    const auto [task, schedule] = rank_.agent().rpc_sync<rpc::of_local<&TrainingHost::next>>(
+        host(), seat(rank_.index()), stop, reached(), wanted_);
+    lr_schedule_.load_state(schedule);
+    last = task.kind;
+    if (task.kind == Task::Kind::kTrain) {
+      train(task, step);
+    } else {
+      rank_.check_groups();
+      meet(task);
+    }
+  }
+}
+
+void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
+  const base::TimePoint begun = base::Clock::now();
+  for (int64_t number = task.step; number < task.step + task.count; ++number) {
+    const Step what = {task.epoch, task.shard, number, steps_made()};
+    make(what, [&] { return step(what); });
+  }
+  // Requests as many steps as take kLease_s at the current pace, but at most twice the last number,
+  // because steps may become slower.
+  const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
+  wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
+                       std::min(2 * task.count, plan_.steps_at_once));
+}
+
+}  // namespace distrain::job

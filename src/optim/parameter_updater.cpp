@@ -1,0 +1,496 @@
+#include "parameter_updater.h"
+
+#include <algorithm>
+#include <limits>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
+
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/base/thread_state.h"
+
+namespace distrain::optim {
+
+namespace {
+
+// Throws `invalid` if the participants of one update have different learning rates or scales.
+void check_same_options(const std::map<int, StepOptions>& gathered) {
+  const StepOptions& first = gathered.begin()->second;
+  for (const auto& [participant, options] : gathered) {
+    const auto refuse = [&, participant = participant](const char* how, double own, double other,
+                                                       const char* of) {
+      base::invalid(fmt::format("participants {} and {} step with {} {:g} and {:g} of {}",
+                                first.participant, participant, how, own, other, of));
+    };
+    if (options.lr_factor != first.lr_factor) {
+      refuse("different learning rates:", first.lr_factor, options.lr_factor, "the groups' own");
+    } else if (options.scale != first.scale) {
+      refuse("gradients that are clipped differently: to", first.scale, options.scale,
+             "themselves");
+    }
+  }
+}
+
+constexpr int kNobody = -1;
+
+base::Error participant_lost(rpc::ProcessNumber process) {
+  return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
+}
+
+// Sums in the order of the participants, so that the result does not depend on arrival order.
+Gradients means(const std::map<int, Gradients>& gathered) {
+  std::vector<Gradients> in_order;
+  for (const auto& [participant, gradients] : gathered) in_order.push_back(gradients);
+  return mean_of(in_order);
+}
+
+}  // namespace
+
+Gradients mean_of(const std::vector<Gradients>& gathered) {
+  if (gathered.size() == 1) return gathered[0];
+  Gradients means;
+  for (size_t i = 0; i < gathered[0].size(); ++i) {
+    at::Tensor sum;
+    for (const Gradients& gradients : gathered) {
+      const at::Tensor& gradient = gradients[i];
+      if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
+    }
+    means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
+  }
+  return means;
+}
+
+void check_each_once(const std::vector<at::Tensor>& parameters,
+                     const std::function<uint64_t(size_t)>& group_of) {
+  std::map<const void*, uint64_t> groups;  // by storage
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const uint64_t group = group_of(i);
+    const auto [known, first] =
+        groups.emplace(parameters[i].storage().unsafeGetStorageImpl(), group);
+    if (first) continue;
+    base::invalid(known->second == group
+                      ? "two of the parameters of group " + std::to_string(group) +
+                            " share their memory: give a tied one once"
+                      : "a parameter of group " + std::to_string(group) + " is in group " +
+                            std::to_string(known->second) + ", too");
+  }
+}
+
+/// Completes promises in its destructor. Declare it before a lock, which is then released first.
+class ParameterUpdater::Completions {
+ public:
+  ~Completions() {
+    for (base::Task& each : all_) each();
+  }
+
+  template <class R>
+  void add(std::vector<base::Promise<R>> promises, std::type_identity_t<base::Result<R>> result) {
+    all_.emplace_back([promises = std::move(promises), result = std::move(result)]() mutable {
+      for (auto& promise : promises) promise.complete(result);
+    });
+  }
+
+ private:
+  std::vector<base::Task> all_;
+};
+
+ParameterUpdater::ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters,
+                                   UpdaterOptions options,
+                                   std::shared_ptr<std::atomic<uint64_t>> updates)
+    : agent_(agent),
+      parameters_(std::move(parameters)),
+      options_(std::move(options)),
+      updates_(std::move(updates)),
+      participants_(static_cast<size_t>(std::max(options_.participants, 0))) {
+  const auto check = [](bool good) {
+    if (good) return;
+    base::invalid("the groups are not those of the parameters");
+  };
+  for (const GroupOptions& group : options_.groups) {
+    check(group.parameters <= parameters_.size() - groups_.size());
+    groups_.insert(groups_.end(), group.parameters, rules_.size());
+    rules_.push_back(make_update_rule(from_fields(group.options)));
+  }
+  check(groups_.size() == parameters_.size());
+  check_each_once(parameters_, [this](size_t i) { return options_.groups[groups_[i]].number; });
+}
+
+void ParameterUpdater::check_participant(int participant, const Gradients& gradients) const {
+  if (participant < 0 || participant >= options_.participants ||
+      gradients.size() != parameters_.size()) {
+    base::invalid("a step of an unknown participant");
+  }
+}
+
+bool ParameterUpdater::Participant::has(rpc::ProcessNumber process) const {
+  const auto its = processes.find(process);
+  return its != processes.end() && !its->second.is_lost;
+}
+
+bool ParameterUpdater::Participant::is_lost() const {
+  return !processes.empty() &&
+         std::ranges::all_of(processes, [](const auto& each) { return each.second.is_lost; });
+}
+
+void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
+  if (participant < 0 || participant >= options_.participants) return;  // step() will throw
+  const std::unique_lock guard = lock();
+  if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
+  Participant& its = participants_[static_cast<size_t>(participant)];
+  if (its.is_lost()) {
+    its.processes.clear();
+    its.steps = std::max(its.steps, slowest_locked(participant));
+  }
+  its.processes.try_emplace(process);
+  its.state = Participant::State::kStepping;
+}
+
+// Collects all participants' gradients in `gathering`. The last participant calls `compute` on them
+// once, for the result of all. `others` is the gathering of the other kind (norms or steps). If a
+// participant waits there, some participants clip and some do not: all calls fail with `invalid`.
+template <class R, class Arguments, class Others, class Compute>
+base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
+                                           const Arguments& arguments, Gradients gradients,
+                                           const Compute& compute) {
+  Completions done;
+  const std::unique_lock guard = lock();
+  if (!others.arguments.empty()) {
+    const base::Error error{base::ErrorKind::kInvalid,
+                            fmt::format("participants {} and {} step together, but only one of "
+                                        "them clips its gradients",
+                                        others.arguments.begin()->first, arguments.participant)};
+    done.add(std::exchange(others, {}).waiting, error);
+    throw base::Exception(error);
+  }
+  if (lost_ && options_.participants > 1) throw base::Exception(*lost_);
+  if (!gathering.gradients.emplace(arguments.participant, std::move(gradients)).second) {
+    base::invalid("participant " + std::to_string(arguments.participant) +
+                  " made two steps before all had made one");
+  }
+  if (gathering.arguments.empty()) gathering.since = base::Clock::now();
+  gathering.arguments.emplace(arguments.participant, arguments);
+  const auto future = gathering.waiting.emplace_back().future();
+  fail_if_needed_left_locked(gathering, done);
+  if (static_cast<int>(gathering.gradients.size()) < options_.participants) return future;
+  auto all = std::exchange(gathering, {});
+  const Busy busy(*this);
+  try {
+    const R result = compute(all);
+    done.add(std::move(all.waiting), result);
+  } catch (...) {
+    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
+  }
+  return future;
+}
+
+base::Future<uint64_t> ParameterUpdater::step(const StepOptions& options, Gradients gradients,
+                                              rpc::ProcessNumber process) {
+  check_participant(options.participant, gradients);
+  if (options_.mode != Sharing::Mode::kSync) return step_alone(options, gradients, process);
+  return together(stepping_, measuring_, options, std::move(gradients), [this](const auto& all) {
+    check_same_options(all.arguments);
+    apply_locked(means(all.gradients), all.arguments.begin()->second);
+    for (Participant& each : participants_) ++each.steps;
+    return applied_;
+  });
+}
+
+base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
+                                                    const Gradients& gradients,
+                                                    rpc::ProcessNumber process) {
+  Completions done;
+  const std::unique_lock guard = lock();
+  Participant& its = participants_[static_cast<size_t>(options.participant)];
+  if (!its.processes.empty() && !its.has(process)) {  // a late step of a lost process
+    throw base::Exception(participant_lost(process));
+  }
+  const Busy busy(*this);
+  apply_locked(gradients, options);
+  if (its.state == Participant::State::kResting) {  // other participants did not wait for it
+    its.steps = std::max(its.steps, slowest_locked(options.participant));
+    its.state = Participant::State::kStepping;
+  }
+  ++its.steps;
+  if (its.has(process)) {
+    Participant::Process& of_process = its.processes[process];
+    of_process.is_numbered = of_process.is_numbered && options.number > 0;
+    of_process.last_step = std::max(of_process.last_step, options.number);
+  }
+  WaitingStep& step =
+      waiting_steps_.emplace(options.participant, WaitingStep{{}, applied_, base::Clock::now()})
+          ->second;
+  const auto future = step.waiting.emplace_back().future();
+  complete_waiting_steps_locked(done);
+  return future;
+}
+
+// Completes the steps in `waiting_steps_` whose participants may begin their next step, and fails
+// those whose participant is lost or that wait for a participant that has left.
+void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
+  for (auto it = waiting_steps_.begin(); it != waiting_steps_.end();) {
+    const Participant& its = participants_[static_cast<size_t>(it->first)];
+    const int64_t needed = its.steps - options_.staleness;  // of each participant
+    std::optional<base::Error> error;
+    if (its.state == Participant::State::kLost) {
+      error = participant_lost(its.processes.begin()->first);
+    } else if (options_.mode == Sharing::Mode::kSsp && slowest_locked(kNobody) < needed) {
+      error = lost_ ? lost_ : left_error_locked([&](int other) {
+        return participants_[static_cast<size_t>(other)].steps < needed;
+      });
+      if (!error) {
+        ++it;
+        continue;
+      }
+    }
+    done.add(std::move(it->second.waiting),
+             error ? base::Result<uint64_t>(*error) : it->second.updates);
+    it = waiting_steps_.erase(it);
+  }
+}
+
+// Returns an error if a participant for which `is_needed` returns true has left.
+template <class IsNeeded>
+std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& is_needed) const {
+  for (int number = 0; number < options_.participants; ++number) {
+    const Participant& its = participants_[static_cast<size_t>(number)];
+    if (its.state != Participant::State::kLeft || !is_needed(number)) continue;
+    const int rank = rpc::rank_of(its.processes.begin()->first);
+    return base::Error{
+        base::ErrorKind::kPeerLost,
+        fmt::format("participant {} (rank {}) has entered shutdown() after {} steps, "
+                    "and a step waits for one more of it",
+                    number, rank, its.steps),
+        rank};
+  }
+  return std::nullopt;
+}
+
+template <class R, class Arguments>
+void ParameterUpdater::fail_if_needed_left_locked(Gathering<R, Arguments>& gathering,
+                                                  Completions& done) {
+  if (gathering.arguments.empty()) return;
+  const auto error =
+      left_error_locked([&](int other) { return !gathering.arguments.contains(other); });
+  if (error) done.add(std::exchange(gathering, {}).waiting, *error);
+}
+
+base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& arguments,
+                                                    Gradients gradients) {
+  check_participant(arguments.participant, gradients);
+  if (options_.mode != Sharing::Mode::kSync) {
+    base::Promise<Norms> at_once;
+    at_once.set({optim::norm_squared(gradients), arguments.own});
+    return at_once.future();
+  }
+  return together(measuring_, stepping_, arguments, std::move(gradients), [](const auto& all) {
+    Norms norms{optim::norm_squared(means(all.gradients)), 0};
+    for (const auto& [participant, theirs] : all.arguments) norms.own += theirs.own;
+    norms.own /= static_cast<double>(all.arguments.size());
+    return norms;
+  });
+}
+
+// Marks the thread as blocked while it waits: the lock's holder may wait for readers of parameters
+// that need another pool thread.
+std::unique_lock<std::mutex> ParameterUpdater::lock() const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) return lock;
+  const base::BlockingScope waits;
+  lock.lock();
+  return lock;
+}
+
+void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
+  // Check everything before any parameter is changed, so that all are updated or none.
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
+  }
+  if (!(options.scale >= 0 && options.scale <= 1)) {
+    base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", options.scale));
+  }
+  for (const auto& rule : rules_) rule->set_lr_factor(options.lr_factor);
+  const autograd::ParameterUpdate update(agent_);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradients[i].defined()) update.unshare(parameters_[i]);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    try {
+      rule_of(i).apply(i, parameters_[i],
+                       options.scale == 1 ? gradients[i] : gradients[i] * options.scale);
+    } catch (...) {
+      base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      error.message = fmt::format(
+          "the update of rank {}'s parameters is half made: it failed at parameter {} of {}, those "
+          "before it are updated: {}",
+          agent_.rank(), i, parameters_.size(), error.message);
+      throw base::Exception(std::move(error));
+    }
+  }
+  ++applied_;
+  if (updates_) updates_->fetch_add(1);
+}
+
+int64_t ParameterUpdater::lead_locked(int participant) const {
+  return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
+}
+
+// Returns the number of steps of the slowest participant, ignoring participant `but` and those that
+// rest or are lost. If no other participant is left, returns the steps of the fastest one.
+int64_t ParameterUpdater::slowest_locked(int but) const {
+  int64_t slowest = std::numeric_limits<int64_t>::max();
+  int64_t fastest = 0;
+  for (int each = 0; each < options_.participants; ++each) {
+    const Participant& its = participants_[static_cast<size_t>(each)];
+    fastest = std::max(fastest, its.steps);
+    using State = Participant::State;
+    if (each == but || (its.state != State::kStepping && its.state != State::kLeft)) continue;
+    slowest = std::min(slowest, its.steps);
+  }
+  return std::min(slowest, fastest);
+}
+
+void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
+                                  const UpdaterOptions& options) const {
+  const auto differ = [](const std::string& what) {
+    base::invalid("these parameters have an optimizer already, with other " + what);
+  };
+  if (parameters.size() != parameters_.size()) differ("parameters beside them");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].is_same(parameters_[i])) differ("parameters beside them");
+  }
+  if (options.groups.size() != options_.groups.size()) differ("groups");
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    if (options.groups[g].parameters != options_.groups[g].parameters) differ("groups");
+  }
+  if (options.groups != options_.groups) differ("options");
+  if (!(options == options_)) differ("participants, mode or staleness");
+}
+
+void ParameterUpdater::rest(rpc::ProcessNumber process) {
+  Completions done;
+  const std::unique_lock guard = lock();
+  stop_stepping_locked(process, Participant::State::kResting);
+  complete_waiting_steps_locked(done);
+}
+
+void ParameterUpdater::leave(rpc::ProcessNumber process) {
+  if (options_.mode == Sharing::Mode::kAsync) return;
+  Completions done;
+  const std::unique_lock guard = lock();
+  stop_stepping_locked(process, Participant::State::kLeft);
+  fail_if_needed_left_locked(stepping_, done);
+  fail_if_needed_left_locked(measuring_, done);
+  complete_waiting_steps_locked(done);
+}
+
+void ParameterUpdater::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
+  for (Participant& each : participants_) {
+    if (each.has(process) && each.state == Participant::State::kStepping) each.state = state;
+  }
+}
+
+bool ParameterUpdater::has(rpc::ProcessNumber process) const {
+  const std::unique_lock guard = lock();
+  return std::ranges::any_of(participants_, [process](const Participant& each) {
+    return each.processes.contains(process);
+  });
+}
+
+std::optional<int64_t> ParameterUpdater::last_step_of(rpc::ProcessNumber process) const {
+  const std::unique_lock guard = lock();
+  for (const Participant& each : participants_) {
+    const auto its = each.processes.find(process);
+    if (its != each.processes.end() && options_.mode != Sharing::Mode::kSync) {
+      return its->second.is_numbered ? std::optional(its->second.last_step) : std::nullopt;
+    }
+  }
+  return std::nullopt;
+}
+
+void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
+  Completions done;
+  std::lock_guard lock(mutex_);
+  if (loss.job_goes_on && options_.mode != Sharing::Mode::kSync) {
+    lost_processes_.insert(loss.process());
+    for (Participant& its : participants_) {
+      if (!its.has(loss.process())) continue;
+      its.processes[loss.process()].is_lost = true;
+      if (its.is_lost()) its.state = Participant::State::kLost;
+    }
+  } else {
+    if (!lost_) lost_ = loss.error;
+    done.add(std::exchange(stepping_, {}).waiting, loss.error);
+    done.add(std::exchange(measuring_, {}).waiting, loss.error);
+  }
+  complete_waiting_steps_locked(done);
+}
+
+std::vector<rpc::Wait> ParameterUpdater::waits() const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  for (; !lock; static_cast<void>(lock.try_lock())) {
+    const base::TimePoint since = busy_since_;
+    if (since != base::TimePoint{}) return {{"an update under way here", since}};
+    std::this_thread::yield();  // without a Busy the holder releases the lock soon
+  }
+  std::vector<rpc::Wait> all;
+  const auto tell = [&](const auto& gathering, const char* what) {
+    if (gathering.arguments.empty()) return;
+    std::vector<int> missing;
+    for (int participant = 0; participant < options_.participants; ++participant) {
+      if (!gathering.arguments.contains(participant)) missing.push_back(participant);
+    }
+    all.push_back({fmt::format("{} that wants participant {}", what, c10::Join(", ", missing)),
+                   gathering.since});
+  };
+  tell(stepping_, "an update here");
+  tell(measuring_, "a gradient norm here");
+  for (const auto& [participant, waiting] : waiting_steps_) {
+    all.push_back(
+        {fmt::format("participant {} is ahead by {} steps", participant, lead_locked(participant)),
+         waiting.since});
+  }
+  return all;
+}
+
+std::vector<ParameterState> ParameterUpdater::state() const {
+  const std::unique_lock guard = lock();
+  const Busy busy(*this);
+  // On an accelerator read.version() orders the copies after the parameter's last update.
+  const autograd::ParameterRead read(agent_);
+  std::vector<ParameterState> all;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    read.version(parameters_[i]);
+    all.push_back(rule_of(i).state(i));
+    // The next step writes to these tensors, so return copies, on the CPU as checkpoints need them.
+    for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
+  }
+  return all;
+}
+
+void ParameterUpdater::load_state(const std::vector<ParameterState>& state) {
+  if (state.size() != parameters_.size()) {
+    base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
+                   std::to_string(parameters_.size()));
+  }
+  const std::unique_lock guard = lock();
+  const Busy busy(*this);
+  const autograd::ParameterUpdate update(agent_);
+  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
+  for (size_t i = 0; i < state.size(); ++i) {
+    update.unshare(parameters_[i]);
+    loaded.push_back(rule_of(i).load(i, parameters_[i], state[i]));
+  }
+  for (size_t i = 0; i < state.size(); ++i) rule_of(i).adopt(i, std::move(loaded[i]));
+}
+
+Progress ParameterUpdater::progress(int participant) const {
+  const std::unique_lock guard = lock();
+  return {applied_, lead_locked(participant)};
+}
+
+}  // namespace distrain::optim

@@ -1,0 +1,211 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "distrain/base/future.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/optim/update_rule.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::optim {
+
+/// A parameter group's share of a ParameterUpdater's parameters. Groups are contiguous.
+struct GroupOptions {
+  OptimizerFields options;
+  uint64_t parameters = 0;  ///< number of parameters
+  uint64_t number = 0;      ///< index of the group at the creator, for error messages
+
+  bool operator==(const GroupOptions& other) const {
+    return options == other.options && parameters == other.parameters;
+  }
+  static constexpr auto kFields =
+      std::tuple(&GroupOptions::options, &GroupOptions::parameters, &GroupOptions::number);
+};
+
+/// Settings that must be equal on all ranks that share a ParameterUpdater.
+struct UpdaterOptions {
+  std::vector<GroupOptions> groups;  ///< the groups with parameters on this rank
+  Sharing::Mode mode = Sharing::Mode::kAsync;
+  int participants = 1;
+  int64_t staleness = 0;
+
+  bool operator==(const UpdaterOptions&) const = default;
+  static constexpr auto kFields =
+      std::tuple(&UpdaterOptions::groups, &UpdaterOptions::mode, &UpdaterOptions::participants,
+                 &UpdaterOptions::staleness);
+};
+
+struct StepOptions {
+  int participant = 0;
+  double scale = 1;      ///< factor of the gradients
+  double lr_factor = 1;  ///< factor of each group's learning rate
+  int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
+  static constexpr auto kFields = std::tuple(&StepOptions::participant, &StepOptions::scale,
+                                             &StepOptions::lr_factor, &StepOptions::number);
+};
+
+/// Arguments of ParameterUpdater::norms_squared().
+struct NormArguments {
+  int participant = 0;
+  double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
+  static constexpr auto kFields = std::tuple(&NormArguments::participant, &NormArguments::own);
+};
+/// Squared L2 norms of the gradients of shared and `own` parameters.
+struct Norms {
+  double shared = 0;
+  double own = 0;
+  static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
+};
+
+/// Throws `invalid` if two parameters share memory. `group_of(i)` returns the group of parameter i.
+void check_each_once(const std::vector<at::Tensor>& parameters,
+                     const std::function<uint64_t(size_t)>& group_of);
+
+using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined if there is no gradient
+
+/// Returns the mean of each parameter's gradients, summed in the order of `gathered`, which must
+/// not be empty. An undefined gradient counts as zero; if all are undefined, the mean is undefined.
+Gradients mean_of(const std::vector<Gradients>& gathered);
+
+/// Optimizes a set of parameters of one rank and holds the state of their update rules.
+/// Thread-safe: steps are applied one at a time.
+class ParameterUpdater {
+ public:
+  /// If `updates` is not null, each update increments it.
+  ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters, UpdaterOptions options,
+                   std::shared_ptr<std::atomic<uint64_t>> updates);
+
+  /// Registers `process` as a process of `participant`. If all earlier processes of the participant
+  /// are lost, `process` replaces them, with at least the slowest participant's number of steps.
+  void take_part(int participant, rpc::ProcessNumber process);
+
+  /// Applies a participant's gradients. The future completes when the participant may begin its
+  /// next step: in kAsync, when its gradients are applied; in kSync, when the mean of all
+  /// participants' gradients is; in kSsp, when the participant is not too far ahead of the slowest.
+  /// The result is the number of updates including this one. Outside kSync throws `peer_lost` if
+  /// `process` no longer is a process of the participant.
+  base::Future<uint64_t> step(const StepOptions& options, Gradients gradients,
+                              rpc::ProcessNumber process);
+
+  /// Returns the squared norms of the gradients that step() would apply. In kSync the future
+  /// completes when all participants have called, with the norm of the mean gradients and the mean
+  /// of `arguments.own`. Otherwise the norms are this participant's.
+  base::Future<Norms> norms_squared(const NormArguments& arguments, Gradients gradients);
+
+  /// Throws `invalid` if this updater has different parameters or options.
+  void check_same(const std::vector<at::Tensor>& parameters, const UpdaterOptions& options) const;
+
+  /// Handles the loss of a rank. If the mode is not kSync and the job continues, no participant
+  /// waits for the lost process any more and none of its steps is applied. Otherwise every current
+  /// and later wait for other participants fails with the loss's error.
+  void on_rank_lost(const rpc::Loss& loss);
+  /// Notes that `process` pauses: no participant waits for it until its next step.
+  void rest(rpc::ProcessNumber process);
+  /// Notes that `process` makes no more steps. In kSync and kSsp current and later waits for its
+  /// steps fail with `peer_lost` and its rank.
+  void leave(rpc::ProcessNumber process);
+  /// Returns true if `process` is registered, even if it is lost.
+  bool has(rpc::ProcessNumber process) const;
+  /// Returns the number of the last step of `process`; none in kSync or if it numbers no steps.
+  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
+
+  /// Returns what steps wait for. Reports a running update instead of waiting for it.
+  std::vector<rpc::Wait> waits() const;
+
+  std::vector<ParameterState> state() const;
+  /// Throws `bad_data`, without any change, if `state` does not fit.
+  void load_state(const std::vector<ParameterState>& state);
+  Progress progress(int participant) const;
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+
+ private:
+  // The arguments of one collective step (or norm), collected until all participants have called.
+  template <class R, class Arguments>
+  struct Gathering {
+    std::map<int, Gradients> gradients;
+    std::map<int, Arguments> arguments;
+    std::vector<base::Promise<R>> waiting;
+    base::TimePoint since;  // when the first participant called
+  };
+
+  /// Marks, while it exists, that `mutex_` is held for a long operation.
+  class Busy {
+   public:
+    explicit Busy(const ParameterUpdater& updater) : since_(updater.busy_since_) {
+      since_ = base::Clock::now();
+    }
+    ~Busy() { since_ = base::TimePoint{}; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    std::atomic<base::TimePoint>& since_;
+  };
+
+  struct Participant {
+    enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
+    struct Process {
+      bool is_lost = false;
+      bool is_numbered = true;  // all of its steps so far have numbers
+      int64_t last_step = 0;    // the number of its last step
+    };
+    State state = State::kStepping;
+    int64_t steps = 0;
+    std::map<rpc::ProcessNumber, Process> processes;  // by take_part()
+
+    bool has(rpc::ProcessNumber process) const;
+    bool is_lost() const;
+  };
+
+  std::unique_lock<std::mutex> lock() const;
+  void check_participant(int participant, const Gradients& gradients) const;
+  int64_t slowest_locked(int but) const;
+  class Completions;
+  template <class R, class Arguments, class Others, class Compute>
+  base::Future<R> together(Gathering<R, Arguments>& gathering, Others& others,
+                           const Arguments& arguments, Gradients gradients, const Compute& compute);
+  template <class IsNeeded>
+  std::optional<base::Error> left_error_locked(const IsNeeded& is_needed) const;
+  template <class R, class Arguments>
+  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, Completions& done);
+  base::Future<uint64_t> step_alone(const StepOptions& options, const Gradients& gradients,
+                                    rpc::ProcessNumber process);
+  void apply_locked(const Gradients& gradients, const StepOptions& options);
+  void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
+  UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
+  int64_t lead_locked(int participant) const;
+
+  rpc::Agent& agent_;
+  std::vector<at::Tensor> parameters_;
+  const UpdaterOptions options_;
+  mutable std::mutex mutex_;
+  mutable std::atomic<base::TimePoint> busy_since_{};     // written under `mutex_`
+  std::vector<std::unique_ptr<UpdateRule>> rules_;        // by group
+  std::vector<size_t> groups_;                            // each parameter's index in `rules_`
+  const std::shared_ptr<std::atomic<uint64_t>> updates_;  // the rank's update count, or null
+  uint64_t applied_ = 0;                                  // updates by this object
+  std::vector<Participant> participants_;
+  std::set<rpc::ProcessNumber> lost_processes_;
+  Gathering<uint64_t, StepOptions> stepping_;
+  Gathering<Norms, NormArguments> measuring_;
+  struct WaitingStep {
+    std::vector<base::Promise<uint64_t>> waiting;  // exactly one
+    uint64_t updates;                              // the result of `waiting`
+    base::TimePoint since;
+  };
+  void complete_waiting_steps_locked(Completions& done);
+  std::multimap<int, WaitingStep>
+      waiting_steps_;                // applied steps that are not complete, by participant
+  std::optional<base::Error> lost_;  // the first loss that ends waiting
+};
+
+}  // namespace distrain::optim

@@ -1,0 +1,141 @@
+#include "distrain/optim/single_process_optimizer.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include "distrain/base/trace.h"
+#include "parameter_updater.h"
+
+namespace distrain::optim {
+
+namespace {
+
+/// Returns the `.grad` of each parameter and makes it undefined.
+Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
+  Gradients gradients;
+  for (const at::Tensor& parameter : parameters) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = at::Tensor();
+  }
+  return gradients;
+}
+
+NamedParameters numbered(const torch::nn::Module& module) {
+  NamedParameters result;
+  for (const at::Tensor& parameter : module.parameters()) {
+    result.emplace_back(std::to_string(result.size()), parameter);
+  }
+  return result;
+}
+
+}  // namespace
+
+NamedParameters named(const std::vector<std::string>& names,
+                      const std::vector<at::Tensor>& parameters) {
+  NamedParameters result;
+  for (size_t i = 0; i < names.size(); ++i) result.emplace_back(names[i], parameters.at(i));
+  return result;
+}
+
+struct SingleProcessOptimizer::Parameters {
+  Parameters(const Rule& how, const Named& named) : rule(make_update_rule(how.options)) {
+    for (const auto& [name, parameter] : named) {
+      names.push_back(name);
+      parameters.push_back(parameter);
+    }
+  }
+
+  void apply(const Gradients& gradients, double scale) {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      rule->apply(i, parameters[i], scale == 1 ? gradients[i] : gradients[i] * scale);
+    }
+  }
+
+  std::vector<std::string> names;
+  std::vector<at::Tensor> parameters;
+  std::unique_ptr<UpdateRule> rule;
+  std::vector<Gradients> gathered;
+};
+
+SingleProcessOptimizer::SingleProcessOptimizer(const Rule& rule, const std::string& mode,
+                                               Named shared, Named replicated)
+    : max_norm_(rule.max_norm),
+      sync_(mode == "sync"),
+      shared_(std::make_unique<Parameters>(rule, shared)),
+      replicated_(std::make_unique<Parameters>(rule, replicated)) {}
+
+SingleProcessOptimizer::SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
+                                               const std::string& mode)
+    : SingleProcessOptimizer(rule, mode, mode.empty() ? Named() : numbered(module),
+                             mode.empty() ? numbered(module) : Named()) {}
+
+SingleProcessOptimizer::~SingleProcessOptimizer() = default;
+
+void SingleProcessOptimizer::gather() {
+  for (Parameters* set : {shared_.get(), replicated_.get()}) {
+    set->gathered.push_back(take_gradients(set->parameters));
+  }
+}
+
+// Clips as DistributedOptimizer does. Each update is clipped by the norm of its own gradients and
+// the replicas' gradients; the replicas by the same norm if there is one update, else by their own.
+void SingleProcessOptimizer::step() {
+  const base::TraceScope scope("update");
+  const at::NoGradGuard no_grad;
+  std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
+  const Gradients replicated = mean_of(std::exchange(replicated_->gathered, {}));
+  if (sync_) updates = {mean_of(updates)};
+  const auto scale_of = [this](double squared) {
+    return max_norm_ > 0 ? clip_scale(squared, max_norm_) : 1;
+  };
+  const auto norm = [this](const Gradients& gradients) {
+    return max_norm_ > 0 ? norm_squared(gradients) : 0;
+  };
+  const double of_replicas = norm(replicated);
+  double scale = scale_of(of_replicas);
+  for (const Gradients& gradients : updates) {
+    const double with_replicas = scale_of(norm(gradients) + of_replicas);
+    shared_->apply(gradients, with_replicas);
+    if (updates.size() == 1) scale = with_replicas;
+  }
+  replicated_->apply(replicated, scale);
+  updates_ += static_cast<int64_t>(updates.size());
+}
+
+void SingleProcessOptimizer::set_lr_factor(double factor) {
+  shared_->rule->set_lr_factor(factor);
+  replicated_->rule->set_lr_factor(factor);
+}
+
+bool SingleProcessOptimizer::has_replicas() const { return !replicated_->parameters.empty(); }
+
+std::vector<std::string> SingleProcessOptimizer::names() const {
+  std::vector<std::string> all = shared_->names;
+  all.insert(all.end(), replicated_->names.begin(), replicated_->names.end());
+  return all;
+}
+
+std::vector<ParameterState> SingleProcessOptimizer::state() const {
+  std::vector<ParameterState> states;
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) states.push_back(set->rule->state(i));
+  }
+  return states;
+}
+
+void SingleProcessOptimizer::load_state(const std::vector<ParameterState>& state) {
+  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) {
+      loaded.push_back(set->rule->load(i, set->parameters[i], state.at(loaded.size())));
+    }
+  }
+  auto next = loaded.begin();
+  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < set->parameters.size(); ++i) set->rule->adopt(i, std::move(*next++));
+  }
+}
+
+}  // namespace distrain::optim

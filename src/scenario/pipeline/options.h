@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "distrain/job/definition.h"
+#include "distrain/rpc/named_tensors.h"
+
+namespace distrain::scenario {
+
+/// Options of `distrain pipeline`. The defaults are those of the PyTorch tutorial "Distributed
+/// Pipeline Parallelism Using RPC", but `num_split` counts micro-batches here. Steps are batches.
+struct PipelineOptions : job::CommonOptions, job::RuleOptions {
+  PipelineOptions() { lr = 0.05; }
+  static void describe(job::OptionList<PipelineOptions>& list);
+
+  int stages = 2;
+  std::string model = "resnet50";  ///< resnet18 or resnet50
+  /// The last block of each stage except the last ("layer2", "layer3.2"); empty: see cut_resnet().
+  std::vector<std::string> split;
+  std::vector<int64_t> num_split = {1, 2, 4, 8};  ///< micro-batches per batch; one run each
+  std::string schedule = "gpipe";                 ///< gpipe, 1f1b or naive
+  std::string loss = "mse";                       ///< mse (against one-hot labels) or ce
+  int64_t batches = 3;                            ///< of each run
+  int64_t epochs = 0;                             ///< epochs of each run; 0: use `batches`
+  int64_t batch_size = 120;
+  int64_t image_size = 128;  ///< width and height in pixels
+  int64_t classes = 1000;
+  std::string data;                   ///< folder with CIFAR-10 or IDX files; empty: random images
+  std::string valid_data, test_data;  ///< folders with test images; empty: no such evaluation
+  std::string weights;   ///< safetensors file of initial weights; empty: as torchvision
+  bool explain = false;  ///< print the schedule and train nothing
+  /// For tests: called on the master with the gradients of each batch before they are applied.
+  std::function<void(const rpc::NamedTensors&)> on_gradients;
+};
+
+}  // namespace distrain::scenario

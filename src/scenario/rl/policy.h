@@ -1,0 +1,80 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/rpc/named_tensors.h"
+
+namespace distrain::scenario {
+
+/// An environment's state as the policy receives it.
+using Observation = std::array<float, 4>;
+
+/// The key of the random numbers for one step's dropout and action. These numbers depend on nothing
+/// else, such as the other inputs of the same call.
+struct StepKey {
+  uint64_t seed = 0;
+  uint64_t observer = 0;
+  uint64_t environment = 0;
+  uint64_t episode = 0;
+  uint64_t step = 0;
+};
+
+struct PolicyInput {
+  Observation observation{};
+  StepKey key;
+};
+
+struct PolicyStep {
+  PolicyInput input;
+  int action = 0;
+  double advantage = 0;  ///< the step's normalized return
+};
+
+/// The policy of PyTorch's tutorial: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
+///
+/// On the CPU it computes row by row in plain loops, because a row's result must not depend on the
+/// number of rows or threads, which LibTorch's matrix products do not guarantee. For a net of this
+/// size the loops are also faster. Other devices use matrix products, with the same random numbers.
+/// const functions are thread-safe.
+class Policy {
+ public:
+  static constexpr int kHidden = 128;
+  static constexpr int kActions = 2;
+  static constexpr double kDropout = 0.6;
+
+  /// Initializes as torch.nn.Linear does.
+  explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
+
+  static const std::vector<std::string>& names();
+  std::vector<at::Tensor>& parameters() { return parameters_; }  ///< in the order of names()
+  rpc::NamedTensors named_parameters() const;
+
+  /// Draws an action for each of `inputs`, without recording a graph.
+  std::vector<int> act(std::span<const PolicyInput> inputs) const;
+
+  /// Returns the more probable action, without dropout, for evaluation.
+  int best(const Observation& observation) const;
+
+  struct Loss {
+    double value = 0;
+    std::vector<at::Tensor> gradients;  ///< in the order of names()
+  };
+  /// Returns the REINFORCE loss (Williams 1992) and its gradients: the sum over `steps` of
+  /// -log p(action) × advantage. Each step uses the dropout with which its action was drawn.
+  Loss loss(std::span<const PolicyStep> steps) const;
+
+  /// Returns the factor of each hidden unit: 0 or 1 / (1 - kDropout).
+  static std::array<float, kHidden> dropout_mask(const StepKey& key);
+
+ private:
+  const c10::Device device_;
+  std::vector<at::Tensor> parameters_;
+};
+
+}  // namespace distrain::scenario

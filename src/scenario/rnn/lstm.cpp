@@ -1,0 +1,145 @@
+#include "lstm.h"
+
+#include <cmath>
+#include <optional>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/nn/keyed_generator.h"
+#include "distrain/nn/sized_by.h"
+#include "distrain/rpc/device.h"
+#include "distrain/rpc/placed.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr double kInitialRange = 0.1;
+enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
+
+/// Suppresses cuDNN's warning that it copies LSTM weights which are not in one block of memory.
+/// Here they never are, because each weight is a parameter of its own.
+class NoWordOfCopies final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("RNN module weights are not part of") == std::string::npos) {
+      next_.process(warning);
+    }
+  }
+
+ private:
+  c10::WarningHandler& next_ = *c10::WarningUtils::get_warning_handler();
+};
+
+at::Tensor initial_weight(at::IntArrayRef sizes, std::initializer_list<uint64_t> key,
+                          c10::Device device) {
+  return nn::sized_by("--vocab-size, --embedding-dim or --nhid", [&] {
+    return nn::uniform(sizes, kInitialRange, nn::keyed_generator(key), device);
+  });
+}
+
+}  // namespace
+
+WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device)
+    : weight_(initial_weight({words, size}, {seed, kEncoderSeed}, device)) {
+  weight_.requires_grad_();
+}
+
+at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
+  rpc::check_rows(words, weight_);
+  return at::embedding(weight_, rpc::placed(words, weight_.device()), /*padding_idx=*/-1,
+                       /*scale_grad_by_freq=*/false,
+                       /*sparse=*/true);
+}
+
+at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return rpc::for_rank(call.agent, call.caller.rank, lookup(words));
+}
+
+Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
+    : weight_(initial_weight({words, hidden}, {seed, kDecoderSeed}, device)),
+      bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
+  weight_.requires_grad_();
+  bias_.requires_grad_();
+}
+
+at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& hidden, const at::Tensor& targets) {
+  return at::cross_entropy_loss(scores_of(weight, bias, hidden),
+                                rpc::placed(targets, weight.device()));
+}
+
+at::Tensor Decoder::scores_of(const at::Tensor& weight, const at::Tensor& bias,
+                              const at::Tensor& hidden) {
+  return at::linear(rpc::placed(hidden, weight.device()), weight, bias);
+}
+
+at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return rpc::for_rank(call.agent, call.caller.rank,
+                       loss_of(versions[0], versions[1], hidden, targets));
+}
+
+at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
+  const at::NoGradGuard no_grad;
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
+}
+
+LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
+                   c10::Device device)
+    : hidden_(hidden), layers_(layers), dropout_(dropout) {
+  at::Generator generator = nn::keyed_generator({seed, kLstmSeed});
+  const double range = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const auto add = [&](const std::string& name, at::IntArrayRef shape) {
+    weights_.push_back(register_parameter(name, nn::uniform(shape, range, generator, device)));
+  };
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const std::string suffix = "_l" + std::to_string(layer);
+    add("weight_ih" + suffix, {4 * hidden, layer == 0 ? input : hidden});
+    add("weight_hh" + suffix, {4 * hidden, hidden});
+    add("bias_ih" + suffix, {4 * hidden});
+    add("bias_hh" + suffix, {4 * hidden});
+  }
+}
+
+at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
+  // cuDNN saves what the backward pass needs only if `train`, which has no other effect here.
+  const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
+  NoWordOfCopies quiet;
+  std::optional<c10::WarningUtils::WarningHandlerGuard> guard;
+  if (rpc::is_accelerator(x.device())) guard.emplace(&quiet);
+  std::vector<at::Tensor> hidden, cell;
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    if (layer > 0) x = dropout(x, dropout_);
+    const auto first = weights_.begin() + 4 * layer;
+    auto [output, h, c] =
+        at::lstm(x, {state.hidden.narrow(0, layer, 1), state.cell.narrow(0, layer, 1)},
+                 std::vector<at::Tensor>(first, first + 4), /*has_biases=*/true, /*num_layers=*/1,
+                 /*dropout=*/0.0, train, /*bidirectional=*/false, /*batch_first=*/false);
+    x = std::move(output);
+    hidden.push_back(std::move(h));
+    cell.push_back(std::move(c));
+  }
+  // Detach, so that gradients do not flow back into the previous batch.
+  state = {at::cat(hidden).detach(), at::cat(cell).detach()};
+  return x;
+}
+
+LstmState LstmImpl::zero_state(int64_t columns) const {
+  const auto options = weights_.front().options();
+  return {at::zeros({layers_, columns, hidden_}, options),
+          at::zeros({layers_, columns, hidden_}, options)};
+}
+
+rpc::NamedTensors LstmImpl::named() const {
+  rpc::NamedTensors named;
+  for (const auto& item : named_parameters()) named["rnn." + item.key()] = item.value();
+  return named;
+}
+
+}  // namespace distrain::scenario

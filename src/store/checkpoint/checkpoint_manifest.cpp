@@ -1,0 +1,180 @@
+#include "checkpoint_manifest.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <initializer_list>
+#include <set>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "distrain/base/error.h"
+#include "distrain/base/text.h"
+#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
+
+namespace distrain::store {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kFormat = "distrain-checkpoint";
+constexpr const char* kGeneration = "generation";  // missing in manifests of older versions
+constexpr size_t kMaxDepth = 64;
+// An ordered_json object is a list, so its insertions take quadratic time.
+constexpr size_t kMaxKeys = 4096;
+constexpr size_t kMaxFileName = 255;
+
+// The text ends with the hash of all text before it, so a change of any byte is detected.
+constexpr std::string_view kHashBegin = ",\"xxh64\":\"";
+constexpr size_t kHexDigits = 16;
+constexpr std::string_view kHashEnd = "\"}\n";
+
+std::string hex(uint64_t hash) { return fmt::format("{:016x}", hash); }
+
+// Returns the end of a manifest that begins with `text`.
+std::string hash_of(std::string_view text) {
+  return std::string(kHashBegin) + hex(content_hash(text)) + std::string(kHashEnd);
+}
+
+std::string raw_text(const Manifest& manifest) {
+  Json json;
+  json["format"] = kFormat;
+  json["version"] = 1;
+  json[kGeneration] = manifest.generation;
+  json["step"] = manifest.step;
+  Json& files = json["files"] = Json::object();
+  for (const auto& [name, file] : manifest.files) {
+    files[name]["bytes"] = file.bytes;
+    files[name]["xxh64"] = hex(file.hash);
+  }
+  json["state"] = manifest.state;
+  std::string text = json.dump();
+  text.pop_back();  // '}'
+  return text + hash_of(text);
+}
+
+class Parser {
+ public:
+  explicit Parser(const std::string& path) : path_(path) {}
+
+  Manifest parse(std::string_view text) const {
+    if (text.size() > kMaxManifestBytes) fail("more than 64 MiB");
+    const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
+    if (text.size() < end) fail("cut short");
+    const std::string_view begin = text.substr(0, text.size() - end);
+    if (text.substr(begin.size()) != hash_of(begin)) {
+      fail("damaged: it does not end with the xxh64 of its text");
+    }
+    const Json json = parse_json(text);
+    check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"},
+               json.contains(kGeneration) ? 1 : 0);
+    if (json["format"] != kFormat) fail("not the manifest of a checkpoint");
+    const auto version = number(json["version"], "version");
+    if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
+    Manifest manifest;
+    if (json.contains(kGeneration)) {
+      manifest.generation = number(json[kGeneration], kGeneration);
+      if (manifest.generation > kMaxCheckpointStep) fail("'generation' is too large");
+    }
+    manifest.step = number(json["step"], "step");
+    if (manifest.step > kMaxCheckpointStep) fail("'step' is too large");
+    if (!json["files"].is_object()) fail("'files' is not an object");
+    for (const auto& [name, file] : json["files"].items()) {
+      manifest.files.emplace(name, parse_file(name, file));
+    }
+    if (!json["state"].is_object()) fail("'state' is not an object");
+    manifest.state = json["state"];
+    return manifest;
+  }
+
+ private:
+  Json parse_json(std::string_view text) const {
+    // The JSON parser would skip a byte order mark and stop at a NUL.
+    if (!text.starts_with('{') || text.find('\0') != std::string_view::npos) fail("not JSON");
+    std::vector<std::set<std::string>> open;  // keys seen in each open object or array
+    const auto look = [&](int, Json::parse_event_t event, Json& value) {
+      using Event = Json::parse_event_t;
+      if (event == Event::object_start || event == Event::array_start) {
+        open.emplace_back();
+        if (open.size() > kMaxDepth) fail("nested too deep");
+      } else if (event == Event::object_end || event == Event::array_end) {
+        open.pop_back();
+      } else if (event == Event::key) {
+        const auto& key = value.get_ref<const std::string&>();
+        if (!open.back().insert(key).second) fail(base::in_quotes(key) + " is there twice");
+        if (open.back().size() > kMaxKeys) fail("an object with too many keys");
+      }
+      return true;
+    };
+    try {
+      return Json::parse(text.begin(), text.end(), look);
+    } catch (const Json::exception&) {
+      fail("not JSON");
+    }
+  }
+
+  void check_keys(const Json& object, const std::string& what,
+                  std::initializer_list<const char*> keys, size_t others = 0) const {
+    if (!object.is_object()) fail(what + " is not an object");
+    for (const char* key : keys) {
+      if (!object.contains(key)) fail(what + " has no '" + key + "'");
+    }
+    if (object.size() != keys.size() + others) fail(what + " has a key that is not in the format");
+  }
+
+  int64_t number(const Json& value, const std::string& what) const {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
+      fail("'" + what + "' is not a number from 0 on");
+    }
+    return value.get<int64_t>();
+  }
+
+  // Accepts only plain names, so that no file outside of the checkpoint is opened.
+  Manifest::File parse_file(const std::string& name, const Json& file) const {
+    const std::string what = "file " + base::in_quotes(name);
+    const bool plain = std::none_of(name.begin(), name.end(), [](char c) {
+      return c == '/' || static_cast<unsigned char>(c) < 0x20 || c == 0x7F;
+    });
+    if (!plain || name.empty() || name.front() == '.' || name.size() > kMaxFileName ||
+        name == kManifestName) {
+      fail(what + " has a name that files of a checkpoint cannot have");
+    }
+    check_keys(file, what, {"bytes", "xxh64"});
+    const auto bytes = static_cast<uint64_t>(number(file["bytes"], "bytes"));
+    if (!file["xxh64"].is_string()) fail(what + " has no hash");
+    const auto& digits = file["xxh64"].get_ref<const std::string&>();
+    const uint64_t hash = std::strtoull(digits.c_str(), nullptr, 16);
+    if (hex(hash) != digits) fail(what + " has no hash");
+    return {bytes, hash};
+  }
+
+  [[noreturn]] void fail(const std::string& reason) const { base::bad_data(path_ + ": " + reason); }
+
+  const std::string& path_;
+};
+
+}  // namespace
+
+std::string manifest_text(const Manifest& manifest) {
+  try {
+    std::string text = raw_text(manifest);
+    parse_manifest(text, "a checkpoint that cannot be saved");
+    return text;
+  } catch (const Json::exception&) {
+    base::invalid("a checkpoint that cannot be saved: text that is not UTF-8");
+  } catch (const base::Exception& exception) {
+    base::invalid(exception.error().message);
+  }
+}
+
+Manifest parse_manifest(std::string_view text, const std::string& path) {
+  return Parser(path).parse(text);
+}
+
+Manifest read_manifest(const OpenFolder& checkpoint) {
+  InputFile file(checkpoint, kManifestName);
+  return parse_manifest(read_to_end<std::string>(file, kMaxManifestBytes), file.path());
+}
+
+}  // namespace distrain::store

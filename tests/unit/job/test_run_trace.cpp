@@ -1,0 +1,111 @@
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "../src/job/run/run_trace.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/fake_trace.h"
+
+using namespace distrain;
+using namespace distrain::job;
+using Json = nlohmann::ordered_json;
+
+namespace {
+
+class TracePath {
+ public:
+  TracePath()
+      : path_(std::filesystem::temp_directory_path() /
+              ("distrain_trace_" + std::to_string(getpid()) + ".json")) {}
+  ~TracePath() { std::filesystem::remove(path_); }
+  std::string text() const { return path_.string(); }
+  bool exists() const { return std::filesystem::exists(path_); }
+  Json read() const { return Json::parse(std::ifstream(path_)); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void record(base::Tracer& tracer, int events) {
+  base::TraceEvent event;
+  event.name = "slice";
+  for (int i = 0; i < events; ++i) tracer.record(event);
+}
+
+}  // namespace
+
+TEST_CASE("A run without a trace file records nothing", "[trace]") {
+  RunTrace trace([](const std::string& message) { FAIL(message); });
+  trace.start("", 2);
+  CHECK_FALSE(trace.tracer()->on());
+  trace.collect();
+  trace.write();
+  trace.write_own(0, "role");
+}
+
+TEST_CASE("Dropped events are reported once", "[trace]") {
+  const TracePath path;
+  std::vector<std::string> warnings;
+  RunTrace trace([&](const std::string& message) { warnings.push_back(message); });
+  trace.start(path.text(), 2000);  // so many ranks that each may record 2000 events
+  trace.begin_alone();
+  record(*trace.tracer(), 10'000);
+  trace.write_own(1, "another rank's");
+  CHECK_FALSE(path.exists());
+  trace.write_own(0, "role");
+  const size_t written = path.read()["traceEvents"].size() - 4;
+  CHECK(written <= 2000);
+  REQUIRE(warnings.size() == 1);
+  CHECK(warnings[0] == path.text() + ": the last " + std::to_string(10'000 - written) +
+                           " events were too many and are missing");
+  trace.write();
+  CHECK(warnings.size() == 1);
+}
+
+TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and an error",
+          "[trace]") {
+  const TracePath path;
+  RunTrace trace([](const std::string& message) { FAIL(message); });
+  testing::Cluster cluster(
+      2,
+      [](rpc::Agent& agent) {
+        if (agent.rank() == 0) return;
+        testing::expose_fake_trace(agent, [](uint64_t) {
+          rpc::TraceChunk part = testing::first_part(1);
+          part.texts.clear();
+          return part;
+        });
+      },
+      {},
+      [&](rpc::AgentOptions& options) {
+        options.tracer = options.rank == 0 ? trace.tracer() : nullptr;
+      });
+  trace.start(path.text(), 2);
+  trace.begin(cluster[0]);
+  record(*trace.tracer(), 3);
+  cluster.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() != 0) return agent.shutdown();
+    agent.shutdown({}, [&] { trace.collect(); });
+  });
+  CHECK_FALSE(path.exists());
+  const auto error = trace.write();
+  REQUIRE(error);
+  CHECK(error->kind == base::ErrorKind::kProtocol);
+  CHECK(error->rank == 1);
+  CHECK(error->message ==
+        "the trace of rank 1: malformed message: a trace with a text that is not there");
+  int slices = 0;
+  const Json written = path.read();
+  for (const Json& event : written["traceEvents"]) {
+    CHECK(event["pid"] == 0);
+    slices += event["name"] == "slice";
+  }
+  CHECK(slices == 3);
+}

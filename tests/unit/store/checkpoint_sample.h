@@ -1,0 +1,89 @@
+// Shared helpers of the tests of checkpoints.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "distrain/store/checkpoint_store.h"
+#include "distrain/store/hash.h"
+#include "support/catch.h"
+#include "support/files.h"
+
+namespace distrain::store {
+
+using namespace testing;
+
+namespace fs = std::filesystem;
+using wire::DType;
+using Json = nlohmann::ordered_json;
+using Strings = std::vector<std::string>;
+
+// A checkpoint whose contents are derived from its step and version.
+struct Sample {
+  explicit Sample(int64_t step, int version = 0, size_t size = 5)
+      : weights(size, static_cast<uint8_t>(16 * step + version)) {
+    checkpoint.step = step;
+    checkpoint.state["version"] = version;
+    checkpoint.state["rng"] = Json::array({UINT64_MAX, 0.1, "é\"\n", nullptr, -3});
+    checkpoint.files["model.safetensors"] = {{"bias", {DType::kUInt8, {2}, {weights.data(), 2}}},
+                                             {"w", {DType::kUInt8, {shape()}, weights}}};
+    checkpoint.files["optimizer.safetensors"] = {};
+  }
+  int64_t shape() const { return static_cast<int64_t>(weights.size()); }
+
+  std::vector<uint8_t> weights;
+  Checkpoint checkpoint;
+};
+
+inline void check_same(const LoadedCheckpoint& loaded, const Checkpoint& expected) {
+  REQUIRE(loaded.checkpoint.step == expected.step);
+  REQUIRE(loaded.checkpoint.state == expected.state);
+  REQUIRE(loaded.checkpoint.files.size() == expected.files.size());
+  for (const auto& [name, tensors] : expected.files) {
+    REQUIRE(loaded.checkpoint.files.contains(name));
+    const auto& read = loaded.checkpoint.files.at(name);
+    REQUIRE(read.size() == tensors.size());
+    for (const auto& [key, tensor] : tensors) {
+      REQUIRE(read.contains(key));
+      REQUIRE(read.at(key).shape == tensor.shape);
+      REQUIRE(std::ranges::equal(read.at(key).bytes, tensor.bytes));
+      // The tensor uses the bytes in `contents`, not a copy.
+      REQUIRE(read.at(key).bytes.data() == loaded.contents.at(name).tensors().at(key).bytes.data());
+    }
+  }
+}
+
+inline void check_newest(const std::string& folder, const Sample& expected) {
+  const auto path = CheckpointStore::newest(folder);
+  REQUIRE(path);
+  check_same(CheckpointStore::load(*path), expected.checkpoint);
+}
+
+// Returns the manifest `text` with the checksum that ends a valid manifest.
+inline std::string sealed(const std::string& text) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx",
+                static_cast<unsigned long long>(content_hash(text)));
+  return text + ",\"xxh64\":\"" + digits + "\"}\n";
+}
+
+inline std::string step_name(int64_t step) {
+  const std::string digits = std::to_string(step);
+  return "step-" + std::string(12 - digits.size(), '0') + digits;
+}
+
+// Returns the names in `folder`, except the lock file, which stays.
+inline Strings names_in(const std::string& folder) {
+  Strings names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+}  // namespace distrain::store
