@@ -11,7 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/data/trace_file.h"
-#include "distrain/rpc/place.h"
+#include "distrain/membership/slot.h"
 #include "options.h"
 
 namespace distrain::app {
@@ -119,7 +119,7 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
   }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
-  const bool is_any = placement.rank == rpc::kAnyRank;
+  const bool is_any = placement.rank == membership::kUnassignedRank;
   const std::string rank = is_any ? "auto" : std::to_string(placement.rank);
   invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}",
                       is_any ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source));

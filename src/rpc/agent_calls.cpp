@@ -412,8 +412,8 @@ base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
     const base::Status taken = window.take(bytes, deadline);
     if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
     Error late = taken.error();
-    late.message = "rank " + std::to_string(to) + " (" + peers.name(to) +
-                   ") had no room for this call in time: " + late.message;
+    late.message = membership::rank_text(to, peers.name(to)) +
+                   " had no room for this call in time: " + late.message;
     late.rank = to;
     return late;
   } catch (const base::Exception& e) {  // no thread is left that could wait
@@ -589,9 +589,8 @@ void AgentCore::execute(QueuedCall&& call) {
       std::shared_lock lock(registry_mutex);
       const auto it = handlers.find(function);
       if (it == handlers.end()) {
-        throw base::Exception(ErrorKind::kNotFound, "rank " + std::to_string(options.rank) + " (" +
-                                                        name + ") exposes no function '" +
-                                                        function + "'");
+        throw base::Exception(ErrorKind::kNotFound, membership::rank_text(options.rank, name) +
+                                                        " exposes no function '" + function + "'");
       }
       handler = it->second;
     }

@@ -13,6 +13,7 @@ namespace distrain::rpc {
 
 using base::Error;
 using base::ErrorKind;
+using membership::PeerAddress;
 
 namespace {
 
@@ -77,18 +78,28 @@ AgentCore::AgentCore(AgentOptions given)
             static_cast<void>(send_word(to, kind, id, fork, parent));  // a lost owner needs none
           },
           executor)),
-      control(std::make_shared<ControlPlane>(
-          loop, options, devices,
-          ControlPlane::Callbacks{[this](const wire::Directory& directory, std::vector<Way> ways) {
-                                    on_directory_on_loop(directory, std::move(ways));
-                                  },
-                                  [this](const Loss& loss) { on_lost_on_loop(loss); },
-                                  [this](int rank, uint32_t incarnation, Way way) {
-                                    on_returned_on_loop(rank, incarnation, std::move(way));
-                                  },
-                                  [this](int rank, const net::StreamPtr& stream) {
-                                    return peers.accept_on_loop(rank, stream);
-                                  }})),
+      control(membership::ControlPlane::make(
+          loop, options,
+          {.on_directory =
+               [this](const wire::Directory& directory, std::vector<PeerAddress> addresses) {
+                 on_directory_on_loop(directory, std::move(addresses));
+               },
+           .on_go =
+               [this](std::vector<std::string> names, std::vector<wire::RankDevices> all) {
+                 devices.learn(std::move(names), std::move(all));
+               },
+           .on_failed = [this](const Error& error) { devices.fail(error); },
+           .on_lost = [this](const Loss& loss) { on_lost_on_loop(loss); },
+           .on_new_devices =
+               [this](int rank, const wire::RankDevices& its) { devices.learn_again(rank, its); },
+           .on_returned =
+               [this](int rank, uint32_t incarnation, PeerAddress address) {
+                 on_returned_on_loop(rank, incarnation, std::move(address));
+               },
+           .on_peer =
+               [this](int rank, const net::StreamPtr& stream) {
+                 return peers.accept_on_loop(rank, stream);
+               }})),
       peers(
           loop, options.rank, *control,
           [this](int rank, net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
@@ -198,12 +209,16 @@ void AgentCore::enter_device() {
 
 void AgentCore::join(const std::function<void()>& prepare) {
   enter_device();
-  control->run(prepare);
+  control->run([&] {
+    if (prepare) prepare();
+    return devices.freeze();
+  });
   if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
 }
 
-void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
-  peers.learn_on_loop(directory, std::move(ways));
+void AgentCore::on_directory_on_loop(const wire::Directory& directory,
+                                     std::vector<PeerAddress> addresses) {
+  peers.learn_on_loop(directory, std::move(addresses));
   incarnation_ = peers.incarnation(options.rank);
   budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
   unwritten_ = std::make_shared<UnwrittenReplies>(
@@ -379,12 +394,12 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
 
 // Replaces a lost process. Threads that still work for it notice, because its calls, credit and
 // references name its incarnation.
-void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
+void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, PeerAddress address) {
   if (closed_) return;
   layers.on_rank_returned(rank);
   for (const auto& channel : channels()) channel->on_peer_returned(rank);
   rrefs->know_process(process_number(rank, incarnation));
-  peers.renew_on_loop(rank, incarnation, std::move(way));
+  peers.renew_on_loop(rank, incarnation, std::move(address));
   budget->renew(peers.process(rank));
   windows_.replace(rank, make_window(rank));
 }

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "call_queue.h"
-#include "control/control_plane.h"
 #include "credit.h"
 #include "departure.h"
 #include "device_stager.h"
 #include "device_table.h"
 #include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
+#include "distrain/membership/control_plane.h"
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
@@ -133,7 +133,7 @@ class AgentCore {
   std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
   std::mutex making_mutex;  // serializes Agent::shared()
 
-  const std::shared_ptr<ControlPlane> control;
+  const std::shared_ptr<membership::ControlPlane> control;
   Peers peers;
   std::map<std::string, std::string> job_options;
 
@@ -164,11 +164,12 @@ class AgentCore {
   void send_call(OutgoingCall call, bool has_credit);
   void send_late_call(OutgoingCall& call);
   void see_to_call(const OutgoingCall& call, const base::Status& sent);
-  void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
+  void on_directory_on_loop(const wire::Directory& directory,
+                            std::vector<membership::PeerAddress> addresses);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
-  void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
+  void on_returned_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
   /// Returns 0 before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);

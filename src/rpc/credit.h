@@ -15,7 +15,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/result.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 
 namespace distrain::rpc {
 

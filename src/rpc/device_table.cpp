@@ -4,6 +4,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "distrain/membership/rank_text.h"
 #include "distrain/rpc/device.h"
 #include "stream_state.h"
 
@@ -54,7 +55,7 @@ bool has(const RankDevices& devices, DeviceRef device) {
 }
 
 std::string who(const std::vector<std::string>& names, size_t rank) {
-  return "rank " + std::to_string(rank) + " (" + names[rank] + ")";
+  return membership::rank_text(static_cast<int>(rank), names[rank]);
 }
 
 // Returns the first map for `peer` whose `member` is `device`, or null.
@@ -156,11 +157,11 @@ DeviceTable::DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps
 void DeviceTable::set_home(c10::Device home) {
   static_cast<void>(rpc::to_wire(home));
   std::lock_guard lock(mutex_);
-  if (own_) base::invalid("a rank's device has to be set before its job has begun");
+  if (is_frozen_) base::invalid("a rank's device has to be set before its job has begun");
   home_ = with_index(home, rank_);
 }
 
-void DeviceTable::settle() {
+RankDevices DeviceTable::freeze() {
   std::lock_guard lock(mutex_);
   RankDevices own;
   own.home = rpc::to_wire(home_);
@@ -177,13 +178,9 @@ void DeviceTable::settle() {
   }
   own.type = to_wire(type);
   own.count = static_cast<uint8_t>(std::min(count_of(type), 255));
-  own_ = std::move(own);
+  is_frozen_ = true;
   if (is_accelerator(home_) || !maps_.empty()) use_streams_of(type);
-}
-
-RankDevices DeviceTable::tell() const {
-  std::lock_guard lock(mutex_);
-  return own_.value();
+  return own;
 }
 
 void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices> devices) {

@@ -28,14 +28,13 @@ class DeviceTable {
  public:
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);
 
-  /// Sets this rank's device. Throws `invalid` after settle().
+  /// Sets this rank's device. Throws `invalid` after freeze().
   void set_home(c10::Device home);
 
-  /// Fixes this rank's device and maps. Queries this process's devices, so it must not run on the
-  /// loop. Throws `invalid` if tensors on a device of this type cannot be sent.
-  void settle();
-  /// Returns what the other ranks need to know, after settle().
-  wire::RankDevices tell() const;
+  /// Fixes this rank's device and maps, and returns what the other ranks need to know. Queries this
+  /// process's devices, so it must not run on the loop. Throws `invalid` if tensors on a device of
+  /// this type cannot be sent.
+  wire::RankDevices freeze();
   /// Sets the devices of all ranks, once; functions that need them wait until then.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
   /// Replaces the devices of `rank`, which has a new process. Throws as learn() does.
@@ -56,9 +55,9 @@ class DeviceTable {
 
   const int rank_;
   mutable std::mutex mutex_;
-  c10::Device home_;                      // guarded by mutex_
-  std::vector<DeviceMap> maps_;           // guarded by mutex_
-  std::optional<wire::RankDevices> own_;  // guarded by mutex_; set by settle()
+  c10::Device home_;             // guarded by mutex_
+  std::vector<DeviceMap> maps_;  // guarded by mutex_
+  bool is_frozen_ = false;       // guarded by mutex_
   base::Promise<void> learnt_;
   const base::Future<void> known_ = learnt_.future();
   std::vector<std::string> names_;  // written before `learnt_`, read after

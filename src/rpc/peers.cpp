@@ -18,11 +18,12 @@ constexpr auto kRetry = std::chrono::milliseconds(20);
 
 }  // namespace
 
-void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
-  for (size_t rank = 0; rank < ways.size(); ++rank) {
+void Peers::learn_on_loop(const wire::Directory& directory,
+                          std::vector<membership::PeerAddress> addresses) {
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
     const wire::Directory::Entry& entry = directory.ranks[rank];
     ranks_.emplace(entry.name, static_cast<int>(rank));
-    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(ways[rank])));
+    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(addresses[rank])));
   }
   size_ = peers_.size();
 }
@@ -31,7 +32,7 @@ std::string Peers::transport() const {
   bool tcp = false;
   bool local = false;
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) (at(rank).way.unix_name.empty() ? tcp : local) = true;
+    if (rank != rank_) (at(rank).address.unix_name.empty() ? tcp : local) = true;
   }
   return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
 }
@@ -75,8 +76,7 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
 Error Peers::loss_of(int rank, const Peer& peer) const {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return peer.loss;
-  return Error{ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank) + " (" + peer.name + ") has left", rank};
+  return Error{ErrorKind::kPeerLost, membership::rank_text(rank, peer.name) + " has left", rank};
 }
 
 // ---- connecting, on the loop ----
@@ -95,12 +95,12 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
     on_connected_on_loop(rank, peer, std::move(socket.unchecked()), deadline);
   };
   const auto connect_by_tcp = [this, &peer, deadline, on_socket] {
-    net::connect_tcp_on_loop(loop_, peer.way.host, peer.way.port, deadline, on_socket);
+    net::connect_tcp_on_loop(loop_, peer.address.host, peer.address.port, deadline, on_socket);
   };
-  if (peer.way.unix_name.empty()) return connect_by_tcp();
-  net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
+  if (peer.address.unix_name.empty()) return connect_by_tcp();
+  net::connect_unix_on_loop(loop_, peer.address.unix_name, deadline,
                             [&peer, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
-                              if (socket.ok() || peer.way.host.empty()) {
+                              if (socket.ok() || peer.address.host.empty()) {
                                 on_socket(std::move(socket));
                               } else {
                                 connect_by_tcp();
@@ -213,8 +213,8 @@ void Peers::lose_on_loop(const Loss& loss) {
   dropped.swap(peer.waiting);
 }
 
-void Peers::renew_on_loop(int rank, uint32_t incarnation, Way way) {
-  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(way)));
+void Peers::renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address) {
+  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(address)));
 }
 
 }  // namespace distrain::rpc

@@ -11,7 +11,7 @@
 #include <unordered_set>
 
 #include "distrain/base/executor.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/wire/frame.h"
 

@@ -6,7 +6,7 @@
 namespace distrain::simulation {
 
 using base::ErrorKind;
-using rpc::control::rendezvous_error;
+using membership::rendezvous_error;
 using wire::FrameKind;
 
 namespace {
@@ -121,7 +121,7 @@ void Rank::start() {
 }
 
 void Rank::begin_as_hub() {
-  rpc::control::Settings settings = common_settings();
+  membership::Settings settings = common_settings();
   for (int rank = 0; rank < job_.size; ++rank) {
     settings.names.push_back("w" + std::to_string(rank));
   }
@@ -161,7 +161,7 @@ void Rank::try_to_join() {
 }
 
 void Rank::begin_as_member(End end) {
-  rpc::control::Settings settings = common_settings();
+  membership::Settings settings = common_settings();
   settings.rank = rank_;
   settings.endpoint.host = "10.0.0." + std::to_string(rank_);
   settings.endpoint.port = static_cast<uint16_t>(place_);
@@ -172,8 +172,8 @@ void Rank::begin_as_member(End end) {
   tick();
 }
 
-rpc::control::Settings Rank::common_settings() const {
-  rpc::control::Settings settings;
+membership::Settings Rank::common_settings() const {
+  membership::Settings settings;
   settings.job = kSimulatedJob;
   settings.options = {{"batch", "16"}};
   settings.peer_timeout = job_.peer_timeout;
@@ -235,7 +235,7 @@ void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
                    });
 }
 
-rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
+membership::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
   const bool joins = purpose == wire::HelloPurpose::kJoin;
   return {{rank_, wire::Trust::kSameUser, 0, {}, joins ? 0 : incarnation_},
           joins ? std::string() : party_->secret()};
@@ -243,7 +243,7 @@ rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
 
 // As Introduction does.
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
-  rpc::identity::Initiator initiator(credentials(purpose), purpose);
+  membership::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
   introductions_.emplace(end, Introduction{std::move(initiator), std::move(then)});
   after(kAnswers + kLastLook, [this, end] {

@@ -8,19 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "control/hub.h"
-#include "control/member.h"
-#include "identity/handshake.h"
+#include "hub.h"
+#include "member.h"
 #include "network.h"
+#include "proof.h"
 
 namespace distrain::simulation {
 
 using base::Error;
-using rpc::control::Hub;
-using rpc::control::Link;
-using rpc::control::Member;
-using rpc::control::Party;
-using rpc::control::World;
+using membership::Hub;
+using membership::Link;
+using membership::Member;
+using membership::Party;
+using membership::World;
 
 inline constexpr const char* kSimulatedJob = "simulated";
 inline constexpr const char* kTooFewLeft = "too few are left";
@@ -95,7 +95,7 @@ class Observer {
   virtual Rank* at(int place) = 0;
 };
 
-/// A process of the job. Simulates the surroundings of a control::Party (ControlPlane, Peers,
+/// A process of the job. Simulates the surroundings of a Party (ControlPlane, Peers,
 /// AgentCore and a job's program) as events of virtual time.
 class Rank final : public Host, private World {
  public:
@@ -184,7 +184,7 @@ class Rank final : public Host, private World {
 
   void after(Duration delay, std::function<void()> what);
   Duration up_to(Duration longest);
-  rpc::control::Settings common_settings() const;
+  membership::Settings common_settings() const;
   void begin_as_hub();
   void begin_as_member(End end);
   void prepare();
@@ -195,7 +195,7 @@ class Rank final : public Host, private World {
   void close_door();
 
   void connect(Host& to, Duration limit, Network::OnConnected then);
-  rpc::identity::Credentials credentials(wire::HelloPurpose purpose) const;
+  membership::Credentials credentials(wire::HelloPurpose purpose) const;
   void introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then);
   void go_on_introducing(End end, const Message& message);
   void end_introduction(End end, bool is_believed);
@@ -246,13 +246,13 @@ class Rank final : public Host, private World {
   std::map<Link, Stream> streams_;
   std::map<End, Link> links_;
   struct Introduction {
-    rpc::identity::Initiator initiator;
+    membership::Initiator initiator;
     Network::OnConnected then;
     bool has_answered = false;
   };
   std::map<End, Introduction> introductions_;
   struct Stranger {
-    std::optional<rpc::identity::Responder> responder;
+    std::optional<membership::Responder> responder;
     bool is_believed = false;
   };
   std::map<End, Stranger> strangers_;

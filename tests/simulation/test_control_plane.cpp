@@ -134,7 +134,7 @@ namespace {
 // Counts the calls that rank 0 of a large job makes to its surroundings.
 class Counts final : public World {
  public:
-  void send(Link, rpc::control::Message message) override {
+  void send(Link, membership::Message message) override {
     ++frames[message.kind];
     const auto& body = message.body.shared();
     if (body && bodies.insert(body).second) bytes[message.kind] += body->size();
@@ -160,7 +160,7 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   constexpr int kRanks = 1000;
   constexpr uint64_t kRounds = 3;
   Counts counts;
-  rpc::control::Settings settings;
+  membership::Settings settings;
   settings.job = kSimulatedJob;
   for (int rank = 0; rank < kRanks; ++rank) settings.names.push_back("w" + std::to_string(rank));
   Hub hub(settings, counts, {});

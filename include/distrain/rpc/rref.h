@@ -6,7 +6,7 @@
 #include <typeindex>
 
 #include "distrain/base/future.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 #include "distrain/rpc/serialize.h"
 
 namespace distrain::rpc {
