@@ -88,6 +88,7 @@ file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
 list(REMOVE_ITEM files ${device_suites})
 distrain_catch_tests(sim TORCH LABELS sim FILES ${files} SUITES ${device_suites}
                      LINK distrain::app distrain::scenario distrain_sim)
+target_include_directories(sim PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
 add_test(NAME sim.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
 distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)

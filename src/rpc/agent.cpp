@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "agent_core.h"
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 namespace distrain::rpc {
 

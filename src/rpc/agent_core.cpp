@@ -6,8 +6,8 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "channel_impl.h"
+#include "device/stream_state.h"
 #include "distrain/rpc/torch_state.h"
-#include "stream_state.h"
 
 namespace distrain::rpc {
 

@@ -9,23 +9,23 @@
 #include <unordered_map>
 #include <vector>
 
-#include "call_queue.h"
-#include "credit.h"
-#include "departure.h"
-#include "device_stager.h"
-#include "device_table.h"
+#include "call/call_queue.h"
+#include "call/pending_calls.h"
+#include "call/reply_gate.h"
+#include "device/departure.h"
+#include "device/device_stager.h"
+#include "device/device_table.h"
 #include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
+#include "flow/credit.h"
 #include "layers.h"
 #include "peers.h"
-#include "pending_calls.h"
 #include "per_rank.h"
-#include "reply_gate.h"
-#include "rref_context.h"
+#include "rref/rref_context.h"
 
 namespace distrain::rpc {
 

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "arrivals.h"
+#include "device/arrivals.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/membership_types.h"

@@ -7,8 +7,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include "../../src/ddp/buckets.h"
-#include "../../src/rpc/arrivals.h"
-#include "../../src/rpc/departure.h"
+#include "device/arrivals.h"
+#include "device/departure.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
 

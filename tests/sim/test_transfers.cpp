@@ -7,8 +7,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
-#include "../../src/rpc/arrivals.h"
-#include "../../src/rpc/departure.h"
+#include "device/arrivals.h"
+#include "device/departure.h"
 #include "distrain/base/thread_state.h"
 #include "support/catch.h"
 #include "support/cluster.h"

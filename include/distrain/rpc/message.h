@@ -32,7 +32,7 @@ class RRefHandle;
 // it has no chunks) follows the descriptors and gradient bits, in the order in which the
 // descriptors first name the devices.
 
-/// A reference to an RRef inside a message: see Note [RRef protocol] in src/rpc/rref_context.h.
+/// A reference to an RRef inside a message: see Note [RRef protocol] in src/rpc/rref/rref_context.h.
 struct RRefTicket {
   uint64_t id = 0;
   uint32_t owner = 0;  ///< the owning process: Note [Incarnations]

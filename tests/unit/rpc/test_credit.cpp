@@ -5,8 +5,8 @@
 #include <queue>
 #include <thread>
 
-#include "call_queue.h"
-#include "credit.h"
+#include "call/call_queue.h"
+#include "flow/credit.h"
 #include "join_support.h"
 
 using namespace distrain;

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "device_stager.h"
+#include "device/device_stager.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/message.h"

@@ -1,4 +1,4 @@
-#include "credit.h"
+#include "flow/credit.h"
 
 #include <algorithm>
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "device_stager.h"
+#include "device/device_stager.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/device.h"
 

@@ -11,11 +11,11 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "arrivals.h"
-#include "device_stager.h"
-#include "device_table.h"
+#include "device/arrivals.h"
+#include "device/device_stager.h"
+#include "device/device_table.h"
 #include "distrain/rpc/dtype.h"
-#include "rref_context.h"
+#include "rref/rref_context.h"
 
 namespace distrain::rpc {
 

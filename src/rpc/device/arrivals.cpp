@@ -1,4 +1,4 @@
-#include "arrivals.h"
+#include "device/arrivals.h"
 
 #include <cstring>
 #include <iterator>
@@ -7,7 +7,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "device_table.h"
+#include "device/device_table.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::rpc {

@@ -1,4 +1,4 @@
-#include "stream_state.h"
+#include "device/stream_state.h"
 
 #include <atomic>
 #include <utility>

@@ -1,12 +1,12 @@
-#include "device_table.h"
+#include "device/device_table.h"
 
 #include <algorithm>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "device/stream_state.h"
 #include "distrain/membership/rank_text.h"
 #include "distrain/rpc/device.h"
-#include "stream_state.h"
 
 namespace distrain::rpc {
 

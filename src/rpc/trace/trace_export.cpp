@@ -1,4 +1,4 @@
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 #include <algorithm>
 #include <unordered_map>

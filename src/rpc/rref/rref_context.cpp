@@ -1,9 +1,9 @@
-#include "rref_context.h"
+#include "rref/rref_context.h"
 
 #include <utility>
 
+#include "device/stream_state.h"
 #include "distrain/rpc/agent.h"
-#include "stream_state.h"
 
 namespace distrain::rpc {
 

@@ -1,4 +1,4 @@
-#include "departure.h"
+#include "device/departure.h"
 
 #include <algorithm>
 #include <cstring>

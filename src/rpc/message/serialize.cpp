@@ -7,7 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "device_table.h"
+#include "device/device_table.h"
 #include "distrain/rpc/dtype.h"
 #include "distrain/wire/tensor_desc.h"
 

@@ -1,4 +1,4 @@
-#include "device_stager.h"
+#include "device/device_stager.h"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "distrain/rpc/error.h"
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 namespace distrain::rpc {
 

@@ -30,7 +30,7 @@
 #include <unordered_map>
 
 #include "distrain/rpc/trace.h"
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 namespace distrain::rpc {
 

@@ -1,8 +1,8 @@
-#include "pending_calls.h"
+#include "call/pending_calls.h"
 
 #include <fmt/format.h>
 
-#include "call_trace.h"
+#include "call/call_trace.h"
 
 namespace distrain::rpc {
 
