@@ -13,9 +13,9 @@ namespace {
 using base::Error;
 using base::ErrorKind;
 
-constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
-constexpr auto kLastWords = std::chrono::seconds(1);    // for this rank's last messages
-constexpr auto kLoopAnswers = std::chrono::seconds(1);  // for an answer of the loop
+constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
+constexpr auto kFlushTimeout = std::chrono::seconds(1);  // for this rank's last messages
+constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
 
 // Listens at the name where ranks of this host look for rank 0.
 net::Fd listen_at_meeting(const std::string& name) {
@@ -56,16 +56,16 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
       unix_name_(!options.rank_0_unix_name.empty() && options.rank == 0 ? options.rank_0_unix_name
                  : host_key_.empty()                                    ? std::string()
                                                                         : new_unix_name()),
-      doorway_(std::make_shared<Doorway>(
-          loop, kDoorTimeout,
-          Doorway::Callbacks{std::bind_front(&ControlPlaneImpl::credentials_on_loop, this),
-                             std::bind_front(&ControlPlaneImpl::admit_on_loop, this),
-                             std::bind_front(&ControlPlaneImpl::note_refused_on_loop, this)})),
+      acceptor_(std::make_shared<Acceptor>(
+          loop, kProofTimeout,
+          Acceptor::Callbacks{std::bind_front(&ControlPlaneImpl::credentials_on_loop, this),
+                              std::bind_front(&ControlPlaneImpl::admit_on_loop, this),
+                              std::bind_front(&ControlPlaneImpl::note_refused_on_loop, this)})),
       port_(options.master_port),
-      told_{options.rank, trust_of(options),
-            options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
-            own_job_id(options)},
-      self_(told_),
+      initial_identity_{options.rank, trust_of(options),
+                        options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
+                        own_job_id(options)},
+      identity_(initial_identity_),
       refusals_(options.names.size()) {
   set_up_openssl();
   if (options.rank != 0) return;
@@ -89,7 +89,8 @@ base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t nu
     round_began_ = base::Clock::now();
   }
   loop_.post([self = shared_from_this(), round, number] {
-    if (self->party_ && self->party_->is_running()) return self->party_->enter_round(round, number);
+    if (self->protocol_ && self->protocol_->is_running())
+      return self->protocol_->enter_round(round, number);
     if (auto ended = self->take_round()) {
       ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
     }
@@ -114,10 +115,10 @@ std::vector<int> ControlPlaneImpl::missing() {
   base::Promise<std::vector<int>> asked;
   const base::Future<std::vector<int>> answer = asked.future();
   loop_.post([self = shared_from_this(), asked = std::move(asked)]() mutable {
-    asked.set(self->party_ ? self->party_->missing() : std::vector<int>{0});
+    asked.set(self->protocol_ ? self->protocol_->missing() : std::vector<int>{0});
   });
-  const bool is_told = answer.wait_until(base::deadline_after(kLoopAnswers));
-  return is_told && answer.wait_result().ok() ? answer.wait() : std::vector<int>{};
+  const bool is_answered = answer.wait_until(base::deadline_after(kLoopTimeout));
+  return is_answered && answer.wait_result().ok() ? answer.wait() : std::vector<int>{};
 }
 
 std::optional<Wait> ControlPlaneImpl::wait() {
@@ -136,13 +137,14 @@ std::optional<Wait> ControlPlaneImpl::wait() {
 void ControlPlaneImpl::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // Rank 0 has put this rank off: the party is over, and the next attempt has not begun.
-    const bool is_put_off = self->party_ && self->party_->is_over() && !self->met_.future().done();
-    if (self->party_ && !is_put_off) {
-      self->party_->abort(error);
+    // Rank 0 has put this rank off: its protocol has ended, and the next attempt has not begun.
+    const bool is_put_off =
+        self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
+    if (self->protocol_ && !is_put_off) {
+      self->protocol_->abort(error);
     } else {
       self->on_failed(error);
-      if (self->meeting_) self->meeting_->close(false);
+      if (self->joining_stream_) self->joining_stream_->close(false);
     }
     self->end_rounds(self->left_already());
   });
@@ -150,17 +152,17 @@ void ControlPlaneImpl::abort(const Error& error) {
 
 void ControlPlaneImpl::leave() {
   loop_.post([self = shared_from_this()] {
-    if (self->party_) self->party_->leave();
+    if (self->protocol_) self->protocol_->leave();
   });
 }
 
 void ControlPlaneImpl::close() {
-  doorway_->close();
+  acceptor_->close();
   loop_.post([self = shared_from_this()] {
     self->is_closed_ = true;
-    self->hub_ = nullptr;
-    self->party_ = nullptr;
-    if (self->meeting_) self->meeting_->close(false);
+    self->coordinator_ = nullptr;
+    self->protocol_ = nullptr;
+    if (self->joining_stream_) self->joining_stream_->close(false);
     const auto streams = std::move(self->streams_);
     self->streams_.clear();
     for (const auto& [link, stream] : streams) stream->close();
@@ -171,7 +173,7 @@ void ControlPlaneImpl::close() {
 // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
 void ControlPlaneImpl::wait_until_flushed() {
   std::unique_lock lock(mutex_);
-  stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });
+  stream_closed_.wait_for(lock, kFlushTimeout, [this] { return open_streams_ == 0; });
 }
 
 base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
@@ -179,7 +181,7 @@ base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
   base::Future<void> done = promise.future();
   loop_.post([self = shared_from_this(), tolerance = std::move(tolerance),
               promise = std::move(promise)]() mutable {
-    if (self->hub_) self->hub_->tolerate(std::move(tolerance));
+    if (self->coordinator_) self->coordinator_->tolerate(std::move(tolerance));
     promise.set();
   });
   return done;
@@ -187,7 +189,7 @@ base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
 
 void ControlPlaneImpl::note_of_use(int rank) {
   loop_.post([self = shared_from_this(), rank] {
-    if (self->hub_) self->hub_->note_of_use(rank);
+    if (self->coordinator_) self->coordinator_->note_of_use(rank);
   });
 }
 
@@ -201,7 +203,7 @@ Link ControlPlaneImpl::hold_on_loop(const net::StreamPtr& stream) {
   return link;
 }
 
-void ControlPlaneImpl::let_go_on_loop(Link link) {
+void ControlPlaneImpl::release_on_loop(Link link) {
   streams_.erase(link);
   std::lock_guard lock(mutex_);
   --open_streams_;
@@ -211,7 +213,7 @@ net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler h
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
     self->streams_.erase(link);
-    if (self->party_) self->party_->closed(link, error);
+    if (self->protocol_) self->protocol_->closed(link, error);
     if (also) also(error);
     std::lock_guard lock(self->mutex_);
     --self->open_streams_;
@@ -230,8 +232,8 @@ net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
 net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                           net::Stream::Handler handler) {
   const Link link = hold_on_loop(stream);
-  if (party_) {
-    party_->open(rank, link, base::Clock::now());
+  if (protocol_) {
+    protocol_->open(rank, link, base::Clock::now());
   } else {
     close(link, false);
   }
@@ -252,54 +254,54 @@ net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::S
 }
 
 void ControlPlaneImpl::receive_on_loop(Link link, const net::InFrame& frame) {
-  if (!party_) return;
-  party_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
-                         wire::Bytes(frame.meta.begin(), frame.meta.end())});
+  if (!protocol_) return;
+  protocol_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
+                            wire::Bytes(frame.meta.begin(), frame.meta.end())});
 }
 
 void ControlPlaneImpl::report_on_loop(int rank, Error error) {
-  if (party_) party_->report(rank, std::move(error));
+  if (protocol_) protocol_->report(rank, std::move(error));
 }
 
 std::optional<Credentials> ControlPlaneImpl::credentials_on_loop(wire::HelloPurpose purpose) const {
-  if (!party_) return std::nullopt;
-  if (purpose == wire::HelloPurpose::kJoin) return Credentials{self_, options_.token};
-  if (party_->secret().empty()) return std::nullopt;
-  return Credentials{self_, party_->secret() + options_.token};
+  if (!protocol_) return std::nullopt;
+  if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
+  if (protocol_->secret().empty()) return std::nullopt;
+  return Credentials{identity_, protocol_->secret() + options_.token};
 }
 
 std::optional<Error> ControlPlaneImpl::admit_on_loop(const net::StreamPtr& stream,
-                                                     Doorway::Visitor visitor) {
-  if (!party_) return rendezvous_error("this rank is leaving");
-  if (visitor.purpose == wire::HelloPurpose::kJoin) {
-    const int rank = visitor.rank;
-    auto refusal = admit_member_on_loop(stream, visitor);
+                                                     Acceptor::AuthenticatedPeer peer) {
+  if (!protocol_) return rendezvous_error("this rank is leaving");
+  if (peer.purpose == wire::HelloPurpose::kJoin) {
+    const int rank = peer.rank;
+    auto refusal = admit_member_on_loop(stream, peer);
     const bool is_final = refusal && refusal->kind != ErrorKind::kOverloaded;
-    if (is_final && !met_.future().done()) note_refused_on_loop(rank, stream, *refusal);
+    if (is_final && !directory_known_.future().done()) note_refused_on_loop(rank, stream, *refusal);
     return refusal;
   }
-  if (auto refusal = party_->check_peer(visitor.rank, visitor.incarnation)) return refusal;
-  return callbacks_.on_peer(visitor.rank, stream);
+  if (auto refusal = protocol_->check_peer(peer.rank, peer.incarnation)) return refusal;
+  return callbacks_.on_peer(peer.rank, stream);
 }
 
 std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr& stream,
-                                                            Doorway::Visitor& visitor) {
-  if (!hub_) return rendezvous_error("only rank 0 can be joined");
-  if (visitor.rank == wire::kUnassignedRank) return keep_place_on_loop(stream, visitor.join);
-  const int rank = visitor.rank;
+                                                            Acceptor::AuthenticatedPeer& peer) {
+  if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
+  if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
+  const int rank = peer.rank;
   // Others reach a rank at the address that rank 0 sees, unless the rank gives another one. A rank
   // seen on loopback or on a unix socket is on rank 0's host, so its address is rank 0's.
   const std::string& seen = stream->peer_name();
   const size_t colon = seen.rfind(':');
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
-  std::string& said = visitor.join.endpoint.host;
+  std::string& said = peer.join.endpoint.host;
   if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
   const Link link = hold_on_loop(stream);
   const std::string before = std::exchange(seen_hosts_[rank], host);
-  if (auto refusal = hub_->join(link, rank, std::move(visitor.join), base::Clock::now())) {
+  if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);
-    let_go_on_loop(link);
+    release_on_loop(link);
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
@@ -309,17 +311,18 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   return std::nullopt;
 }
 
-std::optional<Error> ControlPlaneImpl::keep_place_on_loop(const net::StreamPtr& stream,
-                                                          const wire::Join& join) {
+std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
+                                                            const wire::Join& join) {
   const Link link = hold_on_loop(stream);
-  if (auto refusal = hub_->keep_place(link, join, base::Clock::now())) {
-    let_go_on_loop(link);
+  if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
+    release_on_loop(link);
     return refusal;
   }
   // The process only keeps the connection open.
   stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
                                              [self = shared_from_this(), link](const Error&) {
-                                               if (self->hub_) self->hub_->keep_no_more(link);
+                                               if (self->coordinator_)
+                                                 self->coordinator_->release_reservation(link);
                                              }}));
   return std::nullopt;
 }
@@ -355,23 +358,23 @@ PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoin
   return address;
 }
 
-void ControlPlaneImpl::introduce_on_loop(int rank, const net::StreamPtr& stream,
-                                         std::function<void(base::Status believed)> done) {
+void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stream,
+                                            std::function<void(base::Status believed)> done) {
   const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
   if (!credentials) {
     stream->close(false);
     return done(left_already());
   }
-  Introduction::begin_on_loop(
-      loop_, stream, *credentials, wire::HelloPurpose::kPeer, patience(),
+  OutgoingHandshake::begin_on_loop(
+      loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
       [self = shared_from_this(), rank, stream,
        done = std::move(done)](const base::Result<wire::Hello>& other) {
         if (!other.ok()) return done(other.error());
         const wire::Hello& hello = other.unchecked();
         const bool is_it = hello.rank == rank;
-        if (is_it && self->party_ &&
+        if (is_it && self->protocol_ &&
             hello.incarnation ==
-                self->party_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
+                self->protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
           return done(base::Unit{});
         }
         stream->close(false);
@@ -383,22 +386,22 @@ void ControlPlaneImpl::introduce_on_loop(int rank, const net::StreamPtr& stream,
       });
 }
 
-void ControlPlaneImpl::begin_on_loop(std::unique_ptr<Party> party) {
-  party_ = std::move(party);
-  tick_on_loop(++parties_);
+void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) {
+  protocol_ = std::move(protocol);
+  tick_on_loop(++attempt_);
 }
 
-void ControlPlaneImpl::tick_on_loop(uint64_t party) {
-  if (!party_ || party != parties_) return;
-  for (const auto& [link, stream] : streams_) party_->heard(link, stream->last_heard_on_loop());
-  const base::TimePoint next = party_->tick(base::Clock::now());
+void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
+  if (!protocol_ || attempt != attempt_) return;
+  for (const auto& [link, stream] : streams_) protocol_->heard(link, stream->last_heard_on_loop());
+  const base::TimePoint next = protocol_->tick(base::Clock::now());
   if (next == base::kNever) return;
-  loop_.call_at(next, [weak = weak_from_this(), party] {
-    if (const auto self = weak.lock()) self->tick_on_loop(party);
+  loop_.call_at(next, [weak = weak_from_this(), attempt] {
+    if (const auto self = weak.lock()) self->tick_on_loop(attempt);
   });
 }
 
-// ---- World ----
+// ---- ControlTransport ----
 
 void ControlPlaneImpl::send(Link link, Message message) {
   const auto stream = streams_.find(link);
@@ -420,7 +423,7 @@ void ControlPlaneImpl::close(Link link, bool flush) {
 }
 
 void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
-  self_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
+  identity_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
   const auto& ranks = directory.ranks;
   cpu_sharers_ = static_cast<int>(std::ranges::count_if(ranks, [&](const auto& entry) {
     return entry.is_here &&
@@ -433,18 +436,18 @@ void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
     address = address_of(rank, directory.ranks[static_cast<size_t>(rank)].endpoint);
     if (!address.unix_name.empty() || !address.host.empty()) continue;
     loop_.post([self = shared_from_this(), rank] {
-      if (!self->party_) return;
-      self->party_->abort(rendezvous_error(
+      if (!self->protocol_) return;
+      self->protocol_->abort(rendezvous_error(
           "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
     });
   }
   callbacks_.on_directory(directory, std::move(addresses));
-  met_.set();
+  directory_known_.set();
 }
 
 void ControlPlaneImpl::on_go(std::vector<wire::RankDevices> devices) {
   std::vector<std::string> names;
-  for (const auto& entry : party_->directory().ranks) names.push_back(entry.name);
+  for (const auto& entry : protocol_->directory().ranks) names.push_back(entry.name);
   callbacks_.on_go(std::move(names), std::move(devices));
   began_ = base::TimePoint{};
   ready_.set();
@@ -457,16 +460,16 @@ void ControlPlaneImpl::on_failed(const Error& error) {
     told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
   }
   if (is_put_off_on_loop(error)) {
-    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // not from inside it
+    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // not from inside it
     if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
-    return end_joining_on_loop(told);
+    return finish_joining_on_loop(told);
   }
   is_closed_ = true;
   began_ = base::TimePoint{};
-  met_.fail(told);
+  directory_known_.fail(told);
   if (callbacks_.on_failed) callbacks_.on_failed(told);
   ready_.fail(told);
-  end_joining_on_loop(told);
+  finish_joining_on_loop(told);
 }
 
 void ControlPlaneImpl::on_lost(const Loss& loss) {
@@ -475,12 +478,12 @@ void ControlPlaneImpl::on_lost(const Loss& loss) {
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
-  const wire::Directory::Entry& entry = party_->directory().ranks[static_cast<size_t>(rank)];
+  const wire::Directory::Entry& entry = protocol_->directory().ranks[static_cast<size_t>(rank)];
   try {
     callbacks_.on_new_devices(rank, devices);
   } catch (const base::Exception& e) {
     // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
-    if (hub_)
+    if (coordinator_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {
         self->report_on_loop(rank, error);
       });

@@ -101,7 +101,7 @@ std::optional<Error> mismatch(const Identity& self, const wire::Hello& other) {
   return std::nullopt;
 }
 
-std::string why_not_believed(const Identity& self, const wire::Hello& other) {
+std::string why_not_trusted(const Identity& self, const wire::Hello& other) {
   using enum wire::Trust;
   const std::string it = rank_text(other.rank);
   if (other.purpose == wire::HelloPurpose::kPeer) {

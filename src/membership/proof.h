@@ -103,7 +103,7 @@ class Responder {
 std::optional<base::Error> mismatch(const Identity& self, const wire::Hello& other);
 
 /// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
-std::string why_not_believed(const Identity& self, const wire::Hello& other);
+std::string why_not_trusted(const Identity& self, const wire::Hello& other);
 
 /// Returns the only error that an unproved peer is sent.
 base::Error refusal_without_reason();

@@ -124,7 +124,7 @@ void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
 void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;  // lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  control_.introduce_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
+  control_.authenticate_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
     if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
     if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
     stream->set_limits_on_loop(wire::Limits{});

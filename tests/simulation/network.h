@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "control_protocol.h"
 #include "distrain/base/random.h"
-#include "party.h"
 #include "virtual_time.h"
 
 namespace distrain::simulation {

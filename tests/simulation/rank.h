@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "hub.h"
+#include "coordinator.h"
 #include "member.h"
 #include "network.h"
 #include "proof.h"
@@ -16,11 +16,11 @@
 namespace distrain::simulation {
 
 using base::Error;
-using membership::Hub;
+using membership::ControlProtocol;
+using membership::ControlTransport;
+using membership::Coordinator;
 using membership::Link;
 using membership::Member;
-using membership::Party;
-using membership::World;
 
 inline constexpr const char* kSimulatedJob = "simulated";
 inline constexpr const char* kTooFewLeft = "too few are left";
@@ -95,9 +95,9 @@ class Observer {
   virtual Rank* at(int place) = 0;
 };
 
-/// A process of the job. Simulates the surroundings of a Party (ControlPlane, Peers,
+/// A process of the job. Simulates the surroundings of a ControlProtocol (ControlPlane, Peers,
 /// AgentCore and a job's program) as events of virtual time.
-class Rank final : public Host, private World {
+class Rank final : public Host, private ControlTransport {
  public:
   static constexpr const char* kNotAllThere = "not all ranks were there within the join timeout";
 
@@ -171,7 +171,7 @@ class Rank final : public Host, private World {
     bool is_control = false;
   };
 
-  // World
+  // ControlTransport
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
   void on_joined(int rank) override;
@@ -184,8 +184,8 @@ class Rank final : public Host, private World {
 
   void after(Duration delay, std::function<void()> what);
   Duration up_to(Duration longest);
-  membership::Settings common_settings() const;
-  void begin_as_hub();
+  membership::ControlSettings common_settings() const;
+  void begin_as_coordinator();
   void begin_as_member(End end);
   void prepare();
   void try_to_join();
@@ -237,20 +237,20 @@ class Rank final : public Host, private World {
   TimePoint resumed_{};
   bool is_stopped_ = false;
   bool is_listening_ = false;
-  bool is_over_ = false;                     // the party has ended
+  bool is_over_ = false;                     // its protocol has ended
   bool is_gone_ = false;                     // the process has ended, too
   std::vector<std::function<void()>> held_;  // tasks that became due while it was stopped
 
-  std::unique_ptr<Party> party_;
-  Hub* hub_ = nullptr;
+  std::unique_ptr<ControlProtocol> protocol_;
+  Coordinator* coordinator_ = nullptr;
   std::map<Link, Stream> streams_;
   std::map<End, Link> links_;
-  struct Introduction {
+  struct OutgoingHandshake {
     membership::Initiator initiator;
     Network::OnConnected then;
     bool has_answered = false;
   };
-  std::map<End, Introduction> introductions_;
+  std::map<End, OutgoingHandshake> introductions_;
   struct Stranger {
     std::optional<membership::Responder> responder;
     bool is_believed = false;

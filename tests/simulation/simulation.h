@@ -16,7 +16,7 @@ namespace distrain::simulation {
 // Note [Simulation]
 //
 // Simulates the control plane of a whole job in one thread. Each Rank has the state machine of a
-// real agent, a Hub or Member, and simulated sockets, threads and program around
+// real agent, a Coordinator or Member, and simulated sockets, threads and program around
 // it. Network delivers the messages late or never; VirtualTime is the only clock. All randomness
 // comes from one seed, so a failed run can be repeated.
 //

@@ -25,7 +25,8 @@ struct PeerAddress {
 };
 
 /// A rank's membership in its job: it joins, monitors the other ranks, learns of losses and ends
-/// together with the others. Note [Control plane] in src/membership/party.h has the protocol.
+/// together with the others. Note [Control plane] in src/membership/control_protocol.h has the
+/// protocol.
 ///
 /// Threads: run() blocks the joining thread. Functions without `_on_loop` are for any thread. The
 /// loop must be destroyed before the objects that the callbacks use.
@@ -101,8 +102,8 @@ class ControlPlane {
   /// once: with success, when the stream needs a new handler; or with an error, when the stream is
   /// closed. After `peer_lost` (the other side closed without a message, or did not answer in time)
   /// the caller may retry.
-  virtual void introduce_on_loop(int rank, const net::StreamPtr& stream,
-                                 std::function<void(base::Status believed)> done) = 0;
+  virtual void authenticate_on_loop(int rank, const net::StreamPtr& stream,
+                                    std::function<void(base::Status believed)> done) = 0;
 };
 
 }  // namespace distrain::membership

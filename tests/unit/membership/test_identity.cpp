@@ -10,8 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "acceptor.h"
 #include "distrain/net/socket.h"
-#include "doorway.h"
 #include "keys.h"
 #include "proof.h"
 #include "support/catch.h"
@@ -232,7 +232,7 @@ TEST_CASE("another job and another generation are named") {
   other.generation = 3;
   CHECK(contains(membership::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
   // Also with a wrong proof, because messages from before a restart may arrive late.
-  const auto why = [&] { return membership::why_not_believed(self, other); };
+  const auto why = [&] { return membership::why_not_trusted(self, other); };
   CHECK(contains(why(),
                  "another token than rank 0 (it says that it is of generation 3, rank 0 of 4)"));
   other.purpose = HelloPurpose::kPeer;

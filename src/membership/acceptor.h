@@ -62,10 +62,10 @@ class Refusals {
 /// [Identity]. An unproved connection may send a hello and a proof, for two seconds. If too many
 /// are open, others wait in the kernel's backlog and the oldest is closed after a moment. Works on
 /// the loop; listen() and close() are for any thread.
-class Doorway : public std::enable_shared_from_this<Doorway> {
+class Acceptor : public std::enable_shared_from_this<Acceptor> {
  public:
   /// A process that has proved its identity.
-  struct Visitor {
+  struct AuthenticatedPeer {
     wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
     int rank = -1;
     uint32_t incarnation = 0;
@@ -76,13 +76,14 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
     /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
     /// Takes a connection and sets its handler, or returns an error to refuse it.
-    std::function<std::optional<base::Error>(const net::StreamPtr& stream, Visitor visitor)> admit;
+    std::function<std::optional<base::Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)>
+        admit;
     /// Called when a process that claims to be `rank` is refused before admit().
     std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
   };
 
-  /// `patience` is the time in which a connection must prove its identity.
-  Doorway(net::Loop& loop, base::Duration patience, Callbacks callbacks);
+  /// `proof_timeout` is the time in which a connection must prove its identity.
+  Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
 
   void listen(net::Fd socket);
   /// Stops listening and closes connections that have not been admitted.
@@ -90,45 +91,45 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
 
  private:
   enum class Stage { kHello, kProof, kRefused };
-  struct Stranger {
+  struct IncomingHandshake {
     net::StreamPtr stream;
-    base::TimePoint came;
+    base::TimePoint accepted_at;
     Stage stage = Stage::kHello;
     std::optional<Responder> responder;
     uint64_t timer = 0;
   };
-  using Strangers = std::map<uint64_t, Stranger>;
+  using Handshakes = std::map<uint64_t, IncomingHandshake>;
 
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
-  void see_to_crowd_on_loop();
+  void limit_unproved_on_loop();
   /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
   /// closed connection may still deliver frames.
   net::StreamPtr take_on_loop(uint64_t number);
-  uint64_t show_the_door_later_on_loop(uint64_t number, base::Duration patience);
-  void show_the_door_on_loop(uint64_t number);
+  uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
+  void drop_on_loop(uint64_t number);
 
   void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
-  void on_hello_on_loop(Stranger& stranger, const net::InFrame& frame);
-  void on_proof_on_loop(uint64_t number, Stranger& stranger, const net::InFrame& frame);
+  void on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame);
+  void on_proof_on_loop(uint64_t number, IncomingHandshake& handshake, const net::InFrame& frame);
   void on_join_on_loop(uint64_t number, const net::InFrame& frame);
-  void admit_on_loop(const net::StreamPtr& stream, Visitor visitor);
+  void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
 
   void reject_on_loop(const net::StreamPtr& stream, base::Error why);
-  void refuse_on_loop(Stranger& stranger, const base::Error& why);
-  void report_on_loop(const Stranger& stranger, base::Error why);
+  void refuse_on_loop(IncomingHandshake& handshake, const base::Error& why);
+  void report_on_loop(const IncomingHandshake& handshake, base::Error why);
 
   net::Loop& loop_;
-  const base::Duration patience_;
+  const base::Duration proof_timeout_;
   const Callbacks callbacks_;
-  const size_t most_;  // limit of connections without a proof
+  const size_t max_unproved_;  // limit of connections without a proof
 
   // Loop thread only. By number, in order of arrival.
-  Strangers strangers_;
-  Strangers believed_;  // proved their identity, and are to send a join message
-  uint64_t newest_ = 0;
+  Handshakes unproved_;
+  Handshakes proved_;  // proved their identity, and are to send a join message
+  uint64_t last_number_ = 0;
   bool is_full_ = false;
-  uint64_t crowd_timer_ = 0;  // closes the oldest connection; 0: none
+  uint64_t full_timer_ = 0;  // closes the oldest connection; 0: none
 
   std::mutex mutex_;
   bool is_closed_ = false;                                 // guarded by mutex_

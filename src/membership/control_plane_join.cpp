@@ -22,7 +22,7 @@ constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
 constexpr auto kShortestTry = std::chrono::seconds(1);  // shorter attempts do not update the reason
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // extra wait for rank 0's error
+constexpr auto kRank0Grace = std::chrono::seconds(1);   // extra wait for rank 0's error
 constexpr base::Duration kAnswers = std::chrono::seconds(5);  // timeout for a peer's hello
 constexpr char kThisHost[] = "127.0.0.1";
 constexpr char kWhereToLook[] =
@@ -61,7 +61,7 @@ void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
   begin_once();
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
   if (options_.rank == 0) {
-    begin_as_hub();
+    begin_as_coordinator();
     own_devices_ = prepare();
     began_ = base::Clock::now();
   } else {
@@ -69,21 +69,21 @@ void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
     begin_as_member(deadline);
   }
   // Rank 0's join timeout ends at about the same time, and only its error names the missing ranks.
-  const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0SaysWho;
-  wait_until_ready(may_wait ? deadline + kRank0SaysWho : deadline, prepare);
+  const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0Grace;
+  wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
 
 int ControlPlaneImpl::reserve_rank() {
   begin_once();
   began_ = base::Clock::now();
   begin_as_member(base::deadline_after(options_.join_timeout));
-  return place_;
+  return assigned_rank_;
 }
 
 void ControlPlaneImpl::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
-  if (socket.ok()) return doorway_->listen(std::move(socket.unchecked()));
+  if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
   if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP
 }
 
@@ -96,7 +96,7 @@ std::string ControlPlaneImpl::meeting_name() const {
              : options_.meeting_name;
 }
 
-void ControlPlaneImpl::begin_as_hub() {
+void ControlPlaneImpl::begin_as_coordinator() {
   if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
   const std::string host = net::local_name(rank_0_socket_.get()).host;
   if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
@@ -108,15 +108,16 @@ void ControlPlaneImpl::begin_as_hub() {
   if (options_.rank_0_unix_name.empty()) rank_0_host_ = is_wildcard(host) ? kThisHost : host;
   loop_.post([self = shared_from_this()] {
     if (self->is_closed_) return;
-    World& world = *self;
-    auto hub = std::make_unique<Hub>(self->settings(), world, base::Clock::now());
-    self->hub_ = hub.get();
-    self->begin_on_loop(std::move(hub));
-    self->hub_->begin();
+    ControlTransport& transport = *self;
+    auto coordinator =
+        std::make_unique<Coordinator>(self->settings(), transport, base::Clock::now());
+    self->coordinator_ = coordinator.get();
+    self->begin_on_loop(std::move(coordinator));
+    self->coordinator_->begin();
   });
-  // Begins to listen after the hub is posted, because ranks in the backlog connect at once.
-  if (meeting_socket_.valid()) doorway_->listen(std::move(meeting_socket_));
-  doorway_->listen(std::move(rank_0_socket_));
+  // Begins to listen after the coordinator is posted, because ranks in the backlog connect at once.
+  if (meeting_socket_.valid()) acceptor_->listen(std::move(meeting_socket_));
+  acceptor_->listen(std::move(rank_0_socket_));
 }
 
 void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
@@ -204,7 +205,7 @@ void ControlPlaneImpl::listen_as_member(const net::Fd& to_rank_0) {
   const bool is_for_all = is_wildcard(name.host);
   if (is_same_host) rank_0_host_ = is_for_all ? kThisHost : name.host;
   if (is_same_host ? !is_for_all : !is_wildcard(given)) listen_host_ = name.host;
-  doorway_->listen(std::move(own));
+  acceptor_->listen(std::move(own));
 }
 
 void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met) {
@@ -213,13 +214,13 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
     met.fail(left_already());
     return;
   }
-  meeting_ = stream;
+  joining_stream_ = stream;
   joining_ = std::move(met);
-  self_ = told_;
-  Introduction::begin_on_loop(
-      loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience(),
+  identity_ = initial_identity_;
+  OutgoingHandshake::begin_on_loop(
+      loop_, stream, {identity_, options_.token}, wire::HelloPurpose::kJoin, handshake_timeouts(),
       [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
-        self->meeting_ = nullptr;
+        self->joining_stream_ = nullptr;
         base::Status joins = base::Unit{};
         if (rank_0.ok()) {
           joins = self->join_on_loop(stream, rank_0.unchecked());
@@ -232,23 +233,23 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
         }
         if (joins.ok()) return;  // rank 0's answer follows
         stream->close();
-        self->end_joining_on_loop(joins);
+        self->finish_joining_on_loop(joins);
       });
 }
 
-void ControlPlaneImpl::end_joining_on_loop(const base::Status& joined) {
+void ControlPlaneImpl::finish_joining_on_loop(const base::Status& joined) {
   std::optional<base::Promise<void>> joining;
   joining.swap(joining_);
   if (joining) joining->complete(joined);
 }
 
 void ControlPlaneImpl::on_joined(int rank) {
-  place_ = rank;
-  end_joining_on_loop(base::Unit{});
+  assigned_rank_ = rank;
+  finish_joining_on_loop(base::Unit{});
 }
 
 // Returns true if this rank is to retry after rank 0's refusal: rank 0 may still belong to the
-// previous start of the job, or no rank is free now for a process that takes any rank.
+// previous start of the job, or no rank is free now for a process without a rank.
 bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
   const bool is_gone = error.kind == kTryAgain;
   const bool may_pass = options_.rank == wire::kUnassignedRank
@@ -266,24 +267,24 @@ base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
                                 ": --master-addr and --master-port have to be rank 0's",
                             0);
   }
-  if (self_.generation != wire::kAnyGeneration && rank_0.generation < self_.generation) {
+  if (identity_.generation != wire::kAnyGeneration && rank_0.generation < identity_.generation) {
     return Error{kNoPlace,
                  "rank 0 there is still of generation " + std::to_string(rank_0.generation), 0};
   }
-  if (auto why = mismatch(self_, rank_0)) return *why;
-  self_.job_id = rank_0.job_id;
-  self_.generation = rank_0.generation;
+  if (auto why = mismatch(identity_, rank_0)) return *why;
+  identity_.job_id = rank_0.job_id;
+  identity_.generation = rank_0.generation;
   const Link link = hold_on_loop(stream);
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
-  World& world = *this;
-  begin_on_loop(std::make_unique<Member>(settings(), world, link, base::Clock::now()));
+  ControlTransport& transport = *this;
+  begin_on_loop(std::make_unique<Member>(settings(), transport, link, base::Clock::now()));
   return base::Unit{};
 }
 
 void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
                                         const std::function<wire::RankDevices()>& prepare) {
-  const base::Future<void> met = met_.future();
+  const base::Future<void> met = directory_known_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
   // If a launcher has started rank 0 (`listen_fd`), the launcher reports ranks that fail.
@@ -296,7 +297,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
       if (options_.on_cpus_shared) options_.on_cpus_shared(cpu_sharers_);
       if (options_.rank != 0) own_devices_ = prepare();
       loop_.post([self = shared_from_this(), devices = own_devices_]() mutable {
-        if (self->party_) self->party_->prepared(std::move(devices));
+        if (self->protocol_) self->protocol_->prepared(std::move(devices));
       });
       is_prepared = true;
       continue;
@@ -339,8 +340,8 @@ std::string ControlPlaneImpl::rank_0_text() const {
                             options_.rank == 0 ? port_ : options_.master_port);
 }
 
-Settings ControlPlaneImpl::settings() const {
-  Settings settings;
+ControlSettings ControlPlaneImpl::settings() const {
+  ControlSettings settings;
   settings.rank = options_.rank;
   settings.job = options_.job;
   settings.names = options_.names;
@@ -356,7 +357,7 @@ Settings ControlPlaneImpl::settings() const {
 }
 
 // After its hello the peer may have accepted this rank, so its proof may take longer.
-Introduction::Patience ControlPlaneImpl::patience() const {
+OutgoingHandshake::Timeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);
   return {kAnswers, judges ? std::max(kAnswers, silence) : kForEver};

@@ -21,38 +21,41 @@ namespace distrain::membership {
 // Note [Control plane]
 //
 // The control plane lets ranks meet, monitor each other, learn of losses and end together. Each
-// rank has a control connection to rank 0, the hub. A rank reports a loss that it sees to the hub,
-// and the hub reports it to all ranks; so a job has O(N) control connections and not O(N²). Calls
-// use connections of their own, made when there is something to send. Their two ends monitor these
-// too, because a link between two ranks may fail that leaves their connections to rank 0 intact.
+// rank has a control connection to rank 0, the coordinator. A rank reports a loss that it sees to
+// the coordinator, and the coordinator reports it to all ranks; so a job has O(N) control
+// connections and not O(N²). Calls use connections of their own, made when there is something to
+// send. Their two ends monitor these too, because a link between two ranks may fail that leaves
+// their connections to rank 0 intact.
 //
 // A call connection that breaks without a message proves little: the other end may have left
-// because of a loss that this rank does not know yet. So this rank asks the hub. The hub reports
-// losses to all ranks in one order, so a rank that left because of a loss received it before its
-// own loss is reported. For the same reason, a rank that has lost the hub has lost all ranks.
+// because of a loss that this rank does not know yet. So this rank asks the coordinator. The
+// coordinator reports losses to all ranks in one order, so a rank that left because of a loss
+// received it before its own loss is reported. For the same reason, a rank that has lost the
+// coordinator has lost all ranks.
 //
-// Only the hub decides whether the job continues without a lost rank: Tolerance. If it does, a new
-// process can join as that rank. It receives the directory at once and prepares itself. Then the
-// hub tells all others how to reach it, and sends go to it when all of them have confirmed: so none
-// refuses its connections. From the directory on, it receives all messages to the others. Two new
-// processes know each other before either receives go.
+// Only the coordinator decides whether the job continues without a lost rank: Tolerance. If it
+// does, a new process can join as that rank. It receives the directory at once and prepares itself.
+// Then the coordinator tells all others how to reach it, and sends go to it when all of them have
+// confirmed: so none refuses its connections. From the directory on, it receives all messages to
+// the others. Two new processes know each other before either receives go.
 //
-// A process that takes any rank first asks the hub on a separate connection (kUnassignedRank), and
-// the hub reserves one: so the process knows its rank before it prepares anything. See Place.
+// A process without a rank first asks the coordinator on a separate connection (kUnassignedRank),
+// and the coordinator reserves one: so the process knows its rank before it prepares anything. See
+// Slot.
 //
-// Hub (rank 0) and Member (any other rank) implement this without I/O, clock or threads: events are
-// function calls that pass the time, and World performs the effects. So a test can simulate a
-// hundred ranks, and delay or drop messages.
+// Coordinator (rank 0) and Member (any other rank) implement this without I/O, clock or threads:
+// events are function calls that pass the time, and ControlTransport performs the effects. So a
+// test can simulate a hundred ranks, and delay or drop messages.
 //
 // States of a rank:
 //
-//   meeting    until it has the directory; Hub: until all have joined
-//   preparing  until go; Hub: until all are prepared. If a rank is lost before go, the job ends for
-//              all, unless the rank is a new process that joins later
+//   meeting    until it has the directory; Coordinator: until all have joined
+//   preparing  until go; Coordinator: until all are prepared. If a rank is lost before go, the job
+//              ends for all, unless the rank is a new process that joins later
 //   running    until it leaves, or is told that it is lost itself
 //   over       nothing is sent or reported any more
 
-/// A connection of this rank, as numbered by World.
+/// A connection of this rank, as numbered by ControlTransport.
 using Link = uint64_t;
 
 /// Bytes of a message. Copies share them, because rank 0 sends the same message to all ranks.
@@ -79,10 +82,11 @@ struct Message {
   Body body = {};
 };
 
-/// Performs the effects of a Party, which calls these functions. They must not call the Party.
-class World {
+/// Performs the effects of a ControlProtocol, which calls these functions. They must not call the
+/// ControlProtocol.
+class ControlTransport {
  public:
-  virtual ~World() = default;
+  virtual ~ControlTransport() = default;
   /// Sends without confirmation of delivery.
   virtual void send(Link link, Message message) = 0;
   /// Closes the connection; closed() is not called. If `flush`, sends queued messages first.
@@ -105,26 +109,27 @@ class World {
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
-struct Settings {
+struct ControlSettings {
   int rank = 0;
-  std::string job;                             ///< Member: refused if the hub has another
-  std::vector<std::string> names;              ///< Hub: names of all ranks
-  int world_size = 0;                          ///< Member: refused if the hub has another; 0: any
-  wire::Endpoint endpoint;                     ///< how other ranks reach this one
-  std::string secret;                          ///< Hub: the job's
-  std::map<std::string, std::string> options;  ///< Hub: the job's; Member: must agree with these
-  base::Duration peer_timeout{0};              ///< silence that counts as a loss; zero: none does
+  std::string job;                 ///< Member: refused if the coordinator has another
+  std::vector<std::string> names;  ///< Coordinator: names of all ranks
+  int world_size = 0;              ///< Member: refused if the coordinator has another; 0: any
+  wire::Endpoint endpoint;         ///< how other ranks reach this one
+  std::string secret;              ///< Coordinator: the job's
+  std::map<std::string, std::string>
+      options;                     ///< Coordinator: the job's; Member: must agree with these
+  base::Duration peer_timeout{0};  ///< silence that counts as a loss; zero: none does
 };
 
 base::Error rendezvous_error(std::string message, int rank = -1);
 
 /// A rank's part in the control plane: Note [Control plane]. Not thread-safe.
-class Party {
+class ControlProtocol {
  public:
-  Party(Settings settings, World& world, base::TimePoint now);
-  virtual ~Party() = default;
-  Party(const Party&) = delete;
-  Party& operator=(const Party&) = delete;
+  ControlProtocol(ControlSettings settings, ControlTransport& transport, base::TimePoint now);
+  virtual ~ControlProtocol() = default;
+  ControlProtocol(const ControlProtocol&) = delete;
+  ControlProtocol& operator=(const ControlProtocol&) = delete;
 
   // ---- actions of this rank ----
 
@@ -180,7 +185,7 @@ class Party {
   /// Called if a control connection is lost before go; later that is the loss of its rank.
   virtual void on_control_lost(int rank, const base::Error& error) = 0;
   /// Called when this rank has found that `rank` is lost.
-  virtual void find_lost(int rank, const base::Error& error) = 0;
+  virtual void declare_lost(int rank, const base::Error& error) = 0;
   /// Called when a connection for calls to `rank` has broken without a message.
   virtual void suspect(int rank, const base::Error& error) = 0;
 
@@ -189,13 +194,13 @@ class Party {
   }
   /// Returns false, after abort(), if the job cannot begin.
   bool begin_running(std::vector<wire::RankDevices> devices);
-  void know(wire::Directory directory);
+  void set_directory(wire::Directory directory);
   /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
-  void lose(int rank, const base::Error& error, bool job_goes_on);
+  void mark_lost(int rank, const base::Error& error, bool job_goes_on);
   /// Closes all connections of `rank`, and tells it why.
-  void cut_off(int rank, const base::Error& why);
+  void disconnect(int rank, const base::Error& why);
   /// Replaces a lost rank by a new process.
-  void take_back(int rank, uint32_t incarnation, const wire::Returned& returned);
+  void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
   base::Error loss(int rank, const base::Error& error) const;
   /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
   /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
@@ -203,8 +208,8 @@ class Party {
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
   std::string text_of(int rank) const;
 
-  const Settings settings_;
-  World& world_;
+  const ControlSettings settings_;
+  ControlTransport& transport_;
   State state_ = State::kMeeting;
   std::map<Link, Connection> connections_;
   std::vector<Presence> presence_;     // when the ranks are known
@@ -212,12 +217,12 @@ class Party {
   wire::Directory directory_;
 
  private:
-  void tell_all(Message message);
+  void send_to_all(Message message);
   base::Error why_over() const;
   /// Tells the other end why its connection is closed; if `flush`, waits until that is sent.
-  void dismiss(Link link, const base::Error& why, bool flush);
+  void close_with_reason(Link link, const base::Error& why, bool flush);
 
-  Message last_word_;              // set when it is over
+  Message last_message_;           // set when it is over
   const base::Duration interval_;  // of heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;

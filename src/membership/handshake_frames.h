@@ -1,4 +1,4 @@
-// Shared by Doorway and Introduction, the two sides of a handshake.
+// Shared by Acceptor and OutgoingHandshake, the two sides of a handshake.
 #pragma once
 
 #include <chrono>
@@ -10,10 +10,10 @@ namespace distrain::membership {
 
 /// Additional time before a deadline of a handshake takes effect. After a process was stopped, its
 /// loop runs timers before it reads sockets, which may already hold the awaited bytes.
-inline constexpr auto kLastLook = std::chrono::milliseconds(50);
+inline constexpr auto kReadGrace = std::chrono::milliseconds(50);
 
 /// Sends a frame. If the stream is broken, its on_close is called.
-inline void say(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
+inline void send_frame(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
   net::OutFrame frame;
   frame.header.kind = kind;
   frame.meta = std::move(body);

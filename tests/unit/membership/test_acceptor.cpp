@@ -1,8 +1,8 @@
 // ctest: labels=net
 #include <sys/resource.h>
 
-#include "doorway.h"
-#include "party.h"
+#include "acceptor.h"
+#include "control_protocol.h"
 #include "support/catch.h"
 #include "support/raw_rank.h"
 
@@ -10,15 +10,15 @@ namespace distrain::testing {
 
 namespace {
 
-using membership::Doorway;
+using membership::Acceptor;
 
 // Accepts ranks that know the secret and then refuses them with "heard".
-Doorway::Callbacks expects(const std::string& secret) {
-  Doorway::Callbacks callbacks;
+Acceptor::Callbacks expects(const std::string& secret) {
+  Acceptor::Callbacks callbacks;
   callbacks.credentials = [secret](wire::HelloPurpose) {
     return membership::Credentials{{0, wire::Trust::kSameUser, 0, {}}, secret};
   };
-  callbacks.admit = [](const net::StreamPtr&, const Doorway::Visitor&) {
+  callbacks.admit = [](const net::StreamPtr&, const Acceptor::AuthenticatedPeer&) {
     return membership::rendezvous_error("heard");
   };
   return callbacks;
@@ -26,19 +26,19 @@ Doorway::Callbacks expects(const std::string& secret) {
 
 struct Door {
   explicit Door(base::Duration patience)
-      : doorway(std::make_shared<Doorway>(loop, patience, expects("the secret"))) {
+      : acceptor(std::make_shared<Acceptor>(loop, patience, expects("the secret"))) {
     net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
     port = net::local_name(socket.get()).port;
-    doorway->listen(std::move(socket));
+    acceptor->listen(std::move(socket));
   }
-  ~Door() { doorway->close(); }
+  ~Door() { acceptor->close(); }
 
   net::Loop loop;
-  std::shared_ptr<Doorway> doorway;
+  std::shared_ptr<Acceptor> acceptor;
   uint16_t port = 0;
 };
 
-// Returns true if the doorway authenticates this rank.
+// Returns true if the acceptor authenticates this rank.
 bool is_heard_as_peer(RawRank& rank) {
   if (!rank.introduce(1, wire::HelloPurpose::kPeer, "the secret")) return false;
   const auto answer = rank.receive();

@@ -1,4 +1,4 @@
-#include "party.h"
+#include "control_protocol.h"
 
 #include <algorithm>
 
@@ -24,40 +24,41 @@ Error rendezvous_error(std::string message, int rank) {
   return Error{ErrorKind::kRendezvous, std::move(message), rank, "join"};
 }
 
-Party::Party(Settings settings, World& world, base::TimePoint now)
+ControlProtocol::ControlProtocol(ControlSettings settings, ControlTransport& transport,
+                                 base::TimePoint now)
     : settings_(std::move(settings)),
-      world_(world),
+      transport_(transport),
       interval_(beat_interval(settings_.peer_timeout)),
       next_beat_(now),
       wake_at_(now) {}
 
 // ---- actions of this rank ----
 
-void Party::abort(const Error& error) {
+void ControlProtocol::abort(const Error& error) {
   if (state_ == State::kOver) return;
   const bool has_met = state_ == State::kRunning;
   state_ = State::kOver;
-  tell_all({FrameKind::kAbort, 0, 0, wire::encode(error)});
-  if (!has_met) world_.on_failed(error);
+  send_to_all({FrameKind::kAbort, 0, 0, wire::encode(error)});
+  if (!has_met) transport_.on_failed(error);
 }
 
-void Party::leave() {
+void ControlProtocol::leave() {
   if (state_ != State::kRunning) return;
   state_ = State::kOver;
-  tell_all({FrameKind::kLeave});
+  send_to_all({FrameKind::kLeave});
 }
 
-void Party::tell_all(Message message) {
-  last_word_ = std::move(message);
+void ControlProtocol::send_to_all(Message message) {
+  last_message_ = std::move(message);
   const auto all = std::move(connections_);
   connections_.clear();
   for (const auto& [link, connection] : all) {
-    world_.send(link, last_word_);
-    world_.close(link, true);
+    transport_.send(link, last_message_);
+    transport_.close(link, true);
   }
 }
 
-void Party::know(wire::Directory directory) {
+void ControlProtocol::set_directory(wire::Directory directory) {
   directory_ = std::move(directory);
   presence_.clear();
   for (int rank = 0; rank < static_cast<int>(directory_.ranks.size()); ++rank) {
@@ -67,16 +68,17 @@ void Party::know(wire::Directory directory) {
     losses_[rank] = {ErrorKind::kPeerLost, text_of(rank) + " was lost before this rank came", rank};
   }
   state_ = State::kPreparing;
-  world_.on_directory(directory_);
+  transport_.on_directory(directory_);
   for (const auto& [rank, error] : losses_) {
-    world_.on_lost({rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+    transport_.on_lost(
+        {rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
   }
 }
 
-bool Party::begin_running(std::vector<wire::RankDevices> devices) {
+bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
   state_ = State::kRunning;
   try {
-    world_.on_go(std::move(devices));
+    transport_.on_go(std::move(devices));
     return true;
   } catch (const base::Exception& e) {
     state_ = State::kPreparing;
@@ -87,22 +89,22 @@ bool Party::begin_running(std::vector<wire::RankDevices> devices) {
 
 // ---- connections for calls ----
 
-void Party::open(int rank, Link link, base::TimePoint now) {
+void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
   if (state_ == State::kOver) {  // it was opened while the last message was sent to the others
-    world_.send(link, last_word_);
-    world_.close(link, true);
+    transport_.send(link, last_message_);
+    transport_.close(link, true);
     return;
   }
   connections_[link] = {rank, false, now, false};
 }
 
-bool Party::is_here(int rank) const {
+bool ControlProtocol::is_here(int rank) const {
   return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
 }
 
-// Accepts connections as soon as this rank is prepared, because the hub sends go to one rank after
-// the other, and the connecting rank may have received it first.
-std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
+// Accepts connections as soon as this rank is prepared, because the coordinator sends go to one
+// rank after the other, and the connecting rank may have received it first.
+std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
   if (rank < 0 || rank >= size || rank == settings_.rank) {
@@ -122,19 +124,19 @@ std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
   return Error{ErrorKind::kPeerLost, who + " has left this job", rank};
 }
 
-Error Party::why_over() const {
-  if (last_word_.kind == FrameKind::kAbort) return wire::decode_error(last_word_.body);
+Error ControlProtocol::why_over() const {
+  if (last_message_.kind == FrameKind::kAbort) return wire::decode_error(last_message_.body);
   return {ErrorKind::kPeerLost, text_of(settings_.rank) + " has left", settings_.rank};
 }
 
-void Party::report(int rank, Error error) {
+void ControlProtocol::report(int rank, Error error) {
   if (state_ == State::kPreparing) return abort(error);
-  find_lost(rank, error);
+  declare_lost(rank, error);
 }
 
 // ---- events ----
 
-void Party::receive(Link link, const Message& message) {
+void ControlProtocol::receive(Link link, const Message& message) {
   const auto found = connections_.find(link);
   if (found == connections_.end() || state_ == State::kOver) return;
   Connection& from = found->second;
@@ -150,7 +152,7 @@ void Party::receive(Link link, const Message& message) {
     }
     if (from.is_control) return on_control(rank, message);
     if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
-      return find_lost(rank, reason_of(rank, message));
+      return declare_lost(rank, reason_of(rank, message));
     }
     wire::Reader::fail("a frame out of place");
   } catch (const base::Exception& e) {
@@ -160,12 +162,12 @@ void Party::receive(Link link, const Message& message) {
   }
 }
 
-void Party::heard(Link link, base::TimePoint when) {
+void ControlProtocol::heard(Link link, base::TimePoint when) {
   const auto found = connections_.find(link);
   if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
 }
 
-void Party::closed(Link link, const Error& error) {
+void ControlProtocol::closed(Link link, const Error& error) {
   const auto found = connections_.find(link);
   if (found == connections_.end()) return;
   const Connection from = found->second;
@@ -173,7 +175,7 @@ void Party::closed(Link link, const Error& error) {
   if (state_ == State::kRunning) {
     const Error why = loss(from.rank, error);
     const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
-    if (!from.is_leaving) is_proof ? find_lost(from.rank, why) : suspect(from.rank, why);
+    if (!from.is_leaving) is_proof ? declare_lost(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
     Error why = loss(from.rank, error);
     if (error.kind == ErrorKind::kPeerLost) {
@@ -183,42 +185,42 @@ void Party::closed(Link link, const Error& error) {
     on_control_lost(from.rank, why);
   }
   // The stream is open, but this rank does not use it any more, and tells the other end why.
-  if (connections_.contains(link)) dismiss(link, loss(from.rank, error), true);
+  if (connections_.contains(link)) close_with_reason(link, loss(from.rank, error), true);
 }
 
-void Party::dismiss(Link link, const Error& why, bool flush) {
-  world_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
+void ControlProtocol::close_with_reason(Link link, const Error& why, bool flush) {
+  transport_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
   connections_.erase(link);
-  world_.close(link, flush);
+  transport_.close(link, flush);
 }
 
-void Party::lose(int rank, const Error& error, bool job_goes_on) {
+void ControlProtocol::mark_lost(int rank, const Error& error, bool job_goes_on) {
   if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) return;
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
   losses_[rank] = error;
-  cut_off(rank, error);
-  world_.on_lost(
+  disconnect(rank, error);
+  transport_.on_lost(
       {rank, error, job_goes_on, directory_.ranks[static_cast<size_t>(rank)].incarnation});
 }
 
-void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& returned) {
+void ControlProtocol::replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned) {
   wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
   entry.incarnation = incarnation;
   entry.endpoint = returned.endpoint;
   presence_[static_cast<size_t>(rank)] = Presence::kHere;
   losses_.erase(rank);
-  world_.on_returned(rank, returned.devices);
+  transport_.on_returned(rank, returned.devices);
 }
 
-void Party::cut_off(int rank, const Error& error) {
+void ControlProtocol::disconnect(int rank, const Error& error) {
   std::vector<Link> links;
   for (const auto& [link, connection] : connections_) {
     if (connection.rank == rank) links.push_back(link);
   }
-  for (const Link link : links) dismiss(link, error, false);
+  for (const Link link : links) close_with_reason(link, error, false);
 }
 
-base::TimePoint Party::tick(base::TimePoint now) {
+base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   if (state_ == State::kOver) return base::kNever;
   const base::Duration limit = settings_.peer_timeout;
   const bool judges = limit > base::Duration::zero();
@@ -238,16 +240,17 @@ base::TimePoint Party::tick(base::TimePoint now) {
                                                 " s, longer than --peer-timeout allows"};
     const int rank = found->second.rank;
     if (state_ == State::kRunning) {
-      find_lost(rank, loss(rank, error));
+      declare_lost(rank, loss(rank, error));
     } else {
       const bool is_control = found->second.is_control;
-      dismiss(link, loss(rank, error), true);
+      close_with_reason(link, loss(rank, error), true);
       if (is_control) on_control_lost(rank, loss(rank, error));
     }
     if (state_ == State::kOver) return base::kNever;
   }
   if (now >= next_beat_) {
-    for (const auto& [link, connection] : connections_) world_.send(link, {FrameKind::kHeartbeat});
+    for (const auto& [link, connection] : connections_)
+      transport_.send(link, {FrameKind::kHeartbeat});
     next_beat_ = now + interval_;
   }
   wake_at_ = next_beat_;
@@ -259,7 +262,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
   return wake_at_;
 }
 
-Error Party::loss(int rank, const Error& error) const {
+Error ControlProtocol::loss(int rank, const Error& error) const {
   Error loss = error;
   if (loss.kind == ErrorKind::kPeerLost) {
     loss.message = text_of(rank) + " is lost: " + error.message;
@@ -268,7 +271,7 @@ Error Party::loss(int rank, const Error& error) const {
   return loss;
 }
 
-Error Party::reason_of(int rank, const Message& message) const {
+Error ControlProtocol::reason_of(int rank, const Message& message) const {
   Error error = wire::decode_error(message.body);
   if (error.rank < 0) error.rank = rank;
   if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
@@ -277,7 +280,7 @@ Error Party::reason_of(int rank, const Message& message) const {
   return error;
 }
 
-std::string Party::text_of(int rank) const {
+std::string ControlProtocol::text_of(int rank) const {
   const auto at = static_cast<size_t>(rank);
   if (at < directory_.ranks.size()) return rank_text(rank, directory_.ranks[at].name);
   return at < settings_.names.size() ? rank_text(rank, settings_.names[at])

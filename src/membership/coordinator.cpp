@@ -1,4 +1,4 @@
-#include "hub.h"
+#include "coordinator.h"
 
 #include "distrain/membership/rank_text.h"
 
@@ -11,53 +11,54 @@ using wire::FrameKind;
 namespace {
 
 // How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
-constexpr auto kPlaceIsKept = std::chrono::minutes(1);
+constexpr auto kReservationTimeout = std::chrono::minutes(1);
 
 }  // namespace
 
 // ---- meeting ----
 
-std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimePoint now) {
+std::optional<Error> Coordinator::join(Link link, int rank, wire::Join join, base::TimePoint now) {
   if (auto refusal = check_join(rank, join)) return refusal;
   add_control(rank, link, now);
   joined_[rank] = {link, std::move(join.endpoint)};
-  kept_.erase(rank);
-  world_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
+  reservations_.erase(rank);
+  transport_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
   if (state_ == State::kRunning) {
-    welcome(rank);
+    send_directory(rank);
   } else {
-    meet_if_all_joined();
+    begin_if_all_joined();
   }
   return std::nullopt;
 }
 
-std::optional<Error> Hub::keep_place(Link link, const wire::Join& join, base::TimePoint now) {
+std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join,
+                                               base::TimePoint now) {
   if (auto refusal = check_join(wire::kUnassignedRank, join)) return refusal;
   const auto size = static_cast<int>(settings_.names.size());
   for (int looked = 1; looked < size; ++looked) {
-    const int rank = next_place_;
-    next_place_ = rank % (size - 1) + 1;
+    const int rank = next_to_reserve_;
+    next_to_reserve_ = rank % (size - 1) + 1;
     ++looks_;
-    const auto kept = kept_.find(rank);
-    if (kept != kept_.end()) {
-      if (now - kept->second.since <= kPlaceIsKept) continue;
-      world_.close(kept->second.link, false);
-      kept_.erase(kept);
+    const auto kept = reservations_.find(rank);
+    if (kept != reservations_.end()) {
+      if (now - kept->second.since <= kReservationTimeout) continue;
+      transport_.close(kept->second.link, false);
+      reservations_.erase(kept);
     }
     if (!is_free(rank)) continue;
-    kept_[rank] = {link, now};
-    world_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
+    reservations_[rank] = {link, now};
+    transport_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
     return std::nullopt;
   }
   return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
 }
 
-void Hub::keep_no_more(Link link) {
-  std::erase_if(kept_, [link](const auto& kept) { return kept.second.link == link; });
+void Coordinator::release_reservation(Link link) {
+  std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
 }
 
-// Returns an error if the join is refused. keep_place() itself checks whether a rank is free.
-std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
+// Returns an error if the join is refused. reserve_rank() itself checks whether a rank is free.
+std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
   const bool is_any = rank == wire::kUnassignedRank;
@@ -92,7 +93,7 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   return std::nullopt;
 }
 
-void Hub::meet_if_all_joined() {
+void Coordinator::begin_if_all_joined() {
   if (state_ != State::kMeeting || joined_.size() + 1 != settings_.names.size()) return;
   wire::Directory directory;
   for (const std::string& name : settings_.names) directory.ranks.push_back({name, {}});
@@ -102,14 +103,14 @@ void Hub::meet_if_all_joined() {
   }
   directory.options = settings_.options;
   directory.secret = settings_.secret;
-  tell_members({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
-  know(std::move(directory));
+  broadcast({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
+  set_directory(std::move(directory));
 }
 
-void Hub::prepared(wire::RankDevices devices) { take_prepared(0, std::move(devices)); }
+void Coordinator::prepared(wire::RankDevices devices) { note_prepared(0, std::move(devices)); }
 
 // Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
-void Hub::take_prepared(int rank, wire::RankDevices devices) {
+void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
   }
@@ -117,12 +118,12 @@ void Hub::take_prepared(int rank, wire::RankDevices devices) {
   std::vector<wire::RankDevices> all;
   for (const auto& [each, its] : devices_) all.push_back(its);
   const Message go{FrameKind::kGo, 0, 0, wire::encode(all)};
-  if (begin_running(std::move(all))) tell_members(go);
+  if (begin_running(std::move(all))) broadcast(go);
 }
 
 // ---- a rank that joins later ----
 
-bool Hub::is_free(int rank) const {
+bool Coordinator::is_free(int rank) const {
   if (state_ == State::kMeeting) return !joined_.contains(rank);
   return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
          tolerance_.ranks.contains(rank) &&
@@ -130,8 +131,9 @@ bool Hub::is_free(int rank) const {
          directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
 }
 
-// Sends the directory to a new process. The hub's own one changes when that process is prepared.
-void Hub::welcome(int rank) {
+// Sends the directory to a new process. The coordinator's own one changes when that process is
+// prepared.
+void Coordinator::send_directory(int rank) {
   const auto at = static_cast<size_t>(rank);
   wire::Directory directory = directory_;
   for (size_t each = 0; each < directory.ranks.size(); ++each) {
@@ -141,55 +143,55 @@ void Hub::welcome(int rank) {
   directory.ranks[at].is_here = true;
   ++directory.ranks[at].incarnation;
   newcomers_[rank] = {};
-  world_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
+  transport_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
 }
 
-void Hub::introduce(int rank, wire::RankDevices devices) {
+void Coordinator::announce(int rank, wire::RankDevices devices) {
   Newcomer& newcomer = newcomers_.at(rank);
   if (std::exchange(newcomer.is_prepared, true)) {
     wire::Reader::fail("a rank that is prepared twice");
   }
   for (const auto& [other, joined] : joined_) {
     const bool hears = is_here(other) || newcomers_.contains(other);
-    if (other != rank && hears) newcomer.yet_to_know.insert(other);
+    if (other != rank && hears) newcomer.unconfirmed.insert(other);
   }
-  untried_.insert(rank);
+  on_trial_.insert(rank);
   devices_[rank] = devices;
   const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
   const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation + 1;
   const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), incarnation,
                      wire::encode(returned)};
-  take_back(rank, incarnation, returned);
-  tell_members(word, rank);
-  if (newcomer.yet_to_know.empty()) let_go_on(rank);
+  replace_lost(rank, incarnation, returned);
+  broadcast(word, rank);
+  if (newcomer.unconfirmed.empty()) start_newcomer(rank);
 }
 
-void Hub::note_known(int newcomer, int by) {
+void Coordinator::note_confirmed(int newcomer, int by) {
   const auto found = newcomers_.find(newcomer);
-  if (found == newcomers_.end() || found->second.yet_to_know.erase(by) == 0) return;
-  if (found->second.yet_to_know.empty()) let_go_on(newcomer);
+  if (found == newcomers_.end() || found->second.unconfirmed.erase(by) == 0) return;
+  if (found->second.unconfirmed.empty()) start_newcomer(newcomer);
 }
 
-void Hub::let_go_on(int newcomer) {
+void Coordinator::start_newcomer(int newcomer) {
   newcomers_.erase(newcomer);
   std::vector<wire::RankDevices> all;
   for (const auto& [each, its] : devices_) all.push_back(its);
-  world_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
 }
 
-void Hub::wait_no_more_for(int rank) {
-  const auto waiting = newcomers_;  // a copy, because note_known() may remove entries
-  for (const auto& [newcomer, its] : waiting) note_known(newcomer, rank);
+void Coordinator::stop_waiting_for(int rank) {
+  const auto waiting = newcomers_;  // a copy, because note_confirmed() may remove entries
+  for (const auto& [newcomer, its] : waiting) note_confirmed(newcomer, rank);
 }
 
-bool Hub::is_missing(int rank) const {
+bool Coordinator::is_missing(int rank) const {
   ++looks_;
   if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
   if (state_ == State::kPreparing) return !devices_.contains(rank);
   return (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
 }
 
-std::vector<int> Hub::missing() const {
+std::vector<int> Coordinator::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
     if (is_missing(rank)) ranks.push_back(rank);
@@ -199,13 +201,13 @@ std::vector<int> Hub::missing() const {
 
 // ---- messages of members ----
 
-void Hub::tell_members(const Message& message, int except) {
+void Coordinator::broadcast(const Message& message, int except) {
   for (const auto& [rank, joined] : joined_) {
-    if (rank != except && connections_.contains(joined.link)) world_.send(joined.link, message);
+    if (rank != except && connections_.contains(joined.link)) transport_.send(joined.link, message);
   }
 }
 
-void Hub::on_control(int rank, const Message& message) {
+void Coordinator::on_control(int rank, const Message& message) {
   switch (message.kind) {
     case FrameKind::kPrepared: {
       const bool is_awaited =
@@ -214,38 +216,38 @@ void Hub::on_control(int rank, const Message& message) {
       wire::Reader in(message.body);
       wire::RankDevices devices = wire::decode_rank_devices(in);
       in.expect_end();
-      if (state_ == State::kRunning) return introduce(rank, std::move(devices));
-      return take_prepared(rank, std::move(devices));
+      if (state_ == State::kRunning) return announce(rank, std::move(devices));
+      return note_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
       // Nothing has begun: the rank is free again when the connection closes.
       if (state_ == State::kMeeting) return;
-      if (state_ == State::kRunning) return find_lost(rank, reason_of(rank, message));
+      if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // A member that reports the loss of rank 0 is itself lost to rank 0.
-      if (message.a == 0) return find_lost(rank, reason_of(rank, message));
+      if (message.a == 0) return declare_lost(rank, reason_of(rank, message));
       // The report may concern the previous process of a rank that has a new one.
       const auto lost = static_cast<int>(message.a);
       if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
-      return find_lost(lost, wire::decode_error(message.body));
+      return declare_lost(lost, wire::decode_error(message.body));
     }
     case FrameKind::kKnown:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       if (message.b != directory_.ranks[message.a].incarnation) return;
-      return note_known(static_cast<int>(message.a), rank);
+      return note_confirmed(static_cast<int>(message.a), rank);
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
-      return come_to_round(rank, message.a, message.b);
+      return note_entered(rank, message.a, message.b);
     default:
       break;
   }
   wire::Reader::fail("a frame out of place");
 }
 
-void Hub::on_control_lost(int rank, const Error& error) {
+void Coordinator::on_control_lost(int rank, const Error& error) {
   if (state_ == State::kMeeting) {
     joined_.erase(rank);  // the rank is free again
   } else {
@@ -254,41 +256,41 @@ void Hub::on_control_lost(int rank, const Error& error) {
 }
 
 // Decides about a loss and reports it, unless it is of a new process that no rank knows yet.
-void Hub::find_lost(int rank, const Error& error) {
+void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
     ++directory_.ranks[static_cast<size_t>(rank)].incarnation;
     forget(rank);
-    cut_off(rank, error);
-    wait_no_more_for(rank);
-    return end_round_if_all_there();
+    disconnect(rank, error);
+    stop_waiting_for(rank);
+    return end_round_if_complete();
   }
   if (!is_here(rank)) return;
   Error why = error;
-  const bool goes_on = job_goes_on_ && goes_on_without(rank, why);
+  const bool goes_on = job_goes_on_ && tolerates(rank, why);
   job_goes_on_ = goes_on;
   const Message lost{FrameKind::kLost, static_cast<uint64_t>(rank), goes_on ? uint64_t{1} : 0,
                      wire::encode(why)};
   forget(rank);
-  lose(rank, why, goes_on);
-  tell_members(lost, rank);
-  wait_no_more_for(rank);
-  if (goes_on) end_round_if_all_there();
+  mark_lost(rank, why, goes_on);
+  broadcast(lost, rank);
+  stop_waiting_for(rank);
+  if (goes_on) end_round_if_complete();
 }
 
-void Hub::forget(int rank) {
+void Coordinator::forget(int rank) {
   newcomers_.erase(rank);
-  untried_.erase(rank);
+  on_trial_.erase(rank);
   in_round_.erase(rank);
   // The rank stays in joined_: before go its loss ends the job, so nobody can replace it.
 }
 
 // Returns true if the job continues without `rank`. Tolerates a lost rank, exhausted resources, and
 // any failure of a replacement before note_of_use(). Other errors, such as NaN, concern all ranks.
-bool Hub::goes_on_without(int rank, Error& error) const {
+bool Coordinator::tolerates(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||
-                          untried_.contains(rank);
+                          on_trial_.contains(rank);
   if (!tolerance_.ranks.contains(rank) || !is_its_own) return false;
   size_t left = 0;
   for (const int each : tolerance_.ranks) left += each != rank && is_here(each) ? 1 : 0;
@@ -299,21 +301,21 @@ bool Hub::goes_on_without(int rank, Error& error) const {
 
 // ---- the end ----
 
-void Hub::enter_round(uint64_t round, uint64_t number) {
-  if (state_ == State::kRunning) come_to_round(0, round, number);
+void Coordinator::enter_round(uint64_t round, uint64_t number) {
+  if (state_ == State::kRunning) note_entered(0, round, number);
 }
 
-void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
+void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
   if (round != round_ || !in_round_.emplace(rank, number).second) {
     wire::Reader::fail("a round of the end that is not under way");
   }
-  end_round_if_all_there();
+  end_round_if_complete();
 }
 
 // Ends the round if all ranks have entered it; lost ranks need not, but new processes must. The
 // check stops at the first missing rank and resumes there later, so a round takes at most two
 // checks of each rank (the second finds none missing).
-void Hub::end_round_if_all_there() {
+void Coordinator::end_round_if_complete() {
   if (state_ != State::kRunning || in_round_.empty()) return;
   const auto size = static_cast<int>(settings_.names.size());
   for (int looked = 0; looked < size; ++looked, awaited_ = (awaited_ + 1) % size) {
@@ -323,8 +325,8 @@ void Hub::end_round_if_all_there() {
   for (const auto& [rank, number] : in_round_) sum += number;
   const uint64_t round = round_++;
   in_round_.clear();
-  tell_members({FrameKind::kFlush, round, sum});
-  world_.on_round(round, sum);
+  broadcast({FrameKind::kFlush, round, sum});
+  transport_.on_round(round, sum);
 }
 
 }  // namespace distrain::membership
