@@ -13,7 +13,7 @@ using base::ErrorKind;
 // rank that is not reached in this time is behind something that drops packets.
 constexpr auto kLongestReach = std::chrono::seconds(20);
 // A rank that refuses connections has probably just died or left, and rank 0 is about to tell why.
-constexpr auto kRank0Tells = std::chrono::seconds(1);
+constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
 }  // namespace
@@ -109,29 +109,30 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
 }
 
 void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
-  Error told = error;
-  told.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
-  told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
-  told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
-                 " (" + name(rank) + "): " + error.message;
-  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, &peer, told] {
+  Error reported = error;
+  reported.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
+  reported.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
+  reported.message = "rank " + std::to_string(rank_) + " cannot reach rank " +
+                     std::to_string(rank) + " (" + name(rank) + "): " + error.message;
+  loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
     if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-    control_.report_on_loop(rank, told);
+    control_.report_on_loop(rank, reported);
   });
 }
 
 void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;  // lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  control_.authenticate_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
-    if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
-    if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
-    stream->set_limits_on_loop(wire::Limits{});
-    stream->set_handler_on_loop(handler_on_loop(rank, stream));
-    begin_to_send_on_loop(rank, stream);
-    on_open_(rank);
-  });
+  control_.authenticate_on_loop(
+      rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
+        if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
+        if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
+        stream->set_limits_on_loop(wire::Limits{});
+        stream->set_handler_on_loop(handler_on_loop(rank, stream));
+        begin_to_send_on_loop(rank, stream);
+        on_open_(rank);
+      });
 }
 
 // Retries after a close without a message: the peer is busy, or rank 0 will report its loss.

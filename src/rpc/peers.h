@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "device/arrivals.h"
+#include "device/device_receive.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/membership_types.h"
@@ -81,7 +81,9 @@ class Peers {
   void renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
 
   /// Returns the incomplete transfers of `rank`. Loop thread only.
-  std::shared_ptr<Arrivals>& arrivals_on_loop(int rank) { return at(rank).arrivals; }
+  std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
+    return at(rank).device_receive;
+  }
 
  private:
   enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
@@ -101,7 +103,7 @@ class Peers {
     base::Error loss;                   // guarded by mutex, once lost
     // Loop thread only.
     net::StreamPtr accepted;  // made by the peer
-    std::shared_ptr<Arrivals> arrivals;
+    std::shared_ptr<DeviceReceive> device_receive;
   };
 
   Peer& at(int rank) const { return peers_.at(rank); }

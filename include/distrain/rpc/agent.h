@@ -99,9 +99,9 @@ struct Traffic {
 
 /// A received reply that is not decoded yet.
 struct RawReply {
-  std::shared_ptr<InMessage> message;  ///< if this rank called itself
-  net::InFrame frame;                  ///< otherwise
-  std::shared_ptr<Arrivals> arrivals;  ///< of its tensors; null: none on devices
+  std::shared_ptr<InMessage> message;             ///< if this rank called itself
+  net::InFrame frame;                             ///< otherwise
+  std::shared_ptr<DeviceReceive> device_receive;  ///< of its tensors; null: none on devices
   int from = -1;
   uint64_t context = 0;
   uint64_t sent = 0;  ///< autograd id of the call's arguments, in `context`

@@ -15,7 +15,7 @@
 
 namespace distrain::rpc {
 
-class Arrivals;
+class DeviceReceive;
 
 /// A call that has arrived and not begun.
 struct QueuedCall {
@@ -25,7 +25,7 @@ struct QueuedCall {
   base::TimePoint arrived;
   std::shared_ptr<InMessage> message;  ///< if this rank called itself
   net::InFrame frame;                  ///< otherwise
-  std::shared_ptr<Arrivals> arrivals;
+  std::shared_ptr<DeviceReceive> device_receive;
   uint64_t credit = 0;       ///< that the call took
   bool is_given_up = false;  ///< by its caller: the call only has to be released
   bool is_parked = false;    ///< in its queue, until its caller has read more replies
@@ -50,7 +50,7 @@ class CallQueue {
   std::optional<QueuedCall> pop(const F& blocked) {
     std::lock_guard lock(mutex_);
     while (!calls_.empty()) {
-      const Place first = calls_.begin();
+      const Position first = calls_.begin();
       const bool is_behind_others = !parked_.empty() && parked_.contains(first->from);
       if (!is_behind_others && !blocked(first->from)) return take_locked(first);
       first->is_parked = true;
@@ -78,9 +78,9 @@ class CallQueue {
         for (auto call = parked.begin(); call != parked.end(); ++call) add_to_index_locked(call);
       }
     }
-    const auto place = index_[from].find(id);
-    if (place == index_[from].end()) return std::nullopt;
-    return take_locked(place->second);
+    const auto position = index_[from].find(id);
+    if (position == index_[from].end()) return std::nullopt;
+    return take_locked(position->second);
   }
   void drop_all_of(int from) {
     std::list<QueuedCall> dropped;  // destroyed without the lock
@@ -98,24 +98,26 @@ class CallQueue {
   }
 
  private:
-  using Place = std::list<QueuedCall>::iterator;
+  using Position = std::list<QueuedCall>::iterator;
   static constexpr size_t kMaxSpare = 64;
 
-  void add_to_index_locked(Place place) { index_[place->from].insert_or_assign(place->id, place); }
+  void add_to_index_locked(Position position) {
+    index_[position->from].insert_or_assign(position->id, position);
+  }
 
-  std::optional<QueuedCall> take_locked(Place place) {
-    std::optional<QueuedCall> call(std::move(*place));
+  std::optional<QueuedCall> take_locked(Position position) {
+    std::optional<QueuedCall> call(std::move(*position));
     if (has_index_) {
-      auto& places = index_[call->from];
-      const auto known = places.find(call->id);
+      auto& positions = index_[call->from];
+      const auto known = positions.find(call->id);
       // A faulty peer may have used one id twice.
-      if (known != places.end() && known->second == place) places.erase(known);
+      if (known != positions.end() && known->second == position) positions.erase(known);
     }
     std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
     if (spare_.size() < kMaxSpare) {
-      spare_.splice(spare_.begin(), queue, place);
+      spare_.splice(spare_.begin(), queue, position);
     } else {
-      queue.erase(place);
+      queue.erase(position);
     }
     if (call->is_parked && queue.empty()) parked_.erase(call->from);
     if (calls_.empty() && parked_.empty() && has_index_) {
@@ -130,7 +132,7 @@ class CallQueue {
   std::list<QueuedCall> spare_;                            // empty nodes for reuse
   std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
   // By rank and id. Built when the first call is cancelled, and kept while calls wait.
-  std::unordered_map<int, std::unordered_map<uint64_t, Place>> index_;
+  std::unordered_map<int, std::unordered_map<uint64_t, Position>> index_;
   bool has_index_ = false;
 };
 

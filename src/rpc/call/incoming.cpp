@@ -39,7 +39,7 @@ class ReplyImpl final : public Reply {
                           with_origin(error_in_flight(ErrorKind::kInternal), rank_, function_));
         }
       }
-      core.tell(core.budget->end(work_));
+      core.send_grants(core.budget->end(work_));
     });
   }
 
@@ -49,14 +49,14 @@ class ReplyImpl final : public Reply {
     if (target_) target_->value.fail(error);
     gate_->enter([&](AgentCore& core) {
       if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
-      core.tell(core.budget->end(work_));
+      core.send_grants(core.budget->end(work_));
     });
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
   /// Takes the call's credit when the call begins.
   void begin(AgentCore& core, uint64_t credit) {
-    core.tell(core.budget->begin(work_, to_, credit));
+    core.send_grants(core.budget->begin(work_, to_, credit));
   }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
   /// Sets the function that is added to errors without one.
@@ -122,7 +122,7 @@ void AgentCore::execute(QueuedCall&& call) {
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;
   // Before a call of a new process, the layers must have released the state of the lost one.
-  if (layers.is_telling() && call.incarnation > 0) layers.wait_until_told();
+  if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   uint64_t credit = call.credit;
@@ -134,8 +134,8 @@ void AgentCore::execute(QueuedCall&& call) {
       rrefs->receive(*message);
     } else {
       message = std::make_shared<InMessage>(
-          from_frame(std::move(call.frame), from, stager, call.arrivals.get(), rrefs.get()));
-      credit += message->credit_of_arrivals;
+          from_frame(std::move(call.frame), from, stager, call.device_receive.get(), rrefs.get()));
+      credit += message->credit_of_transfers;
     }
     begin();
     const ContextScope scope(hook.get(), header.context_id);
@@ -203,8 +203,8 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
     hold_parameters(message);
     base::Status sent = base::Unit{};
     if (has_device_tensors(message)) {
-      Departure departure(stager, std::move(message), header, transfer_numbers());
-      sent = send_departure(to, departure);
+      DeviceSend device_send(stager, std::move(message), header, transfer_numbers());
+      sent = send_from_device(to, device_send);
     } else {
       sent = send_answer(to, to_frame(std::move(message), header));
     }
@@ -234,7 +234,7 @@ void AgentCore::send_error(int to, uint64_t call_id, Error error) {
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {
-  message.await_arrivals();
+  message.await_device_tensors();
   if (message.header.autograd_id == 0) return;
   if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
   hook->on_receive(context, message, function);

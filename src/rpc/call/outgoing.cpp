@@ -32,7 +32,7 @@ class UnopenedReply {
   bool open() { return !is_over_.exchange(true); }
   void give_up() {
     if (is_over_.exchange(true)) return;
-    gate_->enter([this](AgentCore& core) { core.let_go(std::move(reply_)); });
+    gate_->enter([this](AgentCore& core) { core.release(std::move(reply_)); });
   }
 
  private:
@@ -54,7 +54,7 @@ struct AgentCore::OutgoingCall {
   size_t behind_wait = 0;                       // bytes from `wait_at` to the end
   // Exactly one of these is set.
   std::shared_ptr<InMessage> own;
-  std::shared_ptr<Departure> departure;
+  std::shared_ptr<DeviceSend> device_send;
   net::OutFrame frame;
 
   // Replaces the timeout in the body by the time that is left.
@@ -111,9 +111,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     } else {
       hold_parameters(message);
       if (has_device_tensors(message)) {
-        out.departure =
-            std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
-        out.credit += out.departure->bytes_left();
+        out.device_send =
+            std::make_shared<DeviceSend>(stager, std::move(message), header, transfer_numbers());
+        out.credit += out.device_send->bytes_left();
       } else {
         if (function == kFailFunction) {  // a control message
           header.channel = wire::kWithoutCredit;
@@ -160,7 +160,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
                         target->set_creation_error(result.error());
                         if (target->is_owner()) target->owned()->value.fail(result.error());
                         if (function != kFailFunction)
-                          tell_owner(target, result.error(), *was_sent);
+                          send_failure_to_owner(target, result.error(), *was_sent);
                       });
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
@@ -169,7 +169,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     return reply;
   }
   if (!fits.ok()) {
-    see_to_call(out, fits);
+    fail_if_unsent(out, fits);
     return reply;
   }
   if (!has_credit && base::thread_state().must_not_wait) {
@@ -184,21 +184,21 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   if (!has_credit) {
     const base::Status may_send =
         wait_for_credit(*call.window, call.to, call.credit, call.deadline);
-    if (!may_send.ok()) return see_to_call(call, may_send);
+    if (!may_send.ok()) return fail_if_unsent(call, may_send);
     if (!pending.is_waiting(call.id)) {
       call.window->give_back(call.credit);
       return rrefs->retract(call.tickets);
     }
     pending.set_deadline(call.id, call.deadline);
-    if (!call.own && !call.departure) {
+    if (!call.own && !call.device_send) {
       call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
     }
   }
   const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
-  if (call.departure || is_delayed) {
-    // A departure waits for the device, so a worker sends it and its caller does not wait.
-    const bool needs_worker = call.departure != nullptr;
-    base::Task go = [this, call = std::move(call)]() mutable { send_late_call(call); };
+  if (call.device_send || is_delayed) {
+    // A DeviceSend waits for the device, so a worker sends it and its caller does not wait.
+    const bool needs_worker = call.device_send != nullptr;
+    base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
     if (!is_delayed) return pool.post(std::move(go));
     loop.call_at(base::deadline_after(options.call_delay),
                  [this, needs_worker, go = std::move(go)]() mutable {
@@ -210,7 +210,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   if (call.was_sent) *call.was_sent = true;
   if (!call.own) {
     const base::Status sent = send(call.to, std::move(call.frame));
-    return see_to_call(call, sent);
+    return fail_if_unsent(call, sent);
   }
   QueuedCall mine;
   mine.from = call.to;
@@ -223,7 +223,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
 }
 
 // Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
-void AgentCore::send_late_call(OutgoingCall& call) {
+void AgentCore::send_deferred(OutgoingCall& call) {
   if (!pending.is_waiting(call.id)) {
     call.window->give_back(call.credit);
     return rrefs->retract(call.tickets);
@@ -234,19 +234,20 @@ void AgentCore::send_late_call(OutgoingCall& call) {
     call.set_wait(body.data() + call.wait_at);
     return true;
   };
-  const base::Status sent = call.departure ? send_departure(call.to, *call.departure, still_wanted)
-                                           : send(call.to, std::move(call.frame));
-  if (call.departure && call.departure->bytes_left() > 0) {
-    call.window->give_back(kCallCost + call.departure->bytes_left());
+  const base::Status sent = call.device_send
+                                ? send_from_device(call.to, *call.device_send, still_wanted)
+                                : send(call.to, std::move(call.frame));
+  if (call.device_send && call.device_send->bytes_left() > 0) {
+    call.window->give_back(kCallCost + call.device_send->bytes_left());
   }
-  see_to_call(call, sent);
-  if (sent.ok() && !pending.is_waiting(call.id)) tell_given_up(call.id, call.to);
+  fail_if_unsent(call, sent);
+  if (sent.ok() && !pending.is_waiting(call.id)) send_cancel(call.id, call.to);
 }
 
 // Sends the error of a remote() call to its owner, which may not know of the call, but may have
 // received its RRef from ranks that now wait for the value.
-void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
-                           bool was_sent) {
+void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
+                                      bool was_sent) {
   const bool is_given_up =
       error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
   const bool has_heard =
@@ -290,7 +291,7 @@ base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
 }
 
 // Fails a call that could not be sent.
-void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) {
+void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(call.tickets);
   Error error = sent.error();
@@ -299,11 +300,12 @@ void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) 
   pending.fail(call.id, call.to, std::move(error));
 }
 
-// Sends a departure. A device failure counts as this rank's, whichever rank made the call.
-base::Status AgentCore::send_departure(int to, Departure& departure,
-                                       const Departure::StillWanted& still_wanted) {
+// Sends a message with device tensors. A device failure counts as this rank's, whichever rank made
+// the call.
+base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
+                                         const DeviceSend::StillWanted& still_wanted) {
   try {
-    return departure.send(
+    return device_send.send(
         [&](net::OutFrame frame) {
           const bool is_reply = frame.header.kind == wire::FrameKind::kReply;
           return is_reply ? send_answer(to, std::move(frame)) : send(to, std::move(frame));
@@ -314,9 +316,10 @@ base::Status AgentCore::send_departure(int to, Departure& departure,
   }
 }
 
-void AgentCore::tell_given_up(uint64_t id, int to) {
+void AgentCore::send_cancel(uint64_t id, int to) {
   if (to == options.rank) return cancel_call(to, id);
-  static_cast<void>(send_word(to, wire::FrameKind::kCancel, id));  // a lost rank needs no message
+  static_cast<void>(
+      send_control(to, wire::FrameKind::kCancel, id));  // a lost rank needs no message
 }
 
 void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
@@ -326,7 +329,7 @@ void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
   const bool has_references = reply.message ? !reply.message->tickets.empty()
                                             : reply.frame.header.channel == wire::kWithRRefs;
   const bool has_nodes = reply.sent != 0 || header_of(reply).autograd_id != 0;
-  if (!call.is_remote && (has_references || has_nodes || reply.arrivals)) {
+  if (!call.is_remote && (has_references || has_nodes || reply.device_receive)) {
     reply.unopened = std::make_shared<UnopenedReply>(replies, reply);
   }
   call.promise.set(std::move(reply));
@@ -338,7 +341,7 @@ void RawReply::give_up() const {
   if (unopened) unopened->give_up();
 }
 
-void AgentCore::let_go(RawReply reply) {
+void AgentCore::release(RawReply reply) {
   if (reply.context != 0 && hook) {  // both pairs of nodes stay incomplete
     hook->on_failed(reply.context, reply.sent);
     hook->on_given_up(reply.context, reply.from, header_of(reply).call_id);
@@ -354,7 +357,7 @@ void AgentCore::let_go(RawReply reply) {
 std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
   if (!reply.message) {
     return std::make_shared<InMessage>(
-        from_frame(reply.frame, reply.from, stager, reply.arrivals.get(), rrefs.get()));
+        from_frame(reply.frame, reply.from, stager, reply.device_receive.get(), rrefs.get()));
   }
   rrefs->receive(*reply.message);
   return reply.message;

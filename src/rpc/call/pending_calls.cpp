@@ -78,7 +78,7 @@ std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int 
   return taken;
 }
 
-void PendingCalls::tell_if_drained() {
+void PendingCalls::complete_if_drained() {
   std::optional<base::Promise<void>> drained;
   std::unique_lock lock(mutex_);
   if (calls_.empty()) drained_.swap(drained);
@@ -132,7 +132,7 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
   if (expired.empty()) return;
   // Arguments may own user objects, which must not be destroyed on the loop.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
-  tell_if_drained();
+  complete_if_drained();
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {
@@ -141,7 +141,7 @@ void PendingCalls::fail_all_to(int rank, const base::Error& error) {
     own.op = call.function;
     fail_taken(id, call, std::move(own));
   }
-  tell_if_drained();
+  complete_if_drained();
 }
 
 void PendingCalls::fail_all(const base::Error& error) {
@@ -150,7 +150,7 @@ void PendingCalls::fail_all(const base::Error& error) {
     closed_ = error;
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
-  tell_if_drained();
+  complete_if_drained();
 }
 
 base::Future<void> PendingCalls::drained() {

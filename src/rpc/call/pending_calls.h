@@ -78,7 +78,7 @@ class PendingCalls {
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Takes out the calls to `rank`; if it is -1, all calls.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
-  void tell_if_drained();
+  void complete_if_drained();
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
 
   net::Loop& loop_;

@@ -72,7 +72,7 @@ void StreamPoint::wait_on_host() const {
   event_->synchronize();
 }
 
-void StreamPoint::settle() const noexcept {
+void StreamPoint::wait_in_destructor() const noexcept {
   try {
     if (!event_) return;
     const c10::DeviceGuard guard(event_->device());

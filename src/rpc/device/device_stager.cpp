@@ -36,7 +36,7 @@ struct DeviceStager::Shelf {
 DeviceStager::DeviceStager() : shelf_(std::make_shared<Shelf>()) {}
 
 DeviceStager::~DeviceStager() {
-  for (const auto& [point, memory] : released_) point.settle();
+  for (const auto& [point, memory] : released_) point.wait_in_destructor();
 }
 
 DeviceStager::Streams DeviceStager::streams_of(c10::Device device) {

@@ -4,7 +4,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "device/stream_state.h"
+#include "device/device_streams.h"
 #include "distrain/membership/rank_text.h"
 #include "distrain/rpc/device.h"
 

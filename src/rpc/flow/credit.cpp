@@ -19,12 +19,12 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   self.bytes = bytes;
   self.since = base::Clock::now();
   const base::BlockingScope blocking;
-  struct Leaving {
+  struct Dequeuing {
     Window& window;
     const Waiter& self;
-    ~Leaving() { window.leave(self); }
-  } const leaving{*this, self};
-  line_up(self);
+    ~Dequeuing() { window.dequeue(self); }
+  } const dequeuing{*this, self};
+  enqueue(self);
   std::unique_lock lock(mutex_);
   for (;;) {
     if (failed_) return *failed_;
@@ -40,13 +40,13 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   }
 }
 
-void Window::line_up(Waiter& waiter) {
+void Window::enqueue(Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
     waiters_.push_back(&waiter);
     is_contended_.store(true, std::memory_order_release);
   }
-  say();
+  send_requests();
 }
 
 bool Window::try_serve(const Waiter& waiter) {
@@ -58,7 +58,7 @@ bool Window::try_serve_locked(const Waiter& waiter) {
   return waiters_.front() == &waiter && take_at_once(waiter.bytes);
 }
 
-void Window::leave(const Waiter& waiter) {
+void Window::dequeue(const Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
     const auto place = std::find(waiters_.begin(), waiters_.end(), &waiter);
@@ -66,7 +66,7 @@ void Window::leave(const Waiter& waiter) {
     if (!waiters_.empty()) waiters_.front()->turn.notify_one();
     if (waiters_.empty() && !failed_) is_contended_ = false;
   }
-  say();
+  send_requests();
 }
 
 // Takes all or nothing, because a thread that sees a part taken for a moment would wait in vain.
@@ -84,7 +84,7 @@ void Window::give_back(uint64_t bytes) {
     std::lock_guard lock(mutex_);
     returned_ += bytes;
   }
-  say();
+  send_requests();
 }
 
 void Window::grant(uint64_t bytes, uint64_t size) {
@@ -95,12 +95,12 @@ void Window::grant(uint64_t bytes, uint64_t size) {
     available_ += bytes;
     if (!waiters_.empty()) waiters_.front()->turn.notify_one();
   }
-  say();
+  send_requests();
 }
 
 // Returns nothing if the other rank is up to date.
 std::optional<Window::Request> Window::next_request_locked() {
-  uint64_t target = said_.target;
+  uint64_t target = last_request_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
   if (target <= granted_ && !is_served) {
     for (uint64_t available = available_; available > size_;) {
@@ -115,15 +115,15 @@ std::optional<Window::Request> Window::next_request_locked() {
     }
     target = wanted == 0 ? 0 : granted_ - available_ + wanted;
   }
-  if (target == said_.target && returned_ == said_.returned) return std::nullopt;
-  said_ = {granted_ - available_, target, returned_};
-  return said_;
+  if (target == last_request_.target && returned_ == last_request_.returned) return std::nullopt;
+  last_request_ = {granted_ - available_, target, returned_};
+  return last_request_;
 }
 
 // Sends requests on one thread, which checks again afterwards, so the last request is current.
-void Window::say() {
+void Window::send_requests() {
   std::unique_lock lock(mutex_);
-  if (std::exchange(is_saying_, true)) return;
+  if (std::exchange(is_sending_, true)) return;
   while (!failed_) {
     const std::optional<Request> next = next_request_locked();
     if (!next) break;
@@ -131,7 +131,7 @@ void Window::say() {
     ask_(*next);
     lock.lock();
   }
-  is_saying_ = false;
+  is_sending_ = false;
 }
 
 void Window::fail(const base::Error& error) {
@@ -170,8 +170,8 @@ Budget::Grants Budget::open(ProcessNumber process) {
   Peer& peer = at(rank_of(process));
   if (peer.incarnation != incarnation_of(process)) return grants;
   peer.is_open = true;
-  settle_locked(rank_of(process), grants);
-  serve_locked(grants);
+  update_locked(rank_of(process), grants);
+  serve_pool_locked(grants);
   return grants;
 }
 
@@ -203,15 +203,15 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   if (is_hungry && !peer.is_hungry) peer.tag = std::max(peer.tag, now_);
   peer.is_hungry = is_hungry;
   peer.target = request.target;
-  settle_locked(rank, grants);
-  serve_locked(grants);
+  update_locked(rank, grants);
+  serve_pool_locked(grants);
   return grants;
 }
 
 Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
   Grants grants;
   std::lock_guard lock(mutex_);
-  take_back_locked(from, bytes, grants);
+  reclaim_locked(from, bytes, grants);
   return grants;
 }
 
@@ -227,7 +227,7 @@ Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
     work.at = kept_.insert(kept_.end(), &work);
   } else {
     begun_ += credit;
-    take_back_locked(from, credit, grants);
+    reclaim_locked(from, credit, grants);
   }
   return grants;
 }
@@ -238,7 +238,7 @@ Budget::Grants Budget::end(Work& work) {
   std::lock_guard lock(mutex_);
   if (work.is_kept) {
     kept_.erase(work.at);
-    take_back_locked(work.from, work.credit, grants);
+    reclaim_locked(work.from, work.credit, grants);
   } else {
     begun_ -= work.credit;
   }
@@ -247,7 +247,7 @@ Budget::Grants Budget::end(Work& work) {
     kept_.pop_front();
     first.is_kept = false;
     begun_ += first.credit;
-    take_back_locked(first.from, first.credit, grants);
+    reclaim_locked(first.from, first.credit, grants);
   }
   return grants;
 }
@@ -259,7 +259,7 @@ Budget::Grants Budget::lose(int rank) {
   leave_order_locked(rank);
   peer.is_here = peer.is_open = false;
   return_locked(peer, peer.held());
-  serve_locked(grants);
+  serve_pool_locked(grants);
   return grants;
 }
 
@@ -292,17 +292,17 @@ void Budget::return_locked(Peer& peer, uint64_t bytes) {
   pooled_ += beyond_window(peer);
 }
 
-void Budget::take_back_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
+void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
   Peer& peer = at(rank_of(from));
   if (!peer.is_here || peer.incarnation != incarnation_of(from)) return;
   peer.used -= bytes;
   return_locked(peer, bytes);
-  settle_locked(rank_of(from), grants);
-  serve_locked(grants);
+  update_locked(rank_of(from), grants);
+  serve_pool_locked(grants);
 }
 
 // Grants credit within the rank's window, or puts a rank that waits for the pool into the order.
-void Budget::settle_locked(int rank, Grants& grants) {
+void Budget::update_locked(int rank, Grants& grants) {
   Peer& peer = at(rank);
   leave_order_locked(rank);
   if (!peer.is_open) return;
@@ -322,7 +322,7 @@ void Budget::leave_order_locked(int rank) {
   if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
 }
 
-void Budget::serve_locked(Grants& grants) {
+void Budget::serve_pool_locked(Grants& grants) {
   while (!order_.empty()) {
     const auto [tag, rank] = *order_.begin();
     Peer& peer = at(rank);

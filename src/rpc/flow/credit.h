@@ -106,17 +106,17 @@ class Window {
   /// Returns when the first waiting call began to wait.
   std::optional<base::TimePoint> waiting_since() const;
 
-  // The steps of take(). The address of `waiter` must stay valid from line_up() to leave().
-  void line_up(Waiter& waiter);
+  // The steps of take(). The address of `waiter` must stay valid from enqueue() to dequeue().
+  void enqueue(Waiter& waiter);
   /// Returns true if `waiter` was the first and has taken its credit.
   bool try_serve(const Waiter& waiter);
-  void leave(const Waiter& waiter);
+  void dequeue(const Waiter& waiter);
 
  private:
   bool try_serve_locked(const Waiter& waiter);
   bool take_at_once(uint64_t bytes);
   std::optional<Request> next_request_locked();
-  void say();
+  void send_requests();
 
   const Ask ask_;
   std::atomic<uint64_t> available_{kFirstCredit};
@@ -126,8 +126,8 @@ class Window {
   uint64_t granted_ = kFirstCredit;  // since the beginning
   uint64_t returned_ = 0;            // unused, since the beginning
   uint64_t size_ = kFirstCredit;
-  Request said_;
-  bool is_saying_ = false;  // one thread at a time sends requests
+  Request last_request_;
+  bool is_sending_ = false;  // one thread at a time sends requests
   std::optional<base::Error> failed_;
 };
 
@@ -198,10 +198,10 @@ class Budget {
   }
   void grant_locked(int rank, uint64_t bytes, Grants& grants);
   void return_locked(Peer& peer, uint64_t bytes);
-  void take_back_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
-  void settle_locked(int rank, Grants& grants);
+  void reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
+  void update_locked(int rank, Grants& grants);
   void leave_order_locked(int rank);
-  void serve_locked(Grants& grants);
+  void serve_pool_locked(Grants& grants);
 
   const uint64_t total_;
   const uint64_t window_;

@@ -11,7 +11,7 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "device/arrivals.h"
+#include "device/device_receive.h"
 #include "device/device_stager.h"
 #include "device/device_table.h"
 #include "distrain/rpc/dtype.h"
@@ -47,21 +47,21 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
           message.devices[i]};
 }
 
-using ArrivalPtr = std::shared_ptr<Arrival>;
+using TransferPtr = std::shared_ptr<IncomingTransfer>;
 
 // Takes all transfers before decoding, because after an error no code would take the others.
-std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups,
-                                      const std::vector<uint64_t>& transfers, DeviceStager& stager,
-                                      Arrivals* arrivals) {
-  std::vector<ArrivalPtr> taken;
+std::vector<TransferPtr> take_transfers(const std::vector<DeviceGroup>& groups,
+                                        const std::vector<uint64_t>& ids, DeviceStager& stager,
+                                        DeviceReceive* device_receive) {
+  std::vector<TransferPtr> taken;
   for (size_t g = 0; g < groups.size(); ++g) {
     const DeviceGroup& group = groups[g];
-    const uint64_t id = transfers[g];
+    const uint64_t id = ids[g];
     const uint64_t bytes = group.layout.bytes;
     if (chunked_bytes(bytes) == 0) {
-      taken.push_back(std::make_shared<Arrival>(stager, group.device, bytes));
-    } else if (arrivals) {
-      taken.push_back(arrivals->take(id, group.device, bytes));
+      taken.push_back(std::make_shared<IncomingTransfer>(stager, group.device, bytes));
+    } else if (device_receive) {
+      taken.push_back(device_receive->take(id, group.device, bytes));
     } else {
       wire::Reader::fail("a transfer that has not come");
     }
@@ -84,22 +84,23 @@ std::vector<RRefTicket> read_tickets(wire::Reader& meta) {
 
 // Makes the device tensors of a message out of its transfers.
 void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& descs,
-                    const std::vector<DeviceGroup>& groups, const std::vector<ArrivalPtr>& arrivals,
-                    std::span<const uint8_t> payload, uint64_t begin) {
+                    const std::vector<DeviceGroup>& groups,
+                    const std::vector<TransferPtr>& transfers, std::span<const uint8_t> payload,
+                    uint64_t begin) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;  // aliases that autograd does not record
   for (size_t g = 0; g < groups.size(); ++g) {
     const DeviceGroup& group = groups[g];
-    const ArrivalPtr& arrival = arrivals[g];
+    const TransferPtr& transfer = transfers[g];
     const uint64_t bytes = group.layout.bytes;
     const c10::Device device = to_c10(group.device);
     at::Tensor memory;
     if (bytes > 0) {
       const uint64_t rest = bytes - chunked_bytes(bytes);
       begin = wire::align_payload(begin);
-      auto [all, point] = arrival->finish(payload.subspan(begin, rest));
+      auto [all, point] = transfer->finish(payload.subspan(begin, rest));
       begin += rest;
       memory = std::move(all);
-      message.arrivals.emplace_back(device, std::move(point));
+      message.completed_at.emplace_back(device, std::move(point));
     }
     for (size_t k = 0; k < group.tensors.size(); ++k) {
       const wire::TensorDesc& desc = descs[group.tensors[k]];
@@ -132,13 +133,13 @@ std::vector<wire::TensorDesc> describe(const OutMessage& message) {
   return descs;
 }
 
-void InMessage::await_arrivals() {
-  if (arrivals.empty()) return;
-  for (const auto& [device, point] : arrivals) point.make_current_wait(device);
+void InMessage::await_device_tensors() {
+  if (completed_at.empty()) return;
+  for (const auto& [device, point] : completed_at) point.make_current_wait(device);
   for (const at::Tensor& tensor : tensors) {
     if (is_accelerator(tensor.device())) use_on_stream(tensor, current_stream(tensor.device()));
   }
-  arrivals.clear();
+  device_receive.clear();
 }
 
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
@@ -198,8 +199,8 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
   return frame;
 }
 
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
-                     RRefContext* receiver) {
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
+                     DeviceReceive* device_receive, RRefContext* receiver) {
   InMessage message;
   message.header = frame.header;
   message.from = from;
@@ -230,9 +231,9 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
       }
     }
   }
-  std::vector<uint64_t> transfers;
-  for (size_t g = 0; g < groups.size(); ++g) transfers.push_back(meta.get<uint64_t>());
-  const std::vector<ArrivalPtr> taken = take_arrivals(groups, transfers, stager, arrivals);
+  std::vector<uint64_t> ids;
+  for (size_t g = 0; g < groups.size(); ++g) ids.push_back(meta.get<uint64_t>());
+  const std::vector<TransferPtr> taken = take_transfers(groups, ids, stager, device_receive);
   message.tickets = read_tickets(meta);
   // Before tensors are allocated, because RRefs must be received even if a device has no memory.
   if (receiver) receiver->receive(message);
@@ -270,7 +271,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
   receive_groups(message, descs, groups, taken, frame.payload, host_bytes);
   message.body = frame.meta.last(meta.left());
   message.storage = std::move(frame.body);
-  for (const ArrivalPtr& arrival : taken) message.credit_of_arrivals += arrival->take_credit();
+  for (const TransferPtr& transfer : taken) message.credit_of_transfers += transfer->take_credit();
   return message;
 }
 
@@ -283,7 +284,8 @@ InMessage to_self(OutMessage out, wire::FrameHeader header, int rank) {
   for (const at::Tensor& tensor : out.tensors) {
     message.tensors.push_back(tensor.detach().clone());
     const c10::Device device = tensor.device();
-    if (is_accelerator(device)) message.arrivals.emplace_back(device, StreamPoint::mark(device));
+    if (is_accelerator(device))
+      message.completed_at.emplace_back(device, StreamPoint::mark(device));
   }
   if (header.autograd_id != 0) message.requires_grad = std::move(out.requires_grad);
   message.tickets = std::move(out.rrefs);

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "device/stream_state.h"
+#include "device/device_streams.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::rpc {

@@ -85,7 +85,7 @@ void TraceCollector::read_clocks() {
 std::vector<base::RankTrace> TraceCollector::collect() {
   base::Tracer& tracer = *agent_.tracer();
   tracer.stop();
-  tracer.settle(kTraceSettles);
+  tracer.wait_until_closed(kSliceTimeout);
   read_clocks();
   std::vector<base::RankTrace> ranks = {own_trace(agent_)};
   std::vector<RankClock> clocks = {clocks_[0]};

@@ -20,7 +20,7 @@ class TraceExport {
     std::lock_guard lock(mutex_);
     if (first == 0) {
       tracer.stop();
-      tracer.settle(kTraceSettles);
+      tracer.wait_until_closed(kSliceTimeout);
       flatten(tracer);
     }
     if (!events_.defined() || first > static_cast<uint64_t>(events_.size(0))) {

@@ -39,7 +39,7 @@ inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 
 /// How long a rank waits, when its trace is read, for threads to end the slices of calls that have
 /// been answered already.
-inline constexpr base::Duration kTraceSettles = std::chrono::seconds(2);
+inline constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
 
 // Called by rank 0.
 ClockAnswer read_trace_clock(CallContext& call);

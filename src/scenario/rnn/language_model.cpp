@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -71,7 +71,7 @@ void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const
 at::Tensor LanguageModel::next(const std::vector<int64_t>& words, models::LstmState& state) const {
   const at::NoGradGuard no_grad;
   const at::Tensor last = hidden_of(at::tensor(words, at::kLong).view({-1, 1}), state)[-1];
-  return rpc::placed(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
+  return rpc::to_device(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
 }
 
 std::string LanguageModel::continued(std::string text, std::vector<int64_t> words,

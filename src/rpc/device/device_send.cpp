@@ -1,4 +1,4 @@
-#include "device/departure.h"
+#include "device/device_send.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,8 +11,8 @@
 
 namespace distrain::rpc {
 
-Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
-                     const std::function<uint64_t()>& new_transfer)
+DeviceSend::DeviceSend(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
+                       const std::function<uint64_t()>& new_transfer)
     : stager_(stager),
       message_(std::move(message)),
       header_(header),
@@ -46,13 +46,13 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
   begin_copies(kCopiesAhead);
 }
 
-std::vector<uint64_t> Departure::transfer_ids() const {
+std::vector<uint64_t> DeviceSend::transfer_ids() const {
   std::vector<uint64_t> ids;
   for (const Transfer& transfer : transfers_) ids.push_back(transfer.id);
   return ids;
 }
 
-Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
+DeviceSend::Transfer DeviceSend::make_transfer(DeviceGroup group) const {
   const uint64_t bytes = group.layout.bytes;
   if (bytes > wire::Limits{}.max_payload_bytes) {
     base::invalid("tensors of " + std::to_string(bytes) +
@@ -75,11 +75,11 @@ Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
   return transfer;
 }
 
-void Departure::begin_copies(size_t until) {
+void DeviceSend::begin_copies(size_t until) {
   for (; begun_ < std::min(until, pieces_.size()); ++begun_) begin_copy(pieces_[begun_]);
 }
 
-void Departure::begin_copy(Piece& piece) {
+void DeviceSend::begin_copy(Piece& piece) {
   const at::NoGradGuard no_grad;
   const Transfer& transfer = transfers_[piece.transfer];
   const auto size = piece.end - piece.begin;
@@ -108,7 +108,7 @@ void Departure::begin_copy(Piece& piece) {
   piece.copied = StreamPoint::mark(stream);
 }
 
-net::OutFrame Departure::chunk_of(const Transfer& transfer) const {
+net::OutFrame DeviceSend::chunk_of(const Transfer& transfer) const {
   net::OutFrame frame;
   frame.header.kind = wire::FrameKind::kChunk;
   const wire::DeviceRef device = transfer.group.device;
@@ -120,8 +120,8 @@ net::OutFrame Departure::chunk_of(const Transfer& transfer) const {
   return frame;
 }
 
-base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& send,
-                             const StillWanted& still_wanted) {
+base::Status DeviceSend::send(const std::function<base::Status(net::OutFrame)>& send,
+                              const StillWanted& still_wanted) {
   const auto give_up = [&] {  // an empty chunk tells the receiver that the message will not come
     for (const Transfer& transfer : transfers_) {
       if (transfer.id != 0) static_cast<void>(send(chunk_of(transfer)));
@@ -137,8 +137,8 @@ base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& s
   }
 }
 
-base::Status Departure::send_chunks(const std::function<base::Status(net::OutFrame)>& send,
-                                    const StillWanted& still_wanted) {
+base::Status DeviceSend::send_chunks(const std::function<base::Status(net::OutFrame)>& send,
+                                     const StillWanted& still_wanted) {
   for (size_t i = 0; i < chunks_; ++i) {
     sending_->await_fewer_than(kMaxSending);
     begin_copies(i + kCopiesAhead);

@@ -1,4 +1,4 @@
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 #include <ATen/Functions.h>
 
@@ -7,7 +7,7 @@
 
 namespace distrain::rpc {
 
-at::Tensor placed(const at::Tensor& tensor, c10::Device device) {
+at::Tensor to_device(const at::Tensor& tensor, c10::Device device) {
   if (tensor.device() == device) return tensor;
   if (is_accelerator(device)) return tensor.to(device, /*non_blocking=*/tensor.is_cpu());
   const base::BlockingScope waits;  // for the copy to complete
@@ -20,7 +20,7 @@ void check_rows(const at::Tensor& index, const at::Tensor& table) {
 
 void expect_rows(const at::Tensor& index, const at::Tensor& table) {
   if (index.numel() == 0 || !at::isIntegralType(index.scalar_type(), false)) return;
-  const auto [least, most] = at::aminmax(placed(index, c10::kCPU));
+  const auto [least, most] = at::aminmax(to_device(index, c10::kCPU));
   const auto low = least.item<int64_t>(), high = most.item<int64_t>();
   TORCH_CHECK_INDEX(low >= 0 && high < table.size(0), "index ", low < 0 ? low : high,
                     " is out of range, the table has ", table.size(0), " rows");
@@ -29,7 +29,7 @@ void expect_rows(const at::Tensor& index, const at::Tensor& table) {
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   const bool arrives_on_cpu = agent.device_of(rank) == c10::Device(c10::kCPU).str();
-  return placed(tensor, arrives_on_cpu ? c10::Device(c10::kCPU) : agent.device());
+  return to_device(tensor, arrives_on_cpu ? c10::Device(c10::kCPU) : agent.device());
 }
 
 }  // namespace distrain::rpc

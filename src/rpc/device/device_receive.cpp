@@ -1,4 +1,4 @@
-#include "device/arrivals.h"
+#include "device/device_receive.h"
 
 #include <cstring>
 #include <iterator>
@@ -18,7 +18,7 @@ uint64_t credit_of_transfer(const wire::FrameHeader& header) {
   return is_first && (header.channel & wire::kOfReply) == 0 ? chunked_bytes(header.autograd_id) : 0;
 }
 
-base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
+base::Task DeviceReceive::add_chunk_on_loop(net::InFrame frame) {
   const wire::FrameHeader& header = frame.header;
   const wire::DeviceRef device{static_cast<wire::DeviceType>(header.channel & 0x7f),
                                static_cast<uint8_t>(header.channel >> 8)};
@@ -27,17 +27,17 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
     wire::Reader::fail("a chunk for no device");
   }
   if (bytes > wire::Limits{}.max_payload_bytes) wire::Reader::fail("a transfer beyond the limits");
-  std::shared_ptr<Arrival> arrival;
+  std::shared_ptr<IncomingTransfer> transfer;
   {
     std::lock_guard lock(mutex_);
     if (header.payload_bytes == 0) {  // the sender has given up on it
       auto given_up = open_.extract(header.call_id);
       if (given_up.empty()) return {};
-      return [arrival = std::move(given_up.mapped())]() mutable { arrival.reset(); };
+      return [transfer = std::move(given_up.mapped())]() mutable { transfer.reset(); };
     }
     const auto it = open_.find(header.call_id);
     if (it != open_.end()) {
-      arrival = it->second;
+      transfer = it->second;
     } else {
       std::optional<base::Error> refusal;
       if (open_.size() >= kMaxOpenTransfers) {
@@ -45,52 +45,53 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
         text += std::to_string(open_.size());
         refusal = base::Error{base::ErrorKind::kOverloaded, std::move(text)};
       }
-      arrival = std::make_shared<Arrival>(stager_, device, bytes, std::move(refusal));
-      arrival->hold_credit(credit_of_transfer(header), return_);
-      open_.emplace(header.call_id, arrival);
+      transfer = std::make_shared<IncomingTransfer>(stager_, device, bytes, std::move(refusal));
+      transfer->hold_credit(credit_of_transfer(header), return_);
+      open_.emplace(header.call_id, transfer);
     }
   }
-  if (!(arrival->device() == device) || arrival->bytes() != bytes ||
-      arrival->received() != header.context_id || header.payload_bytes != kChunkBytes ||
-      arrival->received() + kChunkBytes > chunked_bytes(bytes)) {
+  if (!(transfer->device() == device) || transfer->bytes() != bytes ||
+      transfer->received() != header.context_id || header.payload_bytes != kChunkBytes ||
+      transfer->received() + kChunkBytes > chunked_bytes(bytes)) {
     wire::Reader::fail("a chunk that does not fit its transfer");
   }
-  if (!arrival->add_on_loop(std::move(frame))) return {};
-  return [arrival] { arrival->copy_queued(); };
+  if (!transfer->add_on_loop(std::move(frame))) return {};
+  return [transfer] { transfer->copy_queued(); };
 }
 
-std::shared_ptr<Arrival> Arrivals::take(uint64_t id, wire::DeviceRef device, uint64_t bytes) {
+std::shared_ptr<IncomingTransfer> DeviceReceive::take(uint64_t id, wire::DeviceRef device,
+                                                      uint64_t bytes) {
   decltype(open_)::node_type taken;
   {
     std::lock_guard lock(mutex_);
     taken = open_.extract(id);
   }
   if (!taken) wire::Reader::fail("a transfer that has not come");
-  const std::shared_ptr<Arrival> arrival = std::move(taken.mapped());
-  if (!(arrival->device() == device) || arrival->bytes() != bytes || !arrival->has_come()) {
+  const std::shared_ptr<IncomingTransfer> transfer = std::move(taken.mapped());
+  if (!(transfer->device() == device) || transfer->bytes() != bytes || !transfer->is_complete()) {
     wire::Reader::fail("a transfer that is not the message's");
   }
-  return arrival;
+  return transfer;
 }
 
-void Arrivals::drop_parts() {
-  std::vector<std::shared_ptr<Arrival>> gone;  // released without the lock
+void DeviceReceive::drop_incomplete() {
+  std::vector<std::shared_ptr<IncomingTransfer>> gone;  // released without the lock
   std::lock_guard lock(mutex_);
   for (auto it = open_.begin(); it != open_.end();) {
-    const bool is_part = !it->second->has_come();
+    const bool is_part = !it->second->is_complete();
     if (is_part) gone.push_back(std::move(it->second));
     it = is_part ? open_.erase(it) : std::next(it);
   }
 }
 
-bool Arrival::add_on_loop(net::InFrame frame) {
+bool IncomingTransfer::add_on_loop(net::InFrame frame) {
   received_ += frame.payload.size();
   std::lock_guard lock(queue_mutex_);
   queue_.push_back(std::move(frame));
   return !std::exchange(copying_, true);
 }
 
-void Arrival::copy_queued() {
+void IncomingTransfer::copy_queued() {
   std::lock_guard copying(copy_mutex_);
   for (;;) {
     std::vector<net::InFrame> frames;
@@ -114,7 +115,7 @@ void Arrival::copy_queued() {
   }
 }
 
-void Arrival::copy_locked(std::span<const uint8_t> from, base::BufferPtr keep) {
+void IncomingTransfer::copy_locked(std::span<const uint8_t> from, base::BufferPtr keep) {
   const at::NoGradGuard no_grad;
   const c10::Device device = to_c10(device_);
   const c10::Stream stream = stager_.in_stream(device);
@@ -131,7 +132,7 @@ void Arrival::copy_locked(std::span<const uint8_t> from, base::BufferPtr keep) {
   stager_.release_at(StreamPoint::mark(stream), std::move(keep));
 }
 
-std::pair<at::Tensor, StreamPoint> Arrival::finish(std::span<const uint8_t> rest) {
+std::pair<at::Tensor, StreamPoint> IncomingTransfer::finish(std::span<const uint8_t> rest) {
   copy_queued();
   std::lock_guard copying(copy_mutex_);
   if (error_) throw base::Exception(*error_);

@@ -9,13 +9,13 @@ namespace distrain::rpc {
 // Note [Moving tensors between ranks]
 //
 // A tensor on a GPU arrives on the receiver's GPU, a CPU tensor arrives on the CPU. So a CPU tensor
-// is sent as it is, and the receiver moves it to its device with placed(). A rank with a GPU moves
-// a tensor to the CPU with for_rank() before it sends the tensor to a rank without a GPU. Both
-// functions do nothing if there is nothing to move. Autograd records a move, so the gradient
+// is sent as it is, and the receiver moves it to its device with to_device(). A rank with a GPU
+// moves a tensor to the CPU with for_rank() before it sends the tensor to a rank without a GPU.
+// Both functions do nothing if there is nothing to move. Autograd records a move, so the gradient
 // returns to the device that the tensor came from.
 
 /// Returns `tensor` on `device`, copied if necessary.
-at::Tensor placed(const at::Tensor& tensor, c10::Device device);
+at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
 
 /// Throws torch's IndexError, as CPU lookups do, if an element of `index` is not a row of `table`.
 /// A wrong index makes a GPU unusable for all ranks of this process, so the values are checked on

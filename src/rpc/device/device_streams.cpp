@@ -1,4 +1,4 @@
-#include "device/stream_state.h"
+#include "device/device_streams.h"
 
 #include <atomic>
 #include <utility>

@@ -21,20 +21,20 @@ namespace distrain::rpc {
 inline constexpr size_t kMaxOpenTransfers = 1024;
 
 /// A transfer that is being received: its chunks are copied to the device as they arrive.
-class Arrival {
+class IncomingTransfer {
  public:
   /// Returns credit of a call that will not begin.
   using Return = std::function<void(uint64_t bytes)>;
 
   /// With an `error`, which finish() throws, its chunks are dropped.
-  Arrival(DeviceStager& stager, wire::DeviceRef device, uint64_t bytes,
-          std::optional<base::Error> error = {})
+  IncomingTransfer(DeviceStager& stager, wire::DeviceRef device, uint64_t bytes,
+                   std::optional<base::Error> error = {})
       : stager_(stager), device_(device), bytes_(bytes), error_(std::move(error)) {}
-  ~Arrival() {
+  ~IncomingTransfer() {
     if (credit_ > 0 && return_) return_(credit_);
   }
-  Arrival(const Arrival&) = delete;
-  Arrival& operator=(const Arrival&) = delete;
+  IncomingTransfer(const IncomingTransfer&) = delete;
+  IncomingTransfer& operator=(const IncomingTransfer&) = delete;
 
   /// Holds `bytes` of credit until take_credit(), or returns it when destroyed.
   void hold_credit(uint64_t bytes, Return give_back) {
@@ -55,7 +55,7 @@ class Arrival {
   uint64_t bytes() const { return bytes_; }
   uint64_t received() const { return received_; }
   /// Returns true if all chunks have been received.
-  bool has_come() const { return received_ == chunked_bytes(bytes_); }
+  bool is_complete() const { return received_ == chunked_bytes(bytes_); }
 
  private:
   void copy_locked(std::span<const uint8_t> from, base::BufferPtr keep);
@@ -83,26 +83,26 @@ uint64_t credit_of_transfer(const wire::FrameHeader& header);
 /// The transfers of one rank that precede their messages. Owned by the connection and by each
 /// message of that rank that is not decoded yet. So it is destroyed, with unclaimed transfers, when
 /// the rank is lost and the last of these messages is decoded.
-class Arrivals {
+class DeviceReceive {
  public:
   /// `give_back` is called on workers.
-  Arrivals(DeviceStager& stager, int from, Arrival::Return give_back = {})
+  DeviceReceive(DeviceStager& stager, int from, IncomingTransfer::Return give_back = {})
       : stager_(stager), from_(from), return_(std::move(give_back)) {}
 
   /// Takes a chunk. Throws `protocol` if it does not fit its transfer. Returns a task for a worker,
   /// if one is needed: the loop neither copies nor frees device memory.
   base::Task add_chunk_on_loop(net::InFrame frame);
   /// Takes out the transfer `id`. Throws `protocol` if it is incomplete, or not as described.
-  std::shared_ptr<Arrival> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
+  std::shared_ptr<IncomingTransfer> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
   /// Releases incomplete transfers, when no more chunks will come.
-  void drop_parts();
+  void drop_incomplete();
 
  private:
   DeviceStager& stager_;
   const int from_;
-  const Arrival::Return return_;
+  const IncomingTransfer::Return return_;
   std::mutex mutex_;  // the loop locks it, so it is never held during a device call
-  std::map<uint64_t, std::shared_ptr<Arrival>> open_;
+  std::map<uint64_t, std::shared_ptr<IncomingTransfer>> open_;
 };
 
 }  // namespace distrain::rpc

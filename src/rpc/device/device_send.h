@@ -17,14 +17,14 @@ inline constexpr size_t kCopiesAhead = 8;
 inline constexpr size_t kMaxSending = 8;
 
 /// Sends a message with tensors on devices.
-class Departure {
+class DeviceSend {
  public:
   /// Enqueues the first copies, after the work in this thread's current streams. `new_transfer`
   /// returns the number of a new transfer. Throws `invalid` if a transfer is too large.
-  Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
-            const std::function<uint64_t()>& new_transfer);
-  Departure(const Departure&) = delete;
-  Departure& operator=(const Departure&) = delete;
+  DeviceSend(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
+             const std::function<uint64_t()>& new_transfer);
+  DeviceSend(const DeviceSend&) = delete;
+  DeviceSend& operator=(const DeviceSend&) = delete;
 
   /// Returns the bytes that are not sent yet, as the receiver counts them for credit.
   uint64_t bytes_left() const { return bytes_left_; }
@@ -40,7 +40,7 @@ class Departure {
  private:
   // A part of a transfer. Waits in its destructor because a copy uses the tensors and the block.
   struct Piece {
-    ~Piece() { copied.settle(); }
+    ~Piece() { copied.wait_in_destructor(); }
     size_t transfer = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
