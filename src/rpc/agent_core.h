@@ -161,7 +161,14 @@ class AgentCore {
     return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
   }
   struct OutgoingCall;
-  void send_call(OutgoingCall call, bool has_credit);
+  OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
+                           const std::function<void(Encoder&)>& fill, const RRefHandle* target);
+  base::Status admit_call(OutgoingCall& call);
+  bool register_call(OutgoingCall& call, PendingCalls::Call waiting,
+                     const std::shared_ptr<RRefHandle>& target);
+  void send_call(OutgoingCall call);
+  bool await_credit(OutgoingCall& call);
+  void send_call_later(OutgoingCall call, bool is_delayed);
   void send_deferred(OutgoingCall& call);
   void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory,
@@ -183,7 +190,7 @@ class AgentCore {
   void disconnect();
   void stop();
   void cancel_call(int from, uint64_t id);
-  base::Status wait_for_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
+  base::Status take_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();

@@ -52,6 +52,7 @@ struct AgentCore::OutgoingCall {
   std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
   size_t wait_at = 0;                           // offset of the caller's timeout in the body
   size_t behind_wait = 0;                       // bytes from `wait_at` to the end
+  bool has_credit = false;
   // Exactly one of these is set.
   std::shared_ptr<InMessage> own;
   std::shared_ptr<DeviceSend> device_send;
@@ -65,15 +66,59 @@ struct AgentCore::OutgoingCall {
   }
 };
 
+// A call takes these steps, in this order:
+//
+//   encode    the arguments become a message. If that fails, call() throws, and no call exists
+//   admit     checks the size, and takes credit if there is enough without a wait
+//   register  from now on, a reply, the deadline or a loss completes the call
+//   send      waits for credit that is missing, then sends the message
+//
+// Three kinds of message are sent: a call to this rank itself goes to its own queue; a message with
+// device tensors is sent by a worker, because it waits for the device; any other is a frame that
+// the calling thread sends. Fault injection delays the latter two.
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
-  const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
-  // With gradients disabled, the caller records nothing, so the call is not part of its context.
-  const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
   base::Tracer* const tracer = tracer_of(options.tracer, function);
   CallSlice slice(tracer);
   if (slice) slice.set_name("call ", function);
+  PendingCalls::Call waiting;
+  waiting.to = to;
+  waiting.function = function;
+  waiting.is_remote = target != nullptr;
+  OutgoingCall call = encode_call(waiting, timeout, fill, target.get());
+  waiting.started = base::Clock::now();
+  call.deadline = timeout == base::Duration::max() ? base::kNever : waiting.started + timeout;
+  const base::Status fits = admit_call(call);
+  if (call.has_credit) waiting.deadline = call.deadline;  // otherwise await_credit() sets it
+  if (slice) {
+    slice.set_flow(Kind::kFlowOut, flow_id(options.rank, call.id), waiting.started);
+    waiting.traced_as = tracer->intern({}, function);
+  }
+  base::Future<RawReply> reply = waiting.promise.future();
+  if (!register_call(call, std::move(waiting), target)) {
+    rrefs->retract(call.tickets);
+  } else if (!fits.ok()) {
+    fail_if_unsent(call, fits);
+  } else if (!call.has_credit && base::thread_state().must_not_wait) {
+    pool.post([this, call = std::move(call)]() mutable { send_call(std::move(call)); });
+  } else {
+    send_call(std::move(call));
+  }
+  return reply;
+}
+
+// Throws if the call cannot be encoded. Sets what `waiting` needs of the encoded call.
+AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base::Duration timeout,
+                                               const std::function<void(Encoder&)>& fill,
+                                               const RRefHandle* target) {
+  const int to = waiting.to;
+  OutgoingCall call;
+  call.id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  call.to = to;
+  call.function = waiting.function;
+  // With gradients disabled, the caller records nothing, so the call is not part of its context.
+  const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
   OutMessage message;
   message.body.reserve(128);
   Encoder encoder(message);
@@ -81,12 +126,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   encoder.devices = &devices;
   encoder.to = to;
   encoder.is_argument = true;
-  encoder.out.put(function);
-  OutgoingCall out;
-  out.id = id;
-  out.to = to;
-  out.function = function;
-  out.wait_at = message.body.size();
+  encoder.out.put(call.function);
+  call.wait_at = message.body.size();
   encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
   if (target) {
@@ -95,118 +136,77 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   }
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kCall;
-  header.call_id = id;
+  header.call_id = call.id;
   header.context_id = context;
-  std::vector<RRefTicket>& tickets = out.tickets;
-  // A call that cannot be encoded throws here, before anybody waits for its answer.
   try {
     fill(encoder);
     if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
-    tickets = message.rrefs;
-    out.behind_wait = message.body.size() - out.wait_at;
+    call.tickets = message.rrefs;
+    call.behind_wait = message.body.size() - call.wait_at;
     if (to == options.rank) {
-      out.credit += message.body.size();
-      for (const at::Tensor& tensor : message.tensors) out.credit += tensor.nbytes();
-      out.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      call.credit += message.body.size();
+      for (const at::Tensor& tensor : message.tensors) call.credit += tensor.nbytes();
+      call.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
       hold_parameters(message);
       if (has_device_tensors(message)) {
-        out.device_send =
+        call.device_send =
             std::make_shared<DeviceSend>(stager, std::move(message), header, transfer_numbers());
-        out.credit += out.device_send->bytes_left();
+        call.credit += call.device_send->bytes_left();
       } else {
-        if (function == kFailFunction) {  // a control message
+        if (call.function == kFailFunction) {  // a control message
           header.channel = wire::kWithoutCredit;
-          out.credit = 0;
+          call.credit = 0;
         }
-        out.frame = to_frame(std::move(message), header);
-        if (out.credit > 0) out.credit += net::bytes_of(out.frame);
+        call.frame = to_frame(std::move(message), header);
+        if (call.credit > 0) call.credit += net::bytes_of(call.frame);
       }
     }
   } catch (...) {
-    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    rrefs->retract(call.tickets.empty() ? message.rrefs : call.tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
     throw base::Exception(
-        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, function));
+        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
   }
+  waiting.context = context;
+  waiting.autograd_id = header.autograd_id;
+  waiting.holds = std::move(encoder.holds);
+  return call;
+}
 
-  PendingCalls::Call call;
-  call.to = to;
-  call.function = function;
-  call.started = base::Clock::now();
-  out.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
-  // Checked before credit is taken, so that a call that is too large takes none.
-  const base::Status fits = net::check_limits(out.frame);
-  out.window = &windows_.at(to);
-  const bool has_credit = !fits.ok() || out.credit == 0 || out.window->try_take(out.credit);
-  if (has_credit) call.deadline = out.deadline;  // otherwise send_call() sets it
-  call.context = context;
-  call.autograd_id = header.autograd_id;
-  call.is_remote = target != nullptr;
-  call.holds = std::move(encoder.holds);
-  if (slice) {
-    slice.set_flow(Kind::kFlowOut, flow_id(options.rank, id), call.started);
-    call.traced_as = tracer->intern({}, function);
-  }
-  base::Future<RawReply> reply = call.promise.future();
-  reply.state()->on_cancel([gate = replies, id, to] {
+// Returns an error, and takes no credit, if the call is too large.
+base::Status AgentCore::admit_call(OutgoingCall& call) {
+  const base::Status fits = net::check_limits(call.frame);
+  call.window = &windows_.at(call.to);
+  call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
+  return fits;
+}
+
+// Returns false, and fails the call, if this agent has ended.
+bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
+                              const std::shared_ptr<RRefHandle>& target) {
+  const base::Future<RawReply> reply = waiting.promise.future();
+  reply.state()->on_cancel([gate = replies, id = call.id, to = call.to] {
     gate->enter([&](AgentCore& core) { core.pending.give_up(id, to); });
   });
   if (target) {
-    const auto was_sent = out.was_sent = std::make_shared<std::atomic<bool>>(false);
-    reply.on_complete(inline_executor,
-                      [this, target, function, was_sent](base::Result<RawReply>& result) {
-                        if (result.ok()) return;
-                        target->set_creation_error(result.error());
-                        if (target->is_owner()) target->owned()->value.fail(result.error());
-                        if (function != kFailFunction)
-                          send_failure_to_owner(target, result.error(), *was_sent);
-                      });
+    const auto was_sent = call.was_sent = std::make_shared<std::atomic<bool>>(false);
+    reply.on_complete(inline_executor, [this, target, function = call.function,
+                                        was_sent](base::Result<RawReply>& result) {
+      if (result.ok()) return;
+      target->set_creation_error(result.error());
+      if (target->is_owner()) target->owned()->value.fail(result.error());
+      if (function != kFailFunction) send_failure_to_owner(target, result.error(), *was_sent);
+    });
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
-  if (!pending.add(id, std::move(call))) {
-    rrefs->retract(tickets);
-    return reply;
-  }
-  if (!fits.ok()) {
-    fail_if_unsent(out, fits);
-    return reply;
-  }
-  if (!has_credit && base::thread_state().must_not_wait) {
-    pool.post([this, out = std::move(out)]() mutable { send_call(std::move(out), false); });
-  } else {
-    send_call(std::move(out), has_credit);
-  }
-  return reply;
+  return pending.add(call.id, std::move(waiting));
 }
 
-void AgentCore::send_call(OutgoingCall call, bool has_credit) {
-  if (!has_credit) {
-    const base::Status may_send =
-        wait_for_credit(*call.window, call.to, call.credit, call.deadline);
-    if (!may_send.ok()) return fail_if_unsent(call, may_send);
-    if (!pending.is_waiting(call.id)) {
-      call.window->give_back(call.credit);
-      return rrefs->retract(call.tickets);
-    }
-    pending.set_deadline(call.id, call.deadline);
-    if (!call.own && !call.device_send) {
-      call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
-    }
-  }
+void AgentCore::send_call(OutgoingCall call) {
+  if (!call.has_credit && !await_credit(call)) return;
   const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
-  if (call.device_send || is_delayed) {
-    // A DeviceSend waits for the device, so a worker sends it and its caller does not wait.
-    const bool needs_worker = call.device_send != nullptr;
-    base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
-    if (!is_delayed) return pool.post(std::move(go));
-    loop.call_at(base::deadline_after(options.call_delay),
-                 [this, needs_worker, go = std::move(go)]() mutable {
-                   if (needs_worker) return pool.post(std::move(go));
-                   go();
-                 });
-    return;
-  }
+  if (call.device_send || is_delayed) return send_call_later(std::move(call), is_delayed);
   if (call.was_sent) *call.was_sent = true;
   if (!call.own) {
     const base::Status sent = send(call.to, std::move(call.frame));
@@ -220,6 +220,36 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   mine.credit = call.credit;
   static_cast<void>(budget->arrive(call.to, call.credit));
   queue_call(std::move(mine));
+}
+
+// Waits for the call's credit. Returns false if the call has failed or is no longer wanted.
+bool AgentCore::await_credit(OutgoingCall& call) {
+  const base::Status taken = take_credit(*call.window, call.to, call.credit, call.deadline);
+  if (!taken.ok()) {
+    fail_if_unsent(call, taken);
+    return false;
+  }
+  if (!pending.is_waiting(call.id)) {
+    call.window->give_back(call.credit);
+    rrefs->retract(call.tickets);
+    return false;
+  }
+  pending.set_deadline(call.id, call.deadline);
+  if (!call.own && !call.device_send) {
+    call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
+  }
+  return true;
+}
+
+void AgentCore::send_call_later(OutgoingCall call, bool is_delayed) {
+  const bool needs_worker = call.device_send != nullptr;
+  base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
+  if (!is_delayed) return pool.post(std::move(go));
+  loop.call_at(base::deadline_after(options.call_delay),
+               [this, needs_worker, go = std::move(go)]() mutable {
+                 if (needs_worker) return pool.post(std::move(go));
+                 go();
+               });
 }
 
 // Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
@@ -275,8 +305,8 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   }
 }
 
-base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
-                                        base::TimePoint deadline) {
+base::Status AgentCore::take_credit(Window& window, int to, uint64_t bytes,
+                                    base::TimePoint deadline) {
   try {
     const base::Status taken = window.take(bytes, deadline);
     if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
