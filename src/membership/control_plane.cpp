@@ -81,34 +81,16 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 // ---- for other threads ----
 
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
-  base::Future<uint64_t> future;
-  {
-    std::lock_guard lock(mutex_);
-    if (failed_) return base::Future<uint64_t>::failed(*failed_);
-    future = round_.emplace().future();
-    round_began_ = base::Clock::now();
-  }
+  const auto begun = rounds_.begin();
+  if (!begun.ok()) return base::Future<uint64_t>::failed(begun.error());
   loop_.post([self = shared_from_this(), round, number] {
     if (self->protocol_ && self->protocol_->is_running())
       return self->protocol_->enter_round(round, number);
-    if (auto ended = self->take_round()) {
+    if (auto ended = self->rounds_.take()) {
       ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
     }
   });
-  return future;
-}
-
-std::optional<base::Promise<uint64_t>> ControlPlaneImpl::take_round() {
-  std::lock_guard lock(mutex_);
-  return std::exchange(round_, std::nullopt);
-}
-
-void ControlPlaneImpl::end_rounds(const Error& error) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!failed_) failed_ = error;
-  }
-  if (auto round = take_round()) round->fail(error);
+  return begun.unchecked();
 }
 
 std::vector<int> ControlPlaneImpl::missing() {
@@ -122,10 +104,9 @@ std::vector<int> ControlPlaneImpl::missing() {
 }
 
 std::optional<Wait> ControlPlaneImpl::wait() {
-  std::unique_lock lock(mutex_);
-  const bool is_ending = round_.has_value();
-  const base::TimePoint since = is_ending ? round_began_ : began_.load();
-  lock.unlock();
+  const auto round_since = rounds_.waiting_since();
+  const bool is_ending = round_since.has_value();
+  const base::TimePoint since = is_ending ? *round_since : began_.load();
   if (since == base::TimePoint{}) return std::nullopt;
   const std::vector<int> ranks = missing();
   const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
@@ -146,7 +127,7 @@ void ControlPlaneImpl::abort(const Error& error) {
       self->on_failed(error);
       if (self->joining_stream_) self->joining_stream_->close(false);
     }
-    self->end_rounds(self->left_already());
+    self->rounds_.fail_all(self->left_already());
   });
 }
 
@@ -163,18 +144,13 @@ void ControlPlaneImpl::close() {
     self->coordinator_ = nullptr;
     self->protocol_ = nullptr;
     if (self->joining_stream_) self->joining_stream_->close(false);
-    const auto streams = std::move(self->streams_);
-    self->streams_.clear();
-    for (const auto& [link, stream] : streams) stream->close();
-    self->end_rounds(self->left_already());
+    self->links_.close_all();
+    self->rounds_.fail_all(self->left_already());
   });
 }
 
 // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
-void ControlPlaneImpl::wait_until_flushed() {
-  std::unique_lock lock(mutex_);
-  stream_closed_.wait_for(lock, kFlushTimeout, [this] { return open_streams_ == 0; });
-}
+void ControlPlaneImpl::wait_until_flushed() { links_.wait_until_closed(kFlushTimeout); }
 
 base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
   base::Promise<void> promise;
@@ -195,29 +171,13 @@ void ControlPlaneImpl::note_of_use(int rank) {
 
 // ---- connections, on the loop ----
 
-Link ControlPlaneImpl::hold_on_loop(const net::StreamPtr& stream) {
-  const Link link = next_link_++;
-  streams_[link] = stream;
-  std::lock_guard lock(mutex_);
-  ++open_streams_;
-  return link;
-}
-
-void ControlPlaneImpl::release_on_loop(Link link) {
-  streams_.erase(link);
-  std::lock_guard lock(mutex_);
-  --open_streams_;
-}
-
 net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler handler) {
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
-    self->streams_.erase(link);
+    self->links_.begin_close(link);
     if (self->protocol_) self->protocol_->closed(link, error);
     if (also) also(error);
-    std::lock_guard lock(self->mutex_);
-    --self->open_streams_;
-    self->stream_closed_.notify_all();
+    self->links_.end_close();
   };
   return handler;
 }
@@ -231,11 +191,11 @@ net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
 
 net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                           net::Stream::Handler handler) {
-  const Link link = hold_on_loop(stream);
+  const Link link = links_.add(stream);
   if (protocol_) {
     protocol_->open(rank, link, base::Clock::now());
   } else {
-    close(link, false);
+    links_.close(link, false);
   }
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
@@ -296,12 +256,12 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
   std::string& said = peer.join.endpoint.host;
   if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
-  const Link link = hold_on_loop(stream);
+  const Link link = links_.add(stream);
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);
-    release_on_loop(link);
+    links_.remove(link);
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
@@ -313,9 +273,9 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
 
 std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
                                                             const wire::Join& join) {
-  const Link link = hold_on_loop(stream);
+  const Link link = links_.add(stream);
   if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
-    release_on_loop(link);
+    links_.remove(link);
     return refusal;
   }
   // The process only keeps the connection open.
@@ -393,7 +353,8 @@ void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) 
 
 void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
   if (!protocol_ || attempt != attempt_) return;
-  for (const auto& [link, stream] : streams_) protocol_->heard(link, stream->last_heard_on_loop());
+  for (const auto& [link, stream] : links_.streams())
+    protocol_->heard(link, stream->last_heard_on_loop());
   const base::TimePoint next = protocol_->tick(base::Clock::now());
   if (next == base::kNever) return;
   loop_.call_at(next, [weak = weak_from_this(), attempt] {
@@ -402,25 +363,6 @@ void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
 }
 
 // ---- ControlTransport ----
-
-void ControlPlaneImpl::send(Link link, Message message) {
-  const auto stream = streams_.find(link);
-  if (stream == streams_.end()) return;
-  net::OutFrame frame;
-  frame.header.kind = message.kind;
-  frame.header.call_id = message.a;
-  frame.header.context_id = message.b;
-  frame.shared_meta = message.body.shared();
-  static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
-}
-
-void ControlPlaneImpl::close(Link link, bool flush) {
-  const auto found = streams_.find(link);
-  if (found == streams_.end()) return;
-  const net::StreamPtr stream = std::move(found->second);
-  streams_.erase(found);
-  stream->close(flush);
-}
 
 void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
   identity_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
@@ -474,7 +416,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
 
 void ControlPlaneImpl::on_lost(const Loss& loss) {
   callbacks_.on_lost(loss);
-  if (!loss.job_goes_on) end_rounds(loss.error);
+  if (!loss.job_goes_on) rounds_.fail_all(loss.error);
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
@@ -492,7 +434,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
 }
 
 void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {
-  if (auto round = take_round()) round->set(sum);
+  if (auto round = rounds_.take()) round->set(sum);
 }
 
 }  // namespace distrain::membership

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -16,6 +15,8 @@
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
+#include "end_rounds.h"
+#include "links.h"
 #include "outgoing_handshake.h"
 
 namespace distrain::membership {
@@ -53,8 +54,8 @@ class ControlPlaneImpl final : public ControlPlane,
 
  private:
   // ControlTransport
-  void send(Link link, Message message) override;
-  void close(Link link, bool flush) override;
+  void send(Link link, Message message) override { links_.send(link, std::move(message)); }
+  void close(Link link, bool flush) override { links_.close(link, flush); }
   void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
@@ -65,10 +66,6 @@ class ControlPlaneImpl final : public ControlPlane,
 
   void begin_once();
   void begin_as_coordinator();
-  /// Returns the promise of the current round of the end, if there is one.
-  std::optional<base::Promise<uint64_t>> take_round();
-  /// Fails the current round and all later ones.
-  void end_rounds(const base::Error& error);
   void begin_as_member(base::TimePoint deadline);
   void listen_as_member(const net::Fd& to_rank_0);
   base::Status try_to_join(base::TimePoint connected_by, base::TimePoint deadline);
@@ -96,8 +93,6 @@ class ControlPlaneImpl final : public ControlPlane,
   std::optional<base::Error> reserve_rank_on_loop(const net::StreamPtr& stream,
                                                   const wire::Join& join);
   void note_refused_on_loop(int rank, const net::StreamPtr& stream, base::Error why);
-  Link hold_on_loop(const net::StreamPtr& stream);
-  void release_on_loop(Link link);
   void receive_on_loop(Link link, const net::InFrame& frame);
   net::Stream::Handler watched(Link link, net::Stream::Handler handler);
   net::Stream::Handler control_handler(Link link);
@@ -128,8 +123,7 @@ class ControlPlaneImpl final : public ControlPlane,
   Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
   net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
-  std::map<Link, net::StreamPtr> streams_;
-  Link next_link_ = 1;
+  Links links_;
   bool is_leaving_ = false;                // abort() was called
   bool is_closed_ = false;                 // no protocol_ exists, nor will exist
   std::map<int, std::string> seen_hosts_;  // rank 0: addresses of other ranks
@@ -141,13 +135,9 @@ class ControlPlaneImpl final : public ControlPlane,
   base::Promise<void> directory_known_;
   base::Promise<void> ready_;
 
+  EndRounds rounds_;
   std::mutex mutex_;
   Refusals refusals_;  // guarded by mutex_
-  std::condition_variable stream_closed_;
-  int open_streams_ = 0;                          // guarded by mutex_
-  std::optional<base::Promise<uint64_t>> round_;  // guarded by mutex_: the current one
-  base::TimePoint round_began_{};                 // guarded by mutex_
-  std::optional<base::Error> failed_;             // guarded by mutex_: fails all rounds
 };
 
 }  // namespace distrain::membership
