@@ -119,10 +119,11 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
   }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
-  const bool is_any = placement.rank == membership::kUnassignedRank;
-  const std::string rank = is_any ? "auto" : std::to_string(placement.rank);
+  const bool is_unassigned = placement.rank == membership::kUnassignedRank;
+  const std::string rank = is_unassigned ? "auto" : std::to_string(placement.rank);
   invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}",
-                      is_any ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source));
+                      is_unassigned ? "LIST" : rank,
+                      source == "--rank" ? "--rank " + rank : source));
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ void Coordinator::release_reservation(Link link) {
 std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
-  const bool is_any = rank == wire::kUnassignedRank;
+  const bool is_unassigned = rank == wire::kUnassignedRank;
   const std::string who = rank_text(rank);
   if (join.job != settings_.job) {
     return refuse(who + " belongs to '" + join.job + "', rank 0 to '" + settings_.job + "'");
@@ -70,14 +70,14 @@ std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) c
     return refuse(who + " expects a world size of " + std::to_string(join.world_size) +
                   " (--world-size), rank 0 has " + std::to_string(size) + " ranks");
   }
-  if (!is_any && (rank < 1 || rank >= size)) {
+  if (!is_unassigned && (rank < 1 || rank >= size)) {
     return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
   }
   // After round 0 of the end, no rank waits for a new process.
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }
-  if (!is_any && !is_free(rank)) {
+  if (!is_unassigned && !is_free(rank)) {
     return refuse(who +
                   " has been taken already by another process: each needs a --rank of its own, and "
                   "each job that meets at this address a --job-id or --master-port of its own");

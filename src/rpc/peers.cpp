@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "distrain/membership/rank_text.h"
+
 namespace distrain::rpc {
 
 namespace {
