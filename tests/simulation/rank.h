@@ -133,7 +133,9 @@ class Rank final : public Host, private ControlTransport {
   /// Returns true if rank 0 has admitted this process.
   bool is_admitted() const { return is_admitted_ || rank_ == 0; }
   uint32_t incarnation() const { return incarnation_; }
-  rpc::ProcessNumber process() const { return rpc::process_number(rank_, incarnation_); }
+  membership::ProcessNumber process() const {
+    return membership::process_number(rank_, incarnation_);
+  }
   /// Returns true if this process has lost rank 0, and with it all other ranks.
   bool is_cut_off() const { return is_cut_off_; }
   /// Returns true if the process has ended or will abort because of a loss.
@@ -178,7 +180,7 @@ class Rank final : public Host, private ControlTransport {
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const Error& error) override;
-  void on_lost(const rpc::Loss& loss) override;
+  void on_lost(const membership::Loss& loss) override;
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
@@ -265,7 +267,7 @@ class Rank final : public Host, private ControlTransport {
   bool has_gone_ = false;
   uint32_t incarnation_ = 0;
   std::pair<Duration, std::function<void()>> after_go_;
-  std::set<rpc::ProcessNumber> lost_;
+  std::set<membership::ProcessNumber> lost_;
   bool is_cut_off_ = false;
   std::optional<Error> loss_;  // the first loss
   std::optional<Error> fails_at_go_;

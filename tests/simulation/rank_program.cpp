@@ -274,7 +274,7 @@ void Rank::on_joined(int rank) {
   is_admitted_ = true;
 }
 
-void Rank::on_lost(const rpc::Loss& loss) {
+void Rank::on_lost(const membership::Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
   const Change change{rank, loss.incarnation, false, loss.job_goes_on};

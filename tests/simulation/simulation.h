@@ -147,7 +147,7 @@ class Simulation final : private Observer {
   std::map<uint64_t, Round> rounds_;
   std::vector<Change> history_;      // in the order in which rank 0 reports them
   std::map<int, const Rank*> here_;  // tolerated ranks that are alive, as rank 0 sees them
-  std::map<rpc::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
+  std::map<membership::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
   std::map<const Rank*, Hearing> hearings_;
   std::map<const Rank*, TimePoint> lost_at_;
   std::set<const Rank*> hit_;  // ranks with a fault

@@ -144,7 +144,7 @@ class Counts final : public ControlTransport {
   void on_directory(const wire::Directory&) override {}
   void on_go(std::vector<wire::RankDevices>) override {}
   void on_failed(const Error& error) override { FAIL(error.message); }
-  void on_lost(const rpc::Loss&) override {}
+  void on_lost(const membership::Loss&) override {}
   void on_returned(int, const wire::RankDevices&) override {}
   void on_round(uint64_t round, uint64_t) override { rounds = round + 1; }
 
