@@ -29,6 +29,8 @@ struct DeviceMap {
   std::vector<std::pair<c10::Device, c10::Device>> devices;
 };
 
+/// How an agent joins its job (the members of membership::Options), and how it makes and runs
+/// calls.
 struct AgentOptions : membership::Options {
   /// Called once for each operation, such as a collective, that has waited for other ranks for
   /// `long_wait`. Runs on the loop thread: must not block.
