@@ -20,8 +20,9 @@ foreach(layer IN LISTS layers)
                          LINK distrain::${layer})
   endif()
 endforeach()
-target_include_directories(unit_rpc PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+target_include_directories(unit_rpc PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc ${PROJECT_SOURCE_DIR}/src/membership)
 target_include_directories(unit_net PRIVATE ${PROJECT_SOURCE_DIR}/src/net)
+target_include_directories(unit_membership PRIVATE ${PROJECT_SOURCE_DIR}/src/membership)
 target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${PROJECT_SOURCE_DIR}/src/rpc)
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
@@ -33,8 +34,8 @@ endif()
 
 # Uses the real agent on simulated ranks and a simulated network.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/simulation/*.cpp)
-distrain_catch_tests(simulation LABELS simulation FILES ${files} LINK distrain::rpc)
-target_include_directories(simulation PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+distrain_catch_tests(simulation LABELS simulation FILES ${files} LINK distrain::membership)
+target_include_directories(simulation PRIVATE ${PROJECT_SOURCE_DIR}/src/membership)
 
 # Fuzz targets (fuzz/README.md): one program for the targets with torch and one for the others. They make their
 # own random mutations, or use libFuzzer in the `fuzz` preset. Each target is a test.
@@ -86,6 +87,7 @@ file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
 list(REMOVE_ITEM files ${device_suites})
 distrain_catch_tests(sim TORCH LABELS sim FILES ${files} SUITES ${device_suites}
                      LINK distrain::cmd distrain_sim)
+target_include_directories(sim PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
 add_test(NAME sim.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
 distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)

@@ -11,7 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/job/trace_file.h"
-#include "distrain/rpc/place.h"
+#include "distrain/membership/slot.h"
 #include "options.h"
 
 namespace distrain::app {
@@ -119,10 +119,11 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
   }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
-  const bool is_any = placement.rank == rpc::kAnyRank;
-  const std::string rank = is_any ? "auto" : std::to_string(placement.rank);
+  const bool is_unassigned = placement.rank == membership::kUnassignedRank;
+  const std::string rank = is_unassigned ? "auto" : std::to_string(placement.rank);
   invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}",
-                      is_any ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source));
+                      is_unassigned ? "LIST" : rank,
+                      source == "--rank" ? "--rank " + rank : source));
 }
 
 }  // namespace

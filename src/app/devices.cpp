@@ -5,8 +5,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/cuda/load.h"
+#include "distrain/membership/slot.h"
 #include "distrain/rpc/device.h"
-#include "distrain/rpc/place.h"
 
 namespace distrain::app {
 namespace {
@@ -50,7 +50,7 @@ std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDef
   std::vector<int> neighbours = placement.ranks;
   if (placement.mode == Placement::Mode::kJoin) {
     if (const auto told = local_rank(options.table())) return *told;
-    if (rank == rpc::kAnyRank) return std::nullopt;
+    if (rank == membership::kUnassignedRank) return std::nullopt;
     neighbours.resize(static_cast<size_t>(rank));
     std::iota(neighbours.begin(), neighbours.end(), 0);
   }

@@ -11,10 +11,10 @@
 #include "devices.h"
 #include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
+#include "distrain/membership/meeting.h"
+#include "distrain/membership/slot.h"
+#include "distrain/membership/token.h"
 #include "distrain/net/socket.h"
-#include "distrain/rpc/meeting.h"
-#include "distrain/rpc/place.h"
-#include "distrain/rpc/token.h"
 #include "distrain/store/checkpoint_store.h"
 #include "options.h"
 #include "process/inject.h"
@@ -123,7 +123,7 @@ class Invocation {
     }
     if (local_) {
       run.role = "local";
-    } else if (job_.world_size != 0 && job_.rank != rpc::kAnyRank) {
+    } else if (job_.world_size != 0 && job_.rank != membership::kUnassignedRank) {
       run.role = role(job_.rank);
     }
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
@@ -159,7 +159,7 @@ class Invocation {
     if (placement_.spawns_all()) {
       // If the user named an address, other ranks of this user may join there without a token.
       const bool is_named = options_.given("master-port") || options_.given("master-addr");
-      if (job_.token.empty() && !is_named) job_.token = rpc::new_token();
+      if (job_.token.empty() && !is_named) job_.token = membership::new_token();
     }
     LaunchPlan plan;
     if (placement_.has_rank_0()) {
@@ -211,7 +211,7 @@ class Invocation {
     constexpr const char* kModes[] = {"local", "join", "spawn"};
     Json gpu_places = Json::object();  // null for a rank that takes no GPU in turn
     for (const int rank : placement_.here()) {
-      if (rank == rpc::kAnyRank) continue;
+      if (rank == membership::kUnassignedRank) continue;
       const auto place =
           place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank));
       gpu_places[std::to_string(rank)] = place ? Json(*place) : Json();
@@ -305,7 +305,7 @@ class Invocation {
   }
 
   std::string meeting_name(uint16_t port) const {
-    return rpc::meeting_name(job_.job_id, placement_.master_addr, port);
+    return membership::meeting_name(job_.job_id, placement_.master_addr, port);
   }
 
   /// Returns true if all ranks are on this host and no option asks for an address.
@@ -320,11 +320,11 @@ class Invocation {
   /// Returns a socket for rank 0, bound before any rank starts to report a port in use at once.
   int listen_for_rank_0() {
     if (meets_by_unix_socket()) {
-      job_.rank_0_unix_name = rpc::new_unix_name();
+      job_.rank_0_unix_name = membership::new_unix_name();
       return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();
     }
-    net::Fd socket = rpc::listen_as_rank_0(job_.listen_addr, placement_.master_addr,
-                                           job_.master_port, job_.ports);
+    net::Fd socket = membership::listen_as_rank_0(job_.listen_addr, placement_.master_addr,
+                                                  job_.master_port, job_.ports);
     const net::SocketName name = net::local_name(socket.get());
     job_.master_port = name.port;
     if (placement_.spawns_all() && !placement_.master_addr_given) job_.master_addr = name.host;

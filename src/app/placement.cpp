@@ -7,8 +7,8 @@
 #include "distrain/base/error.h"
 #include "distrain/base/process.h"
 #include "distrain/base/text.h"
-#include "distrain/rpc/meeting.h"
-#include "distrain/rpc/place.h"
+#include "distrain/membership/meeting.h"
+#include "distrain/membership/slot.h"
 
 namespace distrain::app {
 namespace {
@@ -25,8 +25,10 @@ struct Setting {
   std::string source;
 };
 
-/// Converts a canonical value; the rank "auto" becomes kAnyRank.
-int number_of(const std::string& text) { return base::number<int>(text).value_or(rpc::kAnyRank); }
+/// Converts a canonical value; the rank "auto" becomes kUnassignedRank.
+int number_of(const std::string& text) {
+  return base::number<int>(text).value_or(membership::kUnassignedRank);
+}
 
 /// Parses the environment variable `name`, which must be set, as a value of `option`.
 Setting setting_of(const char* name, const job::Option& option) {
@@ -186,10 +188,10 @@ class Placer {
     const bool is_agents =
         variable("TORCHELASTIC_USE_AGENT_STORE") == "True" && port && port->source == "MASTER_PORT";
     const std::string id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
-    placement_.master_port = is_agents    ? rpc::port_of_job(id + ' ' + in_environment)
+    placement_.master_port = is_agents    ? membership::port_of_job(id + ' ' + in_environment)
                              : port       ? port->value
                              : id.empty() ? kJoiningPort
-                                          : rpc::port_of_job(id);
+                                          : membership::port_of_job(id);
   }
 
   void find_job_id() {

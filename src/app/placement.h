@@ -15,7 +15,7 @@ struct Placement {
   enum class Mode { kLocal, kJoin, kSpawn };
 
   Mode mode = Mode::kSpawn;
-  int rank = -1;           ///< kJoin only; rpc::kAnyRank if rank 0 assigns it
+  int rank = -1;           ///< kJoin only; membership::kUnassignedRank if rank 0 assigns it
   std::vector<int> ranks;  ///< kSpawn only; ascending
   int world_size = 0;      ///< 0 if rank 0 sends it
   std::string source;      ///< kJoin only; the option or variable that set the rank

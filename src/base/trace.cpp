@@ -82,7 +82,7 @@ int64_t Tracer::shown(int64_t ns) const {
 
 // Polling is enough: when all ranks are idle, an open slice ends within microseconds unless its
 // thread is preempted.
-bool Tracer::settle(Duration limit) const {
+bool Tracer::wait_until_closed(Duration limit) const {
   const TimePoint deadline = deadline_after(limit);
   for (;;) {
     {

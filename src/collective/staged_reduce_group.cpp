@@ -24,7 +24,7 @@ namespace distrain::collective {
 class StagedReduceGroup::HostBuffers {
  public:
   ~HostBuffers() {
-    for (const Used& used : used_) used.copied.settle();
+    for (const Used& used : used_) used.copied.wait_in_destructor();
   }
 
   /// Returns a pinned buffer of the size and dtype of `tensor`, which is on a device.

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/nn/keyed_generator.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::nn {
 
@@ -16,7 +16,7 @@ at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, doub
   const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
   mask.bernoulli_(1 - p, generator_);
   if (p < 1) mask.div_(1 - p);  // if p is 1, all of `mask` is 0
-  return x * rpc::placed(mask, x.device());
+  return x * rpc::to_device(mask, x.device());
 }
 
 at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }

@@ -4,7 +4,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/random.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::nn {
 
@@ -15,7 +15,7 @@ at::Generator keyed_generator(std::initializer_list<uint64_t> key) {
 at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
                    c10::Device device) {
   const at::Tensor drawn = at::empty(sizes, at::kFloat).uniform_(-bound, bound, generator);
-  return rpc::placed(drawn, device);
+  return rpc::to_device(drawn, device);
 }
 
 }  // namespace distrain::nn

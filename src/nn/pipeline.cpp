@@ -13,7 +13,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "stage_order.h"
 
 namespace distrain::nn {
@@ -269,7 +269,7 @@ std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, PipelineSchedule s
   for (size_t m = 0; m < micro_batches; ++m) {
     const rpc::ContextScope scope(agent, passes->contexts[m]->id());
     done.push_back(forward(m).then(agent.executor(), [passes, m, &agent](at::Tensor& given) {
-      const at::Tensor output = rpc::placed(given, agent.device());
+      const at::Tensor output = rpc::to_device(given, agent.device());
       passes->outputs[m] = output.detach();
       const std::shared_ptr<Node> source = node_of(output);
       const at::Tensor loss = passes->loss(m, output);

@@ -6,7 +6,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "distrain/base/error.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "modules.h"
 #include "shared_module.h"
 

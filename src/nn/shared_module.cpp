@@ -20,7 +20,7 @@
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "keyed_random.h"
 
 namespace distrain::nn {
@@ -103,7 +103,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
 // use by the storage's use count.
 void own_storage_on(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
-    point_to(parameter, rpc::placed(parameter.detach(), device));
+    point_to(parameter, rpc::to_device(parameter.detach(), device));
   } else if (parameter.storage().use_count() > 1) {
     point_to(parameter, parameter.detach().clone());
   }
@@ -290,7 +290,8 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
     // A new tensor with the same storage, because `net` becomes the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
-  for (auto& [its_name, buffer] : buffers_) buffer = rpc::placed(buffer.detach(), agent_.device());
+  for (auto& [its_name, buffer] : buffers_)
+    buffer = rpc::to_device(buffer.detach(), agent_.device());
   replicas_.push_back(replica_of(std::move(net)));
 }
 
@@ -392,7 +393,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
   const at::AutoGradMode recording(options.recording && rpc::current_context() != 0);
   const std::vector<at::Tensor> given = inputs;
   for (at::Tensor& input : inputs) {
-    if (input.defined()) input = rpc::placed(input, agent_.device());
+    if (input.defined()) input = rpc::to_device(input, agent_.device());
   }
   BorrowedReplica borrowed(*this);
   // Updates of a table write rows in place, so they wait for the whole lookup.

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "agent_core.h"
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 namespace distrain::rpc {
 
@@ -18,7 +18,7 @@ namespace {
 AgentOptions checked(AgentOptions options) {
   if (options.rank < 0) {
     base::invalid("an agent has a rank from 0 on, not " + std::to_string(options.rank) +
-                  ": rpc::Place says which one is free");
+                  ": membership::Slot says which one is free");
   }
   if (options.rank == 0 && options.names.empty()) base::invalid("rank 0 has no names of the ranks");
   const auto named = static_cast<int>(options.names.size());
@@ -67,7 +67,7 @@ c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
 
 int Agent::rank() const { return core_->options.rank; }
-bool Agent::has_place() const { return core_->control->has_place(); }
+bool Agent::is_admitted() const { return core_->control->is_admitted(); }
 int Agent::world_size() const { return core_->world_size(); }
 const std::string& Agent::name() const { return core_->name; }
 

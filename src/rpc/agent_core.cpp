@@ -6,13 +6,14 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "channel_impl.h"
+#include "device/device_streams.h"
 #include "distrain/rpc/torch_state.h"
-#include "stream_state.h"
 
 namespace distrain::rpc {
 
 using base::Error;
 using base::ErrorKind;
+using membership::PeerAddress;
 
 namespace {
 
@@ -66,7 +67,7 @@ AgentCore::AgentCore(AgentOptions given)
                                     .after_task = [] { worker_state().restore(); }})),
       pending(loop, executor, options.rank, options.tracer,
               [this](uint64_t id, const PendingCalls::Call& call, bool given_up) {
-                if (given_up) tell_given_up(id, call.to);
+                if (given_up) send_cancel(id, call.to);
                 if (!hook || call.context == 0) return;
                 hook->on_failed(call.context, call.autograd_id);
                 if (given_up) hook->on_given_up(call.context, call.to, id);
@@ -74,26 +75,36 @@ AgentCore::AgentCore(AgentOptions given)
       rrefs(std::make_shared<RRefContext>(
           agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-            static_cast<void>(send_word(to, kind, id, fork, parent));  // a lost owner needs none
+            static_cast<void>(send_control(to, kind, id, fork, parent));  // a lost owner needs none
           },
           executor)),
-      control(std::make_shared<ControlPlane>(
-          loop, options, devices,
-          ControlPlane::Callbacks{[this](const wire::Directory& directory, std::vector<Way> ways) {
-                                    on_directory_on_loop(directory, std::move(ways));
-                                  },
-                                  [this](const Loss& loss) { on_lost_on_loop(loss); },
-                                  [this](int rank, uint32_t incarnation, Way way) {
-                                    on_returned_on_loop(rank, incarnation, std::move(way));
-                                  },
-                                  [this](int rank, const net::StreamPtr& stream) {
-                                    return peers.accept_on_loop(rank, stream);
-                                  }})),
+      control(membership::ControlPlane::make(
+          loop, options,
+          {.on_directory =
+               [this](const wire::Directory& directory, std::vector<PeerAddress> addresses) {
+                 on_directory_on_loop(directory, std::move(addresses));
+               },
+           .on_go =
+               [this](std::vector<std::string> names, std::vector<wire::RankDevices> all) {
+                 devices.learn(std::move(names), std::move(all));
+               },
+           .on_failed = [this](const Error& error) { devices.fail(error); },
+           .on_lost = [this](const Loss& loss) { on_lost_on_loop(loss); },
+           .on_new_devices =
+               [this](int rank, const wire::RankDevices& its) { devices.learn_again(rank, its); },
+           .on_returned =
+               [this](int rank, uint32_t incarnation, PeerAddress address) {
+                 on_returned_on_loop(rank, incarnation, std::move(address));
+               },
+           .on_peer =
+               [this](int rank, const net::StreamPtr& stream) {
+                 return peers.accept_on_loop(rank, stream);
+               }})),
       peers(
           loop, options.rank, *control,
           [this](int rank, net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
           [this](int rank, const wire::FrameHeader& header) { return admit_on_loop(rank, header); },
-          [this](int rank) { tell(budget->open(peers.process(rank))); }) {
+          [this](int rank) { send_grants(budget->open(peers.process(rank))); }) {
   if (options.rank == 0) {
     name = options.names[0];
     job_options = options.job_options;
@@ -162,7 +173,7 @@ void AgentCore::disconnect() {
   devices.fail(error);
   rrefs->fail_unset(error);
   for (int rank = 0; rank < world_size(); ++rank) {
-    if (rank != options.rank) tell_channels(rank, error);
+    if (rank != options.rank) notify_channels(rank, error);
   }
   for (int rank = 0; rank < world_size(); ++rank) {  // their calls reach no other rank now
     if (rank != options.rank) layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
@@ -172,7 +183,7 @@ void AgentCore::disconnect() {
 
 // Ends all threads but the loop, and releases user objects.
 void AgentCore::stop() {
-  layers.wait_until_told();
+  layers.wait_until_notified();
   pool.stop();  // handlers that wait for others have failed; one may be in disconnect()
   wait_for_posted(given_up_);
   control->wait_until_flushed();
@@ -198,12 +209,16 @@ void AgentCore::enter_device() {
 
 void AgentCore::join(const std::function<void()>& prepare) {
   enter_device();
-  control->run(prepare);
+  control->run([&] {
+    if (prepare) prepare();
+    return devices.freeze();
+  });
   if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
 }
 
-void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
-  peers.learn_on_loop(directory, std::move(ways));
+void AgentCore::on_directory_on_loop(const wire::Directory& directory,
+                                     std::vector<PeerAddress> addresses) {
+  peers.learn_on_loop(directory, std::move(addresses));
   incarnation_ = peers.incarnation(options.rank);
   budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
   unwritten_ = std::make_shared<UnwrittenReplies>(
@@ -215,7 +230,7 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vect
     windows_.add(make_window(rank));
   }
   windows_are_known_ = true;
-  tell(budget->open(peers.process(options.rank)));
+  send_grants(budget->open(peers.process(options.rank)));
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
   for (int rank = 0; rank < world_size(); ++rank) {
@@ -230,28 +245,29 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vect
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
-    if (rank == options.rank) return tell(budget->ask(rank, request));
-    const base::Status sent = send_word(rank, wire::FrameKind::kCreditRequest, request.spent,
-                                        request.target, request.returned, incarnation);
+    if (rank == options.rank) return send_grants(budget->ask(rank, request));
+    const base::Status sent = send_control(rank, wire::FrameKind::kCreditRequest, request.spent,
+                                           request.target, request.returned, incarnation);
     if (!sent.ok() && peers.incarnation(rank) == incarnation) windows_.at(rank).fail(sent.error());
   };
   return std::make_unique<Window>(ask);
 }
 
-void AgentCore::tell(const Budget::Grants& grants) {
+void AgentCore::send_grants(const Budget::Grants& grants) {
   for (const Budget::Grant& grant : grants) {
     const int rank = rank_of(grant.to);
     if (rank == options.rank) {
       windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
-      static_cast<void>(send_word(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(), 0,
-                                  incarnation_of(grant.to)));  // a lost rank needs no grant
+      static_cast<void>(send_control(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(),
+                                     0,
+                                     incarnation_of(grant.to)));  // a lost rank needs no grant
     }
   }
 }
 
-base::Status AgentCore::send_word(int to, wire::FrameKind kind, uint64_t first, uint64_t second,
-                                  uint64_t third, uint32_t incarnation) {
+base::Status AgentCore::send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second,
+                                     uint64_t third, uint32_t incarnation) {
   net::OutFrame frame;
   frame.header.kind = kind;
   frame.header.channel = static_cast<uint16_t>(incarnation);
@@ -291,7 +307,7 @@ base::BufferPtr AgentCore::admit_on_loop(int rank, const wire::FrameHeader& head
 
 void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   const wire::FrameHeader header = frame.header;
-  std::shared_ptr<Arrivals>& arrivals = peers.arrivals_on_loop(rank);
+  std::shared_ptr<DeviceReceive>& device_receive = peers.device_receive_on_loop(rank);
   switch (header.kind) {
     case wire::FrameKind::kCall: {
       if (peers.is_lost(rank)) return;
@@ -299,7 +315,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       call.from = rank;
       call.incarnation = peers.incarnation(rank);
       call.id = header.call_id;
-      call.arrivals = arrivals;
+      call.device_receive = device_receive;
       call.credit = credit_of_call(header);
       call.frame = std::move(frame);
       return queue_call(std::move(call));
@@ -312,14 +328,14 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
                                      std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
       if (header.channel != incarnation_) return;
-      return tell(budget->ask(
+      return send_grants(budget->ask(
           rank, {header.call_id, std::min(header.context_id, header.call_id + kMostCredit),
                  header.autograd_id}));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
-        answer(*call, {nullptr, std::move(frame), arrivals, rank});
+        answer(*call, {nullptr, std::move(frame), device_receive, rank});
       } else {  // its caller has given up
-        let_go({nullptr, std::move(frame), arrivals, rank});
+        release({nullptr, std::move(frame), device_receive, rank});
       }
       return;
     case wire::FrameKind::kError:
@@ -334,13 +350,13 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     }
     case wire::FrameKind::kChunk:
       if (peers.is_lost(rank)) return;
-      if (!arrivals) {
+      if (!device_receive) {
         const auto give_back = [gate = replies, from = peers.process(rank)](uint64_t bytes) {
-          gate->enter([&](AgentCore& core) { core.tell(core.budget->drop(from, bytes)); });
+          gate->enter([&](AgentCore& core) { core.send_grants(core.budget->drop(from, bytes)); });
         };
-        arrivals = std::make_shared<Arrivals>(stager, rank, give_back);
+        device_receive = std::make_shared<DeviceReceive>(stager, rank, give_back);
       }
-      if (base::Task task = arrivals->add_chunk_on_loop(std::move(frame))) {
+      if (base::Task task = device_receive->add_chunk_on_loop(std::move(frame))) {
         pool.post(std::move(task));
       }
       return;
@@ -364,27 +380,27 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   const Error& error = loss.error;
   peers.lose_on_loop(loss);
   windows_.at(rank).fail(error);
-  tell(budget->lose(rank));
+  send_grants(budget->lose(rank));
   // The caller is lost: nobody waits for the results.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
-  tell_channels(rank, error);
+  notify_channels(rank, error);
   layers.on_rank_lost(loss);
   rrefs->on_peer_lost(loss.process(), error);
-  if (auto& arrivals =
-          peers.arrivals_on_loop(rank)) {  // device memory must not be freed on the loop
-    pool.post([arrivals = std::move(arrivals)] { arrivals->drop_parts(); });
+  if (auto& device_receive =
+          peers.device_receive_on_loop(rank)) {  // device memory must not be freed on the loop
+    pool.post([device_receive = std::move(device_receive)] { device_receive->drop_incomplete(); });
   }
 }
 
 // Replaces a lost process. Threads that still work for it notice, because its calls, credit and
 // references name its incarnation.
-void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
+void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, PeerAddress address) {
   if (closed_) return;
   layers.on_rank_returned(rank);
   for (const auto& channel : channels()) channel->on_peer_returned(rank);
   rrefs->know_process(process_number(rank, incarnation));
-  peers.renew_on_loop(rank, incarnation, std::move(way));
+  peers.renew_on_loop(rank, incarnation, std::move(address));
   budget->renew(peers.process(rank));
   windows_.replace(rank, make_window(rank));
 }
@@ -396,7 +412,7 @@ std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
   return all;
 }
 
-void AgentCore::tell_channels(int rank, const Error& error) {
+void AgentCore::notify_channels(int rank, const Error& error) {
   for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
 }
 
@@ -408,15 +424,15 @@ std::vector<Wait> AgentCore::waits_of_layers() {
   return all;
 }
 
-// `told` contains the start times of the waits that have been reported.
-void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> told) {
+// `reported` contains the start times of the waits that have been reported.
+void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> reported) {
   if (closed_) return;
   const base::TimePoint now = base::Clock::now();
   std::set<base::TimePoint> all;
   for (const Wait& wait : waits_of_layers()) {
     if (now - wait.since < options.long_wait) continue;
     all.insert(wait.since);
-    if (!told.contains(wait.since)) options.on_long_wait(wait);
+    if (!reported.contains(wait.since)) options.on_long_wait(wait);
   }
   loop.call_at(now + options.long_wait / 6, [this, all] { watch_waits_on_loop(all); });
 }

@@ -9,23 +9,23 @@
 #include <unordered_map>
 #include <vector>
 
-#include "call_queue.h"
-#include "control/control_plane.h"
-#include "credit.h"
-#include "departure.h"
-#include "device_stager.h"
-#include "device_table.h"
+#include "call/call_queue.h"
+#include "call/pending_calls.h"
+#include "call/reply_gate.h"
+#include "device/device_send.h"
+#include "device/device_stager.h"
+#include "device/device_table.h"
 #include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
+#include "distrain/membership/control_plane.h"
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
+#include "flow/credit.h"
 #include "layers.h"
 #include "peers.h"
-#include "pending_calls.h"
 #include "per_rank.h"
-#include "reply_gate.h"
-#include "rref_context.h"
+#include "rref/rref_context.h"
 
 namespace distrain::rpc {
 
@@ -82,7 +82,7 @@ class AgentCore {
   void close();
   /// Returns true on the agent's own threads, which cannot wait for their own end.
   bool runs_here() const {
-    return pool.runs_here() || layers.tells_here() || given_up_.runs_here() || loop.in_loop();
+    return pool.runs_here() || layers.notifies_here() || given_up_.runs_here() || loop.in_loop();
   }
 
   base::Future<RawReply> call(int to, base::Duration timeout, const std::string& function,
@@ -90,13 +90,13 @@ class AgentCore {
                               const std::shared_ptr<RRefHandle>& target);
   std::shared_ptr<InMessage> open(const RawReply& reply);
   /// Releases the contents of a reply that is never opened.
-  void let_go(RawReply reply);
+  void release(RawReply reply);
   /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, base::Error error);
   /// Sends each grant to its rank, or gives it to this rank's own window.
-  void tell(const Budget::Grants& grants);
+  void send_grants(const Budget::Grants& grants);
 
   void set_device(c10::Device device);
   /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
@@ -133,7 +133,7 @@ class AgentCore {
   std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
   std::mutex making_mutex;  // serializes Agent::shared()
 
-  const std::shared_ptr<ControlPlane> control;
+  const std::shared_ptr<membership::ControlPlane> control;
   Peers peers;
   std::map<std::string, std::string> job_options;
 
@@ -152,43 +152,51 @@ class AgentCore {
   }
 
  private:
-  void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
-                  bool was_sent);
+  void send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
+                             bool was_sent);
   void hold_parameters(OutMessage& message) const;
-  base::Status send_departure(int to, Departure& departure,
-                              const Departure::StillWanted& still_wanted = {});
+  base::Status send_from_device(int to, DeviceSend& device_send,
+                                const DeviceSend::StillWanted& still_wanted = {});
   std::function<uint64_t()> transfer_numbers() {
     return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
   }
   struct OutgoingCall;
-  void send_call(OutgoingCall call, bool has_credit);
-  void send_late_call(OutgoingCall& call);
-  void see_to_call(const OutgoingCall& call, const base::Status& sent);
-  void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
+  OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
+                           const std::function<void(Encoder&)>& fill, const RRefHandle* target);
+  base::Status admit_call(OutgoingCall& call);
+  bool register_call(OutgoingCall& call, PendingCalls::Call waiting,
+                     const std::shared_ptr<RRefHandle>& target);
+  void send_call(OutgoingCall call);
+  bool await_credit(OutgoingCall& call);
+  void send_call_later(OutgoingCall call, bool is_delayed);
+  void send_deferred(OutgoingCall& call);
+  void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
+  void on_directory_on_loop(const wire::Directory& directory,
+                            std::vector<membership::PeerAddress> addresses);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
-  void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
+  void on_returned_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
   /// Returns 0 before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
-  base::Status send_word(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
-                         uint64_t third = 0, uint32_t incarnation = 0);
+  base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
+                            uint64_t third = 0, uint32_t incarnation = 0);
   base::Status send_answer(int to, net::OutFrame frame);
-  void tell_given_up(uint64_t id, int to);
+  void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
   void run_parked_call(int from);
   void disconnect();
   void stop();
   void cancel_call(int from, uint64_t id);
-  base::Status wait_for_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
+  base::Status take_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
-  void watch_waits_on_loop(std::set<base::TimePoint> told);
+  void watch_waits_on_loop(std::set<base::TimePoint> reported);
   std::vector<std::shared_ptr<ChannelImpl>> channels();
-  void tell_channels(int rank, const base::Error& error);
+  void notify_channels(int rank, const base::Error& error);
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);

@@ -16,22 +16,22 @@ std::vector<std::shared_ptr<Layer>> Layers::living() const {
 void Layers::add(const std::weak_ptr<Layer>& layer) {
   std::lock_guard lock(mutex_);
   layers_.push_back(layer);
-  for (const auto& [rank, loss] : losses_) tell_locked(layer, loss);
+  for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
 }
 
-void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
-  ++untold_;
-  teller_.post([this, layer, loss] {
+void Layers::notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
+  ++outstanding_;
+  notifier_.post([this, layer, loss] {
     const TorchStateGuard guard;
     if (const auto known = layer.lock()) known->on_rank_lost(loss);
-    --untold_;
+    --outstanding_;
   });
 }
 
 void Layers::on_rank_lost(const Loss& loss) {
   std::lock_guard lock(mutex_);
   if (!losses_.emplace(loss.rank, loss).second) return;
-  for (const auto& layer : layers_) tell_locked(layer, loss);
+  for (const auto& layer : layers_) notify_locked(layer, loss);
 }
 
 void Layers::on_rank_returned(int rank) {

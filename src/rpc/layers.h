@@ -24,9 +24,9 @@ void wait_for_posted(Thread& thread) {
 /// The layers of an agent. Notifies them of losses on a thread of its own. Thread-safe.
 class Layers {
  public:
-  /// Calls `before_word` on the notifying thread before each notification.
-  explicit Layers(std::function<void()> before_word = {})
-      : teller_("dt-lost", std::move(before_word)) {}
+  /// Calls `before_each` on the notifying thread before each notification.
+  explicit Layers(std::function<void()> before_each = {})
+      : notifier_("dt-lost", std::move(before_each)) {}
   /// Notifies `layer` of losses, including earlier ones.
   void add(const std::weak_ptr<Layer>& layer);
   /// Notifies all layers, unless `loss.rank` is lost already; an agent that ends reports all ranks.
@@ -35,22 +35,22 @@ class Layers {
   void on_rank_returned(int rank);
   void on_shutdown();
   /// Returns when the layers have been notified of all losses so far.
-  void wait_until_told() { wait_for_posted(teller_); }
+  void wait_until_notified() { wait_for_posted(notifier_); }
   /// Returns true if notifications of losses are outstanding.
-  bool is_telling() const { return untold_ > 0; }
+  bool is_notifying() const { return outstanding_ > 0; }
   /// Returns true on the notifying thread.
-  bool tells_here() const { return teller_.runs_here(); }
+  bool notifies_here() const { return notifier_.runs_here(); }
   std::vector<Wait> waits() const;
 
  private:
   std::vector<std::shared_ptr<Layer>> living() const;
-  void tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss);
+  void notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss);
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::map<int, Loss> losses_;  // of ranks that are lost now
-  std::atomic<int> untold_{0};  // notifications that are outstanding
-  base::SerialThread teller_;   // not a worker, because all workers may be busy
+  std::map<int, Loss> losses_;       // of ranks that are lost now
+  std::atomic<int> outstanding_{0};  // notifications that are outstanding
+  base::SerialThread notifier_;      // not a worker, because all workers may be busy
 };
 
 }  // namespace distrain::rpc

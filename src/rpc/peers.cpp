@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "distrain/membership/rank_text.h"
+
 namespace distrain::rpc {
 
 namespace {
@@ -13,16 +15,17 @@ using base::ErrorKind;
 // rank that is not reached in this time is behind something that drops packets.
 constexpr auto kLongestReach = std::chrono::seconds(20);
 // A rank that refuses connections has probably just died or left, and rank 0 is about to tell why.
-constexpr auto kRank0Tells = std::chrono::seconds(1);
+constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
 }  // namespace
 
-void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
-  for (size_t rank = 0; rank < ways.size(); ++rank) {
+void Peers::learn_on_loop(const wire::Directory& directory,
+                          std::vector<membership::PeerAddress> addresses) {
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
     const wire::Directory::Entry& entry = directory.ranks[rank];
     ranks_.emplace(entry.name, static_cast<int>(rank));
-    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(ways[rank])));
+    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(addresses[rank])));
   }
   size_ = peers_.size();
 }
@@ -31,7 +34,7 @@ std::string Peers::transport() const {
   bool tcp = false;
   bool local = false;
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) (at(rank).way.unix_name.empty() ? tcp : local) = true;
+    if (rank != rank_) (at(rank).address.unix_name.empty() ? tcp : local) = true;
   }
   return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
 }
@@ -75,8 +78,7 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
 Error Peers::loss_of(int rank, const Peer& peer) const {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return peer.loss;
-  return Error{ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank) + " (" + peer.name + ") has left", rank};
+  return Error{ErrorKind::kPeerLost, membership::rank_text(rank, peer.name) + " has left", rank};
 }
 
 // ---- connecting, on the loop ----
@@ -95,12 +97,12 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
     on_connected_on_loop(rank, peer, std::move(socket.unchecked()), deadline);
   };
   const auto connect_by_tcp = [this, &peer, deadline, on_socket] {
-    net::connect_tcp_on_loop(loop_, peer.way.host, peer.way.port, deadline, on_socket);
+    net::connect_tcp_on_loop(loop_, peer.address.host, peer.address.port, deadline, on_socket);
   };
-  if (peer.way.unix_name.empty()) return connect_by_tcp();
-  net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
+  if (peer.address.unix_name.empty()) return connect_by_tcp();
+  net::connect_unix_on_loop(loop_, peer.address.unix_name, deadline,
                             [&peer, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
-                              if (socket.ok() || peer.way.host.empty()) {
+                              if (socket.ok() || peer.address.host.empty()) {
                                 on_socket(std::move(socket));
                               } else {
                                 connect_by_tcp();
@@ -109,29 +111,30 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
 }
 
 void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
-  Error told = error;
-  told.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
-  told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
-  told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
-                 " (" + name(rank) + "): " + error.message;
-  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, &peer, told] {
+  Error reported = error;
+  reported.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
+  reported.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
+  reported.message = "rank " + std::to_string(rank_) + " cannot reach rank " +
+                     std::to_string(rank) + " (" + name(rank) + "): " + error.message;
+  loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
     if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-    control_.report_on_loop(rank, told);
+    control_.report_on_loop(rank, reported);
   });
 }
 
 void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;  // lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  control_.introduce_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
-    if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
-    if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
-    stream->set_limits_on_loop(wire::Limits{});
-    stream->set_handler_on_loop(handler_on_loop(rank, stream));
-    begin_to_send_on_loop(rank, stream);
-    on_open_(rank);
-  });
+  control_.authenticate_on_loop(
+      rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
+        if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
+        if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
+        stream->set_limits_on_loop(wire::Limits{});
+        stream->set_handler_on_loop(handler_on_loop(rank, stream));
+        begin_to_send_on_loop(rank, stream);
+        on_open_(rank);
+      });
 }
 
 // Retries after a close without a message: the peer is busy, or rank 0 will report its loss.
@@ -213,8 +216,8 @@ void Peers::lose_on_loop(const Loss& loss) {
   dropped.swap(peer.waiting);
 }
 
-void Peers::renew_on_loop(int rank, uint32_t incarnation, Way way) {
-  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(way)));
+void Peers::renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address) {
+  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(address)));
 }
 
 }  // namespace distrain::rpc

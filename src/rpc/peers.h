@@ -9,10 +9,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "arrivals.h"
-#include "control/control_plane.h"
+#include "device/device_receive.h"
+#include "distrain/membership/control_plane.h"
 #include "distrain/net/stream.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 #include "per_rank.h"
 
 namespace distrain::rpc {
@@ -33,8 +33,8 @@ class Peers {
   /// As net::Stream::Handler::allocate, with the sending rank.
   using Allocate = std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)>;
 
-  Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame, Allocate allocate,
-        std::function<void(int rank)> on_open)
+  Peers(net::Loop& loop, int rank, membership::ControlPlane& control, OnFrame on_frame,
+        Allocate allocate, std::function<void(int rank)> on_open)
       : loop_(loop),
         rank_(rank),
         control_(control),
@@ -43,7 +43,8 @@ class Peers {
         on_open_(std::move(on_open)) {}
 
   /// Sets the ranks and how to reach them. Called once, before all other functions.
-  void learn_on_loop(const wire::Directory& directory, std::vector<Way> ways);
+  void learn_on_loop(const wire::Directory& directory,
+                     std::vector<membership::PeerAddress> addresses);
 
   /// Returns 0 before learn_on_loop(). For any thread.
   int size() const { return size_; }
@@ -77,19 +78,23 @@ class Peers {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
   /// Replaces a lost rank by a new process.
-  void renew_on_loop(int rank, uint32_t incarnation, Way way);
+  void renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
 
   /// Returns the incomplete transfers of `rank`. Loop thread only.
-  std::shared_ptr<Arrivals>& arrivals_on_loop(int rank) { return at(rank).arrivals; }
+  std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
+    return at(rank).device_receive;
+  }
 
  private:
   enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
   struct Peer {
-    Peer(std::string its_name, uint32_t its_incarnation, Way its_way)
-        : name(std::move(its_name)), incarnation(its_incarnation), way(std::move(its_way)) {}
+    Peer(std::string its_name, uint32_t its_incarnation, membership::PeerAddress its_address)
+        : name(std::move(its_name)),
+          incarnation(its_incarnation),
+          address(std::move(its_address)) {}
     const std::string name;
     const uint32_t incarnation;
-    const Way way;
+    const membership::PeerAddress address;
     std::atomic<State> state{State::kUnconnected};
     std::atomic<bool> is_done_without{false};  // written before kLost
     net::StreamPtr stream;  // to send on; written before kConnected, read after it
@@ -98,7 +103,7 @@ class Peers {
     base::Error loss;                   // guarded by mutex, once lost
     // Loop thread only.
     net::StreamPtr accepted;  // made by the peer
-    std::shared_ptr<Arrivals> arrivals;
+    std::shared_ptr<DeviceReceive> device_receive;
   };
 
   Peer& at(int rank) const { return peers_.at(rank); }
@@ -116,7 +121,7 @@ class Peers {
 
   net::Loop& loop_;
   const int rank_;
-  ControlPlane& control_;
+  membership::ControlPlane& control_;
   const OnFrame on_frame_;
   const Allocate allocate_;
   const std::function<void(int rank)> on_open_;  // called on the loop when a connection is ready

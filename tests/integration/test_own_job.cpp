@@ -14,8 +14,8 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/random.h"
+#include "distrain/membership/slot.h"
 #include "distrain/nn/module.h"
-#include "distrain/rpc/place.h"
 #include "support/scenario_job.h"
 
 namespace distrain::testing {
@@ -318,7 +318,7 @@ TEST_CASE("a process whose assigned rank is taken by one that names it asks for 
   std::future<Json> rank_1;
   std::vector<int> places;
   std::future<Json> rank_0 = start(0, {});
-  std::future<Json> any = start(rpc::kAnyRank, [&](int rank) {
+  std::future<Json> any = start(membership::kUnassignedRank, [&](int rank) {
     places.push_back(rank);
     if (rank == 1) {
       first = std::make_unique<rpc::Agent>(of_first);
@@ -339,7 +339,7 @@ TEST_CASE("a process whose assigned rank is taken by one that names it asks for 
   CHECK(rank_0.get()["live_rrefs"] == 0);
   REQUIRE(rank_1.valid());
   CHECK(rank_1.get()["live_rrefs"] == 0);
-  CHECK(places == std::vector{1, rpc::kAnyRank, 2});
+  CHECK(places == std::vector{1, membership::kUnassignedRank, 2});
 }
 
 }  // namespace distrain::testing

@@ -7,8 +7,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include "../../src/ddp/buckets.h"
-#include "../../src/rpc/arrivals.h"
-#include "../../src/rpc/departure.h"
+#include "device/device_receive.h"
+#include "device/device_send.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
 
@@ -29,7 +29,7 @@ TEST_CASE("a message that is not sent leaves no copy behind") {
   message.requires_grad = {false};
   message.devices = {kFirstDevice};
   {
-    const rpc::Departure departure(stager, std::move(message), {}, [] { return uint64_t{1}; });
+    const rpc::DeviceSend device_send(stager, std::move(message), {}, [] { return uint64_t{1}; });
   }
   std::vector<base::BufferPtr> blocks;  // the memory of the message's copies is among these blocks
   for (int i = 0; i < 4; ++i) {
@@ -49,7 +49,8 @@ TEST_CASE("the destructor of a stager waits until its copies are complete") {
   {
     rpc::DeviceStager stager;
     const std::vector<uint8_t> bytes(1000, 3);
-    std::tie(memory, arrived) = rpc::Arrival(stager, kFirstDevice, bytes.size()).finish(bytes);
+    std::tie(memory, arrived) =
+        rpc::IncomingTransfer(stager, kFirstDevice, bytes.size()).finish(bytes);
   }
   CHECK(arrived.reached());
   CHECK(memory.eq(3).all().item<bool>());

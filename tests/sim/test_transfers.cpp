@@ -7,8 +7,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
-#include "../../src/rpc/arrivals.h"
-#include "../../src/rpc/departure.h"
+#include "device/device_receive.h"
+#include "device/device_send.h"
 #include "distrain/base/thread_state.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -45,8 +45,8 @@ net::InFrame chunk(uint64_t id, uint64_t begin, uint64_t bytes, uint64_t size = 
   return frame;
 }
 
-void add(rpc::Arrivals& arrivals, net::InFrame frame) {
-  if (base::Task task = arrivals.add_chunk_on_loop(std::move(frame))) task();
+void add(rpc::DeviceReceive& device_receive, net::InFrame frame) {
+  if (base::Task task = device_receive.add_chunk_on_loop(std::move(frame))) task();
 }
 
 rpc::OutMessage message_of(std::vector<at::Tensor> tensors) {
@@ -61,19 +61,19 @@ uint64_t seven() { return 7; }
 
 TEST_CASE("a transfer beyond the limit of open transfers is refused, and the others continue") {
   rpc::DeviceStager stager;
-  rpc::Arrivals arrivals(stager, 1), others(stager, 2);
+  rpc::DeviceReceive device_receive(stager, 1), others(stager, 2);
   constexpr uint64_t kBytes = kChunkBytes + 100;
   std::vector<base::Task> tasks;  // not run, so they need no memory
   for (uint64_t id = 0; id <= rpc::kMaxOpenTransfers; ++id) {
-    tasks.push_back(arrivals.add_chunk_on_loop(chunk(id, 0, kBytes)));
+    tasks.push_back(device_receive.add_chunk_on_loop(chunk(id, 0, kBytes)));
   }
   add(others, chunk(3, 0, kBytes));
   const std::vector<uint8_t> rest(100, 2);
-  const auto refused = arrivals.take(rpc::kMaxOpenTransfers, kDevice, kBytes);
+  const auto refused = device_receive.take(rpc::kMaxOpenTransfers, kDevice, kBytes);
   const base::Error error = error_of([&] { refused->finish(rest); });
   CHECK(error.kind == ErrorKind::kOverloaded);
   CHECK_THAT(error.message, Catch::Contains("rank 1"));
-  for (rpc::Arrivals* const from : {&arrivals, &others}) {
+  for (rpc::DeviceReceive* const from : {&device_receive, &others}) {
     const auto [memory, point] = from->take(3, kDevice, kBytes)->finish(rest);
     point.wait_on_host();
     CHECK(memory.sum().item<int64_t>() == int64_t{kChunkBytes} + 200);
@@ -82,9 +82,9 @@ TEST_CASE("a transfer beyond the limit of open transfers is refused, and the oth
 
 TEST_CASE("chunks that do not fit are refused") {
   rpc::DeviceStager stager;
-  rpc::Arrivals arrivals(stager, 1);
+  rpc::DeviceReceive device_receive(stager, 1);
   constexpr uint64_t kBytes = 3 * kChunkBytes;  // two of them in chunks
-  add(arrivals, chunk(1, 0, kBytes));
+  add(device_receive, chunk(1, 0, kBytes));
   net::InFrame frame = chunk(1, kChunkBytes, kBytes);
   SECTION("the same bytes again") { frame = chunk(1, 0, kBytes); }
   SECTION("a gap before the chunk") { frame = chunk(1, 2 * kChunkBytes, kBytes); }
@@ -99,27 +99,27 @@ TEST_CASE("chunks that do not fit are refused") {
   SECTION("a first chunk that is not at the beginning") { frame = chunk(2, kChunkBytes, kBytes); }
   SECTION("a transfer that is too large") { frame = chunk(2, 0, (uint64_t{64} << 30) + 1); }
   SECTION("a transfer that is small enough for no chunk") { frame = chunk(2, 0, kChunkBytes); }
-  CHECK(error_of([&] { add(arrivals, std::move(frame)); }).kind == ErrorKind::kProtocol);
+  CHECK(error_of([&] { add(device_receive, std::move(frame)); }).kind == ErrorKind::kProtocol);
 }
 
 TEST_CASE("a transfer is taken once, completely, by the message that it belongs to") {
   rpc::DeviceStager stager;
-  rpc::Arrivals arrivals(stager, 1);
+  rpc::DeviceReceive device_receive(stager, 1);
   constexpr uint64_t kBytes = 3 * kChunkBytes;
-  add(arrivals, chunk(1, 0, kBytes));
+  add(device_receive, chunk(1, 0, kBytes));
   const auto refused = [&](uint64_t id, wire::DeviceRef device, uint64_t bytes) {
-    return error_of([&] { arrivals.take(id, device, bytes); }).kind == ErrorKind::kProtocol;
+    return error_of([&] { device_receive.take(id, device, bytes); }).kind == ErrorKind::kProtocol;
   };
   SECTION("before it is complete") {
     CHECK(refused(1, kDevice, kBytes));
     return;
   }
-  add(arrivals, chunk(1, kChunkBytes, kBytes));
+  add(device_receive, chunk(1, kChunkBytes, kBytes));
   SECTION("with another ID") { CHECK(refused(2, kDevice, kBytes)); }
   SECTION("for another device") { CHECK(refused(1, {kDevice.type, 1}, kBytes)); }
   SECTION("with another size") { CHECK(refused(1, kDevice, kBytes - 1)); }
   SECTION("twice") {
-    CHECK_NOTHROW(arrivals.take(1, kDevice, kBytes));
+    CHECK_NOTHROW(device_receive.take(1, kDevice, kBytes));
     CHECK(refused(1, kDevice, kBytes));
   }
 }
@@ -128,23 +128,23 @@ TEST_CASE("a transfer that no message takes is freed, and not on the loop") {
   run_all_sim_streams();
   const int64_t before = sim_bytes_in_use(0);
   rpc::DeviceStager stager;
-  auto arrivals = std::make_shared<rpc::Arrivals>(stager, 1);
+  auto device_receive = std::make_shared<rpc::DeviceReceive>(stager, 1);
   constexpr uint64_t kBytes = 3 * kChunkBytes;
-  add(*arrivals, chunk(1, 0, kBytes));
+  add(*device_receive, chunk(1, 0, kBytes));
   const int64_t with_one = sim_bytes_in_use(0);
   REQUIRE(with_one > before);
   SECTION("an abandoned transfer") {
-    base::Task task = arrivals->add_chunk_on_loop(chunk(1, 0, kBytes, 0));
+    base::Task task = device_receive->add_chunk_on_loop(chunk(1, 0, kBytes, 0));
     REQUIRE(task);  // to be run by a worker
     CHECK(sim_bytes_in_use(0) == with_one);
     task();
   }
-  SECTION("an incomplete transfer whose chunks stop") { arrivals->drop_parts(); }
+  SECTION("an incomplete transfer whose chunks stop") { device_receive->drop_incomplete(); }
   SECTION("a complete transfer whose message does not arrive") {
-    add(*arrivals, chunk(1, kChunkBytes, kBytes));
-    arrivals->drop_parts();
+    add(*device_receive, chunk(1, kChunkBytes, kBytes));
+    device_receive->drop_incomplete();
     CHECK(sim_bytes_in_use(0) == with_one);  // a received message may still need it
-    arrivals = nullptr;
+    device_receive = nullptr;
   }
   CHECK(sim_bytes_in_use(0) == before);
 }
@@ -156,8 +156,8 @@ TEST_CASE("a message that cannot be received frees all its transfers") {
     rpc::OutMessage message = message_of({numbers_to_send(1 << 19), numbers_to_send(1 << 19)});
     message.devices[1].index = 1;
     uint64_t next = 1;
-    rpc::Departure departure(stager, std::move(message), {}, [&] { return next++; });
-    REQUIRE(departure
+    rpc::DeviceSend device_send(stager, std::move(message), {}, [&] { return next++; });
+    REQUIRE(device_send
                 .send([&](net::OutFrame frame) {
                   sent.push_back(std::move(frame));
                   return base::Status(base::Unit{});
@@ -167,7 +167,7 @@ TEST_CASE("a message that cannot be received frees all its transfers") {
   REQUIRE(sent.size() == 3);
   run_all_sim_streams();
   const int64_t before[] = {sim_bytes_in_use(0), sim_bytes_in_use(1)};
-  rpc::Arrivals arrivals(stager, 1);
+  rpc::DeviceReceive device_receive(stager, 1);
   net::InFrame message;
   for (const net::OutFrame& frame : sent) {
     const bool is_chunk = frame.header.kind == wire::FrameKind::kChunk;
@@ -184,19 +184,21 @@ TEST_CASE("a message that cannot be received frees all its transfers") {
       message = std::move(in);
     } else if (in.header.channel >> 8 == 0) {
       const SimMemoryLimit limit(0);
-      add(arrivals, std::move(in));
+      add(device_receive, std::move(in));
     } else {
-      add(arrivals, std::move(in));
+      add(device_receive, std::move(in));
     }
   }
   CHECK_FALSE(sim_bytes_in_use(1) == before[1]);
   SECTION("because a device has no room") {
-    const base::Error error = error_of([&] { rpc::from_frame(message, 1, stager, &arrivals); });
+    const base::Error error =
+        error_of([&] { rpc::from_frame(message, 1, stager, &device_receive); });
     CHECK(error.kind == ErrorKind::kResources);
   }
   SECTION("because its payload has another size") {
     message.payload = message.payload.first(message.payload.size() - 1);
-    const base::Error error = error_of([&] { rpc::from_frame(message, 1, stager, &arrivals); });
+    const base::Error error =
+        error_of([&] { rpc::from_frame(message, 1, stager, &device_receive); });
     CHECK(error.kind == ErrorKind::kProtocol);
   }
   CHECK(sim_bytes_in_use(0) == before[0]);
@@ -205,9 +207,9 @@ TEST_CASE("a message that cannot be received frees all its transfers") {
 
 TEST_CASE("memory for received chunks is pinned once it was needed") {
   rpc::DeviceStager stager;
-  rpc::Arrivals arrivals(stager, 1);
+  rpc::DeviceReceive device_receive(stager, 1);
   CHECK_FALSE(stager.idle_host_block(kChunkBytes));
-  add(arrivals, chunk(1, 0, 2 * kChunkBytes));
+  add(device_receive, chunk(1, 0, 2 * kChunkBytes));
   const base::BufferPtr block = stager.idle_host_block(kChunkBytes);
   REQUIRE(block);
   CHECK_FALSE(stager.idle_host_block(kChunkBytes));  // only as much as was needed
@@ -216,7 +218,7 @@ TEST_CASE("memory for received chunks is pinned once it was needed") {
 TEST_CASE("copied frames are freed while their transfer continues") {
   run_all_sim_streams();
   rpc::DeviceStager stager;
-  rpc::Arrivals arrivals(stager, 1);
+  rpc::DeviceReceive device_receive(stager, 1);
   constexpr uint64_t kChunks = 100;
   std::vector<std::weak_ptr<base::Buffer>> bodies;
   for (uint64_t i = 0; i < kChunks; ++i) {
@@ -224,7 +226,7 @@ TEST_CASE("copied frames are freed while their transfer continues") {
     frame.body =
         base::BufferPtr(new base::Buffer(*frame.body), [keep = frame.body](auto* b) { delete b; });
     bodies.push_back(frame.body);
-    add(arrivals, std::move(frame));
+    add(device_receive, std::move(frame));
     run_all_sim_streams();
   }
   CHECK(std::count_if(bodies.begin(), bodies.end(), [](auto& b) { return !b.expired(); }) < 40);
@@ -233,7 +235,8 @@ TEST_CASE("copied frames are freed while their transfer continues") {
 TEST_CASE("a message has only few blocks in the network at a time") {
   rpc::DeviceStager stager;
   constexpr size_t kChunks = 40;
-  rpc::Departure departure(stager, message_of({numbers_to_send((kChunks + 1) << 18)}), {}, seven);
+  rpc::DeviceSend device_send(stager, message_of({numbers_to_send((kChunks + 1) << 18)}), {},
+                              seven);
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<net::OutFrame> network;
@@ -241,7 +244,7 @@ TEST_CASE("a message has only few blocks in the network at a time") {
   bool over = false;
   bool sent = false;
   std::thread sender([&] {
-    sent = departure
+    sent = device_send
                .send([&](net::OutFrame frame) {
                  std::lock_guard lock(mutex);
                  if (frame.header.kind != wire::FrameKind::kChunk)
@@ -290,9 +293,9 @@ TEST_CASE("a message has only few blocks in the network at a time") {
 
 TEST_CASE("a message that the network refuses cancels its transfers") {
   rpc::DeviceStager stager;
-  rpc::Departure departure(stager, message_of({numbers_to_send(1 << 19)}), {}, seven);
+  rpc::DeviceSend device_send(stager, message_of({numbers_to_send(1 << 19)}), {}, seven);
   std::vector<wire::FrameHeader> sent;
-  const base::Status status = departure.send([&](net::OutFrame frame) -> base::Status {
+  const base::Status status = device_send.send([&](net::OutFrame frame) -> base::Status {
     frame.header.payload_bytes = frame.payload.size();
     sent.push_back(frame.header);
     if (frame.header.kind == wire::FrameKind::kChunk) return base::Unit{};
@@ -310,14 +313,14 @@ TEST_CASE("a message that is abandoned after its chunks were sent is not sent") 
   rpc::DeviceStager stager;
   rpc::OutMessage message = message_of({numbers_to_send(1 << 19)});
   message.body = {1, 2, 3};
-  rpc::Departure departure(stager, std::move(message), {}, seven);
+  rpc::DeviceSend device_send(stager, std::move(message), {}, seven);
   std::vector<net::OutFrame> sent;
   const auto send = [&](net::OutFrame frame) -> base::Status {
     sent.push_back(std::move(frame));
     return base::Unit{};
   };
   const bool is_wanted = GENERATE(true, false);
-  const base::Status status = departure.send(send, [&](wire::Bytes& body) {
+  const base::Status status = device_send.send(send, [&](wire::Bytes& body) {
     CHECK(sent.size() == 1);
     body[0] = 9;
     return is_wanted;
@@ -339,28 +342,28 @@ TEST_CASE("a transfer that no receiver would accept is not begun") {
   SECTION("too many bytes") {
     const at::Tensor huge =
         at::zeros({1}, at::TensorOptions(at::kByte).device(sim(0))).expand({(1LL << 36) + 1});
-    CHECK(error_of([&] { rpc::Departure(stager, message_of({huge}), {}, seven); }).kind ==
+    CHECK(error_of([&] { rpc::DeviceSend(stager, message_of({huge}), {}, seven); }).kind ==
           ErrorKind::kInvalid);
   }
   SECTION("tensors on two devices for one device") {
     CHECK(error_of([&] {
-            rpc::Departure(stager, message_of({numbers_to_send(3, 0), numbers_to_send(3, 2)}), {},
-                           seven);
+            rpc::DeviceSend(stager, message_of({numbers_to_send(3, 0), numbers_to_send(3, 2)}), {},
+                            seven);
           }).kind == ErrorKind::kInternal);
   }
 }
 
 TEST_CASE("a failed device is an error and does not end the process") {
   auto stager = std::make_unique<rpc::DeviceStager>();
-  auto departure = std::make_unique<rpc::Departure>(*stager, message_of({numbers_to_send(1 << 19)}),
-                                                    wire::FrameHeader{}, seven);
+  auto device_send = std::make_unique<rpc::DeviceSend>(
+      *stager, message_of({numbers_to_send(1 << 19)}), wire::FrameHeader{}, seven);
   stager->release_at(rpc::StreamPoint::mark(sim(0)), chunk(1, 0, 1).body);
   run_all_sim_streams();  // failed devices do no more work
   {
     const SimFailure failure;
-    CHECK_THROWS_AS(departure->send([](net::OutFrame) { return base::Status(base::Unit{}); }),
+    CHECK_THROWS_AS(device_send->send([](net::OutFrame) { return base::Status(base::Unit{}); }),
                     c10::Error);
-    departure = nullptr;
+    device_send = nullptr;
     stager = nullptr;
   }
   rpc::DeviceStager fresh;
@@ -369,21 +372,21 @@ TEST_CASE("a failed device is an error and does not end the process") {
         ErrorKind::kResources);
 }
 
-TEST_CASE("the destructor of a Departure may block although no pool thread is left to wait") {
+TEST_CASE("the destructor of a DeviceSend may block although no pool thread is left to wait") {
   struct Full final : base::BlockObserver {
     void on_block() override { throw base::Exception(ErrorKind::kOverloaded, "all wait"); }
     void on_unblock() override {}
   } full;
   rpc::DeviceStager stager;
-  rpc::Departure departure(stager, message_of({numbers_to_send(1 << 20)}), {}, seven);
+  rpc::DeviceSend device_send(stager, message_of({numbers_to_send(1 << 20)}), {}, seven);
   base::thread_state().observer = &full;
   const base::Error error = error_of([&] {
-    static_cast<void>(departure.send([](net::OutFrame) { return base::Status(base::Unit{}); }));
+    static_cast<void>(device_send.send([](net::OutFrame) { return base::Status(base::Unit{}); }));
   });
   {
     rpc::DeviceStager ends;
     ends.release_at(rpc::StreamPoint::mark(numbers_to_send(5).device()), chunk(1, 0, 1).body);
-    const rpc::Departure also(ends, message_of({numbers_to_send(5)}), {}, seven);
+    const rpc::DeviceSend also(ends, message_of({numbers_to_send(5)}), {}, seven);
   }
   base::thread_state().observer = nullptr;
   CHECK(error.kind == ErrorKind::kOverloaded);
@@ -410,7 +413,7 @@ TEST_CASE("stream points create no context on a device that this thread does not
       const rpc::StreamPoint point = rpc::StreamPoint::mark(first);
       point.make_wait(second);
       static_cast<void>(point.reached());
-      point.settle();
+      point.wait_in_destructor();
       point.wait_on_host();
       static_cast<void>(rpc::pinned_bytes(sim(2), 100));
     }

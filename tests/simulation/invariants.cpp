@@ -148,9 +148,12 @@ bool Simulation::may_be_blamed(const Event& event, const Rank& by, int rank) con
     case FaultKind::kPartition: {
       // Blames a rank on the side without rank 0. If only messages to that side are lost, its ranks
       // are still heard, and they report the rank that they cannot hear.
-      const bool has_hub = fault.group.contains(0);
-      const auto is_cut_off = [&](int each) { return fault.group.contains(each) != has_hub; };
-      const bool is_unheard = fault.way == (has_hub ? Way::kTo : Way::kFrom) && !fault.lasts;
+      const bool has_coordinator = fault.group.contains(0);
+      const auto is_cut_off = [&](int each) {
+        return fault.group.contains(each) != has_coordinator;
+      };
+      const bool is_unheard =
+          fault.way == (has_coordinator ? Way::kTo : Way::kFrom) && !fault.lasts;
       return is_cut_off(rank) ||
              (!is_unheard && (is_cut_off(by.rank()) || fault.way != Way::kBoth || fault.lasts));
     }

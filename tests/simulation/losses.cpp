@@ -45,7 +45,7 @@ bool Simulation::is_here(const Rank& rank) const {
 
 void Simulation::note_welcome(int rank, const wire::Directory& directory) {
   const auto process =
-      rpc::process_number(rank, directory.ranks[static_cast<size_t>(rank)].incarnation);
+      membership::process_number(rank, directory.ranks[static_cast<size_t>(rank)].incarnation);
   if (!welcomed_.emplace(process, history_.size()).second) {
     violation("rank 0 welcomes a process of rank " + std::to_string(rank) + " twice");
   }

@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "control/party.h"
+#include "control_protocol.h"
 #include "distrain/base/random.h"
 #include "virtual_time.h"
 
 namespace distrain::simulation {
 
-using rpc::control::Message;
+using membership::Message;
 
 class Host;
 

@@ -6,7 +6,7 @@
 namespace distrain::simulation {
 
 using base::ErrorKind;
-using rpc::control::rendezvous_error;
+using membership::rendezvous_error;
 using wire::FrameKind;
 
 namespace {
@@ -77,7 +77,7 @@ void Rank::abort(const Error& error) {
   if (is_stopped_) return held_.push_back([this, error] { abort(error); });
   if (is_over_) return;
   trace("aborts: " + error.message);
-  if (party_) party_->abort(error);
+  if (protocol_) protocol_->abort(error);
   end(Outcome::kFailed, error);
 }
 
@@ -94,8 +94,8 @@ void Rank::end(Outcome outcome, std::optional<Error> error) {
 void Rank::close_door() {
   is_gone_ = true;
   is_listening_ = false;
-  party_ = nullptr;
-  hub_ = nullptr;
+  protocol_ = nullptr;
+  coordinator_ = nullptr;
   if (!streams_.empty()) {
     violation("has " + std::to_string(streams_.size()) + " connections when it is over");
   }
@@ -114,26 +114,26 @@ void Rank::start() {
   started_ = time_.now();
   after(job_.join_timeout, [this] { give_up_joining(); });
   if (rank_ == 0) {
-    begin_as_hub();
+    begin_as_coordinator();
   } else {
     try_to_join();
   }
 }
 
-void Rank::begin_as_hub() {
-  rpc::control::Settings settings = common_settings();
+void Rank::begin_as_coordinator() {
+  membership::ControlSettings settings = common_settings();
   for (int rank = 0; rank < job_.size; ++rank) {
     settings.names.push_back("w" + std::to_string(rank));
   }
   settings.secret = "0123456789abcdef";
-  World& world = *this;
-  auto hub = std::make_unique<Hub>(std::move(settings), world, time_.now());
-  hub_ = hub.get();
-  party_ = std::move(hub);
+  ControlTransport& transport = *this;
+  auto coordinator = std::make_unique<Coordinator>(std::move(settings), transport, time_.now());
+  coordinator_ = coordinator.get();
+  protocol_ = std::move(coordinator);
   is_listening_ = true;
   tolerate(true);
   observer_.on_phase(Phase::kMeeting);
-  hub_->begin();
+  coordinator_->begin();
   tick();
   prepare();
 }
@@ -141,7 +141,7 @@ void Rank::begin_as_hub() {
 // Rank 0 may be prepared before the others have joined.
 void Rank::prepare() {
   after(up_to(job_.longest_prepare), [this] {
-    if (!is_over_) party_->prepared({});
+    if (!is_over_) protocol_->prepared({});
   });
 }
 
@@ -161,19 +161,19 @@ void Rank::try_to_join() {
 }
 
 void Rank::begin_as_member(End end) {
-  rpc::control::Settings settings = common_settings();
+  membership::ControlSettings settings = common_settings();
   settings.rank = rank_;
   settings.endpoint.host = "10.0.0." + std::to_string(rank_);
   settings.endpoint.port = static_cast<uint16_t>(place_);
   is_listening_ = true;
   const Link link = hold(end, 0, true);
-  World& world = *this;
-  party_ = std::make_unique<Member>(std::move(settings), world, link, time_.now());
+  ControlTransport& transport = *this;
+  protocol_ = std::make_unique<Member>(std::move(settings), transport, link, time_.now());
   tick();
 }
 
-rpc::control::Settings Rank::common_settings() const {
-  rpc::control::Settings settings;
+membership::ControlSettings Rank::common_settings() const {
+  membership::ControlSettings settings;
   settings.job = kSimulatedJob;
   settings.options = {{"batch", "16"}};
   settings.peer_timeout = job_.peer_timeout;
@@ -183,20 +183,20 @@ rpc::control::Settings Rank::common_settings() const {
 // A rank that has joined first gives rank 0 some time to report the missing ranks.
 void Rank::give_up_joining() {
   if (has_gone_ || is_over_) return;
-  if (rank_ != 0 && party_ && !std::exchange(waits_for_rank_0_, true)) {
+  if (rank_ != 0 && protocol_ && !std::exchange(waits_for_rank_0_, true)) {
     return after(kRank0SaysWho, [this] { give_up_joining(); });
   }
-  const std::vector<int> ranks = party_ ? party_->missing() : std::vector<int>{0};
+  const std::vector<int> ranks = protocol_ ? protocol_->missing() : std::vector<int>{0};
   abort(rendezvous_error(kNotAllThere, ranks.empty() ? -1 : ranks.front()));
 }
 
 void Rank::tick() {
-  if (!party_) return;
+  if (!protocol_) return;
   for (const auto& [link, stream] : streams_) {
     const bool is_deaf = bug_ == Bug::kSilenceIsNotJudged;
-    party_->heard(link, is_deaf ? time_.now() : network_.last_heard(stream.end));
+    protocol_->heard(link, is_deaf ? time_.now() : network_.last_heard(stream.end));
   }
-  const TimePoint next = party_->tick(time_.now());
+  const TimePoint next = protocol_->tick(time_.now());
   if (is_over_ && next != base::kNever) violation("has a timer when it is over");
   if (next == base::kNever) return;
   after(next - time_.now() + up_to(std::chrono::milliseconds(1)), [this] { tick(); });
@@ -235,17 +235,17 @@ void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
                    });
 }
 
-rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
+membership::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
   const bool joins = purpose == wire::HelloPurpose::kJoin;
   return {{rank_, wire::Trust::kSameUser, 0, {}, joins ? 0 : incarnation_},
-          joins ? std::string() : party_->secret()};
+          joins ? std::string() : protocol_->secret()};
 }
 
-// As Introduction does.
+// As OutgoingHandshake does.
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
-  rpc::identity::Initiator initiator(credentials(purpose), purpose);
+  membership::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
-  introductions_.emplace(end, Introduction{std::move(initiator), std::move(then)});
+  introductions_.emplace(end, OutgoingHandshake{std::move(initiator), std::move(then)});
   after(kAnswers + kLastLook, [this, end] {
     const auto found = introductions_.find(end);
     if (found != introductions_.end() && !found->second.has_answered) end_introduction(end, false);
@@ -253,7 +253,7 @@ void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected t
 }
 
 void Rank::go_on_introducing(End end, const Message& message) {
-  Introduction& introduction = introductions_.at(end);
+  OutgoingHandshake& introduction = introductions_.at(end);
   try {
     if (message.kind == FrameKind::kHello) {
       const wire::Proof proof = introduction.initiator.answer(message.body);
@@ -279,7 +279,7 @@ void Rank::end_introduction(End end, bool is_believed) {
   then(is_believed ? std::optional(end) : std::nullopt);
 }
 
-// From here to refuse(): as Doorway does.
+// From here to refuse(): as Acceptor does.
 void Rank::on_connection(End end) {
   strangers_.emplace(end, Stranger{});
   const auto show_the_door = [this, end] {
@@ -318,7 +318,7 @@ void Rank::hear_stranger(End end, const Message& message) {
     if (message.kind != FrameKind::kHello) wire::Reader::fail("a frame out of place");
     const wire::Hello hello = wire::decode_hello(message.body);
     const bool joins = hello.purpose == wire::HelloPurpose::kJoin;
-    if (!party_ || (joins ? hub_ == nullptr : party_->secret().empty())) {
+    if (!protocol_ || (joins ? coordinator_ == nullptr : protocol_->secret().empty())) {
       wire::Reader::fail("a connection that nobody expects");
     }
     stranger.responder.emplace(credentials(hello.purpose), hello);
@@ -338,16 +338,16 @@ void Rank::hear_stranger(End end, const Message& message) {
 }
 
 std::optional<Error> Rank::admit_peer(End end, int rank, uint32_t incarnation) {
-  if (!party_) return rendezvous_error("this rank is leaving");
-  if (auto refusal = party_->check_peer(rank, incarnation)) return refusal;
+  if (!protocol_) return rendezvous_error("this rank is leaving");
+  if (auto refusal = protocol_->check_peer(rank, incarnation)) return refusal;
   return accept(rank, end);
 }
 
 std::optional<Error> Rank::admit_member(End end, int rank, const Message& join) {
-  if (!party_) return rendezvous_error("this rank is leaving");
-  if (hub_ == nullptr) return rendezvous_error("only rank 0 can be joined");
+  if (!protocol_) return rendezvous_error("this rank is leaving");
+  if (coordinator_ == nullptr) return rendezvous_error("only rank 0 can be joined");
   const Link link = hold(end, rank, true);
-  if (auto refusal = hub_->join(link, rank, wire::decode_join(join.body), time_.now())) {
+  if (auto refusal = coordinator_->join(link, rank, wire::decode_join(join.body), time_.now())) {
     streams_.erase(link);
     links_.erase(end);
     return refusal;
@@ -365,15 +365,16 @@ void Rank::refuse(End end, const Error& why) {
 void Rank::receive(Link link, const Message& message) {
   const Stream from = streams_.at(link);
   if (from.is_control) {
-    if (!party_) return;
+    if (!protocol_) return;
     Message heard = message;
-    if (bug_ == Bug::kAccuserIsBlamed && heard.kind == FrameKind::kLost && hub_ != nullptr) {
+    if (bug_ == Bug::kAccuserIsBlamed && heard.kind == FrameKind::kLost &&
+        coordinator_ != nullptr) {
       heard.a = static_cast<uint64_t>(from.rank);
       heard.body = wire::encode(Error{ErrorKind::kPeerLost, "it is lost", from.rank, {}});
     }
-    party_->receive(link, heard);
-    const bool is_twice = bug_ == Bug::kRoundIsCountedTwice && hub_ != nullptr;
-    if (is_twice && heard.kind == FrameKind::kFlush) party_->receive(link, heard);
+    protocol_->receive(link, heard);
+    const bool is_twice = bug_ == Bug::kRoundIsCountedTwice && coordinator_ != nullptr;
+    if (is_twice && heard.kind == FrameKind::kFlush) protocol_->receive(link, heard);
     return;
   }
   switch (message.kind) {
@@ -382,14 +383,14 @@ void Rank::receive(Link link, const Message& message) {
     case FrameKind::kAbort:
     case FrameKind::kLeave:
     case FrameKind::kReject:
-      if (party_) party_->receive(link, message);
+      if (protocol_) protocol_->receive(link, message);
       return;
     case FrameKind::kCall:
       return static_cast<Rank&>(network_.host_of(from.end.other())).call_has_come(from.end.other());
     default:
-      if (party_) {
-        party_->report(from.rank,
-                       {ErrorKind::kProtocol, "malformed: a frame out of place", from.rank, {}});
+      if (protocol_) {
+        protocol_->report(from.rank,
+                          {ErrorKind::kProtocol, "malformed: a frame out of place", from.rank, {}});
       }
   }
 }
@@ -403,7 +404,7 @@ void Rank::on_end(End end, const Error& error) {
   const Stream stream = streams_.at(link);
   links_.erase(found);
   streams_.erase(link);
-  if (party_) party_->closed(link, error);
+  if (protocol_) protocol_->closed(link, error);
   if (!stream.is_control) peers_[static_cast<size_t>(stream.rank)].state = PeerState::kGone;
 }
 

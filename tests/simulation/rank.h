@@ -8,19 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "control/hub.h"
-#include "control/member.h"
-#include "identity/handshake.h"
+#include "coordinator.h"
+#include "member.h"
 #include "network.h"
+#include "proof.h"
 
 namespace distrain::simulation {
 
 using base::Error;
-using rpc::control::Hub;
-using rpc::control::Link;
-using rpc::control::Member;
-using rpc::control::Party;
-using rpc::control::World;
+using membership::ControlProtocol;
+using membership::ControlTransport;
+using membership::Coordinator;
+using membership::Link;
+using membership::Member;
 
 inline constexpr const char* kSimulatedJob = "simulated";
 inline constexpr const char* kTooFewLeft = "too few are left";
@@ -95,9 +95,9 @@ class Observer {
   virtual Rank* at(int place) = 0;
 };
 
-/// A process of the job. Simulates the surroundings of a control::Party (ControlPlane, Peers,
+/// A process of the job. Simulates the surroundings of a ControlProtocol (ControlPlane, Peers,
 /// AgentCore and a job's program) as events of virtual time.
-class Rank final : public Host, private World {
+class Rank final : public Host, private ControlTransport {
  public:
   static constexpr const char* kNotAllThere = "not all ranks were there within the join timeout";
 
@@ -133,7 +133,9 @@ class Rank final : public Host, private World {
   /// Returns true if rank 0 has admitted this process.
   bool is_admitted() const { return is_admitted_ || rank_ == 0; }
   uint32_t incarnation() const { return incarnation_; }
-  rpc::ProcessNumber process() const { return rpc::process_number(rank_, incarnation_); }
+  membership::ProcessNumber process() const {
+    return membership::process_number(rank_, incarnation_);
+  }
   /// Returns true if this process has lost rank 0, and with it all other ranks.
   bool is_cut_off() const { return is_cut_off_; }
   /// Returns true if the process has ended or will abort because of a loss.
@@ -171,21 +173,21 @@ class Rank final : public Host, private World {
     bool is_control = false;
   };
 
-  // World
+  // ControlTransport
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
   void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const Error& error) override;
-  void on_lost(const rpc::Loss& loss) override;
+  void on_lost(const membership::Loss& loss) override;
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
   void after(Duration delay, std::function<void()> what);
   Duration up_to(Duration longest);
-  rpc::control::Settings common_settings() const;
-  void begin_as_hub();
+  membership::ControlSettings common_settings() const;
+  void begin_as_coordinator();
   void begin_as_member(End end);
   void prepare();
   void try_to_join();
@@ -195,7 +197,7 @@ class Rank final : public Host, private World {
   void close_door();
 
   void connect(Host& to, Duration limit, Network::OnConnected then);
-  rpc::identity::Credentials credentials(wire::HelloPurpose purpose) const;
+  membership::Credentials credentials(wire::HelloPurpose purpose) const;
   void introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then);
   void go_on_introducing(End end, const Message& message);
   void end_introduction(End end, bool is_believed);
@@ -237,22 +239,22 @@ class Rank final : public Host, private World {
   TimePoint resumed_{};
   bool is_stopped_ = false;
   bool is_listening_ = false;
-  bool is_over_ = false;                     // the party has ended
+  bool is_over_ = false;                     // its protocol has ended
   bool is_gone_ = false;                     // the process has ended, too
   std::vector<std::function<void()>> held_;  // tasks that became due while it was stopped
 
-  std::unique_ptr<Party> party_;
-  Hub* hub_ = nullptr;
+  std::unique_ptr<ControlProtocol> protocol_;
+  Coordinator* coordinator_ = nullptr;
   std::map<Link, Stream> streams_;
   std::map<End, Link> links_;
-  struct Introduction {
-    rpc::identity::Initiator initiator;
+  struct OutgoingHandshake {
+    membership::Initiator initiator;
     Network::OnConnected then;
     bool has_answered = false;
   };
-  std::map<End, Introduction> introductions_;
+  std::map<End, OutgoingHandshake> introductions_;
   struct Stranger {
-    std::optional<rpc::identity::Responder> responder;
+    std::optional<membership::Responder> responder;
     bool is_believed = false;
   };
   std::map<End, Stranger> strangers_;
@@ -265,7 +267,7 @@ class Rank final : public Host, private World {
   bool has_gone_ = false;
   uint32_t incarnation_ = 0;
   std::pair<Duration, std::function<void()>> after_go_;
-  std::set<rpc::ProcessNumber> lost_;
+  std::set<membership::ProcessNumber> lost_;
   bool is_cut_off_ = false;
   std::optional<Error> loss_;  // the first loss
   std::optional<Error> fails_at_go_;

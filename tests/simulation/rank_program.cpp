@@ -1,4 +1,4 @@
-// The program of a simulated rank: calls, work, and the callbacks of its party.
+// The program of a simulated rank: calls, work, and the callbacks of its ControlProtocol.
 #include <algorithm>
 #include <utility>
 
@@ -44,14 +44,14 @@ void Rank::call(int to) {
 void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   const Peer& peer = peers_[static_cast<size_t>(to)];
   Rank* callee = nullptr;
-  if (party_ && peer.incarnation == incarnation) {
-    callee = observer_.at(party_->directory().ranks[static_cast<size_t>(to)].endpoint.port);
+  if (protocol_ && peer.incarnation == incarnation) {
+    callee = observer_.at(protocol_->directory().ranks[static_cast<size_t>(to)].endpoint.port);
   }
   if (callee == nullptr) return connected(to, incarnation, std::nullopt);
   connect(*callee, deadline - time_.now(), [=, this](std::optional<End> end) {
-    if (!end || !party_) return connected(to, incarnation, end);
+    if (!end || !protocol_) return connected(to, incarnation, end);
     introduce(*end, wire::HelloPurpose::kPeer, [=, this](std::optional<End> believed) {
-      if (believed || !party_) return connected(to, incarnation, believed);
+      if (believed || !protocol_) return connected(to, incarnation, believed);
       if (time_.now() + kRetry >= deadline) return connected(to, incarnation, std::nullopt);
       after(kRetry, [=, this] { reach(to, incarnation, deadline); });
     });
@@ -61,26 +61,26 @@ void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
 // Ignores a connection to a process that has been replaced in the meantime.
 void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   Peer& peer = peers_[static_cast<size_t>(to)];
-  if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !party_) {
+  if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !protocol_) {
     if (end) network_.close(*end, false);
     return;
   }
   if (end) {
     const Link link = hold(*end, to, false);
-    party_->open(to, link, time_.now());
+    protocol_->open(to, link, time_.now());
     if (!streams_.contains(link)) return;  // this rank is leaving
     return begin_to_send(to, link);
   }
   after(kRank0Tells, [this, to, incarnation] {
     Peer& unreached = peers_[static_cast<size_t>(to)];
-    if (unreached.state != PeerState::kConnecting || !party_) return;
+    if (unreached.state != PeerState::kConnecting || !protocol_) return;
     if (unreached.incarnation != incarnation) return;
     if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
-    party_->report(to,
-                   {ErrorKind::kPeerLost,
-                    "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
-                    to,
-                    {}});
+    protocol_->report(to,
+                      {ErrorKind::kPeerLost,
+                       "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
+                       to,
+                       {}});
   });
 }
 
@@ -96,7 +96,7 @@ std::optional<Error> Rank::accept(int rank, End end) {
   if (peer.accepted) return Error{ErrorKind::kProtocol, "has connected already", -1, {}};
   const Link link = hold(end, rank, false);
   peer.accepted = link;
-  party_->open(rank, link, time_.now());
+  protocol_->open(rank, link, time_.now());
   if (peer.state == PeerState::kUnconnected) begin_to_send(rank, link);
   return std::nullopt;
 }
@@ -115,7 +115,7 @@ void Rank::call_has_come(End end) {
 // As the job's Training does: ranks are tolerated from the first step to the last.
 void Rank::tolerate(bool may_return) {
   if (!job_.tolerated.empty()) {
-    hub_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
+    coordinator_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
   }
 }
 
@@ -130,13 +130,13 @@ void Rank::end_if_done() {
 
 void Rank::enter_round(uint64_t round) {
   if (is_over_ || loss_) return;
-  if (round == 0 && hub_ != nullptr && job_.door == Door::kClosesAtEnd) tolerate(false);
+  if (round == 0 && coordinator_ != nullptr && job_.door == Door::kClosesAtEnd) tolerate(false);
   is_ending_ = true;
   is_in_round_ = true;
   round_ = round;
   live_ = round == 0 ? 1 : held_values_ + static_cast<uint64_t>(calls_under_way_);
   observer_.on_round_entered(*this, round, live_);
-  party_->enter_round(round, live_);
+  protocol_->enter_round(round, live_);
 }
 
 void Rank::send_garbage() {
@@ -148,7 +148,7 @@ void Rank::send_garbage() {
   if (links.empty()) return;
   const Link link = links[random_.below(links.size())];
   const Message garbage[] = {
-      {hub_ != nullptr ? FrameKind::kPrepared : FrameKind::kGo, 0, 0, wire::Bytes{1, 2, 3}},
+      {coordinator_ != nullptr ? FrameKind::kPrepared : FrameKind::kGo, 0, 0, wire::Bytes{1, 2, 3}},
       {FrameKind::kDirectory, 0, 0, wire::Bytes{9}},
       {FrameKind::kLost, uint64_t{1} << 40},
       {FrameKind::kLost, static_cast<uint64_t>(job_.size - 1), 0, wire::Bytes{1}},
@@ -162,7 +162,7 @@ void Rank::send_garbage() {
   send(link, chosen);
 }
 
-// ---- World ----
+// ---- ControlTransport ----
 
 std::string Change::text() const {
   return (is_return     ? "is told of the return of "
@@ -178,7 +178,7 @@ void Rank::send(Link link, Message message) {
   }
   const auto found = streams_.find(link);
   if (found == streams_.end()) return;
-  if (bug_ == Bug::kLossIsNotSpread && hub_ != nullptr &&
+  if (bug_ == Bug::kLossIsNotSpread && coordinator_ != nullptr &&
       (kind == FrameKind::kLost || kind == FrameKind::kAbort)) {
     return;
   }
@@ -187,7 +187,7 @@ void Rank::send(Link link, Message message) {
   if (bug_ == Bug::kNewcomerGoesEarly && kind == FrameKind::kReturned) {
     const Message known{FrameKind::kKnown, message.a, message.b};
     after(Duration::zero(), [this, link, known] {
-      if (party_) party_->receive(link, known);
+      if (protocol_) protocol_->receive(link, known);
     });
   }
   network_.send(found->second.end, std::move(message));
@@ -214,7 +214,7 @@ void Rank::on_directory(const wire::Directory& directory) {
   }
   incarnation_ = peers_[static_cast<size_t>(rank_)].incarnation;
   observer_.on_directory(*this, directory);
-  if (hub_ != nullptr) {
+  if (coordinator_ != nullptr) {
     observer_.on_phase(Phase::kPreparing);
     return;
   }
@@ -225,10 +225,10 @@ void Rank::on_go(std::vector<wire::RankDevices>) {
   if (!has_directory_ || std::exchange(has_gone_, true)) violation("goes twice");
   if (fails_at_go_) throw base::Exception(*fails_at_go_);
   trace("goes");
-  if (hub_ != nullptr) observer_.on_phase(Phase::kRunning);
+  if (coordinator_ != nullptr) observer_.on_phase(Phase::kRunning);
   is_working_ = true;
   Duration work = up_to(job_.longest_work);
-  if (hub_ != nullptr && !job_.tolerated.empty()) {
+  if (coordinator_ != nullptr && !job_.tolerated.empty()) {
     work = job_.longest_work / 2 + work / 2;  // gives others time to return
     if (job_.door == Door::kClosesInTheMidst) after(up_to(work), [this] { tolerate(false); });
   }
@@ -249,13 +249,13 @@ void Rank::on_failed(const Error& error) {
 
 // Calls the new process with a probability of 1/4, like a program that has been waiting for it.
 void Rank::on_returned(int rank, const wire::RankDevices&) {
-  const uint32_t incarnation = party_->directory().ranks[static_cast<size_t>(rank)].incarnation;
+  const uint32_t incarnation = protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};
   trace(change.text());
   if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
-  if (hub_ != nullptr) {  // from now on each error of it ends the job
-    after(Duration::zero(), [this, rank] { hub_->note_of_use(rank); });
+  if (coordinator_ != nullptr) {  // from now on each error of it ends the job
+    after(Duration::zero(), [this, rank] { coordinator_->note_of_use(rank); });
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (peer.state != PeerState::kGone) violation("hears of a new process of a rank that is there");
@@ -274,7 +274,7 @@ void Rank::on_joined(int rank) {
   is_admitted_ = true;
 }
 
-void Rank::on_lost(const rpc::Loss& loss) {
+void Rank::on_lost(const membership::Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
   const Change change{rank, loss.incarnation, false, loss.job_goes_on};
@@ -300,7 +300,7 @@ void Rank::on_round(uint64_t round, uint64_t sum) {
   if (!std::exchange(is_in_round_, false) || round != round_) violation("hears of another round");
   observer_.on_round_over(*this, round, sum);
   if (round == 0) {
-    if (hub_ != nullptr) observer_.on_phase(Phase::kEnding);
+    if (coordinator_ != nullptr) observer_.on_phase(Phase::kEnding);
     held_values_ = random_.below(3);
     for (uint64_t i = 0; i < held_values_; ++i) {
       const Duration release = up_to(seconds(1.5));
@@ -314,7 +314,7 @@ void Rank::on_round(uint64_t round, uint64_t sum) {
   if (sum == 0 || round == kLastRound) {
     after(Duration::zero(), [this] {
       if (is_over_ || loss_) return;
-      party_->leave();
+      protocol_->leave();
       end(Outcome::kEndedWell, std::nullopt);
     });
     return;

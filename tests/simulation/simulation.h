@@ -16,7 +16,7 @@ namespace distrain::simulation {
 // Note [Simulation]
 //
 // Simulates the control plane of a whole job in one thread. Each Rank has the state machine of a
-// real agent, a control::Hub or control::Member, and simulated sockets, threads and program around
+// real agent, a Coordinator or Member, and simulated sockets, threads and program around
 // it. Network delivers the messages late or never; VirtualTime is the only clock. All randomness
 // comes from one seed, so a failed run can be repeated.
 //
@@ -147,7 +147,7 @@ class Simulation final : private Observer {
   std::map<uint64_t, Round> rounds_;
   std::vector<Change> history_;      // in the order in which rank 0 reports them
   std::map<int, const Rank*> here_;  // tolerated ranks that are alive, as rank 0 sees them
-  std::map<rpc::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
+  std::map<membership::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
   std::map<const Rank*, Hearing> hearings_;
   std::map<const Rank*, TimePoint> lost_at_;
   std::set<const Rank*> hit_;  // ranks with a fault

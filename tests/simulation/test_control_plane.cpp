@@ -132,9 +132,9 @@ TEST_CASE("1,000 ranks meet with five frames each") {
 namespace {
 
 // Counts the calls that rank 0 of a large job makes to its surroundings.
-class Counts final : public World {
+class Counts final : public ControlTransport {
  public:
-  void send(Link, rpc::control::Message message) override {
+  void send(Link, membership::Message message) override {
     ++frames[message.kind];
     const auto& body = message.body.shared();
     if (body && bodies.insert(body).second) bytes[message.kind] += body->size();
@@ -144,7 +144,7 @@ class Counts final : public World {
   void on_directory(const wire::Directory&) override {}
   void on_go(std::vector<wire::RankDevices>) override {}
   void on_failed(const Error& error) override { FAIL(error.message); }
-  void on_lost(const rpc::Loss&) override {}
+  void on_lost(const membership::Loss&) override {}
   void on_returned(int, const wire::RankDevices&) override {}
   void on_round(uint64_t round, uint64_t) override { rounds = round + 1; }
 
@@ -160,30 +160,31 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   constexpr int kRanks = 1000;
   constexpr uint64_t kRounds = 3;
   Counts counts;
-  rpc::control::Settings settings;
+  membership::ControlSettings settings;
   settings.job = kSimulatedJob;
   for (int rank = 0; rank < kRanks; ++rank) settings.names.push_back("w" + std::to_string(rank));
-  Hub hub(settings, counts, {});
-  hub.begin();
+  Coordinator coordinator(settings, counts, {});
+  coordinator.begin();
   // Each process asks for a rank, then joins as that rank.
   for (int rank = 1; rank < kRanks; ++rank) {
-    REQUIRE_FALSE(hub.keep_place(static_cast<Link>(kRanks + rank), {kSimulatedJob, 0, {}, {}}, {}));
+    REQUIRE_FALSE(
+        coordinator.reserve_rank(static_cast<Link>(kRanks + rank), {kSimulatedJob, 0, {}, {}}, {}));
   }
-  CHECK(hub.looks() == kRanks - 1);
+  CHECK(coordinator.looks() == kRanks - 1);
   for (int rank = 1; rank < kRanks; ++rank) {
-    REQUIRE_FALSE(hub.join(static_cast<Link>(rank), rank, {kSimulatedJob, 0, {}, {}}, {}));
+    REQUIRE_FALSE(coordinator.join(static_cast<Link>(rank), rank, {kSimulatedJob, 0, {}, {}}, {}));
   }
   CHECK(counts.frames[FrameKind::kDirectory] == kRanks - 1);
   CHECK(counts.bytes[FrameKind::kDirectory] < 100 * kRanks);
-  hub.prepared({});
+  coordinator.prepared({});
   wire::Bytes devices;
   wire::Writer out(devices);
   encode(wire::RankDevices{}, out);
   for (int rank = 1; rank < kRanks; ++rank) {
-    hub.receive(static_cast<Link>(rank), {FrameKind::kPrepared, 0, 0, devices});
+    coordinator.receive(static_cast<Link>(rank), {FrameKind::kPrepared, 0, 0, devices});
   }
-  REQUIRE(hub.is_running());
-  const uint64_t before = hub.looks();
+  REQUIRE(coordinator.is_running());
+  const uint64_t before = coordinator.looks();
   base::Random random({1, 2});
   for (uint64_t round = 0; round < kRounds; ++round) {
     std::vector<int> order(kRanks);
@@ -193,14 +194,14 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
     }
     for (const int rank : order) {
       if (rank == 0) {
-        hub.enter_round(round, 1);
+        coordinator.enter_round(round, 1);
       } else {
-        hub.receive(static_cast<Link>(rank), {FrameKind::kFlush, round, 1});
+        coordinator.receive(static_cast<Link>(rank), {FrameKind::kFlush, round, 1});
       }
     }
   }
   CHECK(counts.rounds == kRounds);
-  CHECK(hub.looks() - before <= kRounds * 3 * kRanks);
+  CHECK(coordinator.looks() - before <= kRounds * 3 * kRanks);
 }
 
 }  // namespace distrain::simulation

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "distrain/rpc/agent.h"
+#include "support/error_of.h"
 
 namespace distrain::testing {
 
@@ -96,16 +97,6 @@ class Cluster {
 /// Checks a condition on a rank's own thread, where Catch2's assertions may not be used.
 inline void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
-}
-
-/// Returns the error that `fn` throws, or one of kind internal with "(no error)" if it throws none.
-inline base::Error error_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const base::Exception& e) {
-    return e.error();
-  }
-  return base::Error{base::ErrorKind::kInternal, "(no error)", -1, {}};
 }
 
 }  // namespace distrain::testing

@@ -6,7 +6,7 @@
 
 #include <ATen/Functions.h>
 
-#include "../src/rpc/trace_export.h"
+#include "../src/rpc/trace/trace_export.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/agent.h"
 

@@ -1,5 +1,5 @@
 """What connections to a rank begin with, as include/distrain/wire/handshake.h and Note [Identity] in
-src/rpc/identity/handshake.h have it: written a second time, to try out the first.
+src/membership/proof.h have it: written a second time, to try out the first.
 """
 
 import hashlib

@@ -78,7 +78,7 @@ class Tracer {
   void stop() { on_.store(false, std::memory_order_relaxed); }
   /// Waits, after stop(), until the open slices have ended and are recorded. Returns false if some
   /// are still open after `limit`. Must not be called within a slice.
-  bool settle(Duration limit) const;
+  bool wait_until_closed(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
   /// Returns the time of base::Clock in ns, as events store it.
@@ -135,7 +135,7 @@ class TraceLane {
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
 
-  /// Opens a slice of this thread; Tracer::settle() waits until it is closed.
+  /// Opens a slice of this thread; Tracer::wait_until_closed() waits until it is closed.
   void open() { add_open(1); }
   void close() { add_open(-1); }
 

@@ -37,7 +37,7 @@ class EventSink {
   /// Writes a JSON line with `fields` and the common fields (v, ts, run, event, cmd, rank, role).
   virtual void emit(std::string_view event, const Json& fields) = 0;
   /// Called before joined() if the process asked for any rank: with the assigned rank, or with
-  /// rpc::kAnyRank if the process lost that rank and asks again.
+  /// membership::kUnassignedRank if the process lost that rank and asks again.
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// Called when all ranks have joined, with rank 0's options and this rank's role.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
@@ -108,7 +108,7 @@ struct Injection {
 
 /// A process's rank, and the address and credentials by which it joins the job.
 struct Contact {
-  int rank = 0;  ///< rpc::kAnyRank: a free rank that rank 0 chooses
+  int rank = 0;  ///< membership::kUnassignedRank: a free rank that rank 0 chooses
   std::string master_addr = "localhost";
   uint16_t master_port = 29500;
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket

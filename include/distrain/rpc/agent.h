@@ -9,7 +9,7 @@
 
 #include "distrain/base/future.h"
 #include "distrain/base/trace.h"
-#include "distrain/net/port_range.h"
+#include "distrain/membership/options.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/device.h"
@@ -29,50 +29,14 @@ struct DeviceMap {
   std::vector<std::pair<c10::Device, c10::Device>> devices;
 };
 
-/// Errors and warnings name the command's option for a member: `--master-port` for `master_port`,
-/// `--listen` for `listen_addr`, `--token-file` (a file with the token) for `token`, and so on.
-struct AgentOptions {
-  int rank = 0;  ///< not kAnyRank: a Place returns a rank
-  /// Rank 0: the names of all ranks, which also set their number. Other ranks get them from rank 0.
-  std::vector<std::string> names;
-  int world_size = 0;                     ///< other ranks: must equal rank 0's; 0: any
-  std::string job = "distrain";           ///< all ranks must have the same name
-  std::string master_addr = "localhost";  ///< where rank 0 listens
-  uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
-  int listen_fd = -1;                     ///< rank 0: a socket that is already listening
-  std::string listen_addr;  ///< address to bind; empty: master_addr, or the interface towards it
-  /// If not empty, all ranks are on this host and meet at rank 0's unix socket of this name, and no
-  /// rank listens on TCP. Rank 0's `listen_fd`, if set, is that socket.
-  std::string rank_0_unix_name;
-  /// Name of the unix socket at which ranks of the same user on rank 0's host try to join before
-  /// they use TCP (see rpc/meeting.h). Unused if `transport` is tcp. If empty, the name is derived
-  /// from job_id, master_addr and the port.
-  std::string meeting_name;
-  net::PortRange ports;            ///< to listen on; rank 0: if master_port is 0
-  std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
-  /// A secret of the job's ranks; both sides of a connection prove that they know it. If empty,
-  /// ranks trust processes of this user on this host or, with `insecure`, any process.
-  std::string token;
-  bool insecure = false;
-  /// Distinguishes jobs at the same address. If empty, rank 0 chooses one for all ranks.
-  std::string job_id;
-  /// Number of restarts of the job; ranks of other generations are refused. If unset: rank 0's or
-  /// 0.
-  std::optional<uint32_t> generation;
-  /// Set if the job is being restarted and rank 0 may still see this rank's previous process: while
-  /// rank 0 has no place for this rank, join() retries until the join timeout.
-  bool rejoins = false;
-  /// Called once for each rank and reason when a process that claims to be rank `why.rank` is
-  /// refused. `why` tells the user what to do. Runs on the loop thread: must not block.
-  std::function<void(const base::Error& why)> on_refused;
+/// How an agent joins its job (the members of membership::Options), and how it makes and runs
+/// calls.
+struct AgentOptions : membership::Options {
   /// Called once for each operation, such as a collective, that has waited for other ranks for
   /// `long_wait`. Runs on the loop thread: must not block.
   std::function<void(const Wait& wait)> on_long_wait;
   std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
-  std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
-  /// A peer that is silent for this long is lost. If zero, only a closed connection shows a loss.
-  std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
   /// This rank's device. A tensor on it arrives on the receiving rank's device, which must be an
   /// accelerator too. Other devices need a map; sending from a device without one throws `invalid`,
   /// and no tensor is copied to the CPU implicitly. If the device has no index, the index is the
@@ -92,18 +56,6 @@ struct AgentOptions {
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads waiting for a reply do not count
-  /// Rank 0: the job's options, sent to all ranks. Other ranks: options that must equal rank 0's.
-  std::map<std::string, std::string> job_options;
-  /// Called on the joining thread when all ranks are known, before any other rank can call this
-  /// one, with the number of ranks, including this one, that share its CPUs.
-  std::function<void(int ranks)> on_cpus_shared;
-  /// Called on the joining thread every 5 s while join() waits; on a rank 0 without `listen_fd`,
-  /// first after 1 s. If unset, join() is silent. `missing`: on rank 0, the ranks that have not
-  /// joined or are not ready; on other ranks, rank 0. `address`: rank 0's. `reason`: why ranks are
-  /// missing, or why this rank cannot join; may be empty. See examples/runtime.cpp.
-  std::function<void(const std::vector<int>& missing, const std::string& address,
-                     const std::string& reason)>
-      on_waiting;
 };
 
 struct WorkerInfo {
@@ -149,9 +101,9 @@ struct Traffic {
 
 /// A received reply that is not decoded yet.
 struct RawReply {
-  std::shared_ptr<InMessage> message;  ///< if this rank called itself
-  net::InFrame frame;                  ///< otherwise
-  std::shared_ptr<Arrivals> arrivals;  ///< of its tensors; null: none on devices
+  std::shared_ptr<InMessage> message;             ///< if this rank called itself
+  net::InFrame frame;                             ///< otherwise
+  std::shared_ptr<DeviceReceive> device_receive;  ///< of its tensors; null: none on devices
   int from = -1;
   uint64_t context = 0;
   uint64_t sent = 0;  ///< autograd id of the call's arguments, in `context`
@@ -268,7 +220,7 @@ class Agent {
 
   int rank() const;
   /// Returns true when rank 0 has admitted this rank, even if join() still waits. Not for rank 0.
-  bool has_place() const;
+  bool is_admitted() const;
   int world_size() const;
   const std::string& name() const;
   /// Return a rank's info. Throw `not_found`, with the names of the ranks, if it does not exist.

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "distrain/base/buffer.h"
-#include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
+#include "distrain/rpc/membership_types.h"
 
 namespace distrain::rpc {
 
@@ -20,12 +20,6 @@ struct ChannelTag {
   uint64_t b = 0;
   uint64_t c = 0;
   friend bool operator==(const ChannelTag&, const ChannelTag&) = default;
-};
-
-/// An operation that a rank waits for, described for people: see Agent::waits().
-struct Wait {
-  std::string what;  ///< names the ranks that are waited for
-  base::TimePoint since;
 };
 
 /// A received message. `payload` points into `body` and is aligned to 64 bytes.

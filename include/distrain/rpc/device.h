@@ -65,7 +65,7 @@ class StreamPoint {
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;
   /// Does the same for destructors: failed work counts as done, and the thread pool does not grow.
-  void settle() const noexcept;
+  void wait_in_destructor() const noexcept;
   bool reached() const;
 
  private:

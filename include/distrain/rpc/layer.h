@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "distrain/rpc/channel.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 
 namespace distrain::rpc {
 

@@ -17,7 +17,7 @@
 
 namespace distrain::rpc {
 
-class Arrivals;
+class DeviceReceive;
 class DeviceStager;
 class RRefHandle;
 
@@ -32,7 +32,8 @@ class RRefHandle;
 // it has no chunks) follows the descriptors and gradient bits, in the order in which the
 // descriptors first name the devices.
 
-/// A reference to an RRef inside a message: see Note [RRef protocol] in src/rpc/rref_context.h.
+/// A reference to an RRef inside a message: see Note [RRef protocol] in
+/// src/rpc/rref/rref_context.h.
 struct RRefTicket {
   uint64_t id = 0;
   uint32_t owner = 0;  ///< the owning process: Note [Incarnations]
@@ -64,11 +65,11 @@ struct InMessage {
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
   std::shared_ptr<const void> storage;  ///< owns the memory of `body`
   /// For each device: the point after which its tensors are complete.
-  std::vector<std::pair<c10::Device, StreamPoint>> arrivals;
-  uint64_t credit_of_arrivals = 0;  ///< of transfers that preceded a call
+  std::vector<std::pair<c10::Device, StreamPoint>> completed_at;
+  uint64_t credit_of_transfers = 0;  ///< of transfers that preceded a call
 
   /// Makes this thread's current streams wait until the device tensors are complete.
-  void await_arrivals();
+  void await_device_tensors();
 };
 
 /// Returns true if a tensor of `message` is not on the CPU.
@@ -84,10 +85,10 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<base::BufferPtr>& rests = {});
 
 /// Decodes a frame. Throws `protocol` if descriptors and payload do not match. Allocates tensors,
-/// so it must not run on the loop. Takes the message's transfers out of `arrivals` (null: rank
-/// `from` has sent none), and its RRefs into `receiver`, if given, even if it throws later.
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
-                     class RRefContext* receiver = nullptr);
+/// so it must not run on the loop. Takes the message's transfers out of `device_receive` (null:
+/// rank `from` has sent none), and its RRefs into `receiver`, if given, even if it throws later.
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
+                     DeviceReceive* device_receive, class RRefContext* receiver = nullptr);
 
 /// Converts a message that a rank sends to itself. The tensors are copied, as sending would do.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);

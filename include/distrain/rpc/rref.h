@@ -6,7 +6,7 @@
 #include <typeindex>
 
 #include "distrain/base/future.h"
-#include "distrain/rpc/incarnation.h"
+#include "distrain/rpc/membership_types.h"
 #include "distrain/rpc/serialize.h"
 
 namespace distrain::rpc {
@@ -28,7 +28,7 @@ struct OwnedValue {
 };
 
 /// One fork of an RRef on this rank, shared by copies of the RRef<T>. The destructor notifies the
-/// owner, unless this rank is the owner. See Note [RRef protocol] in src/rpc/rref_context.h.
+/// owner, unless this rank is the owner. See Note [RRef protocol] in src/rpc/rref/rref_context.h.
 class RRefHandle {
  public:
   RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,

@@ -24,7 +24,7 @@ struct RankClock {
 
 /// Converts the times of all ranks to one clock: first by the readings, then so that no flow ends
 /// before it starts. `clocks` has the order of `ranks`. Events of one rank keep their order. See
-/// Note [One clock] in src/rpc/trace_align.cpp.
+/// Note [One clock] in src/rpc/trace/trace_align.cpp.
 void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClock>& clocks);
 
 /// Gathers the traces of all ranks, on rank 0 of a job whose agents all have a tracer.

@@ -60,7 +60,7 @@ enum class FrameKind : uint16_t {
   kOneway = 19,
   kChunk = 20,   // a part of a message to come: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // the caller of call `call_id` no longer waits
-  // Note [Credit] in rpc/credit.h:
+  // Note [Credit] in src/rpc/flow/credit.h:
   kCredit = 22,         // grants `call_id` bytes more; windows have `context_id` bytes
   kCreditRequest = 23,  // totals in bytes: `call_id` spent or returned, `context_id` wanted
                         // (0: no call waits), `autograd_id` returned unused

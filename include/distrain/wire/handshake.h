@@ -14,7 +14,7 @@ namespace distrain::wire {
 
 // The messages on a job's connections; `r` and `s` are any ranks but 0.
 //
-// Each begins with the proofs of Note [Identity] in rpc/identity/handshake.h; `i` connects:
+// Each begins with the proofs of Note [Identity] in src/membership/proof.h; `i` connects:
 //
 //   i → s  kHello   the identity of i, with a nonce
 //   s → i  kHello   the identity of s, with a nonce
@@ -25,8 +25,9 @@ namespace distrain::wire {
 // Control connection, from each rank to rank 0 all the time; calls never delay its messages:
 //
 //   r → 0  kJoin          the options of r and its endpoint
-//   0 → r  kJoined        r is admitted and waits for the others. A rank that sent kAnyRank does
-//                         not join: rank `call_id` is reserved for it while this connection is open
+//   0 → r  kJoined        r is admitted and waits for the others. A rank that sent kUnassignedRank
+//                         does not join: rank `call_id` is reserved for it while this connection is
+//                         open
 //   0 → r  kReject        refuses r; for a mismatch, names the field and both values. r exits
 //   0 → r  kDirectory     all ranks have joined: their endpoints, rank 0's options, and the secret
 //                         for proofs on connections between ranks
@@ -64,8 +65,8 @@ using JobId = std::array<uint8_t, 16>;
 using Nonce = std::array<uint8_t, 32>;
 using Proof = std::array<uint8_t, 32>;
 
-/// The rank of a process that takes any free rank.
-inline constexpr int32_t kAnyRank = -1;
+/// The rank of a process to which rank 0 assigns a free rank.
+inline constexpr int32_t kUnassignedRank = -1;
 
 /// The generation of a rank that does not know it yet and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;

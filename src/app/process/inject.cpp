@@ -12,7 +12,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/job/option_list.h"
-#include "distrain/rpc/place.h"
+#include "distrain/membership/slot.h"
 
 namespace distrain::app {
 namespace {
@@ -98,7 +98,8 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
     const bool is_stage = fault.kind == "stage";
     const bool of_saves = fault.kind == "fail" || fault.kind == "save";
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
-    if (fault.rank && placement.mode == Placement::Mode::kJoin && placement.rank == rpc::kAnyRank) {
+    if (fault.rank && placement.mode == Placement::Mode::kJoin &&
+        placement.rank == membership::kUnassignedRank) {
       invalid(where + ": with --rank auto, rank 0 assigns the rank later");
     }
     placement.check_rank(rank, where);

@@ -18,7 +18,6 @@
 #include "distrain/base/temporary_path.h"
 #include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
-#include "distrain/rpc/place.h"
 #include "process/json_lines.h"
 #include "process/output.h"
 
@@ -57,7 +56,7 @@ class JsonSink final : public job::EventSink {
         lines_(run.out_fd),
         display_(run.display, screen_of(run.display, lines_)) {
     identity_.role = run.role;
-    if (run.job.rank != rpc::kAnyRank) identity_.rank = run.job.rank;
+    if (run.job.rank != membership::kUnassignedRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
   }
 
@@ -71,7 +70,7 @@ class JsonSink final : public job::EventSink {
   void placed(int rank) override {
     run_.devices->set_rank(rank);
     std::lock_guard lock(identity_mutex_);
-    identity_.rank = rank == rpc::kAnyRank ? std::nullopt : std::optional(rank);
+    identity_.rank = rank == membership::kUnassignedRank ? std::nullopt : std::optional(rank);
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {

@@ -9,10 +9,10 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
 #include "distrain/job/definition.h"
+#include "distrain/membership/slot.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
-#include "distrain/rpc/place.h"
 #include "host/training_host.h"
 #include "run/run_trace.h"
 
@@ -81,7 +81,7 @@ std::string figures(rpc::CallContext& call) {
 }
 
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
-struct PlaceIsTaken {};
+struct SlotIsTaken {};
 
 // Functions that forward a signal to stop. Any rank may receive one; rank 0 acts on it.
 
@@ -135,15 +135,15 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
 /// One rank of a job: its agent, and what all jobs do before and after the work of the rank.
 class RankRunner {
  public:
-  /// `place` is the reservation of `job.rank` if rank 0 assigned it; run() may then throw
-  /// PlaceIsTaken. Null if the user gave the rank.
+  /// `slot` is the reservation of `job.rank` if rank 0 assigned it; run() may then throw
+  /// SlotIsTaken. Null if the user gave the rank.
   RankRunner(const Job& job, EventSink& sink, const RankBody& body,
-             std::unique_ptr<rpc::Place> place)
+             std::unique_ptr<membership::Slot> slot)
       : job_(job),
         sink_(sink),
         body_(body),
-        has_asked_(place != nullptr),
-        place_(std::move(place)),
+        has_asked_(slot != nullptr),
+        slot_(std::move(slot)),
         trace_(sink) {
     rpc::AgentOptions options = agent_options(job, sink);
     options.names = body.roles.names();
@@ -194,9 +194,10 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // Place::take() would have received any other reason for a refusal.
-        const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
-        if (has_asked_ && is_refused) throw PlaceIsTaken();
+        // Slot::reserve() would have received any other reason for a refusal.
+        const bool is_refused =
+            !agent_->is_admitted() && error.kind == base::ErrorKind::kRendezvous;
+        if (has_asked_ && is_refused) throw SlotIsTaken();
         if (error.rank != agent_->rank()) sink_.failing(error);
         agent_->abort(error);
         trace_.write_own(agent_->rank(), agent_->name());  // keeps rank 0's own trace
@@ -214,7 +215,7 @@ class RankRunner {
       trace_.start(options, std::max(job_.world_size, agent_->world_size()));
       if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
       agent_->set_device(job_.device());
-      place_ = nullptr;  // the rank has joined
+      slot_ = nullptr;  // the rank has joined
       const RankBody::Known known = body_.adopt(agent_->rank(), options);
       rank_.emplace(*agent_, job_, known.roles, sink_);
       agent_->provide(std::make_shared<Job>(job_));
@@ -299,7 +300,7 @@ class RankRunner {
   EventSink& sink_;
   const RankBody& body_;
   const bool has_asked_;
-  std::unique_ptr<rpc::Place> place_;
+  std::unique_ptr<membership::Slot> slot_;
   JobTrace trace_;
   const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
@@ -312,21 +313,21 @@ class RankRunner {
 }  // namespace
 
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
-  if (job.rank != rpc::kAnyRank) return RankRunner(job, sink, body, nullptr).run();
+  if (job.rank != membership::kUnassignedRank) return RankRunner(job, sink, body, nullptr).run();
   const base::TimePoint deadline = base::deadline_after(seconds(job.join_timeout_s));
   Job placed = job;
   for (;;) {
     try {
-      auto place = std::make_unique<rpc::Place>(agent_options(placed, sink));
+      auto slot = std::make_unique<membership::Slot>(agent_options(placed, sink));
       {
         const Untold untold{*job.stop};
-        job.stop->on_question([&place] { return place->waits(); });
-        placed.rank = place->take();
+        job.stop->on_question([&slot] { return slot->waits(); });
+        placed.rank = slot->reserve();
       }
       sink.placed(placed.rank);
-      return RankRunner(placed, sink, body, std::move(place)).run();
-    } catch (const PlaceIsTaken&) {
-      sink.placed(rpc::kAnyRank);
+      return RankRunner(placed, sink, body, std::move(slot)).run();
+    } catch (const SlotIsTaken&) {
+      sink.placed(membership::kUnassignedRank);
       placed.join_timeout_s = std::max(0.001, -base::seconds_since(deadline));
     }
   }

@@ -2,12 +2,12 @@
 
 #include <ATen/Functions.h>
 
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::job {
 
 Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
-  const at::Tensor here = rpc::placed(targets, scores.device());
+  const at::Tensor here = rpc::to_device(targets, scores.device());
   const at::Tensor loss = at::cross_entropy_loss(scores, here, {}, at::Reduction::Sum);
   Evaluation evaluation;
   evaluation.add(scores, here, loss.item<double>());

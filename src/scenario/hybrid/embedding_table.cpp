@@ -8,7 +8,7 @@
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/sized_by.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -18,7 +18,7 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
   const c10::Device where(device);
   weight_ = nn::sized_by("--num-embeddings or --embedding-dim", [&] {
     return range > 0 ? nn::uniform({rows, dim}, range, generator, where)
-                     : rpc::placed(at::randn({rows, dim}, generator), where);
+                     : rpc::to_device(at::randn({rows, dim}, generator), where);
   });
   weight_.requires_grad_();
 }
@@ -31,8 +31,8 @@ at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, a
 at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
   const c10::Device device = weight_.device();
   rpc::check_rows(indices, weight_);
-  return std::get<0>(at::embedding_bag(weight_, rpc::placed(indices, device),
-                                       rpc::placed(offsets, device),
+  return std::get<0>(at::embedding_bag(weight_, rpc::to_device(indices, device),
+                                       rpc::to_device(offsets, device),
                                        /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
 }

@@ -13,7 +13,7 @@
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "embedding_table.h"
 
 namespace distrain::scenario {
@@ -61,7 +61,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   optim::DistributedOptimizer optimizer(rank.agent(), table.remote_parameters(), dense.parameters(),
                                         options.rule(), options.sharing(rank.index()));
   const auto look_up = [&](const data::Batch& batch) {
-    return rpc::placed(table.forward(batch.indices, batch.offsets), device);
+    return rpc::to_device(table.forward(batch.indices, batch.offsets), device);
   };
 
   job::Training training(rank, options, data.steps_per_epoch());
@@ -73,7 +73,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       training, [&](const data::Batch& batch) { return dense.module()->forward(look_up(batch)); });
   training.run([&](const job::Step& step) {
     const data::Batch batch = data.batch(step);
-    const at::Tensor targets = rpc::placed(batch.targets, device);
+    const at::Tensor targets = rpc::to_device(batch.targets, device);
     autograd::Context context(rank.agent());
     const at::Tensor embedded = look_up(batch);
     const at::Tensor scores = base::traced("forward", [&] { return dense.forward(embedded); });

@@ -4,7 +4,7 @@
 
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "embedding_table.h"
 
 namespace distrain::scenario {
@@ -48,7 +48,7 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(optimizer, [&](const job::Step& step) {
     const data::Batch batch = data.batch(step);
-    const at::Tensor targets = rpc::placed(batch.targets, local.device());
+    const at::Tensor targets = rpc::to_device(batch.targets, local.device());
     const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });
     const at::Tensor loss =
         base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });

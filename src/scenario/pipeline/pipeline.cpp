@@ -12,7 +12,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/job/training.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "resnet.h"
 #include "run.h"
 #include "stage.h"
@@ -92,7 +92,7 @@ class Pipeline final : public PipelineModel {
     }
     base::wait_all(scores);
     std::vector<at::Tensor> values;
-    for (const auto& part : scores) values.push_back(rpc::placed(part.wait(), agent_.device()));
+    for (const auto& part : scores) values.push_back(rpc::to_device(part.wait(), agent_.device()));
     return at::cat(values);
   }
 

@@ -11,7 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/pipeline_schedule.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "distrain/store/hash.h"
 
 namespace distrain::scenario {
@@ -295,7 +295,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
   const double bound = 1 / std::sqrt(static_cast<double>(inputs));  // as torch.nn.Linear
   const auto draw = [&](const std::string& name, at::IntArrayRef sizes) {
     const at::Tensor drawn = empty(sizes, device_).uniform_(-bound, bound, generator(seed, name));
-    return parameters_.emplace_back(name, rpc::placed(drawn, device_).requires_grad_()).second;
+    return parameters_.emplace_back(name, rpc::to_device(drawn, device_).requires_grad_()).second;
   };
   fc_weight_ = draw("fc.weight", {classes, inputs});
   fc_bias_ = draw("fc.bias", {classes});
@@ -307,7 +307,7 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   const double fan_out = static_cast<double>(layer.out * layer.kernel * layer.kernel);
   const at::Tensor drawn = empty({layer.out, layer.in, layer.kernel, layer.kernel}, device_)
                                .normal_(0, std::sqrt(2 / fan_out), generator(seed, weight));
-  layer.weight = rpc::placed(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
+  layer.weight = rpc::to_device(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
   layer.scale = at::ones({layer.out}, device_);
   layer.shift = at::zeros({layer.out}, device_);
   layer.running_mean = at::zeros({layer.out}, device_);
@@ -322,7 +322,7 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
 }
 
 at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
-  at::Tensor y = rpc::placed(x, device_);
+  at::Tensor y = rpc::to_device(x, device_);
   if (stem_) {
     y = stem_->forward(y.contiguous(at::MemoryFormat::ChannelsLast), training).relu_();
     y = at::max_pool2d(y, {3, 3}, {2, 2}, {1, 1});

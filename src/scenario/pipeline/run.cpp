@@ -8,7 +8,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/nn/sized_by.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "resnet.h"
 
 namespace distrain::scenario {
@@ -16,7 +16,7 @@ namespace distrain::scenario {
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& wherever) {
   const base::TraceScope scope("loss");
-  const at::Tensor labels = rpc::placed(wherever, scores.device());
+  const at::Tensor labels = rpc::to_device(wherever, scores.device());
   const auto samples = static_cast<double>(options.batch_size);
   if (options.loss == "ce") {
     return at::cross_entropy_loss(scores, labels, {}, at::Reduction::Sum) / samples;
@@ -33,7 +33,7 @@ BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>&
   BatchResult result;
   result.loss = job::checked_loss(loss_share(options, all, batch.labels), 1, index + 1);
   if (!options.data.empty()) {
-    const at::Tensor labels = rpc::placed(batch.labels, all.device());
+    const at::Tensor labels = rpc::to_device(batch.labels, all.device());
     result.accuracy = all.argmax(1).eq(labels).to(at::kDouble).mean().item<double>();
   }
   return result;
@@ -90,7 +90,7 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
       data_.each_batch(images, share, [&](const data::ImageBatch& batch) {
         const at::Tensor scores = model_.scores(batch.images);
         const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
-        evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
+        evaluation.add(scores, rpc::to_device(batch.labels, scores.device()),
                        share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
       });
       return evaluation;

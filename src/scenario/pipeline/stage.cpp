@@ -8,7 +8,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
 #include "distrain/job/job.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -79,7 +79,7 @@ at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
   sleep_for(seconds);
   const auto size = [](const auto& named) { return named.second.numel(); };
   const at::Tensor& smallest = std::ranges::min_element(module_.parameters(), {}, size)->second;
-  const at::Tensor first = rpc::placed(input, smallest.device()).flatten(1).narrow(1, 0, 1);
+  const at::Tensor first = rpc::to_device(input, smallest.device()).flatten(1).narrow(1, 0, 1);
   at::Tensor output = (first + smallest[0]).expand({input.size(0), is_last_ ? classes_ : 1});
   output.register_hook([seconds](const at::Tensor&) { sleep_for(seconds); });
   return output;

@@ -12,7 +12,7 @@
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/single_process_optimizer.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -46,11 +46,11 @@ rpc::NamedTensors ConvNet::named_parameters() const {
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             nn::Dropout dropout, std::optional<double> rate) {
   const base::TraceScope scope("forward");
-  at::Tensor x = rpc::placed(images, parameters[0].device());
+  at::Tensor x = rpc::to_device(images, parameters[0].device());
   x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
   x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
   x = dropout.channels(at::max_pool2d(x, {2, 2}), rate.value_or(0.25));
-  x = rpc::placed(x.flatten(1), parameters[4].device());
+  x = rpc::to_device(x.flatten(1), parameters[4].device());
   x = at::relu(at::linear(x, parameters[4], parameters[5]));
   x = at::linear(dropout(x, rate.value_or(0.5)), parameters[6], parameters[7]);
   return at::log_softmax(x, 1);

@@ -10,7 +10,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/base/trace.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -103,7 +103,7 @@ void PsData::evaluate_in(job::TrainingPlan& training,
       job::Evaluation evaluation;
       each_batch(set, share, [&](const data::ImageBatch& batch) {
         const at::Tensor scores = forward(batch.images);
-        const at::Tensor targets = rpc::placed(batch.labels, scores.device());
+        const at::Tensor targets = rpc::to_device(batch.labels, scores.device());
         const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
         evaluation.add(scores, targets, losses.item<double>());
       });

@@ -5,7 +5,7 @@
 #include "conv_net.h"
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -29,7 +29,7 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
     const auto key = dropout_key(options, step);
     const at::Tensor scores = ConvNet::forward(
         net.parameters(), batch.images, key ? nn::Dropout({*key}) : nn::Dropout(), options.dropout);
-    const at::Tensor targets = rpc::placed(batch.labels, scores.device());
+    const at::Tensor targets = rpc::to_device(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     return job::Result{
         loss, batch.labels.numel(), {{"staleness", 0}, {"version", version}, {"delay", 0}}};

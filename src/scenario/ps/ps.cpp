@@ -10,7 +10,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -60,15 +60,15 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   training.keep(optimizer, ConvNet::names());
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&](const at::Tensor& images) {
-    return rpc::placed(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
+    return rpc::to_device(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
   });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
-    const at::Tensor targets = rpc::placed(batch.labels, device);
+    const at::Tensor targets = rpc::to_device(batch.labels, device);
     autograd::Context context(rank.agent());
     const PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
         batch.images, dropout_key(options, step), options.dropout);
-    const at::Tensor scores = rpc::placed(forward.scores, device);
+    const at::Tensor scores = rpc::to_device(forward.scores, device);
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     autograd::backward(context, {loss});
     if (options.verify_grads) verify_gradients(net, context, rank.number());

@@ -11,7 +11,7 @@
 #include "distrain/base/random.h"
 #include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -100,8 +100,8 @@ at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
     to = std::ranges::copy(input.observation, to).out;
     draws.push_back(random.unit());
   }
-  const at::Tensor sums = at::linear(rpc::placed(states, device), parameters[0], parameters[1]);
-  const at::Tensor hidden = (sums * rpc::placed(masks, device)).relu();
+  const at::Tensor sums = at::linear(rpc::to_device(states, device), parameters[0], parameters[1]);
+  const at::Tensor hidden = (sums * rpc::to_device(masks, device)).relu();
   const at::Tensor scores = at::linear(hidden, parameters[2], parameters[3]).to(at::kDouble);
   return scores.select(1, 1) - scores.select(1, 0);
 }
@@ -119,7 +119,7 @@ Policy::Loss loss_on_device(const std::vector<at::Tensor>& values,
     advantages.push_back(step.advantage);
   }
   const auto here = [&](const std::vector<double>& numbers) {
-    return rpc::placed(at::tensor(numbers), values[0].device());
+    return rpc::to_device(at::tensor(numbers), values[0].device());
   };
   const at::Tensor taken = forward_on_device(parameters, inputs, draws) * here(signs);
   const at::Tensor loss = -(at::log_sigmoid(taken) * here(advantages)).sum();
@@ -137,7 +137,7 @@ Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
       float* const numbers = parameter.mutable_data_ptr<float>();
       std::generate_n(numbers, parameter.numel(),
                       [&] { return static_cast<float>((2 * random.unit() - 1) * bound); });
-      parameters_.push_back(rpc::placed(parameter, device));
+      parameters_.push_back(rpc::to_device(parameter, device));
     }
   };
   layer(kInputs, kHidden);
@@ -170,7 +170,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
     const at::NoGradGuard no_grad;
     std::vector<double> draws;
     const at::Tensor given = forward_on_device(parameters_, {inputs.begin(), inputs.end()}, draws);
-    const at::Tensor preferences = rpc::placed(given, c10::kCPU).contiguous();
+    const at::Tensor preferences = rpc::to_device(given, c10::kCPU).contiguous();
     const auto* preference = preferences.const_data_ptr<double>();
     for (const double draw : draws) choose(*preference++, draw);
   } else {
@@ -185,7 +185,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
 
 int Policy::best(const Observation& observation) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor input = rpc::placed(at::tensor(c10::ArrayRef<float>(observation)), device_);
+  const at::Tensor input = rpc::to_device(at::tensor(c10::ArrayRef<float>(observation)), device_);
   const at::Tensor hidden = at::linear(input, parameters_[0], parameters_[1]).relu_();
   return at::linear(hidden, parameters_[2], parameters_[3]).argmax().item<int>();
 }

@@ -7,7 +7,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/nn/keyed_generator.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -72,7 +72,7 @@ void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const
 at::Tensor LanguageModel::next(const std::vector<int64_t>& words, LstmState& state) const {
   const at::NoGradGuard no_grad;
   const at::Tensor last = hidden_of(at::tensor(words, at::kLong).view({-1, 1}), state)[-1];
-  return rpc::placed(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
+  return rpc::to_device(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
 }
 
 std::string LanguageModel::continued(std::string text, std::vector<int64_t> words,

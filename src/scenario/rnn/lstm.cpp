@@ -11,7 +11,7 @@
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/device.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -50,7 +50,7 @@ WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::De
 
 at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
   rpc::check_rows(words, weight_);
-  return at::embedding(weight_, rpc::placed(words, weight_.device()), /*padding_idx=*/-1,
+  return at::embedding(weight_, rpc::to_device(words, weight_.device()), /*padding_idx=*/-1,
                        /*scale_grad_by_freq=*/false,
                        /*sparse=*/true);
 }
@@ -62,7 +62,7 @@ at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
 
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
     : weight_(initial_weight({words, hidden}, {seed, kDecoderSeed}, device)),
-      bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
+      bias_(rpc::to_device(at::zeros({words}, at::kFloat), device)) {
   weight_.requires_grad_();
   bias_.requires_grad_();
 }
@@ -70,12 +70,12 @@ Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device devic
 at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
                             const at::Tensor& hidden, const at::Tensor& targets) {
   return at::cross_entropy_loss(scores_of(weight, bias, hidden),
-                                rpc::placed(targets, weight.device()));
+                                rpc::to_device(targets, weight.device()));
 }
 
 at::Tensor Decoder::scores_of(const at::Tensor& weight, const at::Tensor& bias,
                               const at::Tensor& hidden) {
-  return at::linear(rpc::placed(hidden, weight.device()), weight, bias);
+  return at::linear(rpc::to_device(hidden, weight.device()), weight, bias);
 }
 
 at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {

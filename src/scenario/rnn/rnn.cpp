@@ -5,7 +5,7 @@
 #include "data.h"
 #include "distrain/autograd/context.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/rpc/placed.h"
+#include "distrain/rpc/to_device.h"
 #include "language_model.h"
 
 namespace distrain::scenario {
@@ -39,7 +39,8 @@ LanguageModel::Ends over_rpc(rpc::Agent& agent, const RemoteEnds& remote) {
     return rpc::for_rank(agent, server, t);
   };
   return {[&agent, embedding = remote.embedding](const at::Tensor& words) {
-            return rpc::placed(embedding.rpc_sync<&WordEmbedding::forward>(words), agent.device());
+            return rpc::to_device(embedding.rpc_sync<&WordEmbedding::forward>(words),
+                                  agent.device());
           },
           [sent, decoder = remote.decoder](const at::Tensor& hidden, const at::Tensor& targets) {
             return decoder.rpc_sync<&Decoder::loss>(sent(hidden), targets);

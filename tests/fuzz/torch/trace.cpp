@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include "../src/rpc/trace_export.h"
+#include "../src/rpc/trace/trace_export.h"
 #include "distrain/job/trace_file.h"
 #include "distrain/rpc/serialize.h"
 #include "frame.h"

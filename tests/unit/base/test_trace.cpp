@@ -43,7 +43,7 @@ TEST_CASE("A scope without a tracer records nothing", "[trace]") {
 
 TEST_CASE("Reading the events waits for open slices", "[trace]") {
   const auto tracer = started();
-  CHECK(tracer->settle(0s));
+  CHECK(tracer->wait_until_closed(0s));
   std::atomic<bool> end{false};
   std::atomic<bool> begun{false};
   std::thread thread([&] {
@@ -57,13 +57,13 @@ TEST_CASE("Reading the events waits for open slices", "[trace]") {
   });
   while (!begun) std::this_thread::yield();
   tracer->stop();
-  CHECK_FALSE(tracer->settle(10ms));
+  CHECK_FALSE(tracer->wait_until_closed(10ms));
   CHECK(events_of(*tracer) == 0);
   std::thread ends([&] {
     std::this_thread::sleep_for(20ms);
     end = true;
   });
-  CHECK(tracer->settle(30s));
+  CHECK(tracer->wait_until_closed(30s));
   CHECK(events_of(*tracer) == 2);
   thread.join();
   ends.join();

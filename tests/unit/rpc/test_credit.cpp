@@ -5,8 +5,8 @@
 #include <queue>
 #include <thread>
 
-#include "call_queue.h"
-#include "credit.h"
+#include "call/call_queue.h"
+#include "flow/credit.h"
 #include "join_support.h"
 
 using namespace distrain;
@@ -185,7 +185,7 @@ TEST_CASE("credit that was granted to an abandoned call is returned") {
   SECTION("before a larger request, because two partly served senders could deadlock") {
     Window::Waiter larger;
     larger.bytes = 12 * kMiB;
-    window.line_up(larger);
+    window.enqueue(larger);
     CHECK(asked.empty());
     window.grant(grants[0].bytes, budget.window());
     REQUIRE(asked.size() == 1);
@@ -194,7 +194,7 @@ TEST_CASE("credit that was granted to an abandoned call is returned") {
     REQUIRE(more.size() == 1);
     window.grant(more[0].bytes, budget.window());
     CHECK(window.try_serve(larger));
-    window.leave(larger);
+    window.dequeue(larger);
   }
 }
 
@@ -206,15 +206,15 @@ TEST_CASE("small waiting calls request their credit together") {
   std::list<Window::Waiter> waiters(5);
   for (Window::Waiter& waiter : waiters) {
     waiter.bytes = kMiB / 4;
-    window.line_up(waiter);
+    window.enqueue(waiter);
   }
   REQUIRE(asked.size() == 1);
   window.grant(kMiB / 4, 8 * kMiB);
   CHECK(window.try_serve(waiters.front()));
-  window.leave(waiters.front());
+  window.dequeue(waiters.front());
   REQUIRE(asked.size() == 2);
   CHECK(asked[1].target - asked[1].spent == kMiB);  // at most a part of a window
-  for (Window::Waiter& waiter : waiters) window.leave(waiter);
+  for (Window::Waiter& waiter : waiters) window.dequeue(waiter);
 }
 
 TEST_CASE("a large call is not overtaken in the pool by small calls of other ranks") {
@@ -224,14 +224,14 @@ TEST_CASE("a large call is not overtaken in the pool by small calls of other ran
   Window::Waiter large, small;
   large.bytes = 7 * kMiB;
   small.bytes = kMiB;
-  flows[2].line_up(large);
-  flows[1].line_up(small);
+  flows[2].enqueue(large);
+  flows[1].enqueue(small);
   CHECK_FALSE(flows[2].try_serve(large));
   CHECK_FALSE(flows[1].try_serve(small));  // although there is room for it
   for (int i = 0; i < 3; ++i) flows.begin(1, kMiB);
   CHECK(flows[2].try_serve(large));
-  flows[2].leave(large);
-  flows[1].leave(small);
+  flows[2].dequeue(large);
+  flows[1].dequeue(small);
 }
 
 TEST_CASE("the credit of a lost rank is free for others, and its successor starts anew") {
@@ -408,7 +408,7 @@ class Simulation {
   void serve(int rank) {
     Sender& sender = at(rank);
     while (!sender.waiting.empty() && sender.window->try_serve(sender.waiting.front())) {
-      sender.window->leave(sender.waiting.front());
+      sender.window->dequeue(sender.waiting.front());
       sender.waiting.pop_front();
       send(rank);
     }
@@ -416,7 +416,7 @@ class Simulation {
   void call(int rank) {
     Sender& sender = at(rank);
     if (sender.is_hasty && !sender.waiting.empty()) {
-      sender.window->leave(sender.waiting.back());
+      sender.window->dequeue(sender.waiting.back());
       sender.waiting.pop_back();
       ++sender.idle;
       serve(rank);
@@ -426,7 +426,7 @@ class Simulation {
         send(rank);
       } else {
         sender.waiting.emplace_back().bytes = sender.size;
-        sender.window->line_up(sender.waiting.back());
+        sender.window->enqueue(sender.waiting.back());
       }
     }
   }

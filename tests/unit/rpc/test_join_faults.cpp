@@ -67,13 +67,13 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
   for (const int rank : {7, 0, -5, 1}) {
     RawRank peer(port);
     CHECK_FALSE(peer.introduce(rank, wire::HelloPurpose::kPeer));
-    CHECK(wire::decode_error(peer.heard).message == rpc::identity::refusal().message);
+    CHECK(wire::decode_error(peer.heard).message == membership::refusal_without_reason().message);
     CHECK(peer.closed_by_peer());
   }
   {
     RawRank wrong(port);
     CHECK_FALSE(wrong.introduce(1, wire::HelloPurpose::kJoin, "another secret"));
-    CHECK(wire::decode_error(wrong.heard).message == rpc::identity::refusal().message);
+    CHECK(wire::decode_error(wrong.heard).message == membership::refusal_without_reason().message);
     CHECK(wrong.closed_by_peer());
   }
   RawRank silent(port);

@@ -4,7 +4,7 @@
 #include <map>
 #include <random>
 
-#include "rref_context.h"
+#include "rref/rref_context.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 

@@ -18,7 +18,7 @@
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/fake_trace.h"
-#include "trace_export.h"
+#include "trace/trace_export.h"
 
 using namespace distrain;
 using namespace std::chrono_literals;

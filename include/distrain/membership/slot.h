@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "distrain/membership/options.h"
+#include "distrain/membership/wait.h"
+#include "distrain/wire/handshake.h"
+
+namespace distrain::membership {
+
+/// The rank in the options of a process to which rank 0 assigns a free rank.
+inline constexpr int kUnassignedRank = wire::kUnassignedRank;
+
+/// A slot of a job, reserved for a process that was not assigned a rank: for example the rank of a
+/// lost process, in a job that continues without it. Rank 0 gives the rank to no other process
+/// until this process has joined as that rank or this object is destroyed.
+class Slot {
+ public:
+  /// `options` are the options of the agent that is going to join; their `rank` is ignored.
+  explicit Slot(Options options);
+  ~Slot();
+  Slot(const Slot&) = delete;
+  Slot& operator=(const Slot&) = delete;
+
+  /// Returns a free rank, given by rank 0. Retries until the join timeout. Blocks; call it once.
+  /// Throws the errors of rpc::Agent::join(), and `rendezvous` if no rank was free.
+  int reserve();
+  /// Returns the wait of reserve(), if reserve() is running. Thread-safe.
+  std::vector<Wait> waits() const;
+
+ private:
+  struct Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace distrain::membership

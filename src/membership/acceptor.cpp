@@ -1,0 +1,255 @@
+#include "acceptor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "handshake_frames.h"
+
+namespace distrain::membership {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+using base::Exception;
+
+constexpr auto kFullTimeout =
+    std::chrono::milliseconds(100);                      // until the oldest connection is closed
+constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message
+// Each open connection uses a descriptor that this process needs for other purposes.
+constexpr rlim_t kMaxUnproved = 64;
+
+size_t max_unproved() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
+  return std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMaxUnproved);
+}
+
+void expect(wire::FrameKind kind, const net::InFrame& frame) {
+  if (frame.header.kind != kind) wire::Reader::fail("a frame out of place");
+}
+
+}  // namespace
+
+Acceptor::Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks)
+    : loop_(loop),
+      proof_timeout_(proof_timeout),
+      callbacks_(std::move(callbacks)),
+      max_unproved_(max_unproved()) {}
+
+void Acceptor::listen(net::Fd socket) {
+  std::lock_guard lock(mutex_);
+  if (is_closed_) return;
+  listeners_.push_back(std::make_shared<net::Listener>(
+      loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
+        if (const auto self = weak.lock()) self->on_connection_on_loop(std::move(fd));
+      }));
+}
+
+void Acceptor::close() {
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    listeners_.clear();
+  }
+  loop_.post([self = shared_from_this()] {
+    for (Handshakes* all : {&self->unproved_, &self->proved_}) {
+      while (!all->empty()) self->drop_on_loop(all->begin()->first);
+    }
+  });
+}
+
+// ---- connections come and go ----
+
+void Acceptor::on_connection_on_loop(net::Fd socket) {
+  const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
+  const uint64_t number = ++last_number_;
+  IncomingHandshake& handshake = unproved_[number];
+  handshake.stream = stream;
+  handshake.accepted_at = base::Clock::now();
+  handshake.timer = drop_later_on_loop(number, proof_timeout_);
+  const auto weak = weak_from_this();
+  stream->start({[weak, number](const net::InFrame& frame) {
+                   if (const auto self = weak.lock()) self->on_frame_on_loop(number, frame);
+                 },
+                 [weak, number](const Error& error) {
+                   if (const auto self = weak.lock()) self->on_closed_on_loop(number, error);
+                 }},
+                wire::kHelloLimits);
+  limit_unproved_on_loop();
+}
+
+void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
+  const auto proved = proved_.find(number);
+  if (proved != proved_.end() && error.kind == ErrorKind::kProtocol) {
+    report_on_loop(proved->second, error);  // a proved rank's frame was corrupted
+  }
+  // A process with a token does not prove it to a rank that has none, and closes instead.
+  const auto handshake = unproved_.find(number);
+  if (handshake != unproved_.end() && handshake->second.stage == Stage::kProof) {
+    const wire::Hello& other = handshake->second.responder->other();
+    const auto credentials = callbacks_.credentials(other.purpose);
+    if (credentials && other.trust != credentials->self.trust) {
+      report_on_loop(handshake->second, {ErrorKind::kAuth, "another kind of trust"});
+    }
+  }
+  drop_on_loop(number);
+}
+
+void Acceptor::limit_unproved_on_loop() {
+  const bool was_full = std::exchange(is_full_, unproved_.size() >= max_unproved_);
+  if (is_full_ || was_full) {
+    std::lock_guard lock(mutex_);
+    for (const auto& listener : listeners_) listener->set_accepting_on_loop(!is_full_);
+  }
+  if (full_timer_ != 0) loop_.cancel(std::exchange(full_timer_, 0));
+  if (!is_full_) return;
+  const auto oldest = unproved_.begin();
+  full_timer_ = loop_.call_at(oldest->second.accepted_at + kFullTimeout,
+                              [weak = weak_from_this(), number = oldest->first] {
+                                const auto self = weak.lock();
+                                if (!self) return;
+                                self->full_timer_ = 0;
+                                self->drop_on_loop(number);
+                              });
+}
+
+net::StreamPtr Acceptor::take_on_loop(uint64_t number) {
+  for (Handshakes* all : {&unproved_, &proved_}) {
+    const auto it = all->find(number);
+    if (it == all->end()) continue;
+    loop_.cancel(it->second.timer);
+    net::StreamPtr stream = std::move(it->second.stream);
+    all->erase(it);
+    limit_unproved_on_loop();
+    return stream;
+  }
+  return nullptr;
+}
+
+uint64_t Acceptor::drop_later_on_loop(uint64_t number, base::Duration timeout) {
+  const auto weak = weak_from_this();
+  return loop_.call_at(base::deadline_after(timeout), [weak, number] {
+    const auto self = weak.lock();
+    if (!self) return;
+    for (Handshakes* all : {&self->unproved_, &self->proved_}) {
+      const auto it = all->find(number);
+      if (it == all->end()) continue;
+      it->second.timer = self->loop_.call_at(base::deadline_after(kReadGrace), [weak, number] {
+        if (const auto later = weak.lock()) later->drop_on_loop(number);
+      });
+    }
+  });
+}
+
+void Acceptor::drop_on_loop(uint64_t number) {
+  if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
+}
+
+// ---- frames ----
+
+void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
+  if (proved_.contains(number)) return on_join_on_loop(number, frame);
+  const auto it = unproved_.find(number);
+  if (it == unproved_.end()) return;
+  try {
+    const Stage stage = it->second.stage;
+    if (stage == Stage::kHello) return on_hello_on_loop(it->second, frame);
+    if (stage == Stage::kProof) return on_proof_on_loop(number, it->second, frame);
+  } catch (const Exception& e) {
+    // This process is about to end.
+    if (e.error().kind == ErrorKind::kCancelled) return drop_on_loop(number);
+    const auto handshake = unproved_.find(number);  // it may have been removed
+    if (handshake != unproved_.end()) refuse_on_loop(handshake->second, e.error());
+  }
+}
+
+void Acceptor::on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame) {
+  expect(wire::FrameKind::kHello, frame);
+  const wire::Hello hello = wire::decode_hello(frame.meta);
+  const auto credentials = callbacks_.credentials(hello.purpose);
+  if (!credentials) wire::Reader::fail("a connection that nobody expects");
+  handshake.responder.emplace(*credentials, hello);
+  handshake.stage = Stage::kProof;
+  handshake.stream->set_limits_on_loop(wire::kProofLimits);
+  send_frame(handshake.stream, wire::FrameKind::kHello, handshake.responder->hello());
+}
+
+void Acceptor::on_proof_on_loop(uint64_t number, IncomingHandshake& handshake,
+                                const net::InFrame& frame) {
+  expect(wire::FrameKind::kProof, frame);
+  const wire::Hello hello = handshake.responder->other();
+  const auto credentials = callbacks_.credentials(hello.purpose);
+  if (!credentials) return drop_on_loop(number);  // this rank is leaving
+  const wire::Proof own = handshake.responder->check(frame.meta);
+  const wire::Trust trust = credentials->self.trust;
+  const bool is_local_only =
+      trust == wire::Trust::kSameUser && hello.purpose == wire::HelloPurpose::kJoin;
+  if (hello.trust != trust ||
+      (is_local_only && handshake.stream->peer_user_on_loop() != geteuid())) {
+    throw Exception(ErrorKind::kAuth, "somebody whom this rank does not trust");
+  }
+  send_frame(handshake.stream, wire::FrameKind::kProof, {own.begin(), own.end()});
+  if (const auto why = mismatch(credentials->self, hello)) {
+    report_on_loop(handshake, *why);
+    return reject_on_loop(take_on_loop(number), *why);
+  }
+  if (hello.purpose == wire::HelloPurpose::kPeer) {
+    return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, hello.incarnation});
+  }
+  const uint64_t timer = handshake.timer;
+  handshake.stream->set_limits_on_loop(wire::kJoinLimits);
+  proved_.insert(unproved_.extract(number));
+  loop_.cancel(timer);
+  proved_.at(number).timer = drop_later_on_loop(number, kJoinTimeout);
+  limit_unproved_on_loop();
+}
+
+void Acceptor::on_join_on_loop(uint64_t number, const net::InFrame& frame) {
+  const int rank = proved_.at(number).responder->other().rank;
+  const net::StreamPtr stream = take_on_loop(number);
+  try {
+    expect(wire::FrameKind::kJoin, frame);
+    admit_on_loop(stream, {wire::HelloPurpose::kJoin, rank, 0, wire::decode_join(frame.meta)});
+  } catch (const Exception& e) {
+    reject_on_loop(stream, e.error());
+  }
+}
+
+void Acceptor::admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer) {
+  try {
+    const auto refusal = callbacks_.admit(stream, std::move(peer));
+    if (refusal) reject_on_loop(stream, *refusal);
+  } catch (const Exception& e) {
+    reject_on_loop(stream, e.error());
+  }
+}
+
+// ---- refusals ----
+
+void Acceptor::reject_on_loop(const net::StreamPtr& stream, Error why) {
+  if (why.op.empty()) why.op = "join";
+  send_frame(stream, wire::FrameKind::kReject, wire::encode(why));
+  stream->close();
+}
+
+// Rejects a connection, which counts as open until it is closed.
+void Acceptor::refuse_on_loop(IncomingHandshake& handshake, const Error& why) {
+  if (why.kind == ErrorKind::kAuth) report_on_loop(handshake, why);
+  handshake.stage = Stage::kRefused;
+  reject_on_loop(handshake.stream, refusal_without_reason());
+}
+
+void Acceptor::report_on_loop(const IncomingHandshake& handshake, Error why) {
+  const wire::Hello& other = handshake.responder->other();
+  const auto credentials = callbacks_.credentials(other.purpose);
+  if (why.kind == ErrorKind::kAuth && credentials) {
+    why.message = why_not_trusted(credentials->self, other);
+  }
+  callbacks_.on_refused(other.rank, handshake.stream, std::move(why));
+}
+
+}  // namespace distrain::membership

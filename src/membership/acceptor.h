@@ -1,0 +1,139 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
+#include "distrain/wire/handshake.h"
+#include "proof.h"
+
+namespace distrain::membership {
+
+/// The reasons for which rank 0 refused ranks, by the claimed rank. An unproved peer can claim any
+/// rank, so ranks that the job does not have share the last entry, and an entry holds at most eight
+/// reasons. Not thread-safe.
+class Refusals {
+ public:
+  explicit Refusals(size_t world_size) : world_size_(world_size) {}
+
+  /// Adds a refusal, and `text` for text(). Returns true if `reason` is new and to be reported.
+  bool add(int rank, const std::string& reason, std::string text) {
+    Entry& entry = entries_[key(rank)];
+    entry.text = std::move(text);
+    return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
+  }
+  /// Removes the refusals of `rank`, which has joined. The last entry stays, because a missing rank
+  /// may have been started with a number that is not in the job.
+  void forget(int rank) { entries_.erase(key(rank)); }
+  bool has(int rank) const { return entries_.contains(rank); }
+  /// Returns the newest text of each entry, for the first entries if there are many.
+  std::string text() const {
+    std::string all;
+    for (const auto& [rank, entry] : entries_) {
+      if (all.size() > 1000) return all + "; and more";
+      all += (all.empty() ? "" : "; ") + entry.text;
+    }
+    return all;
+  }
+
+ private:
+  struct Entry {
+    std::string text;
+    std::set<std::string> reasons;
+  };
+  size_t key(int rank) const {
+    return rank > 0 ? std::min<size_t>(rank, world_size_) : world_size_;
+  }
+
+  const size_t world_size_;
+  std::map<size_t, Entry> entries_;  // by rank; the last entry has the numbers of no rank
+};
+
+/// Accepts connections to this rank and lets them prove their identity: the responder of Note
+/// [Identity]. An unproved connection may send a hello and a proof, for two seconds. If too many
+/// are open, others wait in the kernel's backlog and the oldest is closed after a moment. Works on
+/// the loop; listen() and close() are for any thread.
+class Acceptor : public std::enable_shared_from_this<Acceptor> {
+ public:
+  /// A process that has proved its identity.
+  struct AuthenticatedPeer {
+    wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
+    int rank = -1;
+    uint32_t incarnation = 0;
+    wire::Join join = {};  ///< if the purpose is to join
+  };
+  /// Called on the loop.
+  struct Callbacks {
+    /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
+    std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
+    /// Takes a connection and sets its handler, or returns an error to refuse it.
+    std::function<std::optional<base::Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)>
+        admit;
+    /// Called when a process that claims to be `rank` is refused before admit().
+    std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
+  };
+
+  /// `proof_timeout` is the time in which a connection must prove its identity.
+  Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
+
+  void listen(net::Fd socket);
+  /// Stops listening and closes connections that have not been admitted.
+  void close();
+
+ private:
+  enum class Stage { kHello, kProof, kRefused };
+  struct IncomingHandshake {
+    net::StreamPtr stream;
+    base::TimePoint accepted_at;
+    Stage stage = Stage::kHello;
+    std::optional<Responder> responder;
+    uint64_t timer = 0;
+  };
+  using Handshakes = std::map<uint64_t, IncomingHandshake>;
+
+  void on_connection_on_loop(net::Fd socket);
+  void on_closed_on_loop(uint64_t number, const base::Error& error);
+  void limit_unproved_on_loop();
+  /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
+  /// closed connection may still deliver frames.
+  net::StreamPtr take_on_loop(uint64_t number);
+  uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
+  void drop_on_loop(uint64_t number);
+
+  void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
+  void on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame);
+  void on_proof_on_loop(uint64_t number, IncomingHandshake& handshake, const net::InFrame& frame);
+  void on_join_on_loop(uint64_t number, const net::InFrame& frame);
+  void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
+
+  void reject_on_loop(const net::StreamPtr& stream, base::Error why);
+  void refuse_on_loop(IncomingHandshake& handshake, const base::Error& why);
+  void report_on_loop(const IncomingHandshake& handshake, base::Error why);
+
+  net::Loop& loop_;
+  const base::Duration proof_timeout_;
+  const Callbacks callbacks_;
+  const size_t max_unproved_;  // limit of connections without a proof
+
+  // Loop thread only. By number, in order of arrival.
+  Handshakes unproved_;
+  Handshakes proved_;  // proved their identity, and are to send a join message
+  uint64_t last_number_ = 0;
+  bool is_full_ = false;
+  uint64_t full_timer_ = 0;  // closes the oldest connection; 0: none
+
+  std::mutex mutex_;
+  bool is_closed_ = false;                                 // guarded by mutex_
+  std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
+};
+
+}  // namespace distrain::membership

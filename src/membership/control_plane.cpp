@@ -1,0 +1,440 @@
+#include <algorithm>
+#include <utility>
+
+#include "control_plane_impl.h"
+#include "distrain/membership/meeting.h"
+#include "distrain/membership/rank_text.h"
+#include "distrain/membership/token.h"
+
+namespace distrain::membership {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
+constexpr auto kFlushTimeout = std::chrono::seconds(1);  // for this rank's last messages
+constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
+
+// Listens at the name where ranks of this host look for rank 0.
+net::Fd listen_at_meeting(const std::string& name) {
+  auto socket = net::listen_unix(name);
+  if (socket.ok()) return std::move(socket.unchecked());
+  throw base::Exception(rendezvous_error(
+      "a job of this user with the same id and port meets on this host: each needs a --job-id or a "
+      "--master-port of its own (" +
+          socket.error().message + ")",
+      0));
+}
+
+wire::Trust trust_of(const Options& options) {
+  if (!options.token.empty()) return wire::Trust::kToken;
+  return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
+}
+
+// Returns the job's id. If the job has no name, rank 0 makes a random id.
+wire::JobId own_job_id(const Options& options) {
+  wire::JobId id{};
+  if (!options.job_id.empty()) return job_id_of(options.job_id);
+  if (options.rank == 0) fill_random(id);
+  return id;
+}
+
+}  // namespace
+
+std::shared_ptr<ControlPlane> ControlPlane::make(net::Loop& loop, const Options& options,
+                                                 Callbacks callbacks) {
+  return std::make_shared<ControlPlaneImpl>(loop, options, std::move(callbacks));
+}
+
+ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Callbacks callbacks)
+    : loop_(loop),
+      options_(options),
+      callbacks_(std::move(callbacks)),
+      host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
+      unix_name_(!options.rank_0_unix_name.empty() && options.rank == 0 ? options.rank_0_unix_name
+                 : host_key_.empty()                                    ? std::string()
+                                                                        : new_unix_name()),
+      acceptor_(std::make_shared<Acceptor>(
+          loop, kProofTimeout,
+          Acceptor::Callbacks{std::bind_front(&ControlPlaneImpl::credentials_on_loop, this),
+                              std::bind_front(&ControlPlaneImpl::admit_on_loop, this),
+                              std::bind_front(&ControlPlaneImpl::note_refused_on_loop, this)})),
+      port_(options.master_port),
+      initial_identity_{options.rank, trust_of(options),
+                        options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
+                        own_job_id(options)},
+      identity_(initial_identity_),
+      refusals_(options.names.size()) {
+  set_up_openssl();
+  if (options.rank != 0) return;
+  const std::string& only = options.rank_0_unix_name;
+  rank_0_socket_ = options.listen_fd >= 0 ? net::Fd(options.listen_fd)
+                   : !only.empty()        ? listen_at_meeting(only)
+                                   : listen_as_rank_0(options.listen_addr, options.master_addr,
+                                                      options.master_port, options.ports);
+  port_ = net::local_name(rank_0_socket_.get()).port;
+  if (!meeting_name().empty()) meeting_socket_ = listen_at_meeting(meeting_name());
+}
+
+// ---- for other threads ----
+
+base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
+  const auto begun = rounds_.begin();
+  if (!begun.ok()) return base::Future<uint64_t>::failed(begun.error());
+  loop_.post([self = shared_from_this(), round, number] {
+    if (self->protocol_ && self->protocol_->is_running())
+      return self->protocol_->enter_round(round, number);
+    if (auto ended = self->rounds_.take()) {
+      ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
+    }
+  });
+  return begun.unchecked();
+}
+
+std::vector<int> ControlPlaneImpl::missing() {
+  base::Promise<std::vector<int>> asked;
+  const base::Future<std::vector<int>> answer = asked.future();
+  loop_.post([self = shared_from_this(), asked = std::move(asked)]() mutable {
+    asked.set(self->protocol_ ? self->protocol_->missing() : std::vector<int>{0});
+  });
+  const bool is_answered = answer.wait_until(base::deadline_after(kLoopTimeout));
+  return is_answered && answer.wait_result().ok() ? answer.wait() : std::vector<int>{};
+}
+
+std::optional<Wait> ControlPlaneImpl::wait() {
+  const auto round_since = rounds_.waiting_since();
+  const bool is_ending = round_since.has_value();
+  const base::TimePoint since = is_ending ? *round_since : began_.load();
+  if (since == base::TimePoint{}) return std::nullopt;
+  const std::vector<int> ranks = missing();
+  const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
+  return Wait{
+      is_ending ? "the end of " + who : who + (ranks.empty() ? ", to be ready" : " to join"),
+      since};
+}
+
+void ControlPlaneImpl::abort(const Error& error) {
+  loop_.post([self = shared_from_this(), error] {
+    self->is_leaving_ = true;
+    // Rank 0 has put this rank off: its protocol has ended, and the next attempt has not begun.
+    const bool is_put_off =
+        self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
+    if (self->protocol_ && !is_put_off) {
+      self->protocol_->abort(error);
+    } else {
+      self->on_failed(error);
+      if (self->joining_stream_) self->joining_stream_->close(false);
+    }
+    self->rounds_.fail_all(self->left_already());
+  });
+}
+
+void ControlPlaneImpl::leave() {
+  loop_.post([self = shared_from_this()] {
+    if (self->protocol_) self->protocol_->leave();
+  });
+}
+
+void ControlPlaneImpl::close() {
+  acceptor_->close();
+  loop_.post([self = shared_from_this()] {
+    self->is_closed_ = true;
+    self->coordinator_ = nullptr;
+    self->protocol_ = nullptr;
+    if (self->joining_stream_) self->joining_stream_->close(false);
+    self->links_.close_all();
+    self->rounds_.fail_all(self->left_already());
+  });
+}
+
+// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+void ControlPlaneImpl::wait_until_flushed() { links_.wait_until_closed(kFlushTimeout); }
+
+base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
+  base::Promise<void> promise;
+  base::Future<void> done = promise.future();
+  loop_.post([self = shared_from_this(), tolerance = std::move(tolerance),
+              promise = std::move(promise)]() mutable {
+    if (self->coordinator_) self->coordinator_->tolerate(std::move(tolerance));
+    promise.set();
+  });
+  return done;
+}
+
+void ControlPlaneImpl::note_of_use(int rank) {
+  loop_.post([self = shared_from_this(), rank] {
+    if (self->coordinator_) self->coordinator_->note_of_use(rank);
+  });
+}
+
+// ---- connections, on the loop ----
+
+net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler handler) {
+  handler.on_close = [self = shared_from_this(), link,
+                      also = std::move(handler.on_close)](const Error& error) {
+    self->links_.begin_close(link);
+    if (self->protocol_) self->protocol_->closed(link, error);
+    if (also) also(error);
+    self->links_.end_close();
+  };
+  return handler;
+}
+
+net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
+  return watched(link, {[weak = weak_from_this(), link](const net::InFrame& frame) {
+                          if (const auto self = weak.lock()) self->receive_on_loop(link, frame);
+                        },
+                        {}});
+}
+
+net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
+                                                          net::Stream::Handler handler) {
+  const Link link = links_.add(stream);
+  if (protocol_) {
+    protocol_->open(rank, link, base::Clock::now());
+  } else {
+    links_.close(link, false);
+  }
+  handler.on_frame = [self = shared_from_this(), link,
+                      of_calls = std::move(handler.on_frame)](net::InFrame frame) {
+    switch (frame.header.kind) {
+      case wire::FrameKind::kHeartbeat:
+        return;
+      case wire::FrameKind::kAbort:
+      case wire::FrameKind::kLeave:
+      case wire::FrameKind::kReject:
+        return self->receive_on_loop(link, frame);
+      default:
+        of_calls(std::move(frame));
+    }
+  };
+  return watched(link, std::move(handler));
+}
+
+void ControlPlaneImpl::receive_on_loop(Link link, const net::InFrame& frame) {
+  if (!protocol_) return;
+  protocol_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
+                            wire::Bytes(frame.meta.begin(), frame.meta.end())});
+}
+
+void ControlPlaneImpl::report_on_loop(int rank, Error error) {
+  if (protocol_) protocol_->report(rank, std::move(error));
+}
+
+std::optional<Credentials> ControlPlaneImpl::credentials_on_loop(wire::HelloPurpose purpose) const {
+  if (!protocol_) return std::nullopt;
+  if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
+  if (protocol_->secret().empty()) return std::nullopt;
+  return Credentials{identity_, protocol_->secret() + options_.token};
+}
+
+std::optional<Error> ControlPlaneImpl::admit_on_loop(const net::StreamPtr& stream,
+                                                     Acceptor::AuthenticatedPeer peer) {
+  if (!protocol_) return rendezvous_error("this rank is leaving");
+  if (peer.purpose == wire::HelloPurpose::kJoin) {
+    const int rank = peer.rank;
+    auto refusal = admit_member_on_loop(stream, peer);
+    const bool is_final = refusal && refusal->kind != ErrorKind::kOverloaded;
+    if (is_final && !directory_known_.future().done()) note_refused_on_loop(rank, stream, *refusal);
+    return refusal;
+  }
+  if (auto refusal = protocol_->check_peer(peer.rank, peer.incarnation)) return refusal;
+  return callbacks_.on_peer(peer.rank, stream);
+}
+
+std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr& stream,
+                                                            Acceptor::AuthenticatedPeer& peer) {
+  if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
+  if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
+  const int rank = peer.rank;
+  // Others reach a rank at the address that rank 0 sees, unless the rank gives another one. A rank
+  // seen on loopback or on a unix socket is on rank 0's host, so its address is rank 0's.
+  const std::string& seen = stream->peer_name();
+  const size_t colon = seen.rfind(':');
+  const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
+  std::string& said = peer.join.endpoint.host;
+  if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
+  const Link link = links_.add(stream);
+  const std::string before = std::exchange(seen_hosts_[rank], host);
+  if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
+    seen_hosts_[rank] = before;
+    if (before.empty()) seen_hosts_.erase(rank);
+    links_.remove(link);
+    return refusal;
+  }
+  stream->set_limits_on_loop(wire::kControlLimits);
+  stream->set_handler_on_loop(control_handler(link));
+  std::lock_guard lock(mutex_);
+  refusals_.forget(rank);
+  return std::nullopt;
+}
+
+std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
+                                                            const wire::Join& join) {
+  const Link link = links_.add(stream);
+  if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
+    links_.remove(link);
+    return refusal;
+  }
+  // The process only keeps the connection open.
+  stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
+                                             [self = shared_from_this(), link](const Error&) {
+                                               if (self->coordinator_)
+                                                 self->coordinator_->release_reservation(link);
+                                             }}));
+  return std::nullopt;
+}
+
+void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stream, Error why) {
+  const std::string& where = stream->peer_name();
+  const std::string reason = why.message;
+  why.rank = rank;
+  why.message = "refused " + rank_text(rank) + " from " + (where == "unix" ? "this host" : where) +
+                ": " + reason;
+  std::unique_lock lock(mutex_);
+  const bool is_new = refusals_.add(rank, reason, why.message);
+  lock.unlock();
+  if (is_new && options_.on_refused) options_.on_refused(why);
+}
+
+PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoint) const {
+  PeerAddress address;
+  const bool same_host = !host_key_.empty() && endpoint.host_key == host_key_;
+  if (same_host) address.unix_name = endpoint.unix_name;
+  if (options_.transport == "unix") return address;
+  address.port = rank == 0 ? options_.master_port : endpoint.port;
+  address.host = endpoint.host;
+  const auto seen = seen_hosts_.find(rank);
+  const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
+  const std::string& known = is_seen ? seen->second : rank_0_host_;
+  if (address.host.empty()) address.host = known;
+  // The interface of a link-local address is named by this host, whatever its name on the other.
+  const size_t theirs = address.host.find('%'), own = known.find('%');
+  if (theirs != std::string::npos && own != std::string::npos) {
+    address.host.replace(theirs, std::string::npos, known, own);
+  }
+  return address;
+}
+
+void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stream,
+                                            std::function<void(base::Status believed)> done) {
+  const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
+  if (!credentials) {
+    stream->close(false);
+    return done(left_already());
+  }
+  OutgoingHandshake::begin_on_loop(
+      loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
+      [self = shared_from_this(), rank, stream,
+       done = std::move(done)](const base::Result<wire::Hello>& other) {
+        if (!other.ok()) return done(other.error());
+        const wire::Hello& hello = other.unchecked();
+        const bool is_it = hello.rank == rank;
+        if (is_it && self->protocol_ &&
+            hello.incarnation ==
+                self->protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
+          return done(base::Unit{});
+        }
+        stream->close(false);
+        // One of the two processes is lost; rank 0 is about to say which.
+        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
+                   "rank " + std::to_string(hello.rank) + " is there" +
+                       (is_it ? ", but another process of it" : ""),
+                   rank});
+      });
+}
+
+void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) {
+  protocol_ = std::move(protocol);
+  tick_on_loop(++attempt_);
+}
+
+void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
+  if (!protocol_ || attempt != attempt_) return;
+  for (const auto& [link, stream] : links_.streams())
+    protocol_->heard(link, stream->last_heard_on_loop());
+  const base::TimePoint next = protocol_->tick(base::Clock::now());
+  if (next == base::kNever) return;
+  loop_.call_at(next, [weak = weak_from_this(), attempt] {
+    if (const auto self = weak.lock()) self->tick_on_loop(attempt);
+  });
+}
+
+// ---- ControlTransport ----
+
+void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
+  identity_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
+  const auto& ranks = directory.ranks;
+  cpu_sharers_ = static_cast<int>(std::ranges::count_if(ranks, [&](const auto& entry) {
+    return entry.is_here &&
+           entry.endpoint.cpus == ranks[static_cast<size_t>(options_.rank)].endpoint.cpus;
+  }));
+  std::vector<PeerAddress> addresses(directory.ranks.size());
+  for (int rank = 0; rank < static_cast<int>(addresses.size()); ++rank) {
+    if (rank == options_.rank) continue;
+    PeerAddress& address = addresses[static_cast<size_t>(rank)];
+    address = address_of(rank, directory.ranks[static_cast<size_t>(rank)].endpoint);
+    if (!address.unix_name.empty() || !address.host.empty()) continue;
+    loop_.post([self = shared_from_this(), rank] {
+      if (!self->protocol_) return;
+      self->protocol_->abort(rendezvous_error(
+          "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
+    });
+  }
+  callbacks_.on_directory(directory, std::move(addresses));
+  directory_known_.set();
+}
+
+void ControlPlaneImpl::on_go(std::vector<wire::RankDevices> devices) {
+  std::vector<std::string> names;
+  for (const auto& entry : protocol_->directory().ranks) names.push_back(entry.name);
+  callbacks_.on_go(std::move(names), std::move(devices));
+  began_ = base::TimePoint{};
+  ready_.set();
+}
+
+void ControlPlaneImpl::on_failed(const Error& error) {
+  Error told = error;
+  if (told.op.empty()) told.op = "join";
+  if (joining_ && told.kind == ErrorKind::kRendezvous) {
+    told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
+  }
+  if (is_put_off_on_loop(error)) {
+    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // not from inside it
+    if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
+    return finish_joining_on_loop(told);
+  }
+  is_closed_ = true;
+  began_ = base::TimePoint{};
+  directory_known_.fail(told);
+  if (callbacks_.on_failed) callbacks_.on_failed(told);
+  ready_.fail(told);
+  finish_joining_on_loop(told);
+}
+
+void ControlPlaneImpl::on_lost(const Loss& loss) {
+  callbacks_.on_lost(loss);
+  if (!loss.job_goes_on) rounds_.fail_all(loss.error);
+}
+
+void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
+  const wire::Directory::Entry& entry = protocol_->directory().ranks[static_cast<size_t>(rank)];
+  try {
+    callbacks_.on_new_devices(rank, devices);
+  } catch (const base::Exception& e) {
+    // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
+    if (coordinator_)
+      loop_.post([self = shared_from_this(), rank, error = e.error()] {
+        self->report_on_loop(rank, error);
+      });
+  }
+  callbacks_.on_returned(rank, entry.incarnation, address_of(rank, entry.endpoint));
+}
+
+void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {
+  if (auto round = rounds_.take()) round->set(sum);
+}
+
+}  // namespace distrain::membership

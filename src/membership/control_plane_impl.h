@@ -1,0 +1,143 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "acceptor.h"
+#include "coordinator.h"
+#include "distrain/base/future.h"
+#include "distrain/membership/control_plane.h"
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
+#include "end_rounds.h"
+#include "links.h"
+#include "outgoing_handshake.h"
+
+namespace distrain::membership {
+
+/// Runs this rank's ControlProtocol: provides its sockets, its timer and the threads that wait for
+/// it. The protocol is in wire/handshake.h. The ControlProtocol and all connections belong to the
+/// loop.
+class ControlPlaneImpl final : public ControlPlane,
+                               public std::enable_shared_from_this<ControlPlaneImpl>,
+                               private ControlTransport {
+ public:
+  ControlPlaneImpl(net::Loop& loop, const Options& options, Callbacks callbacks);
+
+  void run(const std::function<wire::RankDevices()>& prepare) override;
+  int reserve_rank() override;
+  bool is_admitted() const override { return assigned_rank_ != wire::kUnassignedRank; }
+  uint16_t port() const override { return port_; }
+  base::Future<uint64_t> enter_round(uint64_t round, uint64_t number) override;
+  std::vector<int> missing() override;
+  std::optional<Wait> wait() override;
+  void abort(const base::Error& error) override;
+  void leave() override;
+  void close() override;
+  base::Future<void> tolerate(Tolerance tolerance) override;
+  void note_of_use(int rank) override;
+  void wait_until_flushed() override;
+  net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
+                                          net::Stream::Handler handler) override;
+  bool is_suspected_on_loop(int rank) const override {
+    return protocol_ && protocol_->is_suspected(rank);
+  }
+  void report_on_loop(int rank, base::Error error) override;
+  void authenticate_on_loop(int rank, const net::StreamPtr& stream,
+                            std::function<void(base::Status believed)> done) override;
+
+ private:
+  // ControlTransport
+  void send(Link link, Message message) override { links_.send(link, std::move(message)); }
+  void close(Link link, bool flush) override { links_.close(link, flush); }
+  void on_joined(int rank) override;
+  void on_directory(const wire::Directory& directory) override;
+  void on_go(std::vector<wire::RankDevices> devices) override;
+  void on_failed(const base::Error& error) override;
+  void on_lost(const Loss& loss) override;
+  void on_returned(int rank, const wire::RankDevices& devices) override;
+  void on_round(uint64_t round, uint64_t sum) override;
+
+  void begin_once();
+  void begin_as_coordinator();
+  void begin_as_member(base::TimePoint deadline);
+  void listen_as_member(const net::Fd& to_rank_0);
+  base::Status try_to_join(base::TimePoint connected_by, base::TimePoint deadline);
+  void meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met);
+  base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
+  void finish_joining_on_loop(const base::Status& joined);
+  bool is_put_off_on_loop(const base::Error& error) const;
+  void listen_by_unix_socket();
+  std::string meeting_name() const;
+  base::Result<net::Fd> connect_to_rank_0(base::TimePoint connected_by) const;
+  void wait_until_ready(base::TimePoint deadline,
+                        const std::function<wire::RankDevices()>& prepare);
+  ControlSettings settings() const;
+  OutgoingHandshake::Timeouts handshake_timeouts() const;
+  base::Error left_already() const;
+  std::string why_missing(std::vector<int> ranks);
+  std::string rank_0_text() const;
+  PeerAddress address_of(int rank, const wire::Endpoint& endpoint) const;
+
+  std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
+  std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream,
+                                           Acceptor::AuthenticatedPeer peer);
+  std::optional<base::Error> admit_member_on_loop(const net::StreamPtr& stream,
+                                                  Acceptor::AuthenticatedPeer& peer);
+  std::optional<base::Error> reserve_rank_on_loop(const net::StreamPtr& stream,
+                                                  const wire::Join& join);
+  void note_refused_on_loop(int rank, const net::StreamPtr& stream, base::Error why);
+  void receive_on_loop(Link link, const net::InFrame& frame);
+  net::Stream::Handler watched(Link link, net::Stream::Handler handler);
+  net::Stream::Handler control_handler(Link link);
+  void begin_on_loop(std::unique_ptr<ControlProtocol> protocol);
+  void tick_on_loop(uint64_t attempt);
+
+  net::Loop& loop_;
+  const Options& options_;
+  const Callbacks callbacks_;
+  wire::RankDevices own_devices_;  // joining thread only
+  const std::string host_key_;
+  const std::string unix_name_;
+  const std::shared_ptr<Acceptor> acceptor_;
+  uint16_t port_ = 0;
+  net::Fd rank_0_socket_;    // rank 0, until run()
+  net::Fd meeting_socket_;   // likewise, for ranks of this host
+  std::string hint_;         // rank 0: why other hosts cannot reach it, if they cannot
+  std::string rank_0_host_;  // as this rank reaches it, numeric; set before protocol_
+  bool listens_ = false;     // a member accepts connections
+  std::string listen_host_;  // sent to others, numeric; empty: the address that rank 0 sees
+
+  const Identity initial_identity_;  // this rank's identity before it has met rank 0
+
+  // Loop thread only.
+  Identity identity_;  // with rank 0's job id and generation, once rank 0 has proved itself
+  std::unique_ptr<ControlProtocol> protocol_;  // from joining until the end
+  uint64_t attempt_ = 0;                // number of the current protocol_: joining may take several
+  Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
+  net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
+  std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
+  Links links_;
+  bool is_leaving_ = false;                // abort() was called
+  bool is_closed_ = false;                 // no protocol_ exists, nor will exist
+  std::map<int, std::string> seen_hosts_;  // rank 0: addresses of other ranks
+
+  std::atomic<bool> has_begun_{false};
+  std::atomic<int> cpu_sharers_{1};       // ranks with the same CPUs as this one
+  std::atomic<base::TimePoint> began_{};  // since when this rank waits for others to join
+  std::atomic<int> assigned_rank_{wire::kUnassignedRank};  // the rank that rank 0 has assigned
+  base::Promise<void> directory_known_;
+  base::Promise<void> ready_;
+
+  EndRounds rounds_;
+  std::mutex mutex_;
+  Refusals refusals_;  // guarded by mutex_
+};
+
+}  // namespace distrain::membership

@@ -1,0 +1,290 @@
+#include "control_protocol.h"
+
+#include <algorithm>
+
+#include "distrain/membership/rank_text.h"
+
+namespace distrain::membership {
+
+using base::Error;
+using base::ErrorKind;
+using wire::FrameKind;
+
+namespace {
+
+// Returns at most a second, because peers may have shorter timeouts than this rank.
+base::Duration beat_interval(base::Duration peer_timeout) {
+  const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
+  return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
+}
+
+}  // namespace
+
+Error rendezvous_error(std::string message, int rank) {
+  return Error{ErrorKind::kRendezvous, std::move(message), rank, "join"};
+}
+
+ControlProtocol::ControlProtocol(ControlSettings settings, ControlTransport& transport,
+                                 base::TimePoint now)
+    : settings_(std::move(settings)),
+      transport_(transport),
+      interval_(beat_interval(settings_.peer_timeout)),
+      next_beat_(now),
+      wake_at_(now) {}
+
+// ---- actions of this rank ----
+
+void ControlProtocol::abort(const Error& error) {
+  if (state_ == State::kOver) return;
+  const bool has_met = state_ == State::kRunning;
+  state_ = State::kOver;
+  send_to_all({FrameKind::kAbort, 0, 0, wire::encode(error)});
+  if (!has_met) transport_.on_failed(error);
+}
+
+void ControlProtocol::leave() {
+  if (state_ != State::kRunning) return;
+  state_ = State::kOver;
+  send_to_all({FrameKind::kLeave});
+}
+
+void ControlProtocol::send_to_all(Message message) {
+  last_message_ = std::move(message);
+  const auto all = std::move(connections_);
+  connections_.clear();
+  for (const auto& [link, connection] : all) {
+    transport_.send(link, last_message_);
+    transport_.close(link, true);
+  }
+}
+
+void ControlProtocol::set_directory(wire::Directory directory) {
+  directory_ = std::move(directory);
+  presence_.clear();
+  for (int rank = 0; rank < static_cast<int>(directory_.ranks.size()); ++rank) {
+    const wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
+    presence_.push_back(entry.is_here ? Presence::kHere : Presence::kLost);
+    if (entry.is_here) continue;
+    losses_[rank] = {ErrorKind::kPeerLost, text_of(rank) + " was lost before this rank came", rank};
+  }
+  state_ = State::kPreparing;
+  transport_.on_directory(directory_);
+  for (const auto& [rank, error] : losses_) {
+    transport_.on_lost(
+        {rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+  }
+}
+
+bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
+  state_ = State::kRunning;
+  try {
+    transport_.on_go(std::move(devices));
+    return true;
+  } catch (const base::Exception& e) {
+    state_ = State::kPreparing;
+    abort(e.error());
+    return false;
+  }
+}
+
+// ---- connections for calls ----
+
+void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
+  if (state_ == State::kOver) {  // it was opened while the last message was sent to the others
+    transport_.send(link, last_message_);
+    transport_.close(link, true);
+    return;
+  }
+  connections_[link] = {rank, false, now, false};
+}
+
+bool ControlProtocol::is_here(int rank) const {
+  return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
+}
+
+// Accepts connections as soon as this rank is prepared, because the coordinator sends go to one
+// rank after the other, and the connecting rank may have received it first.
+std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation) const {
+  const std::string who = "rank " + std::to_string(rank);
+  const auto size = static_cast<int>(presence_.size());
+  if (rank < 0 || rank >= size || rank == settings_.rank) {
+    return rendezvous_error("there is no " + who + " that could connect here", 0);
+  }
+  if (state_ == State::kOver) return why_over();
+  const auto loss = losses_.find(rank);
+  if (loss != losses_.end()) return loss->second;
+  const uint32_t known = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  if (incarnation != known) {
+    return Error{ErrorKind::kPeerLost,
+                 who + " has lost its place to a new process: this is its number " +
+                     std::to_string(incarnation) + ", that is number " + std::to_string(known),
+                 rank};
+  }
+  if (presence_[static_cast<size_t>(rank)] == Presence::kHere) return std::nullopt;
+  return Error{ErrorKind::kPeerLost, who + " has left this job", rank};
+}
+
+Error ControlProtocol::why_over() const {
+  if (last_message_.kind == FrameKind::kAbort) return wire::decode_error(last_message_.body);
+  return {ErrorKind::kPeerLost, text_of(settings_.rank) + " has left", settings_.rank};
+}
+
+void ControlProtocol::report(int rank, Error error) {
+  if (state_ == State::kPreparing) return abort(error);
+  declare_lost(rank, error);
+}
+
+// ---- events ----
+
+void ControlProtocol::receive(Link link, const Message& message) {
+  const auto found = connections_.find(link);
+  if (found == connections_.end() || state_ == State::kOver) return;
+  Connection& from = found->second;
+  const int rank = from.rank;
+  try {
+    if (message.kind == FrameKind::kHeartbeat) return;
+    if (message.kind == FrameKind::kLeave) {
+      from.is_leaving = true;
+      if (from.is_control && state_ == State::kRunning) {
+        presence_[static_cast<size_t>(rank)] = Presence::kLeft;
+      }
+      return;
+    }
+    if (from.is_control) return on_control(rank, message);
+    if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
+      return declare_lost(rank, reason_of(rank, message));
+    }
+    wire::Reader::fail("a frame out of place");
+  } catch (const base::Exception& e) {
+    Error error = e.error();
+    if (error.rank < 0) error.rank = rank;
+    closed(link, error);
+  }
+}
+
+void ControlProtocol::heard(Link link, base::TimePoint when) {
+  const auto found = connections_.find(link);
+  if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
+}
+
+void ControlProtocol::closed(Link link, const Error& error) {
+  const auto found = connections_.find(link);
+  if (found == connections_.end()) return;
+  const Connection from = found->second;
+  if (error.kind == ErrorKind::kPeerLost) connections_.erase(found);
+  if (state_ == State::kRunning) {
+    const Error why = loss(from.rank, error);
+    const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
+    if (!from.is_leaving) is_proof ? declare_lost(from.rank, why) : suspect(from.rank, why);
+  } else if (from.is_control) {
+    Error why = loss(from.rank, error);
+    if (error.kind == ErrorKind::kPeerLost) {
+      why.message = text_of(from.rank) + " left before all ranks were ready: " + error.message;
+      why.op = "join";
+    }
+    on_control_lost(from.rank, why);
+  }
+  // The stream is open, but this rank does not use it any more, and tells the other end why.
+  if (connections_.contains(link)) close_with_reason(link, loss(from.rank, error), true);
+}
+
+void ControlProtocol::close_with_reason(Link link, const Error& why, bool flush) {
+  transport_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
+  connections_.erase(link);
+  transport_.close(link, flush);
+}
+
+void ControlProtocol::mark_lost(int rank, const Error& error, bool job_goes_on) {
+  if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) return;
+  presence_[static_cast<size_t>(rank)] = Presence::kLost;
+  losses_[rank] = error;
+  disconnect(rank, error);
+  transport_.on_lost(
+      {rank, error, job_goes_on, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+}
+
+void ControlProtocol::replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned) {
+  wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
+  entry.incarnation = incarnation;
+  entry.endpoint = returned.endpoint;
+  presence_[static_cast<size_t>(rank)] = Presence::kHere;
+  losses_.erase(rank);
+  transport_.on_returned(rank, returned.devices);
+}
+
+void ControlProtocol::disconnect(int rank, const Error& error) {
+  std::vector<Link> links;
+  for (const auto& [link, connection] : connections_) {
+    if (connection.rank == rank) links.push_back(link);
+  }
+  for (const Link link : links) close_with_reason(link, error, false);
+}
+
+base::TimePoint ControlProtocol::tick(base::TimePoint now) {
+  if (state_ == State::kOver) return base::kNever;
+  const base::Duration limit = settings_.peer_timeout;
+  const bool judges = limit > base::Duration::zero();
+  // This process was stopped or starved, so it cannot tell which peers were silent meanwhile.
+  const bool overslept = now - wake_at_ > interval_;
+  std::vector<Link> silent;
+  for (auto& [link, connection] : connections_) {
+    if (overslept) connection.heard = now;
+    if (judges && now - connection.heard >= limit) silent.push_back(link);
+  }
+  for (const Link link : silent) {
+    const auto found = connections_.find(link);
+    if (found == connections_.end()) continue;  // closed with its rank
+    const auto seconds =
+        std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
+    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) +
+                                                " s, longer than --peer-timeout allows"};
+    const int rank = found->second.rank;
+    if (state_ == State::kRunning) {
+      declare_lost(rank, loss(rank, error));
+    } else {
+      const bool is_control = found->second.is_control;
+      close_with_reason(link, loss(rank, error), true);
+      if (is_control) on_control_lost(rank, loss(rank, error));
+    }
+    if (state_ == State::kOver) return base::kNever;
+  }
+  if (now >= next_beat_) {
+    for (const auto& [link, connection] : connections_)
+      transport_.send(link, {FrameKind::kHeartbeat});
+    next_beat_ = now + interval_;
+  }
+  wake_at_ = next_beat_;
+  if (judges) {
+    for (const auto& [link, connection] : connections_) {
+      wake_at_ = std::min(wake_at_, connection.heard + limit);
+    }
+  }
+  return wake_at_;
+}
+
+Error ControlProtocol::loss(int rank, const Error& error) const {
+  Error loss = error;
+  if (loss.kind == ErrorKind::kPeerLost) {
+    loss.message = text_of(rank) + " is lost: " + error.message;
+  }
+  loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
+  return loss;
+}
+
+Error ControlProtocol::reason_of(int rank, const Message& message) const {
+  Error error = wire::decode_error(message.body);
+  if (error.rank < 0) error.rank = rank;
+  if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
+    error.message = text_of(rank) + " says: " + error.message;
+  }
+  return error;
+}
+
+std::string ControlProtocol::text_of(int rank) const {
+  const auto at = static_cast<size_t>(rank);
+  if (at < directory_.ranks.size()) return rank_text(rank, directory_.ranks[at].name);
+  return at < settings_.names.size() ? rank_text(rank, settings_.names[at])
+                                     : "rank " + std::to_string(rank);
+}
+
+}  // namespace distrain::membership

@@ -1,0 +1,231 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/membership/loss.h"
+#include "distrain/wire/frame.h"
+#include "distrain/wire/handshake.h"
+
+namespace distrain::membership {
+
+// Note [Control plane]
+//
+// The control plane lets ranks meet, monitor each other, learn of losses and end together. Each
+// rank has a control connection to rank 0, the coordinator. A rank reports a loss that it sees to
+// the coordinator, and the coordinator reports it to all ranks; so a job has O(N) control
+// connections and not O(N²). Calls use connections of their own, made when there is something to
+// send. Their two ends monitor these too, because a link between two ranks may fail that leaves
+// their connections to rank 0 intact.
+//
+// A call connection that breaks without a message proves little: the other end may have left
+// because of a loss that this rank does not know yet. So this rank asks the coordinator. The
+// coordinator reports losses to all ranks in one order, so a rank that left because of a loss
+// received it before its own loss is reported. For the same reason, a rank that has lost the
+// coordinator has lost all ranks.
+//
+// Only the coordinator decides whether the job continues without a lost rank: Tolerance. If it
+// does, a new process can join as that rank. It receives the directory at once and prepares itself.
+// Then the coordinator tells all others how to reach it, and sends go to it when all of them have
+// confirmed: so none refuses its connections. From the directory on, it receives all messages to
+// the others. Two new processes know each other before either receives go.
+//
+// A process without a rank first asks the coordinator on a separate connection (kUnassignedRank),
+// and the coordinator reserves one: so the process knows its rank before it prepares anything. See
+// Slot.
+//
+// Coordinator (rank 0) and Member (any other rank) implement this without I/O, clock or threads:
+// events are function calls that pass the time, and ControlTransport performs the effects. So a
+// test can simulate a hundred ranks, and delay or drop messages.
+//
+// States of a rank:
+//
+//   meeting    until it has the directory; Coordinator: until all have joined
+//   preparing  until go; Coordinator: until all are prepared. If a rank is lost before go, the job
+//              ends for all, unless the rank is a new process that joins later
+//   running    until it leaves, or is told that it is lost itself
+//   over       nothing is sent or reported any more
+
+/// A connection of this rank, as numbered by ControlTransport.
+using Link = uint64_t;
+
+/// Bytes of a message. Copies share them, because rank 0 sends the same message to all ranks.
+class Body {
+ public:
+  Body() = default;
+  Body(wire::Bytes bytes)  // NOLINT: implicit by design
+      : bytes_(std::make_shared<const wire::Bytes>(std::move(bytes))) {}
+  operator std::span<const uint8_t>() const {  // NOLINT
+    return bytes_ ? std::span<const uint8_t>(*bytes_) : std::span<const uint8_t>();
+  }
+  /// Null for an empty body.
+  const std::shared_ptr<const wire::Bytes>& shared() const { return bytes_; }
+
+ private:
+  std::shared_ptr<const wire::Bytes> bytes_;
+};
+
+/// A frame without payload. `a` and `b` are its call_id and context_id.
+struct Message {
+  wire::FrameKind kind = wire::FrameKind::kHeartbeat;
+  uint64_t a = 0;
+  uint64_t b = 0;
+  Body body = {};
+};
+
+/// Performs the effects of a ControlProtocol, which calls these functions. They must not call the
+/// ControlProtocol.
+class ControlTransport {
+ public:
+  virtual ~ControlTransport() = default;
+  /// Sends without confirmation of delivery.
+  virtual void send(Link link, Message message) = 0;
+  /// Closes the connection; closed() is not called. If `flush`, sends queued messages first.
+  virtual void close(Link link, bool flush) = 0;
+
+  /// Member: called when rank 0 has admitted this process as `rank`.
+  virtual void on_joined(int rank) = 0;
+  /// Called once, with the ranks and how to reach them.
+  virtual void on_directory(const wire::Directory& directory) = 0;
+  /// Called once, when all ranks can be called. An exception ends the job for all.
+  virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
+  /// Called instead of on_go() if the job does not begin.
+  virtual void on_failed(const base::Error& error) = 0;
+  /// Called after go, once for each lost process. A rank that joins a running job also gets the
+  /// earlier losses, before go.
+  virtual void on_lost(const Loss& loss) = 0;
+  /// Called when a new process has replaced a lost rank: directory() contains its endpoint.
+  virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
+  /// Called when all ranks have entered `round` of the end, with the sum of their numbers.
+  virtual void on_round(uint64_t round, uint64_t sum) = 0;
+};
+
+struct ControlSettings {
+  int rank = 0;
+  std::string job;                 ///< Member: refused if the coordinator has another
+  std::vector<std::string> names;  ///< Coordinator: names of all ranks
+  int world_size = 0;              ///< Member: refused if the coordinator has another; 0: any
+  wire::Endpoint endpoint;         ///< how other ranks reach this one
+  std::string secret;              ///< Coordinator: the job's
+  std::map<std::string, std::string>
+      options;                     ///< Coordinator: the job's; Member: must agree with these
+  base::Duration peer_timeout{0};  ///< silence that counts as a loss; zero: none does
+};
+
+base::Error rendezvous_error(std::string message, int rank = -1);
+
+/// A rank's part in the control plane: Note [Control plane]. Not thread-safe.
+class ControlProtocol {
+ public:
+  ControlProtocol(ControlSettings settings, ControlTransport& transport, base::TimePoint now);
+  virtual ~ControlProtocol() = default;
+  ControlProtocol(const ControlProtocol&) = delete;
+  ControlProtocol& operator=(const ControlProtocol&) = delete;
+
+  // ---- actions of this rank ----
+
+  virtual void prepared(wire::RankDevices devices) = 0;
+  /// Enters `round` of the end: the first, or the one after the last on_round().
+  virtual void enter_round(uint64_t round, uint64_t number) = 0;
+  /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
+  void abort(const base::Error& error);
+  /// Leaves the job; called when all ranks have entered the last round.
+  void leave();
+
+  // ---- connections for calls ----
+
+  /// Called when a connection to `rank` is open. Not for a lost rank: see is_here().
+  void open(int rank, Link link, base::TimePoint now);
+  /// Returns true if this rank is running, and `rank` has neither left nor been lost.
+  bool is_here(int rank) const;
+  /// Returns true if `rank` seems lost and rank 0 has not decided yet.
+  virtual bool is_suspected(int rank) const = 0;
+  /// Called when this rank could not reach `rank`, or could not read what it sent.
+  void report(int rank, base::Error error);
+  /// Returns an error if a connection that `rank` has made is refused.
+  std::optional<base::Error> check_peer(int rank, uint32_t incarnation) const;
+
+  // ---- events ----
+
+  void receive(Link link, const Message& message);
+  /// Called when bytes of any kind were received.
+  void heard(Link link, base::TimePoint when);
+  void closed(Link link, const base::Error& error);
+  /// Sends heartbeats and finds silent peers. Returns the time of the next call.
+  base::TimePoint tick(base::TimePoint now);
+
+  bool is_running() const { return state_ == State::kRunning; }
+  bool is_over() const { return state_ == State::kOver; }
+  /// Returns an empty directory before it is known.
+  const wire::Directory& directory() const { return directory_; }
+  const std::string& secret() const { return directory_.secret; }
+  /// Returns the ranks that this one waits for, as far as it knows.
+  virtual std::vector<int> missing() const = 0;
+
+ protected:
+  enum class State { kMeeting, kPreparing, kRunning, kOver };
+  enum class Presence { kHere, kLeft, kLost };
+  struct Connection {
+    int rank = 0;
+    bool is_control = false;
+    base::TimePoint heard;
+    bool is_leaving = false;
+  };
+
+  virtual void on_control(int rank, const Message& message) = 0;
+  /// Called if a control connection is lost before go; later that is the loss of its rank.
+  virtual void on_control_lost(int rank, const base::Error& error) = 0;
+  /// Called when this rank has found that `rank` is lost.
+  virtual void declare_lost(int rank, const base::Error& error) = 0;
+  /// Called when a connection for calls to `rank` has broken without a message.
+  virtual void suspect(int rank, const base::Error& error) = 0;
+
+  void add_control(int rank, Link link, base::TimePoint now) {
+    connections_[link] = {rank, true, now, false};
+  }
+  /// Returns false, after abort(), if the job cannot begin.
+  bool begin_running(std::vector<wire::RankDevices> devices);
+  void set_directory(wire::Directory directory);
+  /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
+  void mark_lost(int rank, const base::Error& error, bool job_goes_on);
+  /// Closes all connections of `rank`, and tells it why.
+  void disconnect(int rank, const base::Error& why);
+  /// Replaces a lost rank by a new process.
+  void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
+  base::Error loss(int rank, const base::Error& error) const;
+  /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
+  /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
+  base::Error reason_of(int rank, const Message& message) const;
+  /// Returns "rank 3 (trainer 2)", without the name if it is not known.
+  std::string text_of(int rank) const;
+
+  const ControlSettings settings_;
+  ControlTransport& transport_;
+  State state_ = State::kMeeting;
+  std::map<Link, Connection> connections_;
+  std::vector<Presence> presence_;     // when the ranks are known
+  std::map<int, base::Error> losses_;  // the error of each lost rank
+  wire::Directory directory_;
+
+ private:
+  void send_to_all(Message message);
+  base::Error why_over() const;
+  /// Tells the other end why its connection is closed; if `flush`, waits until that is sent.
+  void close_with_reason(Link link, const base::Error& why, bool flush);
+
+  Message last_message_;           // set when it is over
+  const base::Duration interval_;  // of heartbeats
+  base::TimePoint next_beat_;
+  base::TimePoint wake_at_;
+};
+
+}  // namespace distrain::membership

@@ -1,0 +1,332 @@
+#include "coordinator.h"
+
+#include "distrain/membership/rank_text.h"
+
+namespace distrain::membership {
+
+using base::Error;
+using base::ErrorKind;
+using wire::FrameKind;
+
+namespace {
+
+// How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
+constexpr auto kReservationTimeout = std::chrono::minutes(1);
+
+}  // namespace
+
+// ---- meeting ----
+
+std::optional<Error> Coordinator::join(Link link, int rank, wire::Join join, base::TimePoint now) {
+  if (auto refusal = check_join(rank, join)) return refusal;
+  add_control(rank, link, now);
+  joined_[rank] = {link, std::move(join.endpoint)};
+  reservations_.erase(rank);
+  transport_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
+  if (state_ == State::kRunning) {
+    send_directory(rank);
+  } else {
+    begin_if_all_joined();
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join,
+                                               base::TimePoint now) {
+  if (auto refusal = check_join(wire::kUnassignedRank, join)) return refusal;
+  const auto size = static_cast<int>(settings_.names.size());
+  for (int looked = 1; looked < size; ++looked) {
+    const int rank = next_to_reserve_;
+    next_to_reserve_ = rank % (size - 1) + 1;
+    ++looks_;
+    const auto kept = reservations_.find(rank);
+    if (kept != reservations_.end()) {
+      if (now - kept->second.since <= kReservationTimeout) continue;
+      transport_.close(kept->second.link, false);
+      reservations_.erase(kept);
+    }
+    if (!is_free(rank)) continue;
+    reservations_[rank] = {link, now};
+    transport_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
+    return std::nullopt;
+  }
+  return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
+}
+
+void Coordinator::release_reservation(Link link) {
+  std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
+}
+
+// Returns an error if the join is refused. reserve_rank() itself checks whether a rank is free.
+std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
+  const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
+  const auto size = static_cast<int>(settings_.names.size());
+  const bool is_unassigned = rank == wire::kUnassignedRank;
+  const std::string who = rank_text(rank);
+  if (join.job != settings_.job) {
+    return refuse(who + " belongs to '" + join.job + "', rank 0 to '" + settings_.job + "'");
+  }
+  if (join.world_size != 0 && join.world_size != size) {
+    return refuse(who + " expects a world size of " + std::to_string(join.world_size) +
+                  " (--world-size), rank 0 has " + std::to_string(size) + " ranks");
+  }
+  if (!is_unassigned && (rank < 1 || rank >= size)) {
+    return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
+  }
+  // After round 0 of the end, no rank waits for a new process.
+  if (state_ == State::kOver || round_ > 0) {
+    return refuse("the job has ended before this rank came");
+  }
+  if (!is_unassigned && !is_free(rank)) {
+    return refuse(who +
+                  " has been taken already by another process: each needs a --rank of its own, and "
+                  "each job that meets at this address a --job-id or --master-port of its own");
+  }
+  for (const auto& [name, value] : join.options) {
+    const auto it = settings_.options.find(name);
+    if (it != settings_.options.end() && it->second != value) {
+      const std::string own = it->second.empty() ? "none" : it->second;
+      return refuse("--" + name + " is " + value + " on " + who + ", " + own +
+                    " on rank 0: give all ranks the same value, or only rank 0");
+    }
+  }
+  return std::nullopt;
+}
+
+void Coordinator::begin_if_all_joined() {
+  if (state_ != State::kMeeting || joined_.size() + 1 != settings_.names.size()) return;
+  wire::Directory directory;
+  for (const std::string& name : settings_.names) directory.ranks.push_back({name, {}});
+  directory.ranks[0].endpoint = settings_.endpoint;
+  for (const auto& [rank, joined] : joined_) {
+    directory.ranks[static_cast<size_t>(rank)].endpoint = joined.endpoint;
+  }
+  directory.options = settings_.options;
+  directory.secret = settings_.secret;
+  broadcast({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
+  set_directory(std::move(directory));
+}
+
+void Coordinator::prepared(wire::RankDevices devices) { note_prepared(0, std::move(devices)); }
+
+// Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
+void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
+  if (!devices_.emplace(rank, std::move(devices)).second) {
+    wire::Reader::fail("a rank that is prepared twice");
+  }
+  if (state_ != State::kPreparing || devices_.size() != settings_.names.size()) return;
+  std::vector<wire::RankDevices> all;
+  for (const auto& [each, its] : devices_) all.push_back(its);
+  const Message go{FrameKind::kGo, 0, 0, wire::encode(all)};
+  if (begin_running(std::move(all))) broadcast(go);
+}
+
+// ---- a rank that joins later ----
+
+bool Coordinator::is_free(int rank) const {
+  if (state_ == State::kMeeting) return !joined_.contains(rank);
+  return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
+         tolerance_.ranks.contains(rank) &&
+         presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
+         directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
+}
+
+// Sends the directory to a new process. The coordinator's own one changes when that process is
+// prepared.
+void Coordinator::send_directory(int rank) {
+  const auto at = static_cast<size_t>(rank);
+  wire::Directory directory = directory_;
+  for (size_t each = 0; each < directory.ranks.size(); ++each) {
+    directory.ranks[each].is_here = presence_[each] != Presence::kLost;
+  }
+  directory.ranks[at].endpoint = joined_.at(rank).endpoint;
+  directory.ranks[at].is_here = true;
+  ++directory.ranks[at].incarnation;
+  newcomers_[rank] = {};
+  transport_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
+}
+
+void Coordinator::announce(int rank, wire::RankDevices devices) {
+  Newcomer& newcomer = newcomers_.at(rank);
+  if (std::exchange(newcomer.is_prepared, true)) {
+    wire::Reader::fail("a rank that is prepared twice");
+  }
+  for (const auto& [other, joined] : joined_) {
+    const bool hears = is_here(other) || newcomers_.contains(other);
+    if (other != rank && hears) newcomer.unconfirmed.insert(other);
+  }
+  on_trial_.insert(rank);
+  devices_[rank] = devices;
+  const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
+  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation + 1;
+  const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), incarnation,
+                     wire::encode(returned)};
+  replace_lost(rank, incarnation, returned);
+  broadcast(word, rank);
+  if (newcomer.unconfirmed.empty()) start_newcomer(rank);
+}
+
+void Coordinator::note_confirmed(int newcomer, int by) {
+  const auto found = newcomers_.find(newcomer);
+  if (found == newcomers_.end() || found->second.unconfirmed.erase(by) == 0) return;
+  if (found->second.unconfirmed.empty()) start_newcomer(newcomer);
+}
+
+void Coordinator::start_newcomer(int newcomer) {
+  newcomers_.erase(newcomer);
+  std::vector<wire::RankDevices> all;
+  for (const auto& [each, its] : devices_) all.push_back(its);
+  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+}
+
+void Coordinator::stop_waiting_for(int rank) {
+  const auto waiting = newcomers_;  // a copy, because note_confirmed() may remove entries
+  for (const auto& [newcomer, its] : waiting) note_confirmed(newcomer, rank);
+}
+
+bool Coordinator::is_missing(int rank) const {
+  ++looks_;
+  if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
+  if (state_ == State::kPreparing) return !devices_.contains(rank);
+  return (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
+}
+
+std::vector<int> Coordinator::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
+    if (is_missing(rank)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+// ---- messages of members ----
+
+void Coordinator::broadcast(const Message& message, int except) {
+  for (const auto& [rank, joined] : joined_) {
+    if (rank != except && connections_.contains(joined.link)) transport_.send(joined.link, message);
+  }
+}
+
+void Coordinator::on_control(int rank, const Message& message) {
+  switch (message.kind) {
+    case FrameKind::kPrepared: {
+      const bool is_awaited =
+          state_ == State::kPreparing || (state_ == State::kRunning && newcomers_.contains(rank));
+      if (!is_awaited) break;
+      wire::Reader in(message.body);
+      wire::RankDevices devices = wire::decode_rank_devices(in);
+      in.expect_end();
+      if (state_ == State::kRunning) return announce(rank, std::move(devices));
+      return note_prepared(rank, std::move(devices));
+    }
+    case FrameKind::kAbort: {
+      // Nothing has begun: the rank is free again when the connection closes.
+      if (state_ == State::kMeeting) return;
+      if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
+      return abort(reason_of(rank, message));
+    }
+    case FrameKind::kLost: {
+      if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      // A member that reports the loss of rank 0 is itself lost to rank 0.
+      if (message.a == 0) return declare_lost(rank, reason_of(rank, message));
+      // The report may concern the previous process of a rank that has a new one.
+      const auto lost = static_cast<int>(message.a);
+      if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
+      return declare_lost(lost, wire::decode_error(message.body));
+    }
+    case FrameKind::kKnown:
+      if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      if (message.b != directory_.ranks[message.a].incarnation) return;
+      return note_confirmed(static_cast<int>(message.a), rank);
+    case FrameKind::kFlush:
+      if (state_ != State::kRunning) break;
+      return note_entered(rank, message.a, message.b);
+    default:
+      break;
+  }
+  wire::Reader::fail("a frame out of place");
+}
+
+void Coordinator::on_control_lost(int rank, const Error& error) {
+  if (state_ == State::kMeeting) {
+    joined_.erase(rank);  // the rank is free again
+  } else {
+    abort(error);
+  }
+}
+
+// Decides about a loss and reports it, unless it is of a new process that no rank knows yet.
+void Coordinator::declare_lost(int rank, const Error& error) {
+  const auto newcomer = newcomers_.find(rank);
+  if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
+    ++directory_.ranks[static_cast<size_t>(rank)].incarnation;
+    forget(rank);
+    disconnect(rank, error);
+    stop_waiting_for(rank);
+    return end_round_if_complete();
+  }
+  if (!is_here(rank)) return;
+  Error why = error;
+  const bool goes_on = job_goes_on_ && tolerates(rank, why);
+  job_goes_on_ = goes_on;
+  const Message lost{FrameKind::kLost, static_cast<uint64_t>(rank), goes_on ? uint64_t{1} : 0,
+                     wire::encode(why)};
+  forget(rank);
+  mark_lost(rank, why, goes_on);
+  broadcast(lost, rank);
+  stop_waiting_for(rank);
+  if (goes_on) end_round_if_complete();
+}
+
+void Coordinator::forget(int rank) {
+  newcomers_.erase(rank);
+  on_trial_.erase(rank);
+  in_round_.erase(rank);
+  // The rank stays in joined_: before go its loss ends the job, so nobody can replace it.
+}
+
+// Returns true if the job continues without `rank`. Tolerates a lost rank, exhausted resources, and
+// any failure of a replacement before note_of_use(). Other errors, such as NaN, concern all ranks.
+bool Coordinator::tolerates(int rank, Error& error) const {
+  const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
+                          (error.kind == ErrorKind::kResources && error.rank == rank) ||
+                          on_trial_.contains(rank);
+  if (!tolerance_.ranks.contains(rank) || !is_its_own) return false;
+  size_t left = 0;
+  for (const int each : tolerance_.ranks) left += each != rank && is_here(each) ? 1 : 0;
+  if (left >= tolerance_.least) return true;
+  if (!tolerance_.if_too_few.empty()) error.message += "; " + tolerance_.if_too_few;
+  return false;
+}
+
+// ---- the end ----
+
+void Coordinator::enter_round(uint64_t round, uint64_t number) {
+  if (state_ == State::kRunning) note_entered(0, round, number);
+}
+
+void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
+  if (round != round_ || !in_round_.emplace(rank, number).second) {
+    wire::Reader::fail("a round of the end that is not under way");
+  }
+  end_round_if_complete();
+}
+
+// Ends the round if all ranks have entered it; lost ranks need not, but new processes must. The
+// check stops at the first missing rank and resumes there later, so a round takes at most two
+// checks of each rank (the second finds none missing).
+void Coordinator::end_round_if_complete() {
+  if (state_ != State::kRunning || in_round_.empty()) return;
+  const auto size = static_cast<int>(settings_.names.size());
+  for (int looked = 0; looked < size; ++looked, awaited_ = (awaited_ + 1) % size) {
+    if (is_missing(awaited_)) return;
+  }
+  uint64_t sum = 0;
+  for (const auto& [rank, number] : in_round_) sum += number;
+  const uint64_t round = round_++;
+  in_round_.clear();
+  broadcast({FrameKind::kFlush, round, sum});
+  transport_.on_round(round, sum);
+}
+
+}  // namespace distrain::membership

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "distrain/base/error.h"
+#include "distrain/wire/handshake.h"
+#include "keys.h"
+
+namespace distrain::membership {
+
+// Note [Identity]
+//
+// Each side of a new connection proves its identity before the other side trusts it: each sends a
+// hello with its identity and a fresh nonce, then proves to know the key, the initiator first.
+//
+//   proof of a side = HMAC-SHA256(key of that side, the initiator's hello · the responder's hello)
+//   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
+//
+// A proof covers all bytes of both hellos: version, purpose, trust, rank, generation, incarnation,
+// job and nonce. So no field can be changed in transit. The nonces prevent the replay of another
+// connection's proof. The sides have different keys, so a proof sent back to its maker is invalid.
+//
+// The secret of a connection to rank 0 (join) depends on what the ranks trust:
+//
+//   token      the job's token, which only its ranks know
+//   same user  none. Each side asks the kernel for the owner of the peer process: on a unix socket
+//              by SO_PEERCRED, on TCP by the owner of the peer's socket, which must be on this host
+//              and in this network namespace.
+//   anybody    none (--insecure)
+//
+// The secret of a connection for calls (peer) is the directory's secret and the token. Rank 0 makes
+// the directory's secret, and sends it to ranks that have proved themselves.
+//
+// Besides its own hello, which is not secret, a responder tells an unproved peer nothing but the
+// protocol version: refusal_without_reason(). A proved rank of another job or generation is told
+// why: mismatch().
+
+/// A rank's identity, as its hellos state it.
+struct Identity {
+  int rank = 0;
+  wire::Trust trust = wire::Trust::kSameUser;
+  uint32_t generation = 0;   ///< wire::kAnyGeneration: not known yet
+  wire::JobId job_id{};      ///< zero: not known yet
+  uint32_t incarnation = 0;  ///< 0 when joining, because rank 0 assigns it
+};
+
+/// The identity of a side, and the secret that it proves to know.
+struct Credentials {
+  Identity self;
+  std::string secret;  ///< may be empty
+};
+
+/// The side that connects. Not thread-safe.
+class Initiator {
+ public:
+  Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
+
+  /// Returns the hello to send first.
+  const wire::Bytes& hello() const { return own_; }
+  /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
+  /// no hello, `auth` if the hello is for another purpose.
+  wire::Proof answer(std::span<const uint8_t> hello);
+  /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
+  void check(std::span<const uint8_t> proof) const;
+
+  /// Returns the responder's hello; to be trusted only after check() has returned.
+  const wire::Hello& other() const { return other_; }
+
+ private:
+  const wire::HelloPurpose purpose_;
+  const Key own_key_;
+  const Key other_key_;
+  wire::Bytes own_;
+  wire::Bytes theirs_;
+  wire::Hello other_;
+};
+
+/// The side that accepts the connection. Not thread-safe.
+class Responder {
+ public:
+  /// `hello` is the initiator's; `credentials` are those for its purpose.
+  Responder(const Credentials& credentials, const wire::Hello& hello);
+
+  /// Returns the hello to send.
+  const wire::Bytes& hello() const { return own_; }
+  /// Checks the initiator's proof and returns the proof to send. Throws `auth` if it is wrong.
+  wire::Proof check(std::span<const uint8_t> proof) const;
+
+  const wire::Hello& other() const { return other_; }
+
+ private:
+  const wire::Hello other_;
+  const Key own_key_;
+  const Key other_key_;
+  wire::Bytes own_;
+  wire::Bytes theirs_;
+};
+
+/// Returns an error if `other`, which knows the secret, is of another job or generation.
+std::optional<base::Error> mismatch(const Identity& self, const wire::Hello& other);
+
+/// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
+std::string why_not_trusted(const Identity& self, const wire::Hello& other);
+
+/// Returns the only error that an unproved peer is sent.
+base::Error refusal_without_reason();
+
+}  // namespace distrain::membership

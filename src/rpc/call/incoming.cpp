@@ -1,0 +1,243 @@
+// How AgentCore queues, runs and answers the calls of other ranks and of its own.
+#include <chrono>
+
+#include "agent_core.h"
+#include "call/call_format.h"
+#include "call/call_trace.h"
+#include "distrain/membership/rank_text.h"
+#include "distrain/rpc/error.h"
+#include "distrain/rpc/torch_state.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+using Kind = base::TraceEvent::Kind;
+
+class ReplyImpl final : public Reply {
+ public:
+  ReplyImpl(AgentCore& core, ProcessNumber to, uint64_t call_id, uint64_t context)
+      : gate_(core.replies),
+        rank_(core.options.rank),
+        to_(to),
+        call_id_(call_id),
+        context_(context) {}
+  ~ReplyImpl() override {
+    fail(Error{ErrorKind::kCancelled, "the function gave no answer", rank_});
+  }
+
+  void send(const std::function<void(Encoder&)>& fill) override {
+    if (answered_.exchange(true)) return;
+    gate_->enter([&](AgentCore& core) {
+      if (core.is_here(to_)) {
+        try {
+          core.send_reply(rank_of(to_), call_id_, context_, fill);
+        } catch (...) {
+          core.send_error(rank_of(to_), call_id_,
+                          with_origin(error_in_flight(ErrorKind::kInternal), rank_, function_));
+        }
+      }
+      core.send_grants(core.budget->end(work_));
+    });
+  }
+
+  void fail(Error error) override {
+    if (answered_.exchange(true)) return;
+    error = with_origin(std::move(error), rank_, function_);
+    if (target_) target_->value.fail(error);
+    gate_->enter([&](AgentCore& core) {
+      if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
+      core.send_grants(core.budget->end(work_));
+    });
+  }
+
+  const std::shared_ptr<OwnedValue>& target() const override { return target_; }
+  /// Takes the call's credit when the call begins.
+  void begin(AgentCore& core, uint64_t credit) {
+    core.send_grants(core.budget->begin(work_, to_, credit));
+  }
+  void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
+  /// Sets the function that is added to errors without one.
+  void set_function(std::string function) { function_ = std::move(function); }
+
+ private:
+  const std::shared_ptr<ReplyGate> gate_;
+  const int rank_;
+  const ProcessNumber to_;
+  const uint64_t call_id_;
+  const uint64_t context_;
+  std::shared_ptr<OwnedValue> target_;
+  std::string function_;
+  Budget::Work work_;
+  std::atomic<bool> answered_{false};
+};
+
+}  // namespace
+
+void Reply::store(std::shared_ptr<void> value, std::type_index type,
+                  OwnedValue::EncodeFunction encode) {
+  const std::shared_ptr<OwnedValue> owned = target();
+  if (!owned) base::invalid("this function makes an object: use remote_new()");
+  owned->type = type;
+  owned->encode = encode;
+  owned->value.set(std::move(value));
+  send([](Encoder&) {});
+}
+
+void AgentCore::queue_call(QueuedCall&& call) {
+  call.arrived = base::Clock::now();
+  queued_calls_.push(std::move(call));
+  // Posts one task for each call. A task may find no call, because calls are cancelled or parked.
+  pool.post([this] {
+    auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
+    if (next) execute(std::move(*next));
+  });
+}
+
+// Runs one parked call of rank `from`, and then the next, while there is room for replies.
+void AgentCore::run_parked_call(int from) {
+  auto [call, has_more] =
+      queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
+  if (has_more) pool.post([this, from] { run_parked_call(from); });
+  if (call) execute(std::move(*call));
+}
+
+void AgentCore::cancel_call(int from, uint64_t id) {
+  std::optional<QueuedCall> call = queued_calls_.take(from, id);
+  if (!call) return;
+  call->is_given_up = true;
+  given_up_.post([this, call = std::move(*call)]() mutable {
+    const TorchStateGuard guard;
+    execute(std::move(call));
+  });
+}
+
+void AgentCore::execute(QueuedCall&& call) {
+  if (closed_) return;  // callers learn of this rank's loss
+  const int from = call.from;
+  std::shared_ptr<InMessage> message = std::move(call.message);
+  // The caller is lost: nobody waits for the result.
+  const ProcessNumber caller = process_number(from, call.incarnation);
+  if (!is_here(caller)) return;
+  // Before a call of a new process, the layers must have released the state of the lost one.
+  if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
+  const wire::FrameHeader header = message ? message->header : call.frame.header;
+  const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
+  uint64_t credit = call.credit;
+  const auto begin = [&] { reply->begin(*this, std::exchange(credit, 0)); };
+  std::string function;
+  CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
+  try {
+    if (message) {
+      rrefs->receive(*message);
+    } else {
+      message = std::make_shared<InMessage>(
+          from_frame(std::move(call.frame), from, stager, call.device_receive.get(), rrefs.get()));
+      credit += message->credit_of_transfers;
+    }
+    begin();
+    const ContextScope scope(hook.get(), header.context_id);
+    Decoder decoder(*message);
+    function = decoder.in.get_string();
+    reply->set_function(function);
+    if (!tracer_of(options.tracer, function)) slice.drop();
+    if (slice) {
+      slice.set_name({}, function);
+      slice.set_flow(Kind::kFlowIn, flow_id(from, header.call_id));
+    }
+    const std::chrono::milliseconds wait(decoder.in.get<uint32_t>());
+    if (decoder.in.get<CallMode>() == CallMode::kRemote) {
+      const auto id = decoder.in.get<uint64_t>();
+      const auto fork = decoder.in.get<uint64_t>();
+      reply->set_target(rrefs->target(id, fork, from));
+    }
+    const bool is_late = wait.count() > 0 && base::Clock::now() - call.arrived > wait;
+    if (is_late || call.is_given_up) {
+      throw base::Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
+    }
+    Handler handler;
+    {
+      std::shared_lock lock(registry_mutex);
+      const auto it = handlers.find(function);
+      if (it == handlers.end()) {
+        throw base::Exception(ErrorKind::kNotFound, membership::rank_text(options.rank, name) +
+                                                        " exposes no function '" + function + "'");
+      }
+      handler = it->second;
+    }
+    receive_tensors(*message, header.context_id);
+    CallContext context{agent, {from, peers.name(from), call.incarnation}};
+    handler(context, decoder, reply);
+  } catch (...) {
+    if (credit > 0) begin();
+    reply->fail(error_in_flight(ErrorKind::kRemoteFailed));
+  }
+}
+
+void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
+                           const std::function<void(Encoder&)>& fill) {
+  OutMessage message;
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.devices = &devices;
+  encoder.to = to;
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kReply;
+  header.call_id = call_id;
+  header.context_id = context;
+  std::vector<RRefTicket> tickets;
+  try {
+    fill(encoder);
+    if (context != 0 && hook) {
+      header.autograd_id = hook->on_send(context, to, call_id, message.tensors);
+    }
+    tickets = message.rrefs;
+    if (to == options.rank) {
+      auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      auto call = pending.take(call_id, to);
+      if (!call) return rrefs->retract(tickets);
+      return answer(*call, {std::move(own), {}, nullptr, to});
+    }
+    hold_parameters(message);
+    base::Status sent = base::Unit{};
+    if (has_device_tensors(message)) {
+      DeviceSend device_send(stager, std::move(message), header, transfer_numbers());
+      sent = send_from_device(to, device_send);
+    } else {
+      sent = send_answer(to, to_frame(std::move(message), header));
+    }
+    if (sent.ok()) return;
+    rrefs->retract(tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
+    // A lost caller needs no error.
+    if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
+  } catch (...) {
+    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
+    throw;
+  }
+}
+
+void AgentCore::send_error(int to, uint64_t call_id, Error error) {
+  if (error.rank < 0) error.rank = options.rank;
+  if (to != options.rank) {
+    net::OutFrame frame;
+    frame.header.kind = wire::FrameKind::kError;
+    frame.header.call_id = call_id;
+    frame.meta = wire::encode(error);
+    static_cast<void>(send_answer(to, std::move(frame)));
+  } else {
+    pending.fail(call_id, to, std::move(error));
+  }
+}
+
+void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {
+  message.await_device_tensors();
+  if (message.header.autograd_id == 0) return;
+  if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
+  hook->on_receive(context, message, function);
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,408 @@
+// How AgentCore sends calls and takes their replies.
+#include <chrono>
+#include <cstring>
+
+#include "agent_core.h"
+#include "call/call_format.h"
+#include "call/call_trace.h"
+#include "distrain/base/thread_state.h"
+#include "distrain/membership/rank_text.h"
+#include "distrain/rpc/error.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+using Kind = base::TraceEvent::Kind;
+
+const wire::FrameHeader& header_of(const RawReply& reply) {
+  return reply.message ? reply.message->header : reply.frame.header;
+}
+
+}  // namespace
+
+/// Releases a reply that nobody opens because its caller gave up as it arrived. Thread-safe.
+class UnopenedReply {
+ public:
+  UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
+      : gate_(std::move(gate)), reply_(std::move(reply)) {}
+  ~UnopenedReply() { give_up(); }
+  bool open() { return !is_over_.exchange(true); }
+  void give_up() {
+    if (is_over_.exchange(true)) return;
+    gate_->enter([this](AgentCore& core) { core.release(std::move(reply_)); });
+  }
+
+ private:
+  const std::shared_ptr<ReplyGate> gate_;
+  RawReply reply_;
+  std::atomic<bool> is_over_{false};
+};
+
+struct AgentCore::OutgoingCall {
+  uint64_t id = 0;
+  int to = -1;
+  std::string function;
+  std::vector<RRefTicket> tickets;
+  base::TimePoint deadline;
+  uint64_t credit = kCallCost;
+  Window* window = nullptr;
+  std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
+  size_t wait_at = 0;                           // offset of the caller's timeout in the body
+  size_t behind_wait = 0;                       // bytes from `wait_at` to the end
+  bool has_credit = false;
+  // Exactly one of these is set.
+  std::shared_ptr<InMessage> own;
+  std::shared_ptr<DeviceSend> device_send;
+  net::OutFrame frame;
+
+  // Replaces the timeout in the body by the time that is left.
+  void set_wait(uint8_t* wait) const {
+    if (deadline == base::kNever) return;
+    const uint32_t left = wait_ms(deadline - base::Clock::now());
+    std::memcpy(wait, &left, sizeof left);
+  }
+};
+
+// A call takes these steps, in this order:
+//
+//   encode    the arguments become a message. If that fails, call() throws, and no call exists
+//   admit     checks the size, and takes credit if there is enough without a wait
+//   register  from now on, a reply, the deadline or a loss completes the call
+//   send      waits for credit that is missing, then sends the message
+//
+// Three kinds of message are sent: a call to this rank itself goes to its own queue; a message with
+// device tensors is sent by a worker, because it waits for the device; any other is a frame that
+// the calling thread sends. Fault injection delays the latter two.
+base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
+                                       const std::function<void(Encoder&)>& fill,
+                                       const std::shared_ptr<RRefHandle>& target) {
+  base::Tracer* const tracer = tracer_of(options.tracer, function);
+  CallSlice slice(tracer);
+  if (slice) slice.set_name("call ", function);
+  PendingCalls::Call waiting;
+  waiting.to = to;
+  waiting.function = function;
+  waiting.is_remote = target != nullptr;
+  OutgoingCall call = encode_call(waiting, timeout, fill, target.get());
+  waiting.started = base::Clock::now();
+  call.deadline = timeout == base::Duration::max() ? base::kNever : waiting.started + timeout;
+  const base::Status fits = admit_call(call);
+  if (call.has_credit) waiting.deadline = call.deadline;  // otherwise await_credit() sets it
+  if (slice) {
+    slice.set_flow(Kind::kFlowOut, flow_id(options.rank, call.id), waiting.started);
+    waiting.traced_as = tracer->intern({}, function);
+  }
+  base::Future<RawReply> reply = waiting.promise.future();
+  if (!register_call(call, std::move(waiting), target)) {
+    rrefs->retract(call.tickets);
+  } else if (!fits.ok()) {
+    fail_if_unsent(call, fits);
+  } else if (!call.has_credit && base::thread_state().must_not_wait) {
+    pool.post([this, call = std::move(call)]() mutable { send_call(std::move(call)); });
+  } else {
+    send_call(std::move(call));
+  }
+  return reply;
+}
+
+// Throws if the call cannot be encoded. Sets what `waiting` needs of the encoded call.
+AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base::Duration timeout,
+                                               const std::function<void(Encoder&)>& fill,
+                                               const RRefHandle* target) {
+  const int to = waiting.to;
+  OutgoingCall call;
+  call.id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  call.to = to;
+  call.function = waiting.function;
+  // With gradients disabled, the caller records nothing, so the call is not part of its context.
+  const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
+  OutMessage message;
+  message.body.reserve(128);
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.devices = &devices;
+  encoder.to = to;
+  encoder.is_argument = true;
+  encoder.out.put(call.function);
+  call.wait_at = message.body.size();
+  encoder.out.put(wait_ms(timeout));
+  encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
+  if (target) {
+    encoder.out.put(target->id());
+    encoder.out.put(target->fork());
+  }
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kCall;
+  header.call_id = call.id;
+  header.context_id = context;
+  try {
+    fill(encoder);
+    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
+    call.tickets = message.rrefs;
+    call.behind_wait = message.body.size() - call.wait_at;
+    if (to == options.rank) {
+      call.credit += message.body.size();
+      for (const at::Tensor& tensor : message.tensors) call.credit += tensor.nbytes();
+      call.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+    } else {
+      hold_parameters(message);
+      if (has_device_tensors(message)) {
+        call.device_send =
+            std::make_shared<DeviceSend>(stager, std::move(message), header, transfer_numbers());
+        call.credit += call.device_send->bytes_left();
+      } else {
+        if (call.function == kFailFunction) {  // a control message
+          header.channel = wire::kWithoutCredit;
+          call.credit = 0;
+        }
+        call.frame = to_frame(std::move(message), header);
+        if (call.credit > 0) call.credit += net::bytes_of(call.frame);
+      }
+    }
+  } catch (...) {
+    rrefs->retract(call.tickets.empty() ? message.rrefs : call.tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
+    throw base::Exception(
+        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
+  }
+  waiting.context = context;
+  waiting.autograd_id = header.autograd_id;
+  waiting.holds = std::move(encoder.holds);
+  return call;
+}
+
+// Returns an error, and takes no credit, if the call is too large.
+base::Status AgentCore::admit_call(OutgoingCall& call) {
+  const base::Status fits = net::check_limits(call.frame);
+  call.window = &windows_.at(call.to);
+  call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
+  return fits;
+}
+
+// Returns false, and fails the call, if this agent has ended.
+bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
+                              const std::shared_ptr<RRefHandle>& target) {
+  const base::Future<RawReply> reply = waiting.promise.future();
+  reply.state()->on_cancel([gate = replies, id = call.id, to = call.to] {
+    gate->enter([&](AgentCore& core) { core.pending.give_up(id, to); });
+  });
+  if (target) {
+    const auto was_sent = call.was_sent = std::make_shared<std::atomic<bool>>(false);
+    reply.on_complete(inline_executor, [this, target, function = call.function,
+                                        was_sent](base::Result<RawReply>& result) {
+      if (result.ok()) return;
+      target->set_creation_error(result.error());
+      if (target->is_owner()) target->owned()->value.fail(result.error());
+      if (function != kFailFunction) send_failure_to_owner(target, result.error(), *was_sent);
+    });
+  }
+  calls_.fetch_add(1, std::memory_order_relaxed);
+  return pending.add(call.id, std::move(waiting));
+}
+
+void AgentCore::send_call(OutgoingCall call) {
+  if (!call.has_credit && !await_credit(call)) return;
+  const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
+  if (call.device_send || is_delayed) return send_call_later(std::move(call), is_delayed);
+  if (call.was_sent) *call.was_sent = true;
+  if (!call.own) {
+    const base::Status sent = send(call.to, std::move(call.frame));
+    return fail_if_unsent(call, sent);
+  }
+  QueuedCall mine;
+  mine.from = call.to;
+  mine.incarnation = incarnation_;
+  mine.id = call.id;
+  mine.message = std::move(call.own);
+  mine.credit = call.credit;
+  static_cast<void>(budget->arrive(call.to, call.credit));
+  queue_call(std::move(mine));
+}
+
+// Waits for the call's credit. Returns false if the call has failed or is no longer wanted.
+bool AgentCore::await_credit(OutgoingCall& call) {
+  const base::Status taken = take_credit(*call.window, call.to, call.credit, call.deadline);
+  if (!taken.ok()) {
+    fail_if_unsent(call, taken);
+    return false;
+  }
+  if (!pending.is_waiting(call.id)) {
+    call.window->give_back(call.credit);
+    rrefs->retract(call.tickets);
+    return false;
+  }
+  pending.set_deadline(call.id, call.deadline);
+  if (!call.own && !call.device_send) {
+    call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
+  }
+  return true;
+}
+
+void AgentCore::send_call_later(OutgoingCall call, bool is_delayed) {
+  const bool needs_worker = call.device_send != nullptr;
+  base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
+  if (!is_delayed) return pool.post(std::move(go));
+  loop.call_at(base::deadline_after(options.call_delay),
+               [this, needs_worker, go = std::move(go)]() mutable {
+                 if (needs_worker) return pool.post(std::move(go));
+                 go();
+               });
+}
+
+// Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
+void AgentCore::send_deferred(OutgoingCall& call) {
+  if (!pending.is_waiting(call.id)) {
+    call.window->give_back(call.credit);
+    return rrefs->retract(call.tickets);
+  }
+  if (call.was_sent) *call.was_sent = true;
+  const auto still_wanted = [&](wire::Bytes& body) {
+    if (!pending.is_waiting(call.id)) return false;
+    call.set_wait(body.data() + call.wait_at);
+    return true;
+  };
+  const base::Status sent = call.device_send
+                                ? send_from_device(call.to, *call.device_send, still_wanted)
+                                : send(call.to, std::move(call.frame));
+  if (call.device_send && call.device_send->bytes_left() > 0) {
+    call.window->give_back(kCallCost + call.device_send->bytes_left());
+  }
+  fail_if_unsent(call, sent);
+  if (sent.ok() && !pending.is_waiting(call.id)) send_cancel(call.id, call.to);
+}
+
+// Sends the error of a remote() call to its owner, which may not know of the call, but may have
+// received its RRef from ranks that now wait for the value.
+void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
+                                      bool was_sent) {
+  const bool is_given_up =
+      error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
+  const bool has_heard =
+      target->is_owner() || error.kind == ErrorKind::kPeerLost || (was_sent && is_given_up);
+  if (has_heard) return;
+  executor.post([this, target, error] {
+    try {
+      static_cast<void>(call(
+          target->owner(), options.rpc_timeout, kFailFunction,
+          [&](Encoder& encoder) {
+            const wire::Bytes text = wire::encode(error);
+            encoder.out.put(std::string(text.begin(), text.end()));
+          },
+          target));
+    } catch (const base::Exception&) {  // this rank is ending
+    }
+  });
+}
+
+// Protects parameters from updates while their frame waits to be sent.
+void AgentCore::hold_parameters(OutMessage& message) const {
+  if (!hook) return;
+  for (at::Tensor& tensor : message.tensors) {
+    if (tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
+  }
+}
+
+base::Status AgentCore::take_credit(Window& window, int to, uint64_t bytes,
+                                    base::TimePoint deadline) {
+  try {
+    const base::Status taken = window.take(bytes, deadline);
+    if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
+    Error late = taken.error();
+    late.message = membership::rank_text(to, peers.name(to)) +
+                   " had no room for this call in time: " + late.message;
+    late.rank = to;
+    return late;
+  } catch (const base::Exception& e) {  // no thread is left that could wait
+    return e.error();
+  }
+}
+
+// Fails a call that could not be sent.
+void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sent) {
+  if (sent.ok()) return;
+  rrefs->retract(call.tickets);
+  Error error = sent.error();
+  if (error.rank < 0) error.rank = options.rank;
+  error.op = call.function;
+  pending.fail(call.id, call.to, std::move(error));
+}
+
+// Sends a message with device tensors. A device failure counts as this rank's, whichever rank made
+// the call.
+base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
+                                         const DeviceSend::StillWanted& still_wanted) {
+  try {
+    return device_send.send(
+        [&](net::OutFrame frame) {
+          const bool is_reply = frame.header.kind == wire::FrameKind::kReply;
+          return is_reply ? send_answer(to, std::move(frame)) : send(to, std::move(frame));
+        },
+        still_wanted);
+  } catch (...) {
+    return with_origin(error_in_flight(ErrorKind::kInternal), options.rank, {});
+  }
+}
+
+void AgentCore::send_cancel(uint64_t id, int to) {
+  if (to == options.rank) return cancel_call(to, id);
+  static_cast<void>(
+      send_control(to, wire::FrameKind::kCancel, id));  // a lost rank needs no message
+}
+
+void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
+  reply.context = call.context;
+  reply.sent = call.autograd_id;
+  reply.function = std::move(call.function);
+  const bool has_references = reply.message ? !reply.message->tickets.empty()
+                                            : reply.frame.header.channel == wire::kWithRRefs;
+  const bool has_nodes = reply.sent != 0 || header_of(reply).autograd_id != 0;
+  if (!call.is_remote && (has_references || has_nodes || reply.device_receive)) {
+    reply.unopened = std::make_shared<UnopenedReply>(replies, reply);
+  }
+  call.promise.set(std::move(reply));
+}
+
+bool RawReply::open() const { return !unopened || unopened->open(); }
+
+void RawReply::give_up() const {
+  if (unopened) unopened->give_up();
+}
+
+void AgentCore::release(RawReply reply) {
+  if (reply.context != 0 && hook) {  // both pairs of nodes stay incomplete
+    hook->on_failed(reply.context, reply.sent);
+    hook->on_given_up(reply.context, reply.from, header_of(reply).call_id);
+  }
+  pool.post([this, reply = std::move(reply)] {
+    try {
+      static_cast<void>(read(reply));  // releases its RRefs
+    } catch (...) {                    // nobody waits for the error
+    }
+  });
+}
+
+std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
+  if (!reply.message) {
+    return std::make_shared<InMessage>(
+        from_frame(reply.frame, reply.from, stager, reply.device_receive.get(), rrefs.get()));
+  }
+  rrefs->receive(*reply.message);
+  return reply.message;
+}
+
+std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
+  try {
+    if (!reply.open()) throw base::Exception(ErrorKind::kCancelled, "the call was given up");
+    std::shared_ptr<InMessage> message = read(reply);
+    receive_tensors(*message, reply.context, reply.function);
+    return message;
+  } catch (...) {
+    throw base::Exception(
+        with_origin(error_in_flight(ErrorKind::kInternal), options.rank, reply.function));
+  }
+}
+
+}  // namespace distrain::rpc

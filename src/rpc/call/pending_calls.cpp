@@ -1,0 +1,163 @@
+#include "call/pending_calls.h"
+
+#include <fmt/format.h>
+
+#include "call/call_trace.h"
+
+namespace distrain::rpc {
+
+bool PendingCalls::add(uint64_t id, Call call) {
+  std::unique_lock lock(mutex_);
+  if (closed_) {
+    const base::Error error = *closed_;
+    lock.unlock();
+    fail_taken(id, call, error);
+    return false;
+  }
+  if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
+  calls_.emplace(id, std::move(call));
+  arm_locked();
+  return true;
+}
+
+void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
+  if (deadline == base::kNever) return;
+  std::lock_guard lock(mutex_);
+  const auto call = calls_.find(id);
+  if (call == calls_.end()) return;
+  call->second.deadline = deadline;
+  deadlines_.emplace(deadline, id);
+  arm_locked();
+}
+
+bool PendingCalls::is_waiting(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  return calls_.contains(id);
+}
+
+// Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
+// the usual timeout is due later than the current timer, so it does not wake up the loop.
+void PendingCalls::arm_locked() {
+  if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
+  armed_for_ = deadlines_.begin()->first;
+  loop_.call_at(armed_for_, [this, when = armed_for_] { expire_on_loop(when); });
+}
+
+std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterator it) {
+  const uint64_t id = it->first;
+  Call call = std::move(it->second);
+  calls_.erase(it);
+  if (call.deadline != base::kNever) deadlines_.erase({call.deadline, id});
+  if (call.traced_as) {
+    tracer_->record({base::TraceEvent::Kind::kAsync, call.traced_as, "rpc", "to", call.to,
+                     call.started.time_since_epoch().count(), base::Tracer::now(),
+                     flow_id(rank_, id)});
+  }
+  return {id, std::move(call)};
+}
+
+std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
+  std::optional<base::Promise<void>> drained;
+  std::unique_lock lock(mutex_);
+  const auto it = calls_.find(id);
+  if (it == calls_.end() || it->second.to != from) return std::nullopt;
+  std::optional<Call> call = take_locked(it).second;
+  if (calls_.empty()) drained_.swap(drained);
+  lock.unlock();
+  if (drained) drained->set();
+  return call;
+}
+
+std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
+  std::vector<std::pair<uint64_t, Call>> taken;
+  std::lock_guard lock(mutex_);
+  for (auto it = calls_.begin(); it != calls_.end();) {
+    const auto call = it++;
+    if (rank < 0 || call->second.to == rank) taken.push_back(take_locked(call));
+  }
+  return taken;
+}
+
+void PendingCalls::complete_if_drained() {
+  std::optional<base::Promise<void>> drained;
+  std::unique_lock lock(mutex_);
+  if (calls_.empty()) drained_.swap(drained);
+  lock.unlock();
+  if (drained) drained->set();
+}
+
+void PendingCalls::fail(uint64_t id, int from, base::Error error) {
+  if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
+}
+
+void PendingCalls::fail_taken(uint64_t id, Call& call, base::Error error, bool given_up) {
+  on_failure_(id, call, given_up);
+  call.promise.fail(std::move(error));
+}
+
+void PendingCalls::give_up(uint64_t id, int to) {
+  if (const auto call = take(id, to)) on_failure_(id, *call, true);
+}
+
+std::vector<Wait> PendingCalls::waits() {
+  std::lock_guard lock(mutex_);
+  std::vector<Wait> waits;
+  for (const auto& [id, call] : calls_) {
+    waits.push_back({call.function + ", called on rank " + std::to_string(call.to), call.started});
+  }
+  return waits;
+}
+
+void PendingCalls::expire_on_loop(base::TimePoint when) {
+  std::vector<std::pair<uint64_t, Call>> expired;
+  {
+    std::lock_guard lock(mutex_);
+    if (armed_for_ != when) return;
+    armed_for_ = base::kNever;
+    const base::TimePoint now = base::Clock::now();
+    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+      const auto it = calls_.find(deadlines_.begin()->second);
+      expired.push_back(take_locked(it));
+    }
+    arm_locked();
+  }
+  for (auto& [id, call] : expired) {
+    fail_taken(id, call,
+               base::Error{base::ErrorKind::kDeadline,
+                           fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
+                                       call.function, base::seconds_since(call.started)),
+                           call.to, call.function},
+               true);
+  }
+  if (expired.empty()) return;
+  // Arguments may own user objects, which must not be destroyed on the loop.
+  executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
+  complete_if_drained();
+}
+
+void PendingCalls::fail_all_to(int rank, const base::Error& error) {
+  for (auto& [id, call] : take_all(rank)) {
+    base::Error own = error;
+    own.op = call.function;
+    fail_taken(id, call, std::move(own));
+  }
+  complete_if_drained();
+}
+
+void PendingCalls::fail_all(const base::Error& error) {
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = error;
+  }
+  for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
+  complete_if_drained();
+}
+
+base::Future<void> PendingCalls::drained() {
+  std::lock_guard lock(mutex_);
+  if (calls_.empty()) return base::Future<void>::ready({});
+  drained_.emplace();
+  return drained_->future();
+}
+
+}  // namespace distrain::rpc

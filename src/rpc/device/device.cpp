@@ -1,0 +1,165 @@
+#include "distrain/rpc/device.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/base/thread_state.h"
+
+namespace distrain::rpc {
+
+using c10::impl::VirtualGuardImpl;
+
+void make_current(c10::Device device) noexcept {
+  if (!is_accelerator(device)) return;
+  try {
+    const VirtualGuardImpl devices(device.type());
+    if (devices.getDevice() != device) devices.setDevice(device);
+  } catch (...) {  // the work that follows fails, too
+  }
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return VirtualGuardImpl(device.type()).getStream(device);
+}
+
+c10::Stream side_stream(c10::Device device) {
+  return VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+StreamPoint StreamPoint::mark(c10::Device device) {
+  return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
+}
+
+// Uses DeviceGuards because CUDA events restore the thread's device by cudaSetDevice, and a query
+// uses the thread's device. On a thread that has set no device, both create a context on cuda:0.
+StreamPoint StreamPoint::mark(const c10::Stream& stream) {
+  const c10::DeviceGuard guard(stream.device());
+  StreamPoint point;
+  point.event_ = std::shared_ptr<c10::Event>(
+      new c10::Event(stream.device_type()), [device = stream.device()](c10::Event* event) {
+        try {
+          const c10::DeviceGuard there(device);
+          delete event;
+        } catch (const c10::Error&) {  // the device has failed, so its event need not be destroyed
+        }
+      });
+  point.event_->record(stream);
+  return point;
+}
+
+void StreamPoint::make_wait(const c10::Stream& stream) const {
+  if (!event_) return;
+  const c10::DeviceGuard guard(stream.device());
+  event_->block(stream);
+}
+
+void StreamPoint::make_current_wait(c10::Device device) const {
+  if (event_ && is_accelerator(device)) make_wait(current_stream(device));
+}
+
+void StreamPoint::wait_on_host() const {
+  if (reached()) return;
+  const base::BlockingScope blocking;
+  const c10::DeviceGuard guard(event_->device());
+  event_->synchronize();
+}
+
+void StreamPoint::wait_in_destructor() const noexcept {
+  try {
+    if (!event_) return;
+    const c10::DeviceGuard guard(event_->device());
+    event_->synchronize();
+  } catch (...) {  // a failed device does no more work
+  }
+}
+
+bool StreamPoint::reached() const {
+  if (!event_) return true;
+  const c10::DeviceGuard guard(event_->device());
+  return event_->query();
+}
+
+void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
+  if (tensor.is_sparse()) {
+    use_on_stream(tensor._indices(), stream);
+    use_on_stream(tensor._values(), stream);
+    return;
+  }
+  VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+at::Tensor pinned_bytes(c10::Device device, int64_t bytes) {
+  const c10::DeviceGuard guard(device);
+  c10::Allocator* const allocator =
+      at::globalContext().getAcceleratorHooksInterface(device.type()).getPinnedMemoryAllocator();
+  return at::detail::empty_generic({bytes}, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                   at::kByte, std::nullopt);
+}
+
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{4} << 20;
+
+struct Piece {
+  at::Tensor from;  // bytes on the device
+  uint8_t* to;
+  StreamPoint copied;
+};
+
+void take_out(Piece& piece, const at::Tensor& block) {
+  piece.copied.wait_on_host();
+  std::memcpy(piece.to, block.const_data_ptr(), static_cast<size_t>(piece.from.numel()));
+}
+
+}  // namespace
+
+std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> results;
+  std::vector<Piece> pieces;
+  for (const at::Tensor& tensor : tensors) {
+    results.push_back(tensor);
+    if (!tensor.defined() || !is_accelerator(tensor.device())) continue;
+    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+    results.back() = at::empty(plain.sizes(), at::TensorOptions(plain.scalar_type()));
+    if (plain.numel() == 0) continue;
+    const at::Tensor bytes = plain.view(-1).view(at::kByte);
+    auto* const to = static_cast<uint8_t*>(results.back().mutable_data_ptr());
+    for (int64_t i = 0; i < bytes.numel(); i += kPieceBytes) {
+      pieces.push_back({bytes.narrow(0, i, std::min(kPieceBytes, bytes.numel() - i)), to + i, {}});
+    }
+  }
+  if (pieces.empty()) return results;
+  const c10::Device device = pieces[0].from.device();
+  int64_t longest = 0;
+  for (const Piece& piece : pieces) longest = std::max(longest, piece.from.numel());
+  const at::Tensor blocks[2] = {pinned_bytes(device, longest), pinned_bytes(device, longest)};
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    at::Tensor& from = pieces[i].from;
+    blocks[i % 2].narrow(0, 0, from.numel()).copy_(from, /*non_blocking=*/true);
+    pieces[i].copied = StreamPoint::mark(from.device());
+    if (i > 0) take_out(pieces[i - 1], blocks[(i - 1) % 2]);
+  }
+  take_out(pieces.back(), blocks[(pieces.size() - 1) % 2]);
+  return results;
+}
+
+int64_t peak_device_bytes(c10::Device device) {
+  if (!is_accelerator(device)) return 0;
+  auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  if (!allocator || !allocator->initialized()) return 0;
+  using c10::CachingAllocator::StatType;
+  return allocator->getDeviceStats(device.index())
+      .allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)]
+      .peak;
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,352 @@
+#include "flow/credit.h"
+
+#include <algorithm>
+
+#include "distrain/base/thread_state.h"
+#include "distrain/wire/codec.h"
+
+namespace distrain::rpc {
+
+// ---- Window ----
+
+bool Window::try_take(uint64_t bytes) {
+  return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
+}
+
+base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
+  if (try_take(bytes)) return base::Unit{};
+  Waiter self;
+  self.bytes = bytes;
+  self.since = base::Clock::now();
+  const base::BlockingScope blocking;
+  struct Dequeuing {
+    Window& window;
+    const Waiter& self;
+    ~Dequeuing() { window.dequeue(self); }
+  } const dequeuing{*this, self};
+  enqueue(self);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (failed_) return *failed_;
+    if (try_serve_locked(self)) return base::Unit{};
+    if (deadline == base::kNever) {
+      self.turn.wait(lock);
+    } else if (base::Clock::now() >= deadline) {
+      return base::Error{base::ErrorKind::kOverloaded,
+                         "it has not begun, or not answered, enough of the calls before"};
+    } else {
+      self.turn.wait_until(lock, deadline);
+    }
+  }
+}
+
+void Window::enqueue(Waiter& waiter) {
+  {
+    std::lock_guard lock(mutex_);
+    waiters_.push_back(&waiter);
+    is_contended_.store(true, std::memory_order_release);
+  }
+  send_requests();
+}
+
+bool Window::try_serve(const Waiter& waiter) {
+  std::lock_guard lock(mutex_);
+  return try_serve_locked(waiter);
+}
+
+bool Window::try_serve_locked(const Waiter& waiter) {
+  return waiters_.front() == &waiter && take_at_once(waiter.bytes);
+}
+
+void Window::dequeue(const Waiter& waiter) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto place = std::find(waiters_.begin(), waiters_.end(), &waiter);
+    if (place != waiters_.end()) waiters_.erase(place);
+    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+    if (waiters_.empty() && !failed_) is_contended_ = false;
+  }
+  send_requests();
+}
+
+// Takes all or nothing, because a thread that sees a part taken for a moment would wait in vain.
+bool Window::take_at_once(uint64_t bytes) {
+  uint64_t available = available_.load();
+  while (available >= bytes) {
+    if (available_.compare_exchange_weak(available, available - bytes)) return true;
+  }
+  return false;
+}
+
+void Window::give_back(uint64_t bytes) {
+  if (bytes == 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    returned_ += bytes;
+  }
+  send_requests();
+}
+
+void Window::grant(uint64_t bytes, uint64_t size) {
+  {
+    std::lock_guard lock(mutex_);
+    size_ = size;
+    granted_ += bytes;
+    available_ += bytes;
+    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+  }
+  send_requests();
+}
+
+// Returns nothing if the other rank is up to date.
+std::optional<Window::Request> Window::next_request_locked() {
+  uint64_t target = last_request_.target;
+  const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
+  if (target <= granted_ && !is_served) {
+    for (uint64_t available = available_; available > size_;) {
+      if (!available_.compare_exchange_weak(available, size_)) continue;
+      returned_ += available - size_;
+      break;
+    }
+    uint64_t wanted = 0;
+    for (const Waiter* waiter : waiters_) {
+      if (wanted > 0 && wanted + waiter->bytes > size_ / 8) break;
+      wanted += waiter->bytes;
+    }
+    target = wanted == 0 ? 0 : granted_ - available_ + wanted;
+  }
+  if (target == last_request_.target && returned_ == last_request_.returned) return std::nullopt;
+  last_request_ = {granted_ - available_, target, returned_};
+  return last_request_;
+}
+
+// Sends requests on one thread, which checks again afterwards, so the last request is current.
+void Window::send_requests() {
+  std::unique_lock lock(mutex_);
+  if (std::exchange(is_sending_, true)) return;
+  while (!failed_) {
+    const std::optional<Request> next = next_request_locked();
+    if (!next) break;
+    lock.unlock();
+    ask_(*next);
+    lock.lock();
+  }
+  is_sending_ = false;
+}
+
+void Window::fail(const base::Error& error) {
+  std::lock_guard lock(mutex_);
+  if (failed_) return;
+  failed_ = error;
+  is_contended_.store(true, std::memory_order_release);
+  for (Waiter* waiter : waiters_) waiter->turn.notify_one();
+}
+
+std::optional<base::TimePoint> Window::waiting_since() const {
+  std::lock_guard lock(mutex_);
+  if (waiters_.empty()) return std::nullopt;
+  return waiters_.front()->since;
+}
+
+// ---- Budget ----
+
+Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
+    : total_(std::max(total, 2 * kFirstCredit * static_cast<uint64_t>(ranks))),
+      window_(
+          std::max(kFirstCredit, std::min(per_peer, total_ / 2 / static_cast<uint64_t>(ranks)))),
+      pool_(total_ - window_ * static_cast<uint64_t>(ranks)),
+      most_(std::clamp(per_peer, window_, window_ + pool_)),
+      peers_(static_cast<size_t>(ranks)),
+      held_(kFirstCredit * static_cast<uint64_t>(ranks)) {}
+
+uint64_t Budget::held() const {
+  std::lock_guard lock(mutex_);
+  return held_;
+}
+
+Budget::Grants Budget::open(ProcessNumber process) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank_of(process));
+  if (peer.incarnation != incarnation_of(process)) return grants;
+  peer.is_open = true;
+  update_locked(rank_of(process), grants);
+  serve_pool_locked(grants);
+  return grants;
+}
+
+bool Budget::arrive(int rank, uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  if (!peer.is_here) return true;  // its calls are not run
+  if (bytes > peer.held() - peer.used) return false;
+  peer.used += bytes;
+  return true;
+}
+
+Budget::Grants Budget::ask(int rank, const Window::Request& request) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  if (!peer.is_here) return grants;
+  leave_order_locked(rank);
+  const uint64_t unused = request.returned - peer.unused;
+  if (request.returned < peer.unused || unused > peer.held() - peer.used ||
+      request.spent > peer.granted) {
+    wire::Reader::fail("credit that it does not have");
+  }
+  peer.unused = request.returned;
+  peer.tag -= std::min(peer.tag, unused);
+  return_locked(peer, unused);
+  peer.spent = request.spent;
+  const bool is_hungry = request.target > 0;
+  if (is_hungry && !peer.is_hungry) peer.tag = std::max(peer.tag, now_);
+  peer.is_hungry = is_hungry;
+  peer.target = request.target;
+  update_locked(rank, grants);
+  serve_pool_locked(grants);
+  return grants;
+}
+
+Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  reclaim_locked(from, bytes, grants);
+  return grants;
+}
+
+// Keeps the credit of a call beyond the limit, unless no other call has begun.
+Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
+  Grants grants;
+  work.from = from;
+  work.credit = credit;
+  if (credit == 0) return grants;
+  std::lock_guard lock(mutex_);
+  work.is_kept = begun_ > 0 && begun_ + credit > total_;
+  if (work.is_kept) {
+    work.at = kept_.insert(kept_.end(), &work);
+  } else {
+    begun_ += credit;
+    reclaim_locked(from, credit, grants);
+  }
+  return grants;
+}
+
+Budget::Grants Budget::end(Work& work) {
+  Grants grants;
+  if (work.credit == 0) return grants;
+  std::lock_guard lock(mutex_);
+  if (work.is_kept) {
+    kept_.erase(work.at);
+    reclaim_locked(work.from, work.credit, grants);
+  } else {
+    begun_ -= work.credit;
+  }
+  while (!kept_.empty() && (begun_ == 0 || begun_ + kept_.front()->credit <= total_)) {
+    Work& first = *kept_.front();
+    kept_.pop_front();
+    first.is_kept = false;
+    begun_ += first.credit;
+    reclaim_locked(first.from, first.credit, grants);
+  }
+  return grants;
+}
+
+Budget::Grants Budget::lose(int rank) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  leave_order_locked(rank);
+  peer.is_here = peer.is_open = false;
+  return_locked(peer, peer.held());
+  serve_pool_locked(grants);
+  return grants;
+}
+
+void Budget::renew(ProcessNumber process) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank_of(process));
+  leave_order_locked(rank_of(process));
+  return_locked(peer, peer.held());
+  peer = Peer{.incarnation = incarnation_of(process), .tag = peer.tag};
+  held_ += kFirstCredit;
+}
+
+void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {
+  Peer& peer = at(rank);
+  pooled_ -= beyond_window(peer);
+  peer.granted += bytes;
+  held_ += bytes;
+  pooled_ += beyond_window(peer);
+  if (peer.is_hungry) {
+    if (order_.empty()) now_ = std::max(now_, peer.tag);
+    peer.tag += bytes;
+  }
+  grants.push_back({process_number(rank, peer.incarnation), bytes});
+}
+
+void Budget::return_locked(Peer& peer, uint64_t bytes) {
+  pooled_ -= beyond_window(peer);
+  peer.returned += bytes;
+  held_ -= bytes;
+  pooled_ += beyond_window(peer);
+}
+
+void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
+  Peer& peer = at(rank_of(from));
+  if (!peer.is_here || peer.incarnation != incarnation_of(from)) return;
+  peer.used -= bytes;
+  return_locked(peer, bytes);
+  update_locked(rank_of(from), grants);
+  serve_pool_locked(grants);
+}
+
+// Grants credit within the rank's window, or puts a rank that waits for the pool into the order.
+void Budget::update_locked(int rank, Grants& grants) {
+  Peer& peer = at(rank);
+  leave_order_locked(rank);
+  if (!peer.is_open) return;
+  const uint64_t room = window_ - std::min(window_, peer.held());
+  if (peer.target <= peer.granted) {
+    if (room > 0 && room >= window_ / 8) grant_locked(rank, room, grants);
+  } else if (peer.target - peer.granted <= room) {
+    grant_locked(rank, room, grants);
+  } else if (peer.target - peer.returned <= most_ || peer.spent <= peer.returned) {
+    order_.emplace(peer.tag, rank);
+    peer.is_in_order = true;
+  }
+}
+
+void Budget::leave_order_locked(int rank) {
+  Peer& peer = at(rank);
+  if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
+}
+
+void Budget::serve_pool_locked(Grants& grants) {
+  while (!order_.empty()) {
+    const auto [tag, rank] = *order_.begin();
+    Peer& peer = at(rank);
+    const uint64_t held = peer.target - peer.returned;  // afterwards
+    const uint64_t others = pooled_ - beyond_window(peer);
+    if (others > 0 && others + (held - window_) > pool_) return;
+    leave_order_locked(rank);
+    now_ = std::max(now_, tag);
+    grant_locked(rank, peer.target - peer.granted, grants);
+  }
+}
+
+// ---- UnwrittenReplies ----
+
+std::shared_ptr<const void> UnwrittenReplies::count(int rank, uint64_t bytes,
+                                                    std::shared_ptr<const void> also) {
+  bytes_[static_cast<size_t>(rank)] += bytes;
+  auto release = [self = shared_from_this(), rank, bytes,
+                  also = std::move(also)](const void*) mutable {
+    also = nullptr;
+    const uint64_t before = self->bytes_[static_cast<size_t>(rank)].fetch_sub(bytes);
+    if (before >= self->limit_ && before - bytes < self->limit_) self->on_room_(rank);
+  };
+  return {this, std::move(release)};
+}
+
+}  // namespace distrain::rpc

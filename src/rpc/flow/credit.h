@@ -1,0 +1,239 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/result.h"
+#include "distrain/rpc/membership_types.h"
+
+namespace distrain::rpc {
+
+// Note [Credit]
+//
+// A call needs credit for its bytes before its first byte is sent, and its caller waits for that
+// credit. Each rank grants credit for calls to itself from one `Budget`. A caller keeps the credit
+// that one rank granted to it in a `Window`. Neither does I/O, so both can be simulated.
+//
+// A rank *holds* the credit that it was granted and has not returned: unspent, in transit, queued
+// at the receiver, or kept by a call that has begun. Of B bytes for N ranks, each rank may always
+// hold a window of W = min(peer budget, B/2N). The other B - N*W bytes are the pool.
+//
+//  - Credit returned by calls refills the window of their rank in portions of W/8, because a
+//    message for each small call would cost as much as the call.
+//  - When its first waiting call finds no credit, a rank sends a request with a target: all credit
+//    that it wants to have been granted since the beginning, so crossing messages do no harm.
+//    Small calls share a request. A request stands until it is granted, in one grant. A rank that
+//    sent one is hungry until it reports that no call waits.
+//  - A request that fits in the rank's window is granted at once. The pool serves others in order
+//    of tags (start-time fair queueing; Goyal, Vin and Cheng, 1996). A rank's tag counts the bytes
+//    granted while it was hungry; when it becomes hungry, its tag is raised to that of the last
+//    request served. No request overtakes the first, so large calls are served too.
+//  - A request larger than the pool is granted when no other rank holds any of the pool. A rank
+//    holds at most the peer budget, or one call while it has no other call outstanding.
+//  - A rank returns unspent credit beyond its window when its first waiting call cannot use it.
+//
+// Bounded: windows take N*W and the pool's grants the rest, so ranks together hold at most B,
+// unless one call is larger than the pool. The receiver compares a header with the credit that its
+// sender holds before it allocates memory for the body.
+//
+// Starvation-free: unspent credit beyond a window is returned, or is enough for the first waiting
+// call, which is then sent. So the whole pool is returned as calls begin, and the first request is
+// granted. Each grant raises its rank's tag, and no rank becomes hungry with a lower tag than the
+// last one served, so each request becomes the first after finitely many grants.
+//
+// Fair: the tags of ranks that are always hungry differ by at most one request and one window,
+// while the pool serves them. Windows bypass the order; but while all queued calls begin once,
+// windows give a rank at most W, and its equal share of windows and pool is no less than W.
+//
+// A call returns its credit when it begins. So two ranks that flood each other from inside their
+// functions both make progress: when a function waits, another thread begins the next call. Calls
+// that have begun without an answer have returned at most B bytes; others keep their credit until
+// there is room, or until they are answered.
+//
+// Replies, one-way messages and control messages need no credit, because a rank that waits for a
+// reply must get it. But a call begins only while less than W bytes of replies to its caller are
+// unwritten; until then it stays queued. So a rank keeps at most N*W bytes of replies and one more
+// reply for each running function.
+
+/// The cost of a call in addition to its bytes, which limits the number of small calls.
+inline constexpr uint64_t kCallCost = 1024;
+/// The initial credit for calls to one rank. A budget for N ranks has at least 2 * N times as much.
+inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
+
+/// The credit of this rank for calls to one other rank. Thread-safe.
+class Window {
+ public:
+  /// Bytes since the beginning: spent or returned; wanted (0: no call waits); returned unused.
+  struct Request {
+    uint64_t spent = 0;
+    uint64_t target = 0;
+    uint64_t returned = 0;
+  };
+  /// Sends a request to the other rank. May call this object.
+  using Ask = std::function<void(const Request&)>;
+
+  struct Waiter {
+    uint64_t bytes = 0;
+    base::TimePoint since;
+    std::condition_variable turn;
+  };
+
+  explicit Window(Ask ask) : ask_(std::move(ask)) {}
+
+  /// Takes `bytes` if they are available and no call waits.
+  bool try_take(uint64_t bytes);
+  /// Takes `bytes`, waiting until `deadline`. Fails with `overloaded` or the error of fail();
+  /// throws `overloaded` if the thread pool has no other thread left.
+  base::Status take(uint64_t bytes, base::TimePoint deadline);
+  /// Returns credit that was taken for a call that is not sent.
+  void give_back(uint64_t bytes);
+  /// Takes a grant of `bytes` from the other rank, whose windows have `size` bytes.
+  void grant(uint64_t bytes, uint64_t size);
+  /// Fails all waiting and later calls of take().
+  void fail(const base::Error& error);
+
+  /// Returns when the first waiting call began to wait.
+  std::optional<base::TimePoint> waiting_since() const;
+
+  // The steps of take(). The address of `waiter` must stay valid from enqueue() to dequeue().
+  void enqueue(Waiter& waiter);
+  /// Returns true if `waiter` was the first and has taken its credit.
+  bool try_serve(const Waiter& waiter);
+  void dequeue(const Waiter& waiter);
+
+ private:
+  bool try_serve_locked(const Waiter& waiter);
+  bool take_at_once(uint64_t bytes);
+  std::optional<Request> next_request_locked();
+  void send_requests();
+
+  const Ask ask_;
+  std::atomic<uint64_t> available_{kFirstCredit};
+  std::atomic<bool> is_contended_{false};  // a call waits, or fail() was called: use the lock
+  mutable std::mutex mutex_;
+  std::deque<Waiter*> waiters_;      // in order of service
+  uint64_t granted_ = kFirstCredit;  // since the beginning
+  uint64_t returned_ = 0;            // unused, since the beginning
+  uint64_t size_ = kFirstCredit;
+  Request last_request_;
+  bool is_sending_ = false;  // one thread at a time sends requests
+  std::optional<base::Error> failed_;
+};
+
+/// Grants credit to all ranks for calls to this one. Thread-safe.
+class Budget {
+ public:
+  struct Grant {
+    ProcessNumber to = 0;
+    uint64_t bytes = 0;
+  };
+  /// To be sent to those ranks. Usually empty.
+  using Grants = std::vector<Grant>;
+
+  /// The credit of a call that has begun. Must not move until end().
+  struct Work {
+    ProcessNumber from = 0;
+    uint64_t credit = 0;
+
+   private:
+    friend class Budget;
+    bool is_kept = false;  // the call has not returned its credit
+    std::list<Work*>::iterator at;
+  };
+
+  Budget(int ranks, uint64_t total, uint64_t per_peer);
+
+  uint64_t window() const { return window_; }
+  /// Returns the credit that all ranks hold.
+  uint64_t held() const;
+
+  /// Called when the rank is connected: grants its window.
+  Grants open(ProcessNumber process);
+  /// Called when a call of `bytes` arrives. Returns false if its rank holds less credit.
+  bool arrive(int rank, uint64_t bytes);
+  /// Throws `protocol` for a request that no Window sends.
+  Grants ask(int rank, const Window::Request& request);
+  /// Returns the credit of a call that will not begin.
+  Grants drop(ProcessNumber from, uint64_t bytes);
+  Grants begin(Work& work, ProcessNumber from, uint64_t credit);
+  Grants end(Work& work);
+  /// Called when the rank is lost: takes its credit back.
+  Grants lose(int rank);
+  /// Called when a new process replaces the rank.
+  void renew(ProcessNumber process);
+
+ private:
+  struct Peer {
+    uint32_t incarnation = 0;
+    bool is_here = true;
+    bool is_open = false;
+    bool is_hungry = false;
+    bool is_in_order = false;
+    uint64_t tag = 0;
+    uint64_t used = 0;  // by calls that have arrived
+    // Since the beginning:
+    uint64_t granted = kFirstCredit;
+    uint64_t returned = 0;
+    uint64_t unused = 0;  // returned unused
+    uint64_t spent = 0;
+    uint64_t target = 0;
+
+    uint64_t held() const { return granted - returned; }
+  };
+
+  Peer& at(int rank) { return peers_[static_cast<size_t>(rank)]; }
+  uint64_t beyond_window(const Peer& peer) const {
+    return peer.held() > window_ ? peer.held() - window_ : 0;
+  }
+  void grant_locked(int rank, uint64_t bytes, Grants& grants);
+  void return_locked(Peer& peer, uint64_t bytes);
+  void reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
+  void update_locked(int rank, Grants& grants);
+  void leave_order_locked(int rank);
+  void serve_pool_locked(Grants& grants);
+
+  const uint64_t total_;
+  const uint64_t window_;
+  const uint64_t pool_;
+  const uint64_t most_;  // limit of the credit of one rank
+  mutable std::mutex mutex_;
+  std::vector<Peer> peers_;
+  uint64_t held_;
+  uint64_t pooled_ = 0;                       // the part of held_ beyond windows
+  uint64_t now_ = 0;                          // tag of the last request that the pool served
+  std::set<std::pair<uint64_t, int>> order_;  // ranks that wait for the pool, by tag
+  uint64_t begun_ = 0;                        // returned by calls that are not answered
+  std::list<Work*> kept_;
+};
+
+/// Counts each rank's bytes of replies that the kernel has not taken yet. Thread-safe.
+class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
+ public:
+  /// Called on any thread when the bytes to `rank` have fallen below `limit`.
+  using OnRoom = std::function<void(int rank)>;
+
+  UnwrittenReplies(int ranks, uint64_t limit, OnRoom on_room)
+      : limit_(limit), on_room_(std::move(on_room)), bytes_(static_cast<size_t>(ranks)) {}
+
+  /// Counts `bytes` until the last copy of the result ends, which also keeps `also` alive.
+  std::shared_ptr<const void> count(int rank, uint64_t bytes, std::shared_ptr<const void> also);
+  bool is_full(int rank) const { return bytes_[static_cast<size_t>(rank)] >= limit_; }
+
+ private:
+  const uint64_t limit_;
+  const OnRoom on_room_;
+  std::vector<std::atomic<uint64_t>> bytes_;
+};
+
+}  // namespace distrain::rpc

@@ -1,0 +1,165 @@
+#include "distrain/rpc/serialize.h"
+
+#include <span>
+
+#include <ATen/DeviceGuard.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "device/device_table.h"
+#include "distrain/rpc/dtype.h"
+#include "distrain/wire/tensor_desc.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+// u8 that precedes a tensor in the body. Its elements are the message's next one or two tensors.
+enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
+
+// Returns `tensor` without gaps, row-major or channels-last, and not lazily conjugated or negated.
+at::Tensor make_plain(const at::Tensor& tensor) {
+  const bool has_layout =
+      tensor.is_contiguous() ||
+      (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  // Autograd records these operations in the caller's grad mode, so gradients pass through them.
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+// Returns the device on which `tensor` arrives on rank `to`.
+wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices, int to) {
+  if (!is_accelerator(tensor.device())) return {};
+  if (devices) return devices->target(to, tensor.device());
+  base::invalid("a tensor on " + tensor.device().str() + " where only the CPU's travel");
+}
+
+// Returns true if each index is within its dimension, which torch's own kernels do not check.
+bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
+  const int64_t count = indices.size(1);
+  const int64_t* at = indices.const_data_ptr<int64_t>();
+  for (int64_t dim = 0; dim < indices.size(0); ++dim, at += count) {
+    const auto size = static_cast<uint64_t>(sizes[static_cast<size_t>(dim)]);
+    bool fits = true;  // no early exit, so that the loop can be vectorized
+    for (int64_t i = 0; i < count; ++i) fits &= static_cast<uint64_t>(at[i]) < size;
+    if (!fits) return false;
+  }
+  return true;
+}
+
+// Returns true if indices are unique and sorted, as kernels that write in parallel rely on.
+bool are_increasing(const at::Tensor& indices) {
+  const int64_t count = indices.size(1);
+  const int64_t* at = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 1; i < count; ++i) {
+    int64_t dim = 0;
+    while (dim < indices.size(0) && at[dim * count + i - 1] == at[dim * count + i]) ++dim;
+    if (dim == indices.size(0) || at[dim * count + i - 1] > at[dim * count + i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void Encoder::put_tensor(const at::Tensor& tensor) {
+  const auto add = [this](const at::Tensor& dense, bool requires_grad) {
+    message.devices.push_back(arrival_of(dense, devices, to));
+    message.tensors.push_back(dense);
+    message.requires_grad.push_back(requires_grad);
+  };
+  if (!tensor.defined()) return out.put(TensorTag::kUndefined);
+  if (const std::string kind = kind_that_cannot_be_sent(tensor); !kind.empty()) {
+    base::invalid(kind + " cannot be sent");
+  }
+  const bool requires_grad = at::GradMode::is_enabled() && tensor.requires_grad();
+  if (tensor.layout() == at::kStrided) {
+    out.put(TensorTag::kDense);
+    return add(make_plain(tensor), requires_grad);
+  }
+  // The gradient flows through the values, which autograd provides for coalesced tensors only.
+  const at::Tensor sparse = requires_grad ? tensor.coalesce() : tensor;
+  out.put(TensorTag::kSparse);
+  out.put(sparse.is_coalesced());
+  out.put(static_cast<uint8_t>(sparse.dim()));
+  for (const int64_t size : sparse.sizes()) out.put(size);
+  add(make_plain(sparse._indices().detach()), false);
+  add(make_plain(requires_grad ? sparse.values() : sparse._values().detach()), requires_grad);
+}
+
+at::Tensor Decoder::get_tensor() {
+  const auto take = [this]() -> at::Tensor& {
+    if (next_tensor >= message.tensors.size()) wire::Reader::fail("a tensor is missing");
+    return message.tensors[next_tensor++];
+  };
+  switch (in.get<TensorTag>()) {
+    case TensorTag::kUndefined:
+      return {};
+    case TensorTag::kDense:
+      return take();
+    case TensorTag::kSparse: {
+      const bool said_coalesced = in.get<bool>();
+      const std::vector<int64_t> sizes = wire::decode_sizes(in, wire::decode_dimensions(in), 1);
+      const at::Tensor& indices = take();
+      const at::Tensor& values = take();
+      // The checks of torch's own constructor, at less cost.
+      const auto dims = static_cast<int64_t>(sizes.size());
+      bool fits = indices.device() == values.device() && indices.dim() == 2 &&
+                  indices.scalar_type() == at::kLong && values.dim() >= 1 &&
+                  indices.size(1) == values.size(0) && indices.size(0) + values.dim() - 1 == dims;
+      for (int64_t i = 1; fits && i < values.dim(); ++i) {
+        fits = values.size(i) == sizes[static_cast<size_t>(indices.size(0) + i - 1)];
+      }
+      if (!fits) wire::Reader::fail("a sparse tensor whose parts do not fit together");
+      const at::Tensor readable =
+          is_accelerator(indices.device()) ? to_host({indices})[0] : indices.contiguous();
+      if (!are_in_range(readable, sizes)) {
+        wire::Reader::fail("a sparse tensor with an index beyond its size");
+      }
+      const c10::OptionalDeviceGuard guard(at::device_of(values));  // the current device gets it
+      const at::AutoGradMode recording(values.requires_grad());
+      return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
+                                           values.options().layout(at::kSparse),
+                                           said_coalesced && are_increasing(readable));
+    }
+  }
+  wire::Reader::fail("an unknown kind of tensor");
+}
+
+// Format: u8 wire::DType · the value, 8 bytes for each part.
+void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
+  if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
+  encoder.out.put(to_dtype(value.type()));
+  if (value.isComplex()) {
+    encoder.out.put(value.toComplexDouble().real());
+    encoder.out.put(value.toComplexDouble().imag());
+  } else if (value.isFloatingPoint()) {
+    encoder.out.put(value.toDouble());
+  } else if (value.type() == at::kUInt64) {
+    encoder.out.put(value.toUInt64());
+  } else {
+    encoder.out.put(value.to<int64_t>());
+  }
+}
+
+at::Scalar Serializer<at::Scalar>::decode(Decoder& decoder) {
+  switch (decoder.in.get<wire::DType>()) {
+    case wire::DType::kBool:
+      return decoder.in.get<int64_t>() != 0;
+    case wire::DType::kInt64:
+      return decoder.in.get<int64_t>();
+    case wire::DType::kUInt64:
+      return decoder.in.get<uint64_t>();
+    case wire::DType::kFloat64:
+      return decoder.in.get<double>();
+    case wire::DType::kComplex128: {
+      const auto real = decoder.in.get<double>();
+      return c10::complex<double>(real, decoder.in.get<double>());
+    }
+    default:
+      wire::Reader::fail("an unknown type of scalar");
+  }
+}
+
+}  // namespace distrain::rpc

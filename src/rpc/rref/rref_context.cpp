@@ -1,0 +1,392 @@
+#include "rref/rref_context.h"
+
+#include <utility>
+
+#include "device/device_streams.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+// Limit for values that are referred to, but whose creating calls have not arrived. By default, the
+// credit of a rank (AgentOptions::peer_budget) admits fewer calls at a time.
+constexpr size_t kMaxUnmade = size_t{1} << 18;
+
+}  // namespace
+
+// ---- RRefHandle ----
+
+RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork,
+                       ProcessNumber owner, std::shared_ptr<OwnedValue> owned)
+    : context_(std::move(context)), id_(id), fork_(fork), owner_(owner), owned_(std::move(owned)) {}
+
+RRefHandle::~RRefHandle() {
+  if (owned_) return;
+  context_->send(owner(), wire::FrameKind::kRRefDelete, id_, fork_, 0);
+  --context_->user_handles_;
+}
+
+Agent& RRefHandle::agent() const { return context_->agent(); }
+
+std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
+  if (!owned_) {
+    base::invalid("the value of this RRef lives on rank " + std::to_string(owner()) +
+                  ": use to_here() or call it there");
+  }
+  const std::shared_ptr<void> value = owned_->value.future().wait();
+  follow_workers();
+  if (owned_->type != type) {
+    base::invalid(std::string("this RRef refers to a ") + owned_->type.name() + ", not to a " +
+                  type.name());
+  }
+  return value;
+}
+
+void RRefHandle::set_creation_error(base::Error error) {
+  std::lock_guard lock(mutex_);
+  creation_status_ = std::move(error);
+}
+
+base::Status RRefHandle::creation_status() const {
+  std::lock_guard lock(mutex_);
+  return creation_status_;
+}
+
+void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
+  encoder.rrefs->encode(encoder, handle);
+}
+
+// Reads the position among the message's RRefs (u32). Each RRef can be decoded once.
+std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
+  const auto position = decoder.in.get<uint32_t>();
+  auto& received = decoder.message.rrefs;
+  if (position >= received.size() || !received[position]) wire::Reader::fail("an RRef is missing");
+  return std::move(received[position]);
+}
+
+// ---- RRefContext ----
+
+RRefContext::RRefContext(Agent& agent, int rank, Send send, base::Executor& executor)
+    : agent_(&agent), rank_(rank), send_(std::move(send)), executor_(executor) {}
+
+Agent& RRefContext::agent() const {
+  if (closed_) {
+    throw base::Exception(base::ErrorKind::kCancelled, "the agent of this RRef has shut down");
+  }
+  return *agent_;
+}
+
+void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
+  if (to == rank_) {
+    if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
+    return;
+  }
+  // close() waits for this send, because `send_` must not be used after it.
+  std::shared_lock lock(closing_);
+  if (!closed_) send_(to, kind, id, fork, parent);
+}
+
+ProcessNumber RRefContext::newest_locked(int rank) const {
+  const auto it = newest_.find(rank);
+  return it == newest_.end() ? process_number(rank, 0) : it->second;
+}
+
+void RRefContext::know_process(ProcessNumber process) {
+  std::lock_guard lock(mutex_);
+  newest_[rank_of(process)] = process;
+}
+
+std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork,
+                                                     ProcessNumber owner) {
+  ++user_handles_;
+  return std::make_shared<RRefHandle>(shared_from_this(), id, fork, owner, nullptr);
+}
+
+std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
+  const auto [entry, is_new] = owned_.try_emplace(id);
+  if (is_new && ++unmade_ > kMaxUnmade) {
+    owned_.erase(entry);
+    --unmade_;
+    wire::Reader::fail("more RRefs than calls that could make their values");
+  }
+  Record& record = entry->second;
+  std::shared_ptr<OwnedValue> value = record.value.lock();
+  if (!value) {
+    // The last holder's deleter removes the entry. It locks, so it must not run under the lock.
+    value =
+        std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
+          delete v;
+          if (const auto self = weak.lock()) self->sweep(id);
+        });
+    record.value = value;
+    // The creating call came from a lost rank, so it will not be run.
+    const auto lost = record.made ? lost_.end() : lost_.find(maker_of(id));
+    if (lost != lost_.end()) value->value.fail(lost->second);
+    if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
+  }
+  return value;
+}
+
+bool RRefContext::is_freed_locked(uint64_t id) const {
+  const auto it = owned_.find(id);
+  if (it == owned_.end()) return freed_.contains(id);
+  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
+  return it->second.value.expired() && (it->second.made || freed_.contains(id));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id,
+                                                      std::shared_ptr<OwnedValue> value) {
+  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::new_local() {
+  const uint64_t id = next_id();
+  std::lock_guard lock(mutex_);
+  owned_[id].made = true;
+  return owner_handle(id, value_locked(id));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
+  if (owner == rank_) return new_local();
+  const uint64_t id = next_id();
+  ProcessNumber process = 0;
+  {
+    std::lock_guard lock(mutex_);
+    process = newest_locked(owner);
+  }
+  return user_handle(id, next_id(), process);
+}
+
+std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
+  // No fork is added for a call to oneself, which has a local hold, nor for a lost process.
+  const auto is_lost = [&] {
+    std::lock_guard lock(mutex_);
+    return lost_.contains(maker_of(id));
+  };
+  if (caller != rank_ && !is_lost()) add_fork(id, fork, caller);
+  std::lock_guard lock(mutex_);
+  std::shared_ptr<OwnedValue> value = value_locked(id);
+  if (!std::exchange(owned_[id].made, true)) --unmade_;
+  return value;
+}
+
+void RRefContext::add_fork(uint64_t id, uint64_t fork, int holder) {
+  std::lock_guard lock(mutex_);
+  if (deleted_.contains(fork) || is_freed_locked(id)) return;
+  if (lost_.contains(newest_locked(holder))) return;
+  std::shared_ptr<OwnedValue> value = value_locked(id);
+  Record& record = owned_[id];
+  record.forks[fork] = holder;
+  record.kept = std::move(value);
+}
+
+void RRefContext::drop_forks(uint64_t id,
+                             const std::function<bool(uint64_t fork, int holder)>& which) {
+  std::shared_ptr<OwnedValue> released;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = owned_.find(id);
+    if (it == owned_.end()) return;
+    Record& record = it->second;
+    std::erase_if(record.forks, [&](const auto& fork) { return which(fork.first, fork.second); });
+    if (!record.forks.empty()) return;
+    released = std::move(record.kept);
+  }
+  // User code may run in the value's destructor, so a worker runs it: this may be the loop thread.
+  if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
+}
+
+// Removes the entry of a value that was destroyed.
+void RRefContext::sweep(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto it = owned_.find(id);
+  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+  if (it->second.made) freed_.insert(id);
+  if (!it->second.made) --unmade_;
+  owned_.erase(it);
+}
+
+void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
+  if (!handle) base::invalid("an empty RRef cannot be sent");
+  const int owner = handle->owner();
+  {
+    std::lock_guard lock(mutex_);
+    const ProcessNumber process = handle->owning_process();
+    const auto lost = lost_.find(process);
+    // The new process of the owner would wait for ever for a value of that id.
+    if (lost != lost_.end() && newest_locked(owner) != process) throw base::Exception(lost->second);
+  }
+  Mode mode;
+  uint64_t fork = 0;
+  if (encoder.to == owner && encoder.is_argument) {
+    mode = Mode::kLocalHold;
+    encoder.holds.push_back(handle);
+  } else {
+    fork = next_id();
+    if (encoder.to != owner && owner == rank_) {
+      mode = Mode::kConfirmed;
+      add_fork(handle->id(), fork, encoder.to);
+    } else {
+      mode = encoder.to == owner ? Mode::kLocalHoldAccept : Mode::kUnconfirmed;
+      std::lock_guard lock(mutex_);
+      // The owner of a lost value sends no Accept, and there is nothing to keep alive.
+      if (!lost_.contains(handle->owning_process())) {
+        pending_children_.emplace(fork, std::pair(handle, encoder.to));
+      }
+    }
+  }
+  auto& tickets = encoder.message.rrefs;
+  encoder.out.put(static_cast<uint32_t>(tickets.size()));
+  tickets.push_back(
+      {handle->id(), handle->owning_process(), static_cast<uint8_t>(mode), fork, rank_});
+}
+
+void RRefContext::retract(const std::vector<RRefTicket>& tickets) {
+  for (const RRefTicket& ticket : tickets) {
+    if (static_cast<Mode>(ticket.mode) == Mode::kConfirmed) {
+      drop_forks(ticket.id, [&](uint64_t fork, int) { return fork == ticket.fork; });
+    } else {
+      on_control(wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, rank_, 0);
+    }
+  }
+}
+
+void RRefContext::receive(InMessage& message) {
+  for (const RRefTicket& ticket : message.tickets) message.rrefs.push_back(receive(ticket));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
+  const int world = agent().world_size();
+  const int owner = rank_of(ticket.owner);
+  if (owner >= world || ticket.parent < 0 || ticket.parent >= world) {
+    wire::Reader::fail("an RRef of a rank that does not exist");
+  }
+  const bool is_owner = owner == rank_;
+  const auto mode = static_cast<Mode>(ticket.mode);
+  switch (mode) {
+    case Mode::kLocalHold:
+    case Mode::kLocalHoldAccept: {
+      if (!is_owner) wire::Reader::fail("an RRef sent to the wrong owner");
+      auto handle = received_by_owner(ticket);
+      if (mode == Mode::kLocalHoldAccept) {
+        send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
+      }
+      return handle;
+    }
+    case Mode::kConfirmed:
+    case Mode::kUnconfirmed: {
+      if (is_owner) wire::Reader::fail("an RRef's fork for its owner");
+      auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
+      if (mode == Mode::kUnconfirmed) {
+        send(owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
+             static_cast<uint64_t>(ticket.parent));
+      }
+      return handle;
+    }
+  }
+  wire::Reader::fail("an unknown kind of RRef");
+}
+
+std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& ticket) {
+  const uint64_t id = ticket.id;
+  base::Error why{base::ErrorKind::kPeerLost,
+                  "the value of this RRef has gone with a process that had this rank before",
+                  rank_};
+  if (ticket.owner == self_) {
+    std::lock_guard lock(mutex_);
+    if (!is_freed_locked(id)) return owner_handle(id, value_locked(id));
+    why.kind = base::ErrorKind::kNotFound;
+    why.message =
+        "the value of this RRef is gone: its last reference ended before this call was looked at";
+    // It was freed when a rank was lost that had shared it before the owner knew of the new fork.
+    if (!lost_.empty()) why = lost_.begin()->second;
+  }
+  auto gone = std::make_shared<OwnedValue>();
+  gone->value.fail(std::move(why));
+  return owner_handle(id, std::move(gone));
+}
+
+void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from,
+                             int parent) {
+  if (kind == wire::FrameKind::kRRefFork) {
+    add_fork(id, fork, from);
+    send(parent, wire::FrameKind::kRRefAccept, id, fork, 0);
+  } else if (kind == wire::FrameKind::kRRefAccept) {
+    decltype(pending_children_)::node_type held;  // destroyed without the lock: may send a Delete
+    std::lock_guard lock(mutex_);
+    held = pending_children_.extract(fork);
+  } else if (kind == wire::FrameKind::kRRefDelete) {
+    {
+      std::lock_guard lock(mutex_);
+      if (deleted_.contains(fork)) return;
+      deleted_.insert(fork);
+    }
+    drop_forks(id, [fork](uint64_t candidate, int) { return candidate == fork; });
+  }
+}
+
+void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) {
+  const int rank = rank_of(process);
+  std::vector<uint64_t> ids;
+  std::vector<std::shared_ptr<RRefHandle>> held;
+  {
+    std::lock_guard lock(mutex_);
+    lost_.emplace(process, error);
+    for (const auto& [id, record] : owned_) ids.push_back(id);
+    for (auto it = pending_children_.begin(); it != pending_children_.end();) {
+      // The Accept, which comes from the owner after the receiver's Fork, will not come.
+      const bool hopeless = it->second.second == rank || it->second.first->owner() == rank;
+      if (hopeless) held.push_back(std::move(it->second.first));
+      it = hopeless ? pending_children_.erase(it) : std::next(it);
+    }
+  }
+  for (const uint64_t id : ids) {
+    drop_forks(id, [rank](uint64_t, int holder) { return holder == rank; });
+  }
+  fail_unset(error, [process](uint64_t id) { return maker_of(id) == process; });
+}
+
+void RRefContext::fail_unset(const base::Error& error) {
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = error;
+  }
+  fail_unset(error, [](uint64_t) { return true; });
+}
+
+void RRefContext::fail_unset(const base::Error& error,
+                             const std::function<bool(uint64_t id)>& which) {
+  std::vector<std::shared_ptr<OwnedValue>> values;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, record] : owned_) {
+      std::shared_ptr<OwnedValue> value = which(id) ? record.value.lock() : nullptr;
+      if (value) values.push_back(std::move(value));
+    }
+  }
+  for (const auto& value : values) {
+    if (!value->value.future().done()) value->value.fail(error);
+  }
+  // One of these may be the last owner of a user's value, which must not be destroyed on the loop.
+  if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
+}
+
+void RRefContext::close() {
+  {
+    std::lock_guard lock(closing_);
+    closed_ = true;
+  }
+  decltype(owned_) owned;
+  decltype(pending_children_) children;
+  std::lock_guard lock(mutex_);
+  owned.swap(owned_);
+  children.swap(pending_children_);
+}
+
+size_t RRefContext::live() const {
+  std::lock_guard lock(mutex_);
+  return owned_.size() + pending_children_.size() + user_handles_;
+}
+
+}  // namespace distrain::rpc

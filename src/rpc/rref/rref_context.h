@@ -1,0 +1,163 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "distrain/base/executor.h"
+#include "distrain/rpc/membership_types.h"
+#include "distrain/rpc/rref.h"
+#include "distrain/wire/frame.h"
+
+namespace distrain::rpc {
+
+// Note [RRef protocol]
+//
+// The owner of a value keeps it while any fork of its RRef lives. A fork is one rank's hold on the
+// value, named by (rank that made the name, number); a rank may have several forks of one RRef.
+// Every message below is sent on the connection between the two ranks named, which keeps its order.
+// Nothing is assumed about the order of different connections, and each message may come twice.
+//
+//   create   U calls remote() on O. The call contains the RRef's id and U's fork. U keeps its fork
+//            at least until the call is answered, and O records the fork before it answers.
+//   share    U sends the RRef to V, and names a new fork F for V.
+//            - If U is the owner, it records F before it sends. V has F when the message arrives.
+//            - If V is the owner, it takes a local hold when it reads the message. Until then U
+//              keeps its own fork: for an argument until the call is answered, for a result until
+//              V's Accept(F).
+//            - Otherwise V sends Fork(id, F, parent U) to the owner O when it reads the message,
+//              and O sends Accept(F) to U. Until then U keeps its own fork, so O always has one.
+//   delete   When the last copy of F's RRef on its rank is destroyed, the rank sends Delete(id, F)
+//            to O. It follows the rank's own Fork(id, F) on the same connection.
+//
+// O frees the value when it has neither forks nor local holds. A Fork or a fetch may reach O before
+// the call that creates the value; whichever comes first creates the entry. So that messages are
+// idempotent, O remembers the last few thousand deleted forks: a Fork after its Delete has no
+// effect. O also remembers freed values: a call whose caller has given up may contain an RRef to
+// one, which must fail instead of waiting. If a rank is lost, its forks are dropped, and the values
+// that its calls would have created fail. If a new process replaces it, late messages of the lost
+// process, and references to its values, are recognized: Note [Incarnations].
+//
+// All RRefs of a message are received with it, whether or not they are decoded (the function may
+// not exist, or the caller may have given up). RRefs that are not decoded are released with the
+// message. If a message is not sent after all, its forks are retracted.
+
+/// The last few thousand numbers that were inserted.
+class RecentSet {
+ public:
+  bool contains(uint64_t number) const { return numbers_.contains(number); }
+  void insert(uint64_t number) {
+    if (!numbers_.insert(number).second) return;
+    if (ring_.size() < kRemembered) {
+      ring_.push_back(number);
+    } else {
+      numbers_.erase(ring_[next_]);
+      ring_[next_] = number;
+      next_ = (next_ + 1) % kRemembered;
+    }
+  }
+
+ private:
+  static constexpr size_t kRemembered = 8192;
+  std::unordered_set<uint64_t> numbers_;
+  std::vector<uint64_t> ring_;  // in order of insertion
+  size_t next_ = 0;
+};
+
+/// All RRefs that one agent owns or holds. Thread-safe.
+class RRefContext : public std::enable_shared_from_this<RRefContext> {
+ public:
+  /// Sends a control message: its kind and three numbers (see on_control()).
+  using Send = std::function<void(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
+                                  uint64_t parent)>;
+
+  RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
+
+  Agent& agent() const;
+
+  /// Sets the incarnation of this rank's process, before any id is made.
+  void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
+  /// Records the newest process of another rank.
+  void know_process(ProcessNumber process);
+
+  std::shared_ptr<RRefHandle> new_local();            ///< owned by this rank; has no value yet
+  std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
+  /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
+  std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
+
+  void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
+  /// Undoes encode() for a message that was not sent.
+  void retract(const std::vector<RRefTicket>& tickets);
+  /// Makes handles of the message's tickets. Throws `protocol` for tickets that no rank sends.
+  void receive(InMessage& message);
+
+  /// Takes kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
+  void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
+  void on_peer_lost(ProcessNumber process, const base::Error& error);
+  /// Fails the values that do not exist yet, when this agent ends.
+  void fail_unset(const base::Error& error);
+  /// Ends all use of the agent: later, nothing is sent and agent() throws.
+  void close();
+
+  /// Returns the number of owned values, held forks and forks that wait for an Accept.
+  size_t live() const;
+
+ private:
+  friend class RRefHandle;
+  struct Record {
+    std::weak_ptr<OwnedValue> value;
+    std::shared_ptr<OwnedValue> kept;         // while there are forks
+    std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
+    bool made = false;  // its creating call has arrived, and not only references to it
+  };
+  enum class Mode : uint8_t {
+    kLocalHold = 1,
+    kLocalHoldAccept = 2,
+    kConfirmed = 3,
+    kUnconfirmed = 4
+  };
+
+  uint64_t next_id() { return make_id(self_, ++counter_); }
+  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner);
+  ProcessNumber newest_locked(int rank) const;
+  std::shared_ptr<OwnedValue> value_locked(uint64_t id);
+  bool is_freed_locked(uint64_t id) const;
+  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value);
+  std::shared_ptr<RRefHandle> received_by_owner(const RRefTicket& ticket);
+  std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
+  void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
+  void add_fork(uint64_t id, uint64_t fork, int holder);
+  void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
+  void sweep(uint64_t id);
+  void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
+
+  Agent* const agent_;
+  const int rank_;
+  std::atomic<ProcessNumber> self_{process_number(rank_, 0)};
+  const Send send_;
+  base::Executor& executor_;
+  const std::shared_ptr<base::Executor> kept_executor_ = executor_.weak_from_this().lock();
+  mutable std::shared_mutex closing_;  // shared by threads that send
+  std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> counter_{0};
+  std::atomic<size_t> user_handles_{0};
+
+  mutable std::mutex mutex_;
+  std::unordered_map<uint64_t, Record> owned_;
+  size_t unmade_ = 0;  // entries of owned_ that are not made yet
+  // Forks for other ranks that wait for an Accept: the handle kept alive, and the receiving rank.
+  std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
+  std::map<int, ProcessNumber> newest_;        // by rank; rank's first process if missing
+  std::map<ProcessNumber, base::Error> lost_;  // all processes that were lost
+  std::optional<base::Error> ended_;           // set when no value is created any more
+  RecentSet deleted_;                          // forks
+  RecentSet freed_;                            // values
+};
+
+}  // namespace distrain::rpc
