@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "distrain/scenario/hybrid.h"
-#include "refusal.h"
 #include "support/catch.h"
+#include "support/refusal.h"
 
 using namespace distrain;
 using namespace distrain::testing;

@@ -60,4 +60,16 @@ inline void check_refused(const app::JobCommand& command, const std::vector<std:
   }
 }
 
+using Words = std::vector<std::string>;
+
+/// Arguments that must be refused, and a part of the error message.
+struct Refused {
+  Words arguments;
+  std::string told;
+};
+
+inline void check_all_refused(const app::JobCommand& command, const std::vector<Refused>& all) {
+  for (const Refused& line : all) check_refused(command, line.arguments, line.told);
+}
+
 }  // namespace distrain::testing
