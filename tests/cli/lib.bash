@@ -97,10 +97,12 @@ expect_log() {
   tail -n 3 "$log" | cut -c1-300
 }
 
-# expect_jq <filter> <name> [file]: checks that the filter is true for the array of all lines.
+# expect_jq <filter> <name> [file]: checks that there are lines and that each result of the filter, applied to the array
+# of all lines, is true. `all(...)` is also true for no element, so a filter that selects lines checks their number, too.
 expect_jq() {
   keep_lines "${3:-$tmp/out}"
-  jq -es "$1" "${3:-$tmp/out}" >/dev/null 2>&1 && return
+  jq -es "length > 0 and ([$1
+    ] | length > 0 and all)" "${3:-$tmp/out}" >/dev/null 2>&1 && return
   fail "$2: not so: $1"
   tail -n 2 "${3:-$tmp/out}" | cut -c1-500
 }
