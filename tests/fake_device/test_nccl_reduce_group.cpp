@@ -46,6 +46,15 @@ bool comes_to(int wanted, const std::function<int()>& count) {
   return comes([&] { return count() == wanted; });
 }
 
+/// Runs `body(rank, reduce)` for each rank of a group, in a thread of its own.
+void run_nccl_ranks(FakeNccl& nccl, int size,
+                    const std::function<void(int rank, ReduceGroup& reduce)>& body) {
+  TestGroup group(size, {.timeout = kGroupLimit});
+  run_ranks(size, [&](int rank) {
+    body(rank, *cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions()));
+  });
+}
+
 /// Two ranks with a communicator. A short `timeout` may fail any of NCCL's work.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
@@ -87,10 +96,7 @@ struct Pair {
 TEST_CASE("NCCL reduces device tensors and the Backend CPU tensors, in one order") {
   const int size = GENERATE(1, 3);
   FakeNccl nccl;
-  TestGroup group(size, {.timeout = kGroupLimit});
-  run_ranks(size, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, size, [&](int rank, ReduceGroup& reduce) {
     RANK_CHECK(reduce.rank() == rank);
     RANK_CHECK(reduce.size() == size);
     RANK_CHECK(reduce.world_rank(rank) == rank);
@@ -114,10 +120,7 @@ TEST_CASE("NCCL reduces device tensors and the Backend CPU tensors, in one order
 
 TEST_CASE("NCCL's stream is in order with the streams of the caller and of the waiter") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kGroupLimit});
-  run_ranks(2, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, 2, [&](int rank, ReduceGroup& reduce) {
     const c10::Device device = fake(rank);
     for (int round = 0; round < 40; ++round) {
       at::Tensor x;
@@ -138,10 +141,7 @@ TEST_CASE("NCCL's stream is in order with the streams of the caller and of the w
 
 TEST_CASE("memory that NCCL still uses is not reused") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kGroupLimit});
-  run_ranks(2, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, 2, [&](int rank, ReduceGroup& reduce) {
     const c10::Device device = fake(rank);
     const c10::Stream made_in = rpc::side_stream(device);
     const c10::StreamGuard guard(made_in);
@@ -210,10 +210,7 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
 
 TEST_CASE("after a refusal names its rank, earlier operations complete and new ones work") {
   FakeNccl nccl;
-  TestGroup group(3, {.timeout = kGroupLimit});
-  run_ranks(3, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, 3, [&](int rank, ReduceGroup& reduce) {
     for (int round = 0; round < 5; ++round) {
       const at::Tensor before = filled(rank, fake(rank));
       const auto work = reduce.start(before);
@@ -239,10 +236,7 @@ TEST_CASE("after a refusal names its rank, earlier operations complete and new o
 
 TEST_CASE("ranks that call different operations get an error before NCCL starts") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kGroupLimit});
-  run_ranks(2, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, 2, [&](int rank, ReduceGroup& reduce) {
     const c10::Device device = fake(rank);
     check_mean(reduce);
     const auto fails = [&](const ReduceGroup::WorkPtr& work, const std::string& mine,
@@ -422,10 +416,7 @@ TEST_CASE("a rank that never arrives is named at the deadline") {
 
 TEST_CASE("a communicator that one rank cannot create fails on all ranks") {
   FakeNccl nccl;
-  TestGroup group(3, {.timeout = kGroupLimit});
-  run_ranks(3, [&](int rank) {
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
-    collective::ReduceGroup& reduce = *made;
+  run_nccl_ranks(nccl, 3, [&](int rank, ReduceGroup& reduce) {
     if (rank == 0) nccl.fail_id();
     const base::Error id_error = thrown_by([&] { check_mean(reduce); });
     RANK_CHECK(id_error.kind == ErrorKind::kResources);
