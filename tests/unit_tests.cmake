@@ -91,4 +91,4 @@ add_test(NAME fake_device.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh $<TARGET_FILE:fake_device>
                  ${PROJECT_SOURCE_DIR})
 distrain_test_properties(fake_device.mutants ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh 3600
-                         fake_device soak)
+                         fake_device soak mutants)
