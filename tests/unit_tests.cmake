@@ -1,5 +1,5 @@
-# Tests that start no program: tests of layers, of jobs whose ranks are threads of one process on the simulated
-# network and accelerator, and fuzz targets.
+# Tests that start no program: tests of layers, of jobs whose ranks are threads of one process, on the fake network and
+# on the fake device, and fuzz targets.
 
 # This file replaces operator new for its whole program. GCC must not inline it into other files.
 set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/unit/wire/counting_new.cpp
@@ -13,7 +13,7 @@ foreach(layer IN LISTS layers)
   elseif(layer STREQUAL "nn")  # its tests also train modules
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
                          LINK distrain::${layer} distrain::optim)
-  elseif(layer STREQUAL "scenario")
+  elseif(layer MATCHES "^(app|scenario)$")  # tests of app run command lines of the jobs
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files} LINK distrain::cmd)
   else()
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
@@ -32,10 +32,10 @@ if(DISTRAIN_SANITIZER STREQUAL "tsan")
   return()  # the other tests have one thread
 endif()
 
-# Uses the real agent on simulated ranks and a simulated network.
-file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/simulation/*.cpp)
-distrain_catch_tests(simulation LABELS simulation FILES ${files} LINK distrain::membership)
-target_include_directories(simulation PRIVATE ${PROJECT_SOURCE_DIR}/src/membership)
+# Runs the control plane of many ranks on a fake network in virtual time.
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/fake_network/*.cpp)
+distrain_catch_tests(fake_network LABELS fake_network FILES ${files} LINK distrain::membership)
+target_include_directories(fake_network PRIVATE ${PROJECT_SOURCE_DIR}/src/membership)
 
 # Fuzz targets (fuzz/README.md): one program for the targets with torch and one for the others. They make their
 # own random mutations, or use libFuzzer in the `fuzz` preset. Each target is a test.
@@ -77,17 +77,19 @@ distrain_fuzz_program(fuzz_torch torch LINK distrain::job ZLIB::ZLIB
                       TARGETS message trace collective manifest gzip idx safetensors)
 target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
 
-# The simulated accelerator registers itself, so its object files must be linked directly.
-file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/sim_*.cpp)
-add_library(distrain_sim OBJECT ${files})
-target_include_directories(distrain_sim PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(distrain_sim PUBLIC distrain_torch PRIVATE distrain_flags Threads::Threads)
-distrain_use_torch_pch(distrain_sim)
-file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
+# The fake device registers itself, so its object files must be linked directly.
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/fake_device*.cpp)
+add_library(distrain_fake_device OBJECT ${files})
+target_include_directories(distrain_fake_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
+target_link_libraries(distrain_fake_device PUBLIC distrain_torch PRIVATE distrain_flags Threads::Threads)
+distrain_use_torch_pch(distrain_fake_device)
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/*.cpp)
 list(REMOVE_ITEM files ${device_suites})
-distrain_catch_tests(sim TORCH LABELS sim FILES ${files} SUITES ${device_suites}
-                     LINK distrain::cmd distrain_sim)
-target_include_directories(sim PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
-add_test(NAME sim.mutants
-         COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
-distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)
+distrain_catch_tests(fake_device TORCH LABELS fake_device FILES ${files} SUITES ${device_suites}
+                     LINK distrain::cmd distrain_fake_device)
+target_include_directories(fake_device PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+add_test(NAME fake_device.mutants
+         COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh $<TARGET_FILE:fake_device>
+                 ${PROJECT_SOURCE_DIR})
+distrain_test_properties(fake_device.mutants ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh 3600
+                         fake_device soak mutants)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# --device: a missing GPU ends the job with exit code 9. tests/unit/scenario/test_usage.cpp tests invalid values.
+# --device: a missing GPU ends the job with exit code 9. tests/unit/app/test_common_options.cpp tests invalid values.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 

@@ -46,10 +46,14 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-# The documentation and the man page name the supported devices.
-for text in "$(cat "$root/docs/gpu.md")" \
-  "$(sed -n '/^\.SH "DEVICES"/,/^\.SH "CHECKPOINTS"/p' "$root/man/distrain.1")"; do
-  [[ $text == *CPU* && $text == *CUDA* ]] || fail "docs/gpu.md or man/distrain.1 does not say what computes where"
+# docs/gpu.md and the man page both say, outside of headings, what computes where, what a missing GPU does, and that the
+# CUDA code has never run.
+for file in docs/gpu.md man/distrain.1; do
+  text=$(sed -n '/^\.SH/d; /^#/d; /^- \[/d; s/\\f[BR]//g; s/\\-/-/g; s/`//g; p' "$root/$file" | tr -s '[:space:]' ' ')
+  for says in 'Without --device,? (a job|all ranks) computes? on the CPU,? and (loads )?no CUDA library' \
+    'missing, the job ends with exit (code|status) 9' 'never run (it )?on a GPU'; do
+    [[ $text =~ $says ]] || fail "$file does not say: $says"
+  done
 done
 
 bash -n "$root/completions/distrain.bash" || fail "distrain.bash does not parse"

@@ -34,7 +34,7 @@ distrain=$tmp/build/xor programs=xor
 run --trainers 3 --epochs 5 --lr 0.3
 expect 0 xor
 expect_log xor
-expect_jq '.[-1].loss < 0.4' xor
+expect_jq '.[-1].loss | . != null and . < 0.4' xor # null is less than any number
 check_lines
 rm -f "$tmp"/{.seen,out}
 
@@ -64,7 +64,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
       least=$("$reference" clicks.txt $((32 * trainers)) 10 0.01)
       expect_jq "$least > 0.8 and .[-1].accuracy >= $least - 0.01" "$name" ;;
     matrix_factorization) # the ratings have a variance of 0.89 and noise of 0.04
-      expect_jq 'map(select(.event == "eval"))[-1].loss < 0.2' "$name" ;;
+      expect_jq 'map(select(.event == "eval"))[-1].loss | . != null and . < 0.2' "$name" ;;
     mlp) expect_jq '.[-1].accuracy > 0.8' "$name" ;;
   esac
   problems=$(python3 "$here/check_trace.py" "$tmp/trace.json" 4 step@3 backward@3 2>&1) ||

@@ -97,10 +97,12 @@ expect_log() {
   tail -n 3 "$log" | cut -c1-300
 }
 
-# expect_jq <filter> <name> [file]: checks that the filter is true for the array of all lines.
+# expect_jq <filter> <name> [file]: checks that there are lines and that each result of the filter, applied to the array
+# of all lines, is true. `all(...)` is also true for no element, so a filter that selects lines checks their number, too.
 expect_jq() {
   keep_lines "${3:-$tmp/out}"
-  jq -es "$1" "${3:-$tmp/out}" >/dev/null 2>&1 && return
+  jq -es "length > 0 and ([$1
+    ] | length > 0 and all)" "${3:-$tmp/out}" >/dev/null 2>&1 && return
   fail "$2: not so: $1"
   tail -n 2 "${3:-$tmp/out}" | cut -c1-500
 }
@@ -199,30 +201,8 @@ joined() {
   done
 }
 
-# Prints a free port below the kernel's ephemeral ports, so that the kernel does not assign it to another test
-# before the job binds it.
-free_port() {
-  python3 - <<'END'
-import random, socket
-try:
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        end = min(int(file.read().split()[0]), 32768)
-except OSError:
-    end = 32768
-begin = max(1024, end - 16384)
-if end - begin < 1000:  # too few: use the ephemeral ports
-    begin, end = 32768, 60999
-while True:
-    with socket.socket() as s:
-        port = random.randrange(begin, end)
-        try:
-            s.bind(("", port))
-        except OSError:
-            continue
-        print(port)
-        break
-END
-}
+# Prints a free port.
+free_port() { python3 "$root/tests/support/free_port.py"; }
 
 # make_images <folder> <training images> <test images> [pixels a side] [bars]: writes random images in MNIST's format.
 # The brightness of an image gives its class; with `bars`, the position of a bar, which a model learns faster.

@@ -12,8 +12,8 @@ expect_log "a short run"
 expect_jq '[.[] | select(.event == "start")] | (map(.rank) | sort) == [0,1,2,3]
   and all(.[]; .world_size == 4 and .pid > 1 and .host and .version and .torch and .seed == 1
     and .threads >= 1 and .device == "cpu" and .transport and .config.lr == 0.05)' "start lines"
-expect_jq 'group_by(.rank)[] | select(.[0].rank != null) | .[0].event == "start"
-  and .[-1].event == "rank_end"' "first and last line of a rank"
+expect_jq 'map(select(.rank != null)) | group_by(.rank) | length == 4
+  and all(.[]; .[0].event == "start" and .[-1].event == "rank_end")' "first and last line of a rank"
 expect_jq '[.[] | select(.event == "rank_end")] | (map(.role) | sort)
   == ["master","ps","trainer0","trainer1"] and all(.[]; .status == "ok")' "rank_end lines"
 expect_jq '.[-1] | .rank == null and .role == "launcher" and .status == "ok" and .exit_code == 0
@@ -99,6 +99,7 @@ if command -v script >/dev/null; then
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a dumb terminal"
   grep -qF $'\x1b' "$tmp/tty" && fail "escapes on a dumb terminal"
   on_terminal "NO_COLOR=1 $short_run >'$tmp/out'"
+  grep -q 'done: ' "$tmp/tty" || fail "no progress with NO_COLOR"
   grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
   for none in -q --quiet "--progress none"; do
     on_terminal "$short_run $none >'$tmp/out'"

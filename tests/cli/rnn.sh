@@ -31,7 +31,7 @@ run "${text[@]}" --epochs 2 --generate 6 --prompt "the w5"
 expect 0 "a text"
 expect_log "a text"
 [[ -s $tmp/err ]] && { fail "a text: wrote to stderr:"; head -n 5 "$tmp/err"; }
-expect_jq '[.[] | select(.event == "start")] | all(.[].config; .vocab_size == 10000 and .nlayers == 2
+expect_jq '[.[] | select(.event == "start")] | length == 2 and all(.[].config; .vocab_size == 10000 and .nlayers == 2
   and .clip == 0.25 and .lr == 20)' "a text: config"
 expect_jq '[.[] | select(.event == "step")] | length > 10 and all(.[]; .words_per_s > 0)' "a text: step lines"
 expect_jq '[.[] | select(.event == "eval")] | length == 2 and all(.[]; .perplexity > 1 and .words > 50)' \

@@ -5,7 +5,6 @@ hold back their messages. Then rank 2 is killed, and the job restarts as generat
 does not notice, because the gate is closed. Then the gate delivers the held messages late, to ranks that join or that
 work."""
 
-import glob
 import json
 import os
 import signal
@@ -17,6 +16,8 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
+from checkpoint_files import newest_checkpoint  # noqa: E402
+from free_port import free_port  # noqa: E402
 
 distrain, folder = sys.argv[1:]
 LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds that one wait may take
@@ -195,25 +196,10 @@ def say_again(name, port, passages):
                     sys.exit(f"{name}: what generation 0 has said is answered by {heard}")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def saved(name):
-    """Returns the files of the newest checkpoint without the manifest, which contains the run id."""
-    newest = sorted(glob.glob(f"{folder}/{name}/step-*"))[-1]
-    files = {}
-    for path in sorted(glob.glob(newest + "/*.safetensors")):
-        with open(path, "rb") as file:
-            files[os.path.basename(path)] = file.read()
-    return os.path.basename(newest), files
-
-
 def check_saved(name):
-    (step, files), (expected_step, expected) = saved(name), saved("undisturbed")
-    if step != expected_step or files != expected:
+    step, files = newest_checkpoint(f"{folder}/{name}")
+    expected_step, expected = newest_checkpoint(f"{folder}/undisturbed")
+    if not expected or step != expected_step or files != expected:
         others = [each for each in expected if files.get(each) != expected[each]]
         sys.exit(f"{name}: {step} differs from {expected_step} in {others}")
 

@@ -17,6 +17,7 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
+from free_port import free_port  # noqa: E402
 from handshake import (DIRECTORY, HELLO, JOINED, JOINS, PEER, PROOF, SAME_USER, TOKEN, Connection, frame, hello,  # noqa: E402
                        proof)
 
@@ -199,12 +200,6 @@ class Impostors(threading.Thread):
             self.made += 1
         for link in self.held:
             link.socket.close()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def end_of(path):

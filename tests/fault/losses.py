@@ -162,7 +162,7 @@ print(f"{mode}, {starter}: {killed} killed, {len(lost)} lost, {len(returned)} re
       f"undisturbed {undisturbed['accuracy']:.3f}, server {memory} MB", flush=True)
 expect(killed == losses, f"{killed} killed, not {losses}: the job is too short")
 expect(len(lost) == killed and end["lost"] == killed, "not as many lost lines as were killed")
-expect(all(line["steps_in_doubt"] == 0 and line["kind"] == "peer_lost" for line in lost), "a lost line in doubt")
+expect(lost and all(line["steps_in_doubt"] == 0 and line["kind"] == "peer_lost" for line in lost), "a lost line in doubt")
 # Each killed trainer had made a step, so it had been admitted, at the start or as a replacement.
 there = {line["rank"] for line in lines
          if line["event"] in ("end", "rank_end") and line["rank"] and line["exit_code"] == 0 and line["steps"] > 0}

@@ -5,31 +5,14 @@
 # shellcheck disable=SC2317  # what in_time calls
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
+# shellcheck source=../support/hosts.bash
+source "$(dirname "$0")/../support/hosts.bash"
 
 peer_timeout=10 # seconds; long, so that on a slow machine only the rank behind the cut link counts as lost
-switch=dts$$
-hosts=("dt0-$$" "dt1-$$" "dt2-$$")
-# shellcheck disable=SC2317  # called by trap
-remove_hosts() {
-  local host
-  for host in "${hosts[@]}" "$switch"; do ip netns del "$host" 2>/dev/null; done
-  cleanup
-}
-trap remove_hosts EXIT
-if ! ip netns add "$switch" 2>/dev/null || ! ip -n "$switch" link add bridge type bridge 2>/dev/null; then
+if ! make_hosts 10.78.0; then
   echo "skipped: no right to make network namespaces here, no ip command, or no bridges"
   exit 77 # as tests/CMakeLists.txt has it
 fi
-ip -n "$switch" link set bridge up
-for rank in 0 1 2; do
-  host=${hosts[rank]}
-  ip netns add "$host"
-  ip -n "$switch" link add "port$rank" type veth peer name eth0 netns "$host" || fail "no veth pair"
-  ip -n "$switch" link set "port$rank" master bridge up
-  ip -n "$host" link set lo up
-  ip -n "$host" addr add "10.78.0.1$rank/24" dev eth0
-  ip -n "$host" link set eth0 address "02:00:00:00:00:1$rank" up
-done
 
 # lose <from> <to>: sends the packets between these hosts to a MAC address that no host has.
 lose() { ip -n "${hosts[$1]}" neigh replace "10.78.0.1$2" lladdr 02:00:00:00:00:99 dev eth0 nud permanent; }

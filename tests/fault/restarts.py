@@ -5,7 +5,6 @@ Runs a job, then again while one of its ranks is killed every RESTARTS_EVERY sec
 HOSTs are network namespaces with one launcher each, which share the ranks of the job; rank 0 is on the first HOST, at
 10.79.0.10."""
 
-import glob
 import json
 import os
 import random
@@ -13,6 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
+from checkpoint_files import newest_checkpoint  # noqa: E402
 
 distrain, folder, job, *hosts = sys.argv[1:]
 seconds = float(os.environ.get("RESTARTS_SECONDS", "6"))
@@ -116,13 +118,7 @@ def wait(launchers, name):
 
 
 def saved(name):
-    """Returns the files of the newest checkpoint without the manifest, which contains the run id."""
-    newest = sorted(glob.glob(f"{folder}/{job}.{name}/step-*"))[-1]
-    files = {}
-    for path in sorted(glob.glob(newest + "/*.safetensors")):
-        with open(path, "rb") as file:
-            files[os.path.basename(path)] = file.read()
-    return os.path.basename(newest), files
+    return newest_checkpoint(f"{folder}/{job}.{name}")
 
 
 began = time.time()
@@ -138,7 +134,7 @@ print(f"{job}: {alone:.1f} s undisturbed, {time.time() - began:.1f} s with {kill
       f"step {saved('disturbed')[0]}", flush=True)
 if errors and job not in GOOD:
     sys.exit(f"error lines: {errors}")
-if saved("undisturbed") != saved("disturbed"):
+if saved("undisturbed")[0] is None or saved("undisturbed") != saved("disturbed"):
     (first, files), (second, others) = saved("undisturbed"), saved("disturbed")
     sys.exit(f"{first} and {second} differ in {[n for n in files if files[n] != others.get(n)]}")
 if min(restarts) < at_least:

@@ -14,39 +14,6 @@ namespace {
 
 constexpr double kNothing = 1e-20;  // so small that it changes no weight
 
-struct RnnText {
-  RnnText()
-      : train(folder.write("train.txt", make_text(120, 1))),
-        valid(folder.write("valid.txt", make_text(25, 2))) {}
-
-  // About 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
-  RnnOptions on_text() const {
-    RnnOptions options;
-    options.data = train;
-    options.valid_data = valid;
-    options.vocab_size = 25;  // some words are unknown
-    options.batch_size = 4;
-    options.bptt = 6;
-    options.emsize = 6;
-    options.nhid = 8;
-    options.nlayers = 2;
-    options.dropout = 0.2;
-    options.lr = 2;
-    options.lr_schedule = "plateau:0,0.25,0,0";
-    options.mode = "sync";
-    return options;
-  }
-
-  static RnnOptions on_random() {
-    RnnOptions options;
-    options.mode = "sync";
-    return options;
-  }
-
-  const Folder folder;
-  const std::string train, valid;
-};
-
 std::vector<double> values_of(const std::vector<Json>& lines, const char* field) {
   std::vector<double> values;
   for (const Json& line : lines) values.push_back(line[field].get<double>());

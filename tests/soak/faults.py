@@ -26,6 +26,11 @@ import subprocess
 import sys
 import time
 
+support = os.path.join(os.path.dirname(__file__), "..", "support")
+sys.path.insert(0, support)
+from checkpoint_files import newest_checkpoint  # noqa: E402
+from free_port import free_port  # noqa: E402
+
 PEER_TIMEOUT = 5  # seconds
 HANGS = 90  # seconds after which a job counts as hanging
 
@@ -34,7 +39,7 @@ seed = int(os.environ.get("FAULTS_SEED", "1"))
 count = int(os.environ.get("FAULTS_COUNT", "100"))
 only = os.environ.get("FAULTS_ONLY")
 keep = os.environ.get("FAULTS_KEEP")
-proxy_program = os.path.join(os.path.dirname(__file__), "../support/proxy.py")
+proxy_program = os.path.join(support, "proxy.py")
 
 JOBS = {  # number of ranks; arguments
     "hybrid": (4, "--mode sync --epochs 60 --checkpoint-every 20"),
@@ -108,23 +113,6 @@ class Run:
         return found[-1] if found else None
 
 
-def saved(where):
-    """Returns the newest checkpoint's name and files without the manifest, which contains the run id."""
-    newest = sorted(glob.glob(where + "/step-*"))
-    files = {}
-    for path in sorted(glob.glob(newest[-1] + "/*.safetensors")) if newest else []:
-        with open(path, "rb") as file:
-            files[os.path.basename(path)] = file.read()
-    return os.path.basename(newest[-1]) if newest else None, files
-
-
-def free_port():
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 class Undisturbed:
     def __init__(self, job):
         self.where = f"{folder}/{job}.undisturbed"
@@ -136,7 +124,7 @@ class Undisturbed:
         self.times = sorted(line["ts"] for line in lines)
         self.began, self.over = began, self.times[-1]
         self.roles = {line["rank"]: line["role"] for line in lines if line["event"] == "ready"}
-        self.files = saved(self.where)
+        self.files = newest_checkpoint(self.where)
         steps = sorted(glob.glob(self.where + "/step-*"))
         self.save_bytes = sum(os.path.getsize(f) for f in glob.glob(steps[0] + "/*"))
         self.saves = len(steps)
@@ -319,8 +307,8 @@ class Trial:
         code = run.wait()
         if code not in self.good:
             self.breaches.append("hangs when it resumes" if code is None else f"resumed: exit code {code}: {run.end()}")
-        elif saved(self.where) != self.alone.files:
-            step, files = saved(self.where)
+        elif newest_checkpoint(self.where) != self.alone.files:
+            step, files = newest_checkpoint(self.where)
             self.breaches.append(f"resumed: {step} differs in "
                                  f"{[f for f in files if files[f] != self.alone.files[1].get(f)]}")
 

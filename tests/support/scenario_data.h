@@ -6,6 +6,7 @@
 
 #include "distrain/base/random.h"
 #include "scenario/pipeline/options.h"
+#include "scenario/rnn/options.h"
 #include "support/files.h"
 
 namespace distrain::testing {
@@ -77,6 +78,38 @@ inline std::string make_text(int lines, uint64_t seed) {
   }
   return text;
 }
+
+/// Two files of text, and jobs that train a language model on them.
+struct RnnText {
+  /// About 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
+  scenario::RnnOptions on_text() const {
+    scenario::RnnOptions options;
+    options.data = train;
+    options.valid_data = valid;
+    options.vocab_size = 25;  // some words are unknown
+    options.batch_size = 4;
+    options.bptt = 6;
+    options.emsize = 6;
+    options.nhid = 8;
+    options.nlayers = 2;
+    options.dropout = 0.2;
+    options.lr = 2;
+    options.lr_schedule = "plateau:0,0.25,0,0";
+    options.mode = "sync";
+    return options;
+  }
+
+  /// The tutorial's model, on random batches.
+  static scenario::RnnOptions on_random() {
+    scenario::RnnOptions options;
+    options.mode = "sync";
+    return options;
+  }
+
+  const data::Folder folder;
+  const std::string train = folder.write("train.txt", make_text(120, 1));
+  const std::string valid = folder.write("valid.txt", make_text(25, 2));
+};
 
 /// Returns examples in fastText's format over eighty words; some, even the last, may be empty.
 inline std::string make_examples(int count) {

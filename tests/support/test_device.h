@@ -4,9 +4,9 @@
 
 namespace distrain::testing {
 
-/// Returns the device with this index for the suites of tests/sim that need nothing specific to the
-/// simulated accelerator: a simulated device in the program `sim`, a GPU in the program `gpu`. With
-/// fewer GPUs, several indices share one. A case that needs two different devices has the tag
+/// Returns the device with this index for the suites of tests/fake_device that run on any device: a
+/// fake device in the program `fake_device`, a GPU in the program `gpu`. If there are fewer GPUs,
+/// several indices share a GPU. A case that needs two different devices has the tag
 /// [two].
 c10::Device test_device(int index = 0);
 

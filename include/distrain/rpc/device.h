@@ -30,7 +30,7 @@ namespace distrain::rpc {
 //
 // These waits are expressed as StreamPoint, except that autograd hands gradients from node to node
 // with the events of torch's own InputBuffer. The runtime uses devices only through c10's Stream,
-// Event and DeviceGuardImplInterface, so it also runs on a simulated accelerator.
+// Event and DeviceGuardImplInterface, so it also runs on the fake device of the tests.
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 

@@ -6,11 +6,11 @@
 #include <vector>
 
 #include <sys/resource.h>
-#include <zlib.h>
 
 #include "distrain/data/idx.h"
 #include "distrain/store/gzip_reader.h"
 #include "distrain/store/safetensors.h"
+#include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"
 
@@ -21,38 +21,18 @@ namespace {
 
 constexpr size_t kGiB = size_t{1} << 30;
 
-std::string zipped(const std::string& text) {
-  std::string result(compressBound(text.size()) + 64, '\0');
-  z_stream stream{};
-  REQUIRE(deflateInit2(&stream, 9, Z_DEFLATED, 16 + MAX_WBITS, 8, Z_DEFAULT_STRATEGY) == Z_OK);
-  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
-  stream.avail_in = static_cast<uInt>(text.size());
-  stream.next_out = reinterpret_cast<Bytef*>(result.data());
-  stream.avail_out = static_cast<uInt>(result.size());
-  REQUIRE(deflate(&stream, Z_FINISH) == Z_STREAM_END);
-  result.resize(stream.total_out);
-  deflateEnd(&stream);
-  return result;
-}
-
 // Returns a gzip file of `begin` and a GiB of zeros, about a MiB long, in 256 members of 4 MiB.
 std::string bomb(const std::string& begin) {
-  static const std::string zeros = zipped(std::string(kGiB / 256, '\0'));
-  std::string text = begin.empty() ? "" : zipped(begin);
+  static const std::string zeros = gzip(std::string(kGiB / 256, '\0'));
+  std::string text = begin.empty() ? "" : gzip(begin);
   for (int i = 0; i < 256; ++i) text += zeros;
   REQUIRE(text.size() < size_t{2} << 20);
   return text;
 }
 
-std::string big_endian_word(uint32_t value) {
-  std::string bytes;
-  for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);
-  return bytes;
-}
-
 std::string idx_header(const std::vector<uint32_t>& sizes) {
-  std::string header = big_endian_word(0x800 + static_cast<uint32_t>(sizes.size()));
-  for (const uint32_t size : sizes) header += big_endian_word(size);
+  std::string header = big_endian(0x800 + static_cast<uint32_t>(sizes.size()));
+  for (const uint32_t size : sizes) header += big_endian(size);
   return header;
 }
 
@@ -83,13 +63,13 @@ TEST_CASE("A gzip file is read to its limit and no further") {
   CHECK(bad_data([&] { other.read(bytes.data(), 1); }) ==
         path + ": longer than the 1 bytes of the rest");
   // A file that ends exactly at the limit is read completely, including its checksum.
-  for (const std::string& text : {std::string("begin"), zipped("begin")}) {
+  for (const std::string& text : {std::string("begin"), gzip("begin")}) {
     const auto whole = folder.write("whole", text);
     store::GzipReader exact(whole, {5, ""});
     CHECK(exact.read(bytes.data(), 64) == 5);
     CHECK(exact.read(bytes.data(), 64) == 0);
   }
-  std::string damaged = zipped("begin");
+  std::string damaged = gzip("begin");
   damaged[damaged.size() - 8] ^= 1;
   const auto file = folder.write("damaged", damaged);
   store::GzipReader checked(file, {5, ""});
@@ -103,7 +83,7 @@ TEST_CASE("An IDX file that decompresses to more than its header says costs no m
   const auto labels = folder.write("labels", idx_header({3}) + "abc");
   CHECK(bad_data([&] { read_idx(images, labels); }) ==
         images + ": longer than the 12 bytes that its header says");
-  folder.write("images", zipped(idx_header({3, 2, 2}) + "abcdefghijkl"));
+  folder.write("images", gzip(idx_header({3, 2, 2}) + "abcdefghijkl"));
   folder.write("labels", bomb(idx_header({3})));
   CHECK(bad_data([&] { read_idx(images, labels); }) ==
         labels + ": longer than the 3 bytes that its header says");

@@ -4,10 +4,10 @@
 
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <zlib.h>
 
 #include "distrain/data/idx.h"
 #include "distrain/store/hash.h"
+#include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"
 
@@ -18,12 +18,6 @@ namespace {
 
 using namespace std::string_literals;
 
-std::string big_endian(uint32_t value) {
-  std::string bytes;
-  for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);
-  return bytes;
-}
-
 std::string images(uint32_t count, uint32_t rows, uint32_t columns, std::string_view pixels) {
   return big_endian(0x803) + big_endian(count) + big_endian(rows) + big_endian(columns) +
          std::string(pixels);
@@ -32,20 +26,6 @@ std::string images(uint32_t count, uint32_t rows, uint32_t columns, std::string_
 std::string labels(std::string_view classes) {
   return big_endian(0x801) + big_endian(static_cast<uint32_t>(classes.size())) +
          std::string(classes);
-}
-
-std::string gzip(std::string_view text) {
-  z_stream stream{};
-  REQUIRE(deflateInit2(&stream, 9, Z_DEFLATED, 16 + MAX_WBITS, 8, Z_DEFAULT_STRATEGY) == Z_OK);
-  std::string result(deflateBound(&stream, text.size()), '\0');
-  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
-  stream.avail_in = static_cast<uInt>(text.size());
-  stream.next_out = reinterpret_cast<Bytef*>(result.data());
-  stream.avail_out = static_cast<uInt>(result.size());
-  REQUIRE(deflate(&stream, Z_FINISH) == Z_STREAM_END);
-  result.resize(stream.total_out);
-  deflateEnd(&stream);
-  return result;
 }
 
 const std::string kPixels = "abcdefghijkl";

@@ -204,10 +204,6 @@ TEST_CASE("the current context of a thread is that of the calling agent") {
 
 namespace {
 
-/// Runs on the trainers when rank 2 calls it.
-at::Tensor remote_forward(rpc::CallContext& call, const at::Tensor& x) {
-  return call.agent.local<Trainer>().model->forward(x);
-}
 at::Tensor remote_module_forward(rpc::CallContext& call, const at::Tensor& x) {
   return call.agent.local<Trainer>().model->module()->forward(x);
 }
@@ -217,16 +213,10 @@ at::Tensor remote_module_forward(rpc::CallContext& call, const at::Tensor& x) {
 TEST_CASE("replicas work in the handlers of another rank's pass") {
   Cluster cluster(kTrainers + 1, [](rpc::Agent& agent) {
     autograd::install(agent);
-    agent.expose<&remote_forward>("forward");
+    agent.expose<&trainer_forward>("forward");
     agent.expose<&remote_module_forward>("module_forward");
   });
-  std::vector<std::shared_ptr<Trainer>> trainers(kTrainers);
-  cluster.on_all([&](rpc::Agent& agent) {
-    if (agent.rank() == kTrainers) return;
-    auto& mine = trainers[static_cast<size_t>(agent.rank())];
-    mine = std::make_shared<Trainer>(agent);
-    agent.provide(mine);
-  });
+  const auto trainers = provide_trainers(cluster);
   rpc::Agent& master = cluster[kTrainers];
   // The failing pass is last because it ends on a trainer some time after the master is notified.
   for (const int step : {0, 1, 3, 2}) {
@@ -235,7 +225,7 @@ TEST_CASE("replicas work in the handlers of another rank's pass") {
     for (int rank = 0; rank < kTrainers; ++rank) {
       outputs.push_back(step == 2 && rank == 1
                             ? master.rpc_async<&remote_module_forward>(rank, batch(rank, step))
-                            : master.rpc_async<&remote_forward>(rank, batch(rank, step)));
+                            : master.rpc_async<&trainer_forward>(rank, batch(rank, step)));
     }
     at::Tensor loss;
     for (auto& output : outputs) {

@@ -107,26 +107,12 @@ TEST_CASE("forwards without gradients may differ between ranks and do not shift 
   });
 }
 
-namespace {
-
-at::Tensor forward_for(rpc::CallContext& call, const at::Tensor& x) {
-  return call.agent.local<Trainer>().model->forward(x);
-}
-
-}  // namespace
-
 TEST_CASE("calls for two contexts may reach the ranks in different orders") {
   Cluster cluster(kTrainers + 1, [](rpc::Agent& agent) {
     autograd::install(agent);
-    agent.expose<&forward_for>("forward_for");
+    agent.expose<&trainer_forward>("forward");
   });
-  std::vector<std::shared_ptr<Trainer>> trainers(kTrainers);
-  cluster.on_all([&](rpc::Agent& agent) {
-    if (agent.rank() == kTrainers) return;
-    auto& mine = trainers[static_cast<size_t>(agent.rank())];
-    mine = std::make_shared<Trainer>(agent);
-    agent.provide(mine);
-  });
+  const auto trainers = provide_trainers(cluster);
   rpc::Agent& master = cluster[kTrainers];
   std::vector<std::unique_ptr<autograd::Context>> contexts;
   for (int i = 0; i < 2; ++i) {
@@ -138,7 +124,7 @@ TEST_CASE("calls for two contexts may reach the ranks in different orders") {
       const int step = rank == 0 ? turn : 1 - turn;
       const rpc::ContextScope scope(master, contexts[size_t(step)]->id());
       const at::Tensor part =
-          trainers[0]->loss_of(master.rpc_sync<&forward_for>(rank, batch(rank, step)));
+          trainers[0]->loss_of(master.rpc_sync<&trainer_forward>(rank, batch(rank, step)));
       losses[step] = losses[step].defined() ? losses[step] + part : part;
     }
   }

@@ -193,4 +193,21 @@ inline Values on_trainers(const std::function<void(Trainer&)>& fn) {
   return before[0];
 }
 
+/// Gives each rank but the last a Trainer, which functions of that rank find by `local`.
+inline std::vector<std::shared_ptr<Trainer>> provide_trainers(Cluster& cluster) {
+  std::vector<std::shared_ptr<Trainer>> trainers(kTrainers);
+  cluster.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() == kTrainers) return;
+    auto& mine = trainers[static_cast<size_t>(agent.rank())];
+    mine = std::make_shared<Trainer>(agent);
+    agent.provide(mine);
+  });
+  return trainers;
+}
+
+/// Runs forward() of the called rank's Trainer.
+inline at::Tensor trainer_forward(rpc::CallContext& call, const at::Tensor& x) {
+  return call.agent.local<Trainer>().model->forward(x);
+}
+
 }  // namespace distrain::testing

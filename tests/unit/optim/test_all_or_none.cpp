@@ -4,6 +4,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "remote_layers.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -14,30 +15,10 @@ using rpc::Agent;
 using rpc::RRef;
 using testing::Cluster;
 using testing::error_of;
+using testing::set_up_weights;
+using testing::Weight;
 
 namespace {
-
-struct Cell {
-  using Constructor = Cell(at::Tensor value);
-  explicit Cell(at::Tensor w) : weight(w.clone().requires_grad_()) {}
-  at::Tensor forward(at::Tensor x) { return x * weight; }
-  at::Tensor rows(at::Tensor numbers) {
-    return at::embedding(weight, numbers, -1, false, /*sparse=*/true);
-  }
-  RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
-  at::Tensor value() { return weight.detach().clone(); }
-  at::Tensor weight;
-};
-
-void set_up_cells(Agent& agent) {
-  autograd::install(agent);
-  optim::install(agent);
-  agent.expose_class<Cell>("Cell");
-  agent.expose<&Cell::forward>("Cell.forward");
-  agent.expose<&Cell::rows>("Cell.rows");
-  agent.expose<&Cell::parameter>("Cell.parameter");
-  agent.expose<&Cell::value>("Cell.value");
-}
 
 at::Tensor zeros_leaf() { return at::zeros({2, 2}, at::kDouble).requires_grad_(); }
 at::Tensor ones() { return at::ones({2, 2}, at::kDouble); }
@@ -52,7 +33,7 @@ at::Tensor rows_out_of_range() {
 }  // namespace
 
 TEST_CASE("an update that fails halfway reports the parameters that it has updated") {
-  Cluster cluster(1, set_up_cells);
+  Cluster cluster(1, set_up_weights);
   const std::vector<at::Tensor> own = {zeros_leaf(), zeros_leaf(), zeros_leaf()};
   DistributedOptimizer optimizer(cluster[0], {}, own, optim::Rule{optim::Adagrad{.lr = 1}, {}, 0});
   autograd::Context context(cluster[0]);
@@ -66,30 +47,30 @@ TEST_CASE("an update that fails halfway reports the parameters that it has updat
 }
 
 TEST_CASE("if one of several owners fails, the others' updates remain, and the error names them") {
-  Cluster cluster(3, set_up_cells);
+  Cluster cluster(3, set_up_weights);
   Agent& agent = cluster[0];
-  const auto first = agent.remote_new<Cell>(1, zeros()),
-             second = agent.remote_new<Cell>(2, zeros());
+  const auto first = agent.remote_new<Weight>(1, zeros()),
+             second = agent.remote_new<Weight>(2, zeros());
   const at::Tensor own = zeros_leaf();
   DistributedOptimizer optimizer(
-      agent, {first.rpc_sync<&Cell::parameter>(), second.rpc_sync<&Cell::parameter>()}, {own},
+      agent, {first.rpc_sync<&Weight::parameter>(), second.rpc_sync<&Weight::parameter>()}, {own},
       optim::Rule{optim::Sgd{.lr = 1, .momentum = 0.9}, {}, 0});
   autograd::Context context(agent);
-  autograd::backward(context, {first.rpc_sync<&Cell::rows>(at::zeros({1}, at::kLong)).sum() +
-                               second.rpc_sync<&Cell::forward>(ones()).sum() + own.sum()});
+  autograd::backward(context, {first.rpc_sync<&Weight::rows>(at::zeros({1}, at::kLong)).sum() +
+                               second.rpc_sync<&Weight::forward>(ones()).sum() + own.sum()});
   const base::Error error = error_of([&] { optimizer.step(context); });
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.rank == 1);
   CHECK(
       error.message.find("sgd with momentum cannot take sparse gradients; the step failed on rank "
                          "1, is made on rank 2, rank 0 (its own)") != std::string::npos);
-  CHECK(at::equal(first.rpc_sync<&Cell::value>(), zeros()));
-  CHECK(at::equal(second.rpc_sync<&Cell::value>(), -ones()));
+  CHECK(at::equal(first.rpc_sync<&Weight::value>(), zeros()));
+  CHECK(at::equal(second.rpc_sync<&Weight::value>(), -ones()));
   CHECK(at::equal(own.detach(), -ones()));
 }
 
 TEST_CASE("a state with a part that does not fit is not loaded at all") {
-  Cluster cluster(1, set_up_cells);
+  Cluster cluster(1, set_up_weights);
   const std::vector<at::Tensor> own = {zeros_leaf(), zeros_leaf()};
   DistributedOptimizer optimizer(cluster[0], {}, own, optim::Rule{optim::Adagrad{.lr = 1}, {}, 0});
   {
@@ -106,27 +87,27 @@ TEST_CASE("a state with a part that does not fit is not loaded at all") {
 
 TEST_CASE("one context's gradient may be sparse and another's dense") {
   const bool sparse_first = GENERATE(true, false);
-  Cluster cluster(2, set_up_cells);
+  Cluster cluster(2, set_up_weights);
   Agent& agent = cluster[0];
-  const auto remote = agent.remote_new<Cell>(1, zeros());
+  const auto remote = agent.remote_new<Weight>(1, zeros());
   const at::Tensor own = zeros_leaf();
-  DistributedOptimizer optimizer(agent, {remote.rpc_sync<&Cell::parameter>()}, {own},
+  DistributedOptimizer optimizer(agent, {remote.rpc_sync<&Weight::parameter>()}, {own},
                                  optim::Rule{optim::Sgd{.lr = 1}, {}, 0});
   std::vector<uint64_t> ids;
   std::vector<std::unique_ptr<autograd::Context>> contexts;
   const at::Tensor second_row = at::ones({1}, at::kLong);
   for (const bool sparse : {sparse_first, !sparse_first}) {
     contexts.push_back(std::make_unique<autograd::Context>(agent));
-    const at::Tensor loss = sparse ? remote.rpc_sync<&Cell::rows>(second_row).sum() +
+    const at::Tensor loss = sparse ? remote.rpc_sync<&Weight::rows>(second_row).sum() +
                                          at::embedding(own, second_row, -1, false, true).sum()
-                                   : remote.rpc_sync<&Cell::forward>(ones()).sum() + own.sum();
+                                   : remote.rpc_sync<&Weight::forward>(ones()).sum() + own.sum();
     autograd::backward(*contexts.back(), {loss});
     ids.push_back(contexts.back()->id());
   }
   optimizer.step(ids);
   const at::Tensor expected = at::tensor({-1.0, -1.0, -2.0, -2.0}, at::kDouble).view({2, 2});
   CAPTURE(own);
-  CHECK(at::equal(remote.rpc_sync<&Cell::value>(), expected));
+  CHECK(at::equal(remote.rpc_sync<&Weight::value>(), expected));
   CHECK(at::equal(own.detach(), expected));
   while (!contexts.empty()) contexts.pop_back();
 }

@@ -11,6 +11,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "remote_layers.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -23,27 +24,11 @@ using rpc::Agent;
 using rpc::RRef;
 using testing::Cluster;
 using testing::error_of;
+using testing::set_up_weights;
+using testing::Weight;
 using Mode = optim::Sharing::Mode;
 
 namespace {
-
-struct Weight {
-  using Constructor = Weight(at::Tensor value);
-  explicit Weight(at::Tensor w) : weight(w.clone().requires_grad_()) {}
-  at::Tensor forward(at::Tensor x) { return x * weight; }
-  RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
-  at::Tensor value() { return weight.detach().clone(); }
-  at::Tensor weight;
-};
-
-void set_up_weights(Agent& agent) {
-  autograd::install(agent);
-  optim::install(agent);
-  agent.expose_class<Weight>("Weight");
-  agent.expose<&Weight::forward>("Weight.forward");
-  agent.expose<&Weight::parameter>("Weight.parameter");
-  agent.expose<&Weight::value>("Weight.value");
-}
 
 at::Tensor row(std::vector<double> values) { return at::tensor(values, at::kDouble); }
 

@@ -12,6 +12,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "remote_layers.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -23,22 +24,14 @@ using optim::OptimizerOptions;
 using optim::Sharing;
 using rpc::Agent;
 using rpc::RRef;
+using testing::backward_of;
 using testing::Cluster;
 using testing::error_of;
+using testing::Layer;
 
 namespace {
 
 std::vector<optim::UpdateCount> g_counts;  // by rank, of the most recent cluster
-
-// x · w, where w is on the rank of this object.
-struct Layer {
-  using Constructor = Layer(at::Tensor weight);
-  explicit Layer(at::Tensor w) : weight(w.clone().requires_grad_()) {}
-  at::Tensor forward(at::Tensor x) { return x.matmul(weight); }
-  RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
-  at::Tensor value() { return weight.detach().clone(); }
-  at::Tensor weight;
-};
 
 struct Table {
   using Constructor = Table(at::Tensor weight);
@@ -61,10 +54,7 @@ void set_up_layers(Agent& agent) {
   if (agent.rank() == 0) g_counts.clear();
   autograd::install(agent);
   g_counts.push_back(optim::install(agent));
-  agent.expose_class<Layer>("Layer");
-  agent.expose<&Layer::forward>("Layer.forward");
-  agent.expose<&Layer::parameter>("Layer.parameter");
-  agent.expose<&Layer::value>("Layer.value");
+  testing::expose_layers(agent);
   agent.expose_class<Table>("Table");
   agent.expose<&occupy_worker>("occupy_worker");
   agent.expose<&Table::forward>("Table.forward");
@@ -74,11 +64,12 @@ void set_up_layers(Agent& agent) {
 
 at::Tensor numbers(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
-// Runs a backward pass in which the parameter's gradient is `scale`.
-void backward_of(autograd::Context& context, const RRef<Layer>& layer, double scale) {
-  const at::Tensor x = at::full({1, 2}, scale, at::kDouble);
-  autograd::backward(context, {layer.rpc_sync<&Layer::forward>(x).sum()});
-}
+// One of two participants on one rank that train a parameter in sync mode.
+struct SyncParticipant : DistributedOptimizer {
+  SyncParticipant(Agent& agent, const RRef<at::Tensor>& parameter, int participant)
+      : DistributedOptimizer(agent, {parameter}, optim::Sgd{.lr = 1},
+                             Sharing{Sharing::Mode::kSync, 2, participant}) {}
+};
 
 }  // namespace
 
@@ -193,20 +184,15 @@ TEST_CASE("an owner reports which participant's update it waits for") {
   Cluster cluster(2, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   const RRef<at::Tensor> parameter = layer.rpc_sync<&Layer::parameter>();
-  const auto optimizer_of = [&](int participant) {
-    return std::make_unique<DistributedOptimizer>(
-        cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
-        Sharing{Sharing::Mode::kSync, 2, participant});
-  };
-  const auto first = optimizer_of(0), second = optimizer_of(1);
+  SyncParticipant first(cluster[0], parameter, 0), second(cluster[0], parameter, 1);
   autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
-  std::thread stepping([&] { first->step(context); });
+  std::thread stepping([&] { first.step(context); });
   std::vector<rpc::Wait> waits;
   while (waits.empty()) waits = cluster[1].waits();
   CHECK(waits[0].what == "an update here that wants participant 1");
   CHECK(cluster[0].waits().at(0).what == "distrain.optim.step, called on rank 1");
-  second->step(context);
+  second.step(context);
   stepping.join();
   CHECK(cluster[1].waits().empty());
 }
@@ -221,17 +207,12 @@ TEST_CASE("a long wait for a participant is reported once, while it lasts") {
   Cluster cluster(2, set_up_layers, options);
   const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   const auto parameter = layer.rpc_sync<&Layer::parameter>();
-  const auto optimizer_of = [&](int participant) {
-    return std::make_unique<DistributedOptimizer>(
-        cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
-        Sharing{Sharing::Mode::kSync, 2, participant});
-  };
-  const auto first = optimizer_of(0), second = optimizer_of(1);
+  SyncParticipant first(cluster[0], parameter, 0), second(cluster[0], parameter, 1);
   autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
-  std::thread stepping([&] { first->step(context); });
+  std::thread stepping([&] { first.step(context); });
   while (told == 0) std::this_thread::yield();
-  second->step(context);
+  second.step(context);
   stepping.join();
   CHECK(told == 1);
 }

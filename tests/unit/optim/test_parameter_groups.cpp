@@ -13,6 +13,7 @@
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/learning_rate_schedule.h"
+#include "remote_layers.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -24,52 +25,35 @@ using optim::ParameterGroup;
 using optim::Sharing;
 using rpc::Agent;
 using rpc::RRef;
+using testing::backward_of;
 using testing::Cluster;
 using testing::error_of;
+using testing::Layer;
 using Mode = optim::Sharing::Mode;
 
 namespace {
 
-// x · w, where w is on the rank of this object.
-struct Column {
-  using Constructor = Column(at::Tensor weight);
-  explicit Column(at::Tensor w) : weight(w.clone().requires_grad_()) {}
-  at::Tensor forward(at::Tensor x) { return x.matmul(weight); }
-  RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
-  at::Tensor value() { return weight.detach().clone(); }
-  at::Tensor weight;
-};
-
-// Each rank's column, which it trains together with other ranks.
+// Each rank's layer, which it trains together with other ranks.
 struct Home {
-  std::shared_ptr<Column> column = std::make_shared<Column>(at::zeros({2, 1}, at::kDouble));
+  std::shared_ptr<Layer> layer = std::make_shared<Layer>(at::zeros({2, 1}, at::kDouble));
 };
-RRef<Column> column(rpc::CallContext& context) {
-  return context.agent.make_rref(context.agent.local<Home>().column);
+RRef<Layer> home_layer(rpc::CallContext& context) {
+  return context.agent.make_rref(context.agent.local<Home>().layer);
 }
-at::Tensor value_on(Agent& agent) { return agent.local<Home>().column->value(); }
+at::Tensor value_on(Agent& agent) { return agent.local<Home>().layer->value(); }
 
-void set_up_columns(Agent& agent) {
+void set_up_homes(Agent& agent) {
   agent.provide(std::make_shared<Home>());
-  agent.expose<&column>("column");
+  agent.expose<&home_layer>("home_layer");
   autograd::install(agent);
   optim::install(agent);
-  agent.expose_class<Column>("Column");
-  agent.expose<&Column::forward>("Column.forward");
-  agent.expose<&Column::parameter>("Column.parameter");
-  agent.expose<&Column::value>("Column.value");
+  testing::expose_layers(agent);
 }
 
 at::Tensor leaf(const at::Tensor& value) { return value.clone().requires_grad_(); }
 
-// Runs a backward pass in which both weights of the layer have the gradient `scale`.
-void backward_of(autograd::Context& context, const RRef<Column>& layer, double scale) {
-  const at::Tensor x = at::full({1, 2}, scale, at::kDouble);
-  autograd::backward(context, {layer.rpc_sync<&Column::forward>(x).sum()});
-}
-
 // Makes one step of a participant, with gradients of `scale`.
-void step(Agent& agent, DistributedOptimizer& optimizer, const RRef<Column>& layer, double scale,
+void step(Agent& agent, DistributedOptimizer& optimizer, const RRef<Layer>& layer, double scale,
           double max_norm = 0) {
   autograd::Context context(agent);
   backward_of(context, layer, scale);
@@ -94,18 +78,16 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
       std::make_unique<AdamWOptions>(AdamWOptions(0.02).weight_decay(0).betas({0.8, 0.99})));
   torch::optim::AdamW reference(reference_groups);
 
-  Cluster cluster(3, set_up_columns);
+  Cluster cluster(3, set_up_homes);
   {
     Agent& agent = cluster[0];
-    const auto first = agent.remote_new<Column>(1, w1);
-    const auto second = agent.remote_new<Column>(2, w2);
+    const auto first = agent.remote_new<Layer>(1, w1);
+    const auto second = agent.remote_new<Layer>(2, w2);
     const at::Tensor bias = leaf(w3);
     const optim::AdamW decayed{.lr = 0.1, .weight_decay = 0.3};
     const optim::AdamW plain{.lr = 0.02, .beta1 = 0.8, .beta2 = 0.99, .weight_decay = 0};
     const std::vector<ParameterGroup> groups = {
-        {{first.rpc_sync<&Column::parameter>(), second.rpc_sync<&Column::parameter>()},
-         {},
-         decayed},
+        {{first.rpc_sync<&Layer::parameter>(), second.rpc_sync<&Layer::parameter>()}, {}, decayed},
         {{}, {}, optim::Sgd{}},
         {{}, {bias}, plain}};
     DistributedOptimizer optimizer(agent, groups);
@@ -122,13 +104,13 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
       reference.step();
 
       autograd::Context context(agent);
-      const at::Tensor hidden = first.rpc_sync<&Column::forward>(x).tanh();
-      const at::Tensor y = second.rpc_sync<&Column::forward>(hidden) + bias;
+      const at::Tensor hidden = first.rpc_sync<&Layer::forward>(x).tanh();
+      const at::Tensor y = second.rpc_sync<&Layer::forward>(hidden) + bias;
       autograd::backward(context, {y.tanh().pow(2).sum()});
       optimizer.step(context);
     }
-    CHECK(at::allclose(first.rpc_sync<&Column::value>(), local[0].detach(), 1e-12, 1e-12));
-    CHECK(at::allclose(second.rpc_sync<&Column::value>(), local[1].detach(), 1e-12, 1e-12));
+    CHECK(at::allclose(first.rpc_sync<&Layer::value>(), local[0].detach(), 1e-12, 1e-12));
+    CHECK(at::allclose(second.rpc_sync<&Layer::value>(), local[1].detach(), 1e-12, 1e-12));
     CHECK(at::allclose(bias.detach(), local[2].detach(), 1e-12, 1e-12));
 
     // The state is ordered by group.
@@ -149,29 +131,28 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
 }
 
 TEST_CASE("two groups of one owner may have rules of different kinds") {
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     Agent& agent = cluster[0];
     const at::Tensor zeros = at::zeros({2, 1}, at::kDouble);
-    const auto fast = agent.remote_new<Column>(1, zeros), slow = agent.remote_new<Column>(1, zeros);
-    const auto one = fast.rpc_sync<&Column::parameter>(),
-               other = slow.rpc_sync<&Column::parameter>();
+    const auto fast = agent.remote_new<Layer>(1, zeros), slow = agent.remote_new<Layer>(1, zeros);
+    const auto one = fast.rpc_sync<&Layer::parameter>(), other = slow.rpc_sync<&Layer::parameter>();
     DistributedOptimizer optimizer(
         agent, {ParameterGroup{{one}, {}, optim::Sgd{.lr = 1}},
                 ParameterGroup{{other}, {}, optim::Sgd{.lr = 0.25, .momentum = 0.5}}});
     const auto both = [&] {
       autograd::Context context(agent);
       const at::Tensor x = at::ones({1, 2}, at::kDouble);
-      autograd::backward(context, {fast.rpc_sync<&Column::forward>(x).sum() +
-                                   slow.rpc_sync<&Column::forward>(x).sum()});
+      autograd::backward(context, {fast.rpc_sync<&Layer::forward>(x).sum() +
+                                   slow.rpc_sync<&Layer::forward>(x).sum()});
       optimizer.step(context);
     };
     both();
     optimizer.set_lr_factor(0.5);
     both();
     // Expected: 1 + 1/2; 1/4 of the first velocity, 1, and 1/8 of the second, 3/2.
-    CHECK(at::equal(fast.rpc_sync<&Column::value>(), at::full({2, 1}, -1.5, at::kDouble)));
-    CHECK(at::equal(slow.rpc_sync<&Column::value>(), at::full({2, 1}, -0.4375, at::kDouble)));
+    CHECK(at::equal(fast.rpc_sync<&Layer::value>(), at::full({2, 1}, -1.5, at::kDouble)));
+    CHECK(at::equal(slow.rpc_sync<&Layer::value>(), at::full({2, 1}, -0.4375, at::kDouble)));
 
     // A later DistributedOptimizer must have the same groups.
     const auto attach = [&](const std::vector<ParameterGroup>& groups) {
@@ -191,13 +172,13 @@ TEST_CASE("two groups of one owner may have rules of different kinds") {
 }
 
 TEST_CASE("a repeated parameter is refused, naming the groups") {
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     Agent& agent = cluster[0];
     const at::Tensor here = leaf(at::zeros({2, 1}));
-    const auto layer = agent.remote_new<Column>(1, here.detach());
-    const auto there = layer.rpc_sync<&Column::parameter>();
-    const auto again = layer.rpc_sync<&Column::parameter>();  // another RRef to the same parameter
+    const auto layer = agent.remote_new<Layer>(1, here.detach());
+    const auto there = layer.rpc_sync<&Layer::parameter>();
+    const auto again = layer.rpc_sync<&Layer::parameter>();  // another RRef to the same parameter
     const OptimizerOptions sgd = optim::Sgd{};
     const auto refused = [&](const std::vector<ParameterGroup>& groups) {
       const base::Error error = error_of([&] { DistributedOptimizer optimizer(agent, groups); });
@@ -231,7 +212,7 @@ TEST_CASE("a replica of DistributedDataParallel is not a shared parameter") {
     void operator()(const at::Tensor&) override {}
     void on_context_gradient(const autograd::ContextRef&, const at::Tensor&) override {}
   };
-  Cluster cluster(1, set_up_columns);
+  Cluster cluster(1, set_up_homes);
   const at::Tensor parameter = at::zeros({2}).requires_grad_();
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Replica>());
   const base::Error error = error_of([&] {
@@ -246,12 +227,12 @@ TEST_CASE("a replica of DistributedDataParallel is not a shared parameter") {
 }
 
 TEST_CASE("a rank trains its own parameters together with another rank: async") {
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     constexpr int kSteps = 25;
     cluster.on_all([&](Agent& agent) {
-      const auto layer = agent.rpc_sync<&column>(0);
-      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
+      const auto layer = agent.rpc_sync<&home_layer>(0);
+      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Layer::parameter>()},
                                      optim::Sgd{.lr = 0.5}, Sharing{Mode::kAsync, 2, agent.rank()});
       for (int i = 0; i < kSteps; ++i) {
         // Each participant has its own learning rate factor.
@@ -267,15 +248,15 @@ TEST_CASE("a rank trains its own parameters together with another rank: async") 
 TEST_CASE("a rank trains its own parameters together with another rank: sync, clipped or not") {
   // The rank's local parameters are updated by its own steps only.
   const double max_norm = GENERATE(0.0, 0.5);
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     constexpr int kSteps = 10;
     std::vector<at::Tensor> own = {leaf(at::zeros({3}, at::kDouble)),
                                    leaf(at::zeros({3}, at::kDouble))};
     cluster.on_all([&](Agent& agent) {
-      const auto layer = agent.rpc_sync<&column>(0);
+      const auto layer = agent.rpc_sync<&home_layer>(0);
       const at::Tensor& mine = own[static_cast<size_t>(agent.rank())];
-      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()}, {mine},
+      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Layer::parameter>()}, {mine},
                                      optim::Rule{optim::Sgd{.lr = 1}, {}, max_norm},
                                      Sharing{Mode::kSync, 2, agent.rank()});
       for (int i = 0; i < kSteps; ++i) {
@@ -284,7 +265,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
         const at::Tensor x = at::full({1, 2}, agent.rank() + 1.0, at::kDouble);
         // The owner needs no remote call.
         const at::Tensor y =
-            layer.is_owner() ? layer.local_value().forward(x) : layer.rpc_sync<&Column::forward>(x);
+            layer.is_owner() ? layer.local_value().forward(x) : layer.rpc_sync<&Layer::forward>(x);
         autograd::backward(context, {y.sum() + mine.sum() * 2});
         optimizer.step(context);
       }
@@ -306,7 +287,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
 TEST_CASE("a rank trains its own parameters together with another rank: ssp limits the lead") {
   const int fast = GENERATE(0, 1);  // 0: the owner is faster; 1: the other rank
   CAPTURE(fast);
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     constexpr int kSteps = 6;
     constexpr int64_t kStaleness = 2;
@@ -316,8 +297,8 @@ TEST_CASE("a rank trains its own parameters together with another rank: ssp limi
     int64_t slow = 0;    // completed steps of the slow rank
     bool ahead = false;  // true if the fast rank exceeded the limit
     cluster.on_all([&](Agent& agent) {
-      const auto layer = agent.rpc_sync<&column>(0);
-      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
+      const auto layer = agent.rpc_sync<&home_layer>(0);
+      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Layer::parameter>()},
                                      optim::Sgd{.lr = 1},
                                      Sharing{Mode::kSsp, 2, agent.rank(), kStaleness});
       for (int i = 0; i < kSteps; ++i) {
@@ -344,12 +325,12 @@ TEST_CASE("a rank trains its own parameters together with another rank: ssp limi
 }
 
 TEST_CASE("in sync mode all participants have the same learning rate") {
-  Cluster cluster(2, set_up_columns);
+  Cluster cluster(2, set_up_homes);
   {
     std::vector<base::Error> errors(2);
     cluster.on_all([&](Agent& agent) {
-      const auto layer = agent.rpc_sync<&column>(0);
-      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
+      const auto layer = agent.rpc_sync<&home_layer>(0);
+      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Layer::parameter>()},
                                      optim::Sgd{.lr = 1}, Sharing{Mode::kSync, 2, agent.rank()});
       optimizer.set_lr_factor(agent.rank() == 0 ? 1 : 0.5);
       errors[static_cast<size_t>(agent.rank())] =
@@ -370,15 +351,15 @@ TEST_CASE("a wait for a lost rank fails with that rank's error, on the owner, to
   const auto [mode, max_norm] = GENERATE(std::pair(Mode::kSync, 0.0), std::pair(Mode::kSync, 1.0),
                                          std::pair(Mode::kSsp, 0.0), std::pair(Mode::kSsp, 1.0));
   CAPTURE(static_cast<int>(mode), max_norm);
-  Cluster cluster(3, set_up_columns);
+  Cluster cluster(3, set_up_homes);
   std::vector<base::Error> errors(2);
   std::vector<std::thread> threads;
   std::atomic<int> attached{0};
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank, mode = mode, max_norm = max_norm] {
       Agent& agent = cluster[rank];
-      const auto layer = agent.rpc_sync<&column>(0);
-      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Column::parameter>()},
+      const auto layer = agent.rpc_sync<&home_layer>(0);
+      DistributedOptimizer optimizer(agent, {layer.rpc_sync<&Layer::parameter>()},
                                      optim::Sgd{.lr = 1}, Sharing{mode, 3, rank, 0});
       ++attached;
       errors[static_cast<size_t>(rank)] =

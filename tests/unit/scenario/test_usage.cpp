@@ -1,53 +1,11 @@
-// Tests wrong usage: exit code 2 and one clear error, for both spellings of options.
-#include <cstdio>
-#include <iostream>
-#include <string>
-#include <vector>
-
-#include <unistd.h>
-
+// Tests wrong options of each job: exit code 2 and one clear error, for both spellings of options.
 #include "../cmd/jobs.h"
-#include "refusal.h"
 #include "support/catch.h"
+#include "support/refusal.h"
 #include "support/scenario_data.h"
 
 using namespace distrain;
 using namespace distrain::testing;
-
-namespace {
-
-using Words = std::vector<std::string>;
-
-struct Wrong {
-  Words arguments;
-  std::string told;
-};
-
-void check_all_refused(const app::JobCommand& command, const std::vector<Wrong>& all) {
-  for (const Wrong& wrong : all) check_refused(command, wrong.arguments, wrong.told);
-}
-
-// Checkpoint and fault-tolerance options, which every job has.
-const std::vector<Wrong> kOfEveryJob = {
-    {{"--checkpoint-every", "5"}, "--checkpoint-every needs --checkpoint"},
-    {{"--resume", "auto"}, "--resume auto needs --checkpoint"},
-    {{"--checkpoint"}, "--checkpoint needs a value"},
-    {{"--inject", "slow=1"}, "unknown fault 'slow'"},
-    {{"--inject", "delay"}, "--inject delay: a fault has the form KIND=VALUE"},
-    {{"--inject", "delay=1s,"}, "--inject : a fault has the form KIND=VALUE"},
-    {{"--inject", "delay=50"}, "in us, ms or s (50ms), not '50'"},
-    {{"--inject", "delay=0ms"}, "the delay must be a number above 0"},
-    {{"--inject", "delay=xms"}, "the delay must be a number above 0 and up to 1000000, not 'x'"},
-    {{"--inject", "delay=1ms@rank=4"}, "--inject delay=1ms@rank=4: there is no rank 4"},
-    {{"--inject", "delay=1ms@rank=x"}, "the rank must be a whole number"},
-    {{"--inject", "delay=1ms@2"}, "@ must be followed by rank=N"},
-    {{"--inject", "fail=save.1"}, "must be checkpoint.N, not 'save.1'"},
-    {{"--inject", "fail=checkpoint.0"}, "what fails must be a whole number from 1"},
-    {{"--inject", "delay=1ms,fail=checkpoint.1@rank=1"}, "only rank 0 saves"},
-    {{"--inject", "save=1ms@rank=1"}, "only rank 0 saves"},
-};
-
-}  // namespace
 
 TEST_CASE("wrong options of hybrid are refused by name") {
   check_all_refused(
@@ -168,40 +126,4 @@ TEST_CASE("wrong options of pipeline are refused by name") {
            "--test-data needs a single number in --micro-batches"},
           {{"--stages", "2", "--world-size", "7"}, "--world-size says 7"},
       });
-}
-
-TEST_CASE("wrong options that every job has are refused by name") {
-  const testing::Folder folder;
-  check_all_refused(app::JobCommand(cmd::hybrid_job()), kOfEveryJob);
-  check_all_refused(app::JobCommand(cmd::rnn_job()), kOfEveryJob);
-  for (Wrong wrong : kOfEveryJob) {
-    wrong.arguments.insert(wrong.arguments.begin(), {"--data", folder.path()});
-    check_refused(app::JobCommand(cmd::ps_job()), wrong.arguments, wrong.told);
-  }
-}
-
-TEST_CASE("invalid devices are refused") {
-  const app::JobCommand hybrid(cmd::hybrid_job());
-  for (const char* word : {"nonsense", "cuda:x", "cuda:-1", "trainer", "trainer=gpu", "nobody=cuda",
-                           "master=cuda,master=cpu"}) {
-    check_refused(hybrid, {"--device", word}, "--device");
-  }
-  check_refused(hybrid, {"--device="}, "--device needs a value");
-  check_refused(hybrid, {"--device", "trainer=cuda", "--local"}, "--local is one process");
-  check_refused(app::JobCommand(cmd::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
-  check_refused(app::JobCommand(cmd::rl_job()), {"--device", "observer=cuda"}, "computes nothing");
-
-  const app::JobCommand ps(cmd::ps_job());
-  const testing::Folder folder;
-  write_images(folder, 64, 16, 1);
-  const auto refused = [&](Words arguments, const std::string& told) {
-    arguments.insert(arguments.begin(), {"--data", folder.path()});
-    check_refused(ps, arguments, told);
-  };
-  refused({"--num-gpus", "1", "--device", "cpu"}, "different devices");
-  refused({"--num-gpus", "0", "--device", "cuda"}, "different devices");
-  refused({"--num-gpus", "1", "--device", "cuda:1"}, "different devices");
-  refused({"--num-gpus", "2", "--device", "server=cuda:0"}, "different devices");
-  refused({"--num-gpus", "2", "--device", "server=cpu"}, "different devices");
-  refused({"--num-gpus", "3"}, "from 0 to 2");
 }

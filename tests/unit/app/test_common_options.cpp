@@ -1,0 +1,77 @@
+// Tests wrong values of the options that app declares for every job: exit code 2 and one clear
+// error.
+#include <string>
+#include <vector>
+
+#include "distrain/scenario/hybrid.h"
+#include "distrain/scenario/pipeline.h"
+#include "distrain/scenario/ps.h"
+#include "distrain/scenario/rl.h"
+#include "distrain/scenario/rnn.h"
+#include "support/catch.h"
+#include "support/refusal.h"
+#include "support/scenario_data.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+
+namespace {
+
+// Checkpoint and fault-tolerance options, which every job has.
+const std::vector<Refused> kOfEveryJob = {
+    {{"--checkpoint-every", "5"}, "--checkpoint-every needs --checkpoint"},
+    {{"--resume", "auto"}, "--resume auto needs --checkpoint"},
+    {{"--checkpoint"}, "--checkpoint needs a value"},
+    {{"--inject", "slow=1"}, "unknown fault 'slow'"},
+    {{"--inject", "delay"}, "--inject delay: a fault has the form KIND=VALUE"},
+    {{"--inject", "delay=1s,"}, "--inject : a fault has the form KIND=VALUE"},
+    {{"--inject", "delay=50"}, "in us, ms or s (50ms), not '50'"},
+    {{"--inject", "delay=0ms"}, "the delay must be a number above 0"},
+    {{"--inject", "delay=xms"}, "the delay must be a number above 0 and up to 1000000, not 'x'"},
+    {{"--inject", "delay=1ms@rank=4"}, "--inject delay=1ms@rank=4: there is no rank 4"},
+    {{"--inject", "delay=1ms@rank=x"}, "the rank must be a whole number"},
+    {{"--inject", "delay=1ms@2"}, "@ must be followed by rank=N"},
+    {{"--inject", "fail=save.1"}, "must be checkpoint.N, not 'save.1'"},
+    {{"--inject", "fail=checkpoint.0"}, "what fails must be a whole number from 1"},
+    {{"--inject", "delay=1ms,fail=checkpoint.1@rank=1"}, "only rank 0 saves"},
+    {{"--inject", "save=1ms@rank=1"}, "only rank 0 saves"},
+};
+
+}  // namespace
+
+TEST_CASE("wrong options that every job has are refused by name") {
+  const data::Folder folder;
+  check_all_refused(app::JobCommand(scenario::hybrid_job()), kOfEveryJob);
+  check_all_refused(app::JobCommand(scenario::rnn_job()), kOfEveryJob);
+  for (Refused line : kOfEveryJob) {
+    line.arguments.insert(line.arguments.begin(), {"--data", folder.path()});
+    check_refused(app::JobCommand(scenario::ps_job()), line.arguments, line.told);
+  }
+}
+
+TEST_CASE("invalid devices are refused") {
+  const app::JobCommand hybrid(scenario::hybrid_job());
+  for (const char* word : {"nonsense", "cuda:x", "cuda:-1", "trainer", "trainer=gpu", "nobody=cuda",
+                           "master=cuda,master=cpu"}) {
+    check_refused(hybrid, {"--device", word}, "--device");
+  }
+  check_refused(hybrid, {"--device="}, "--device needs a value");
+  check_refused(hybrid, {"--device", "trainer=cuda", "--local"}, "--local is one process");
+  check_refused(app::JobCommand(scenario::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
+  check_refused(app::JobCommand(scenario::rl_job()), {"--device", "observer=cuda"},
+                "computes nothing");
+
+  const app::JobCommand ps(scenario::ps_job());
+  const data::Folder folder;
+  write_images(folder, 64, 16, 1);
+  const auto refused = [&](Words arguments, const std::string& told) {
+    arguments.insert(arguments.begin(), {"--data", folder.path()});
+    check_refused(ps, arguments, told);
+  };
+  refused({"--num-gpus", "1", "--device", "cpu"}, "different devices");
+  refused({"--num-gpus", "0", "--device", "cuda"}, "different devices");
+  refused({"--num-gpus", "1", "--device", "cuda:1"}, "different devices");
+  refused({"--num-gpus", "2", "--device", "server=cuda:0"}, "different devices");
+  refused({"--num-gpus", "2", "--device", "server=cpu"}, "different devices");
+  refused({"--num-gpus", "3"}, "from 0 to 2");
+}
