@@ -3,11 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/scenario/hybrid.h"
-#include "distrain/scenario/pipeline.h"
-#include "distrain/scenario/ps.h"
-#include "distrain/scenario/rl.h"
-#include "distrain/scenario/rnn.h"
+#include "../cmd/jobs.h"
 #include "support/catch.h"
 #include "support/refusal.h"
 #include "support/scenario_data.h"
@@ -41,27 +37,26 @@ const std::vector<Refused> kOfEveryJob = {
 
 TEST_CASE("wrong options that every job has are refused by name") {
   const data::Folder folder;
-  check_all_refused(app::JobCommand(scenario::hybrid_job()), kOfEveryJob);
-  check_all_refused(app::JobCommand(scenario::rnn_job()), kOfEveryJob);
+  check_all_refused(app::JobCommand(cmd::hybrid_job()), kOfEveryJob);
+  check_all_refused(app::JobCommand(cmd::rnn_job()), kOfEveryJob);
   for (Refused line : kOfEveryJob) {
     line.arguments.insert(line.arguments.begin(), {"--data", folder.path()});
-    check_refused(app::JobCommand(scenario::ps_job()), line.arguments, line.told);
+    check_refused(app::JobCommand(cmd::ps_job()), line.arguments, line.told);
   }
 }
 
 TEST_CASE("invalid devices are refused") {
-  const app::JobCommand hybrid(scenario::hybrid_job());
+  const app::JobCommand hybrid(cmd::hybrid_job());
   for (const char* word : {"nonsense", "cuda:x", "cuda:-1", "trainer", "trainer=gpu", "nobody=cuda",
                            "master=cuda,master=cpu"}) {
     check_refused(hybrid, {"--device", word}, "--device");
   }
   check_refused(hybrid, {"--device="}, "--device needs a value");
   check_refused(hybrid, {"--device", "trainer=cuda", "--local"}, "--local is one process");
-  check_refused(app::JobCommand(scenario::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
-  check_refused(app::JobCommand(scenario::rl_job()), {"--device", "observer=cuda"},
-                "computes nothing");
+  check_refused(app::JobCommand(cmd::pipeline_job()), {"--device", "stage3=cuda"}, "worker3");
+  check_refused(app::JobCommand(cmd::rl_job()), {"--device", "observer=cuda"}, "computes nothing");
 
-  const app::JobCommand ps(scenario::ps_job());
+  const app::JobCommand ps(cmd::ps_job());
   const data::Folder folder;
   write_images(folder, 64, 16, 1);
   const auto refused = [&](Words arguments, const std::string& told) {
