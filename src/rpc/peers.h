@@ -11,6 +11,7 @@
 
 #include "device/device_receive.h"
 #include "distrain/membership/control_plane.h"
+#include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/membership_types.h"
 #include "per_rank.h"

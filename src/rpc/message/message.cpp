@@ -139,7 +139,7 @@ void InMessage::await_device_tensors() {
   for (const at::Tensor& tensor : tensors) {
     if (is_accelerator(tensor.device())) use_on_stream(tensor, current_stream(tensor.device()));
   }
-  device_receive.clear();
+  completed_at.clear();
 }
 
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,

@@ -1,4 +1,7 @@
 // ctest: labels=net
+#include <atomic>
+#include <thread>
+
 #include <sys/resource.h>
 
 #include "acceptor.h"
