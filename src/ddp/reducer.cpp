@@ -251,8 +251,6 @@ Reducer::~Reducer() {
   impl_->send_owed_refusals_locked();
 }
 
-void Reducer::attach(GradientPass& pass) { impl_->attach(pass); }
-
 void Reducer::expect(const autograd::ContextRef& context) { impl_->expect(context); }
 
 void Reducer::count_forward() {

@@ -26,8 +26,7 @@ using base::ErrorKind;
 //   Idle ───> Accumulating ───> Reducing ───> Finalising ───> Idle
 //                   └──────────────────────────────^
 //
-//   Idle          no pass. The first gradient of a plain pass or a context's pass, or attach(),
-//                 begins one.
+//   Idle          no pass. The first gradient of a plain pass or a context's pass begins one.
 //   Accumulating  gradients are copied into their buckets; no allreduce has started.
 //   Reducing      at least one allreduce has started.
 //   Finalising    the pass has ended: one thread waits for the allreduces and hands out the means,
@@ -73,7 +72,6 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Impl(const std::vector<NamedParameter>& parameters,
        std::shared_ptr<collective::ReduceGroup> group, Options options);
 
-  void attach(GradientPass& source);
   void expect(const autograd::ContextRef& context);
   void on_accumulated(size_t index, const at::Tensor& variable);
   void on_context_gradient(size_t index, const autograd::ContextRef& context,

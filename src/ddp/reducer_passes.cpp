@@ -36,29 +36,6 @@ void Reducer::Impl::begin_locked(uint64_t pass, const collective::PassNumber& nu
   for (Bucket& bucket : buckets_) bucket.begin();
 }
 
-void Reducer::Impl::attach(GradientPass& source) {
-  uint64_t pass = 0;
-  {
-    std::lock_guard lock(mutex_);
-    begin_locked(++last_pass_, {.step = step_});
-    pass = pass_;
-  }
-  // Created first: if a registration throws, the destruction of `end` gives up the pass.
-  auto end = end_of(pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
-    source.set_gradient(parameter, mean);
-  });
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    source.on_gradient_ready(parameters_[i],
-                             [weak = weak_from_this(), pass, i](const at::Tensor& gradient) {
-                               const auto impl = weak.lock();
-                               if (!impl) return;
-                               std::lock_guard lock(impl->mutex_);
-                               if (pass == impl->pass_) impl->store_locked(i, gradient);
-                             });
-  }
-  source.on_pass_end(std::move(end));
-}
-
 void Reducer::Impl::expect(const autograd::ContextRef& context) {
   uint64_t pass = 0;
   {

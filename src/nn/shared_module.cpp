@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <set>
 #include <typeinfo>
@@ -11,10 +10,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
-#include <torch/nn/modules/instancenorm.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/thread_state.h"
@@ -26,8 +22,6 @@
 namespace distrain::nn {
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& what) { base::invalid(what); }
 
 template <class Items>
 std::vector<NamedTensor> each_once(const Items& items) {
@@ -41,60 +35,6 @@ std::vector<NamedTensor> each_once(const Items& items) {
   return result;
 }
 
-template <class... Norms>
-bool keeps_statistics(const torch::nn::Module& module) {
-  const auto does = [&]<class Norm>(const Norm*) {
-    const auto* norm = dynamic_cast<const Norm*>(&module);
-    return norm && norm->options.track_running_stats();
-  };
-  return (does(static_cast<const Norms*>(nullptr)) || ...);
-}
-
-// Throws `invalid` for modules with running statistics. check_unchanged() might miss them, because
-// some of torch's kernels write the statistics without incrementing the tensor's version.
-void refuse_running_statistics(const torch::nn::Module& root, const std::string& name) {
-  for (const auto& item : root.named_modules(name)) {
-    using namespace torch::nn;
-    if (!keeps_statistics<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl,
-                          InstanceNorm2dImpl, InstanceNorm3dImpl>(*item.value())) {
-      continue;
-    }
-    refuse(
-        "module " + item.key() + " (" + item.value()->name() +
-        ") writes its running statistics in training: trainers that share it would write them at "
-        "the same time; use GroupNorm or LayerNorm, or track_running_stats(false)");
-  }
-}
-
-std::string text_of(const at::Tensor& tensor) {
-  return std::string(c10::toString(tensor.scalar_type())) + " " + c10::str(tensor.sizes());
-}
-
-void refuse_parameters(const std::vector<NamedTensor>& parameters,
-                       const std::vector<NamedTensor>& buffers, const std::string& module) {
-  std::map<const void*, std::string> by_memory;
-  for (const auto& [name, tensor] : parameters) {
-    const std::string who = "parameter " + module + "." + name;
-    if (tensor.layout() != at::kStrided) refuse(who + " is sparse: it must be dense");
-    if (!tensor.is_leaf()) refuse(who + " is computed from others: it must be a leaf");
-    if (!tensor.is_non_overlapping_and_dense()) {
-      refuse(who + " (" + text_of(tensor) + ") has elements that share their memory");
-    }
-    if (tensor.device().is_meta()) refuse(who + " has no memory: it is on the meta device");
-  }
-  const auto look = [&](const NamedTensor& item) {
-    const auto [it, is_new] =
-        by_memory.emplace(item.tensor.storage().unsafeGetStorageImpl(), item.name);
-    if (is_new) return;
-    refuse("module " + module + ": " + it->second + " and " + item.name +
-           " share their memory: register the same tensor twice, or two tensors");
-  };
-  for (const NamedTensor& parameter : parameters) look(parameter);
-  for (const NamedTensor& buffer : buffers) {
-    if (by_memory.contains(buffer.tensor.storage().unsafeGetStorageImpl())) look(buffer);
-  }
-}
-
 void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
@@ -106,22 +46,6 @@ void own_storage_on(const at::Tensor& parameter, c10::Device device) {
     point_to(parameter, rpc::to_device(parameter.detach(), device));
   } else if (parameter.storage().use_count() > 1) {
     point_to(parameter, parameter.detach().clone());
-  }
-}
-
-void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
-                 const std::string& module) {
-  const auto differ = [&](const std::string& how) {
-    refuse("module " + module + ": make() gave another one than at first: " + how);
-  };
-  if (first.size() != again.size()) {
-    differ(std::to_string(again.size()) + " parameters or buffers, not " +
-           std::to_string(first.size()));
-  }
-  for (size_t i = 0; i < first.size(); ++i) {
-    if (first[i].name != again[i].name) differ(again[i].name + ", not " + first[i].name);
-    const auto expected = text_of(first[i].tensor), found = text_of(again[i].tensor);
-    if (expected != found) differ(first[i].name + " is " + found + ", not " + expected);
   }
 }
 
@@ -149,24 +73,6 @@ std::string inputs_text(const std::vector<at::Tensor>& inputs) {
   return text;
 }
 
-/// Returns true if a table in `root` has sparse gradients. Throws `invalid` if one has max_norm.
-bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
-  bool has_rows = false;
-  const auto look = [&](const auto& item, const auto* table) {
-    if (!table) return;
-    has_rows = has_rows || table->options.sparse();
-    if (!table->options.max_norm()) return;
-    refuse("module " + item.key() + " (" + item.value()->name() +
-           ") rescales its rows in forward(): trainers that share it would write them at the same "
-           "time; leave out max_norm");
-  };
-  for (const auto& item : root.named_modules(name)) {
-    look(item, item.value()->template as<torch::nn::EmbeddingImpl>());
-    look(item, item.value()->template as<torch::nn::EmbeddingBagImpl>());
-  }
-  return has_rows;
-}
-
 /// If `net` is a plain Table, returns a function that makes further ones without memory for values.
 template <class Table>
 std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
@@ -180,18 +86,6 @@ std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
     own._weight(options._weight().expand({own.num_embeddings(), own.embedding_dim()}));
     return detail::any_net(std::make_shared<Table>(own));
   };
-}
-
-/// Calls `check` with the row numbers and the table if `module` is, or begins with, a table.
-void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
-                  void (*check)(const at::Tensor& index, const at::Tensor& table)) {
-  if (inputs.empty() || !inputs[0].defined()) return;
-  if (const auto* all = module.as<torch::nn::SequentialImpl>()) {
-    return check_lookup(*all->begin()->ptr(), inputs, check);
-  }
-  const auto* table = module.as<torch::nn::EmbeddingImpl>();
-  const auto* bag = module.as<torch::nn::EmbeddingBagImpl>();
-  if (table || bag) check(inputs[0], table ? table->weight : bag->weight);
 }
 
 }  // namespace
@@ -270,7 +164,7 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
                            std::function<detail::AnyNet()> make)
     : agent_(agent), name_(std::move(name)), make_(std::move(make)) {
   detail::AnyNet net = make_();
-  if (!net.module) refuse("module " + name_ + ": make() gave none");
+  if (!net.module) base::invalid("module " + name_ + ": make() gave none");
   refuse_running_statistics(*net.module, name_);
   parameters_ = each_once(net.module->named_parameters());
   buffers_ = each_once(net.module->named_buffers());
@@ -363,8 +257,8 @@ void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) 
 void SharedModule::check_unchanged(Replica& replica, bool training) const {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i]._version() == replica.changes[i]) continue;
-    refuse("module " + name_ + " writes its parameter " + parameters_[i].name +
-           " in forward(): trainers that share it would write it at the same time");
+    base::invalid("module " + name_ + " writes its parameter " + parameters_[i].name +
+                  " in forward(): trainers that share it would write it at the same time");
   }
   const bool compare = training && !replica.buffers_compared;
   for (size_t i = 0; i < replica.buffers.size(); ++i) {
@@ -381,9 +275,9 @@ void SharedModule::check_unchanged(Replica& replica, bool training) const {
     const std::string path = dot == std::string::npos ? "" : its_name.substr(0, dot);
     const auto owner =
         path.empty() ? replica.net.module : replica.net.module->named_modules()[path];
-    refuse("module " + name_ + (path.empty() ? "" : "." + path) + " (" + owner->name() +
-           ") writes its buffer " + its_name.substr(dot + 1) +
-           " in forward(): trainers that share it would write it at the same time");
+    base::invalid("module " + name_ + (path.empty() ? "" : "." + path) + " (" + owner->name() +
+                  ") writes its buffer " + its_name.substr(dot + 1) +
+                  " in forward(): trainers that share it would write it at the same time");
   }
   if (training) replica.buffers_compared = true;
 }
@@ -422,7 +316,8 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
   check_unchanged(*borrowed, options.training);
   read.reset();
   borrowed.end();
-  if (!result.defined()) refuse("module " + name_ + " (" + module.name() + ") gave no tensor");
+  if (!result.defined())
+    base::invalid("module " + name_ + " (" + module.name() + ") gave no tensor");
   return rpc::for_rank(agent_, call.caller.rank, result);
 }
 

@@ -13,14 +13,9 @@
 #include "distrain/nn/module.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/rpc/agent.h"
+#include "module_checks.h"
 
 namespace distrain::nn {
-
-/// A parameter or buffer of a module. A tensor with several names has its first one.
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
 
 /// One exposed module and its replicas; see Note [Plain modules]. Thread-safe.
 class SharedModule final : public autograd::VersionKeeper {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -50,36 +51,6 @@ Gradients means(const std::map<int, Gradients>& gathered) {
 
 }  // namespace
 
-Gradients mean_of(const std::vector<Gradients>& gathered) {
-  if (gathered.size() == 1) return gathered[0];
-  Gradients means;
-  for (size_t i = 0; i < gathered[0].size(); ++i) {
-    at::Tensor sum;
-    for (const Gradients& gradients : gathered) {
-      const at::Tensor& gradient = gradients[i];
-      if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
-    }
-    means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
-  }
-  return means;
-}
-
-void check_each_once(const std::vector<at::Tensor>& parameters,
-                     const std::function<uint64_t(size_t)>& group_of) {
-  std::map<const void*, uint64_t> groups;  // by storage
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const uint64_t group = group_of(i);
-    const auto [known, first] =
-        groups.emplace(parameters[i].storage().unsafeGetStorageImpl(), group);
-    if (first) continue;
-    base::invalid(known->second == group
-                      ? "two of the parameters of group " + std::to_string(group) +
-                            " share their memory: give a tied one once"
-                      : "a parameter of group " + std::to_string(group) + " is in group " +
-                            std::to_string(known->second) + ", too");
-  }
-}
-
 /// Completes promises in its destructor. Declare it before a lock, which is then released first.
 class ParameterUpdater::Completions {
  public:
@@ -98,11 +69,10 @@ class ParameterUpdater::Completions {
   std::vector<base::Task> all_;
 };
 
-ParameterUpdater::ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters,
+ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
                                    UpdaterOptions options,
                                    std::shared_ptr<std::atomic<uint64_t>> updates)
     : agent_(agent),
-      parameters_(std::move(parameters)),
       options_(std::move(options)),
       updates_(std::move(updates)),
       participants_(static_cast<size_t>(std::max(options_.participants, 0))) {
@@ -110,18 +80,20 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> pa
     if (good) return;
     base::invalid("the groups are not those of the parameters");
   };
+  std::span<const at::Tensor> rest(parameters);
   for (const GroupOptions& group : options_.groups) {
-    check(group.parameters <= parameters_.size() - groups_.size());
-    groups_.insert(groups_.end(), group.parameters, rules_.size());
-    rules_.push_back(make_update_rule(from_fields(group.options)));
+    check(group.parameters <= rest.size());
+    set_.add_group(from_fields(group.options), rest.first(group.parameters));
+    rest = rest.subspan(group.parameters);
   }
-  check(groups_.size() == parameters_.size());
-  check_each_once(parameters_, [this](size_t i) { return options_.groups[groups_[i]].number; });
+  check(rest.empty());
+  check_each_once(parameters,
+                  [this](size_t i) { return options_.groups[set_.group_of(i)].number; });
 }
 
 void ParameterUpdater::check_participant(int participant, const Gradients& gradients) const {
   if (participant < 0 || participant >= options_.participants ||
-      gradients.size() != parameters_.size()) {
+      gradients.size() != parameters().size()) {
     base::invalid("a step of an unknown participant");
   }
 }
@@ -306,28 +278,24 @@ std::unique_lock<std::mutex> ParameterUpdater::lock() const {
 
 void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
   // Check everything before any parameter is changed, so that all are updated or none.
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
-  }
+  set_.check(gradients);
   if (!(options.scale >= 0 && options.scale <= 1)) {
     base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", options.scale));
   }
-  for (const auto& rule : rules_) rule->set_lr_factor(options.lr_factor);
+  set_.set_lr_factor(options.lr_factor);
   const autograd::ParameterUpdate update(agent_);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (gradients[i].defined()) update.unshare(parameters_[i]);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined()) update.unshare(parameters()[i]);
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!gradients[i].defined()) continue;
+  for (size_t i = 0; i < gradients.size(); ++i) {
     try {
-      rule_of(i).apply(i, parameters_[i],
-                       options.scale == 1 ? gradients[i] : gradients[i] * options.scale);
+      set_.apply(i, gradients[i], options.scale);
     } catch (...) {
       base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       error.message = fmt::format(
           "the update of rank {}'s parameters is half made: it failed at parameter {} of {}, those "
           "before it are updated: {}",
-          agent_.rank(), i, parameters_.size(), error.message);
+          agent_.rank(), i, gradients.size(), error.message);
       throw base::Exception(std::move(error));
     }
   }
@@ -359,10 +327,8 @@ void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
   const auto differ = [](const std::string& what) {
     base::invalid("these parameters have an optimizer already, with other " + what);
   };
-  if (parameters.size() != parameters_.size()) differ("parameters beside them");
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].is_same(parameters_[i])) differ("parameters beside them");
-  }
+  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  if (!std::ranges::equal(parameters, set_.parameters(), is_same)) differ("parameters beside them");
   if (options.groups.size() != options_.groups.size()) differ("groups");
   for (size_t g = 0; g < options.groups.size(); ++g) {
     if (options.groups[g].parameters != options_.groups[g].parameters) differ("groups");
@@ -462,30 +428,25 @@ std::vector<ParameterState> ParameterUpdater::state() const {
   const Busy busy(*this);
   // On an accelerator read.version() orders the copies after the parameter's last update.
   const autograd::ParameterRead read(agent_);
-  std::vector<ParameterState> all;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    read.version(parameters_[i]);
-    all.push_back(rule_of(i).state(i));
+  for (const at::Tensor& parameter : parameters()) read.version(parameter);
+  std::vector<ParameterState> all = set_.state();
+  for (ParameterState& state : all) {
     // The next step writes to these tensors, so return copies, on the CPU as checkpoints need them.
-    for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
+    for (auto& [name, value] : state) value = value.is_cpu() ? value.clone() : value.cpu();
   }
   return all;
 }
 
 void ParameterUpdater::load_state(const std::vector<ParameterState>& state) {
-  if (state.size() != parameters_.size()) {
+  if (state.size() != parameters().size()) {
     base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
-                   std::to_string(parameters_.size()));
+                   std::to_string(parameters().size()));
   }
   const std::unique_lock guard = lock();
   const Busy busy(*this);
   const autograd::ParameterUpdate update(agent_);
-  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
-  for (size_t i = 0; i < state.size(); ++i) {
-    update.unshare(parameters_[i]);
-    loaded.push_back(rule_of(i).load(i, parameters_[i], state[i]));
-  }
-  for (size_t i = 0; i < state.size(); ++i) rule_of(i).adopt(i, std::move(loaded[i]));
+  for (const at::Tensor& parameter : parameters()) update.unshare(parameter);
+  set_.adopt(set_.load(state));
 }
 
 Progress ParameterUpdater::progress(int participant) const {

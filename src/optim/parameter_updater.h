@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/agent.h"
+#include "parameter_set.h"
 
 namespace distrain::optim {
 
@@ -65,23 +65,13 @@ struct Norms {
   static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
 };
 
-/// Throws `invalid` if two parameters share memory. `group_of(i)` returns the group of parameter i.
-void check_each_once(const std::vector<at::Tensor>& parameters,
-                     const std::function<uint64_t(size_t)>& group_of);
-
-using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined if there is no gradient
-
-/// Returns the mean of each parameter's gradients, summed in the order of `gathered`, which must
-/// not be empty. An undefined gradient counts as zero; if all are undefined, the mean is undefined.
-Gradients mean_of(const std::vector<Gradients>& gathered);
-
 /// Optimizes a set of parameters of one rank and holds the state of their update rules.
 /// Thread-safe: steps are applied one at a time.
 class ParameterUpdater {
  public:
   /// If `updates` is not null, each update increments it.
-  ParameterUpdater(rpc::Agent& agent, std::vector<at::Tensor> parameters, UpdaterOptions options,
-                   std::shared_ptr<std::atomic<uint64_t>> updates);
+  ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
+                   UpdaterOptions options, std::shared_ptr<std::atomic<uint64_t>> updates);
 
   /// Registers `process` as a process of `participant`. If all earlier processes of the participant
   /// are lost, `process` replaces them, with at least the slowest participant's number of steps.
@@ -125,7 +115,7 @@ class ParameterUpdater {
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const;
 
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const std::vector<at::Tensor>& parameters() const { return set_.parameters(); }
 
  private:
   // The arguments of one collective step (or norm), collected until all participants have called.
@@ -181,16 +171,13 @@ class ParameterUpdater {
                                     rpc::ProcessNumber process);
   void apply_locked(const Gradients& gradients, const StepOptions& options);
   void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
-  UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
   rpc::Agent& agent_;
-  std::vector<at::Tensor> parameters_;
   const UpdaterOptions options_;
   mutable std::mutex mutex_;
-  mutable std::atomic<base::TimePoint> busy_since_{};     // written under `mutex_`
-  std::vector<std::unique_ptr<UpdateRule>> rules_;        // by group
-  std::vector<size_t> groups_;                            // each parameter's index in `rules_`
+  mutable std::atomic<base::TimePoint> busy_since_{};  // written under `mutex_`
+  ParameterSet set_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // the rank's update count, or null
   uint64_t applied_ = 0;                                  // updates by this object
   std::vector<Participant> participants_;

@@ -1,11 +1,14 @@
 #include "distrain/optim/single_process_optimizer.h"
 
+#include <span>
+#include <utility>
+
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include "distrain/base/trace.h"
-#include "parameter_updater.h"
+#include "parameter_set.h"
 
 namespace distrain::optim {
 
@@ -39,23 +42,21 @@ NamedParameters named(const std::vector<std::string>& names,
 }
 
 struct SingleProcessOptimizer::Parameters {
-  Parameters(const Rule& how, const Named& named) : rule(make_update_rule(how.options)) {
+  Parameters(const Rule& rule, const Named& named) {
+    std::vector<at::Tensor> parameters;
     for (const auto& [name, parameter] : named) {
       names.push_back(name);
       parameters.push_back(parameter);
     }
+    set.add_group(rule.options, parameters);
   }
 
   void apply(const Gradients& gradients, double scale) {
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      if (!gradients[i].defined()) continue;
-      rule->apply(i, parameters[i], scale == 1 ? gradients[i] : gradients[i] * scale);
-    }
+    for (size_t i = 0; i < gradients.size(); ++i) set.apply(i, gradients[i], scale);
   }
 
   std::vector<std::string> names;
-  std::vector<at::Tensor> parameters;
-  std::unique_ptr<UpdateRule> rule;
+  ParameterSet set;
   std::vector<Gradients> gathered;
 };
 
@@ -74,8 +75,8 @@ SingleProcessOptimizer::SingleProcessOptimizer(const torch::nn::Module& module, 
 SingleProcessOptimizer::~SingleProcessOptimizer() = default;
 
 void SingleProcessOptimizer::gather() {
-  for (Parameters* set : {shared_.get(), replicated_.get()}) {
-    set->gathered.push_back(take_gradients(set->parameters));
+  for (Parameters* each : {shared_.get(), replicated_.get()}) {
+    each->gathered.push_back(take_gradients(each->set.parameters()));
   }
 }
 
@@ -105,11 +106,11 @@ void SingleProcessOptimizer::step() {
 }
 
 void SingleProcessOptimizer::set_lr_factor(double factor) {
-  shared_->rule->set_lr_factor(factor);
-  replicated_->rule->set_lr_factor(factor);
+  shared_->set.set_lr_factor(factor);
+  replicated_->set.set_lr_factor(factor);
 }
 
-bool SingleProcessOptimizer::has_replicas() const { return !replicated_->parameters.empty(); }
+bool SingleProcessOptimizer::has_replicas() const { return !replicated_->names.empty(); }
 
 std::vector<std::string> SingleProcessOptimizer::names() const {
   std::vector<std::string> all = shared_->names;
@@ -118,24 +119,17 @@ std::vector<std::string> SingleProcessOptimizer::names() const {
 }
 
 std::vector<ParameterState> SingleProcessOptimizer::state() const {
-  std::vector<ParameterState> states;
-  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < set->parameters.size(); ++i) states.push_back(set->rule->state(i));
-  }
+  std::vector<ParameterState> states = shared_->set.state();
+  for (ParameterState& state : replicated_->set.state()) states.push_back(std::move(state));
   return states;
 }
 
 void SingleProcessOptimizer::load_state(const std::vector<ParameterState>& state) {
-  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
-  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < set->parameters.size(); ++i) {
-      loaded.push_back(set->rule->load(i, set->parameters[i], state.at(loaded.size())));
-    }
-  }
-  auto next = loaded.begin();
-  for (const Parameters* set : {shared_.get(), replicated_.get()}) {
-    for (size_t i = 0; i < set->parameters.size(); ++i) set->rule->adopt(i, std::move(*next++));
-  }
+  const std::span all(state);
+  auto shared = shared_->set.load(all);  // load() checks all states before adopt() changes any
+  auto replicated = replicated_->set.load(all.subspan(shared.size()));
+  shared_->set.adopt(std::move(shared));
+  replicated_->set.adopt(std::move(replicated));
 }
 
 }  // namespace distrain::optim

@@ -1,6 +1,6 @@
 // Tests DistributedDataParallel on devices: its results equal those on the CPU.
 // ctest: timeout=120
-#include <deque>
+#include <optional>
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -14,7 +14,7 @@
 #include "support/catch.h"
 #include "support/fake_device.h"
 #include "unit/collective/test_group.h"
-#include "unit/ddp/fake_pass.h"
+#include "unit/ddp/manual_pass.h"
 
 using namespace distrain;
 using namespace distrain::testing;
@@ -73,16 +73,15 @@ std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10
     DistributedDataParallel model(net, group.backends[size_t(rank)], kSmall);
     for (int step = 0; step < steps; ++step) {
       const at::Tensor loss = model.forward(batch(rank, step)).pow(2).mean();
-      FakePass pass;
+      std::optional<ManualPass> pass;
       if (kind == Kind::kPlain) {
         loss.backward();
       } else {
-        model.reducer().attach(pass);
-        pass.backward(loss);
+        pass.emplace(model.reducer()).backward(loss, model.parameters());
       }
       const at::NoGradGuard no_grad;
       for (at::Tensor& p : model.parameters()) {
-        p.sub_(kind == Kind::kPlain ? p.grad() : pass.gradient(p), 0.1);
+        p.sub_(pass ? pass->gradient(p) : p.grad(), 0.1);
         p.mutable_grad() = at::Tensor();
       }
     }
@@ -94,40 +93,6 @@ std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10
   });
   return result;
 }
-
-// A distributed pass whose gradients arrive when the test passes them in.
-class ManualPass final : public ddp::GradientPass {
- public:
-  at::Tensor gradient(const at::Tensor& variable) override { return slot(variable).gradient; }
-  void set_gradient(const at::Tensor& variable, at::Tensor gradient) override {
-    slot(variable).gradient = std::move(gradient);
-  }
-  void on_gradient_ready(const at::Tensor& variable,
-                         std::function<void(const at::Tensor&)> fn) override {
-    slot(variable).ready = std::move(fn);
-  }
-  void on_pass_end(std::function<void()> fn) override { end_ = std::move(fn); }
-
-  void give(const at::Tensor& variable, const at::Tensor& gradient) {
-    slot(variable).ready(gradient);
-  }
-  void end() { end_(); }
-
- private:
-  struct Slot {
-    at::Tensor variable;
-    at::Tensor gradient;
-    std::function<void(const at::Tensor&)> ready;
-  };
-  Slot& slot(const at::Tensor& variable) {
-    for (Slot& known : slots_) {
-      if (known.variable.is_same(variable)) return known;
-    }
-    return slots_.emplace_back(Slot{variable, {}, {}});
-  }
-  std::deque<Slot> slots_;
-  std::function<void()> end_;
-};
 
 std::vector<NamedParameter> some_parameters(c10::Device device) {
   std::vector<NamedParameter> result;
@@ -227,13 +192,9 @@ TEST_CASE("gradients on several streams are in order") {
     for (int i = 0; i < 5; ++i) used_in.push_back(rpc::side_stream(device));
     at::Tensor kept;
     for (int step = 0; step < 20; ++step) {
-      ManualPass pass;
-      {
-        const c10::StreamGuard guard(begun_in);
-        reducer.attach(pass);
-      }
+      ManualPass pass(reducer);
       for (int i = 0; i < 4; ++i) {
-        const c10::StreamGuard guard(used_in[size_t(i)]);
+        const c10::StreamGuard guard(i == 0 ? begun_in : used_in[size_t(i)]);
         pass.give(parameters[size_t(i)].tensor,
                   at::full({64}, double(step), at::TensorOptions(device)) * double(rank + i));
       }
@@ -315,15 +276,16 @@ TEST_CASE("a bucket's memory is reused only after the copies into it and out of 
       const auto parameters = some_parameters(device);
       auto reducer = std::make_unique<Reducer>(parameters, group.backends[size_t(rank)]);
       {
-        ManualPass pass;
+        ManualPass pass(*reducer);
+        const auto give = [&](size_t i) {
+          pass.give(parameters[i].tensor, at::full({64}, 3.0, at::TensorOptions(device)));
+        };
         {
           const c10::StreamGuard guard(begun_in);
-          reducer->attach(pass);
+          give(0);
         }
         const c10::StreamGuard guard(other);
-        for (size_t i = 0; i < 3; ++i) {
-          pass.give(parameters[i].tensor, at::full({64}, 3.0, at::TensorOptions(device)));
-        }
+        for (size_t i = 1; i < 3; ++i) give(i);
         RANK_CHECK(thrown_by([&] { pass.end(); }).kind == ErrorKind::kInvalid);
       }
       check_next();
@@ -377,8 +339,7 @@ TEST_CASE("a pass on devices that fails does not affect the next pass") {
       const std::vector<std::string> texts = {"another shape, dtype or device",
                                               "no gradient came for '1'"};
       for (size_t kind = 0; kind < texts.size(); ++kind) {
-        ManualPass pass;
-        reducer.attach(pass);
+        ManualPass pass(reducer);
         for (size_t i : {3, 2, 0}) give(pass, i, fake(rank));
         if (rank == 1 && kind == 0) give(pass, 1, fake(3));
         if (rank == 0) give(pass, 1, fake(rank));
@@ -387,8 +348,7 @@ TEST_CASE("a pass on devices that fails does not affect the next pass") {
         RANK_CHECK(error.rank == 1);
         RANK_CHECK(contains(error.message, texts[kind]));
       }
-      ManualPass pass;
-      reducer.attach(pass);
+      ManualPass pass(reducer);
       for (size_t i : {3, 2, 1, 0}) give(pass, i, fake(rank));
       pass.end();
       for (const auto& p : parameters) {

@@ -2,10 +2,10 @@
 // Compares our ResNets with recorded values of torchvision's; torchvision.cpp runs torchvision.
 #include <cmath>
 #include <string>
-#include <string_view>
 
 #include <ATen/ATen.h>
 
+#include "distrain/base/random.h"
 #include "oracle/resnet_checks.h"
 #include "oracle/torchvision_recorded.h"
 #include "support/catch.h"
@@ -13,12 +13,6 @@
 namespace distrain::oracle {
 
 namespace {
-
-uint64_t fnv1a(std::string_view text) {
-  uint64_t value = 0xCBF29CE484222325;
-  for (const char c : text) value = (value ^ static_cast<uint8_t>(c)) * 0x100000001B3;
-  return value;
-}
 
 uint64_t hash_of(const ResNetStage::Named& named) {
   std::string text;
@@ -29,13 +23,13 @@ uint64_t hash_of(const ResNetStage::Named& named) {
     }
     text += "]\n";
   }
-  return fnv1a(text);
+  return base::hash_of(text);
 }
 
 // Returns the same bits as `numbers` in tests/python/resnet.py.
 at::Tensor made_up_numbers(const std::string& name, at::IntArrayRef shape) {
   at::Tensor tensor = at::empty(shape, at::kFloat);
-  const auto start = static_cast<uint32_t>(fnv1a(name) >> 32);
+  const auto start = static_cast<uint32_t>(base::hash_of(name) >> 32);
   auto* value = tensor.mutable_data_ptr<float>();
   for (int64_t i = 0; i < tensor.numel(); ++i) {
     uint32_t x = static_cast<uint32_t>(i) * 0x9E3779B1 + start;

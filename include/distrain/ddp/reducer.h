@@ -11,7 +11,6 @@
 #include "distrain/autograd/context.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
-#include "distrain/ddp/gradient_source.h"
 
 namespace distrain::ddp {
 
@@ -83,9 +82,6 @@ class Reducer {
   /// Returns a duplicate of the constructor's group, or that group itself if it has only one order
   /// of operations.
   collective::ReduceGroup& group() const;
-
-  /// Also reduces the gradients of another engine's pass. All ranks call it before the pass.
-  void attach(GradientPass& pass);
 
   /// Returns the names of the parameters in each bucket, for tests and diagnosis.
   std::vector<std::vector<std::string>> buckets() const;

@@ -3,7 +3,7 @@
 // ctest: timeout=120
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
-#include "unit/ddp/fake_pass.h"
+#include "unit/ddp/manual_pass.h"
 #include "unit/ddp/trainer.h"
 
 using namespace distrain;
@@ -116,8 +116,9 @@ TEST_CASE("a forward() without gradients announces no pass to the reducer") {
 
 TEST_CASE("only one pass runs at a time, whoever announced it") {
   on_trainers([](Trainer& trainer) {
-    FakePass fake;
-    trainer.model->reducer().attach(fake);
+    ManualPass first(trainer.model->reducer());
+    const Values parameters = trainer.parameters();
+    first.give(parameters[0], at::zeros_like(parameters[0]));
     {
       autograd::Context context(trainer.agent);
       const at::Tensor loss = trainer.forward(1);
@@ -125,10 +126,11 @@ TEST_CASE("only one pass runs at a time, whoever announced it") {
       expect(error.kind == ErrorKind::kInvalid, error.message);
       expect(contains(error.message, "one at a time"), error.message);
     }
-    const auto wanted = reference(trainer, {2});
-    fake.backward(trainer.forward_alone(2));
+    auto wanted = reference(trainer, {2});
+    wanted[0].zero_();
+    first.backward(trainer.forward_alone(2), {parameters.begin() + 1, parameters.end()});
     Values means;
-    for (const at::Tensor& p : trainer.parameters()) means.push_back(fake.gradient(p));
+    for (const at::Tensor& p : parameters) means.push_back(first.gradient(p));
     expect_close(means, wanted, "the first pass");
   });
 }

@@ -5,7 +5,7 @@
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "support/catch.h"
 #include "unit/collective/test_group.h"
-#include "unit/ddp/fake_pass.h"
+#include "unit/ddp/manual_pass.h"
 
 using namespace distrain;
 using namespace distrain::testing;
@@ -24,9 +24,8 @@ TEST_CASE("replicas start and stay equal") {
       if (step % 2) {
         loss.backward();
       } else {
-        FakePass pass;
-        model.reducer().attach(pass);
-        pass.backward(loss);
+        ManualPass pass(model.reducer());
+        pass.backward(loss, model.parameters());
         for (at::Tensor& p : model.parameters()) p.mutable_grad() = pass.gradient(p);
       }
       const at::NoGradGuard no_grad;

@@ -1,13 +1,14 @@
 // ctest: timeout=120
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include <ATen/ATen.h>
 
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
 #include "unit/collective/test_group.h"
-#include "unit/ddp/fake_pass.h"
+#include "unit/ddp/manual_pass.h"
 
 using namespace distrain;
 using namespace distrain::testing;
@@ -38,6 +39,11 @@ struct PlainModel {
     if (with_b1) h = h + (*this)[1].unsqueeze(1);
     h = at::matmul((*this)[2], at::tanh(h).to(at::kDouble)) + (*this)[3].unsqueeze(1);
     return (at::matmul((*this)[4], at::tanh(h).to(at::kFloat)) * (*this)[5]).pow(2).mean();
+  }
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const auto& p : parameters) all.push_back(p.tensor);
+    return all;
   }
   void zero_grad() const {
     for (const auto& p : parameters) p.tensor.mutable_grad() = at::Tensor();
@@ -107,12 +113,13 @@ TEST_CASE("buckets are in reverse order first, then in the order of arrival on r
                                                           {"w2"},    {"b1"}, {"w1"}};
     RANK_CHECK(reducer.buckets() == before);
     for (int step = 0; step < 3; ++step) {
-      FakePass pass;
-      reducer.attach(pass);
+      ManualPass pass(reducer);
       // The order of arrival differs between ranks, too.
       const std::vector<size_t> order =
           rank == 0 ? std::vector<size_t>{2, 0, 5, 1, 4, 3} : std::vector<size_t>{5, 4, 3, 2, 1, 0};
-      pass.backward(model.loss(input_of(rank, step)), order);
+      std::vector<at::Tensor> variables;
+      for (const size_t i : order) variables.push_back(model[i]);
+      pass.backward(model.loss(input_of(rank, step)), variables);
       const auto wanted = reference(2, step);
       for (size_t i = 0; i < wanted.size(); ++i) {
         RANK_CHECK(close(pass.gradient(model[i]), wanted[i]));
@@ -130,11 +137,10 @@ TEST_CASE("a distributed pass gets the mean and does not touch .grad") {
   run_ranks(size, [&](int rank) {
     const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
-    std::vector<std::unique_ptr<FakePass>> passes;  // later passes must not change them
+    std::vector<std::unique_ptr<ManualPass>> passes;  // later passes must not change them
     for (int step = 0; step < 4; ++step) {
-      passes.push_back(std::make_unique<FakePass>());
-      reducer.attach(*passes.back());
-      passes.back()->backward(model.loss(input_of(rank, step)));
+      passes.push_back(std::make_unique<ManualPass>(reducer));
+      passes.back()->backward(model.loss(input_of(rank, step)), model.tensors());
     }
     for (int step = 0; step < 4; ++step) {
       const auto wanted = reference(size, step);
@@ -153,16 +159,15 @@ TEST_CASE("plain and distributed passes may alternate") {
     Reducer reducer(model.parameters, group.backends[size_t(rank)], {.first_bucket_bytes = 100});
     for (int step = 0; step < 6; ++step) {
       const auto wanted = reference(2, step);
-      FakePass pass;
+      std::optional<ManualPass> pass;
       model.zero_grad();
       if (step % 2) {
-        reducer.attach(pass);
-        pass.backward(model.loss(input_of(rank, step)));
+        pass.emplace(reducer).backward(model.loss(input_of(rank, step)), model.tensors());
       } else {
         model.loss(input_of(rank, step)).backward();
       }
       for (size_t i = 0; i < wanted.size(); ++i) {
-        RANK_CHECK(close(step % 2 ? pass.gradient(model[i]) : model[i].grad(), wanted[i]));
+        RANK_CHECK(close(pass ? pass->gradient(model[i]) : model[i].grad(), wanted[i]));
       }
     }
   });
@@ -178,10 +183,8 @@ TEST_CASE("a parameter without gradient is named on every rank, and the group st
     Reducer reducer(model.parameters, group.backends[size_t(rank)],
                     {.bucket_cap_bytes = cap, .first_bucket_bytes = cap});
     const auto backward = [&](const at::Tensor& loss) {
-      FakePass pass;
       if (distributed) {
-        reducer.attach(pass);
-        pass.backward(loss);
+        ManualPass(reducer).backward(loss, model.tensors());
       } else {
         loss.backward();
       }
@@ -250,9 +253,9 @@ TEST_CASE("a pass that dies notifies the other ranks at once") {
       RANK_CHECK(thrown);
       model[0].remove_hook(hook);
     } else {
-      FakePass pass;
-      reducer.attach(pass);
-      if (kind == 1) pass.drop();
+      ManualPass pass(reducer);
+      if (kind == 2) pass.give(model[5], at::zeros_like(model[5]));
+      pass.fail();
     }
     // The next pass works normally.
     model.zero_grad();
@@ -280,28 +283,19 @@ TEST_CASE("a second concurrent pass is refused") {
   TestGroup group(1);
   const PlainModel model;
   Reducer reducer(model.parameters, group.backends[0]);
-  FakePass first;
-  FakePass second;
-  reducer.attach(first);
-  CHECK(thrown_by([&] { reducer.attach(second); }).kind == ErrorKind::kInvalid);
+  ManualPass first(reducer);
+  ManualPass second(reducer);
+  const auto give = [&](ManualPass& pass, size_t i) {
+    pass.give(model[i], at::zeros_like(model[i]));
+  };
+  give(first, 0);
+  CHECK(thrown_by([&] { give(second, 0); }).kind == ErrorKind::kInvalid);
   CHECK(thrown_by([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kInvalid);
-  first.backward(model.loss(input_of(0, 0)));
-  reducer.attach(second);
-  second.backward(model.loss(input_of(0, 0)));
+  for (size_t i = 1; i < model.parameters.size(); ++i) give(first, i);
+  first.end();
+  second.backward(model.loss(input_of(0, 0)), model.tensors());
   CHECK(thrown_by([&] { Reducer again(model.parameters, group.backends[0]); }).kind ==
         ErrorKind::kInvalid);
-}
-
-TEST_CASE("a pass that refuses a variable leaves the Reducer free for the next pass") {
-  TestGroup group(1);
-  const PlainModel model;
-  Reducer reducer(model.parameters, group.backends[0]);
-  FakePass refusing;
-  refusing.refuses_after = 2;
-  CHECK(thrown_by([&] { reducer.attach(refusing); }).kind == ErrorKind::kInvalid);
-  FakePass next;
-  reducer.attach(next);
-  next.backward(model.loss(input_of(0, 0)));
 }
 
 TEST_CASE("gradients accumulate over backward passes as without a Reducer") {

@@ -72,7 +72,7 @@ class CountingGroup final : public ReduceGroup {
     group_->refuse(count, error);
   }
 
-  std::atomic<int>& refused = *count_;  // counts refusals of forks, too
+  std::atomic<int>& refused = *count_;  // counts refusals of duplicates, too
 };
 
 inline std::shared_ptr<CountingGroup> join_group(rpc::Agent& agent) {
