@@ -182,7 +182,7 @@ class Invocation {
     if (saves_here) {
       plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
       plan.newest_checkpoint = [folder = options_.text("checkpoint")] {
-        return data::CheckpointStore::newest(folder);
+        return store::CheckpointStore::newest(folder);
       };
     }
     plan.warning = placement_.warning;

@@ -173,7 +173,7 @@ TEST_CASE("a parameter that is not finite is named, and not saved") {
   options.fault = GENERATE("table.weight", "net.0.weight");
   const base::Error error = error_of_job(base::ErrorKind::kNotFinite, Place::kRanks, options);
   CHECK(error.message.starts_with(options.fault + " is not finite at step 1, so it was not saved"));
-  CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
+  CHECK_FALSE(store::CheckpointStore::newest(folder.path()));
 }
 
 TEST_CASE("a job on the kit learns, evaluates, and prints its own fields") {

@@ -109,7 +109,7 @@ TEST_CASE("a policy that is not finite ends the job, and nothing is saved") {
   REQUIRE(job.errors.contains(0));
   CHECK(base::kind_name(job.errors.at(0).kind) == "not_finite");
   CHECK(contains(job.errors.at(0).message, "try a smaller --lr"));
-  CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
+  CHECK_FALSE(store::CheckpointStore::newest(folder.path()));
 }
 
 #ifndef DISTRAIN_SANITIZED  // the same code as above, which would take a minute

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
 #include "text.h"

@@ -39,7 +39,7 @@ Snapshot read(const std::string& path, const char* use,
     loaded = load(path);
   } catch (const base::Exception& e) {
     if (e.kind() != base::ErrorKind::kBadData) throw;
-    const auto before = data::CheckpointStore::intact_before(path);
+    const auto before = store::CheckpointStore::intact_before(path);
     if (!before) throw;
     base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
@@ -57,10 +57,10 @@ Snapshot read(const std::string& path, const char* use,
 // A job that begins afresh in a folder with checkpoints would mix two lines of them.
 void refuse_strangers(const CheckpointOptions& options) {
   if (options.resume == "auto") return;
-  const auto newest = data::CheckpointStore::newest(options.dir);
+  const auto newest = store::CheckpointStore::newest(options.dir);
   if (!newest) return;
   const std::string& resume = options.resume;
-  if (!resume.empty() && data::CheckpointStore::holds(options.dir, resume)) {
+  if (!resume.empty() && store::CheckpointStore::holds(options.dir, resume)) {
     const std::string named = std::filesystem::weakly_canonical(resume);
     const std::string name = std::filesystem::path(*newest).filename();
     if (named == std::filesystem::weakly_canonical(options.dir) || named.ends_with(name)) return;
@@ -121,15 +121,15 @@ std::vector<std::string> Snapshot::words(const std::string& list) const {
 }
 
 Snapshot read_checkpoint(const std::string& path, const char* use) {
-  return read(path, use, &data::CheckpointStore::load);
+  return read(path, use, &store::CheckpointStore::load);
 }
 
 Snapshot read_manifest(const std::string& path, const char* use) {
-  return read(path, use, &data::CheckpointStore::look);
+  return read(path, use, &store::CheckpointStore::look);
 }
 
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {
-  if (options.resume == "auto") return data::CheckpointStore::newest(options.dir);
+  if (options.resume == "auto") return store::CheckpointStore::newest(options.dir);
   return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 

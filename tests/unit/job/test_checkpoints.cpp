@@ -68,7 +68,7 @@ struct Saving {
     return snapshot;
   }
   std::optional<std::string> newest() const {
-    return data::CheckpointStore::newest(folder.path("saves"));
+    return store::CheckpointStore::newest(folder.path("saves"));
   }
 
   const Folder folder;

@@ -48,7 +48,7 @@ TEST_CASE("removing a folder removes its files, and nothing outside of it") {
   }
   remove_in(folder, "doomed");
   CHECK_FALSE(fs::exists(fs::symlink_status(doomed)));
-  CHECK(data::read_text(outside.path("precious")) == "data");
+  CHECK(testing::read_text(outside.path("precious")) == "data");
 }
 
 TEST_CASE("a path that is not a folder is not removed as one") {
@@ -56,5 +56,5 @@ TEST_CASE("a path that is not a folder is not removed as one") {
   folder.write("file", "text");
   remove_in(folder, "file");
   remove_in(folder, "none");
-  CHECK(data::read_text(folder.path("file")) == "text");
+  CHECK(testing::read_text(folder.path("file")) == "text");
 }
