@@ -1,16 +1,14 @@
-#include <filesystem>
-#include <fstream>
 #include <optional>
 #include <string>
-
-#include <unistd.h>
 
 #include "distrain/base/trace.h"
 #include "distrain/job/training.h"
 #include "support/catch.h"
+#include "support/trace_path.h"
 
 using namespace distrain;
 using namespace distrain::job;
+using testing::TracePath;
 
 namespace {
 
@@ -18,20 +16,6 @@ class NoSink final : public EventSink {
  public:
   void emit(std::string_view event, const Json&) override { FAIL(event); }
   void joined(std::string_view, const OptionMap&) override {}
-};
-
-class TracePath {
- public:
-  TracePath()
-      : path_(std::filesystem::temp_directory_path() /
-              ("distrain_trace_" + std::to_string(getpid()) + ".json")) {}
-  ~TracePath() { std::filesystem::remove(path_); }
-  std::string text() const { return path_.string(); }
-  bool exists() const { return std::filesystem::exists(path_); }
-  Json read() const { return Json::parse(std::ifstream(path_)); }
-
- private:
-  std::filesystem::path path_;
 };
 
 }  // namespace

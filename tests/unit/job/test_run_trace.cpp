@@ -1,37 +1,20 @@
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-#include <unistd.h>
-
 #include "../src/job/run/run_trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/fake_trace.h"
+#include "support/trace_path.h"
 
 using namespace distrain;
 using namespace distrain::job;
 using Json = nlohmann::ordered_json;
+using testing::TracePath;
 
 namespace {
-
-class TracePath {
- public:
-  TracePath()
-      : path_(std::filesystem::temp_directory_path() /
-              ("distrain_trace_" + std::to_string(getpid()) + ".json")) {}
-  ~TracePath() { std::filesystem::remove(path_); }
-  std::string text() const { return path_.string(); }
-  bool exists() const { return std::filesystem::exists(path_); }
-  Json read() const { return Json::parse(std::ifstream(path_)); }
-
- private:
-  std::filesystem::path path_;
-};
 
 void record(base::Tracer& tracer, int events) {
   base::TraceEvent event;
