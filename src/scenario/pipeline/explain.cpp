@@ -3,6 +3,7 @@
 #include <span>
 
 #include "distrain/base/error.h"
+#include "distrain/nn/pipeline_schedule.h"
 #include "resnet.h"
 #include "run.h"
 
