@@ -90,7 +90,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  enum class Stage { kHello, kProof, kRefused };
+  /// What the connection is to send next; a refused one only has to be closed.
+  enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;
     base::TimePoint accepted_at;
@@ -98,7 +99,6 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     std::optional<Responder> responder;
     uint64_t timer = 0;
   };
-  using Handshakes = std::map<uint64_t, IncomingHandshake>;
 
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
@@ -112,7 +112,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
   void on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame);
   void on_proof_on_loop(uint64_t number, IncomingHandshake& handshake, const net::InFrame& frame);
-  void on_join_on_loop(uint64_t number, const net::InFrame& frame);
+  void on_join_on_loop(uint64_t number, int rank, const net::InFrame& frame);
   void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
 
   void reject_on_loop(const net::StreamPtr& stream, base::Error why);
@@ -124,9 +124,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   const Callbacks callbacks_;
   const size_t max_unproved_;  // limit of connections without a proof
 
-  // Loop thread only. By number, in order of arrival.
-  Handshakes unproved_;
-  Handshakes proved_;  // proved their identity, and are to send a join message
+  // Loop thread only.
+  std::map<uint64_t, IncomingHandshake> handshakes_;  // by number, in order of arrival
   uint64_t last_number_ = 0;
   bool is_full_ = false;
   uint64_t full_timer_ = 0;  // closes the oldest connection; 0: none
