@@ -341,18 +341,13 @@ std::string ControlPlaneImpl::rank_0_text() const {
 }
 
 ControlSettings ControlPlaneImpl::settings() const {
-  ControlSettings settings;
-  settings.rank = options_.rank;
-  settings.job = options_.job;
-  settings.names = options_.names;
-  settings.world_size = options_.world_size;
-  settings.endpoint = {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key};
+  ControlSettings settings{
+      options_, {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key}, {}};
   if (options_.rank == 0) settings.secret = random_bytes(32);
-  settings.options = options_.job_options;
   // Rank 0 sends no heartbeats on a connection that only reserves a rank, so silence is no loss.
   const bool judges = options_.rank != wire::kUnassignedRank;
-  settings.peer_timeout =
-      judges ? std::min<base::Duration>(options_.peer_timeout, kForEver) : base::Duration(0);
+  settings.peer_timeout = judges ? std::min<base::Duration>(options_.peer_timeout, kForEver)
+                                 : std::chrono::nanoseconds(0);
   return settings;
 }
 

@@ -4,7 +4,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,6 +12,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/membership/loss.h"
+#include "distrain/membership/options.h"
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
 
@@ -109,16 +109,9 @@ class ControlTransport {
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
-struct ControlSettings {
-  int rank = 0;
-  std::string job;                 ///< Member: refused if the coordinator has another
-  std::vector<std::string> names;  ///< Coordinator: names of all ranks
-  int world_size = 0;              ///< Member: refused if the coordinator has another; 0: any
-  wire::Endpoint endpoint;         ///< how other ranks reach this one
-  std::string secret;              ///< Coordinator: the job's
-  std::map<std::string, std::string>
-      options;                     ///< Coordinator: the job's; Member: must agree with these
-  base::Duration peer_timeout{0};  ///< silence that counts as a loss; zero: none does
+struct ControlSettings : Options {
+  wire::Endpoint endpoint;  ///< how other ranks reach this one
+  std::string secret;       ///< Coordinator: the job's
 };
 
 base::Error rendezvous_error(std::string message, int rank = -1);

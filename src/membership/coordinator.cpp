@@ -83,8 +83,8 @@ std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) c
                   "each job that meets at this address a --job-id or --master-port of its own");
   }
   for (const auto& [name, value] : join.options) {
-    const auto it = settings_.options.find(name);
-    if (it != settings_.options.end() && it->second != value) {
+    const auto it = settings_.job_options.find(name);
+    if (it != settings_.job_options.end() && it->second != value) {
       const std::string own = it->second.empty() ? "none" : it->second;
       return refuse("--" + name + " is " + value + " on " + who + ", " + own +
                     " on rank 0: give all ranks the same value, or only rank 0");
@@ -101,7 +101,7 @@ void Coordinator::begin_if_all_joined() {
   for (const auto& [rank, joined] : joined_) {
     directory.ranks[static_cast<size_t>(rank)].endpoint = joined.endpoint;
   }
-  directory.options = settings_.options;
+  directory.options = settings_.job_options;
   directory.secret = settings_.secret;
   broadcast({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
   set_directory(std::move(directory));

@@ -9,7 +9,8 @@ Member::Member(ControlSettings settings, ControlTransport& transport, Link coord
                base::TimePoint now)
     : ControlProtocol(std::move(settings), transport, now), coordinator_(coordinator) {
   add_control(0, coordinator, now);
-  const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint, settings_.options};
+  const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint,
+                        settings_.job_options};
   transport_.send(coordinator_, {FrameKind::kJoin, 0, 0, wire::encode(join)});
 }
 
