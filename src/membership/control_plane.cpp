@@ -4,7 +4,6 @@
 #include "control_plane_impl.h"
 #include "distrain/membership/meeting.h"
 #include "distrain/membership/rank_text.h"
-#include "distrain/membership/token.h"
 
 namespace distrain::membership {
 
@@ -299,13 +298,15 @@ void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stre
   if (is_new && options_.on_refused) options_.on_refused(why);
 }
 
-PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoint) const {
-  PeerAddress address;
-  const bool same_host = !host_key_.empty() && endpoint.host_key == host_key_;
-  if (same_host) address.unix_name = endpoint.unix_name;
-  if (options_.transport == "unix") return address;
-  address.port = rank == 0 ? options_.master_port : endpoint.port;
-  address.host = endpoint.host;
+// Replaces the endpoint of `entry` by one that this rank can use.
+wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::Entry entry) const {
+  wire::Endpoint& address = entry.endpoint;
+  if (host_key_.empty() || address.host_key != host_key_) address.unix_name.clear();
+  if (options_.transport == "unix") {
+    address.host.clear();
+    return entry;
+  }
+  if (rank == 0) address.port = options_.master_port;
   const auto seen = seen_hosts_.find(rank);
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
@@ -315,7 +316,7 @@ PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoin
   if (theirs != std::string::npos && own != std::string::npos) {
     address.host.replace(theirs, std::string::npos, known, own);
   }
-  return address;
+  return entry;
 }
 
 void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stream,
@@ -365,25 +366,25 @@ void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
 // ---- ControlTransport ----
 
 void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
-  identity_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
   const auto& ranks = directory.ranks;
+  const wire::Directory::Entry& own = ranks[static_cast<size_t>(options_.rank)];
+  identity_.incarnation = own.incarnation;
   cpu_sharers_ = static_cast<int>(std::ranges::count_if(ranks, [&](const auto& entry) {
-    return entry.is_here &&
-           entry.endpoint.cpus == ranks[static_cast<size_t>(options_.rank)].endpoint.cpus;
+    return entry.is_here && entry.endpoint.cpus == own.endpoint.cpus;
   }));
-  std::vector<PeerAddress> addresses(directory.ranks.size());
-  for (int rank = 0; rank < static_cast<int>(addresses.size()); ++rank) {
+  wire::Directory known = directory;
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     if (rank == options_.rank) continue;
-    PeerAddress& address = addresses[static_cast<size_t>(rank)];
-    address = address_of(rank, directory.ranks[static_cast<size_t>(rank)].endpoint);
-    if (!address.unix_name.empty() || !address.host.empty()) continue;
+    wire::Directory::Entry& entry = known.ranks[static_cast<size_t>(rank)];
+    entry = reachable(rank, std::move(entry));
+    if (!entry.endpoint.unix_name.empty() || !entry.endpoint.host.empty()) continue;
     loop_.post([self = shared_from_this(), rank] {
       if (!self->protocol_) return;
       self->protocol_->abort(rendezvous_error(
           "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
     });
   }
-  callbacks_.on_directory(directory, std::move(addresses));
+  callbacks_.on_directory(known);
   directory_known_.set();
 }
 
@@ -430,7 +431,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
         self->report_on_loop(rank, error);
       });
   }
-  callbacks_.on_returned(rank, entry.incarnation, address_of(rank, entry.endpoint));
+  callbacks_.on_returned(rank, reachable(rank, entry));
 }
 
 void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {

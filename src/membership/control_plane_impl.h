@@ -83,7 +83,7 @@ class ControlPlaneImpl final : public ControlPlane,
   base::Error left_already() const;
   std::string why_missing(std::vector<int> ranks);
   std::string rank_0_text() const;
-  PeerAddress address_of(int rank, const wire::Endpoint& endpoint) const;
+  wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
 
   std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
   std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream,

@@ -171,12 +171,11 @@ class AgentCore {
   void send_call_later(OutgoingCall call, bool is_delayed);
   void send_deferred(OutgoingCall& call);
   void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
-  void on_directory_on_loop(const wire::Directory& directory,
-                            std::vector<membership::PeerAddress> addresses);
+  void on_directory_on_loop(const wire::Directory& directory);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
-  void on_returned_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
+  void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
   /// Returns 0 before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);

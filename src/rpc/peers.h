@@ -44,12 +44,11 @@ class Peers {
         on_open_(std::move(on_open)) {}
 
   /// Sets the ranks and how to reach them. Called once, before all other functions.
-  void learn_on_loop(const wire::Directory& directory,
-                     std::vector<membership::PeerAddress> addresses);
+  void learn_on_loop(const wire::Directory& directory);
 
   /// Returns 0 before learn_on_loop(). For any thread.
   int size() const { return size_; }
-  const std::string& name(int rank) const { return at(rank).name; }
+  const std::string& name(int rank) const { return at(rank).entry.name; }
   /// Returns the rank of that name, or -1 if no rank has it.
   int find_rank(const std::string& name) const {
     const auto found = ranks_.find(name);
@@ -62,12 +61,12 @@ class Peers {
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.
-  uint32_t incarnation(int rank) const { return at(rank).incarnation; }
+  uint32_t incarnation(int rank) const { return at(rank).entry.incarnation; }
   ProcessNumber process(int rank) const { return process_number(rank, incarnation(rank)); }
   /// Returns true if `process` is the newest one of its rank and not lost.
   bool is_here(ProcessNumber process) const {
     const Peer& peer = at(rank_of(process));
-    return peer.incarnation == incarnation_of(process) && peer.state != State::kLost;
+    return peer.entry.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
 
   /// Takes a connection that `rank` has made. Returns an error if it is refused.
@@ -79,7 +78,7 @@ class Peers {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
   /// Replaces a lost rank by a new process.
-  void renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
+  void renew_on_loop(int rank, const wire::Directory::Entry& entry);
 
   /// Returns the incomplete transfers of `rank`. Loop thread only.
   std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
@@ -89,13 +88,8 @@ class Peers {
  private:
   enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
   struct Peer {
-    Peer(std::string its_name, uint32_t its_incarnation, membership::PeerAddress its_address)
-        : name(std::move(its_name)),
-          incarnation(its_incarnation),
-          address(std::move(its_address)) {}
-    const std::string name;
-    const uint32_t incarnation;
-    const membership::PeerAddress address;
+    explicit Peer(const wire::Directory::Entry& its_entry) : entry(its_entry) {}
+    const wire::Directory::Entry entry;
     std::atomic<State> state{State::kUnconnected};
     std::atomic<bool> is_done_without{false};  // written before kLost
     net::StreamPtr stream;  // to send on; written before kConnected, read after it
