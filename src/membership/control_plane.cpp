@@ -13,7 +13,6 @@ using base::Error;
 using base::ErrorKind;
 
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
-constexpr auto kFlushTimeout = std::chrono::seconds(1);  // for this rank's last messages
 constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
 
 // Listens at the name where ranks of this host look for rank 0.
@@ -148,9 +147,6 @@ void ControlPlaneImpl::close() {
   });
 }
 
-// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
-void ControlPlaneImpl::wait_until_flushed() { links_.wait_until_closed(kFlushTimeout); }
-
 base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
   base::Promise<void> promise;
   base::Future<void> done = promise.future();
@@ -218,10 +214,6 @@ void ControlPlaneImpl::receive_on_loop(Link link, const net::InFrame& frame) {
                             wire::Bytes(frame.meta.begin(), frame.meta.end())});
 }
 
-void ControlPlaneImpl::report_on_loop(int rank, Error error) {
-  if (protocol_) protocol_->report(rank, std::move(error));
-}
-
 std::optional<Credentials> ControlPlaneImpl::credentials_on_loop(wire::HelloPurpose purpose) const {
   if (!protocol_) return std::nullopt;
   if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
@@ -259,7 +251,6 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
-    if (before.empty()) seen_hosts_.erase(rank);
     links_.remove(link);
     return refusal;
   }
@@ -334,8 +325,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
         const wire::Hello& hello = other.unchecked();
         const bool is_it = hello.rank == rank;
         if (is_it && self->protocol_ &&
-            hello.incarnation ==
-                self->protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
+            hello.incarnation == self->protocol_->entry(rank).incarnation) {
           return done(base::Unit{});
         }
         stream->close(false);
@@ -421,7 +411,7 @@ void ControlPlaneImpl::on_lost(const Loss& loss) {
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
-  const wire::Directory::Entry& entry = protocol_->directory().ranks[static_cast<size_t>(rank)];
+  const wire::Directory::Entry& entry = protocol_->entry(rank);
   try {
     callbacks_.on_new_devices(rank, devices);
   } catch (const base::Exception& e) {

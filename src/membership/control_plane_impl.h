@@ -42,13 +42,16 @@ class ControlPlaneImpl final : public ControlPlane,
   void close() override;
   base::Future<void> tolerate(Tolerance tolerance) override;
   void note_of_use(int rank) override;
-  void wait_until_flushed() override;
+  // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+  void wait_until_flushed() override { links_.wait_until_closed(std::chrono::seconds(1)); }
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler) override;
   bool is_suspected_on_loop(int rank) const override {
     return protocol_ && protocol_->is_suspected(rank);
   }
-  void report_on_loop(int rank, base::Error error) override;
+  void report_on_loop(int rank, base::Error error) override {
+    if (protocol_) protocol_->report(rank, std::move(error));
+  }
   void authenticate_on_loop(int rank, const net::StreamPtr& stream,
                             std::function<void(base::Status believed)> done) override;
 

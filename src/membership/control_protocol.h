@@ -160,6 +160,9 @@ class ControlProtocol {
   bool is_over() const { return state_ == State::kOver; }
   /// Returns an empty directory before it is known.
   const wire::Directory& directory() const { return directory_; }
+  const wire::Directory::Entry& entry(int rank) const {
+    return directory_.ranks[static_cast<size_t>(rank)];
+  }
   const std::string& secret() const { return directory_.secret; }
   /// Returns the ranks that this one waits for, as far as it knows.
   virtual std::vector<int> missing() const = 0;
@@ -200,6 +203,8 @@ class ControlProtocol {
   base::Error reason_of(int rank, const Message& message) const;
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
   std::string text_of(int rank) const;
+
+  Presence presence(int rank) const { return presence_[static_cast<size_t>(rank)]; }
 
   const ControlSettings settings_;
   ControlTransport& transport_;

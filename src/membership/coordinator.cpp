@@ -126,22 +126,21 @@ void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
 bool Coordinator::is_free(int rank) const {
   if (state_ == State::kMeeting) return !joined_.contains(rank);
   return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
-         tolerance_.ranks.contains(rank) &&
-         presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
-         directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
+         tolerance_.ranks.contains(rank) && presence(rank) == Presence::kLost &&
+         !newcomers_.contains(rank) && entry(rank).incarnation + 1 < kMaxIncarnations;
 }
 
 // Sends the directory to a new process. The coordinator's own one changes when that process is
 // prepared.
 void Coordinator::send_directory(int rank) {
-  const auto at = static_cast<size_t>(rank);
   wire::Directory directory = directory_;
   for (size_t each = 0; each < directory.ranks.size(); ++each) {
     directory.ranks[each].is_here = presence_[each] != Presence::kLost;
   }
-  directory.ranks[at].endpoint = joined_.at(rank).endpoint;
-  directory.ranks[at].is_here = true;
-  ++directory.ranks[at].incarnation;
+  wire::Directory::Entry& own = directory.ranks[static_cast<size_t>(rank)];
+  own.endpoint = joined_.at(rank).endpoint;
+  own.is_here = true;
+  ++own.incarnation;
   newcomers_[rank] = {};
   transport_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
 }
@@ -158,7 +157,7 @@ void Coordinator::announce(int rank, wire::RankDevices devices) {
   on_trial_.insert(rank);
   devices_[rank] = devices;
   const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
-  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation + 1;
+  const uint32_t incarnation = entry(rank).incarnation + 1;
   const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), incarnation,
                      wire::encode(returned)};
   replace_lost(rank, incarnation, returned);

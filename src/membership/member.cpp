@@ -98,7 +98,7 @@ void Member::declare_lost(int rank, const Error& error) {
 // Reports a loss to the coordinator, which answers by reporting it to all ranks.
 void Member::suspect(int rank, const Error& error) {
   if (!is_here(rank) || !is_here(0) || !reported_lost_.insert(rank).second) return;
-  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  const uint32_t incarnation = entry(rank).incarnation;
   transport_.send(coordinator_, {FrameKind::kLost, static_cast<uint64_t>(rank), incarnation,
                                  wire::encode(error)});
 }
