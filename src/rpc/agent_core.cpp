@@ -87,9 +87,10 @@ AgentCore::AgentCore(AgentOptions given)
            .on_new_devices = std::bind_front(&DeviceTable::learn_again, &devices),
            .on_returned = std::bind_front(&AgentCore::on_returned_on_loop, this),
            .on_peer = std::bind_front(&Peers::accept_on_loop, &peers)})),
-      peers(loop, options.rank, *control, std::bind_front(&AgentCore::on_frame_on_loop, this),
-            std::bind_front(&AgentCore::admit_on_loop, this),
-            [this](int rank) { send_grants(budget->open(peers.process(rank))); }) {
+      peers(loop, options.rank, *control,
+            {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
+             .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
+             .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); }}) {
   if (options.rank == 0) {
     name = options.names[0];
     job_options = options.job_options;

@@ -127,25 +127,21 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.authenticate_on_loop(
       rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
-        if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
+        if (!is.ok()) {
+          // If the peer closed without a message, it is busy, or rank 0 will report its loss.
+          const base::TimePoint next = base::deadline_after(kRetry);
+          const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < deadline;
+          if (!may_retry) return on_unreachable_on_loop(rank, peer, is.error());
+          loop_.call_at(
+              next, [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
+          return;
+        }
         if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
         stream->set_limits_on_loop(wire::Limits{});
         stream->set_handler_on_loop(handler_on_loop(rank, stream));
         begin_to_send_on_loop(rank, stream);
-        on_open_(rank);
+        callbacks_.on_open(rank);
       });
-}
-
-// Retries after a close without a message: the peer is busy, or rank 0 will report its loss.
-void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
-                                    base::TimePoint deadline) {
-  const base::TimePoint next = base::deadline_after(kRetry);
-  if (error.kind == ErrorKind::kPeerLost && next < deadline) {
-    loop_.call_at(next,
-                  [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
-  } else {
-    on_unreachable_on_loop(rank, peer, error);
-  }
 }
 
 // Sends the queued frames. Other threads append frames to the queue until it is empty.
@@ -179,7 +175,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   stream->set_limits_on_loop(wire::Limits{});
   stream->set_handler_on_loop(handler_on_loop(rank, stream));
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
-  on_open_(rank);
+  callbacks_.on_open(rank);
   return std::nullopt;
 }
 
@@ -189,11 +185,11 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
   return control_.watch_peer_on_loop(
       rank, stream,
       {[this, rank, &peer](net::InFrame frame) {
-         if (&at(rank) == &peer) on_frame_(rank, std::move(frame));
+         if (&at(rank) == &peer) callbacks_.on_frame(rank, std::move(frame));
        },
        [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); },
        [this, rank, &peer](const wire::FrameHeader& header) {
-         return &at(rank) == &peer ? allocate_(rank, header) : nullptr;
+         return &at(rank) == &peer ? callbacks_.allocate(rank, header) : nullptr;
        }});
 }
 

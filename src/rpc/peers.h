@@ -30,18 +30,15 @@ namespace distrain::rpc {
 class Peers {
  public:
   /// Called on the loop.
-  using OnFrame = std::function<void(int rank, net::InFrame frame)>;
-  /// As net::Stream::Handler::allocate, with the sending rank.
-  using Allocate = std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)>;
+  struct Callbacks {
+    std::function<void(int rank, net::InFrame frame)> on_frame;
+    /// As net::Stream::Handler::allocate, with the sending rank.
+    std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)> allocate;
+    std::function<void(int rank)> on_open;  ///< called when a connection is ready
+  };
 
-  Peers(net::Loop& loop, int rank, membership::ControlPlane& control, OnFrame on_frame,
-        Allocate allocate, std::function<void(int rank)> on_open)
-      : loop_(loop),
-        rank_(rank),
-        control_(control),
-        on_frame_(std::move(on_frame)),
-        allocate_(std::move(allocate)),
-        on_open_(std::move(on_open)) {}
+  Peers(net::Loop& loop, int rank, membership::ControlPlane& control, Callbacks callbacks)
+      : loop_(loop), rank_(rank), control_(control), callbacks_(std::move(callbacks)) {}
 
   /// Sets the ranks and how to reach them. Called once, before all other functions.
   void learn_on_loop(const wire::Directory& directory);
@@ -108,8 +105,6 @@ class Peers {
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
-  void on_not_believed_on_loop(int rank, Peer& peer, const base::Error& error,
-                               base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   void on_closed_on_loop(int rank, Peer& peer);
@@ -117,10 +112,8 @@ class Peers {
   net::Loop& loop_;
   const int rank_;
   membership::ControlPlane& control_;
-  const OnFrame on_frame_;
-  const Allocate allocate_;
-  const std::function<void(int rank)> on_open_;  // called on the loop when a connection is ready
-  std::unordered_map<std::string, int> ranks_;   // by name; filled with peers_
+  const Callbacks callbacks_;
+  std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // of peers_, when it is filled
 };
