@@ -163,7 +163,6 @@ class AgentCore {
   struct OutgoingCall;
   OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                            const std::function<void(Encoder&)>& fill, const RRefHandle* target);
-  base::Status admit_call(OutgoingCall& call);
   bool register_call(OutgoingCall& call, PendingCalls::Call waiting,
                      const std::shared_ptr<RRefHandle>& target);
   void send_call(OutgoingCall call);
@@ -189,7 +188,6 @@ class AgentCore {
   void disconnect();
   void stop();
   void cancel_call(int from, uint64_t id);
-  base::Status take_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();

@@ -179,10 +179,7 @@ void AgentCore::execute(QueuedCall&& call) {
 void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
                            const std::function<void(Encoder&)>& fill) {
   OutMessage message;
-  Encoder encoder(message);
-  encoder.rrefs = rrefs.get();
-  encoder.devices = &devices;
-  encoder.to = to;
+  Encoder encoder(message, rrefs.get(), &devices, to);
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kReply;
   header.call_id = call_id;
