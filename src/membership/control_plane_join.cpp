@@ -238,9 +238,7 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
 }
 
 void ControlPlaneImpl::finish_joining_on_loop(const base::Status& joined) {
-  std::optional<base::Promise<void>> joining;
-  joining.swap(joining_);
-  if (joining) joining->complete(joined);
+  if (auto joining = std::exchange(joining_, std::nullopt)) joining->complete(joined);
 }
 
 void ControlPlaneImpl::on_joined(int rank) {
