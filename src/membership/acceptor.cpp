@@ -12,10 +12,6 @@ namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-using base::Exception;
-
 constexpr auto kFullTimeout =
     std::chrono::milliseconds(100);                      // until the oldest connection is closed
 constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message

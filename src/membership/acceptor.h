@@ -76,10 +76,9 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
     /// Takes a connection and sets its handler, or returns an error to refuse it.
-    std::function<std::optional<base::Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)>
-        admit;
+    std::function<std::optional<Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)> admit;
     /// Called when a process that claims to be `rank` is refused before admit().
-    std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
+    std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
   };
 
   /// `proof_timeout` is the time in which a connection must prove its identity.
@@ -101,7 +100,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   };
 
   void on_connection_on_loop(net::Fd socket);
-  void on_closed_on_loop(uint64_t number, const base::Error& error);
+  void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
   /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
   /// closed connection may still deliver frames.
@@ -115,9 +114,9 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_join_on_loop(uint64_t number, int rank, const net::InFrame& frame);
   void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
 
-  void reject_on_loop(const net::StreamPtr& stream, base::Error why);
-  void refuse_on_loop(IncomingHandshake& handshake, const base::Error& why);
-  void report_on_loop(const IncomingHandshake& handshake, base::Error why);
+  void reject_on_loop(const net::StreamPtr& stream, Error why);
+  void refuse_on_loop(IncomingHandshake& handshake, const Error& why);
+  void report_on_loop(const IncomingHandshake& handshake, Error why);
 
   net::Loop& loop_;
   const base::Duration proof_timeout_;

@@ -9,9 +9,6 @@ namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
 constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
 
@@ -19,7 +16,7 @@ constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the
 net::Fd listen_at_meeting(const std::string& name) {
   auto socket = net::listen_unix(name);
   if (socket.ok()) return std::move(socket.unchecked());
-  throw base::Exception(rendezvous_error(
+  throw Exception(rendezvous_error(
       "a job of this user with the same id and port meets on this host: each needs a --job-id or a "
       "--master-port of its own (" +
           socket.error().message + ")",
@@ -195,11 +192,11 @@ net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::S
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
     switch (frame.header.kind) {
-      case wire::FrameKind::kHeartbeat:
+      case FrameKind::kHeartbeat:
         return;
-      case wire::FrameKind::kAbort:
-      case wire::FrameKind::kLeave:
-      case wire::FrameKind::kReject:
+      case FrameKind::kAbort:
+      case FrameKind::kLeave:
+      case FrameKind::kReject:
         return self->receive_on_loop(link, frame);
       default:
         of_calls(std::move(frame));
@@ -414,7 +411,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
   const wire::Directory::Entry& entry = protocol_->entry(rank);
   try {
     callbacks_.on_new_devices(rank, devices);
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
     if (coordinator_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {

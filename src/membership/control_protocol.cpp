@@ -6,10 +6,6 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using base::ErrorKind;
-using wire::FrameKind;
-
 namespace {
 
 // Returns at most a second, because peers may have shorter timeouts than this rank.
@@ -78,7 +74,7 @@ bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
   try {
     transport_.on_go(std::move(devices));
     return true;
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     state_ = State::kPreparing;
     abort(e.error());
     return false;
@@ -153,7 +149,7 @@ void ControlProtocol::receive(Link link, const Message& message) {
       return declare_lost(rank, reason_of(rank, message));
     }
     wire::Reader::fail("a frame out of place");
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     Error error = e.error();
     if (error.rank < 0) error.rank = rank;
     closed(link, error);

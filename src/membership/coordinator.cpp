@@ -4,16 +4,8 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using base::ErrorKind;
-using wire::FrameKind;
-
-namespace {
-
 // How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
 constexpr auto kReservationTimeout = std::chrono::minutes(1);
-
-}  // namespace
 
 // ---- meeting ----
 

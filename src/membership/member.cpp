@@ -2,9 +2,6 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using wire::FrameKind;
-
 Member::Member(ControlSettings settings, ControlTransport& transport, Link coordinator,
                base::TimePoint now)
     : ControlProtocol(std::move(settings), transport, now), coordinator_(coordinator) {
