@@ -12,9 +12,6 @@
 
 namespace distrain::rpc {
 
-using base::Error;
-using base::ErrorKind;
-
 namespace {
 
 // The largest credit that a peer may grant or request: twice that of the largest call.
@@ -46,7 +43,7 @@ base::Task WorkerExecutor::bind(base::Task task) {
   };
 }
 
-base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
+Error WorkerExecutor::error_in_flight(ErrorKind otherwise) const {
   return rpc::error_in_flight(otherwise);
 }
 
@@ -105,7 +102,7 @@ AgentCore::AgentCore(AgentOptions given)
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
     in.in.expect_end();
-    if (!handle->is_owner()) throw base::Exception(ErrorKind::kProtocol, "not the owner");
+    if (!handle->is_owner()) throw Exception(ErrorKind::kProtocol, "not the owner");
     const std::shared_ptr<OwnedValue> owned = handle->owned();
     owned->value.future().on_complete(
         executor, [reply, owned](base::Result<std::shared_ptr<void>>& value) {

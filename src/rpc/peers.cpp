@@ -6,8 +6,6 @@
 
 namespace distrain::rpc {
 
-namespace {
-
 using base::Error;
 using base::ErrorKind;
 
@@ -17,8 +15,6 @@ constexpr auto kLongestReach = std::chrono::seconds(20);
 // A rank that refuses connections has probably just died or left, and rank 0 is about to tell why.
 constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
-
-}  // namespace
 
 void Peers::learn_on_loop(const wire::Directory& directory) {
   for (const wire::Directory::Entry& entry : directory.ranks) {

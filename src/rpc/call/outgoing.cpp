@@ -12,8 +12,6 @@ namespace distrain::rpc {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
 using Kind = base::TraceEvent::Kind;
 
 const wire::FrameHeader& header_of(const RawReply& reply) {
@@ -162,8 +160,7 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   } catch (...) {
     rrefs->retract(call.tickets.empty() ? message.rrefs : call.tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
-    throw base::Exception(
-        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
+    throw Exception(with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
   }
   waiting.context = context;
   waiting.autograd_id = header.autograd_id;
@@ -222,7 +219,7 @@ bool AgentCore::await_credit(OutgoingCall& call) {
                         " had no room for this call in time: " + taken.error().message,
                     call.to};
     }
-  } catch (const base::Exception& e) {  // no thread is left that could wait
+  } catch (const Exception& e) {  // no thread is left that could wait
     taken = e.error();
   }
   if (!taken.ok()) {
@@ -290,7 +287,7 @@ void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target,
             encoder.out.put(std::string(text.begin(), text.end()));
           },
           target));
-    } catch (const base::Exception&) {  // this rank is ending
+    } catch (const Exception&) {  // this rank is ending
     }
   });
 }
@@ -377,12 +374,12 @@ std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
 
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   try {
-    if (!reply.open()) throw base::Exception(ErrorKind::kCancelled, "the call was given up");
+    if (!reply.open()) throw Exception(ErrorKind::kCancelled, "the call was given up");
     std::shared_ptr<InMessage> message = read(reply);
     receive_tensors(*message, reply.context, reply.function);
     return message;
   } catch (...) {
-    throw base::Exception(
+    throw Exception(
         with_origin(error_in_flight(ErrorKind::kInternal), options.rank, reply.function));
   }
 }
