@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <vector>
 
 #include <fmt/ranges.h>
 #include <openssl/core_names.h>

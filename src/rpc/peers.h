@@ -7,7 +7,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "device/device_receive.h"
 #include "distrain/membership/control_plane.h"
