@@ -13,7 +13,6 @@
 #include "distrain/base/text.h"
 #include "distrain/membership/meeting.h"
 #include "distrain/membership/slot.h"
-#include "distrain/membership/token.h"
 #include "distrain/net/socket.h"
 #include "distrain/store/checkpoint_store.h"
 #include "options.h"

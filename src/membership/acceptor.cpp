@@ -12,10 +12,6 @@ namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-using base::Exception;
-
 constexpr auto kFullTimeout =
     std::chrono::milliseconds(100);                      // until the oldest connection is closed
 constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message
@@ -56,9 +52,7 @@ void Acceptor::close() {
     listeners_.clear();
   }
   loop_.post([self = shared_from_this()] {
-    for (Handshakes* all : {&self->unproved_, &self->proved_}) {
-      while (!all->empty()) self->drop_on_loop(all->begin()->first);
-    }
+    while (!self->handshakes_.empty()) self->drop_on_loop(self->handshakes_.begin()->first);
   });
 }
 
@@ -67,7 +61,7 @@ void Acceptor::close() {
 void Acceptor::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   const uint64_t number = ++last_number_;
-  IncomingHandshake& handshake = unproved_[number];
+  IncomingHandshake& handshake = handshakes_[number];
   handshake.stream = stream;
   handshake.accepted_at = base::Clock::now();
   handshake.timer = drop_later_on_loop(number, proof_timeout_);
@@ -83,31 +77,34 @@ void Acceptor::on_connection_on_loop(net::Fd socket) {
 }
 
 void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
-  const auto proved = proved_.find(number);
-  if (proved != proved_.end() && error.kind == ErrorKind::kProtocol) {
-    report_on_loop(proved->second, error);  // a proved rank's frame was corrupted
+  const auto found = handshakes_.find(number);
+  if (found == handshakes_.end()) return;
+  const IncomingHandshake& handshake = found->second;
+  if (handshake.stage == Stage::kJoin && error.kind == ErrorKind::kProtocol) {
+    report_on_loop(handshake, error);  // a proved rank's frame was corrupted
   }
   // A process with a token does not prove it to a rank that has none, and closes instead.
-  const auto handshake = unproved_.find(number);
-  if (handshake != unproved_.end() && handshake->second.stage == Stage::kProof) {
-    const wire::Hello& other = handshake->second.responder->other();
+  if (handshake.stage == Stage::kProof) {
+    const wire::Hello& other = handshake.responder->other();
     const auto credentials = callbacks_.credentials(other.purpose);
     if (credentials && other.trust != credentials->self.trust) {
-      report_on_loop(handshake->second, {ErrorKind::kAuth, "another kind of trust"});
+      report_on_loop(handshake, {ErrorKind::kAuth, "another kind of trust"});
     }
   }
   drop_on_loop(number);
 }
 
 void Acceptor::limit_unproved_on_loop() {
-  const bool was_full = std::exchange(is_full_, unproved_.size() >= max_unproved_);
+  const auto is_unproved = [](const auto& entry) { return entry.second.stage != Stage::kJoin; };
+  const auto unproved = static_cast<size_t>(std::ranges::count_if(handshakes_, is_unproved));
+  const bool was_full = std::exchange(is_full_, unproved >= max_unproved_);
   if (is_full_ || was_full) {
     std::lock_guard lock(mutex_);
     for (const auto& listener : listeners_) listener->set_accepting_on_loop(!is_full_);
   }
   if (full_timer_ != 0) loop_.cancel(std::exchange(full_timer_, 0));
   if (!is_full_) return;
-  const auto oldest = unproved_.begin();
+  const auto oldest = std::ranges::find_if(handshakes_, is_unproved);
   full_timer_ = loop_.call_at(oldest->second.accepted_at + kFullTimeout,
                               [weak = weak_from_this(), number = oldest->first] {
                                 const auto self = weak.lock();
@@ -118,30 +115,22 @@ void Acceptor::limit_unproved_on_loop() {
 }
 
 net::StreamPtr Acceptor::take_on_loop(uint64_t number) {
-  for (Handshakes* all : {&unproved_, &proved_}) {
-    const auto it = all->find(number);
-    if (it == all->end()) continue;
-    loop_.cancel(it->second.timer);
-    net::StreamPtr stream = std::move(it->second.stream);
-    all->erase(it);
-    limit_unproved_on_loop();
-    return stream;
-  }
-  return nullptr;
+  const auto taken = handshakes_.extract(number);
+  if (!taken) return nullptr;
+  loop_.cancel(taken.mapped().timer);
+  limit_unproved_on_loop();
+  return taken.mapped().stream;
 }
 
 uint64_t Acceptor::drop_later_on_loop(uint64_t number, base::Duration timeout) {
   const auto weak = weak_from_this();
   return loop_.call_at(base::deadline_after(timeout), [weak, number] {
     const auto self = weak.lock();
-    if (!self) return;
-    for (Handshakes* all : {&self->unproved_, &self->proved_}) {
-      const auto it = all->find(number);
-      if (it == all->end()) continue;
-      it->second.timer = self->loop_.call_at(base::deadline_after(kReadGrace), [weak, number] {
-        if (const auto later = weak.lock()) later->drop_on_loop(number);
-      });
-    }
+    if (!self || !self->handshakes_.contains(number)) return;
+    self->handshakes_.at(number).timer =
+        self->loop_.call_at(base::deadline_after(kReadGrace), [weak, number] {
+          if (const auto later = weak.lock()) later->drop_on_loop(number);
+        });
   });
 }
 
@@ -152,18 +141,24 @@ void Acceptor::drop_on_loop(uint64_t number) {
 // ---- frames ----
 
 void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
-  if (proved_.contains(number)) return on_join_on_loop(number, frame);
-  const auto it = unproved_.find(number);
-  if (it == unproved_.end()) return;
+  const auto it = handshakes_.find(number);
+  if (it == handshakes_.end()) return;
   try {
-    const Stage stage = it->second.stage;
-    if (stage == Stage::kHello) return on_hello_on_loop(it->second, frame);
-    if (stage == Stage::kProof) return on_proof_on_loop(number, it->second, frame);
+    switch (it->second.stage) {
+      case Stage::kHello:
+        return on_hello_on_loop(it->second, frame);
+      case Stage::kProof:
+        return on_proof_on_loop(number, it->second, frame);
+      case Stage::kJoin:
+        return on_join_on_loop(number, it->second.responder->other().rank, frame);
+      case Stage::kRefused:
+        return;
+    }
   } catch (const Exception& e) {
     // This process is about to end.
     if (e.error().kind == ErrorKind::kCancelled) return drop_on_loop(number);
-    const auto handshake = unproved_.find(number);  // it may have been removed
-    if (handshake != unproved_.end()) refuse_on_loop(handshake->second, e.error());
+    const auto handshake = handshakes_.find(number);  // it may have been removed
+    if (handshake != handshakes_.end()) refuse_on_loop(handshake->second, e.error());
   }
 }
 
@@ -200,16 +195,14 @@ void Acceptor::on_proof_on_loop(uint64_t number, IncomingHandshake& handshake,
   if (hello.purpose == wire::HelloPurpose::kPeer) {
     return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, hello.incarnation});
   }
-  const uint64_t timer = handshake.timer;
   handshake.stream->set_limits_on_loop(wire::kJoinLimits);
-  proved_.insert(unproved_.extract(number));
-  loop_.cancel(timer);
-  proved_.at(number).timer = drop_later_on_loop(number, kJoinTimeout);
+  handshake.stage = Stage::kJoin;
+  loop_.cancel(handshake.timer);
+  handshake.timer = drop_later_on_loop(number, kJoinTimeout);
   limit_unproved_on_loop();
 }
 
-void Acceptor::on_join_on_loop(uint64_t number, const net::InFrame& frame) {
-  const int rank = proved_.at(number).responder->other().rank;
+void Acceptor::on_join_on_loop(uint64_t number, int rank, const net::InFrame& frame) {
   const net::StreamPtr stream = take_on_loop(number);
   try {
     expect(wire::FrameKind::kJoin, frame);

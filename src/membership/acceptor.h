@@ -76,10 +76,9 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
     /// Takes a connection and sets its handler, or returns an error to refuse it.
-    std::function<std::optional<base::Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)>
-        admit;
+    std::function<std::optional<Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)> admit;
     /// Called when a process that claims to be `rank` is refused before admit().
-    std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
+    std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
   };
 
   /// `proof_timeout` is the time in which a connection must prove its identity.
@@ -90,7 +89,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  enum class Stage { kHello, kProof, kRefused };
+  /// What the connection is to send next; a refused one only has to be closed.
+  enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;
     base::TimePoint accepted_at;
@@ -98,10 +98,9 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     std::optional<Responder> responder;
     uint64_t timer = 0;
   };
-  using Handshakes = std::map<uint64_t, IncomingHandshake>;
 
   void on_connection_on_loop(net::Fd socket);
-  void on_closed_on_loop(uint64_t number, const base::Error& error);
+  void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
   /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
   /// closed connection may still deliver frames.
@@ -112,21 +111,20 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
   void on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame);
   void on_proof_on_loop(uint64_t number, IncomingHandshake& handshake, const net::InFrame& frame);
-  void on_join_on_loop(uint64_t number, const net::InFrame& frame);
+  void on_join_on_loop(uint64_t number, int rank, const net::InFrame& frame);
   void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
 
-  void reject_on_loop(const net::StreamPtr& stream, base::Error why);
-  void refuse_on_loop(IncomingHandshake& handshake, const base::Error& why);
-  void report_on_loop(const IncomingHandshake& handshake, base::Error why);
+  void reject_on_loop(const net::StreamPtr& stream, Error why);
+  void refuse_on_loop(IncomingHandshake& handshake, const Error& why);
+  void report_on_loop(const IncomingHandshake& handshake, Error why);
 
   net::Loop& loop_;
   const base::Duration proof_timeout_;
   const Callbacks callbacks_;
   const size_t max_unproved_;  // limit of connections without a proof
 
-  // Loop thread only. By number, in order of arrival.
-  Handshakes unproved_;
-  Handshakes proved_;  // proved their identity, and are to send a join message
+  // Loop thread only.
+  std::map<uint64_t, IncomingHandshake> handshakes_;  // by number, in order of arrival
   uint64_t last_number_ = 0;
   bool is_full_ = false;
   uint64_t full_timer_ = 0;  // closes the oldest connection; 0: none

@@ -4,24 +4,19 @@
 #include "control_plane_impl.h"
 #include "distrain/membership/meeting.h"
 #include "distrain/membership/rank_text.h"
-#include "distrain/membership/token.h"
 
 namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
-constexpr auto kFlushTimeout = std::chrono::seconds(1);  // for this rank's last messages
 constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
 
 // Listens at the name where ranks of this host look for rank 0.
 net::Fd listen_at_meeting(const std::string& name) {
   auto socket = net::listen_unix(name);
   if (socket.ok()) return std::move(socket.unchecked());
-  throw base::Exception(rendezvous_error(
+  throw Exception(rendezvous_error(
       "a job of this user with the same id and port meets on this host: each needs a --job-id or a "
       "--master-port of its own (" +
           socket.error().message + ")",
@@ -149,9 +144,6 @@ void ControlPlaneImpl::close() {
   });
 }
 
-// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
-void ControlPlaneImpl::wait_until_flushed() { links_.wait_until_closed(kFlushTimeout); }
-
 base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
   base::Promise<void> promise;
   base::Future<void> done = promise.future();
@@ -200,11 +192,11 @@ net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::S
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
     switch (frame.header.kind) {
-      case wire::FrameKind::kHeartbeat:
+      case FrameKind::kHeartbeat:
         return;
-      case wire::FrameKind::kAbort:
-      case wire::FrameKind::kLeave:
-      case wire::FrameKind::kReject:
+      case FrameKind::kAbort:
+      case FrameKind::kLeave:
+      case FrameKind::kReject:
         return self->receive_on_loop(link, frame);
       default:
         of_calls(std::move(frame));
@@ -217,10 +209,6 @@ void ControlPlaneImpl::receive_on_loop(Link link, const net::InFrame& frame) {
   if (!protocol_) return;
   protocol_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
                             wire::Bytes(frame.meta.begin(), frame.meta.end())});
-}
-
-void ControlPlaneImpl::report_on_loop(int rank, Error error) {
-  if (protocol_) protocol_->report(rank, std::move(error));
 }
 
 std::optional<Credentials> ControlPlaneImpl::credentials_on_loop(wire::HelloPurpose purpose) const {
@@ -260,7 +248,6 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
-    if (before.empty()) seen_hosts_.erase(rank);
     links_.remove(link);
     return refusal;
   }
@@ -299,13 +286,15 @@ void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stre
   if (is_new && options_.on_refused) options_.on_refused(why);
 }
 
-PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoint) const {
-  PeerAddress address;
-  const bool same_host = !host_key_.empty() && endpoint.host_key == host_key_;
-  if (same_host) address.unix_name = endpoint.unix_name;
-  if (options_.transport == "unix") return address;
-  address.port = rank == 0 ? options_.master_port : endpoint.port;
-  address.host = endpoint.host;
+// Replaces the endpoint of `entry` by one that this rank can use.
+wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::Entry entry) const {
+  wire::Endpoint& address = entry.endpoint;
+  if (host_key_.empty() || address.host_key != host_key_) address.unix_name.clear();
+  if (options_.transport == "unix") {
+    address.host.clear();
+    return entry;
+  }
+  if (rank == 0) address.port = options_.master_port;
   const auto seen = seen_hosts_.find(rank);
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
@@ -315,7 +304,7 @@ PeerAddress ControlPlaneImpl::address_of(int rank, const wire::Endpoint& endpoin
   if (theirs != std::string::npos && own != std::string::npos) {
     address.host.replace(theirs, std::string::npos, known, own);
   }
-  return address;
+  return entry;
 }
 
 void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stream,
@@ -333,8 +322,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
         const wire::Hello& hello = other.unchecked();
         const bool is_it = hello.rank == rank;
         if (is_it && self->protocol_ &&
-            hello.incarnation ==
-                self->protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
+            hello.incarnation == self->protocol_->entry(rank).incarnation) {
           return done(base::Unit{});
         }
         stream->close(false);
@@ -365,25 +353,25 @@ void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
 // ---- ControlTransport ----
 
 void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
-  identity_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
   const auto& ranks = directory.ranks;
+  const wire::Directory::Entry& own = ranks[static_cast<size_t>(options_.rank)];
+  identity_.incarnation = own.incarnation;
   cpu_sharers_ = static_cast<int>(std::ranges::count_if(ranks, [&](const auto& entry) {
-    return entry.is_here &&
-           entry.endpoint.cpus == ranks[static_cast<size_t>(options_.rank)].endpoint.cpus;
+    return entry.is_here && entry.endpoint.cpus == own.endpoint.cpus;
   }));
-  std::vector<PeerAddress> addresses(directory.ranks.size());
-  for (int rank = 0; rank < static_cast<int>(addresses.size()); ++rank) {
+  wire::Directory known = directory;
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     if (rank == options_.rank) continue;
-    PeerAddress& address = addresses[static_cast<size_t>(rank)];
-    address = address_of(rank, directory.ranks[static_cast<size_t>(rank)].endpoint);
-    if (!address.unix_name.empty() || !address.host.empty()) continue;
+    wire::Directory::Entry& entry = known.ranks[static_cast<size_t>(rank)];
+    entry = reachable(rank, std::move(entry));
+    if (!entry.endpoint.unix_name.empty() || !entry.endpoint.host.empty()) continue;
     loop_.post([self = shared_from_this(), rank] {
       if (!self->protocol_) return;
       self->protocol_->abort(rendezvous_error(
           "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
     });
   }
-  callbacks_.on_directory(directory, std::move(addresses));
+  callbacks_.on_directory(known);
   directory_known_.set();
 }
 
@@ -420,17 +408,17 @@ void ControlPlaneImpl::on_lost(const Loss& loss) {
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
-  const wire::Directory::Entry& entry = protocol_->directory().ranks[static_cast<size_t>(rank)];
+  const wire::Directory::Entry& entry = protocol_->entry(rank);
   try {
     callbacks_.on_new_devices(rank, devices);
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
     if (coordinator_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {
         self->report_on_loop(rank, error);
       });
   }
-  callbacks_.on_returned(rank, entry.incarnation, address_of(rank, entry.endpoint));
+  callbacks_.on_returned(rank, reachable(rank, entry));
 }
 
 void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {

@@ -37,18 +37,21 @@ class ControlPlaneImpl final : public ControlPlane,
   base::Future<uint64_t> enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() override;
   std::optional<Wait> wait() override;
-  void abort(const base::Error& error) override;
+  void abort(const Error& error) override;
   void leave() override;
   void close() override;
   base::Future<void> tolerate(Tolerance tolerance) override;
   void note_of_use(int rank) override;
-  void wait_until_flushed() override;
+  // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+  void wait_until_flushed() override { links_.wait_until_closed(std::chrono::seconds(1)); }
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler) override;
   bool is_suspected_on_loop(int rank) const override {
     return protocol_ && protocol_->is_suspected(rank);
   }
-  void report_on_loop(int rank, base::Error error) override;
+  void report_on_loop(int rank, Error error) override {
+    if (protocol_) protocol_->report(rank, std::move(error));
+  }
   void authenticate_on_loop(int rank, const net::StreamPtr& stream,
                             std::function<void(base::Status believed)> done) override;
 
@@ -59,7 +62,7 @@ class ControlPlaneImpl final : public ControlPlane,
   void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
-  void on_failed(const base::Error& error) override;
+  void on_failed(const Error& error) override;
   void on_lost(const Loss& loss) override;
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
@@ -72,7 +75,7 @@ class ControlPlaneImpl final : public ControlPlane,
   void meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met);
   base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
   void finish_joining_on_loop(const base::Status& joined);
-  bool is_put_off_on_loop(const base::Error& error) const;
+  bool is_put_off_on_loop(const Error& error) const;
   void listen_by_unix_socket();
   std::string meeting_name() const;
   base::Result<net::Fd> connect_to_rank_0(base::TimePoint connected_by) const;
@@ -80,19 +83,18 @@ class ControlPlaneImpl final : public ControlPlane,
                         const std::function<wire::RankDevices()>& prepare);
   ControlSettings settings() const;
   OutgoingHandshake::Timeouts handshake_timeouts() const;
-  base::Error left_already() const;
+  Error left_already() const;
   std::string why_missing(std::vector<int> ranks);
   std::string rank_0_text() const;
-  PeerAddress address_of(int rank, const wire::Endpoint& endpoint) const;
+  wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
 
   std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
-  std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream,
-                                           Acceptor::AuthenticatedPeer peer);
-  std::optional<base::Error> admit_member_on_loop(const net::StreamPtr& stream,
-                                                  Acceptor::AuthenticatedPeer& peer);
-  std::optional<base::Error> reserve_rank_on_loop(const net::StreamPtr& stream,
-                                                  const wire::Join& join);
-  void note_refused_on_loop(int rank, const net::StreamPtr& stream, base::Error why);
+  std::optional<Error> admit_on_loop(const net::StreamPtr& stream,
+                                     Acceptor::AuthenticatedPeer peer);
+  std::optional<Error> admit_member_on_loop(const net::StreamPtr& stream,
+                                            Acceptor::AuthenticatedPeer& peer);
+  std::optional<Error> reserve_rank_on_loop(const net::StreamPtr& stream, const wire::Join& join);
+  void note_refused_on_loop(int rank, const net::StreamPtr& stream, Error why);
   void receive_on_loop(Link link, const net::InFrame& frame);
   net::Stream::Handler watched(Link link, net::Stream::Handler handler);
   net::Stream::Handler control_handler(Link link);

@@ -14,9 +14,6 @@ namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-
 constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
 constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0's first report
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
@@ -84,7 +81,7 @@ void ControlPlaneImpl::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
   if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
-  if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP
+  if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // else TCP
 }
 
 // Returns the name of this host's unix socket for joining; empty if unused.
@@ -134,7 +131,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
     if (joined.ok()) return;
     if (ready.done()) ready.wait();  // throws, because the join was aborted
     const ErrorKind kind = joined.error().kind;
-    if (kind != kTryAgain && kind != kNoPlace) throw base::Exception(joined.error());
+    if (kind != kTryAgain && kind != kNoPlace) throw Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
     const bool is_first = !why;
     if (is_first || has_time) why = joined.error();
@@ -145,7 +142,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
     }
     if (now >= deadline) {
       const std::string what = why->kind == kTryAgain ? "was not found" : "had no free place";
-      throw base::Exception(rendezvous_error(
+      throw Exception(rendezvous_error(
           "rank 0 " + what + " within the join timeout (--join-timeout): " + reason, 0));
     }
     // Reports an unknown host name at once, because it may be misspelled, but keeps trying.
@@ -238,9 +235,7 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
 }
 
 void ControlPlaneImpl::finish_joining_on_loop(const base::Status& joined) {
-  std::optional<base::Promise<void>> joining;
-  joining.swap(joining_);
-  if (joining) joining->complete(joined);
+  if (auto joining = std::exchange(joining_, std::nullopt)) joining->complete(joined);
 }
 
 void ControlPlaneImpl::on_joined(int rank) {
@@ -312,7 +307,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
                                (why.empty() ? "" : "; " + why),
                            ranks.empty() ? -1 : ranks.front());
       abort(error);
-      throw base::Exception(std::move(error));
+      throw Exception(std::move(error));
     }
     // Only rank 0 knows which ranks are missing.
     const auto& waited_for = options_.rank == 0 ? ranks : std::vector<int>{0};
@@ -341,18 +336,13 @@ std::string ControlPlaneImpl::rank_0_text() const {
 }
 
 ControlSettings ControlPlaneImpl::settings() const {
-  ControlSettings settings;
-  settings.rank = options_.rank;
-  settings.job = options_.job;
-  settings.names = options_.names;
-  settings.world_size = options_.world_size;
-  settings.endpoint = {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key};
+  ControlSettings settings{
+      options_, {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key}, {}};
   if (options_.rank == 0) settings.secret = random_bytes(32);
-  settings.options = options_.job_options;
   // Rank 0 sends no heartbeats on a connection that only reserves a rank, so silence is no loss.
   const bool judges = options_.rank != wire::kUnassignedRank;
-  settings.peer_timeout =
-      judges ? std::min<base::Duration>(options_.peer_timeout, kForEver) : base::Duration(0);
+  settings.peer_timeout = judges ? std::min<base::Duration>(options_.peer_timeout, kForEver)
+                                 : std::chrono::nanoseconds(0);
   return settings;
 }
 

@@ -6,10 +6,6 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using base::ErrorKind;
-using wire::FrameKind;
-
 namespace {
 
 // Returns at most a second, because peers may have shorter timeouts than this rank.
@@ -62,16 +58,14 @@ void ControlProtocol::set_directory(wire::Directory directory) {
   directory_ = std::move(directory);
   presence_.clear();
   for (int rank = 0; rank < static_cast<int>(directory_.ranks.size()); ++rank) {
-    const wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
-    presence_.push_back(entry.is_here ? Presence::kHere : Presence::kLost);
-    if (entry.is_here) continue;
+    presence_.push_back(entry(rank).is_here ? Presence::kHere : Presence::kLost);
+    if (entry(rank).is_here) continue;
     losses_[rank] = {ErrorKind::kPeerLost, text_of(rank) + " was lost before this rank came", rank};
   }
   state_ = State::kPreparing;
   transport_.on_directory(directory_);
   for (const auto& [rank, error] : losses_) {
-    transport_.on_lost(
-        {rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+    transport_.on_lost({rank, error, true, entry(rank).incarnation});
   }
 }
 
@@ -80,7 +74,7 @@ bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
   try {
     transport_.on_go(std::move(devices));
     return true;
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     state_ = State::kPreparing;
     abort(e.error());
     return false;
@@ -99,7 +93,7 @@ void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
 }
 
 bool ControlProtocol::is_here(int rank) const {
-  return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
+  return state_ == State::kRunning && presence(rank) == Presence::kHere;
 }
 
 // Accepts connections as soon as this rank is prepared, because the coordinator sends go to one
@@ -113,14 +107,14 @@ std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation)
   if (state_ == State::kOver) return why_over();
   const auto loss = losses_.find(rank);
   if (loss != losses_.end()) return loss->second;
-  const uint32_t known = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  const uint32_t known = entry(rank).incarnation;
   if (incarnation != known) {
     return Error{ErrorKind::kPeerLost,
                  who + " has lost its place to a new process: this is its number " +
                      std::to_string(incarnation) + ", that is number " + std::to_string(known),
                  rank};
   }
-  if (presence_[static_cast<size_t>(rank)] == Presence::kHere) return std::nullopt;
+  if (presence(rank) == Presence::kHere) return std::nullopt;
   return Error{ErrorKind::kPeerLost, who + " has left this job", rank};
 }
 
@@ -155,7 +149,7 @@ void ControlProtocol::receive(Link link, const Message& message) {
       return declare_lost(rank, reason_of(rank, message));
     }
     wire::Reader::fail("a frame out of place");
-  } catch (const base::Exception& e) {
+  } catch (const Exception& e) {
     Error error = e.error();
     if (error.rank < 0) error.rank = rank;
     closed(link, error);
@@ -195,19 +189,18 @@ void ControlProtocol::close_with_reason(Link link, const Error& why, bool flush)
 }
 
 void ControlProtocol::mark_lost(int rank, const Error& error, bool job_goes_on) {
-  if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) return;
+  if (state_ == State::kOver || presence(rank) != Presence::kHere) return;
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
   losses_[rank] = error;
   disconnect(rank, error);
-  transport_.on_lost(
-      {rank, error, job_goes_on, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+  transport_.on_lost({rank, error, job_goes_on, entry(rank).incarnation});
 }
 
 void ControlProtocol::replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned) {
-  wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
-  entry.incarnation = incarnation;
-  entry.endpoint = returned.endpoint;
-  presence_[static_cast<size_t>(rank)] = Presence::kHere;
+  const auto at = static_cast<size_t>(rank);
+  directory_.ranks[at].incarnation = incarnation;
+  directory_.ranks[at].endpoint = returned.endpoint;
+  presence_[at] = Presence::kHere;
   losses_.erase(rank);
   transport_.on_returned(rank, returned.devices);
 }

@@ -4,7 +4,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,10 +12,16 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/membership/loss.h"
+#include "distrain/membership/options.h"
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
+
+using base::Error;
+using base::ErrorKind;
+using base::Exception;
+using wire::FrameKind;
 
 // Note [Control plane]
 //
@@ -76,7 +81,7 @@ class Body {
 
 /// A frame without payload. `a` and `b` are its call_id and context_id.
 struct Message {
-  wire::FrameKind kind = wire::FrameKind::kHeartbeat;
+  FrameKind kind = FrameKind::kHeartbeat;
   uint64_t a = 0;
   uint64_t b = 0;
   Body body = {};
@@ -99,7 +104,7 @@ class ControlTransport {
   /// Called once, when all ranks can be called. An exception ends the job for all.
   virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
   /// Called instead of on_go() if the job does not begin.
-  virtual void on_failed(const base::Error& error) = 0;
+  virtual void on_failed(const Error& error) = 0;
   /// Called after go, once for each lost process. A rank that joins a running job also gets the
   /// earlier losses, before go.
   virtual void on_lost(const Loss& loss) = 0;
@@ -109,19 +114,12 @@ class ControlTransport {
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
-struct ControlSettings {
-  int rank = 0;
-  std::string job;                 ///< Member: refused if the coordinator has another
-  std::vector<std::string> names;  ///< Coordinator: names of all ranks
-  int world_size = 0;              ///< Member: refused if the coordinator has another; 0: any
-  wire::Endpoint endpoint;         ///< how other ranks reach this one
-  std::string secret;              ///< Coordinator: the job's
-  std::map<std::string, std::string>
-      options;                     ///< Coordinator: the job's; Member: must agree with these
-  base::Duration peer_timeout{0};  ///< silence that counts as a loss; zero: none does
+struct ControlSettings : Options {
+  wire::Endpoint endpoint;  ///< how other ranks reach this one
+  std::string secret;       ///< Coordinator: the job's
 };
 
-base::Error rendezvous_error(std::string message, int rank = -1);
+Error rendezvous_error(std::string message, int rank = -1);
 
 /// A rank's part in the control plane: Note [Control plane]. Not thread-safe.
 class ControlProtocol {
@@ -137,7 +135,7 @@ class ControlProtocol {
   /// Enters `round` of the end: the first, or the one after the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
   /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
-  void abort(const base::Error& error);
+  void abort(const Error& error);
   /// Leaves the job; called when all ranks have entered the last round.
   void leave();
 
@@ -150,16 +148,16 @@ class ControlProtocol {
   /// Returns true if `rank` seems lost and rank 0 has not decided yet.
   virtual bool is_suspected(int rank) const = 0;
   /// Called when this rank could not reach `rank`, or could not read what it sent.
-  void report(int rank, base::Error error);
+  void report(int rank, Error error);
   /// Returns an error if a connection that `rank` has made is refused.
-  std::optional<base::Error> check_peer(int rank, uint32_t incarnation) const;
+  std::optional<Error> check_peer(int rank, uint32_t incarnation) const;
 
   // ---- events ----
 
   void receive(Link link, const Message& message);
   /// Called when bytes of any kind were received.
   void heard(Link link, base::TimePoint when);
-  void closed(Link link, const base::Error& error);
+  void closed(Link link, const Error& error);
   /// Sends heartbeats and finds silent peers. Returns the time of the next call.
   base::TimePoint tick(base::TimePoint now);
 
@@ -167,6 +165,9 @@ class ControlProtocol {
   bool is_over() const { return state_ == State::kOver; }
   /// Returns an empty directory before it is known.
   const wire::Directory& directory() const { return directory_; }
+  const wire::Directory::Entry& entry(int rank) const {
+    return directory_.ranks[static_cast<size_t>(rank)];
+  }
   const std::string& secret() const { return directory_.secret; }
   /// Returns the ranks that this one waits for, as far as it knows.
   virtual std::vector<int> missing() const = 0;
@@ -183,11 +184,11 @@ class ControlProtocol {
 
   virtual void on_control(int rank, const Message& message) = 0;
   /// Called if a control connection is lost before go; later that is the loss of its rank.
-  virtual void on_control_lost(int rank, const base::Error& error) = 0;
+  virtual void on_control_lost(int rank, const Error& error) = 0;
   /// Called when this rank has found that `rank` is lost.
-  virtual void declare_lost(int rank, const base::Error& error) = 0;
+  virtual void declare_lost(int rank, const Error& error) = 0;
   /// Called when a connection for calls to `rank` has broken without a message.
-  virtual void suspect(int rank, const base::Error& error) = 0;
+  virtual void suspect(int rank, const Error& error) = 0;
 
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
@@ -196,31 +197,33 @@ class ControlProtocol {
   bool begin_running(std::vector<wire::RankDevices> devices);
   void set_directory(wire::Directory directory);
   /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
-  void mark_lost(int rank, const base::Error& error, bool job_goes_on);
+  void mark_lost(int rank, const Error& error, bool job_goes_on);
   /// Closes all connections of `rank`, and tells it why.
-  void disconnect(int rank, const base::Error& why);
+  void disconnect(int rank, const Error& why);
   /// Replaces a lost rank by a new process.
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
-  base::Error loss(int rank, const base::Error& error) const;
+  Error loss(int rank, const Error& error) const;
   /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
   /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
-  base::Error reason_of(int rank, const Message& message) const;
+  Error reason_of(int rank, const Message& message) const;
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
   std::string text_of(int rank) const;
+
+  Presence presence(int rank) const { return presence_[static_cast<size_t>(rank)]; }
 
   const ControlSettings settings_;
   ControlTransport& transport_;
   State state_ = State::kMeeting;
   std::map<Link, Connection> connections_;
-  std::vector<Presence> presence_;     // when the ranks are known
-  std::map<int, base::Error> losses_;  // the error of each lost rank
+  std::vector<Presence> presence_;  // when the ranks are known
+  std::map<int, Error> losses_;     // the error of each lost rank
   wire::Directory directory_;
 
  private:
   void send_to_all(Message message);
-  base::Error why_over() const;
+  Error why_over() const;
   /// Tells the other end why its connection is closed; if `flush`, waits until that is sent.
-  void close_with_reason(Link link, const base::Error& why, bool flush);
+  void close_with_reason(Link link, const Error& why, bool flush);
 
   Message last_message_;           // set when it is over
   const base::Duration interval_;  // of heartbeats

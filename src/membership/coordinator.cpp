@@ -4,16 +4,8 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using base::ErrorKind;
-using wire::FrameKind;
-
-namespace {
-
 // How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
 constexpr auto kReservationTimeout = std::chrono::minutes(1);
-
-}  // namespace
 
 // ---- meeting ----
 
@@ -83,8 +75,8 @@ std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) c
                   "each job that meets at this address a --job-id or --master-port of its own");
   }
   for (const auto& [name, value] : join.options) {
-    const auto it = settings_.options.find(name);
-    if (it != settings_.options.end() && it->second != value) {
+    const auto it = settings_.job_options.find(name);
+    if (it != settings_.job_options.end() && it->second != value) {
       const std::string own = it->second.empty() ? "none" : it->second;
       return refuse("--" + name + " is " + value + " on " + who + ", " + own +
                     " on rank 0: give all ranks the same value, or only rank 0");
@@ -101,7 +93,7 @@ void Coordinator::begin_if_all_joined() {
   for (const auto& [rank, joined] : joined_) {
     directory.ranks[static_cast<size_t>(rank)].endpoint = joined.endpoint;
   }
-  directory.options = settings_.options;
+  directory.options = settings_.job_options;
   directory.secret = settings_.secret;
   broadcast({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
   set_directory(std::move(directory));
@@ -126,22 +118,21 @@ void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
 bool Coordinator::is_free(int rank) const {
   if (state_ == State::kMeeting) return !joined_.contains(rank);
   return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
-         tolerance_.ranks.contains(rank) &&
-         presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
-         directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
+         tolerance_.ranks.contains(rank) && presence(rank) == Presence::kLost &&
+         !newcomers_.contains(rank) && entry(rank).incarnation + 1 < kMaxIncarnations;
 }
 
 // Sends the directory to a new process. The coordinator's own one changes when that process is
 // prepared.
 void Coordinator::send_directory(int rank) {
-  const auto at = static_cast<size_t>(rank);
   wire::Directory directory = directory_;
   for (size_t each = 0; each < directory.ranks.size(); ++each) {
     directory.ranks[each].is_here = presence_[each] != Presence::kLost;
   }
-  directory.ranks[at].endpoint = joined_.at(rank).endpoint;
-  directory.ranks[at].is_here = true;
-  ++directory.ranks[at].incarnation;
+  wire::Directory::Entry& own = directory.ranks[static_cast<size_t>(rank)];
+  own.endpoint = joined_.at(rank).endpoint;
+  own.is_here = true;
+  ++own.incarnation;
   newcomers_[rank] = {};
   transport_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
 }
@@ -158,7 +149,7 @@ void Coordinator::announce(int rank, wire::RankDevices devices) {
   on_trial_.insert(rank);
   devices_[rank] = devices;
   const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
-  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation + 1;
+  const uint32_t incarnation = entry(rank).incarnation + 1;
   const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), incarnation,
                      wire::encode(returned)};
   replace_lost(rank, incarnation, returned);

@@ -12,11 +12,11 @@ class Coordinator final : public ControlProtocol {
   using ControlProtocol::ControlProtocol;
 
   /// Admits `rank` on `link`. Returns an error with the first mismatch if the rank is refused.
-  std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
+  std::optional<Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// Reserves a free rank for the process on `link`, which has no rank: until it joins as that
   /// rank, for a minute at most, or until release_reservation(). Returns an error if it is refused;
   /// `overloaded` if no rank is free now.
-  std::optional<base::Error> reserve_rank(Link link, const wire::Join& join, base::TimePoint now);
+  std::optional<Error> reserve_rank(Link link, const wire::Join& join, base::TimePoint now);
   void release_reservation(Link link);
   /// Called once, when rank 0 itself can take part; a job of one rank begins here.
   void begin() { begin_if_all_joined(); }
@@ -48,10 +48,10 @@ class Coordinator final : public ControlProtocol {
   };
 
   void on_control(int rank, const Message& message) override;
-  void on_control_lost(int rank, const base::Error& error) override;
-  void declare_lost(int rank, const base::Error& error) override;
-  void suspect(int rank, const base::Error& error) override { declare_lost(rank, error); }
-  std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
+  void on_control_lost(int rank, const Error& error) override;
+  void declare_lost(int rank, const Error& error) override;
+  void suspect(int rank, const Error& error) override { declare_lost(rank, error); }
+  std::optional<Error> check_join(int rank, const wire::Join& join) const;
   bool is_missing(int rank) const;
   bool is_free(int rank) const;
   void broadcast(const Message& message, int except = -1);
@@ -63,7 +63,7 @@ class Coordinator final : public ControlProtocol {
   void note_confirmed(int newcomer, int by);
   void start_newcomer(int newcomer);
   void stop_waiting_for(int rank);
-  bool tolerates(int rank, base::Error& error) const;
+  bool tolerates(int rank, Error& error) const;
   void forget(int rank);
 
   void note_entered(int rank, uint64_t round, uint64_t number);

@@ -2,20 +2,20 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <vector>
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <openssl/core_names.h>
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
 #include <openssl/kdf.h>
 #include <openssl/params.h>
-#include <sys/random.h>
+#include <unistd.h>
 
 namespace distrain::membership {
 
@@ -71,13 +71,8 @@ std::shared_lock<std::shared_timed_mutex> enter() {
 void set_up_openssl() { gate(); }
 
 void fill_random(std::span<uint8_t> out) {
-  while (!out.empty()) {
-    const ssize_t got = getrandom(out.data(), out.size(), 0);
-    if (got > 0) out = out.subspan(static_cast<size_t>(got));
-    if (got < 0 && errno != EINTR) {
-      throw base::Exception(base::ErrorKind::kResources, "the system has no random bytes");
-    }
-  }
+  if (getentropy(out.data(), out.size()) == 0) return;
+  throw base::Exception(base::ErrorKind::kResources, "the system has no random bytes");
 }
 
 std::string random_bytes(size_t count) {
@@ -87,9 +82,7 @@ std::string random_bytes(size_t count) {
 }
 
 std::string hex(std::string_view bytes) {
-  std::string text;
-  for (const char byte : bytes) text += fmt::format("{:02x}", static_cast<uint8_t>(byte));
-  return text;
+  return fmt::format("{:02x}", fmt::join(std::vector<uint8_t>(bytes.begin(), bytes.end()), ""));
 }
 
 Key derive_key(std::string_view secret, std::string_view use) {

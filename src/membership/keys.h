@@ -17,7 +17,8 @@ using Key = std::array<uint8_t, 32>;
 /// OpenSSL still works: Note [OpenSSL at exit] in keys.cpp.
 void set_up_openssl();
 
-/// Fills `out` from the system's random source. Throws `resources` if it fails.
+/// Fills `out`, of 256 bytes at most, from the system's random source. Throws `resources` if it
+/// fails.
 void fill_random(std::span<uint8_t> out);
 std::string random_bytes(size_t count);
 /// Returns `bytes` in hexadecimal digits.

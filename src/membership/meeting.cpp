@@ -43,4 +43,12 @@ net::Fd listen_as_rank_0(const std::string& listen_addr, const std::string& mast
   return std::move(socket.value());
 }
 
+std::string new_token() {
+  std::string token = random_bytes(32);
+  static_cast<void>(authenticate(derive_key(token, "set up"), {}));
+  return token;
+}
+
+std::string new_unix_name() { return "@distrain-" + hex(random_bytes(16)); }
+
 }  // namespace distrain::membership

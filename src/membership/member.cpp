@@ -2,14 +2,12 @@
 
 namespace distrain::membership {
 
-using base::Error;
-using wire::FrameKind;
-
 Member::Member(ControlSettings settings, ControlTransport& transport, Link coordinator,
                base::TimePoint now)
     : ControlProtocol(std::move(settings), transport, now), coordinator_(coordinator) {
   add_control(0, coordinator, now);
-  const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint, settings_.options};
+  const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint,
+                        settings_.job_options};
   transport_.send(coordinator_, {FrameKind::kJoin, 0, 0, wire::encode(join)});
 }
 
@@ -97,7 +95,7 @@ void Member::declare_lost(int rank, const Error& error) {
 // Reports a loss to the coordinator, which answers by reporting it to all ranks.
 void Member::suspect(int rank, const Error& error) {
   if (!is_here(rank) || !is_here(0) || !reported_lost_.insert(rank).second) return;
-  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  const uint32_t incarnation = entry(rank).incarnation;
   transport_.send(coordinator_, {FrameKind::kLost, static_cast<uint64_t>(rank), incarnation,
                                  wire::encode(error)});
 }

@@ -20,9 +20,9 @@ class Member final : public ControlProtocol {
 
  private:
   void on_control(int rank, const Message& message) override;
-  void on_control_lost(int rank, const base::Error& error) override;
-  void declare_lost(int rank, const base::Error& error) override;
-  void suspect(int rank, const base::Error& error) override;
+  void on_control_lost(int rank, const Error& error) override;
+  void declare_lost(int rank, const Error& error) override;
+  void suspect(int rank, const Error& error) override;
 
   const Link coordinator_;
   bool has_joined_ = false;

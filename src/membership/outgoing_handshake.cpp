@@ -8,14 +8,6 @@
 
 namespace distrain::membership {
 
-namespace {
-
-using base::Error;
-using base::ErrorKind;
-using base::Exception;
-
-}  // namespace
-
 void OutgoingHandshake::begin_on_loop(net::Loop& loop, const net::StreamPtr& stream,
                                       const Credentials& credentials, wire::HelloPurpose purpose,
                                       Timeouts timeouts, const Done& done) {

@@ -7,9 +7,6 @@ namespace distrain::membership {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
-
 Key key_of(const std::string& side, wire::HelloPurpose purpose, std::string_view secret) {
   return derive_key(secret, (purpose == wire::HelloPurpose::kJoin ? "join " : "peer ") + side);
 }
@@ -45,7 +42,7 @@ std::string claimed_generation(const Identity& self, const wire::Hello& other) {
 void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,
                  std::span<const uint8_t> proof) {
   if (is_equal(authenticate(key, {first, second}), wire::decode_proof(proof))) return;
-  throw base::Exception(ErrorKind::kAuth, "a proof that does not fit");
+  throw Exception(ErrorKind::kAuth, "a proof that does not fit");
 }
 
 }  // namespace
@@ -59,7 +56,7 @@ Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
 wire::Proof Initiator::answer(std::span<const uint8_t> hello) {
   other_ = wire::decode_hello(hello);
   if (other_.purpose != purpose_) {
-    throw base::Exception(ErrorKind::kAuth, "a hello of another purpose");
+    throw Exception(ErrorKind::kAuth, "a hello of another purpose");
   }
   theirs_.assign(hello.begin(), hello.end());
   return authenticate(own_key_, {own_, theirs_});

@@ -11,6 +11,10 @@
 
 namespace distrain::membership {
 
+using base::Error;
+using base::ErrorKind;
+using base::Exception;
+
 // Note [Identity]
 //
 // Each side of a new connection proves its identity before the other side trusts it: each sends a
@@ -100,12 +104,12 @@ class Responder {
 };
 
 /// Returns an error if `other`, which knows the secret, is of another job or generation.
-std::optional<base::Error> mismatch(const Identity& self, const wire::Hello& other);
+std::optional<Error> mismatch(const Identity& self, const wire::Hello& other);
 
 /// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
 std::string why_not_trusted(const Identity& self, const wire::Hello& other);
 
 /// Returns the only error that an unproved peer is sent.
-base::Error refusal_without_reason();
+Error refusal_without_reason();
 
 }  // namespace distrain::membership

@@ -10,9 +10,6 @@
 
 namespace distrain::rpc {
 
-using base::ErrorKind;
-using base::Exception;
-
 namespace {
 
 AgentOptions checked(AgentOptions options) {
@@ -118,7 +115,7 @@ void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_wai
                      const std::function<void()>& at_rest) {
   core_->shutdown(on_waiting, at_rest);
 }
-void Agent::abort(const base::Error& error) { core_->abort(error); }
+void Agent::abort(const Error& error) { core_->abort(error); }
 
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }

@@ -1,6 +1,7 @@
 #include "agent_core.h"
 
 #include <algorithm>
+#include <functional>
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
@@ -10,10 +11,6 @@
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
-
-using base::Error;
-using base::ErrorKind;
-using membership::PeerAddress;
 
 namespace {
 
@@ -46,7 +43,7 @@ base::Task WorkerExecutor::bind(base::Task task) {
   };
 }
 
-base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
+Error WorkerExecutor::error_in_flight(ErrorKind otherwise) const {
   return rpc::error_in_flight(otherwise);
 }
 
@@ -80,31 +77,17 @@ AgentCore::AgentCore(AgentOptions given)
           executor)),
       control(membership::ControlPlane::make(
           loop, options,
-          {.on_directory =
-               [this](const wire::Directory& directory, std::vector<PeerAddress> addresses) {
-                 on_directory_on_loop(directory, std::move(addresses));
-               },
-           .on_go =
-               [this](std::vector<std::string> names, std::vector<wire::RankDevices> all) {
-                 devices.learn(std::move(names), std::move(all));
-               },
-           .on_failed = [this](const Error& error) { devices.fail(error); },
-           .on_lost = [this](const Loss& loss) { on_lost_on_loop(loss); },
-           .on_new_devices =
-               [this](int rank, const wire::RankDevices& its) { devices.learn_again(rank, its); },
-           .on_returned =
-               [this](int rank, uint32_t incarnation, PeerAddress address) {
-                 on_returned_on_loop(rank, incarnation, std::move(address));
-               },
-           .on_peer =
-               [this](int rank, const net::StreamPtr& stream) {
-                 return peers.accept_on_loop(rank, stream);
-               }})),
-      peers(
-          loop, options.rank, *control,
-          [this](int rank, net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
-          [this](int rank, const wire::FrameHeader& header) { return admit_on_loop(rank, header); },
-          [this](int rank) { send_grants(budget->open(peers.process(rank))); }) {
+          {.on_directory = std::bind_front(&AgentCore::on_directory_on_loop, this),
+           .on_go = std::bind_front(&DeviceTable::learn, &devices),
+           .on_failed = std::bind_front(&DeviceTable::fail, &devices),
+           .on_lost = std::bind_front(&AgentCore::on_lost_on_loop, this),
+           .on_new_devices = std::bind_front(&DeviceTable::learn_again, &devices),
+           .on_returned = std::bind_front(&AgentCore::on_returned_on_loop, this),
+           .on_peer = std::bind_front(&Peers::accept_on_loop, &peers)})),
+      peers(loop, options.rank, *control,
+            {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
+             .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
+             .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); }}) {
   if (options.rank == 0) {
     name = options.names[0];
     job_options = options.job_options;
@@ -119,7 +102,7 @@ AgentCore::AgentCore(AgentOptions given)
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
     in.in.expect_end();
-    if (!handle->is_owner()) throw base::Exception(ErrorKind::kProtocol, "not the owner");
+    if (!handle->is_owner()) throw Exception(ErrorKind::kProtocol, "not the owner");
     const std::shared_ptr<OwnedValue> owned = handle->owned();
     owned->value.future().on_complete(
         executor, [reply, owned](base::Result<std::shared_ptr<void>>& value) {
@@ -216,9 +199,8 @@ void AgentCore::join(const std::function<void()>& prepare) {
   if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
 }
 
-void AgentCore::on_directory_on_loop(const wire::Directory& directory,
-                                     std::vector<PeerAddress> addresses) {
-  peers.learn_on_loop(directory, std::move(addresses));
+void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
+  peers.learn_on_loop(directory);
   incarnation_ = peers.incarnation(options.rank);
   budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
   unwritten_ = std::make_shared<UnwrittenReplies>(
@@ -395,12 +377,12 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
 
 // Replaces a lost process. Threads that still work for it notice, because its calls, credit and
 // references name its incarnation.
-void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, PeerAddress address) {
+void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entry) {
   if (closed_) return;
   layers.on_rank_returned(rank);
   for (const auto& channel : channels()) channel->on_peer_returned(rank);
-  rrefs->know_process(process_number(rank, incarnation));
-  peers.renew_on_loop(rank, incarnation, std::move(address));
+  rrefs->know_process(process_number(rank, entry.incarnation));
+  peers.renew_on_loop(rank, entry);
   budget->renew(peers.process(rank));
   windows_.replace(rank, make_window(rank));
 }

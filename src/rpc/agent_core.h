@@ -29,6 +29,10 @@
 
 namespace distrain::rpc {
 
+using base::Error;
+using base::ErrorKind;
+using base::Exception;
+
 /// The worker pool. A continuation keeps the context of the thread that registered it. A task
 /// begins with the rank's device as current device, and is dropped if the pool has stopped.
 class WorkerExecutor final : public base::Executor {
@@ -50,7 +54,7 @@ class WorkerExecutor final : public base::Executor {
     pool_.post(base::behind(std::move(work), std::move(task)));
   }
   base::Task bind(base::Task task) override;
-  base::Error error_in_flight(base::ErrorKind otherwise) const override;
+  Error error_in_flight(ErrorKind otherwise) const override;
 
  private:
   std::atomic<c10::DeviceType> type_{c10::kCPU};
@@ -77,7 +81,7 @@ class AgentCore {
   void join(const std::function<void()>& prepare);
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
-  void abort(const base::Error& error);
+  void abort(const Error& error);
   /// Ends the agent. If called on one of the agent's threads, leaves joining them to a later call.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for their own end.
@@ -94,7 +98,7 @@ class AgentCore {
   /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
-  void send_error(int to, uint64_t call_id, base::Error error);
+  void send_error(int to, uint64_t call_id, Error error);
   /// Sends each grant to its rank, or gives it to this rank's own window.
   void send_grants(const Budget::Grants& grants);
 
@@ -152,7 +156,7 @@ class AgentCore {
   }
 
  private:
-  void send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
+  void send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                              bool was_sent);
   void hold_parameters(OutMessage& message) const;
   base::Status send_from_device(int to, DeviceSend& device_send,
@@ -163,7 +167,6 @@ class AgentCore {
   struct OutgoingCall;
   OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                            const std::function<void(Encoder&)>& fill, const RRefHandle* target);
-  base::Status admit_call(OutgoingCall& call);
   bool register_call(OutgoingCall& call, PendingCalls::Call waiting,
                      const std::shared_ptr<RRefHandle>& target);
   void send_call(OutgoingCall call);
@@ -171,12 +174,11 @@ class AgentCore {
   void send_call_later(OutgoingCall call, bool is_delayed);
   void send_deferred(OutgoingCall& call);
   void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
-  void on_directory_on_loop(const wire::Directory& directory,
-                            std::vector<membership::PeerAddress> addresses);
+  void on_directory_on_loop(const wire::Directory& directory);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
-  void on_returned_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
+  void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
   /// Returns 0 before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
@@ -190,13 +192,12 @@ class AgentCore {
   void disconnect();
   void stop();
   void cancel_call(int from, uint64_t id);
-  base::Status take_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
   std::vector<std::shared_ptr<ChannelImpl>> channels();
-  void notify_channels(int rank, const base::Error& error);
+  void notify_channels(int rank, const Error& error);
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);

@@ -12,7 +12,7 @@ uint64_t cost_of(const ChannelMessage& message) { return kCallCost + message.pay
 
 void ChannelImpl::set_handler(Handler handler) {
   std::vector<ChannelMessage> early;
-  std::vector<std::pair<int, base::Error>> lost;
+  std::vector<std::pair<int, Error>> lost;
   std::shared_ptr<Handler> next;
   if (handler.on_message) next = std::make_shared<Handler>(std::move(handler));
   {
@@ -68,12 +68,11 @@ void ChannelImpl::deliver(ChannelMessage message) {
       const uint64_t before = core_.early_messages.fetch_add(cost);
       if (before > 0 && before + cost > core_.options.total_budget) {
         core_.early_messages -= cost;
-        throw base::Exception(base::ErrorKind::kOverloaded,
-                              "messages wait for channel " + std::to_string(number_) +
-                                  ", which nobody has opened on rank " + std::to_string(rank()) +
-                                  " yet, and others: more than " +
-                                  std::to_string(core_.options.total_budget >> 20) +
-                                  " MiB of them");
+        throw Exception(ErrorKind::kOverloaded,
+                        "messages wait for channel " + std::to_string(number_) +
+                            ", which nobody has opened on rank " + std::to_string(rank()) +
+                            " yet, and others: more than " +
+                            std::to_string(core_.options.total_budget >> 20) + " MiB of them");
       }
       early_.push_back(std::move(message));
       return;
@@ -82,7 +81,7 @@ void ChannelImpl::deliver(ChannelMessage message) {
   handler->on_message(std::move(message));
 }
 
-void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
+void ChannelImpl::on_peer_lost(int rank, const Error& error) {
   Running handler;
   {
     std::lock_guard lock(mutex_);
@@ -116,8 +115,8 @@ void ChannelImpl::send(int to, const ChannelTag& tag,
     for (const auto& piece : pieces) bytes += piece.size();
     ChannelMessage message{to, tag, {}, core_.loop.buffers().allocate(bytes)};
     if (!message.body) {
-      throw base::Exception(base::ErrorKind::kResources,
-                            "no memory for a message of " + std::to_string(bytes) + " bytes");
+      throw Exception(ErrorKind::kResources,
+                      "no memory for a message of " + std::to_string(bytes) + " bytes");
     }
     uint8_t* at = message.body->data;
     for (const auto& piece : pieces) {

@@ -22,7 +22,7 @@ class ChannelImpl final : public Channel {
 
   /// Throws `overloaded` if too many messages wait for channels that are not open yet.
   void deliver(ChannelMessage message);
-  void on_peer_lost(int rank, const base::Error& error);
+  void on_peer_lost(int rank, const Error& error);
   void on_peer_returned(int rank);
   std::vector<Wait> waits();
 
@@ -44,7 +44,7 @@ class ChannelImpl final : public Channel {
   bool handler_set_ = false;
   int running_ = 0;
   std::vector<ChannelMessage> early_;  // counted in early_messages of the core
-  std::vector<std::pair<int, base::Error>> lost_;
+  std::vector<std::pair<int, Error>> lost_;
 };
 
 }  // namespace distrain::rpc

@@ -38,7 +38,6 @@ class Layers {
   void wait_until_notified() { wait_for_posted(notifier_); }
   /// Returns true if notifications of losses are outstanding.
   bool is_notifying() const { return outstanding_ > 0; }
-  /// Returns true on the notifying thread.
   bool notifies_here() const { return notifier_.runs_here(); }
   std::vector<Wait> waits() const;
 

@@ -6,8 +6,6 @@
 
 namespace distrain::rpc {
 
-namespace {
-
 using base::Error;
 using base::ErrorKind;
 
@@ -18,14 +16,10 @@ constexpr auto kLongestReach = std::chrono::seconds(20);
 constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
-}  // namespace
-
-void Peers::learn_on_loop(const wire::Directory& directory,
-                          std::vector<membership::PeerAddress> addresses) {
-  for (size_t rank = 0; rank < addresses.size(); ++rank) {
-    const wire::Directory::Entry& entry = directory.ranks[rank];
-    ranks_.emplace(entry.name, static_cast<int>(rank));
-    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(addresses[rank])));
+void Peers::learn_on_loop(const wire::Directory& directory) {
+  for (const wire::Directory::Entry& entry : directory.ranks) {
+    ranks_.emplace(entry.name, peers_.size());
+    peers_.add(std::make_unique<Peer>(entry));
   }
   size_ = peers_.size();
 }
@@ -34,7 +28,7 @@ std::string Peers::transport() const {
   bool tcp = false;
   bool local = false;
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) (at(rank).address.unix_name.empty() ? tcp : local) = true;
+    if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
   }
   return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
 }
@@ -78,13 +72,13 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
 Error Peers::loss_of(int rank, const Peer& peer) const {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return peer.loss;
-  return Error{ErrorKind::kPeerLost, membership::rank_text(rank, peer.name) + " has left", rank};
+  return Error{ErrorKind::kPeerLost, membership::rank_text(rank, peer.entry.name) + " has left",
+               rank};
 }
 
 // ---- connecting, on the loop ----
 
 // Returns true if `peer` is the newest process of its rank, and connecting.
-
 bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
   return &at(rank) == &peer && peer.state == State::kConnecting;
 }
@@ -96,13 +90,14 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
     if (!socket.ok()) return on_unreachable_on_loop(rank, peer, socket.error());
     on_connected_on_loop(rank, peer, std::move(socket.unchecked()), deadline);
   };
-  const auto connect_by_tcp = [this, &peer, deadline, on_socket] {
-    net::connect_tcp_on_loop(loop_, peer.address.host, peer.address.port, deadline, on_socket);
+  const wire::Endpoint& address = peer.entry.endpoint;
+  const auto connect_by_tcp = [this, &address, deadline, on_socket] {
+    net::connect_tcp_on_loop(loop_, address.host, address.port, deadline, on_socket);
   };
-  if (peer.address.unix_name.empty()) return connect_by_tcp();
-  net::connect_unix_on_loop(loop_, peer.address.unix_name, deadline,
-                            [&peer, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
-                              if (socket.ok() || peer.address.host.empty()) {
+  if (address.unix_name.empty()) return connect_by_tcp();
+  net::connect_unix_on_loop(loop_, address.unix_name, deadline,
+                            [&address, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
+                              if (socket.ok() || address.host.empty()) {
                                 on_socket(std::move(socket));
                               } else {
                                 connect_by_tcp();
@@ -114,8 +109,8 @@ void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
   Error reported = error;
   reported.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
   reported.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
-  reported.message = "rank " + std::to_string(rank_) + " cannot reach rank " +
-                     std::to_string(rank) + " (" + name(rank) + "): " + error.message;
+  reported.message = membership::rank_text(rank_) + " cannot reach " +
+                     membership::rank_text(rank, name(rank)) + ": " + error.message;
   loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
     if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -128,25 +123,21 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.authenticate_on_loop(
       rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
-        if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
+        if (!is.ok()) {
+          // If the peer closed without a message, it is busy, or rank 0 will report its loss.
+          const base::TimePoint next = base::deadline_after(kRetry);
+          const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < deadline;
+          if (!may_retry) return on_unreachable_on_loop(rank, peer, is.error());
+          loop_.call_at(
+              next, [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
+          return;
+        }
         if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
         stream->set_limits_on_loop(wire::Limits{});
         stream->set_handler_on_loop(handler_on_loop(rank, stream));
         begin_to_send_on_loop(rank, stream);
-        on_open_(rank);
+        callbacks_.on_open(rank);
       });
-}
-
-// Retries after a close without a message: the peer is busy, or rank 0 will report its loss.
-void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
-                                    base::TimePoint deadline) {
-  const base::TimePoint next = base::deadline_after(kRetry);
-  if (error.kind == ErrorKind::kPeerLost && next < deadline) {
-    loop_.call_at(next,
-                  [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
-  } else {
-    on_unreachable_on_loop(rank, peer, error);
-  }
 }
 
 // Sends the queued frames. Other threads append frames to the queue until it is empty.
@@ -180,7 +171,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   stream->set_limits_on_loop(wire::Limits{});
   stream->set_handler_on_loop(handler_on_loop(rank, stream));
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
-  on_open_(rank);
+  callbacks_.on_open(rank);
   return std::nullopt;
 }
 
@@ -190,11 +181,11 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
   return control_.watch_peer_on_loop(
       rank, stream,
       {[this, rank, &peer](net::InFrame frame) {
-         if (&at(rank) == &peer) on_frame_(rank, std::move(frame));
+         if (&at(rank) == &peer) callbacks_.on_frame(rank, std::move(frame));
        },
        [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); },
        [this, rank, &peer](const wire::FrameHeader& header) {
-         return &at(rank) == &peer ? allocate_(rank, header) : nullptr;
+         return &at(rank) == &peer ? callbacks_.allocate(rank, header) : nullptr;
        }});
 }
 
@@ -216,8 +207,8 @@ void Peers::lose_on_loop(const Loss& loss) {
   dropped.swap(peer.waiting);
 }
 
-void Peers::renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address) {
-  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(address)));
+void Peers::renew_on_loop(int rank, const wire::Directory::Entry& entry) {
+  peers_.replace(rank, std::make_unique<Peer>(entry));
 }
 
 }  // namespace distrain::rpc

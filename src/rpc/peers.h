@@ -7,7 +7,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "device/device_receive.h"
 #include "distrain/membership/control_plane.h"
@@ -30,26 +29,22 @@ namespace distrain::rpc {
 class Peers {
  public:
   /// Called on the loop.
-  using OnFrame = std::function<void(int rank, net::InFrame frame)>;
-  /// As net::Stream::Handler::allocate, with the sending rank.
-  using Allocate = std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)>;
+  struct Callbacks {
+    std::function<void(int rank, net::InFrame frame)> on_frame;
+    /// As net::Stream::Handler::allocate, with the sending rank.
+    std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)> allocate;
+    std::function<void(int rank)> on_open;  ///< called when a connection is ready
+  };
 
-  Peers(net::Loop& loop, int rank, membership::ControlPlane& control, OnFrame on_frame,
-        Allocate allocate, std::function<void(int rank)> on_open)
-      : loop_(loop),
-        rank_(rank),
-        control_(control),
-        on_frame_(std::move(on_frame)),
-        allocate_(std::move(allocate)),
-        on_open_(std::move(on_open)) {}
+  Peers(net::Loop& loop, int rank, membership::ControlPlane& control, Callbacks callbacks)
+      : loop_(loop), rank_(rank), control_(control), callbacks_(std::move(callbacks)) {}
 
   /// Sets the ranks and how to reach them. Called once, before all other functions.
-  void learn_on_loop(const wire::Directory& directory,
-                     std::vector<membership::PeerAddress> addresses);
+  void learn_on_loop(const wire::Directory& directory);
 
   /// Returns 0 before learn_on_loop(). For any thread.
   int size() const { return size_; }
-  const std::string& name(int rank) const { return at(rank).name; }
+  const std::string& name(int rank) const { return at(rank).entry.name; }
   /// Returns the rank of that name, or -1 if no rank has it.
   int find_rank(const std::string& name) const {
     const auto found = ranks_.find(name);
@@ -62,12 +57,12 @@ class Peers {
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.
-  uint32_t incarnation(int rank) const { return at(rank).incarnation; }
+  uint32_t incarnation(int rank) const { return at(rank).entry.incarnation; }
   ProcessNumber process(int rank) const { return process_number(rank, incarnation(rank)); }
   /// Returns true if `process` is the newest one of its rank and not lost.
   bool is_here(ProcessNumber process) const {
     const Peer& peer = at(rank_of(process));
-    return peer.incarnation == incarnation_of(process) && peer.state != State::kLost;
+    return peer.entry.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
 
   /// Takes a connection that `rank` has made. Returns an error if it is refused.
@@ -79,7 +74,7 @@ class Peers {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
   /// Replaces a lost rank by a new process.
-  void renew_on_loop(int rank, uint32_t incarnation, membership::PeerAddress address);
+  void renew_on_loop(int rank, const wire::Directory::Entry& entry);
 
   /// Returns the incomplete transfers of `rank`. Loop thread only.
   std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
@@ -89,13 +84,8 @@ class Peers {
  private:
   enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
   struct Peer {
-    Peer(std::string its_name, uint32_t its_incarnation, membership::PeerAddress its_address)
-        : name(std::move(its_name)),
-          incarnation(its_incarnation),
-          address(std::move(its_address)) {}
-    const std::string name;
-    const uint32_t incarnation;
-    const membership::PeerAddress address;
+    explicit Peer(const wire::Directory::Entry& its_entry) : entry(its_entry) {}
+    const wire::Directory::Entry entry;
     std::atomic<State> state{State::kUnconnected};
     std::atomic<bool> is_done_without{false};  // written before kLost
     net::StreamPtr stream;  // to send on; written before kConnected, read after it
@@ -114,8 +104,6 @@ class Peers {
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
-  void on_not_believed_on_loop(int rank, Peer& peer, const base::Error& error,
-                               base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   void on_closed_on_loop(int rank, Peer& peer);
@@ -123,10 +111,8 @@ class Peers {
   net::Loop& loop_;
   const int rank_;
   membership::ControlPlane& control_;
-  const OnFrame on_frame_;
-  const Allocate allocate_;
-  const std::function<void(int rank)> on_open_;  // called on the loop when a connection is ready
-  std::unordered_map<std::string, int> ranks_;   // by name; filled with peers_
+  const Callbacks callbacks_;
+  std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // of peers_, when it is filled
 };

@@ -175,7 +175,7 @@ void Rank::begin_as_member(End end) {
 membership::ControlSettings Rank::common_settings() const {
   membership::ControlSettings settings;
   settings.job = kSimulatedJob;
-  settings.options = {{"batch", "16"}};
+  settings.job_options = {{"batch", "16"}};
   settings.peer_timeout = job_.peer_timeout;
   return settings;
 }

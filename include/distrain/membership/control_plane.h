@@ -17,13 +17,6 @@
 
 namespace distrain::membership {
 
-/// How this rank connects to another one.
-struct PeerAddress {
-  std::string unix_name;  ///< if not empty, this unix socket is used first
-  std::string host;       ///< numeric; empty: TCP is not used
-  uint16_t port = 0;
-};
-
 /// A rank's membership in its job: it joins, monitors the other ranks, learns of losses and ends
 /// together with the others. Note [Control plane] in src/membership/control_protocol.h has the
 /// protocol.
@@ -34,8 +27,9 @@ class ControlPlane {
  public:
   /// Called on the loop.
   struct Callbacks {
-    std::function<void(const wire::Directory& directory, std::vector<PeerAddress> addresses)>
-        on_directory;
+    /// `directory` has the endpoints as this rank reaches them: by `unix_name` if that is not
+    /// empty, otherwise by TCP. If `host` is empty, TCP is not used.
+    std::function<void(const wire::Directory& directory)> on_directory;
     /// Called once, when every rank can be called. An exception ends the job for all ranks.
     std::function<void(std::vector<std::string> names, std::vector<wire::RankDevices> devices)>
         on_go;
@@ -45,8 +39,8 @@ class ControlPlane {
     /// Called before on_returned(), with the devices of the new process. Throws if they do not fit
     /// the other ranks'.
     std::function<void(int rank, const wire::RankDevices& devices)> on_new_devices;
-    /// Called when a new process has replaced a lost rank.
-    std::function<void(int rank, uint32_t incarnation, PeerAddress address)> on_returned;
+    /// Called when a new process has replaced a lost rank: its entry, as in on_directory().
+    std::function<void(int rank, const wire::Directory::Entry& entry)> on_returned;
     /// Called when another rank has connected for calls. Returns an error to refuse it.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };

@@ -21,4 +21,11 @@ uint16_t port_of_job(const std::string& job_id);
 net::Fd listen_as_rank_0(const std::string& listen_addr, const std::string& master_addr,
                          uint16_t port, net::PortRange ports);
 
+/// Returns a random token for Options::token of all ranks of a job. A program that forks its ranks
+/// calls this before it forks, so that OpenSSL is initialized only once.
+std::string new_token();
+
+/// Returns a new, random name for an abstract unix socket.
+std::string new_unix_name();
+
 }  // namespace distrain::membership

@@ -5,12 +5,15 @@
 
 #include "distrain/membership/options.h"
 #include "distrain/membership/wait.h"
+#include "distrain/net/loop.h"
 #include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 
 /// The rank in the options of a process to which rank 0 assigns a free rank.
 inline constexpr int kUnassignedRank = wire::kUnassignedRank;
+
+class ControlPlane;
 
 /// A slot of a job, reserved for a process that was not assigned a rank: for example the rank of a
 /// lost process, in a job that continues without it. Rank 0 gives the rank to no other process
@@ -30,8 +33,10 @@ class Slot {
   std::vector<Wait> waits() const;
 
  private:
-  struct Impl;
-  const std::unique_ptr<Impl> impl_;
+  Options options_;
+  // Declared after the members that the loop's handlers use, so that the loop's thread ends first.
+  net::Loop loop_;
+  std::shared_ptr<ControlPlane> control_;
 };
 
 }  // namespace distrain::membership

@@ -38,21 +38,19 @@ struct AgentOptions : membership::Options {
   std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
   /// This rank's device. A tensor on it arrives on the receiving rank's device, which must be an
-  /// accelerator too. Other devices need a map; sending from a device without one throws `invalid`,
-  /// and no tensor is copied to the CPU implicitly. If the device has no index, the index is the
-  /// rank modulo the number of visible devices, as in torch.distributed. The device becomes current
-  /// on the thread of join() and the agent's threads.
+  /// accelerator too. Sending from other devices needs a map, otherwise throws `invalid`: nothing
+  /// is copied to the CPU implicitly. Without an index, the device is the rank modulo the number of
+  /// devices. It becomes current on the thread of join() and the agent's threads.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
   /// Fault injection: delays each call to another rank.
   std::chrono::nanoseconds call_delay{0};
   /// Records this rank's trace, once started. Set on all ranks or on none; null: no trace.
   std::shared_ptr<base::Tracer> tracer;
-  /// Limits for the bytes of calls that wait here to be run: of one other rank, and of all. A
-  /// caller beyond them waits, and its call fails with `overloaded` at its deadline. `total_budget`
-  /// is also the limit for calls that have begun and are not answered. One call may be larger.
-  /// Unread replies to a rank delay its next calls. Each rank may always use its share of half the
-  /// total, which is raised to 32 KiB for each rank.
+  /// Limits for the bytes of calls that wait here to be run, of one other rank and of all;
+  /// `total_budget` also limits calls that have begun and are not answered. A caller beyond them
+  /// waits, and its call fails with `overloaded` at its deadline. One call may be larger. Each rank
+  /// may always use its share of half the total, which is raised to 32 KiB for each rank.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads waiting for a reply do not count
@@ -142,19 +140,17 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. If an agent's
-  /// own thread destroys the last pointer, for example in a continuation, the agent ends soon after
-  /// on another thread. An agent need not be destroyed before the process exits.
+  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. On an agent's
+  /// own thread, the agent ends soon after on another one. Need not run before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
   /// Makes `F` callable under `name`. `F` is a function, a member function or a lambda without
-  /// captures, with Serializable parameters and result. The result may be a Future; no thread is
-  /// held until it is complete. A first parameter CallContext& is filled in here. Callers name the
-  /// same `F`, so a lambda must be a constant that both see: `constexpr auto kTwice = [](int x) {
-  /// return 2 * x; };`. `F` starts with torch's default thread-local state; its changes (GradMode,
-  /// autocast, at::set_num_threads) end with it.
+  /// captures, with Serializable parameters and result. The result may be a Future, which holds no
+  /// thread. A first parameter CallContext& is filled in here. Callers name the same `F`, so a
+  /// lambda must be a constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F` starts
+  /// with torch's default thread-local state; its changes to that state end with it.
   template <auto F>
   void expose(const std::string& name);
   /// Lets remote_new() create objects of T. T::Constructor gives the constructor's parameters:
@@ -198,9 +194,9 @@ class Agent {
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
   /// Does the same without waiting; returns a Future of F's result (Future<void> if it has none).
-  /// Tensor arguments are not copied: they are read until the result arrives, so do not write to
-  /// them in place before, or pass `x.clone()`. (Optimizers of this rank do not write to parameters
-  /// that are being sent.) The same holds for a tensor that an exposed function returns and keeps.
+  /// Tensor arguments are not copied: until the result arrives, do not write to them in place, or
+  /// pass `x.clone()`. (Optimizers of this rank do not write to parameters that are being sent.)
+  /// The same holds for a tensor that an exposed function returns and keeps.
   template <auto F, class... Args>
   auto rpc_async(const To& to, Args&&... args);
   /// Calls F on `to`, leaves the result there and returns an RRef to it at once. Tensor arguments
@@ -239,15 +235,14 @@ class Agent {
   /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
   std::string transport() const;
 
-  /// Waits until every rank has called shutdown(), however long, while it serves calls; then until
-  /// all ranks have released references and contexts; then disconnects. Throws peer_lost if a rank
-  /// is lost. No call may follow. `on_waiting` gets the ranks that are still missing, as in
-  /// AgentOptions. `at_rest` runs when all have arrived; it may call other ranks, which wait for
-  /// it. Call it once; after abort() it throws `cancelled`.
+  /// Serves calls until every rank has called shutdown(), waits until all ranks have released
+  /// references and contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
+  /// after abort(). No call may follow. `on_waiting` gets the ranks that are still missing, as in
+  /// AgentOptions. `at_rest` runs when all have arrived; it may call other ranks.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Sends `error` to all peers as the reason, and disconnects. All waits for other ranks fail,
-  /// including shutdown() on another thread. On an agent's thread, the destructor does the rest.
+  /// including shutdown(). On an agent's thread, the destructor does the rest.
   void abort(const base::Error& error);
 
   /// On rank 0, after all have joined: lets the job continue when a rank of `ranks` is lost
@@ -266,9 +261,8 @@ class Agent {
   Traffic traffic() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 
-  /// Returns the current waits of this rank, such as replies, collectives, updates by several
-  /// ranks, and ranks that join or end; the longest wait first. Callable on any thread at any time,
-  /// for example to report a stuck program.
+  /// Returns the current waits of this rank (replies, collectives, ranks that join or end, …), the
+  /// longest first: to report a stuck program. For any thread at any time.
   std::vector<Wait> waits() const;
 
   /// Returns the worker pool. Its continuations keep the autograd context and torch's thread-local

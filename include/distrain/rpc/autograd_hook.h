@@ -52,9 +52,9 @@ class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
 
-  /// Called before a message of `context` is sent to rank `to`: the reply to that rank's call
-  /// `answered`, or a call if `answered` is 0. Records a send node for the tensors that require a
-  /// gradient and returns its id, or 0 if no tensor does.
+  /// Called before a message of `context` is sent to rank `to`: the reply to its call `answered`,
+  /// or a call if that is 0. Records a send node for tensors that require a gradient and returns
+  /// its id, or 0 if none does.
   virtual uint64_t on_send(uint64_t context, int to, uint64_t answered,
                            const std::vector<at::Tensor>& tensors) = 0;
   /// Called if a message was not sent or its call has failed: no gradient will arrive for the node

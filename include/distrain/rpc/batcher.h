@@ -16,17 +16,12 @@ namespace distrain::rpc {
 /// Answers requests from many threads in batches.
 ///
 /// A thread that asks while no pass is running makes a pass at once, with its own request. The next
-/// pass answers all requests that arrive meanwhile. So batches grow with the duration of a pass,
-/// and a single thread never waits for others.
-///
-///   kIdle     No request waits. ask() → kRunning, and the asking thread makes a pass.
-///   kRunning  Exactly one thread makes passes; ask() appends its request to the list.
-///             If no request waits after a pass: → kIdle. Otherwise the executor makes the
-///             next pass, because the asking thread already has its answer.
+/// pass, on the executor, answers all requests that arrive meanwhile. So batches grow with the
+/// duration of a pass, and a single thread never waits for others.
 ///
 /// If a pass throws, its requests fail, and no others. If the executor drops a pass, the waiting
-/// requests are cancelled, and → kIdle. `executor` must outlive the batcher, and the batcher its
-/// futures. Completing them is the last step of a pass, so the batcher may end with the last one.
+/// requests are cancelled. `executor` must outlive the batcher, and the batcher its futures.
+/// Completing them is the last step of a pass, so the batcher may end with the last one.
 template <class Request, class Answer>
 class Batcher {
  public:
@@ -50,7 +45,7 @@ class Batcher {
   }
 
  private:
-  enum class State { kIdle, kRunning };
+  enum class State { kIdle, kRunning };  // kRunning: one thread makes passes until none waits
 
   /// Owned by the task of the next pass: cancels the waiting requests if the task is dropped.
   struct GiveUp {

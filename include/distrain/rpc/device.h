@@ -28,15 +28,15 @@ namespace distrain::rpc {
 //    for that copy; the receiver's current stream waits for the copy to the receiver's device.
 //  - No thread ever waits for a whole device.
 //
-// These waits are expressed as StreamPoint, except that autograd hands gradients from node to node
-// with the events of torch's own InputBuffer. The runtime uses devices only through c10's Stream,
-// Event and DeviceGuardImplInterface, so it also runs on the fake device of the tests.
+// These waits are StreamPoints, except between autograd's nodes, where torch's InputBuffer has
+// events. The runtime uses devices only through c10, so it also runs on the fake device of the
+// tests.
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 
-/// Makes `device` the current device of this thread; does nothing for the CPU. Every thread of a
-/// rank calls this before it works, because CUDA otherwise uses device 0 and creates a context of
-/// hundreds of megabytes there. Ignores errors: if the device has failed, later work reports it.
+/// Makes `device` this thread's current device; does nothing for the CPU. Every thread calls this
+/// first, because CUDA would create a context of hundreds of megabytes on device 0. Ignores errors,
+/// which later work reports.
 void make_current(c10::Device device) noexcept;
 
 /// Returns the current stream of this thread on `device`, which must be an accelerator.

@@ -26,11 +26,9 @@ class RRefHandle;
 // A tensor's descriptor names the receiver's device on which the tensor arrives. CPU tensors lie in
 // the frame's payload. The tensors for one other device are packed into one transfer. All of a
 // transfer but the last megabyte at most precedes the message in kChunk frames of one megabyte,
-// between which other frames may be sent; the rest follows the CPU tensors in the payload. So
-// copying a chunk from the sender's device, sending the previous chunk and copying the one before
-// that to the receiver's device overlap. In the message's meta, each transfer's number (u64; 0 if
-// it has no chunks) follows the descriptors and gradient bits, in the order in which the
-// descriptors first name the devices.
+// between which other frames may be sent; the rest follows the CPU tensors in the payload. So the
+// copies on both sides overlap with sending. In the message's meta, each transfer's number (u64; 0
+// if it has no chunks) follows the gradient bits, in the order in which descriptors name devices.
 
 /// A reference to an RRef inside a message: see Note [RRef protocol] in
 /// src/rpc/rref/rref_context.h.

@@ -26,16 +26,18 @@ class RRefContext;
 
 /// Encodes values into a message.
 struct Encoder {
-  explicit Encoder(OutMessage& m) : message(m), out(m.body) {}
+  explicit Encoder(OutMessage& m, RRefContext* context = nullptr,
+                   const DeviceTable* table = nullptr, int reader = -1)
+      : message(m), out(m.body), rrefs(context), devices(table), to(reader) {}
 
   void put_tensor(const at::Tensor& tensor);
 
   OutMessage& message;
   wire::Writer out;
-  RRefContext* rrefs = nullptr;          ///< of the sending agent
-  const DeviceTable* devices = nullptr;  ///< likewise; null: CPU tensors only
-  int to = -1;                           ///< the rank that will read the message
-  bool is_argument = false;  ///< the message is a call, which keeps `holds` until its reply
+  RRefContext* rrefs;          ///< of the sending agent
+  const DeviceTable* devices;  ///< likewise; null: CPU tensors only
+  int to;                      ///< the rank that will read the message
+  bool is_argument = false;    ///< the message is a call, which keeps `holds` until its reply
   /// Objects that must live until the call is answered.
   std::vector<std::shared_ptr<const void>> holds;
 };

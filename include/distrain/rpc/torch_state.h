@@ -5,10 +5,8 @@
 namespace distrain::rpc {
 
 /// A copy of the current thread's LibTorch state that user code can change: grad mode, inference
-/// mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. A thread
-/// that runs code of several users restores this state after each of them. Restoring writes the
-/// state only if it has changed, because comparing it takes about as long as a call of a small
-/// torch function, and writing it takes longer.
+/// mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. Restoring
+/// writes only a state that has changed, because comparing takes less time than writing.
 class TorchState {
  public:
   /// Sets the state of this thread, which must be the one that this object was made on.

@@ -29,10 +29,6 @@ void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClo
 
 /// Gathers the traces of all ranks, on rank 0 of a job whose agents all have a tracer.
 ///
-/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): the
-/// constructor and collect() read the clocks of the other ranks. Throws the errors of its calls,
-/// and `protocol` if an answer is malformed; the message names the rank.
-///
 /// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): both
 /// read the clocks of the other ranks. Throws the errors of its calls, and `protocol` if an answer
 /// is malformed; the message names the rank.

@@ -28,7 +28,6 @@ class CallSlice : public base::TraceSlice {
   explicit CallSlice(base::Tracer* tracer)
       : TraceSlice(tracer ? &tracer->lane() : nullptr, {.name = "call", .category = "rpc"}) {}
 
-  /// Discards the slice.
   void drop() {
     if (lane_) lane_->close();
     lane_ = nullptr;

@@ -12,8 +12,6 @@ namespace distrain::rpc {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
 using Kind = base::TraceEvent::Kind;
 
 class ReplyImpl final : public Reply {
@@ -155,15 +153,15 @@ void AgentCore::execute(QueuedCall&& call) {
     }
     const bool is_late = wait.count() > 0 && base::Clock::now() - call.arrived > wait;
     if (is_late || call.is_given_up) {
-      throw base::Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
+      throw Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
     }
     Handler handler;
     {
       std::shared_lock lock(registry_mutex);
       const auto it = handlers.find(function);
       if (it == handlers.end()) {
-        throw base::Exception(ErrorKind::kNotFound, membership::rank_text(options.rank, name) +
-                                                        " exposes no function '" + function + "'");
+        throw Exception(ErrorKind::kNotFound, membership::rank_text(options.rank, name) +
+                                                  " exposes no function '" + function + "'");
       }
       handler = it->second;
     }
@@ -179,10 +177,7 @@ void AgentCore::execute(QueuedCall&& call) {
 void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
                            const std::function<void(Encoder&)>& fill) {
   OutMessage message;
-  Encoder encoder(message);
-  encoder.rrefs = rrefs.get();
-  encoder.devices = &devices;
-  encoder.to = to;
+  Encoder encoder(message, rrefs.get(), &devices, to);
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kReply;
   header.call_id = call_id;

@@ -1,5 +1,4 @@
 // How AgentCore sends calls and takes their replies.
-#include <chrono>
 #include <cstring>
 
 #include "agent_core.h"
@@ -13,8 +12,6 @@ namespace distrain::rpc {
 
 namespace {
 
-using base::Error;
-using base::ErrorKind;
 using Kind = base::TraceEvent::Kind;
 
 const wire::FrameHeader& header_of(const RawReply& reply) {
@@ -50,19 +47,18 @@ struct AgentCore::OutgoingCall {
   uint64_t credit = kCallCost;
   Window* window = nullptr;
   std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
-  size_t wait_at = 0;                           // offset of the caller's timeout in the body
-  size_t behind_wait = 0;                       // bytes from `wait_at` to the end
+  size_t behind_wait = 0;  // bytes of the body from the caller's timeout to the end
   bool has_credit = false;
   // Exactly one of these is set.
   std::shared_ptr<InMessage> own;
   std::shared_ptr<DeviceSend> device_send;
   net::OutFrame frame;
 
-  // Replaces the timeout in the body by the time that is left.
-  void set_wait(uint8_t* wait) const {
+  // Replaces the timeout in `bytes`, which end with the body, by the time that is left.
+  void set_wait(wire::Bytes& bytes) const {
     if (deadline == base::kNever) return;
     const uint32_t left = wait_ms(deadline - base::Clock::now());
-    std::memcpy(wait, &left, sizeof left);
+    std::memcpy(bytes.data() + bytes.size() - behind_wait, &left, sizeof left);
   }
 };
 
@@ -89,7 +85,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   OutgoingCall call = encode_call(waiting, timeout, fill, target.get());
   waiting.started = base::Clock::now();
   call.deadline = timeout == base::Duration::max() ? base::kNever : waiting.started + timeout;
-  const base::Status fits = admit_call(call);
+  const base::Status fits = net::check_limits(call.frame);
+  call.window = &windows_.at(to);
+  call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
   if (call.has_credit) waiting.deadline = call.deadline;  // otherwise await_credit() sets it
   if (slice) {
     slice.set_flow(Kind::kFlowOut, flow_id(options.rank, call.id), waiting.started);
@@ -121,13 +119,10 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
   OutMessage message;
   message.body.reserve(128);
-  Encoder encoder(message);
-  encoder.rrefs = rrefs.get();
-  encoder.devices = &devices;
-  encoder.to = to;
+  Encoder encoder(message, rrefs.get(), &devices, to);
   encoder.is_argument = true;
   encoder.out.put(call.function);
-  call.wait_at = message.body.size();
+  const size_t wait_at = message.body.size();
   encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
   if (target) {
@@ -142,7 +137,7 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
     fill(encoder);
     if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
     call.tickets = message.rrefs;
-    call.behind_wait = message.body.size() - call.wait_at;
+    call.behind_wait = message.body.size() - wait_at;
     if (to == options.rank) {
       call.credit += message.body.size();
       for (const at::Tensor& tensor : message.tensors) call.credit += tensor.nbytes();
@@ -165,21 +160,12 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   } catch (...) {
     rrefs->retract(call.tickets.empty() ? message.rrefs : call.tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
-    throw base::Exception(
-        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
+    throw Exception(with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
   }
   waiting.context = context;
   waiting.autograd_id = header.autograd_id;
   waiting.holds = std::move(encoder.holds);
   return call;
-}
-
-// Returns an error, and takes no credit, if the call is too large.
-base::Status AgentCore::admit_call(OutgoingCall& call) {
-  const base::Status fits = net::check_limits(call.frame);
-  call.window = &windows_.at(call.to);
-  call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
-  return fits;
 }
 
 // Returns false, and fails the call, if this agent has ended.
@@ -224,7 +210,18 @@ void AgentCore::send_call(OutgoingCall call) {
 
 // Waits for the call's credit. Returns false if the call has failed or is no longer wanted.
 bool AgentCore::await_credit(OutgoingCall& call) {
-  const base::Status taken = take_credit(*call.window, call.to, call.credit, call.deadline);
+  base::Status taken = base::Unit{};
+  try {
+    taken = call.window->take(call.credit, call.deadline);
+    if (!taken.ok() && taken.error().kind == ErrorKind::kOverloaded) {
+      taken = Error{ErrorKind::kOverloaded,
+                    membership::rank_text(call.to, peers.name(call.to)) +
+                        " had no room for this call in time: " + taken.error().message,
+                    call.to};
+    }
+  } catch (const Exception& e) {  // no thread is left that could wait
+    taken = e.error();
+  }
   if (!taken.ok()) {
     fail_if_unsent(call, taken);
     return false;
@@ -235,9 +232,7 @@ bool AgentCore::await_credit(OutgoingCall& call) {
     return false;
   }
   pending.set_deadline(call.id, call.deadline);
-  if (!call.own && !call.device_send) {
-    call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
-  }
+  if (!call.own && !call.device_send) call.set_wait(call.frame.meta);
   return true;
 }
 
@@ -261,7 +256,7 @@ void AgentCore::send_deferred(OutgoingCall& call) {
   if (call.was_sent) *call.was_sent = true;
   const auto still_wanted = [&](wire::Bytes& body) {
     if (!pending.is_waiting(call.id)) return false;
-    call.set_wait(body.data() + call.wait_at);
+    call.set_wait(body);
     return true;
   };
   const base::Status sent = call.device_send
@@ -292,7 +287,7 @@ void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target,
             encoder.out.put(std::string(text.begin(), text.end()));
           },
           target));
-    } catch (const base::Exception&) {  // this rank is ending
+    } catch (const Exception&) {  // this rank is ending
     }
   });
 }
@@ -305,22 +300,6 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   }
 }
 
-base::Status AgentCore::take_credit(Window& window, int to, uint64_t bytes,
-                                    base::TimePoint deadline) {
-  try {
-    const base::Status taken = window.take(bytes, deadline);
-    if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
-    Error late = taken.error();
-    late.message = membership::rank_text(to, peers.name(to)) +
-                   " had no room for this call in time: " + late.message;
-    late.rank = to;
-    return late;
-  } catch (const base::Exception& e) {  // no thread is left that could wait
-    return e.error();
-  }
-}
-
-// Fails a call that could not be sent.
 void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(call.tickets);
@@ -395,12 +374,12 @@ std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
 
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   try {
-    if (!reply.open()) throw base::Exception(ErrorKind::kCancelled, "the call was given up");
+    if (!reply.open()) throw Exception(ErrorKind::kCancelled, "the call was given up");
     std::shared_ptr<InMessage> message = read(reply);
     receive_tensors(*message, reply.context, reply.function);
     return message;
   } catch (...) {
-    throw base::Exception(
+    throw Exception(
         with_origin(error_in_flight(ErrorKind::kInternal), options.rank, reply.function));
   }
 }

@@ -57,14 +57,11 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
 }
 
 std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
-  std::optional<base::Promise<void>> drained;
   std::unique_lock lock(mutex_);
   const auto it = calls_.find(id);
   if (it == calls_.end() || it->second.to != from) return std::nullopt;
   std::optional<Call> call = take_locked(it).second;
-  if (calls_.empty()) drained_.swap(drained);
-  lock.unlock();
-  if (drained) drained->set();
+  complete_if_drained(std::move(lock));
   return call;
 }
 
@@ -78,9 +75,8 @@ std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int 
   return taken;
 }
 
-void PendingCalls::complete_if_drained() {
+void PendingCalls::complete_if_drained(std::unique_lock<std::mutex> lock) {
   std::optional<base::Promise<void>> drained;
-  std::unique_lock lock(mutex_);
   if (calls_.empty()) drained_.swap(drained);
   lock.unlock();
   if (drained) drained->set();
@@ -132,7 +128,7 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
   if (expired.empty()) return;
   // Arguments may own user objects, which must not be destroyed on the loop.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
-  complete_if_drained();
+  complete_if_drained(std::unique_lock(mutex_));
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {
@@ -141,7 +137,7 @@ void PendingCalls::fail_all_to(int rank, const base::Error& error) {
     own.op = call.function;
     fail_taken(id, call, std::move(own));
   }
-  complete_if_drained();
+  complete_if_drained(std::unique_lock(mutex_));
 }
 
 void PendingCalls::fail_all(const base::Error& error) {
@@ -150,7 +146,7 @@ void PendingCalls::fail_all(const base::Error& error) {
     closed_ = error;
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
-  complete_if_drained();
+  complete_if_drained(std::unique_lock(mutex_));
 }
 
 base::Future<void> PendingCalls::drained() {

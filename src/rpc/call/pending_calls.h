@@ -48,9 +48,8 @@ class PendingCalls {
 
   /// Returns false, and fails the call, after fail_all().
   bool add(uint64_t id, Call call);
-  /// Takes out the call `id` if it went to `from` and still waits.
+  /// Take out, or fail, the call `id` if it went to `from` and still waits.
   std::optional<Call> take(uint64_t id, int from);
-  /// Fails the call `id` if it went to `from` and still waits.
   void fail(uint64_t id, int from, base::Error error);
 
   /// Sets the deadline of the call `id`, which had none, if it still waits.
@@ -78,7 +77,7 @@ class PendingCalls {
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Takes out the calls to `rank`; if it is -1, all calls.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
-  void complete_if_drained();
+  void complete_if_drained(std::unique_lock<std::mutex> lock);
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
 
   net::Loop& loop_;

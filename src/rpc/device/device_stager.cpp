@@ -8,13 +8,9 @@
 
 namespace distrain::rpc {
 
-namespace {
-
 constexpr size_t kMaxIdleBlocks = 256;  // kept for reuse
 constexpr size_t kMaxRestocked = 64;    // for received chunks
 constexpr size_t kMaxReleased = 16;     // before release_at() looks for completed copies
-
-}  // namespace
 
 /// The idle host blocks, kept because pinned memory is expensive to allocate and to free.
 struct DeviceStager::Shelf {

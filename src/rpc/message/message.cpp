@@ -50,13 +50,11 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 using TransferPtr = std::shared_ptr<IncomingTransfer>;
 
 // Takes all transfers before decoding, because after an error no code would take the others.
-std::vector<TransferPtr> take_transfers(const std::vector<DeviceGroup>& groups,
-                                        const std::vector<uint64_t>& ids, DeviceStager& stager,
-                                        DeviceReceive* device_receive) {
+std::vector<TransferPtr> take_transfers(const std::vector<DeviceGroup>& groups, wire::Reader& meta,
+                                        DeviceStager& stager, DeviceReceive* device_receive) {
   std::vector<TransferPtr> taken;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    const DeviceGroup& group = groups[g];
-    const uint64_t id = ids[g];
+  for (const DeviceGroup& group : groups) {
+    const auto id = meta.get<uint64_t>();
     const uint64_t bytes = group.layout.bytes;
     if (chunked_bytes(bytes) == 0) {
       taken.push_back(std::make_shared<IncomingTransfer>(stager, group.device, bytes));
@@ -231,9 +229,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
       }
     }
   }
-  std::vector<uint64_t> ids;
-  for (size_t g = 0; g < groups.size(); ++g) ids.push_back(meta.get<uint64_t>());
-  const std::vector<TransferPtr> taken = take_transfers(groups, ids, stager, device_receive);
+  const std::vector<TransferPtr> taken = take_transfers(groups, meta, stager, device_receive);
   message.tickets = read_tickets(meta);
   // Before tensors are allocated, because RRefs must be received even if a device has no memory.
   if (receiver) receiver->receive(message);

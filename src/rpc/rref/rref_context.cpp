@@ -7,13 +7,9 @@
 
 namespace distrain::rpc {
 
-namespace {
-
 // Limit for values that are referred to, but whose creating calls have not arrived. By default, the
 // credit of a rank (AgentOptions::peer_budget) admits fewer calls at a time.
 constexpr size_t kMaxUnmade = size_t{1} << 18;
-
-}  // namespace
 
 // ---- RRefHandle ----
 

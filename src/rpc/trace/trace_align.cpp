@@ -6,21 +6,19 @@
 // 1. Estimate. For each clock but rank 0's, the offset is read at the beginning and at the end of
 // the job, by one rank for all that share the clock. Between the readings it is interpolated, which
 // corrects a constant drift; outside, the nearer reading is used. The error of a reading is at most
-// half its round trip, say 50 us, which is more than a call takes one way: some flows could point
-// backwards.
+// half its round trip, more than a call may take one way: some flows could point backwards.
 //
 // 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b requires c_b - c_a >= t_a -
 // t_b, where c is the correction of a domain. For each pair of domains, the largest such difference
 // is the weight of an edge from a to b. The smallest corrections that satisfy all flows are the
-// longest paths from any domain with c = 0. Bellman-Ford relaxation finds them in as many rounds as
-// there are domains, unless a cycle has a positive sum. Clocks with constant drift have no such
-// cycle, since the true offsets satisfy every flow.
+// longest paths from any domain with c = 0. Bellman-Ford relaxation finds them, unless a cycle has
+// a positive sum. Clocks with constant drift have no such cycle: the true offsets satisfy all
+// flows.
 //
-// 3. If there is such a cycle (a clock was slewed), no constant corrections exist. Then a
-// correction is a growing step function of time (a "controlled logical clock", Rabenseifner 1997,
-// without its smoothing): the ends of flows are processed in causal order, and if a flow arrives
-// too early, the correction of its domain grows from there on. This always succeeds, because
-// effects never precede their causes.
+// 3. If there is such a cycle (a clock was slewed), a correction is a growing step function of time
+// (a "controlled logical clock", Rabenseifner 1997, without its smoothing): the ends of flows are
+// processed in causal order, and if a flow arrives too early, the correction of its domain grows
+// from there on. This always succeeds, because effects never precede their causes.
 //
 // All these maps of times are monotonic, so slices of a thread stay nested or disjoint.
 
