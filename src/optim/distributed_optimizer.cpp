@@ -173,6 +173,7 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
   auto& updaters = agent.local<UpdaterRegistry>();
   UpdaterOptions options{{}, sharing.mode, sharing.participants, sharing.staleness};
   for (auto& [owner, part] : by_owner) {
+    owners_.insert(owner);
     options.groups = std::move(part.groups);
     if (owner == agent.rank()) {
       shared_ = {updaters.find_or_make(select(tensors, part.indices), options),
@@ -187,7 +188,6 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
                          std::move(part.indices)});
     }
   }
-  for (const auto& [owner, part] : by_owner) owners_.insert(owner);
   if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(owners_);
   if (own.indices.empty()) return;
   own_ = {updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
@@ -235,9 +235,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
       step.done = local.updater->step(how, gradients_of(agent_, *local.updater, contexts),
                                       rpc::process_number(agent_.rank(), agent_.incarnation()));
     } catch (...) {
-      base::Promise<uint64_t> failed;
-      failed.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
-      step.done = failed.future();
+      step.done = base::Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
   step_locally(shared_, options, "");
@@ -277,7 +275,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   const double own = own_.updater ? norm_squared(gradients_of(agent_, *own_.updater, contexts)) : 0;
   const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
-  const bool waits = is_sync && sharing_.participants > 1;
+  const bool waits = is_sync && steps_wait();
   std::map<int, base::Future<Norms>> by_owner;
   for (const RemoteUpdater& remote : remote_) {
     by_owner.emplace(remote.updater.owner(),
