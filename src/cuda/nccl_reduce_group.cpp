@@ -27,19 +27,17 @@ using collective::ReduceGroup;
 // Note [Operations over NCCL]
 //
 //   caller  marks its current stream and puts the operation into the queue.
-//   queue   the group's thread, which runs one operation at a time. It sends the operation's
-//           description in an allgather on the Backend. If all ranks have sent the same
-//           description, it gives the operation to NCCL, in the communicator's stream, behind the
-//           caller's mark.
+//   queue   exchanges the operation's description by an allgather on the Backend, on the group's
+//           thread. If all descriptions are equal, it gives the operation to NCCL, in the
+//           communicator's stream, behind the caller's mark.
 //   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
 // So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
-// agreement fails, drops its communicators: work that they have ends, and they get no more. Ranks
-// may still come out of step, for example if one reaches its deadline just before the last rank
-// comes. Then some ranks have communicators and some have none; the next agreement finds that, and
-// all drop theirs. If a rank dies or gives up after the agreement, the Watchdog notices the
-// unfinished work. If wait() has returned by then, nobody has received the error, so this rank
-// sends it in the next agreement, which fails with that error on all ranks.
+// agreement fails, drops its communicators: work that they have ends, and they get no more. If
+// ranks come out of step (one reaches its deadline just before the last rank comes), some have
+// communicators and some have none; the next agreement finds that, and all drop theirs. If a rank
+// dies or gives up after the agreement, the Watchdog notices the unfinished work. If wait() has
+// returned by then, this rank sends the error in the next agreement, which fails on all ranks.
 //
 // The first operation on a device creates its communicator. After the agreement on that, rank 0
 // broadcasts an id. Then the ranks exchange reports until all have joined or one has failed. So
@@ -282,8 +280,7 @@ class NcclReduceGroup final : public ReduceGroup {
 
   int own_rank() const { return world_rank(rank()); }
 
-  // Returns if all ranks have sent the same description and none reports a failure; throws
-  // otherwise.
+  // Throws unless all ranks have sent the same description and none reports a failure.
   void agree(const OpSpec& mine, const RankReport& report) {
     struct Arrival {
       OpSpec spec;
@@ -377,14 +374,13 @@ class NcclReduceGroup final : public ReduceGroup {
         error->op = "making a communicator";
         throw base::Exception(*error);
       }
-      if (std::all_of(all.begin(), all.end(), [](const RankReport& report) {
+      if (std::ranges::all_of(all, [](const RankReport& report) {
             return report.state == RankReport::State::kReady;
           })) {
-        break;
+        set_->add(number, communicator);
+        return communicator;
       }
     }
-    set_->add(number, communicator);
-    return communicator;
   }
 
   // Creates an id on rank 0 and broadcasts it.
