@@ -13,12 +13,11 @@ namespace distrain::collective {
 
 // Note [Staged operations]
 //
-//   the caller    enqueues the copy to the host in a side stream, after its own current stream,
-//                 and the operation in `queue_`.
-//   the queue     waits for the copy, then calls the Backend. It keeps the order of the calls, so
-//                 all ranks call their Backends in the same order.
-//   the waiter    waits for the Backend, enqueues the copy back in the same side stream, and makes
-//                 its current stream wait for it.
+//   caller  enqueues the copy to the host in a side stream, behind its current stream, and the
+//           operation in `queue_`.
+//   queue   waits for the copy, then calls the Backend, in the order of the calls.
+//   waiter  waits for the Backend, enqueues the copy back in the same side stream, and makes its
+//           current stream wait for it.
 
 /// Keeps pinned buffers until the device has copied from them.
 class StagedReduceGroup::HostBuffers {

@@ -29,11 +29,8 @@ struct Nccl {
 /// The ranks agree on each operation through `control` before it is given to NCCL. So a rank that
 /// refuses, dies, is late or calls another operation is noticed, and wait() throws the error. If
 /// NCCL fails after wait() has ordered a stream behind its work, failure() returns the error, and
-/// the next operation throws it on all ranks. A failure ends the communicators of all ranks; the
-/// next operation creates new ones.
-///
-/// The group's destructor finishes all operations, and waits some seconds for NCCL to end the
-/// communicators.
+/// the next operation throws it on all ranks. A failure ends all communicators; the next operation
+/// creates new ones. The destructor finishes all operations and waits some seconds for NCCL to end.
 std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
     c10::intrusive_ptr<collective::Backend> control, Nccl nccl);
 /// `plugin` must outlive the group.
