@@ -64,11 +64,9 @@ base::Future<Norms> norms_here(rpc::CallContext& context,
   return here.norms_squared(arguments, gradients_of(context.agent, here, contexts));
 }
 
-using NamedState = std::map<std::string, at::Tensor>;
-
-rpc::RRef<NamedState> snapshot_here(rpc::CallContext& context,
-                                    const rpc::RRef<ParameterUpdater>& updater,
-                                    const std::vector<std::string>& names) {
+rpc::RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
+                                           const rpc::RRef<ParameterUpdater>& updater,
+                                           const std::vector<std::string>& names) {
   return context.agent.make_rref(flatten(names, updater.local_value().state()));
 }
 
@@ -316,14 +314,14 @@ std::vector<ParameterState> DistributedOptimizer::state() const {
   return all;
 }
 
-std::vector<rpc::RRef<NamedState>> DistributedOptimizer::snapshot(
+std::vector<rpc::RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
     const std::vector<std::string>& names) const {
-  std::vector<base::Future<rpc::RRef<NamedState>>> remote;
+  std::vector<base::Future<rpc::RRef<rpc::NamedTensors>>> remote;
   for (const RemoteUpdater& owner : remote_) {
     remote.push_back(agent_.rpc_async<&snapshot_here>(owner_of(owner, true), owner.updater,
                                                       select(names, owner.indices)));
   }
-  std::vector<rpc::RRef<NamedState>> held;
+  std::vector<rpc::RRef<rpc::NamedTensors>> held;
   for (const LocalUpdater& local : {shared_, own_}) {
     if (!local.updater) continue;
     held.push_back(agent_.make_rref(flatten(select(names, local.indices), local.updater->state())));

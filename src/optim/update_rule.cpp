@@ -281,9 +281,9 @@ double clip_scale(double norm_squared, double max_norm) {
   return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }
 
-std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
-                                          const std::vector<ParameterState>& states) {
-  std::map<std::string, at::Tensor> flat;
+rpc::NamedTensors flatten(const std::vector<std::string>& parameters,
+                          const std::vector<ParameterState>& states) {
+  rpc::NamedTensors flat;
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
   }
@@ -291,7 +291,7 @@ std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parame
 }
 
 std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                      const std::map<std::string, at::Tensor>& flat) {
+                                      const rpc::NamedTensors& flat) {
   std::vector<ParameterState> states(parameters.size());
   for (const auto& [key, value] : flat) {
     const size_t dot = key.rfind('.');

@@ -143,8 +143,7 @@ class DistributedOptimizer {
   std::vector<ParameterState> state() const;
   /// Copies the states on the ranks that hold them, and returns references to the copies: maps with
   /// the keys of flatten(). `names` has a name for each parameter, in the order of state().
-  std::vector<rpc::RRef<std::map<std::string, at::Tensor>>> snapshot(
-      const std::vector<std::string>& names) const;
+  std::vector<rpc::RRef<rpc::NamedTensors>> snapshot(const std::vector<std::string>& names) const;
   /// Loads `state` on one owner after the other, this rank last. Throws `bad_data` if the state
   /// does not fit; each owner checks its whole part before it changes anything.
   void load_state(const std::vector<ParameterState>& state);

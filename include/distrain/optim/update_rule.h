@@ -11,6 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/rpc/named_tensors.h"
+
 namespace distrain::optim {
 
 /// Options of torch.optim.SGD. Sparse gradients: plain SGD only.
@@ -76,13 +78,13 @@ struct OptimizerFields {
 
 /// An optimizer's state of one parameter, by PyTorch's names: `step` (int64 scalar, on the CPU),
 /// `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, `grad_avg`.
-using ParameterState = std::map<std::string, at::Tensor>;
+using ParameterState = rpc::NamedTensors;
 
 /// Name the states' tensors "<parameter>.<name>", and back (`bad_data` for unknown parameters).
-std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
-                                          const std::vector<ParameterState>& states);
+rpc::NamedTensors flatten(const std::vector<std::string>& parameters,
+                          const std::vector<ParameterState>& states);
 std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                      const std::map<std::string, at::Tensor>& flat);
+                                      const rpc::NamedTensors& flat);
 
 /// Returns the squared L2 norm of all gradients. Repeated rows of a sparse gradient are summed.
 double norm_squared(const std::vector<at::Tensor>& gradients);
