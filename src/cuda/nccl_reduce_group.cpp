@@ -110,13 +110,13 @@ class NcclWork final : public collective::ReduceWork {
 
 class NcclReduceGroup final : public ReduceGroup {
  public:
-  NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
-      : control_(std::move(control)), nccl_(std::move(nccl)) {
+  NcclReduceGroup(c10::intrusive_ptr<Backend> control, const Plugin& plugin, NcclTimeouts timeouts)
+      : control_(std::move(control)), plugin_(plugin), timeouts_(timeouts) {
     renew_set();
     watchdog_.emplace(
         Watchdog::Options{.lost = [backend = control_.get()] { return backend->failure(); },
                           .timeout = control_->getBackendOptions()->timeout,
-                          .loss_grace = nccl_.loss_grace,
+                          .loss_grace = timeouts_.loss_grace,
                           .world_rank = own_rank()});
     queue_.emplace(control_, "distrain-nccl");
   }
@@ -238,7 +238,7 @@ class NcclReduceGroup final : public ReduceGroup {
   // Returns the cause of a failure to enqueue work: a lost rank if there is one, else `error`.
   Error cause_of(Error error, const OpSpec& spec) const {
     if (error.kind == ErrorKind::kResources) {
-      const base::TimePoint limit = base::deadline_after(nccl_.loss_grace);
+      const base::TimePoint limit = base::deadline_after(timeouts_.loss_grace);
       while (!control_->failure() && !set_->failure()->error() && base::Clock::now() < limit) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -349,13 +349,13 @@ class NcclReduceGroup final : public ReduceGroup {
 
   std::shared_ptr<DeviceCommunicator> make_device_communicator(size_t number, c10::Device device) {
     const NcclId id = get_id();
-    const base::TimePoint limit = base::deadline_after(nccl_.join_timeout);
+    const base::TimePoint limit = base::deadline_after(timeouts_.join);
     std::shared_ptr<DeviceCommunicator> communicator;
     for (;;) {
       RankReport mine;
       try {
         if (!communicator) {
-          auto nccl = nccl_.make_communicator(id, size(), rank(), device.index());
+          auto nccl = plugin_.make_communicator(id, size(), rank(), device.index());
           communicator = std::make_shared<DeviceCommunicator>(std::move(nccl),
                                                               rpc::side_stream(device), detached_);
         }
@@ -364,7 +364,7 @@ class NcclReduceGroup final : public ReduceGroup {
         } else if (base::Clock::now() > limit) {
           throw base::Exception(ErrorKind::kResources,
                                 "NCCL has not connected the group's GPUs within " +
-                                    std::to_string(nccl_.join_timeout.count()) + " ms");
+                                    std::to_string(timeouts_.join.count()) + " ms");
         }
       } catch (...) {
         mine = RankReport::failed(base::current_error(ErrorKind::kResources));
@@ -388,7 +388,7 @@ class NcclReduceGroup final : public ReduceGroup {
     NcclId id{};
     if (rank() == 0) {
       try {
-        id = nccl_.new_id();
+        id = plugin_.new_nccl_id();
       } catch (...) {
         control_->refuse(1, base::current_error(ErrorKind::kResources));
         throw;
@@ -411,7 +411,8 @@ class NcclReduceGroup final : public ReduceGroup {
   }
 
   const c10::intrusive_ptr<Backend> control_;
-  const Nccl nccl_;
+  const Plugin& plugin_;
+  const NcclTimeouts timeouts_;
   const std::shared_ptr<DetachedTasks> detached_ = std::make_shared<DetachedTasks>();
   std::shared_ptr<CommunicatorSet> set_;
   collective::DeviceNumbers devices_;
@@ -424,17 +425,8 @@ class NcclReduceGroup final : public ReduceGroup {
 }  // namespace
 
 std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
-                                                    Nccl nccl) {
-  return std::make_unique<NcclReduceGroup>(std::move(control), std::move(nccl));
-}
-
-std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
-                                                    const Plugin& plugin) {
-  return make_nccl_reduce_group(
-      std::move(control), Nccl{[&plugin] { return plugin.new_nccl_id(); },
-                               [&plugin](const NcclId& id, int size, int rank, int device_index) {
-                                 return plugin.make_communicator(id, size, rank, device_index);
-                               }});
+                                                    const Plugin& plugin, NcclTimeouts timeouts) {
+  return std::make_unique<NcclReduceGroup>(std::move(control), plugin, timeouts);
 }
 
 }  // namespace distrain::cuda
