@@ -80,19 +80,17 @@ class StagedReduceGroup::StagedWork final : public ReduceWork {
 
   void wait() override {
     issued_.wait().wait();
-    if (std::exchange(copies_back_, false)) copy_back();
+    if (std::exchange(copies_back_, false)) {
+      const at::NoGradGuard no_grad;
+      const c10::StreamGuard guard(side_);
+      tensor_.copy_(host_, /*non_blocking=*/true);
+      arrived_ = rpc::StreamPoint::mark(side_);
+      buffers_->keep(host_, arrived_);
+    }
     arrived_.make_current_wait(tensor_.device());
   }
 
  private:
-  void copy_back() {
-    const at::NoGradGuard no_grad;
-    const c10::StreamGuard guard(side_);
-    tensor_.copy_(host_, /*non_blocking=*/true);
-    arrived_ = rpc::StreamPoint::mark(side_);
-    buffers_->keep(host_, arrived_);
-  }
-
   const at::Tensor tensor_;
   const std::shared_ptr<HostBuffers> buffers_;
   const at::Tensor host_;

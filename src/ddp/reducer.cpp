@@ -20,13 +20,6 @@ namespace distrain::ddp {
 
 namespace {
 
-// Returns a duplicate of the group, or the group itself if it cannot be duplicated.
-std::shared_ptr<collective::ReduceGroup> in_own_order(
-    std::shared_ptr<collective::ReduceGroup> group) {
-  auto duplicate = group->duplicate();
-  return duplicate ? duplicate : group;
-}
-
 Deliver into(const autograd::ContextRef& context) {
   return [context](const at::Tensor& parameter, const at::Tensor& mean) {
     context.set_gradient(parameter, mean);
@@ -50,7 +43,8 @@ struct Reducer::Hook final : autograd::LeafHook {
 
 Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
                     std::shared_ptr<collective::ReduceGroup> group, Options options)
-    : group_(in_own_order(std::move(group))), options_(options) {
+    : group_(group->duplicate()), options_(options) {
+  if (!group_) group_ = std::move(group);
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;

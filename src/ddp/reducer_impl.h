@@ -121,7 +121,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::string pass_text() const;
   int world_rank() const { return group_->world_rank(group_->rank()); }
 
-  const std::shared_ptr<collective::ReduceGroup> group_;
+  std::shared_ptr<collective::ReduceGroup> group_;
   const Options options_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
