@@ -13,16 +13,17 @@ namespace {
 constexpr uint32_t kMagic = 0x6c6f6364;  // "dcol"
 constexpr size_t kLongestRefusal = 16384;
 
+/// The header as it is sent: little-endian, at offsets 0, 4, 5, 6, 7, 8, 12, 16, 24 and 56.
 struct Header {
   uint32_t magic = kMagic;
   OpKind kind{};
-  ReduceOp reduce_op{};
-  c10::ScalarType dtype{};
-  uint8_t step = 0;
+  ReduceOp reduce_op{};     // c10d's number
+  c10::ScalarType dtype{};  // torch's number
+  uint8_t step = 0;         // 0 or 1
   uint32_t root = 0;
   uint32_t zero = 0;
   uint64_t bytes = 0;
-  PassNumber pass;
+  PassNumber pass;  // u64 step of the job, forward, again and context; 0 if unknown
   uint64_t reserved = 0;
 };
 static_assert(sizeof(Header) == kHeaderBytes);
