@@ -54,7 +54,6 @@ struct StepOptions {
                                              &StepOptions::lr_factor, &StepOptions::number);
 };
 
-/// Arguments of ParameterUpdater::norms_squared().
 struct NormArguments {
   int participant = 0;
   double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters

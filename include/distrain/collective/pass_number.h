@@ -24,7 +24,6 @@ struct PassNumber {
   std::string text() const;
 };
 
-/// A rank of the job and its pass.
 struct RankInPass {
   int rank = -1;
   PassNumber pass;
