@@ -187,7 +187,6 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
     entry = {variable, std::move(gradient), producer};
     return true;
   }
-  // `is_read_elsewhere` means that another stream may still read the gradient.
   const bool in_place =
       !entry.is_read_elsewhere && !entry.gradient.is_sparse() && is_own(entry.gradient);
   wait_for_producer(entry.gradient, entry.producer);
