@@ -42,7 +42,7 @@ std::set<int> ContextState::participants() const {
 
 bool ContextState::add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node) {
   std::lock_guard lock(mutex_);
-  if (node->answered() != 0 && given_up_.contains({node->to(), node->answered()})) return false;
+  if (node->answered != 0 && given_up_.contains({node->to, node->answered})) return false;
   sends_.emplace(autograd_id, node);
   return true;
 }
@@ -57,7 +57,7 @@ std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
   std::lock_guard lock(mutex_);
   given_up_.emplace(caller, call);
   const auto it = std::find_if(sends_.begin(), sends_.end(), [&](const auto& send) {
-    return send.second->to() == caller && send.second->answered() == call;
+    return send.second->to == caller && send.second->answered == call;
   });
   return it == sends_.end() ? nullptr : std::move(sends_.extract(it).mapped());
 }
@@ -164,11 +164,8 @@ void ContextState::Failing::end(const base::Error& error) {
     const Hooks told = std::exchange(hooks, {});
     if (told.guard.on_failure) told.guard.on_failure(error);
   };
-  if (const auto ended = std::exchange(pass, nullptr)) {
-    ended->end(error, tell_hooks);
-  } else {
-    tell_hooks();
-  }
+  if (const auto ended = std::exchange(pass, nullptr)) return ended->end(error, tell_hooks);
+  tell_hooks();
 }
 
 const at::Tensor& ContextState::read(const Entry& entry) {
@@ -190,7 +187,6 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
     entry = {variable, std::move(gradient), producer};
     return true;
   }
-  // `is_read_elsewhere` means that another stream may still read the gradient.
   const bool in_place =
       !entry.is_read_elsewhere && !entry.gradient.is_sparse() && is_own(entry.gradient);
   wait_for_producer(entry.gradient, entry.producer);

@@ -19,8 +19,7 @@ namespace distrain::autograd {
 
 // Note [Passes of a context]
 //
-// The initiator runs one pass over a context at a time and numbers the passes upwards, so each rank
-// keeps the state of the newest pass only:
+// The initiator runs one pass at a time and numbers passes upwards, so each rank keeps the newest:
 //
 //   Over ──> Running ──> Ran ──> Over        (the last arrow on the initiator only)
 //     │         │ ^       │
@@ -33,9 +32,9 @@ namespace distrain::autograd {
 //   Failed    the pass has failed on this rank or another one.
 //
 // On the initiator, a pass begins in Over or Failed only. On another rank, the first gradients of a
-// newer pass begin that pass in any state, because the initiator has ended the older pass by then.
-// Late messages of an older pass change nothing. If a pass fails before it begins on this rank, its
-// hooks are dropped, its guard is called with the error, and its gradients are refused.
+// newer pass begin it in any state, because the initiator has ended the older pass. Late messages
+// of an older pass change nothing. If a pass fails before it begins here, its hooks are dropped,
+// its guard is called with the error, and its gradients are refused.
 
 /// Autograd id, rank and function of each reply whose tensors require a gradient.
 using CallResults = std::vector<std::tuple<uint64_t, int, std::string>>;

@@ -11,12 +11,9 @@
 namespace distrain::autograd {
 
 /// Represents tensors that this rank sent. Their gradients enter the graph here.
-class SendNode final : public torch::autograd::Node {
- public:
-  /// `answered` is the number of the call of rank `to` that `tensors` answer, or 0 if they are
-  /// arguments of a call.
-  SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors)
-      : to_(to), answered_(answered) {
+struct SendNode final : torch::autograd::Node {
+  SendNode(int to_in, uint64_t answered_in, const std::vector<at::Tensor>& tensors)
+      : to(to_in), answered(answered_in) {
     for (const at::Tensor& tensor : tensors) {
       add_input_metadata(tensor);
       add_next_edge(torch::autograd::impl::gradient_edge(tensor));
@@ -27,36 +24,27 @@ class SendNode final : public torch::autograd::Node {
     return std::move(grads);
   }
   std::string name() const override { return "distrain::SendBackward"; }
-  int to() const { return to_; }
-  uint64_t answered() const { return answered_; }
 
- private:
-  const int to_;
-  const uint64_t answered_;
+  const int to;             // the rank that received the tensors
+  const uint64_t answered;  // the number of its call that the tensors answer; 0: they are arguments
 };
 
 /// Represents tensors that came from another rank. Pass sends their gradients back to that rank.
 /// Torch's own engine cannot do so, so apply() throws.
-class RecvNode final : public torch::autograd::Node {
- public:
-  RecvNode(uint64_t context, uint64_t autograd_id, int from)
-      : context_(context), autograd_id_(autograd_id), from_(from) {}
+struct RecvNode final : torch::autograd::Node {
+  RecvNode(uint64_t context_in, uint64_t autograd_id_in, int from_in)
+      : context(context_in), autograd_id(autograd_id_in), from(from_in) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    base::invalid("this graph goes on on rank " + std::to_string(from_) +
+    base::invalid("this graph goes on on rank " + std::to_string(from) +
                   ": use distrain::autograd::backward(context, {loss}) in place of "
                   "loss.backward()");
   }
   std::string name() const override { return "distrain::RecvBackward"; }
 
-  uint64_t context() const { return context_; }
-  uint64_t autograd_id() const { return autograd_id_; }
-  int from() const { return from_; }
-
- private:
-  const uint64_t context_;
-  const uint64_t autograd_id_;
-  const int from_;
+  const uint64_t context;
+  const uint64_t autograd_id;
+  const int from;
 };
 
 }  // namespace distrain::autograd

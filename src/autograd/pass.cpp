@@ -92,41 +92,30 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
   torch::autograd::validate_outputs(metadata, grads, [](const std::string& text) {
     return "a gradient that came from another rank: " + text;
   });
-  std::optional<torch::autograd::InputBuffer> inputs;
-  if (stream_of(*node)) {
-    inputs.emplace(grads.size());
-    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
-      add_gradient(*inputs, *node, i, std::move(grads[i]), std::nullopt);
-    }
-  } else {
-    inputs.emplace(std::move(grads));
+  torch::autograd::InputBuffer inputs(grads.size());
+  for (uint32_t i = 0; i < node->num_inputs(); ++i) {
+    add_gradient(inputs, *node, i, std::move(grads[i]), std::nullopt);
   }
-  bool acknowledge = false;
-  bool run = false;
-  std::optional<base::Error> failed;
-  {
-    std::lock_guard lock(mutex_);
-    const auto it = waiting_.find(node.get());
-    if (error_) {
-      failed = error_;
-    } else if (it == waiting_.end() || it->second.dependencies == 0) {
-      failed = base::Error{base::ErrorKind::kInvalid,
-                           "a gradient for a tensor that was sent after backward() began, or twice",
-                           agent_.rank()};
-    } else {
-      it->second.dependencies = 0;
-      --sends_waiting_;
-      ready_.push_back({node, *std::move(inputs)});
-      std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
-      if (waker_) {
-        acknowledge = true;
-      } else {
-        waker_ = reply;
-      }
-      run = !std::exchange(is_running_, true);
-    }
+  std::unique_lock lock(mutex_);
+  const auto it = waiting_.find(node.get());
+  std::optional<base::Error> failed = error_;
+  if (!failed && (it == waiting_.end() || it->second.dependencies == 0)) {
+    failed = base::Error{base::ErrorKind::kInvalid,
+                         "a gradient for a tensor that was sent after backward() began, or twice",
+                         agent_.rank()};
   }
-  if (failed) return reply->fail(*failed);
+  if (failed) {
+    lock.unlock();
+    return reply->fail(*failed);
+  }
+  it->second.dependencies = 0;
+  --sends_waiting_;
+  ready_.push_back({node, std::move(inputs)});
+  std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+  const bool acknowledge = waker_.has_value();
+  if (!acknowledge) waker_ = reply;
+  const bool run = !std::exchange(is_running_, true);
+  lock.unlock();
   if (acknowledge)
     reply->send([](rpc::Encoder& encoder) { rpc::encode<PassReports>(encoder, {}); });
   if (run) run_ready();
@@ -138,8 +127,7 @@ void Pass::run_ready() {
   const rpc::TorchState clean;  // restored after each node, because hooks may change it
   const auto context = context_.lock();
   for (;;) {
-    std::optional<Ready> next;
-    bool end_hooks = false;
+    std::optional<Ready> next;  // none: the end hooks are due
     {
       std::lock_guard lock(mutex_);
       if (!error_ && !ready_.empty()) {
@@ -148,17 +136,16 @@ void Pass::run_ready() {
         ready_.pop_back();
       } else if (!error_ && nodes_left_ == 0 && end_hooks_due_ && context) {
         end_hooks_due_ = false;
-        end_hooks = true;
       } else {
         is_running_ = false;
         break;
       }
     }
     try {
-      if (end_hooks) {
-        call_end_hooks(*context);
+      if (next) {
+        execute(*std::move(next));
       } else {
-        execute(std::move(*next));
+        call_end_hooks(*context);
       }
     } catch (...) {
       // Exceptions without a kind are `internal` on the initiator and `remote_failed` elsewhere.
@@ -184,11 +171,9 @@ void Pass::call_end_hooks(ContextState& context) {
 }
 
 void Pass::join_streams() {
-  std::vector<c10::Stream> streams;
-  {
-    std::lock_guard lock(mutex_);
-    streams = streams_;
-  }
+  std::unique_lock lock(mutex_);
+  const std::vector<c10::Stream> streams = streams_;
+  lock.unlock();
   wait_for_streams(streams);
 }
 
@@ -207,12 +192,7 @@ void Pass::execute(Ready ready) {
   } else {
     call_pre_hooks(node, grads);
     if (!options_.retain_graph) node.will_release_variables();
-    const bool has_post_hooks = !node.post_hooks().empty();
-    if (has_post_hooks) {
-      outputs = node(variable_list(grads));
-    } else {
-      outputs = node(std::move(grads));
-    }
+    outputs = node(node.post_hooks().empty() ? std::move(grads) : variable_list(grads));
     if (!options_.retain_graph) node.release_variables();
     torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& text) {
       return "backward of " + node.name() + ": " + text;
@@ -242,22 +222,22 @@ void Pass::deliver_locked(const Edge& edge, at::Tensor gradient,
 
 void Pass::execute_recv(RecvNode& node, variable_list grads) {
   const auto context = context_.lock();
-  if (!context || node.context() != context->id()) {
-    base::invalid("the roots depend on a tensor that came from rank " +
-                  std::to_string(node.from()) + " in another context");
+  if (!context || node.context != context->id()) {
+    base::invalid("the roots depend on a tensor that came from rank " + std::to_string(node.from) +
+                  " in another context");
   }
   {
     std::lock_guard lock(mutex_);
     ++unacknowledged_;
-    returned_.insert(node.autograd_id());
+    returned_.insert(node.autograd_id);
   }
   const rpc::ContextScope outside(0);  // the backward pass itself is not recorded
   agent_
-      .call_raw(rpc::To(node.from()).timeout(options_.timeout), kGradientsFunction,
+      .call_raw(rpc::To(node.from).timeout(options_.timeout), kGradientsFunction,
                 [&](rpc::Encoder& encoder) {
                   encoder.out.put(context->id());
                   encoder.out.put(id_);
-                  encoder.out.put(node.autograd_id());
+                  encoder.out.put(node.autograd_id);
                   encoder.out.put(options_.retain_graph);
                   encoder.out.put(static_cast<int64_t>(options_.timeout.count()));
                   rpc::encode<std::vector<at::Tensor>>(encoder, grads);
@@ -333,17 +313,11 @@ void Pass::finish_if_idle() {
   PassReports reports;
   {
     std::lock_guard lock(mutex_);
-    if (!waker_ || error_ || is_running_ || !ready_.empty() || unacknowledged_ > 0) {
-      return;
-    }
-    waker = std::move(*waker_);
-    waker_.reset();
+    if (!waker_ || error_ || is_running_ || !ready_.empty() || unacknowledged_ > 0) return;
+    waker = *std::exchange(waker_, std::nullopt);
     reports_[agent_.rank()] = {++version_, sends_waiting_};
     reports = reports_;
-    if (!waker) {
-      done = std::move(done_);
-      done_.reset();
-    }
+    if (!waker) done.swap(done_);
   }
   if (waker) {
     waker->send([&](rpc::Encoder& encoder) { rpc::encode<PassReports>(encoder, reports); });

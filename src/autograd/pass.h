@@ -33,14 +33,13 @@ class ContextState;
 //
 //  - A receive node sends its gradients to the rank that the tensors came from, by a call whose
 //    reply is the acknowledgement.
-//  - The context captures a leaf's gradient; AccumulateGrad itself never runs, but its hooks do.
-//    Pre-hooks change the gradient. Post-hooks are called without outputs after the context has the
-//    gradient, as in torch's DistEngine.
+//  - AccumulateGrad never runs: the context captures a leaf's gradient. Pre-hooks change it;
+//    post-hooks are called afterwards, without outputs, as in torch's DistEngine.
 //
 // The end of a pass is found by Dijkstra and Scholten's termination detection (Inf. Proc. Letters
-// 11, 1980). A rank acknowledges the message that woke it when it is idle again (no node is ready
-// or runs) and all of its own messages are acknowledged. It acknowledges other messages at once.
-// The initiator wakes itself; when it is idle, all ranks are. Cycles between ranks do no harm.
+// 11, 1980). A rank acknowledges the message that woke it when no node is ready or runs and all of
+// its own messages are acknowledged. It acknowledges other messages at once. The initiator wakes
+// itself; when it is idle, all ranks are.
 //
 // An acknowledgement carries, for each rank that its sender knows of, the number of send nodes that
 // wait for a gradient, with a version; the newest version wins. The last report of each rank

@@ -178,8 +178,7 @@ void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
   const auto is_sent = [&](int rank) {
     if (rank == but || rank == agent_.rank()) return true;
     try {
-      const std::span<const uint8_t> piece =
-          payload ? std::span<const uint8_t>(*payload) : std::span<const uint8_t>();
+      const auto piece = payload ? std::span(*payload) : std::span<const uint8_t>();
       channel_->send(rank, tag, {&piece, 1}, payload);
       return true;
     } catch (const base::Exception&) {  // the rank is lost
@@ -255,10 +254,8 @@ uint64_t Runtime::on_send(uint64_t context, int to, uint64_t answered,
                           const std::vector<at::Tensor>& tensors) {
   empty_trash();
   std::vector<at::Tensor> wanted;
-  if (at::GradMode::is_enabled()) {
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.requires_grad()) wanted.push_back(tensor);
-    }
+  for (const at::Tensor& tensor : tensors) {
+    if (at::GradMode::is_enabled() && tensor.requires_grad()) wanted.push_back(tensor);
   }
   const std::shared_ptr<ContextState> state = find_or_create(context);
   state->add_participant(to);

@@ -24,10 +24,9 @@ namespace distrain::autograd {
 ///   kGivenUp     tag c is the number of a call that the sender has given up.
 /// A rank forwards the first two once to each rank that it exchanged messages of the context with.
 ///
-/// A late message must not create a released context again. So the release of a context carries
-/// the first number of the consecutive range of ended contexts that the context completes, and each
-/// rank remembers these ranges. Adjacent ranges merge, so there are at most as many ranges as
-/// contexts alive at one time.
+/// A late message must not create a released context again. So the release of a context carries the
+/// first number of the range of ended contexts that the context completes, and each rank remembers
+/// these ranges. Adjacent ranges merge, so there are at most as many ranges as contexts alive.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {

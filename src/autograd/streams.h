@@ -16,12 +16,10 @@ namespace distrain::autograd {
 //
 // As in torch's engine, a node runs in the device and stream of its forward function, and each
 // gradient travels with the stream that computed it. If the receiving node has another stream,
-// torch's InputBuffer records an event, and sums up gradients in the receiving node's stream. The
-// node waits for the events before it runs. Gradients enter a pass in the thread's current stream,
-// which has waited for the arrival of those of other ranks.
-//
-// A node has one stream. If a node gets gradients on several devices (a call with tensors on each
-// of them), the node's stream and the other devices' current streams wait for all gradients.
+// torch's InputBuffer records an event, for which the node waits, and sums up gradients in the
+// node's stream. Gradients of other ranks enter a pass in the thread's current stream, which has
+// waited for their arrival. If a node gets gradients on several devices (a call with tensors on
+// each of them), the node's stream and the other devices' current streams wait for all gradients.
 //
 // On the CPU all of this costs one check of the device of each input of a node. Node::stream() is
 // not used, because it would make torch decide for good that there is no accelerator.
@@ -29,8 +27,7 @@ namespace distrain::autograd {
 /// Returns the stream of the first accelerator output of `node`, in which the node runs.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
-/// Adds `gradient` to input `input` of `node`. The stream `producer` computes the gradient; if
-/// `producer` is unset, the current stream does.
+/// Adds `gradient`, computed in `producer` or the current stream, to input `input` of `node`.
 void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& node, uint32_t input,
                   at::Tensor gradient, const std::optional<c10::Stream>& producer);
 
@@ -41,12 +38,10 @@ void await_inputs(const torch::autograd::InputBuffer& inputs,
 /// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
 std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 
-/// Makes this thread's current stream wait for `producer`, the stream that computes `tensor`.
-/// Returns true if the two streams differ.
+/// Makes the current stream wait for `producer`, which computes `tensor`. Returns false if equal.
 bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer);
 
-/// Makes this thread's current streams wait for all work in `streams`. If `only` is given, skips
-/// the streams of other devices.
+/// Makes this thread's current streams wait for the work in `streams`; with `only`, of that device.
 void wait_for_streams(const std::vector<c10::Stream>& streams,
                       std::optional<c10::Device> only = std::nullopt);
 

@@ -7,6 +7,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "core.h"
@@ -31,41 +32,41 @@ c10::intrusive_ptr<c10d::Backend::Options> make_options(const Group& group,
   return options;
 }
 
-[[noreturn]] void refuse_call(const char* op, const std::string& message) {
-  throw base::Exception(Error{.kind = ErrorKind::kInvalid, .message = message, .op = op});
+// Throws `invalid` with a message that consists of `op` and `message`.
+template <class... Parts>
+[[noreturn]] void refuse_call(const char* op, const Parts&... message) {
+  throw base::Exception(
+      Error{.kind = ErrorKind::kInvalid, .message = c10::str(op, message...), .op = op});
 }
 
 void check_tensor(const char* op, const at::Tensor& tensor) {
-  const auto refuse = [op](const std::string& what) {
-    refuse_call(op, std::string(op) + " of " + what);
-  };
-  if (!tensor.defined()) refuse("an undefined tensor");
+  if (!tensor.defined()) refuse_call(op, " of an undefined tensor");
   if (const std::string kind = rpc::kind_that_cannot_be_sent(tensor); !kind.empty()) {
-    refuse(kind + " is not supported");
+    refuse_call(op, " of ", kind, " is not supported");
   }
-  if (tensor.is_sparse()) refuse("a sparse tensor is not supported");
-  if (!tensor.device().is_cpu())
-    refuse("a tensor on " + tensor.device().str() + " is not supported");
-  if (tensor.is_conj()) refuse("a conjugated view is not supported: resolve_conj() it");
-  if (tensor.is_neg()) refuse("a negated view is not supported: resolve_neg() it");
+  if (tensor.is_sparse()) refuse_call(op, " of a sparse tensor is not supported");
+  if (!tensor.device().is_cpu()) {
+    refuse_call(op, " of a tensor on ", tensor.device(), " is not supported");
+  }
+  if (tensor.is_conj())
+    refuse_call(op, " of a conjugated view is not supported: resolve_conj() it");
+  if (tensor.is_neg()) refuse_call(op, " of a negated view is not supported: resolve_neg() it");
 }
 
 // Checks a tensor that the operation writes to.
 void check_result(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    refuse_call(op, std::string(op) +
-                        " into an expanded tensor, whose elements share memory, is "
-                        "not supported: clone() it");
+    refuse_call(
+        op, " into an expanded tensor, whose elements share memory, is not supported: clone() it");
   }
 }
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op) {
   check_result("allreduce", tensor);
   if (can_reduce(op, tensor.scalar_type())) return;
-  refuse_call("allreduce", std::string("allreduce: no such reduction of ") +
-                               c10::toString(tensor.scalar_type()) + " (operation number " +
-                               std::to_string(int(op)) + ")");
+  refuse_call("allreduce", ": no such reduction of ", tensor.scalar_type(), " (operation number ",
+              int(op), ")");
 }
 
 OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
@@ -192,7 +193,7 @@ Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::mill
                            const OperationOptions& options) {
   check_result("broadcast", tensor);
   if (root < 0 || root >= size_) {
-    refuse_call("broadcast", "broadcast: root " + std::to_string(root) + " is not in the group");
+    refuse_call("broadcast", ": root ", root, " is not in the group");
   }
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
@@ -210,7 +211,7 @@ Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outp
     fits = fits && output.scalar_type() == input.scalar_type() && output.numel() == input.numel();
   }
   if (!fits) {
-    refuse_call("allgather", "allgather: needs one output a rank, of the input's dtype and size");
+    refuse_call("allgather", ": needs one output a rank, of the input's dtype and size");
   }
   return issue(std::make_shared<AllgatherOperation>(spec_of(OpKind::kAllgather, input),
                                                     deadline(timeout), input, std::move(outputs)));
@@ -266,7 +267,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
                                                   std::vector<at::Tensor>& inputs,
                                                   const c10d::AllgatherOptions& options) {
   if (outputs.size() != inputs.size()) {
-    refuse_call("allgather", "allgather: needs one list of outputs for each input");
+    refuse_call("allgather", ": needs one list of outputs for each input");
   }
   std::vector<Pending> operations;
   std::vector<at::Tensor> results;
@@ -282,9 +283,10 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor& output, at::
                                                         const c10d::AllgatherOptions& options) {
   check_tensor("allgather", output);
   if (!output.is_contiguous() || output.numel() != input.numel() * size_) {
-    refuse_call("allgather",
-                "_allgather_base: needs a contiguous output of the input's size times the number "
-                "of ranks");
+    throw base::Exception(Error{.kind = ErrorKind::kInvalid,
+                                .message = "_allgather_base: needs a contiguous output of the "
+                                           "input's size times the number of ranks",
+                                .op = "allgather"});
   }
   const at::Tensor rows = output.detach().view({size_, input.numel()});
   std::vector<Pending> operations = {allgather(input, rows.unbind(0), options.timeout)};

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::collective {
@@ -82,9 +83,8 @@ void Core::close() {
 
 void Core::abort(const Error& error) {
   std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<Operation>> pending;  // a copy: fail_locked() changes `pending_`
-  for (auto& [number, operation] : pending_) pending.push_back(operation);
-  for (auto& operation : pending) operation->fail_locked(error);
+  const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
+  for (const auto& [number, operation] : pending) operation->fail_locked(error);
   room_.notify_all();
 }
 
@@ -132,47 +132,38 @@ std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
 }
 
 void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence) {
-  bool start = false;
-  {
-    std::lock_guard lock(mutex_);
-    const uint64_t number = next_locked(sequence)++;
-    operation->open_locked(shared_from_this(), number);
-    std::vector<rpc::ChannelMessage> early = take_early_locked(number);
-    if (failure_) {
-      operation->fail_locked(*failure_);
-    } else {
-      pending_.emplace(number, operation);
-      for (auto& message : early) {
-        operation->deliver_locked(group_rank(message.from), std::move(message));
-      }
-      for (int from = 0; from < size(); ++from) {
-        if (peers_[static_cast<size_t>(from)].closed && operation->waits_for_locked(from)) {
-          operation->fail_locked(closed_error(from, *operation));
-        }
-      }
-      start = true;
+  std::unique_lock lock(mutex_);
+  const uint64_t number = next_locked(sequence)++;
+  operation->open_locked(shared_from_this(), number);
+  std::vector<rpc::ChannelMessage> early = take_early_locked(number);
+  std::optional<Error> error = failure_;
+  if (!error) {
+    pending_.emplace(number, operation);
+    for (auto& message : early) {
+      operation->deliver_locked(group_rank(message.from), std::move(message));
     }
-  }
-  // Starts even if an early message has failed the operation, so that it fails on the other ranks.
-  std::optional<Error> error;
-  if (start) {
+    for (int from = 0; from < size(); ++from) {
+      if (peers_[static_cast<size_t>(from)].closed && operation->waits_for_locked(from)) {
+        operation->fail_locked(closed_error(from, *operation));
+      }
+    }
+    lock.unlock();
+    // Starts even if an early message has failed the operation, so that other ranks' parts fail.
     try {
       if (await_room(*operation)) {
         operation->start();
       } else {
-        send_refusals(operation->number_, 1, *operation->failure_);
+        send_refusals(number, 1, *operation->failure_);
       }
     } catch (...) {
       error = rpc::error_in_flight(ErrorKind::kInternal);
     }
+    lock.lock();
   }
-  bool post = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (error) operation->fail_locked(std::move(*error));
-    operation->settle_locked();
-    post = operation->wants_executor_locked();
-  }
+  if (error) operation->fail_locked(std::move(*error));
+  operation->settle_locked();
+  const bool post = operation->wants_executor_locked();
+  lock.unlock();
   if (size() == 1) return operation->run_ready();
   if (post) this->post(operation);
 }
@@ -252,13 +243,13 @@ void Core::on_message(rpc::ChannelMessage message) {
                                   "begun",
                                   message.from, world_rank(rank_)),
                       message.from};
-    } else if (is_early_locked(message.tag.b)) {
-      on_answer_locked(peer, message.tag.b);
-      peer.early_bytes += bytes;
-      early_[message.tag.b].push_back(std::move(message));
-      return;
     } else {
       on_answer_locked(peer, message.tag.b);
+      if (is_early_locked(message.tag.b)) {
+        peer.early_bytes += bytes;
+        early_[message.tag.b].push_back(std::move(message));
+        return;
+      }
       const auto it = pending_.find(message.tag.b);
       if (it == pending_.end()) return;  // the operation has failed or was refused here
       operation = it->second;
@@ -283,11 +274,10 @@ void Core::on_answer_locked(Peer& peer, uint64_t number) {
 void Core::on_closed_locked(int from) {
   Peer& peer = peers_[static_cast<size_t>(from)];
   peer = {.early_bytes = peer.early_bytes, .closed = true};
-  std::vector<std::shared_ptr<Operation>> failing;  // a copy: fail_locked() changes `pending_`
-  for (auto& [number, operation] : pending_) {
-    if (operation->waits_for_locked(from)) failing.push_back(operation);
+  const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
+  for (const auto& [number, operation] : pending) {
+    if (operation->waits_for_locked(from)) operation->fail_locked(closed_error(from, *operation));
   }
-  for (auto& operation : failing) operation->fail_locked(closed_error(from, *operation));
   room_.notify_all();
 }
 

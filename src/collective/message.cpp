@@ -13,19 +13,17 @@ namespace {
 constexpr uint32_t kMagic = 0x6c6f6364;  // "dcol"
 constexpr size_t kLongestRefusal = 16384;
 
+/// The header as it is sent: little-endian, at offsets 0, 4, 5, 6, 7, 8, 12, 16, 24 and 56.
 struct Header {
   uint32_t magic = kMagic;
-  uint8_t kind = 0;
-  uint8_t reduce_op = 0;
-  uint8_t dtype = 0;
-  uint8_t step = 0;
+  OpKind kind{};
+  ReduceOp reduce_op{};     // c10d's number
+  c10::ScalarType dtype{};  // torch's number
+  uint8_t step = 0;         // 0 or 1
   uint32_t root = 0;
   uint32_t zero = 0;
   uint64_t bytes = 0;
-  uint64_t step_of_job = 0;
-  uint64_t forward = 0;
-  uint64_t again = 0;
-  uint64_t context = 0;
+  PassNumber pass;  // u64 step of the job, forward, again and context; 0 if unknown
   uint64_t reserved = 0;
 };
 static_assert(sizeof(Header) == kHeaderBytes);
@@ -68,17 +66,13 @@ std::string describe(const OpSpec& spec) {
 }
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out) {
-  Header header;
-  header.kind = static_cast<uint8_t>(spec.kind);
-  header.reduce_op = static_cast<uint8_t>(spec.reduce_op);
-  header.dtype = static_cast<uint8_t>(spec.dtype);
-  header.step = static_cast<uint8_t>(step);
-  header.root = spec.root;
-  header.bytes = spec.bytes;
-  header.step_of_job = spec.pass.step;
-  header.forward = spec.pass.forward;
-  header.again = spec.pass.again;
-  header.context = spec.pass.context;
+  const Header header{.kind = spec.kind,
+                      .reduce_op = spec.reduce_op,
+                      .dtype = spec.dtype,
+                      .step = static_cast<uint8_t>(step),
+                      .root = spec.root,
+                      .bytes = spec.bytes,
+                      .pass = spec.pass};
   std::memcpy(out, &header, sizeof header);
 }
 
@@ -87,14 +81,8 @@ std::optional<OpSpec> decode_header(std::span<const uint8_t> payload) {
   if (payload.size() < sizeof header) return std::nullopt;
   std::memcpy(&header, payload.data(), sizeof header);
   if (header.magic != kMagic) return std::nullopt;
-  OpSpec spec;
-  spec.kind = static_cast<OpKind>(header.kind);
-  spec.reduce_op = static_cast<ReduceOp>(header.reduce_op);
-  spec.dtype = static_cast<c10::ScalarType>(header.dtype);
-  spec.root = header.root;
-  spec.bytes = header.bytes;
-  spec.pass = {header.step_of_job, header.forward, header.again, header.context};
-  return spec;
+  return OpSpec{header.kind, header.reduce_op, header.dtype,
+                header.root, header.bytes,     header.pass};
 }
 
 std::string encode_refusal(const base::Error& error) {

@@ -42,24 +42,8 @@ std::string describe(const OpSpec& spec);
 /// Returns the name without the algorithm: "allreduce".
 const char* kind_name(OpKind kind);
 
-/// Each message starts with this little-endian header, whose size keeps the data aligned:
-///
-///   offset  bytes  field
-///        0      4  magic "dcol"
-///        4      1  OpKind
-///        5      1  reduce operation, c10d's number
-///        6      1  dtype, c10::ScalarType's number
-///        7      1  step: 0 or 1
-///        8      4  root
-///       12      4  zero
-///       16      8  bytes
-///       24      8  pass: step of the job; as all numbers of the pass, 0 if unknown
-///       32      8  pass: forward
-///       40      8  pass: passes since that forward
-///       48      8  pass: autograd context
-///       56      8  zero
-///
-/// The data of a tensor or chunk follows; in a refusal, the error kind (2 bytes) and the message.
+/// Each message starts with a header (struct Header in message.cpp), whose size keeps the data
+/// aligned. The data of a tensor or chunk follows; in a refusal, the error kind (2 bytes) and text.
 inline constexpr size_t kHeaderBytes = 64;
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out);

@@ -31,23 +31,19 @@ class Core;
 //        └──> Ready     └────│────────────│────────────┘   │           │
 //                            └────────────┴────────────────┴───────────┘ on failure
 //
-//   Starting    the caller sends the first messages. What arrives is kept.
-//   Collecting  at least one message is missing.
-//   Ready       all messages of the step are here and no thread computes yet.
+//   Starting    the caller sends the first messages. Messages that arrive are kept.
+//   Collecting  at least one message of the step is missing.
+//   Ready       all messages of the step are here, and no thread computes yet.
 //   Running     one thread computes, without the lock.
-//   Done        the tensors hold the result, or `error_` tells why not.
+//   Done        the tensors hold the result, or `error_` is set.
 //
-// Who does what:
-//   - the caller: Starting, and everything else while it is inside wait_until;
-//   - the loop thread: stores messages, Collecting -> Ready, failures. No torch operation;
-//   - a thread of the executor: computes a Ready step if no thread waits for the operation. The
-//   last
-//     step of a small operation is left for the thread that will wait: no other rank depends on it,
-//     and waking a thread costs more than the reduction.
+// The caller starts the operation, and computes steps while it is inside wait_until(). The loop
+// thread stores messages and failures, without any torch operation. A thread of the executor
+// computes a Ready step if no thread waits for the operation, except the last step of a small
+// operation: no other rank depends on it, and waking a thread costs more than the reduction.
 //
-// All members below `mutex` are guarded by Core's mutex. A failure while a thread is Starting or
-// Running is only noted; that thread ends the operation, so that nobody writes to the caller's
-// tensors once wait_until has returned.
+// A failure in Starting or Running is only noted. The thread that runs the operation ends it, so
+// that nobody writes to the caller's tensors once wait_until() has returned.
 enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, kDone };
 
 class Operation : public std::enable_shared_from_this<Operation> {
@@ -61,10 +57,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool wait_until(base::TimePoint limit);
   void expire();
   void fail(base::Error error);
-  /// Handles all steps that are ready; what Core posts to the executor.
+  /// Computes all steps that are ready.
   void run_ready();
   base::Executor& executor();
-  /// What it is, without what it waits for, and since when.
   rpc::Wait wait_locked() const;
   const OpSpec& spec() const { return spec_; }
 
@@ -72,18 +67,16 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Core& core() const { return *core_; }
   uint64_t number() const { return number_; }
 
-  /// Whether `step` needs a message of group rank `from`, and how many bytes of data it carries:
-  /// unless overridden, the whole tensor of each other rank.
+  /// Return whether `step` needs a message of group rank `from`, and the size of its data. The
+  /// default is the whole tensor of each other rank.
   virtual bool expects(int step, int from) const;
   virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
 
-  /// Sends the messages of step 0. On the caller's thread.
+  /// Sends the messages of step 0, on the caller's thread.
   virtual void start() = 0;
-
-  /// Handles the inputs of `step`, without the lock. Throws to fail the operation.
+  /// Processes the inputs of `step`, without the lock. Throws to fail the operation.
   virtual void run_step(int step) = 0;
-
-  /// The data that group rank `from` sent for `step`. In run_step only.
+  /// Returns the data that group rank `from` sent for `step`. Only for run_step().
   std::span<const uint8_t> input(int step, int from) const;
 
  private:
@@ -105,9 +98,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  /// Whether `step` needs a message of group rank `from` that has not come.
+  /// Return true if a message of group rank `from` is missing: for `step`, or for any step left.
   bool lacks_locked(int step, int from) const;
-  /// Whether it needs more of group rank `from`.
   bool waits_for_locked(int from) const;
   std::string number_text() const;
   std::string name() const;

@@ -12,39 +12,36 @@ namespace distrain::collective {
 
 // Note [Algorithms]
 //
-// n ranks, B bytes a rank. Every rank talks to every other one directly; groups are small (2 to 8).
+// n ranks have B bytes each and send to each other directly. Groups are small (2 to 8).
 //
-// Barrier: a header from each rank to each other one. n(n-1) messages, one hop. Log-step barriers
-// need fewer messages (n log n), but log n hops, and a hop is what costs: about 20 µs to wake a
-// thread, against 5 µs of work a message.
+// Barrier: a header from each rank to each other rank. n(n-1) messages, one hop. Log-step barriers
+// need fewer messages (n log n), but log n hops, and a hop costs more: about 20 µs to wake a
+// thread, against 5 µs of work for a message.
 //
-// Broadcast: the root sends B to each; each sends its header to the root. 2(n-1) messages. The
-// headers let both sides see a mismatch, and keep a root from running ahead without bound.
+// Broadcast: the root sends B to each rank, and each rank sends its header to the root. 2(n-1)
+// messages. Headers show a mismatch to both sides, and bound the root's lead.
 //
-// Allgather: B from each rank to each other one. n(n-1) messages, (n-1)B sent a rank: the minimum.
+// Allgather: B from each rank to each other rank. n(n-1) messages; a rank sends (n-1)B: minimal.
 //
-// Allreduce, direct: every rank sends all of its B to each other one and reduces all n inputs
-// itself. n(n-1) messages, one hop, (n-1)B sent a rank.
+// Direct allreduce: each rank sends its B to each other rank and reduces all n inputs itself.
+// n(n-1) messages, one hop; a rank sends (n-1)B.
 //
-// Allreduce, chunked: cut into n chunks. Step 1: chunk j goes to rank j, which reduces its n
-// inputs. Step 2: rank j sends its result to all. 2n(n-1) messages, two hops, 2B(n-1)/n sent a
-// rank: the minimum, as a ring's, which takes 2(n-1) hops and cannot reduce in rank order.
+// Chunked allreduce: in step 1, chunk j of n goes to rank j, which reduces its n inputs; in step 2,
+// rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
+// A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
 //
-// Both allreduces take the inputs in rank order for every element, whatever the order of arrival,
-// so the result does not depend on timing; in the direct one all ranks compute the same from the
-// same, in the chunked one they copy it from the one that computed it.
+// Both allreduces reduce each element in rank order, so the result does not depend on timing.
 //
-// Direct is better while what it sends beyond chunked, (n-1)(n-2)/n * B a rank, and its n-fold
-// reduction cost less than the n(n-1) messages and the hop that it saves. With n = 8 ranks on two
-// cores: 56 messages of 5 µs against 8 * 5.25 * B at about 4 GB/s: equal near 16 KiB. With n = 2
-// the bytes are the same; only B/2 more is reduced and copied, at 10 GB/s: 20 µs pay for 64 KiB.
+// Direct is better while the (n-1)(n-2)/n * B that it sends more and its n-fold reduction cost less
+// than the n(n-1) messages and the hop that it saves. With n = 8 on two cores, 56 messages of 5 µs
+// equal 8 * 5.25 * B at about 4 GB/s near 16 KiB. With n = 2 the bytes are the same; only B/2 more
+// is reduced and copied, at 10 GB/s: 20 µs pay for 64 KiB.
 inline constexpr size_t kDirectBytes = size_t{16} << 10;
 inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
 
-// What is sent is never memory that may change before the kernel has it. Small data is copied
-// behind its header into one buffer for all ranks. In step 1 of the chunked allreduce chunk j goes
-// out of the caller's tensor, without a copy: chunk j is overwritten only by what rank j sends in
-// step 2, and rank j had to receive all of it before.
+// Memory that is being sent never changes. Small data is copied behind its header into one buffer
+// for all ranks. Step 1 of the chunked allreduce sends chunk j from the caller's tensor without a
+// copy, because only the result of rank j, which must have received it before, overwrites chunk j.
 
 class BarrierOperation final : public Operation {
  public:

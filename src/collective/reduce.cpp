@@ -13,77 +13,34 @@ namespace {
 // Fits in the first-level cache. The constant trip count lets -O2 vectorise.
 constexpr size_t kBlock = 512;
 
-// Unsigned and at least as wide as int, so that integer arithmetic wraps around on overflow.
+// Sums and products of integers are computed in unsigned types of at least 32 bits, which wrap.
 template <class T>
-using Wide = std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>;
+using Wide = std::conditional_t<!std::is_integral_v<T>, T,
+                                std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>>;
 
-struct Sum {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      return static_cast<T>(static_cast<Wide<T>>(a) + static_cast<Wide<T>>(b));
-    } else {
-      return a + b;
-    }
-  }
-};
-
-struct Product {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      return static_cast<T>(static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b));
-    } else {
-      return a * b;
-    }
-  }
-};
-
+constexpr auto kSum = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) + Wide<T>(b)); };
+constexpr auto kProduct = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) * Wide<T>(b)); };
 // `a != a` is true only for NaN.
-struct Min {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a != a || a < b) ? a : b;
-  }
-};
-
-struct Max {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a != a || a > b) ? a : b;
-  }
-};
-
-// Reduces bools as bytes, because a peer may send other bytes than 0 and 1.
-struct Or {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a | b) != 0;
-  }
-};
-
-struct And {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a != 0) & (b != 0);
-  }
-};
+constexpr auto kMin = []<class T>(T a, T b) { return (a != a || a < b) ? a : b; };
+constexpr auto kMax = []<class T>(T a, T b) { return (a != a || a > b) ? a : b; };
+// Reduce bools as bytes, because a peer may send other bytes than 0 and 1.
+constexpr auto kOr = [](uint8_t a, uint8_t b) -> uint8_t { return (a | b) != 0; };
+constexpr auto kAnd = [](uint8_t a, uint8_t b) -> uint8_t { return a != 0 && b != 0; };
 
 template <class T>
 using Accumulator =
     std::conditional_t<std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>, float, T>;
 
 template <class T, class Op>
-[[gnu::always_inline]] inline void reduce_some(std::span<const T* const> inputs, size_t begin,
-                                               size_t count, size_t divisor, T* out) {
+[[gnu::always_inline]] inline void reduce_some(Op op, std::span<const T* const> inputs,
+                                               size_t begin, size_t count, size_t divisor, T* out) {
   using A = Accumulator<T>;
   A sum[kBlock];
   const T* first = inputs[0] + begin;
   for (size_t i = 0; i < count; ++i) sum[i] = static_cast<A>(first[i]);
   for (const T* input : inputs.subspan(1)) {
     input += begin;
-    for (size_t i = 0; i < count; ++i)
-      sum[i] = Op::template apply<A>(sum[i], static_cast<A>(input[i]));
+    for (size_t i = 0; i < count; ++i) sum[i] = op(sum[i], static_cast<A>(input[i]));
   }
   if constexpr (std::is_floating_point_v<A>) {
     if (divisor != 1) {
@@ -95,29 +52,30 @@ template <class T, class Op>
 }
 
 template <class T, class Op>
-void reduce_all(std::span<const uint8_t* const> inputs, size_t count, bool average, uint8_t* out) {
+void reduce_all(Op op, std::span<const uint8_t* const> inputs, size_t count, bool average,
+                uint8_t* out) {
   const std::span<const T* const> typed(reinterpret_cast<const T* const*>(inputs.data()),
                                         inputs.size());
   auto* result = reinterpret_cast<T*>(out);
   const size_t divisor = average ? inputs.size() : 1;
   size_t begin = 0;
   for (; begin + kBlock <= count; begin += kBlock) {
-    reduce_some<T, Op>(typed, begin, kBlock, divisor, result);
+    reduce_some<T>(op, typed, begin, kBlock, divisor, result);
   }
-  if (begin < count) reduce_some<T, Op>(typed, begin, count - begin, divisor, result);
+  if (begin < count) reduce_some<T>(op, typed, begin, count - begin, divisor, result);
 }
 
 template <class T>
 void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t count, uint8_t* out) {
   switch (op) {
     case ReduceOp::PRODUCT:
-      return reduce_all<T, Product>(inputs, count, false, out);
+      return reduce_all<T>(kProduct, inputs, count, false, out);
     case ReduceOp::MIN:
-      return reduce_all<T, Min>(inputs, count, false, out);
+      return reduce_all<T>(kMin, inputs, count, false, out);
     case ReduceOp::MAX:
-      return reduce_all<T, Max>(inputs, count, false, out);
+      return reduce_all<T>(kMax, inputs, count, false, out);
     default:
-      return reduce_all<T, Sum>(inputs, count, op == ReduceOp::AVG, out);
+      return reduce_all<T>(kSum, inputs, count, op == ReduceOp::AVG, out);
   }
 }
 
@@ -142,8 +100,8 @@ void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> 
   }
   if (dtype == c10::ScalarType::Bool) {
     return op == ReduceOp::SUM || op == ReduceOp::MAX
-               ? reduce_all<uint8_t, Or>(inputs, count, false, out)
-               : reduce_all<uint8_t, And>(inputs, count, false, out);
+               ? reduce_all<uint8_t>(kOr, inputs, count, false, out)
+               : reduce_all<uint8_t>(kAnd, inputs, count, false, out);
   }
   AT_DISPATCH_V2(dtype, "reduce", AT_WRAP([&] { reduce_typed<scalar_t>(op, inputs, count, out); }),
                  AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,

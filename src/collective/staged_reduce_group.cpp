@@ -13,12 +13,11 @@ namespace distrain::collective {
 
 // Note [Staged operations]
 //
-//   the caller    enqueues the copy to the host in a side stream, after its own current stream,
-//                 and the operation in `queue_`.
-//   the queue     waits for the copy, then calls the Backend. It keeps the order of the calls, so
-//                 all ranks call their Backends in the same order.
-//   the waiter    waits for the Backend, enqueues the copy back in the same side stream, and makes
-//                 its current stream wait for it.
+//   caller  enqueues the copy to the host in a side stream, behind its current stream, and the
+//           operation in `queue_`.
+//   queue   waits for the copy, then calls the Backend, in the order of the calls.
+//   waiter  waits for the Backend, enqueues the copy back in the same side stream, and makes its
+//           current stream wait for it.
 
 /// Keeps pinned buffers until the device has copied from them.
 class StagedReduceGroup::HostBuffers {
@@ -81,19 +80,17 @@ class StagedReduceGroup::StagedWork final : public ReduceWork {
 
   void wait() override {
     issued_.wait().wait();
-    if (std::exchange(copies_back_, false)) copy_back();
+    if (std::exchange(copies_back_, false)) {
+      const at::NoGradGuard no_grad;
+      const c10::StreamGuard guard(side_);
+      tensor_.copy_(host_, /*non_blocking=*/true);
+      arrived_ = rpc::StreamPoint::mark(side_);
+      buffers_->keep(host_, arrived_);
+    }
     arrived_.make_current_wait(tensor_.device());
   }
 
  private:
-  void copy_back() {
-    const at::NoGradGuard no_grad;
-    const c10::StreamGuard guard(side_);
-    tensor_.copy_(host_, /*non_blocking=*/true);
-    arrived_ = rpc::StreamPoint::mark(side_);
-    buffers_->keep(host_, arrived_);
-  }
-
   const at::Tensor tensor_;
   const std::shared_ptr<HostBuffers> buffers_;
   const at::Tensor host_;

@@ -91,11 +91,9 @@ void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> com
 void CommunicatorSet::end(const Error& error) {
   // Set the error first: an abort lets streams go on, or may hang.
   if (!failure_->fail(error)) return;
-  std::map<size_t, std::shared_ptr<DeviceCommunicator>> communicators;
-  {
-    std::lock_guard lock(mutex_);
-    communicators.swap(communicators_);
-  }
+  std::unique_lock lock(mutex_);
+  const auto communicators = std::exchange(communicators_, {});
+  lock.unlock();
   for (const auto& [number, communicator] : communicators) abort_detached(communicator);
 }
 

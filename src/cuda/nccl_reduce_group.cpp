@@ -27,19 +27,17 @@ using collective::ReduceGroup;
 // Note [Operations over NCCL]
 //
 //   caller  marks its current stream and puts the operation into the queue.
-//   queue   the group's thread, which runs one operation at a time. It sends the operation's
-//           description in an allgather on the Backend. If all ranks have sent the same
-//           description, it gives the operation to NCCL, in the communicator's stream, behind the
-//           caller's mark.
+//   queue   exchanges the operation's description by an allgather on the Backend, on the group's
+//           thread. If all descriptions are equal, it gives the operation to NCCL, in the
+//           communicator's stream, behind the caller's mark.
 //   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
 // So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
-// agreement fails, drops its communicators: work that they have ends, and they get no more. Ranks
-// may still come out of step, for example if one reaches its deadline just before the last rank
-// comes. Then some ranks have communicators and some have none; the next agreement finds that, and
-// all drop theirs. If a rank dies or gives up after the agreement, the Watchdog notices the
-// unfinished work. If wait() has returned by then, nobody has received the error, so this rank
-// sends it in the next agreement, which fails with that error on all ranks.
+// agreement fails, drops its communicators: work that they have ends, and they get no more. If
+// ranks come out of step (one reaches its deadline just before the last rank comes), some have
+// communicators and some have none; the next agreement finds that, and all drop theirs. If a rank
+// dies or gives up after the agreement, the Watchdog notices the unfinished work. If wait() has
+// returned by then, this rank sends the error in the next agreement, which fails on all ranks.
 //
 // The first operation on a device creates its communicator. After the agreement on that, rank 0
 // broadcasts an id. Then the ranks exchange reports until all have joined or one has failed. So
@@ -112,13 +110,13 @@ class NcclWork final : public collective::ReduceWork {
 
 class NcclReduceGroup final : public ReduceGroup {
  public:
-  NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
-      : control_(std::move(control)), nccl_(std::move(nccl)) {
+  NcclReduceGroup(c10::intrusive_ptr<Backend> control, const Plugin& plugin, NcclTimeouts timeouts)
+      : control_(std::move(control)), plugin_(plugin), timeouts_(timeouts) {
     renew_set();
     watchdog_.emplace(
         Watchdog::Options{.lost = [backend = control_.get()] { return backend->failure(); },
                           .timeout = control_->getBackendOptions()->timeout,
-                          .loss_grace = nccl_.loss_grace,
+                          .loss_grace = timeouts_.loss_grace,
                           .world_rank = own_rank()});
     queue_.emplace(control_, "distrain-nccl");
   }
@@ -240,7 +238,7 @@ class NcclReduceGroup final : public ReduceGroup {
   // Returns the cause of a failure to enqueue work: a lost rank if there is one, else `error`.
   Error cause_of(Error error, const OpSpec& spec) const {
     if (error.kind == ErrorKind::kResources) {
-      const base::TimePoint limit = base::deadline_after(nccl_.loss_grace);
+      const base::TimePoint limit = base::deadline_after(timeouts_.loss_grace);
       while (!control_->failure() && !set_->failure()->error() && base::Clock::now() < limit) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -282,8 +280,7 @@ class NcclReduceGroup final : public ReduceGroup {
 
   int own_rank() const { return world_rank(rank()); }
 
-  // Returns if all ranks have sent the same description and none reports a failure; throws
-  // otherwise.
+  // Throws unless all ranks have sent the same description and none reports a failure.
   void agree(const OpSpec& mine, const RankReport& report) {
     struct Arrival {
       OpSpec spec;
@@ -352,13 +349,13 @@ class NcclReduceGroup final : public ReduceGroup {
 
   std::shared_ptr<DeviceCommunicator> make_device_communicator(size_t number, c10::Device device) {
     const NcclId id = get_id();
-    const base::TimePoint limit = base::deadline_after(nccl_.join_timeout);
+    const base::TimePoint limit = base::deadline_after(timeouts_.join);
     std::shared_ptr<DeviceCommunicator> communicator;
     for (;;) {
       RankReport mine;
       try {
         if (!communicator) {
-          auto nccl = nccl_.make_communicator(id, size(), rank(), device.index());
+          auto nccl = plugin_.make_communicator(id, size(), rank(), device.index());
           communicator = std::make_shared<DeviceCommunicator>(std::move(nccl),
                                                               rpc::side_stream(device), detached_);
         }
@@ -367,7 +364,7 @@ class NcclReduceGroup final : public ReduceGroup {
         } else if (base::Clock::now() > limit) {
           throw base::Exception(ErrorKind::kResources,
                                 "NCCL has not connected the group's GPUs within " +
-                                    std::to_string(nccl_.join_timeout.count()) + " ms");
+                                    std::to_string(timeouts_.join.count()) + " ms");
         }
       } catch (...) {
         mine = RankReport::failed(base::current_error(ErrorKind::kResources));
@@ -377,14 +374,13 @@ class NcclReduceGroup final : public ReduceGroup {
         error->op = "making a communicator";
         throw base::Exception(*error);
       }
-      if (std::all_of(all.begin(), all.end(), [](const RankReport& report) {
+      if (std::ranges::all_of(all, [](const RankReport& report) {
             return report.state == RankReport::State::kReady;
           })) {
-        break;
+        set_->add(number, communicator);
+        return communicator;
       }
     }
-    set_->add(number, communicator);
-    return communicator;
   }
 
   // Creates an id on rank 0 and broadcasts it.
@@ -392,7 +388,7 @@ class NcclReduceGroup final : public ReduceGroup {
     NcclId id{};
     if (rank() == 0) {
       try {
-        id = nccl_.new_id();
+        id = plugin_.new_nccl_id();
       } catch (...) {
         control_->refuse(1, base::current_error(ErrorKind::kResources));
         throw;
@@ -415,7 +411,8 @@ class NcclReduceGroup final : public ReduceGroup {
   }
 
   const c10::intrusive_ptr<Backend> control_;
-  const Nccl nccl_;
+  const Plugin& plugin_;
+  const NcclTimeouts timeouts_;
   const std::shared_ptr<DetachedTasks> detached_ = std::make_shared<DetachedTasks>();
   std::shared_ptr<CommunicatorSet> set_;
   collective::DeviceNumbers devices_;
@@ -428,17 +425,8 @@ class NcclReduceGroup final : public ReduceGroup {
 }  // namespace
 
 std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
-                                                    Nccl nccl) {
-  return std::make_unique<NcclReduceGroup>(std::move(control), std::move(nccl));
-}
-
-std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
-                                                    const Plugin& plugin) {
-  return make_nccl_reduce_group(
-      std::move(control), Nccl{[&plugin] { return plugin.new_nccl_id(); },
-                               [&plugin](const NcclId& id, int size, int rank, int device_index) {
-                                 return plugin.make_communicator(id, size, rank, device_index);
-                               }});
+                                                    const Plugin& plugin, NcclTimeouts timeouts) {
+  return std::make_unique<NcclReduceGroup>(std::move(control), plugin, timeouts);
 }
 
 }  // namespace distrain::cuda

@@ -29,29 +29,26 @@ using base::ErrorKind;
 //   Idle          no pass. The first gradient of a plain pass or a context's pass begins one.
 //   Accumulating  gradients are copied into their buckets; no allreduce has started.
 //   Reducing      at least one allreduce has started.
-//   Finalising    the pass has ended: one thread waits for the allreduces and hands out the means,
+//   Finalising    one thread waits for the allreduces, without the lock, and hands out the means,
 //                 or gives up. No other thread touches the pass.
 //
-// Gradients arrive on any thread, under `mutex_`. Allreduces are started under `mutex_`, too,
-// because all ranks must start them in the same order. A pass ends on the thread of its backward(),
-// which waits without the lock.
+// Gradients arrive on any thread. `mutex_` keeps the order of allreduces equal on all ranks.
 //
 // In each pass, every rank takes part in one collective for each bucket and, until a pass has
 // succeeded, in one more that agrees on the order of gradients. If a rank gets no gradient or a
-// sparse one for a parameter, or if its pass throws an exception, which destroys the function of
-// end_of() uncalled, the rank refuses the collectives that it has not started
-// (ReduceGroup::refuse). So the other ranks get its error, and the group stays in step.
+// sparse one for a parameter, or if its pass throws, which destroys the function of end_of()
+// uncalled, the rank refuses the collectives that it has not started (ReduceGroup::refuse). So the
+// other ranks get its error, and the group stays in step.
 //
 // expect() gives a context the function of end_of() before the pass begins. If the context destroys
-// it uncalled, a forward had no backward, and this rank owes the other ranks a refusal. The rank
-// sends it before its next pass or expect(), or in the destructor, because all ranks come there in
-// the same order; a context may end on any thread, between any collectives, or by an exception.
+// it uncalled, a forward had no backward, and this rank owes the other ranks a refusal. A context
+// may end on any thread between any collectives, so the rank sends the refusal before its next pass
+// or expect(), or in the destructor: all ranks come there in the same order.
 //
 // Note [Numbers of passes]
 //
-// If a rank leaves out a pass, the order of collectives alone would average its next pass with an
-// older pass of the other ranks. So a pass carries a collective::PassNumber, which all ranks count
-// in the same way:
+// If a rank leaves out a pass, its next pass would be averaged with an older pass of the other
+// ranks. So a pass carries a collective::PassNumber, which all ranks count in the same way:
 //
 //   plain pass      the number of plain forwards so far;
 //   context's pass  the number of forwards that had announced a context when its own did. A context
@@ -124,7 +121,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::string pass_text() const;
   int world_rank() const { return group_->world_rank(group_->rank()); }
 
-  const std::shared_ptr<collective::ReduceGroup> group_;
+  std::shared_ptr<collective::ReduceGroup> group_;
   const Options options_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;

@@ -1,13 +1,14 @@
 #include "distrain/ddp/replicas.h"
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
+#include "distrain/base/text.h"
 #include "distrain/collective/device_numbers.h"
 
 namespace distrain::ddp {
@@ -17,13 +18,11 @@ namespace {
 using collective::DeviceNumbers;
 
 std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
-  std::ostringstream line;
-  line << parameter.name << ": " << c10::toString(parameter.tensor.scalar_type()) << " "
-       << parameter.tensor.sizes();
-  if (!parameter.tensor.requires_grad()) line << ", without gradient";
-  const size_t device = devices.number_of(parameter.tensor.device());
-  if (device > 0) line << ", on the model's device number " << device + 1;
-  return line.str();
+  const at::Tensor& tensor = parameter.tensor;
+  const size_t device = devices.number_of(tensor.device());
+  return c10::str(parameter.name, ": ", tensor.scalar_type(), " ", tensor.sizes(),
+                  tensor.requires_grad() ? "" : ", without gradient",
+                  device > 0 ? ", on the model's device number " + std::to_string(device + 1) : "");
 }
 
 [[noreturn]] void throw_protocol(int world_rank, const std::string& what) {
@@ -34,15 +33,6 @@ std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
 
 /// Upper bound of the text that lists a model's parameters and buffers, in bytes.
 constexpr int64_t kLongestText = int64_t{64} << 20;
-
-std::string line_of(const std::string& text, size_t number) {
-  std::istringstream lines(text);
-  std::string line;
-  for (size_t i = 0; i <= number; ++i) {
-    if (!std::getline(lines, line)) return {};
-  }
-  return line;
-}
 
 std::vector<at::Tensor> gather(const at::Tensor& input, collective::ReduceGroup& group) {
   std::vector<at::Tensor> outputs;
@@ -123,29 +113,23 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
     texts.emplace_back(bytes, strnlen(bytes, static_cast<size_t>(longest)));
   }
   const auto other =
-      std::find_if(texts.begin(), texts.end(), [&](const std::string& t) { return t != texts[0]; });
-  const auto rank = static_cast<int>(other - texts.begin());
+      std::ranges::find_if(texts, [&](const auto& each) { return each != texts[0]; });
   if (other == texts.end()) {
     throw_protocol(group.world_rank(0), "has told another sum than that of its model");
   }
-  size_t line = 0;
-  const auto lines = std::count(other->begin(), other->end(), '\n');
-  while (line_of(texts[0], line) == line_of(*other, line)) {
-    if (static_cast<int64_t>(++line) > lines) {
-      throw_protocol(group.world_rank(rank), "describes its model in lines that do not end");
-    }
-  }
-  const auto shown = [line](const std::string& t) {
-    const std::string found = line_of(t, line);
-    return found.empty() ? "nothing" : "'" + found + "'";
+  const int rank = group.world_rank(static_cast<int>(other - texts.begin()));
+  const auto lines = base::split(texts[0], '\n'), others = base::split(*other, '\n');
+  const auto [expected, found] = std::ranges::mismatch(lines, others);
+  const auto shown = [](const auto& all, auto line) {
+    return line == all.end() || line->empty() ? "nothing" : "'" + std::string(*line) + "'";
   };
   throw base::Exception(base::Error{
       base::ErrorKind::kInvalid,
-      "the ranks have different models: rank " + std::to_string(group.world_rank(rank)) + " has " +
-          shown(*other) + " where rank " + std::to_string(group.world_rank(0)) + " has " +
-          shown(texts[0]) + " (number " + std::to_string(line + 1) +
+      "the ranks have different models: rank " + std::to_string(rank) + " has " +
+          shown(others, found) + " where rank " + std::to_string(group.world_rank(0)) + " has " +
+          shown(lines, expected) + " (number " + std::to_string(found - others.begin() + 1) +
           " of the parameters and buffers)",
-      group.world_rank(rank), "DistributedDataParallel"});
+      rank, "DistributedDataParallel"});
 }
 
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {

@@ -81,11 +81,9 @@ void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 void KeyedRandom::install() {
   // Never destroyed, because other threads may draw until the process ends.
-  static const torch::Library& library = []() -> torch::Library& {
-    auto* const made = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    made->fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());
-    return *made;
-  }();
+  static const torch::Library& library =
+      (new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__))
+          ->fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());
   static_cast<void>(library);
 }
 

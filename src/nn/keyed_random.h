@@ -11,13 +11,11 @@ namespace distrain::nn {
 
 // Note [Random numbers of a pass]
 //
-// torch::nn's modules draw from torch's default generator. Concurrent passes would draw from it in
-// an arbitrary order, so their numbers would not be reproducible. While a KeyedRandom exists,
-// operations of its thread that take an optional generator and get none use the KeyedRandom's. A
-// fallback of torch's dispatcher intercepts all operations of the thread to pass it.
-//
-// The fallback is registered once in the process, for a dispatch key that torch reserves for such
-// modes. Only threads with a KeyedRandom include this key.
+// torch::nn's modules draw from torch's default generator, so the numbers of concurrent passes
+// would not be reproducible. While a KeyedRandom exists, operations of its thread that take an
+// optional generator and get none use the KeyedRandom's: a fallback of torch's dispatcher passes
+// it. The fallback is registered once, for a dispatch key that torch reserves for such modes and
+// that only threads with a KeyedRandom include.
 
 /// Makes the random numbers of this thread depend only on `seed` and `number`.
 class KeyedRandom {

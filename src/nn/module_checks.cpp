@@ -14,15 +14,12 @@ namespace distrain::nn {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) { base::invalid(what); }
+using base::invalid;
 
 template <class... Norms>
 bool keeps_statistics(const torch::nn::Module& module) {
-  const auto does = [&]<class Norm>(const Norm*) {
-    const auto* norm = dynamic_cast<const Norm*>(&module);
-    return norm && norm->options.track_running_stats();
-  };
-  return (does(static_cast<const Norms*>(nullptr)) || ...);
+  const auto does = [](const auto* norm) { return norm && norm->options.track_running_stats(); };
+  return (does(dynamic_cast<const Norms*>(&module)) || ...);
 }
 
 }  // namespace
@@ -38,7 +35,7 @@ void refuse_running_statistics(const torch::nn::Module& root, const std::string&
                           InstanceNorm2dImpl, InstanceNorm3dImpl>(*item.value())) {
       continue;
     }
-    refuse(
+    invalid(
         "module " + item.key() + " (" + item.value()->name() +
         ") writes its running statistics in training: trainers that share it would write them at "
         "the same time; use GroupNorm or LayerNorm, or track_running_stats(false)");
@@ -50,19 +47,19 @@ void refuse_parameters(const std::vector<NamedTensor>& parameters,
   std::map<const void*, std::string> by_memory;
   for (const auto& [name, tensor] : parameters) {
     const std::string who = "parameter " + module + "." + name;
-    if (tensor.layout() != at::kStrided) refuse(who + " is sparse: it must be dense");
-    if (!tensor.is_leaf()) refuse(who + " is computed from others: it must be a leaf");
+    if (tensor.layout() != at::kStrided) invalid(who + " is sparse: it must be dense");
+    if (!tensor.is_leaf()) invalid(who + " is computed from others: it must be a leaf");
     if (!tensor.is_non_overlapping_and_dense()) {
-      refuse(who + " (" + text_of(tensor) + ") has elements that share their memory");
+      invalid(who + " (" + text_of(tensor) + ") has elements that share their memory");
     }
-    if (tensor.device().is_meta()) refuse(who + " has no memory: it is on the meta device");
+    if (tensor.device().is_meta()) invalid(who + " has no memory: it is on the meta device");
   }
   const auto look = [&](const NamedTensor& item) {
     const auto [it, is_new] =
         by_memory.emplace(item.tensor.storage().unsafeGetStorageImpl(), item.name);
     if (is_new) return;
-    refuse("module " + module + ": " + it->second + " and " + item.name +
-           " share their memory: register the same tensor twice, or two tensors");
+    invalid("module " + module + ": " + it->second + " and " + item.name +
+            " share their memory: register the same tensor twice, or two tensors");
   };
   for (const NamedTensor& parameter : parameters) look(parameter);
   for (const NamedTensor& buffer : buffers) {
@@ -76,9 +73,9 @@ bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
     if (!table) return;
     has_rows = has_rows || table->options.sparse();
     if (!table->options.max_norm()) return;
-    refuse("module " + item.key() + " (" + item.value()->name() +
-           ") rescales its rows in forward(): trainers that share it would write them at the same "
-           "time; leave out max_norm");
+    invalid("module " + item.key() + " (" + item.value()->name() +
+            ") rescales its rows in forward(): trainers that share it would write them at the same "
+            "time; leave out max_norm");
   };
   for (const auto& item : root.named_modules(name)) {
     look(item, item.value()->template as<torch::nn::EmbeddingImpl>());
@@ -90,7 +87,7 @@ bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
 void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
                  const std::string& module) {
   const auto differ = [&](const std::string& how) {
-    refuse("module " + module + ": make() gave another one than at first: " + how);
+    invalid("module " + module + ": make() gave another one than at first: " + how);
   };
   if (first.size() != again.size()) {
     differ(std::to_string(again.size()) + " parameters or buffers, not " +

@@ -39,8 +39,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
 
-// Moves `parameter` to `device` and into storage of its own, because an update detects versions in
-// use by the storage's use count.
+// Moves `parameter` to `device` and into storage of its own: see Note [Parameter versions].
 void own_storage_on(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
     point_to(parameter, rpc::to_device(parameter.detach(), device));

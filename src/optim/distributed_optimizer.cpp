@@ -64,11 +64,9 @@ base::Future<Norms> norms_here(rpc::CallContext& context,
   return here.norms_squared(arguments, gradients_of(context.agent, here, contexts));
 }
 
-using NamedState = std::map<std::string, at::Tensor>;
-
-rpc::RRef<NamedState> snapshot_here(rpc::CallContext& context,
-                                    const rpc::RRef<ParameterUpdater>& updater,
-                                    const std::vector<std::string>& names) {
+rpc::RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
+                                           const rpc::RRef<ParameterUpdater>& updater,
+                                           const std::vector<std::string>& names) {
   return context.agent.make_rref(flatten(names, updater.local_value().state()));
 }
 
@@ -173,6 +171,7 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
   auto& updaters = agent.local<UpdaterRegistry>();
   UpdaterOptions options{{}, sharing.mode, sharing.participants, sharing.staleness};
   for (auto& [owner, part] : by_owner) {
+    owners_.insert(owner);
     options.groups = std::move(part.groups);
     if (owner == agent.rank()) {
       shared_ = {updaters.find_or_make(select(tensors, part.indices), options),
@@ -187,7 +186,6 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
                          std::move(part.indices)});
     }
   }
-  for (const auto& [owner, part] : by_owner) owners_.insert(owner);
   if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(owners_);
   if (own.indices.empty()) return;
   own_ = {updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
@@ -235,9 +233,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
       step.done = local.updater->step(how, gradients_of(agent_, *local.updater, contexts),
                                       rpc::process_number(agent_.rank(), agent_.incarnation()));
     } catch (...) {
-      base::Promise<uint64_t> failed;
-      failed.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
-      step.done = failed.future();
+      step.done = base::Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
   step_locally(shared_, options, "");
@@ -277,7 +273,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   const double own = own_.updater ? norm_squared(gradients_of(agent_, *own_.updater, contexts)) : 0;
   const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
-  const bool waits = is_sync && sharing_.participants > 1;
+  const bool waits = is_sync && steps_wait();
   std::map<int, base::Future<Norms>> by_owner;
   for (const RemoteUpdater& remote : remote_) {
     by_owner.emplace(remote.updater.owner(),
@@ -318,14 +314,14 @@ std::vector<ParameterState> DistributedOptimizer::state() const {
   return all;
 }
 
-std::vector<rpc::RRef<NamedState>> DistributedOptimizer::snapshot(
+std::vector<rpc::RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
     const std::vector<std::string>& names) const {
-  std::vector<base::Future<rpc::RRef<NamedState>>> remote;
+  std::vector<base::Future<rpc::RRef<rpc::NamedTensors>>> remote;
   for (const RemoteUpdater& owner : remote_) {
     remote.push_back(agent_.rpc_async<&snapshot_here>(owner_of(owner, true), owner.updater,
                                                       select(names, owner.indices)));
   }
-  std::vector<rpc::RRef<NamedState>> held;
+  std::vector<rpc::RRef<rpc::NamedTensors>> held;
   for (const LocalUpdater& local : {shared_, own_}) {
     if (!local.updater) continue;
     held.push_back(agent_.make_rref(flatten(select(names, local.indices), local.updater->state())));

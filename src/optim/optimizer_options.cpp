@@ -41,20 +41,14 @@ void visit_fields(O& options, F visit) {
 }
 
 template <class Options>
-OptimizerOptions read_fields(const OptimizerFields& fields) {
+OptimizerOptions read_fields(OptimizerFields fields) {
   Options options;
-  size_t known = 0;
   visit_fields(options, [&](const char* field, auto& value) {
-    const auto found = fields.values.find(field);
-    if (found == fields.values.end()) return;
-    ++known;
-    value = static_cast<std::remove_reference_t<decltype(value)>>(found->second);
+    const auto given = fields.values.extract(field);
+    if (given) value = static_cast<std::remove_reference_t<decltype(value)>>(given.mapped());
   });
-  if (known < fields.values.size()) {
-    const OptimizerFields all = to_fields(options);
-    for (const auto& [field, value] : fields.values) {
-      if (!all.values.contains(field)) invalid(fields.name + " has no option '" + field + "'");
-    }
+  if (!fields.values.empty()) {
+    invalid(fields.name + " has no option '" + fields.values.begin()->first + "'");
   }
   validate(options);
   return options;

@@ -23,8 +23,7 @@ Gradients mean_of(const std::vector<Gradients>& gathered);
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of);
 
-/// Parameters and the update rules of their groups, which hold the parameters' state. Not
-/// thread-safe.
+/// Parameters and their groups' update rules, which hold the parameters' state. Not thread-safe.
 class ParameterSet {
  public:
   /// Adds parameters with the same options.
@@ -41,8 +40,7 @@ class ParameterSet {
 
   /// Returns the tensors of the state themselves, which the next update changes.
   std::vector<ParameterState> state() const;
-  /// Returns copies of `state`, which has an element for each parameter, for adopt(). Throws
-  /// `bad_data` if it does not fit.
+  /// Returns copies of `state`, one for each parameter, for adopt(). Throws `bad_data` on mismatch.
   std::vector<UpdateRule::Loaded> load(std::span<const ParameterState> state) const;
   void adopt(std::vector<UpdateRule::Loaded> loaded);
 

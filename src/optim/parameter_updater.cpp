@@ -20,18 +20,19 @@ namespace {
 
 // Throws `invalid` if the participants of one update have different learning rates or scales.
 void check_same_options(const std::map<int, StepOptions>& gathered) {
-  const StepOptions& first = gathered.begin()->second;
-  for (const auto& [participant, options] : gathered) {
-    const auto refuse = [&, participant = participant](const char* how, double own, double other,
-                                                       const char* of) {
-      base::invalid(fmt::format("participants {} and {} step with {} {:g} and {:g} of {}",
-                                first.participant, participant, how, own, other, of));
-    };
+  const auto& [number, first] = *gathered.begin();
+  for (const auto& [other, options] : gathered) {
     if (options.lr_factor != first.lr_factor) {
-      refuse("different learning rates:", first.lr_factor, options.lr_factor, "the groups' own");
-    } else if (options.scale != first.scale) {
-      refuse("gradients that are clipped differently: to", first.scale, options.scale,
-             "themselves");
+      base::invalid(
+          fmt::format("participants {} and {} step with different learning rates: {:g} "
+                      "and {:g} of the groups' own",
+                      number, other, first.lr_factor, options.lr_factor));
+    }
+    if (options.scale != first.scale) {
+      base::invalid(
+          fmt::format("participants {} and {} step with gradients that are clipped "
+                      "differently: to {:g} and {:g} of themselves",
+                      number, other, first.scale, options.scale));
     }
   }
 }
@@ -149,7 +150,7 @@ base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, O
   fail_if_needed_left_locked(gathering, done);
   if (static_cast<int>(gathering.gradients.size()) < options_.participants) return future;
   auto all = std::exchange(gathering, {});
-  const Busy busy(*this);
+  const auto busy = mark_busy();
   try {
     const R result = compute(all);
     done.add(std::move(all.waiting), result);
@@ -180,7 +181,7 @@ base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
   if (!its.processes.empty() && !its.has(process)) {  // a late step of a lost process
     throw base::Exception(participant_lost(process));
   }
-  const Busy busy(*this);
+  const auto busy = mark_busy();
   apply_locked(gradients, options);
   if (its.state == Participant::State::kResting) {  // other participants did not wait for it
     its.steps = std::max(its.steps, slowest_locked(options.participant));
@@ -254,9 +255,7 @@ base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& argumen
                                                     Gradients gradients) {
   check_participant(arguments.participant, gradients);
   if (options_.mode != Sharing::Mode::kSync) {
-    base::Promise<Norms> at_once;
-    at_once.set({optim::norm_squared(gradients), arguments.own});
-    return at_once.future();
+    return base::Future<Norms>::ready({optim::norm_squared(gradients), arguments.own});
   }
   return together(measuring_, stepping_, arguments, std::move(gradients), [](const auto& all) {
     Norms norms{optim::norm_squared(means(all.gradients)), 0};
@@ -266,8 +265,7 @@ base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& argumen
   });
 }
 
-// Marks the thread as blocked while it waits: the lock's holder may wait for readers of parameters
-// that need another pool thread.
+// Counts as blocked while it waits: the holder may wait for readers that need a pool thread.
 std::unique_lock<std::mutex> ParameterUpdater::lock() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) return lock;
@@ -329,9 +327,9 @@ void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
   };
   const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
   if (!std::ranges::equal(parameters, set_.parameters(), is_same)) differ("parameters beside them");
-  if (options.groups.size() != options_.groups.size()) differ("groups");
-  for (size_t g = 0; g < options.groups.size(); ++g) {
-    if (options.groups[g].parameters != options_.groups[g].parameters) differ("groups");
+  if (!std::ranges::equal(options.groups, options_.groups, {}, &GroupOptions::parameters,
+                          &GroupOptions::parameters)) {
+    differ("groups");
   }
   if (options.groups != options_.groups) differ("options");
   if (!(options == options_)) differ("participants, mode or staleness");
@@ -401,7 +399,7 @@ std::vector<rpc::Wait> ParameterUpdater::waits() const {
   for (; !lock; static_cast<void>(lock.try_lock())) {
     const base::TimePoint since = busy_since_;
     if (since != base::TimePoint{}) return {{"an update under way here", since}};
-    std::this_thread::yield();  // without a Busy the holder releases the lock soon
+    std::this_thread::yield();  // a holder that is not busy releases the lock soon
   }
   std::vector<rpc::Wait> all;
   const auto tell = [&](const auto& gathering, const char* what) {
@@ -425,7 +423,7 @@ std::vector<rpc::Wait> ParameterUpdater::waits() const {
 
 std::vector<ParameterState> ParameterUpdater::state() const {
   const std::unique_lock guard = lock();
-  const Busy busy(*this);
+  const auto busy = mark_busy();
   // On an accelerator read.version() orders the copies after the parameter's last update.
   const autograd::ParameterRead read(agent_);
   for (const at::Tensor& parameter : parameters()) read.version(parameter);
@@ -443,7 +441,7 @@ void ParameterUpdater::load_state(const std::vector<ParameterState>& state) {
                    std::to_string(parameters().size()));
   }
   const std::unique_lock guard = lock();
-  const Busy busy(*this);
+  const auto busy = mark_busy();
   const autograd::ParameterUpdate update(agent_);
   for (const at::Tensor& parameter : parameters()) update.unshare(parameter);
   set_.adopt(set_.load(state));

@@ -9,6 +9,8 @@
 #include <set>
 #include <vector>
 
+#include <c10/util/ScopeExit.h>
+
 #include "distrain/base/future.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/update_rule.h"
@@ -52,7 +54,6 @@ struct StepOptions {
                                              &StepOptions::lr_factor, &StepOptions::number);
 };
 
-/// Arguments of ParameterUpdater::norms_squared().
 struct NormArguments {
   int participant = 0;
   double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
@@ -65,8 +66,7 @@ struct Norms {
   static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
 };
 
-/// Optimizes a set of parameters of one rank and holds the state of their update rules.
-/// Thread-safe: steps are applied one at a time.
+/// Optimizes a set of one rank's parameters and holds their state. Thread-safe: one step at a time.
 class ParameterUpdater {
  public:
   /// If `updates` is not null, each update increments it.
@@ -78,10 +78,8 @@ class ParameterUpdater {
   void take_part(int participant, rpc::ProcessNumber process);
 
   /// Applies a participant's gradients. The future completes when the participant may begin its
-  /// next step: in kAsync, when its gradients are applied; in kSync, when the mean of all
-  /// participants' gradients is; in kSsp, when the participant is not too far ahead of the slowest.
-  /// The result is the number of updates including this one. Outside kSync throws `peer_lost` if
-  /// `process` no longer is a process of the participant.
+  /// next step (see Sharing::Mode), with the number of updates including this one. Outside kSync
+  /// throws `peer_lost` if `process` no longer is a process of the participant.
   base::Future<uint64_t> step(const StepOptions& options, Gradients gradients,
                               rpc::ProcessNumber process);
 
@@ -99,8 +97,7 @@ class ParameterUpdater {
   void on_rank_lost(const rpc::Loss& loss);
   /// Notes that `process` pauses: no participant waits for it until its next step.
   void rest(rpc::ProcessNumber process);
-  /// Notes that `process` makes no more steps. In kSync and kSsp current and later waits for its
-  /// steps fail with `peer_lost` and its rank.
+  /// Notes that `process` makes no more steps. In kSync and kSsp waits for them fail (`peer_lost`).
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const;
@@ -127,20 +124,6 @@ class ParameterUpdater {
     base::TimePoint since;  // when the first participant called
   };
 
-  /// Marks, while it exists, that `mutex_` is held for a long operation.
-  class Busy {
-   public:
-    explicit Busy(const ParameterUpdater& updater) : since_(updater.busy_since_) {
-      since_ = base::Clock::now();
-    }
-    ~Busy() { since_ = base::TimePoint{}; }
-    Busy(const Busy&) = delete;
-    Busy& operator=(const Busy&) = delete;
-
-   private:
-    std::atomic<base::TimePoint>& since_;
-  };
-
   struct Participant {
     enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
     struct Process {
@@ -157,6 +140,11 @@ class ParameterUpdater {
   };
 
   std::unique_lock<std::mutex> lock() const;
+  /// Marks, while the returned object exists, that `mutex_` is held for a long operation.
+  auto mark_busy() const {
+    busy_since_ = base::Clock::now();
+    return c10::make_scope_exit([this] { busy_since_ = base::TimePoint{}; });
+  }
   void check_participant(int participant, const Gradients& gradients) const;
   int64_t slowest_locked(int but) const;
   class Completions;

@@ -107,17 +107,18 @@ class AdagradRule final : public UpdateRule {
 };
 
 // Adam, and AdamW: they differ in what the weight decay changes.
+template <class Options>
 class AdamRule final : public UpdateRule {
  public:
-  AdamRule(const Adam& options, bool is_adamw)
-      : UpdateRule(options.lr, is_adamw ? 0 : options.weight_decay),
-        options_(options),
-        is_adamw_(is_adamw) {}
+  explicit AdamRule(const Options& options)
+      : UpdateRule(options.lr, kIsAdamW ? 0 : options.weight_decay), options_(options) {}
 
  private:
+  static constexpr bool kIsAdamW = std::is_same_v<Options, AdamW>;
+
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
-    if (is_adamw_ && options_.weight_decay != 0) parameter.mul_(1 - lr() * options_.weight_decay);
+    if (kIsAdamW && options_.weight_decay != 0) parameter.mul_(1 - lr() * options_.weight_decay);
     at::Tensor& first = kept(i, "exp_avg", parameter);
     first.mul_(options_.beta1).add_(gradient, 1 - options_.beta1);
     at::Tensor second = kept(i, "exp_avg_sq", parameter);
@@ -149,7 +150,7 @@ class AdamRule final : public UpdateRule {
   }
 
   void check_sparse() const override {
-    if (is_adamw_) refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
+    if (kIsAdamW) refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
     if (options_.weight_decay != 0) refuse("adam with weight_decay cannot take sparse gradients");
     if (options_.amsgrad) refuse("adam with amsgrad cannot take sparse gradients");
   }
@@ -163,8 +164,7 @@ class AdamRule final : public UpdateRule {
     return {"exp_avg", "exp_avg_sq"};
   }
 
-  const Adam options_;
-  const bool is_adamw_;
+  const Options options_;
 };
 
 class RmsPropRule final : public UpdateRule {
@@ -281,9 +281,9 @@ double clip_scale(double norm_squared, double max_norm) {
   return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }
 
-std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
-                                          const std::vector<ParameterState>& states) {
-  std::map<std::string, at::Tensor> flat;
+rpc::NamedTensors flatten(const std::vector<std::string>& parameters,
+                          const std::vector<ParameterState>& states) {
+  rpc::NamedTensors flat;
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
   }
@@ -291,7 +291,7 @@ std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parame
 }
 
 std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                      const std::map<std::string, at::Tensor>& flat) {
+                                      const rpc::NamedTensors& flat) {
   std::vector<ParameterState> states(parameters.size());
   for (const auto& [key, value] : flat) {
     const size_t dot = key.rfind('.');
@@ -374,11 +374,9 @@ std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
     return std::make_unique<RmsPropRule>(*rmsprop);
   }
   if (const AdamW* adamw = std::get_if<AdamW>(&options)) {
-    const Adam moments{adamw->lr,  adamw->beta1,        adamw->beta2,
-                       adamw->eps, adamw->weight_decay, adamw->amsgrad};
-    return std::make_unique<AdamRule>(moments, /*is_adamw=*/true);
+    return std::make_unique<AdamRule<AdamW>>(*adamw);
   }
-  return std::make_unique<AdamRule>(std::get<Adam>(options), /*is_adamw=*/false);
+  return std::make_unique<AdamRule<Adam>>(std::get<Adam>(options));
 }
 
 }  // namespace distrain::optim

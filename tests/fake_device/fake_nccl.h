@@ -17,7 +17,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "distrain/base/error.h"
-#include "distrain/cuda/nccl_reduce_group.h"
+#include "distrain/cuda/plugin.h"
 #include "support/fake_device_internal.h"
 
 namespace distrain::testing {
@@ -25,16 +25,33 @@ namespace distrain::testing {
 /// Only streams wait for other ranks: a collective is enqueued on the given stream and blocks it
 /// until all ranks have arrived or the communicator is aborted, which leaves the tensor unchanged.
 /// Ranks are not notified of each other's failures.
-class FakeNccl {
+class FakeNccl final : public cuda::Plugin {
  public:
-  cuda::Nccl functions() {
-    cuda::Nccl nccl;
-    nccl.new_id = [this] { return new_id(); };
-    nccl.make_communicator = [this](const cuda::NcclId& id, int size, int rank,
-                                    int) -> std::unique_ptr<cuda::NcclCommunicator> {
-      return make(id, size, rank);
-    };
-    return nccl;
+  int device_count() const override { return 0; }
+  std::string device_name(int) const override { return {}; }
+  std::string device_id(int) const override { return {}; }
+  std::string versions() const override { return {}; }
+
+  cuda::NcclId new_nccl_id() const override {
+    std::lock_guard lock(world_->mutex);
+    if (std::exchange(world_->fails_id, false)) {
+      throw base::Exception(base::ErrorKind::kResources, "no id today");
+    }
+    cuda::NcclId id{};
+    id[100] = char(++world_->last_id);
+    return id;
+  }
+  std::unique_ptr<cuda::NcclCommunicator> make_communicator(const cuda::NcclId& id, int size,
+                                                            int rank, int) const override {
+    std::lock_guard lock(world_->mutex);
+    if (world_->fails_making.erase(rank)) {
+      throw base::Exception(base::ErrorKind::kResources, "no device for this rank");
+    }
+    auto& room = world_->rooms[id[100]];
+    if (!room) room = std::make_shared<Room>();
+    room->id = id[100];
+    room->size = size;
+    return std::make_unique<Communicator>(world_, room, rank);
   }
 
   /// Makes the next communicator of `rank` fail at once, or in fail_joining() when it joins others.
@@ -229,28 +246,6 @@ class FakeNccl {
   std::invoke_result_t<F> with_lock(F f) const {
     std::lock_guard lock(world_->mutex);
     return f();
-  }
-
-  cuda::NcclId new_id() {
-    std::lock_guard lock(world_->mutex);
-    if (std::exchange(world_->fails_id, false)) {
-      throw base::Exception(base::ErrorKind::kResources, "no id today");
-    }
-    cuda::NcclId id{};
-    id[100] = char(++world_->last_id);
-    return id;
-  }
-
-  std::unique_ptr<cuda::NcclCommunicator> make(const cuda::NcclId& id, int size, int rank) {
-    std::lock_guard lock(world_->mutex);
-    if (world_->fails_making.erase(rank)) {
-      throw base::Exception(base::ErrorKind::kResources, "no device for this rank");
-    }
-    auto& room = world_->rooms[id[100]];
-    if (!room) room = std::make_shared<Room>();
-    room->id = id[100];
-    room->size = size;
-    return std::make_unique<Communicator>(world_, room, rank);
   }
 
   const std::shared_ptr<World> world_ = std::make_shared<World>();

@@ -107,8 +107,7 @@ TEST_CASE("ranks on the second device create no context on the first") {
     FakeNccl nccl;
     TestGroup group(2);
     run_ranks(2, [&](int rank) {
-      const auto made =
-          cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+      const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl);
       collective::ReduceGroup& reduce = *made;
       const at::Tensor tensor = at::ones({10}, at::TensorOptions(fake(1)));
       reduce.average_async(tensor)->wait();

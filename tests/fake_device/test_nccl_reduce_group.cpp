@@ -51,7 +51,7 @@ void run_nccl_ranks(FakeNccl& nccl, int size,
                     const std::function<void(int rank, ReduceGroup& reduce)>& body) {
   TestGroup group(size, {.timeout = kGroupLimit});
   run_ranks(size, [&](int rank) {
-    body(rank, *cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions()));
+    body(rank, *cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl));
   });
 }
 
@@ -60,10 +60,9 @@ struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {
     run_ranks(2, [&](int rank) {
-      auto functions = nccl.functions();
-      functions.loss_grace = loss_grace;
       group[rank].setTimeout(timeout);
-      groups[rank] = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], functions);
+      groups[rank] = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl,
+                                                  {.loss_grace = loss_grace});
       group[rank].setTimeout(kGroupLimit);
       if (timeout == kGroupLimit) check_mean(*groups[rank]);
     });
@@ -173,7 +172,7 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
       const c10::Device device = on_devices ? fake(rank) : c10::Device(at::kCPU);
       std::shared_ptr<ReduceGroup> reduce;
       if (on_devices) {
-        reduce = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+        reduce = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl);
       } else {
         reduce = std::make_shared<collective::StagedReduceGroup>(group.backends[size_t(rank)]);
       }
@@ -409,7 +408,7 @@ TEST_CASE("a rank that arrives but does not take part is detected at the deadlin
 TEST_CASE("a rank that never arrives is named at the deadline") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = milliseconds(30)});
-  const auto made = cuda::make_nccl_reduce_group(group.backends[0], nccl.functions());
+  const auto made = cuda::make_nccl_reduce_group(group.backends[0], nccl);
   collective::ReduceGroup& reduce = *made;
   const base::Error error = thrown_by([&] { check_mean(reduce); });
   CHECK(error.kind == ErrorKind::kDeadline);
@@ -442,9 +441,9 @@ TEST_CASE("a communicator that cannot connect fails") {
   const bool killed = GENERATE(false, true);
   nccl.never_join(true);
   run_ranks(2, [&](int rank) {
-    auto functions = nccl.functions();
-    functions.join_timeout = killed ? 2 * kGroupLimit : milliseconds(50);
-    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], functions);
+    const milliseconds limit = killed ? 2 * kGroupLimit : milliseconds(50);
+    const auto made =
+        cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl, {.join = limit});
     collective::ReduceGroup& reduce = *made;
     const auto work = reduce.average_async(filled(0, fake(rank)));
     if (killed) {

@@ -17,27 +17,21 @@ class Runtime;
 
 // Note [Parameter versions]
 //
-// Torch's graph saves the parameters that its backward needs, and fails if one of them has changed
-// since. An update between another trainer's forward and backward pass would therefore break that
-// pass. So a forward pass over shared parameters works on versions of them: tensors that share the
-// parameter's storage and gradient edge, with a version counter of their own. An update counts the
-// tensors in the parameter's storage. If the parameter is the only one, the update writes in place.
-// Otherwise an in-flight pass has saved a version: the parameter moves to a copy, and the pass
-// keeps the old storage until it ends.
-//
-// A parameter must therefore own its storage alone: a view of the parameter, or a tied weight in
-// another tensor, would keep the old values.
+// A backward pass fails if a parameter that its graph has saved has changed since. So a forward
+// pass over shared parameters works on versions of them: tensors that share the parameter's storage
+// and gradient edge, with a version counter of their own. If the parameter is the only tensor in
+// its storage, an update writes in place. Otherwise an in-flight pass has saved a version: the
+// parameter moves to a copy, and the pass keeps the old storage until it ends. So a parameter must
+// own its storage alone: a view of it, or a tied weight elsewhere, would keep the old values.
 //
 // On an accelerator, reads and updates wait for each other's streams: from the constructors on for
 // parameters on the agent's device, from version() and unshare() on for parameters elsewhere.
 //
-// A module that is reused for many passes renews its versions when no graph has saved them. An idle
-// version would make every update copy the parameter, because it shares the storage. So an update
-// first asks each VersionKeeper to release its idle versions.
+// A module that is reused for many passes renews its versions when no graph has saved them. Idle
+// versions would make each update copy parameters, so it first asks VersionKeepers to release them.
 //
-// Row-wise updates of embedding tables work in the same way. A lookup with sparse gradients does
-// not save its table, so in-flight lookups cause no copy. An in-flight pass that has saved the
-// table (trained per-sample weights, a tied decoder) causes one.
+// A lookup with sparse gradients does not save its table, so in-flight lookups cause no copy. A
+// pass that has saved the table (trained per-sample weights, a tied decoder) causes one.
 
 /// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
@@ -76,8 +70,7 @@ class ParameterRead final : base::BlockObserver {
   /// The version requires a gradient if `parameter` does and gradients are enabled.
   at::Tensor version(const at::Tensor& parameter) const;
 
-  /// Makes `version`, which no graph may have saved, share the current storage of `parameter`.
-  /// Keeps the gradient edge of `version`.
+  /// Makes `version`, saved by no graph, share the storage of `parameter`; keeps its gradient edge.
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
@@ -97,8 +90,7 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 class VersionKeeper {
  public:
   virtual ~VersionKeeper() = default;
-  /// Releases the storage of the versions that no pass uses. Called while the parameters are locked
-  /// for an update.
+  /// Releases the storage of versions that no pass uses. Called with the parameters locked.
   virtual void release_versions() = 0;
 };
 

@@ -8,8 +8,7 @@
 
 namespace distrain::collective {
 
-/// Numbers devices in the order of their first use, so that ranks can compare which tensors share a
-/// device although their devices differ.
+/// Numbers devices by their first use, so that ranks can compare which tensors share a device.
 class DeviceNumbers {
  public:
   size_t number_of(c10::Device device) {

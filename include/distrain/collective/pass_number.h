@@ -24,13 +24,11 @@ struct PassNumber {
   std::string text() const;
 };
 
-/// A rank of the job and its pass.
 struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// Returns `invalid` if the passes do not agree. It names the rank that is ahead, because that rank
-/// has left out a pass.
+/// Returns `invalid` if the passes disagree. Names the rank that is ahead: it has left out a pass.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

@@ -25,9 +25,8 @@ class ReduceWork {
 ///
 /// All ranks call the same operations in the same order. Most calls return at once, and any number
 /// of operations may be in flight. Results are written in place. Tensors are dense and contiguous.
-/// An operation reads its tensor after all work that is in the caller's current stream, and the
-/// tensor must not be touched until the operation is complete. Thread-safe; the caller determines
-/// the order of calls.
+/// An operation reads its tensor after all work in the caller's current stream; do not touch the
+/// tensor until the operation is complete. Thread-safe; the caller determines the order of calls.
 class ReduceGroup {
  public:
   using WorkPtr = std::shared_ptr<ReduceWork>;
@@ -43,8 +42,7 @@ class ReduceGroup {
   /// group supports one order only. All ranks call it in the same order.
   virtual std::shared_ptr<ReduceGroup> duplicate() = 0;
 
-  /// Starts to replace `bucket` by its mean over the ranks. The operation fails with `invalid` if
-  /// their passes disagree.
+  /// Starts to replace `bucket` by its mean. Fails with `invalid` if the ranks' passes disagree.
   virtual WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) = 0;
   WorkPtr average_async(const at::Tensor& bucket) { return average_async(bucket, PassNumber{}); }
   /// `root` is a rank within the group.

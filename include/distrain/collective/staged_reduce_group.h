@@ -10,8 +10,7 @@
 
 namespace distrain::collective {
 
-/// A ReduceGroup over Backend. Tensors of a device are copied to pinned memory in a side stream,
-/// reduced on the CPU, and copied back.
+/// A ReduceGroup over Backend that reduces device tensors on the CPU, by copies in pinned memory.
 ///
 /// Operations on CPU and device tensors share one order, so an operation that waits for its copy
 /// delays the operations behind it. The destructor runs all operations that have been called.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
 
 #include "distrain/collective/backend.h"
@@ -10,15 +9,9 @@
 
 namespace distrain::cuda {
 
-/// How a group over NCCL creates its communicators.
-struct Nccl {
-  // Plugin::new_nccl_id() and Plugin::make_communicator().
-  std::function<NcclId()> new_id;
-  std::function<std::unique_ptr<NcclCommunicator>(const NcclId& id, int size, int rank,
-                                                  int device_index)>
-      make_communicator;
+struct NcclTimeouts {
   /// How long the ranks wait for each other in a new communicator, once all have agreed to make it.
-  std::chrono::milliseconds join_timeout{60000};
+  std::chrono::milliseconds join{60000};
   /// How long an error of NCCL is held back, so that the group can report a lost rank as its cause.
   std::chrono::milliseconds loss_grace{1000};
 };
@@ -29,15 +22,11 @@ struct Nccl {
 /// The ranks agree on each operation through `control` before it is given to NCCL. So a rank that
 /// refuses, dies, is late or calls another operation is noticed, and wait() throws the error. If
 /// NCCL fails after wait() has ordered a stream behind its work, failure() returns the error, and
-/// the next operation throws it on all ranks. A failure ends the communicators of all ranks; the
-/// next operation creates new ones.
-///
-/// The group's destructor finishes all operations, and waits some seconds for NCCL to end the
-/// communicators.
-std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
-    c10::intrusive_ptr<collective::Backend> control, Nccl nccl);
+/// the next operation throws it on all ranks. A failure ends all communicators; the next operation
+/// creates new ones. The destructor finishes all operations and waits some seconds for NCCL to end.
 /// `plugin` must outlive the group.
 std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
-    c10::intrusive_ptr<collective::Backend> control, const Plugin& plugin);
+    c10::intrusive_ptr<collective::Backend> control, const Plugin& plugin,
+    NcclTimeouts timeouts = {});
 
 }  // namespace distrain::cuda

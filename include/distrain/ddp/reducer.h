@@ -24,8 +24,7 @@ struct ReducerOptions {
   size_t first_bucket_bytes = size_t{1} << 20;
 };
 
-/// Averages the gradients of a model's parameters over the ranks of a group, while the backward
-/// pass still runs.
+/// Averages the gradients of a model over the ranks of a group while the backward pass runs.
 ///
 /// Each bucket holds parameters of one dtype and device, in reverse order of registration; the
 /// first bucket is small. After the first pass the buckets are rebuilt in the order in which rank 0
@@ -36,14 +35,13 @@ struct ReducerOptions {
 /// backward() returns with the means in `.grad`. An autograd context must be announced by expect();
 /// if a pass of another context reaches a parameter, it fails with `invalid` on all ranks. All
 /// ranks must run the same passes in the same order, one at a time; a concurrent pass fails with
-/// `invalid`. If the group can fork (StagedReduceGroup), its Reducers are independent of each
-/// other, but their first passes must end in the same order on all ranks.
+/// `invalid`. Reducers of a StagedReduceGroup are independent of each other, but their first passes
+/// must end in the same order on all ranks.
 ///
 /// count_forward(), expect() and set_step() number the passes. If a rank has left out a backward
 /// pass, its next pass is not averaged with a different pass of the other ranks: backward() throws
 /// `invalid` on all ranks, naming that rank and both passes, in this pass and all later ones.
-/// Forwards in eval mode or without gradients do not count, so their number may differ between
-/// ranks. Passes with and without a context count apart.
+/// Forwards in eval mode or without gradients do not count. Passes of contexts count apart.
 ///
 /// If a parameter got no gradient, or a sparse one, on some rank, backward() throws `invalid` on
 /// all ranks, naming the rank and the parameter. If the pass of another rank failed, it throws
@@ -79,8 +77,7 @@ class Reducer {
   /// leaves out a forward and its backward is detected, too. Thread-safe.
   void set_step(uint64_t step);
 
-  /// Returns a duplicate of the constructor's group, or that group itself if it has only one order
-  /// of operations.
+  /// Returns a duplicate of the constructor's group, or that group if it cannot be duplicated.
   collective::ReduceGroup& group() const;
 
   /// Returns the names of the parameters in each bucket, for tests and diagnosis.

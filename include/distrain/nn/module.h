@@ -99,12 +99,11 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 
 // Note [Plain modules]
 //
-// A torch::nn module keeps its parameters in members, so concurrent passes through one module use
-// the same tensors. An update between the forward and the backward pass of one of them would break
-// that backward pass. So each in-flight pass has a module of its own here, a replica. make() is
-// called for each replica. The parameters that are optimized and saved are separate tensors, which
-// take over the values of the first replica. The replicas' parameters are versions of these (see
-// autograd/parameter_versions.h) without memory of their own, renewed when a pass begins.
+// A torch::nn module keeps its parameters in members, so an update between the forward and the
+// backward pass of one trainer would break that backward pass. So each in-flight pass has a module
+// of its own, a replica, which make() creates. The parameters that are optimized and saved are
+// separate tensors with the first replica's values. The replicas' parameters are versions of these
+// (see autograd/parameter_versions.h) without memory of their own, renewed when a pass begins.
 //
 // Replicas are made one at a time, and their memory is freed at once, so a module needs at most
 // twice its size. If the whole module is an Embedding or EmbeddingBag, further replicas are made

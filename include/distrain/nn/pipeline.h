@@ -95,7 +95,6 @@ class Pipeline {
   void clear() { stages_.clear(); }
   size_t size() const { return stages_.size(); }
 
-  /// Calls F of one stage.
   template <auto F, class... Args>
   auto call(size_t stage, const Args&... args) const {
     return agent_.rpc_async<F>(to(stage), stages_[stage], args...);

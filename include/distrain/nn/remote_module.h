@@ -89,7 +89,6 @@ class RemoteModule {
   static constexpr auto kFields = std::tuple(&RemoteModule::module_);
 };
 
-/// Settings of one forward pass.
 struct ForwardOptions {
   bool training = true;
   bool recording = true;  ///< record a graph for a backward pass

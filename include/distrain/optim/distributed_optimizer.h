@@ -45,8 +45,7 @@ using UpdateCount = std::shared_ptr<const std::atomic<uint64_t>>;
 /// Returns this rank's update count, which stays readable after `agent` is destroyed.
 UpdateCount install(rpc::Agent& agent);
 
-// The next three functions are for jobs that continue when a participant is lost; see
-// rpc::Agent::go_on_without().
+// The next three functions are for jobs that go on without a lost participant (go_on_without()).
 
 /// Keeps this rank's existing parameter updaters until `agent` ends, whichever ranks are lost.
 void keep_updaters(rpc::Agent& agent);
@@ -58,8 +57,7 @@ void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// process is applied after a layer that was added after install() is notified of the loss.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
-/// Returns the progress of the parameter updater of `parameter`, which this rank owns. Throws
-/// `not_found` if `parameter` has none.
+/// Returns the progress of the updater of this rank's `parameter`. Throws `not_found` without one.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
 /// Parameters with the same options.
@@ -121,9 +119,8 @@ class DistributedOptimizer {
   /// stand; the error says on which ranks the step was made, failed (after `peer_lost`, `deadline`
   /// or `cancelled` it may have been made nevertheless) or waits for other participants.
   ///
-  /// Returns the number of updates, including this one, that the first other owner's
-  /// parameter updater (or this rank's, if there is no other owner) had applied when it applied
-  /// this one.
+  /// Returns the number of updates, including this one, that the first other owner's parameter
+  /// updater (or this rank's, if there is no other owner) had then applied.
   uint64_t step(const autograd::Context& context) { return step(context, max_norm_); }
   uint64_t step(const autograd::Context& context, double max_norm) {
     return step({context.id()}, max_norm);
@@ -133,9 +130,8 @@ class DistributedOptimizer {
   uint64_t step(const std::vector<uint64_t>& contexts, double max_norm);
 
   /// Multiplies each group's learning rate by `factor` (LearningRateSchedule::factor) from this
-  /// optimizer's next step on. Other ranks' steps keep their factors. Throws `invalid` if `factor`
-  /// is negative or not finite. In kSync step() throws `invalid` if the participants' factors
-  /// differ.
+  /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
+  /// negative or not finite. In kSync step() throws `invalid` if the participants' factors differ.
   void set_lr_factor(double factor);
   /// Sets the number that last_step_of() returns for the next steps.
   void set_step_number(int64_t number) { *step_number_ = number; }
@@ -147,8 +143,7 @@ class DistributedOptimizer {
   std::vector<ParameterState> state() const;
   /// Copies the states on the ranks that hold them, and returns references to the copies: maps with
   /// the keys of flatten(). `names` has a name for each parameter, in the order of state().
-  std::vector<rpc::RRef<std::map<std::string, at::Tensor>>> snapshot(
-      const std::vector<std::string>& names) const;
+  std::vector<rpc::RRef<rpc::NamedTensors>> snapshot(const std::vector<std::string>& names) const;
   /// Loads `state` on one owner after the other, this rank last. Throws `bad_data` if the state
   /// does not fit; each owner checks its whole part before it changes anything.
   void load_state(const std::vector<ParameterState>& state);

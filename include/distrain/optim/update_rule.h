@@ -11,6 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/rpc/named_tensors.h"
+
 namespace distrain::optim {
 
 /// Options of torch.optim.SGD. Sparse gradients: plain SGD only.
@@ -76,22 +78,22 @@ struct OptimizerFields {
 
 /// An optimizer's state of one parameter, by PyTorch's names: `step` (int64 scalar, on the CPU),
 /// `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, `grad_avg`.
-using ParameterState = std::map<std::string, at::Tensor>;
+using ParameterState = rpc::NamedTensors;
 
-/// The states as tensors named "<parameter>.<name>", and back: `bad_data` for unknown parameters.
-std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
-                                          const std::vector<ParameterState>& states);
+/// Name the states' tensors "<parameter>.<name>", and back (`bad_data` for unknown parameters).
+rpc::NamedTensors flatten(const std::vector<std::string>& parameters,
+                          const std::vector<ParameterState>& states);
 std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                      const std::map<std::string, at::Tensor>& flat);
+                                      const rpc::NamedTensors& flat);
 
-/// The squared L2 norm of all together, in double; a sparse gradient's repeated rows are summed.
+/// Returns the squared L2 norm of all gradients. Repeated rows of a sparse gradient are summed.
 double norm_squared(const std::vector<at::Tensor>& gradients);
 
-/// What gradients of this squared norm are multiplied by, so that their norm is at most `max_norm`;
-/// at most 1. As torch.nn.utils.clip_grad_norm_ with error_if_nonfinite: throws `not_finite`.
+/// Returns the factor, at most 1, that limits gradients of this squared norm to `max_norm`. Throws
+/// `not_finite`, as torch.nn.utils.clip_grad_norm_ with error_if_nonfinite.
 double clip_scale(double norm_squared, double max_norm);
 
-/// The sum of two gradients, each dense or sparse.
+/// Returns the sum of two gradients, each dense or sparse.
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
@@ -99,11 +101,8 @@ OptimizerFields to_fields(const OptimizerOptions& options);
 /// Other fields keep their defaults. Throws `invalid` for unknown names and values out of range.
 OptimizerOptions from_fields(const OptimizerFields& fields);
 
-/// What an optimizer does with one gradient at a time, in place; it owns the state that the
-/// rule keeps for each parameter. Parameters are known by their index in the optimizer's list, so
-/// the tensor behind one may be replaced between two updates.
-///
-/// Not thread-safe: one apply() at a time.
+/// Updates parameters in place and owns their state. Parameters are known by their index, so a
+/// parameter's tensor may be replaced between two updates. Not thread-safe.
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
@@ -116,17 +115,16 @@ class UpdateRule {
   /// Throws `invalid` for a gradient that apply() would not take.
   void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const;
 
-  /// Updates that parameter `i` has had.
+  /// Returns the number of updates of parameter `i`.
   int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
 
-  /// From the next update on the learning rate is that of the options times `factor`. Throws
-  /// `invalid` for one below 0 or not finite.
+  /// Multiplies the learning rate by `factor`. Throws `invalid` if it is negative or not finite.
   void set_lr_factor(double factor);
 
-  /// What is kept for parameter `i`: the tensors themselves, which the next update changes.
+  /// Returns the tensors of parameter `i`'s state themselves, which the next update changes.
   ParameterState state(size_t i) const;
-  /// What adopt() takes: copies of a state, on the parameter's device. Throws `bad_data` for one of
-  /// another rule or shape. Changes nothing: where several parameters are loaded, all are or none.
+  /// Returns a copy of `state` on the parameter's device, for adopt(). Throws `bad_data` if it is
+  /// of another rule or shape. Changes nothing, so that all parameters are loaded or none.
   struct Loaded {
     ParameterState kept;
     int64_t steps = 0;
@@ -135,7 +133,7 @@ class UpdateRule {
   void adopt(size_t i, Loaded loaded);
 
  protected:
-  /// `weight_decay` times the parameter is added to each dense gradient.
+  /// Adds `weight_decay` times the parameter to each dense gradient.
   UpdateRule(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
 
   double lr() const { return lr_ * lr_factor_; }

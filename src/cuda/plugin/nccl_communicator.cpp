@@ -76,11 +76,7 @@ class Communicator final : public NcclCommunicator {
   bool joined() override {
     const std::lock_guard lock(mutex_);
     if (!comm_ && made_ == ncclInProgress) fail("NCCL: " + making() + ": it was aborted");
-    if (made_ == ncclInProgress) {
-      if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &made_); asked != ncclSuccess) {
-        made_ = asked;
-      }
-    }
+    if (made_ == ncclInProgress) made_ = state();
     if (made_ != ncclSuccess && made_ != ncclInProgress) {
       fail("NCCL: " + making() + ": " + text_of(made_));
     }
@@ -110,11 +106,9 @@ class Communicator final : public NcclCommunicator {
   std::optional<std::string> failure() override {
     const std::lock_guard lock(mutex_);
     if (!comm_) return "the communicator was aborted";
-    ncclResult_t state = ncclSuccess;
-    const ncclResult_t result = ncclCommGetAsyncError(comm_, &state);
-    if (result != ncclSuccess) state = result;
-    if (state == ncclSuccess || state == ncclInProgress) return std::nullopt;
-    return text_of(state);
+    const ncclResult_t result = state();
+    if (result == ncclSuccess || result == ncclInProgress) return std::nullopt;
+    return text_of(result);
   }
 
   void abort() noexcept override {
@@ -148,6 +142,13 @@ class Communicator final : public NcclCommunicator {
                   ", not one on " + tensor.device().str());
   }
 
+  /// Returns the result of the last call of NCCL; ncclInProgress while that call runs.
+  ncclResult_t state() const {
+    ncclResult_t result = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result);
+    return asked == ncclSuccess ? result : asked;
+  }
+
   std::string text_of(ncclResult_t result) const {
     std::string text = ncclGetErrorString(result);
     const char* const last = comm_ ? ncclGetLastError(comm_) : nullptr;
@@ -172,9 +173,7 @@ class Communicator final : public NcclCommunicator {
   void finish_call(ncclResult_t result, const std::string& what, base::TimePoint deadline,
                    std::unique_lock<std::mutex>& lock) {
     for (microseconds pause{5}; result == ncclInProgress;) {
-      if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result); asked != ncclSuccess) {
-        result = asked;
-      }
+      result = state();
       if (result != ncclInProgress) break;
       if (base::Clock::now() > deadline) fail("NCCL: " + what + ": it takes too long");
       lock.unlock();
