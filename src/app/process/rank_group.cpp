@@ -1,6 +1,5 @@
 #include "process/rank_group.h"
 
-#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -93,10 +92,6 @@ void RankGroup::start_rank(SpawnedRank spawned, int rank) {
 }
 
 // ---- event loop ----
-
-bool RankGroup::any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
-
-bool RankGroup::has_met() const { return std::ranges::any_of(children_, &Child::ready); }
 
 void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
   for (const Child& child : children_) {
@@ -237,7 +232,7 @@ nanoseconds RankGroup::failure_grace() const {
 
 // ---- end ----
 
-/// Enters `phase` and sets its deadline, unless a later phase has begun.
+/// Enters `phase` unless a later one has begun.
 void RankGroup::enter(Phase phase, nanoseconds grace) {
   if (phase < phase_) return;
   phase_ = phase;
@@ -272,14 +267,6 @@ void RankGroup::send_to_all(int signal) {
 void RankGroup::tell_one(int signal) {
   const auto alive = std::ranges::find_if(children_, &Child::alive);
   if (alive != children_.end()) alive->tell(signal);
-}
-
-void RankGroup::tell_all(int signal) {
-  for (Child& child : children_) child.tell(signal);
-}
-
-void RankGroup::stop() {
-  for (Child& child : children_) child.stop(true);
 }
 
 void RankGroup::go_on(base::Duration stopped) {

@@ -337,8 +337,7 @@ class RankProcess {
     for (const auto& [rank, its_fields] : others) {
       if (!spawned) summary.add(its_fields);
     }
-    // The launcher gets its own ranks' fields from their last lines; here, rank 0 sends the
-    // others'.
+    // The launcher has only the last lines of its own ranks.
     if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
     const JsonSink::Identity identity = sink_.identity();
     Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,

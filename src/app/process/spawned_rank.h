@@ -8,8 +8,9 @@
 
 namespace distrain::app {
 
-/// Settings of a spawned rank that are not on the launcher's command line, which the rank shares.
-struct SpawnedRank : job::Contact {
+/// Settings of a spawned rank, beside those on the launcher's command line, which the rank shares.
+struct SpawnedRank : membership::Contact {
+  base::TimePoint started;      ///< when the launcher started
   int out_fd = -1;              ///< the descriptor for the rank's JSON lines
   std::string run_id;           ///< empty if another launcher has rank 0
   bool shows_progress = false;  ///< the launcher displays the ranks' progress
