@@ -129,8 +129,7 @@ class LeaseScheduler {
   /// counted from 1, if it is known. Call go_on() afterwards, on a thread that may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
-  /// Returns the number of trainers that are not lost.
-  int trainers_left() const;
+  int trainers_left() const;  ///< trainers that are not lost
   /// Returns the mean number of steps of a trainer since the job's beginning.
   int64_t steps_of_each() const;
   /// Returns the steps in this run that trainers which are not lost have completed.

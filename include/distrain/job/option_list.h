@@ -137,7 +137,6 @@ class OptionList {
     return add(std::move(name), ValueKind::kFlag, member, std::move(help), "true", "false");
   }
 
-  /// Returns the row of a declared option.
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
   /// Returns a declared option, which may be changed. Throws `internal` if there is none.
   Option& find(std::string_view name) {
