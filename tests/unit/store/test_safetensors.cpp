@@ -344,7 +344,7 @@ TEST_CASE("Tensors are read from a safetensors file") {
   const std::string header =
       safetensors_header({{"a.b", {wire::DType::kFloat32, {3, 1}, {bytes, 12}}}});
   const std::string text = header + std::string(reinterpret_cast<const char*>(bytes), 12);
-  const NamedTensors read = read_tensors(folder.write("weights", text));
+  const rpc::NamedTensors read = read_tensors(folder.write("weights", text));
   REQUIRE(read.size() == 1);
   CHECK(at::equal(read.at("a.b"), at::tensor({1.0F, 2.0F, 3.0F}).view({3, 1})));
   const std::string path = folder.write("bad", text.substr(0, text.size() - 1));
