@@ -142,8 +142,7 @@ class Placer {
   }
 
   /// Derives the world size from the job's option for the number of ranks, or that option from
-  /// `size`. If `known`, rank 0 runs here, so the option's default counts; otherwise rank 0 sends
-  /// it.
+  /// `size`. The option's default counts only if it is `known`, because rank 0 runs here.
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {

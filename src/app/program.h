@@ -54,17 +54,14 @@ std::vector<std::pair<std::string, std::string>> subcommands(const Program& prog
 
 std::string version_text(const Program& program);
 
-/// Return the --help of the program, a job or another command. A program with one job has its help.
+// Return the --help, or the man page as roff, of the program, a job or another command. Those of a
+// program with one job include that job's.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
-
-/// Return the man page of the program, a job or another command as roff. The page of a program with
-/// one job also describes that job.
 std::string man_page(const Program& program);
 std::string man_page(const Program& program, const JobCommand& command);
 std::string man_page(const Program& program, const TextCommand& command);
-
 std::string completion(const Program& program, const std::string& shell);
 
 /// Returns all events of the job. `config` of the `start` event has a field for each option.

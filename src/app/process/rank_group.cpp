@@ -26,8 +26,7 @@ bool is_secondary(const Child& child) {
          kind == base::kind_name(base::ErrorKind::kCancelled);
 }
 
-/// Returns the line that says why the rank failed: its `error` line, which may blame another rank,
-/// or else its last line, which may name a signal.
+/// Returns the line that says why the rank failed: its `error` line, or else its last line.
 const Json& reason(const Child& child) {
   return child.error().empty() ? child.rank_end() : child.error();
 }
@@ -282,8 +281,8 @@ const Child* RankGroup::find(std::optional<int> rank) const {
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// Returns true if the rank failed for another reason than a signal of the launcher. A failed save
-/// and a crash count even after such a signal, which may have arrived during the core dump.
+/// Returns true if no signal of the launcher ended the rank. A failed save and a crash count even
+/// after such a signal, which may have arrived during the core dump.
 bool RankGroup::failed_itself(const Child& child) const {
   if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {

@@ -69,8 +69,6 @@ std::string figures(rpc::CallContext& call) {
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct SlotIsTaken {};
 
-// Functions that forward a signal to stop. Any rank may receive one; rank 0 acts on it.
-
 /// On rank 0: another rank received a signal to stop.
 void request_stop(rpc::CallContext& call) {
   auto& stop = call.agent.local<StopSignal>();
