@@ -101,7 +101,7 @@ class Invocation {
   }
 
   RankRun make_run() const {
-    const bool inherits = !local_ && job_.rank != 0 && !placement_.spawns_all();
+    const bool inherits = job_.rank != 0 && !placement_.spawns_all();
     RankRun run;
     run.job = job_;
     run.job.inject = injection_of(options_, job_.rank);
@@ -193,7 +193,7 @@ class Invocation {
 
   DisplayPlan display() const {
     const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
-    const bool is_first = local_ || placement_.has_rank_0();
+    const bool is_first = placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
     if (placement_.shares_terminal && !is_first && options_.text("progress") != "plain") {

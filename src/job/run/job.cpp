@@ -19,10 +19,9 @@ Outcome run_local_job(const Job& job, EventSink& sink,
     rpc::make_current(placed.device());
     outcome = run(placed);
   } catch (...) {
-    const auto error = std::current_exception();
     // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
     if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
-    std::rethrow_exception(error);
+    throw;
   }
   outcome.afterwards = trace.write_own(job.rank, "local");
   return outcome;
