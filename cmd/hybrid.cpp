@@ -44,9 +44,6 @@ namespace distrain::cmd {
 using namespace scenario;
 
 const job::Definition<HybridOptions>& hybrid_job() {
-  using Use = job::DeviceRole::Use;
-  using enum job::FieldType;
-  using job::sometimes;
   static const auto kJob =
       job::define<HybridOptions>("hybrid",
                                  "train embeddings on a parameter server, dense layers under DDP")

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "distrain/app/main.h"
@@ -11,6 +10,11 @@
 #include "scenario/rnn/options.h"
 
 namespace distrain::cmd {
+
+// Names that the definitions use.
+using Use = job::DeviceRole::Use;
+using enum job::FieldType;
+using job::sometimes;
 
 /// Ranks 0..T-1 are the trainers, T is the master, T+1 the parameter server.
 const job::Definition<scenario::HybridOptions>& hybrid_job();
@@ -24,12 +28,7 @@ const job::Definition<scenario::RlOptions>& rl_job();
 const job::Definition<scenario::PipelineOptions>& pipeline_job();
 
 inline std::vector<app::JobCommand> jobs() {
-  // The pointers own nothing, because the definitions live until the program exits.
-  const auto refer = [](const job::AnyDefinition& definition) {
-    return app::JobCommand({std::shared_ptr<void>(), &definition});
-  };
-  return {refer(hybrid_job()), refer(ps_job()), refer(rnn_job()), refer(rl_job()),
-          refer(pipeline_job())};
+  return {hybrid_job(), ps_job(), rnn_job(), rl_job(), pipeline_job()};
 }
 
 }  // namespace distrain::cmd

@@ -12,17 +12,11 @@
 
 namespace distrain::scenario {
 
-namespace {
-
-constexpr double kMaxStages = 18;  // blocks of resnet50
-
-}  // namespace
-
 void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.choice("model", &PipelineOptions::model, {"resnet50", "resnet18"},
               "train this torchvision model");
   list.integer("stages", &PipelineOptions::stages, "cut the model into N stages on N + 1 ranks")
-      .range(1, kMaxStages)
+      .range(1, 18)  // blocks of resnet50
       .may_change();
   list.text("split", &PipelineOptions::split, "BLOCK[,...]",
             "end each stage except the last one with a BLOCK, such as layer2 or layer3.2")
@@ -106,9 +100,6 @@ namespace distrain::cmd {
 using namespace scenario;
 
 const job::Definition<PipelineOptions>& pipeline_job() {
-  using Use = job::DeviceRole::Use;
-  using enum job::FieldType;
-  using job::sometimes;
   const auto with_data = [](const char* of) {
     return sometimes(
         {"accuracy", kNumber, std::string("share of correct classes ") + of + ", with --data"});
@@ -206,8 +197,9 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
           .change([](job::OptionTable& table) {
             std::ranges::find(table, "rpc-timeout", &job::Option::name)->details =
                 "Calls that wait for a stage to compute have no deadline.";
-            std::ranges::find(table, "inject", &job::Option::name)->help += ", stage=100ms";
-            std::ranges::find(table, "inject", &job::Option::name)->details +=
+            job::Option& inject = *std::ranges::find(table, "inject", &job::Option::name);
+            inject.help += ", stage=100ms";
+            inject.details +=
                 "\n`stage` makes each stage sleep for this time instead of computing a batch's "
                 "forward pass, and\nagain instead of its backward pass.";
           });

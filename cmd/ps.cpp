@@ -11,22 +11,18 @@ namespace distrain::scenario {
 
 namespace {
 
-/// The Debian package dataset-fashion-mnist, and the mean and deviation of its training images.
-constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
-constexpr double kDebianMean = 0.286;
-constexpr double kDebianStd = 0.353;
-
 /// Uses Debian's Fashion-MNIST as the default if it is installed. The default normalisation follows
 /// from the data that this rank reads, even if rank 0 has other data.
 void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
+  constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
   std::error_code ignored;
   if (options.data.empty() && fs::is_directory(kDebianFolder, ignored)) {
     options.data = kDebianFolder;
   }
   if (!fs::equivalent(options.data, kDebianFolder, ignored)) return;
-  if (!given("mean")) options.mean = kDebianMean;
-  if (!given("std")) options.std = kDebianStd;
+  if (!given("mean")) options.mean = 0.286;  // of Debian's training images
+  if (!given("std")) options.std = 0.353;
 }
 
 /// Throws `invalid` if `--num-gpus` and `--device` contradict each other about the server.
@@ -123,8 +119,6 @@ namespace distrain::cmd {
 using namespace scenario;
 
 const job::Definition<PsOptions>& ps_job() {
-  using Use = job::DeviceRole::Use;
-  using enum job::FieldType;
   static const auto kJob =
       job::define<PsOptions>("ps", "train a ConvNet on a parameter server with several trainers")
           .describe(
@@ -158,8 +152,8 @@ has the accuracy.)")
                   {"delay", kInteger,
                    "updates by other trainers between the forward pass and the step's own"}})
           .event("end", "",
-                 {job::sometimes({"staleness", kInteger,
-                                  "most steps that a trainer was ahead of the slowest"})})
+                 {sometimes({"staleness", kInteger,
+                             "most steps that a trainer was ahead of the slowest"})})
           .role("parameter_server", 1, {}, Use::kCompute, "server")
           .role("trainer", &PsOptions::trainers, train_ps)
           .expose(expose_ps)

@@ -46,9 +46,6 @@ namespace distrain::cmd {
 using namespace scenario;
 
 const job::Definition<RlOptions>& rl_job() {
-  using Use = job::DeviceRole::Use;
-  using enum job::FieldType;
-  using job::sometimes;
   static const auto kJob =
       job::define<RlOptions>("rl", "train an agent on CartPole from the episodes of observers")
           .describe(
@@ -76,8 +73,7 @@ finishes its episode.
 action and uses no dropout.)")
           .example(
               "distrain rl --log-interval 10 | jq -r 'select(.episode) | [.episode, "
-              ".running_reward] | "
-              "@tsv'",
+              ".running_reward] | @tsv'",
               "Watch the reward grow")
           .example("distrain rl --observers 10 | jq 'select(.event == \"end\").requests_per_s'",
                    "Measure the requests per second of ten observers")

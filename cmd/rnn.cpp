@@ -99,9 +99,6 @@ namespace distrain::cmd {
 using namespace scenario;
 
 const job::Definition<RnnOptions>& rnn_job() {
-  using Use = job::DeviceRole::Use;
-  using enum job::FieldType;
-  using job::sometimes;
   static const auto kJob =
       job::define<RnnOptions>("rnn",
                               "train a language model: embeddings on a server, LSTM on trainers")

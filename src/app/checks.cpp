@@ -17,8 +17,6 @@
 namespace distrain::app {
 namespace {
 
-using base::invalid;
-
 /// Returns `text`, the option's value in `saved`, in canonical form; empty if it was not set.
 std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
   if (text.empty()) return text;
@@ -112,18 +110,17 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
     const bool has_spare =
         may_lose && options.integer("min-trainers") < options.integer("trainers");
     if (saves || (has_spare && !is_sync)) return;
-    invalid(fmt::format("--max-restarts needs --checkpoint{}",
-                        !may_lose ? ""
-                        : is_sync ? " in --mode sync"
-                                  : ", or more --trainers than --min-trainers"));
+    invalid("--max-restarts needs --checkpoint{}",
+            !may_lose ? ""
+            : is_sync ? " in --mode sync"
+                      : ", or more --trainers than --min-trainers");
   }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
   const bool is_unassigned = placement.rank == membership::kUnassignedRank;
   const std::string rank = is_unassigned ? "auto" : std::to_string(placement.rank);
-  invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}",
-                      is_unassigned ? "LIST" : rank,
-                      source == "--rank" ? "--rank " + rank : source));
+  invalid("--max-restarts needs a launcher: --ranks {} in place of {}",
+          is_unassigned ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source);
 }
 
 }  // namespace
@@ -149,7 +146,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
     const bool of_model = is_job_option(option) && option.group != "Checkpoints" &&
                           !option.may_change && !option.of_training;
     if (options.given(option.name) && !of_model && !option.of_predict) {
-      invalid(fmt::format("--{} has no effect on predict", option.name));
+      invalid("--{} has no effect on predict", option.name);
     }
   }
   if (options.given("trace")) check_trace(options.text("trace"));
@@ -178,8 +175,8 @@ void check_options(const ParsedOptions& options, Placement& placement) {
   for (const Option& option : options.table()) {
     const bool given = options.given(option.name);
     if (has_rank_0 && given && !option.needs.empty() && !has(option.needs)) {
-      invalid(fmt::format("--{} needs --{}{}", option.name, option.needs,
-                          made.empty() || option.needs != "data" ? "" : " FILE, not " + made));
+      invalid("--{} needs --{}{}", option.name, option.needs,
+              made.empty() || option.needs != "data" ? "" : " FILE, not " + made);
     }
     // A joining rank skips the rest, because rank 0 may set the data.
     if (placement.mode == Placement::Mode::kJoin) continue;

@@ -186,12 +186,10 @@ OptionTable whole_table(job::JobInfo& job) {
   std::ranges::stable_sort(table, {}, [](const Option& option) {
     return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
   });
-  if (!find_option(table, "checkpoint")) {
-    std::erase_if(table, [](const Option& each) {
-      return each.name == "max-restarts" || each.name == "save-timeout";
-    });
-  }
-  if (!job.has_local) std::erase_if(table, [](const Option& each) { return each.name == "local"; });
+  std::erase_if(table, [&, saves = find_option(table, "checkpoint") != nullptr](const auto& each) {
+    const bool of_saves = each.name == "max-restarts" || each.name == "save-timeout";
+    return (of_saves && !saves) || (each.name == "local" && !job.has_local);
+  });
   if (job.change && job.mistake.empty()) job.change(table);
   for (Option& option : table) {
     if (option.is_required) option.help += " (required)";

@@ -15,14 +15,9 @@ using job::DeviceChoice;
 using job::DeviceSpec;
 using job::ParsedOptions;
 
-constexpr double kMegabyte = 1024.0 * 1024.0;
 const DeviceChoice kAnyGpu = {true, std::nullopt};
 
-class Gpus final : public job::Accelerators {
- public:
-  c10::DeviceType type() const override { return c10::kCUDA; }
-  int count() const override { return cuda::load().device_count(); }
-};
+int count_gpus() { return cuda::load().device_count(); }
 
 DeviceSpec device_spec(const ParsedOptions& options, const job::AnyDefinition& job) {
   return {options.text("device"), c10::kCUDA, job.info().roles};
@@ -62,16 +57,15 @@ std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDef
 
 std::vector<c10::Device> RankDevices::choose(const ParsedOptions& options,
                                              const std::string& name) const {
-  const Gpus gpus;
   const auto count = job_.gpus(options, name);
   std::vector<c10::Device> devices;
   for (int gpu = 0; gpu < count.value_or(0); ++gpu) {
-    devices.push_back(resolve_device({true, gpu}, gpus, 0));
+    devices.push_back(job::resolve_device({true, gpu}, count_gpus, 0));
   }
   if (!devices.empty()) return devices;
   const DeviceChoice choice = count ? DeviceChoice() : device_spec(options, job_).of(name);
   const auto turn = place_in_turn(options, job_, placement_, rank_, name);
-  return {resolve_device(choice, gpus, turn.value_or(0))};
+  return {job::resolve_device(choice, count_gpus, turn.value_or(0))};
 }
 
 const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
@@ -100,7 +94,7 @@ job::Json RankDevices::usage() const {
   if (devices.empty() || !rpc::is_accelerator(devices.front())) return job::Json::object();
   int64_t most = 0;
   for (const c10::Device& device : devices) most = std::max(most, rpc::peak_device_bytes(device));
-  return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / kMegabyte}};
+  return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / (1 << 20)}};
 }
 
 }  // namespace distrain::app

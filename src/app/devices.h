@@ -22,9 +22,9 @@ void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& 
 std::optional<int> place_in_turn(const job::ParsedOptions& options, const job::AnyDefinition& job,
                                  const Placement& placement, int rank, const std::string& name);
 
-/// The devices of this process's rank. They are chosen once: before the rank's first line if
-/// possible, otherwise when the options of rank 0 have arrived. Only one thread may call get(),
-/// which may take long; names() and usage() are thread-safe and do not wait for it.
+/// The devices of this process's rank, which are chosen once: before its first line if possible,
+/// otherwise when the options of rank 0 have arrived. Only one thread may call get(); names() and
+/// usage() are thread-safe and do not wait for it.
 class RankDevices {
  public:
   RankDevices(const job::ParsedOptions& options, const job::AnyDefinition& job,

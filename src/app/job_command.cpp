@@ -16,7 +16,6 @@
 #include "distrain/net/socket.h"
 #include "distrain/store/checkpoint_store.h"
 #include "options.h"
-#include "process/inject.h"
 #include "process/json_lines.h"
 #include "process/launcher.h"
 #include "process/output.h"
@@ -28,7 +27,6 @@
 namespace distrain::app {
 namespace {
 
-using base::invalid;
 using Mode = Placement::Mode;
 
 // How long a launcher without rank 0 waits for its ranks after a signal. The ranks end after rank 0
@@ -72,7 +70,7 @@ net::PortRange port_range_of(const std::string& text) {
   const auto last =
       dash == std::string::npos ? first : base::number<uint16_t>(text.substr(dash + 1));
   if (first && last && *first > 0 && *first <= *last) return {*first, *last};
-  invalid(fmt::format("--port-range must be like 30000-30100, not '{}'", text));
+  invalid("--port-range must be like 30000-30100, not '{}'", text);
 }
 
 /// Runs one rank, or the whole job with --local, and ends the process. JSON lines go to a copy of
@@ -102,7 +100,7 @@ class Invocation {
   }
 
   RankRun make_run() const {
-    const bool inherits = !local_ && job_.rank != 0 && !placement_.spawns_all();
+    const bool inherits = job_.rank != 0 && !placement_.spawns_all();
     RankRun run;
     run.job = job_;
     run.job.inject = injection_of(options_, job_.rank);
@@ -143,9 +141,11 @@ class Invocation {
   /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
     // The name depends on the user's job id, which `spawned` may replace by a random one.
-    job_.meeting_name = meeting_name(spawned.master_port);
+    std::string name = meeting_name(spawned.master_port);
+    static_cast<membership::Contact&>(job_) = spawned;
+    job_.meeting_name = std::move(name);
+    job_.started = spawned.started;
     job_.spawned = true;
-    static_cast<job::Contact&>(job_) = spawned;
     if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
@@ -169,7 +169,8 @@ class Invocation {
     } else {
       plan.save_grace = kAsRank0Ends;
     }
-    static_cast<job::Contact&>(plan.told) = job_;
+    static_cast<membership::Contact&>(plan.told) = job_;
+    plan.told.started = job_.started;
     plan.cmd = command_.name;
     plan.config = config_of(options_, !placement_.has_rank_0());
     plan.ranks = placement_.ranks;
@@ -191,7 +192,7 @@ class Invocation {
 
   DisplayPlan display() const {
     const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
-    const bool is_first = local_ || placement_.has_rank_0();
+    const bool is_first = placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
     if (placement_.shares_terminal && !is_first && options_.text("progress") != "plain") {
@@ -211,22 +212,21 @@ class Invocation {
     Json gpu_places = Json::object();  // null for a rank that takes no GPU in turn
     for (const int rank : placement_.here()) {
       if (rank == membership::kUnassignedRank) continue;
-      const auto place =
-          place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank));
-      gpu_places[std::to_string(rank)] = place ? Json(*place) : Json();
+      gpu_places[std::to_string(rank)] = or_null(
+          place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank)));
     }
-    const auto or_null = [](int value, bool known) { return known ? Json(value) : Json(); };
+    const auto known = [](int value, int least) { return value < least ? Json() : Json(value); };
     const Json json{{"mode", kModes[static_cast<int>(placement_.mode)]},
-                    {"rank", or_null(placement_.rank, placement_.rank >= 0)},
+                    {"rank", known(placement_.mode == Mode::kJoin ? placement_.rank : -1, 0)},
                     {"ranks", placement_.ranks},
-                    {"world_size", or_null(placement_.world_size, placement_.world_size != 0)},
+                    {"world_size", known(placement_.world_size, 1)},
                     {"source", placement_.source},
                     {"master_addr", placement_.master_addr},
-                    {"master_port", or_null(placement_.master_port, placement_.master_port != 0)},
+                    {"master_port", known(placement_.master_port, 1)},
                     {"local_ranks", placement_.local_ranks},
                     {"one_host", placement_.one_host},
                     {"job_id", placement_.job_id},
-                    {"generation", placement_.generation ? Json(*placement_.generation) : Json()},
+                    {"generation", or_null(placement_.generation)},
                     {"gpu_places", gpu_places},
                     {"warning", placement_.warning},
                     {command_.count_option, options_.integer(command_.count_option)}};
@@ -275,13 +275,10 @@ class Invocation {
   job::Job make_job(base::TimePoint started) const {
     job::Job job;
     job.name = command_.name;
-    job.rank = placement_.mode == Mode::kJoin ? placement_.rank : 0;
-    job.master_addr = placement_.master_addr;
-    job.master_port = static_cast<uint16_t>(placement_.master_port);
-    job.job_id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
-    job.generation = placement_.generation;
+    static_cast<membership::Contact&>(job) = placement_;
+    if (options_.given("job-id")) job.job_id = options_.text("job-id");
+    if (local_) job.world_size = 1;
     job.started = started;
-    job.world_size = local_ ? 1 : placement_.world_size;
     job.listen_addr = options_.text("listen");
     job.ports = port_range_of(options_.text("port-range"));
     job.insecure = options_.flag("insecure");
@@ -391,8 +388,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
   try {
     expect_working_directory();
     if (args.empty() || args[0].starts_with('-')) {
-      invalid(fmt::format("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...",
-                          program.name));
+      invalid("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...", program.name);
     }
     const job::Snapshot saved = job::read_manifest(args[0], "predict");
     const Json name = saved.state.value("cmd", Json());

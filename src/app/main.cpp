@@ -17,8 +17,6 @@
 namespace distrain::app {
 namespace {
 
-using base::invalid;
-
 bool asks(const std::vector<std::string>& args, const char* option, const char* short_option) {
   return std::ranges::any_of(
       args, [&](const std::string& arg) { return arg == option || arg == short_option; });
@@ -35,14 +33,14 @@ std::string text_of(const Program& program, const TextCommand& command,
                     const std::vector<std::string>& args) {
   std::string argument = command.argument;
   std::ranges::transform(argument, argument.begin(), ::tolower);
-  if (args.size() > 1) invalid(fmt::format("unexpected argument '{}'", args[1]));
+  if (args.size() > 1) invalid("unexpected argument '{}'", args[1]);
   const auto& choices = command.choices;
   if (args.empty() && command.needs_argument) {
-    invalid(fmt::format("{} needs a {}: {}", command.name, argument, fmt::join(choices, ", ")));
+    invalid("{} needs a {}: {}", command.name, argument, fmt::join(choices, ", "));
   }
   if (!args.empty() && std::ranges::find(choices, args[0]) == choices.end()) {
     const std::string all = fmt::format(": must be one of {}", fmt::join(choices, ", "));
-    invalid(fmt::format("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, all)));
+    invalid("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, all));
   }
   return command.text(program, args.empty() ? std::string() : args[0]);
 }
@@ -51,13 +49,12 @@ std::string text_of(const Program& program, const TextCommand& command,
   const std::string option = word.substr(0, word.find('='));
   for (const JobCommand& job : program.commands) {
     if (!option.starts_with("--") || !job::find_option(job.table, option.substr(2))) continue;
-    invalid(
-        fmt::format("{0} must follow the command: {1} {2} {0}", option, program.name, job.name));
+    invalid("{0} must follow the command: {1} {2} {0}", option, program.name, job.name);
   }
   std::vector<std::string> names;
   for (const auto& [each, summary] : subcommands(program)) names.push_back(each);
-  invalid(fmt::format("unknown {} '{}'{}", word[0] == '-' ? "option" : "command", word,
-                      meant(word, names, fmt::format("; see {} --help", program.name))));
+  invalid("unknown {} '{}'{}", word[0] == '-' ? "option" : "command", word,
+          meant(word, names, fmt::format("; see {} --help", program.name)));
 }
 
 int run_command(const Program& program, std::vector<std::string> args,
@@ -92,7 +89,7 @@ int run_command(const Program& program, std::vector<std::string> args,
   }
   if (!args.empty()) refuse_word(program, args[0]);
   if (!isatty(STDOUT_FILENO)) {
-    invalid(fmt::format("no command given; see {} --help", program.name));
+    invalid("no command given; see {} --help", program.name);
   }
   const int code = print_text(help_text(program));
   return code == 0 ? base::exit_code(base::ErrorKind::kInvalid) : code;

@@ -11,8 +11,6 @@
 namespace distrain::app {
 namespace {
 
-using base::invalid;
-
 std::string spellings(const Option& option) {
   std::string names = "--" + option.name;
   for (std::string name : {option.name, option.old_name}) {
@@ -51,7 +49,7 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   const auto option = std::ranges::find_if(
       extras, [](const std::string& arg) { return arg.size() > 1 && arg[0] == '-'; });
   if (option == extras.end()) {
-    invalid(fmt::format("unexpected argument '{}': every option begins with --", extras.front()));
+    invalid("unexpected argument '{}': every option begins with --", extras.front());
   }
   std::vector<std::string> names;
   for (const Option& each : table) {
@@ -61,16 +59,16 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   const auto meant = base::did_you_mean(name, names);
   std::string hint = program ? hint_of(*program, table, name, is_predict) : "";
   if (meant && !hint.starts_with(':')) hint = fmt::format("; did you mean --{}?", *meant);
-  invalid(fmt::format("unknown option {}{}", option->substr(0, option->find('=')), hint));
+  invalid("unknown option {}{}", option->substr(0, option->find('=')), hint);
 }
 
 /// Returns null if no option has this spelling.
 const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
   if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
-  const auto it = std::ranges::find_if(table, [&](const Option& option) {
-    return option.short_name && spelling == std::string("-") + option.short_name;
-  });
-  return it == table.end() ? nullptr : &*it;
+  for (const Option& option : table) {
+    if (option.short_name && spelling == std::string("-") + option.short_name) return &option;
+  }
+  return nullptr;
 }
 
 /// Throws `invalid` for arguments that CLI11 would misread: it accepts an option as the value of
@@ -83,17 +81,16 @@ void check_values(const OptionTable& table, const std::vector<std::string>& args
     if (!option) continue;
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
-      if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
+      if (equals != std::string::npos) invalid("--{} takes no value", option->name);
       if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
-        invalid(fmt::format("unexpected argument '{}': --{} takes no value", args[i + 1],
-                            option->name));
+        invalid("unexpected argument '{}': --{} takes no value", args[i + 1], option->name);
       }
       continue;
     }
     const bool missing = equals == std::string::npos ? !has_next || args[i + 1].starts_with("--")
                                                      : equals + 1 == args[i].size();
     if (missing) {
-      invalid(fmt::format("--{} needs a value: {}", option->name, job::allowed_values(*option)));
+      invalid("--{} needs a value: {}", option->name, job::allowed_values(*option));
     }
     if (equals == std::string::npos) ++i;
   }

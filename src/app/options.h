@@ -10,9 +10,7 @@
 
 namespace distrain::app {
 
-using job::is_job_option;
 using job::Json;
-using job::json_name;
 using job::Option;
 using job::OptionMap;
 using job::OptionTable;
@@ -51,5 +49,11 @@ std::string take_token(const ParsedOptions& options, Placement& placement);
 /// Checks required options, dependencies and paths before any rank starts. Throws `invalid` or
 /// `bad_data`; warns about options without effect.
 void check_options(const ParsedOptions& options, Placement& placement);
+
+/// Throws `invalid` if `--inject KIND=VALUE[@rank=N][,...]` is malformed or impossible. Warns in
+/// `placement` of faults without effect. `has_stages`: ranks from 1 on are pipeline stages.
+void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement);
+/// Returns the faults for `rank`. If a kind is given twice, the last one applies.
+job::Injection injection_of(const ParsedOptions& options, int rank);
 
 }  // namespace distrain::app

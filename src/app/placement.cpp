@@ -9,15 +9,15 @@
 #include "distrain/base/text.h"
 #include "distrain/membership/meeting.h"
 #include "distrain/membership/slot.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {
 
-using base::invalid;
 using base::variable;
 
 constexpr int kMaxWorld = 1024;
-constexpr int kJoiningPort = 29500;
+constexpr uint16_t kJoiningPort = 29500;
 
 /// A number and its source: an option ("--rank") or a variable ("OMPI_COMM_WORLD_RANK").
 struct Setting {
@@ -72,7 +72,7 @@ class Placer {
 
   Placement run() {
     const auto exclude = [this](const char* a, const char* b) {
-      if (options_.given(a) && options_.given(b)) invalid(fmt::format("--{} excludes --{}", a, b));
+      if (options_.given(a) && options_.given(b)) invalid("--{} excludes --{}", a, b);
     };
     for (const char* other : {"rank", "ranks", "spawn"}) exclude("local", other);
     for (const char* other : {"ranks", "spawn"}) exclude("rank", other);
@@ -84,7 +84,7 @@ class Placer {
     }
     placement_.master_addr = options_.text("master-addr");
     placement_.master_addr_given = options_.given("master-addr");
-    placement_.master_port = static_cast<int>(options_.integer("master-port"));
+    placement_.master_port = static_cast<uint16_t>(options_.integer("master-port"));
     for (const ProcessLauncher& launcher : kLaunchers) {
       if (!launcher_ && launcher.says(launcher.rank)) launcher_ = &launcher;
     }
@@ -142,30 +142,27 @@ class Placer {
   }
 
   /// Derives the world size from the job's option for the number of ranks, or that option from
-  /// `size`. If `known`, rank 0 runs here, so the option's default counts; otherwise rank 0 sends
-  /// it.
+  /// `size`. The option's default counts only if it is `known`, because rank 0 runs here.
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {
       if (known || given) placement_.world_size = own_size();
     } else {
       if (size->value <= job_.fixed_ranks) {
-        invalid(fmt::format("{} {} is too small: the job needs {} ranks beside its {}{}",
-                            size->source, size->value, job_.fixed_ranks, job_.count_option,
-                            size->source[0] == '-' ? "" : " (--spawn starts every rank here)"));
+        invalid("{} {} is too small: the job needs {} ranks beside its {}{}", size->source,
+                size->value, job_.fixed_ranks, job_.count_option,
+                size->source[0] == '-' ? "" : " (--spawn starts every rank here)");
       }
       if (given && own_size() != size->value) {
-        invalid(fmt::format("--{} {} makes a world of {} ranks, {} says {}", job_.count_option,
-                            options_.text(job_.count_option), own_size(), size->source,
-                            size->value));
+        invalid("--{} {} makes a world of {} ranks, {} says {}", job_.count_option,
+                options_.text(job_.count_option), own_size(), size->source, size->value);
       }
       placement_.world_size = size->value;
       if (!given)
         options_.derive(job_.count_option, std::to_string(size->value - job_.fixed_ranks));
     }
     if (placement_.world_size > kMaxWorld) {
-      invalid(fmt::format("a world of {} ranks is too large: {} at most", placement_.world_size,
-                          kMaxWorld));
+      invalid("a world of {} ranks is too large: {} at most", placement_.world_size, kMaxWorld);
     }
   }
 
@@ -189,7 +186,7 @@ class Placer {
         variable("TORCHELASTIC_USE_AGENT_STORE") == "True" && port && port->source == "MASTER_PORT";
     const std::string id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
     placement_.master_port = is_agents    ? membership::port_of_job(id + ' ' + in_environment)
-                             : port       ? port->value
+                             : port       ? static_cast<uint16_t>(port->value)
                              : id.empty() ? kJoiningPort
                                           : membership::port_of_job(id);
   }
@@ -247,10 +244,8 @@ class Placer {
     if (!local && !nodes) return false;
     const bool is_one = local ? *local == placement_.world_size : nodes == "1";
     if (!is_one && !placement_.master_addr_given) {
-      invalid(
-          fmt::format("ranks on several hosts, as {} says, need --master-addr HOST, the host of "
-                      "rank 0",
-                      local ? launcher_->local_size : "SLURM_STEP_NUM_NODES"));
+      invalid("ranks on several hosts, as {} says, need --master-addr HOST, the host of rank 0",
+              local ? launcher_->local_size : "SLURM_STEP_NUM_NODES");
     }
     return is_one;
   }
@@ -305,10 +300,10 @@ class Placer {
       const std::optional<int> last =
           dash == std::string::npos ? first : base::number<int>(part.substr(dash + 1));
       if (!first || !last || *last < *first || *last >= kMaxWorld) {
-        invalid(fmt::format("--ranks must be a list like 0-3 or 0,2-3, not '{}'", text));
+        invalid("--ranks must be a list like 0-3 or 0,2-3, not '{}'", text);
       }
       for (int rank = *first; rank <= *last; ++rank) {
-        if (!ranks.insert(rank).second) invalid(fmt::format("--ranks names rank {} twice", rank));
+        if (!ranks.insert(rank).second) invalid("--ranks names rank {} twice", rank);
       }
     }
     return {ranks.begin(), ranks.end()};
@@ -325,7 +320,7 @@ class Placer {
 
 void Placement::check_rank(int number, const std::string& where) const {
   if (world_size == 0 || number < world_size) return;
-  invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, number, world_size));
+  invalid("{}: there is no rank {} in a world of {} ranks", where, number, world_size);
 }
 
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,

@@ -11,25 +11,21 @@
 namespace distrain::app {
 
 /// The ranks that run in this process or under it, and the address of rank 0.
-struct Placement {
+/// Of the Contact, `rank` is set for kJoin only, `job_id` and `generation` come from the external
+/// launcher, and a `master_port` of 0 means any free port.
+struct Placement : membership::Contact {
   enum class Mode { kLocal, kJoin, kSpawn };
 
   Mode mode = Mode::kSpawn;
-  int rank = -1;           ///< kJoin only; membership::kUnassignedRank if rank 0 assigns it
   std::vector<int> ranks;  ///< kSpawn only; ascending
-  int world_size = 0;      ///< 0 if rank 0 sends it
   std::string source;      ///< kJoin only; the option or variable that set the rank
-  std::string master_addr = "localhost";
   bool master_addr_given = false;
-  int master_port = 0;    ///< 0 for any free port
   int local_ranks = 1;    ///< ranks on this host; an estimate until all ranks have joined
   bool one_host = false;  ///< torchrun, mpirun or srun says that all ranks are on this host
   /// mpirun, srun or torchrun started the ranks and shows them on one terminal, where only rank 0
   /// shows the job.
   bool shares_terminal = false;
-  std::string job_id;                  ///< from the external launcher; empty if it sets none
-  std::optional<uint32_t> generation;  ///< how often the external launcher has restarted the job
-  std::string warning;                 ///< text of one `warn` line; empty if there is none
+  std::string warning;  ///< text of one `warn` line; empty if there is none
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
   /// Throws `invalid` naming `where` if the world size is known and has no rank `number`.

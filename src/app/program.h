@@ -5,11 +5,20 @@
 #include <utility>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include "distrain/app/main.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 
 namespace distrain::app {
+
+using base::invalid;
+/// Throws an exception of kind `invalid` with a formatted message.
+template <class Arg, class... Args>
+[[noreturn]] void invalid(fmt::format_string<Arg, Args...> format, Arg&& arg, Args&&... args) {
+  base::invalid(fmt::format(format, std::forward<Arg>(arg), std::forward<Args>(args)...));
+}
 
 /// A program's name, jobs and description.
 struct Program {
@@ -43,20 +52,16 @@ std::vector<TextCommand> text_commands(const Program& program);
 /// Returns the name and the summary of each subcommand, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
 
-/// Returns the versions of the program, distrain and LibTorch.
 std::string version_text(const Program& program);
 
-/// Return the --help of the program, a job or another command. A program with one job has its help.
+// Return the --help, or the man page as roff, of the program, a job or another command. Those of a
+// program with one job include that job's.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
-
-/// Return the man page of the program, a job or another command as roff. The page of a program with
-/// one job also describes that job.
 std::string man_page(const Program& program);
 std::string man_page(const Program& program, const JobCommand& command);
 std::string man_page(const Program& program, const TextCommand& command);
-
 std::string completion(const Program& program, const std::string& shell);
 
 /// Returns all events of the job. `config` of the `start` event has a field for each option.

@@ -14,8 +14,6 @@
 namespace distrain::app {
 namespace {
 
-using base::invalid;
-
 constexpr char kVariable[] = "DISTRAIN_TOKEN";
 constexpr size_t kShortest = 16;
 constexpr size_t kLongest = 4096;
@@ -30,7 +28,7 @@ std::string checked(const std::string& text, const std::string& where) {
                                 ? ""
                                 : text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
   if (token.size() >= kShortest) return token;
-  invalid(fmt::format("{}: a token has at least {} characters; {}", where, kShortest, kHowToMake));
+  invalid("{}: a token has at least {} characters; {}", where, kShortest, kHowToMake);
 }
 
 std::string read_token(const std::string& path) {
@@ -39,8 +37,8 @@ std::string read_token(const std::string& path) {
   struct stat info {};
   if (!file.valid() || fstat(file.get(), &info) != 0) {
     const char* why = strerror(errno);
-    invalid(fmt::format("{}: {}{}{}", where, why, errno == ENOENT ? "; " : "",
-                        errno == ENOENT ? kHowToMake : ""));
+    invalid("{}: {}{}{}", where, why, errno == ENOENT ? "; " : "",
+            errno == ENOENT ? kHowToMake : "");
   }
   if (!S_ISREG(info.st_mode)) invalid(where + ": is not a file");
   if (info.st_uid != geteuid() && info.st_uid != 0) {
@@ -53,9 +51,9 @@ std::string read_token(const std::string& path) {
   }
   std::string text(kLongest + 1, '\0');
   const ssize_t size = read(file.get(), text.data(), text.size());
-  if (size < 0) invalid(fmt::format("{}: {}", where, strerror(errno)));
+  if (size < 0) invalid("{}: {}", where, strerror(errno));
   if (static_cast<size_t>(size) > kLongest) {
-    invalid(fmt::format("{}: a token has at most {} bytes", where, kLongest));
+    invalid("{}: a token has at most {} bytes", where, kLongest);
   }
   text.resize(static_cast<size_t>(size));
   return checked(text, where);

@@ -1,7 +1,5 @@
 #include "distrain/job/definition.h"
 
-#include <algorithm>
-
 namespace distrain::job {
 
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values) {

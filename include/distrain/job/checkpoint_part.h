@@ -63,7 +63,6 @@ Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live);
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
 
 namespace detail {
-
 template <class T>
 Held hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
   Held held(store::copies_on_host(object.local_value().named_parameters()));
@@ -74,7 +73,6 @@ template <class T>
 void give_parameters(const rpc::RRef<T>& object, const rpc::NamedTensors& saved) {
   store::copy_into(object.local_value().named_parameters(), saved);
 }
-
 }  // namespace detail
 
 /// Enables Training::keep() for references to a T on another rank. T needs named_parameters(),

@@ -20,9 +20,7 @@
 
 namespace distrain::job {
 
-/// `--checkpoint`, `--checkpoint-every`, `--resume`, `--keep` and `--on-save-error`, as every job
-/// takes them. Rank 0 reads and writes the files; the other ranks only have to know whether and
-/// when there are any.
+/// `--checkpoint`, `--checkpoint-every`, `--resume`, `--keep` and `--on-save-error` of every job.
 struct CheckpointOptions {
   std::string dir;     ///< empty: nothing is saved
   int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch
@@ -39,71 +37,69 @@ inline constexpr const char* kVocabulary = "vocabulary";
 inline constexpr const char* kTrainAnew =
     ", or train anew without --resume, in another --checkpoint folder";
 
-/// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
+/// The content of a checkpoint: tensors by file (`model`, `optimizer`, …) and name, and the rest.
+/// All functions throw `bad_data` with the checkpoint's path.
 struct Snapshot {
   int64_t step = 0;
   std::map<std::string, rpc::NamedTensors> files;
   /// Names of the trained tensors, by file. A save fails if one of these tensors is not finite.
   std::map<std::string, std::set<std::string>> trained;
   Json state = Json::object();
-  std::string path;  ///< where it was read from
+  std::string path;  ///< of the folder that it was read from
 
-  /// `bad_data` naming the checkpoint, for whatever does not fit the job.
   [[noreturn]] void refuse(const std::string& why) const;
-  /// Refuses one of another job.
+  /// Throws unless the job `cmd` saved the checkpoint.
   void expect_cmd(const std::string& cmd) const;
-  /// An option that it was saved with, in canonical form; none: it does not say.
+  /// Returns the saved value of an option in canonical form, if there is one.
   std::optional<std::string> option(const std::string& name) const;
-  /// Throws `bad_data` unless that is `value`: "saved with --trainers 2, not 3: leave --trainers
+  /// Throws unless the saved value is `value`: "saved with --trainers 2, not 3: leave --trainers
   /// out", and `otherwise`.
   void expect_option(const std::string& name, const std::string& value,
                      const std::string& otherwise = kTrainAnew) const;
-  /// What all trainers agreed upon under this name; refuses if there was no such thing.
+  /// Returns the value of TrainingPlan::agree().
   std::string agreed(const std::string& name) const;
-  /// The tensors of `file`; refuses if there are none.
   const rpc::NamedTensors& file(const std::string& name) const;
-  /// A list that part_of_words() has kept; refuses if there is none.
+  /// Returns a list of part_of_words().
   std::vector<std::string> words(const std::string& list) const;
 };
 
-/// A checkpoint, or the newest in a folder of them. Throws `bad_data`; of one that is damaged the
-/// message names the intact one before it, to be used with `use`.
+/// Reads a checkpoint, or the newest one in a folder. Throws `bad_data`; if the checkpoint is
+/// damaged, the message says to give the intact one before it to `use`.
 Snapshot read_checkpoint(const std::string& path, const char* use = "--resume");
-/// The same without tensors, which takes no time.
+/// As read_checkpoint(), but quickly and without tensors.
 Snapshot read_manifest(const std::string& path, const char* use = "--resume");
 
-/// What a job is to go on from; none: it begins afresh.
+/// Returns the checkpoint that the job resumes from, if any.
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);
 
-/// The checkpoints of one job, on the rank that reads and writes them. They are written by a thread
-/// of its own, one at a time, while the job goes on.
+/// Reads and writes the checkpoints of a job, on rank 0. A thread writes them, one at a time, while
+/// the job continues.
 class Checkpoints {
  public:
-  /// Called on that thread with the error of a failed save. It is not called with a `resources`
-  /// error, of a full disk for example, unless `on_save_error` is "stop", because the job goes on.
+  /// Called on that thread when a save fails, except with `resources` errors such as a full disk:
+  /// these end the job only if `on_save_error` is "stop".
   using Failed = std::function<void(const base::Error&)>;
 
-  /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
-  /// `bad_data` if another job saves there, `invalid` if it holds the checkpoints of a run that
-  /// this one does not go on from, or newer ones than the one that this one goes on from.
+  /// Locks the folder and checks that it can be written. Throws `bad_data` if another job saves
+  /// there, and `invalid` if it has checkpoints that are not those of this job or newer ones than
+  /// the one that this job resumes from.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {});
-  /// Waits until what is being saved is on disk: no longer than the disk takes, and what other
-  /// ranks are to give takes until their loss is known.
+  /// Waits for the current save, because it is newer than all checkpoints on disk.
   ~Checkpoints();
 
   bool saving() const { return store_ != nullptr; }
 
-  /// What the job is to go on from, if it is; emits a `checkpoint` line. `use`: read_checkpoint().
+  /// Returns the checkpoint that the job resumes from, if any, and emits a `checkpoint` line.
   std::optional<Snapshot> load(const char* use = "--resume");
-  /// Begins to save; emits a `checkpoint` line once it is on disk. Nobody writes to the snapshot's
-  /// tensors any more; `fill`, if there is one, adds what it takes time to fetch. The job has stood
-  /// still since `since`, and goes on when this returns. Not before idle(); one thread at a time.
+  /// Begins to save, and emits a `checkpoint` line when the checkpoint is on disk. `fill`, if any,
+  /// fetches further tensors; nothing may write to the snapshot's. Training has paused since
+  /// `since`. Call it after idle() is done, on one thread at a time.
   void save(Snapshot snapshot, std::function<void(Snapshot&)> fill, base::TimePoint since);
-  /// Done when nothing is being saved, whatever has come of it.
+  /// Completes when no save is in progress, even if the save failed.
   base::Future<void> idle() const;
-  /// Waits for that. Throws why the last save has failed, if it has.
+  /// Waits for idle(). Throws the error of the last save, if it failed.
   void finish() const;
-  /// What was saved last, in words, for a job that ends before its time.
+  /// Returns a message about the last save; empty if there was none.
   std::string last_saved() const;
 
  private:
@@ -114,17 +110,17 @@ class Checkpoints {
   const CheckpointOptions options_;
   EventSink& sink_;
   const Failed failed_;
-  const std::function<bool()> before_save_;  // to try out a slow one; may be empty
+  const std::function<bool()> before_save_;  // Injection::before_save; may be empty
   const c10::Device device_;                 // of this rank
   std::unique_ptr<store::CheckpointStore> store_;
-  bool in_first_save_ = false;  // of the thread that saves
-  std::thread thread_;          // of the last save; its end is waited for by the next one
+  std::thread thread_;          // of the last save
+  bool in_first_save_ = false;  // used by thread_
+  std::string last_good_;       // path of the checkpoint saved or loaded last; used by thread_
 
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards what follows
   base::Future<void> idle_ = base::Future<void>::ready({});
   std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
-  std::string last_good_;  // path of the checkpoint saved or loaded last; for the saving thread
 };
 
 }  // namespace distrain::job

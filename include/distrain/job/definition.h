@@ -27,7 +27,7 @@ struct Example {
   std::string what;
 };
 
-/// The information by which a job checks its options before it starts or joins.
+/// What a job may check before it starts or joins.
 struct Preflight {
   const ParsedOptions& options;          ///< the options that this process was given
   bool local = false;                    ///< the whole job runs in this process
@@ -175,8 +175,7 @@ class Definition final : public AnyDefinition {
 
   /// Adds a role with the next `count` ranks. Only one role may have an option as its count. If
   /// `count` is an option or above 1, the ranks' names end in their number, as in trainer3. Each
-  /// rank runs `main`; without `main` it serves calls until the other ranks are done. A repeated
-  /// name, a fixed count below 1 and a member that no option sets are mistakes: see JobInfo.
+  /// rank runs `main`; without `main` it serves calls until the other ranks are done.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     return declare([&] {
@@ -203,7 +202,7 @@ class Definition final : public AnyDefinition {
     return expose(
         [name = std::move(name)](rpc::Agent& agent) { nn::expose_module<Module>(agent, name); });
   }
-  /// Calls `exposure`, which exposes functions and modules, on every rank before it joins.
+  /// Calls `exposure` on every rank before it joins.
   Definition& expose(std::function<void(rpc::Agent&)> exposure) {
     exposures_.push_back(std::move(exposure));
     return *this;

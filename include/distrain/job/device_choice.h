@@ -21,8 +21,8 @@ struct DeviceRole {
     kNone,     ///< the role computes nothing that a GPU could
   };
 
-  std::string name;   ///< "trainer" stands for the ranks trainer, trainer0, trainer1, …
-  std::string alias;  ///< another name of the role; may be empty
+  std::string name;
+  std::string alias;  ///< may be empty
   Use use = Use::kCompute;
 };
 
@@ -33,26 +33,14 @@ struct DeviceChoice {
   bool operator==(const DeviceChoice&) const = default;
 };
 
-/// The accelerators of this process: its GPUs, or a fake in tests.
-class Accelerators {
- public:
-  virtual ~Accelerators() = default;
-  /// Returns the type; its name is a value of `--device`: "cuda".
-  virtual c10::DeviceType type() const = 0;
-  /// Returns the number of devices; throws `resources` if there is none. May be slow at first.
-  virtual int count() const = 0;
-};
-
-/// The value of `--device`: `cpu`, `cuda` or `cuda:1` for the whole job, or ROLE=DEVICE[,…], which
-/// leaves all other roles on the CPU.
+/// The value of `--device`: one device, or ROLE=DEVICE[,…], which leaves other roles on the CPU.
 class DeviceSpec {
  public:
   /// Throws `invalid` for a malformed `text` or unknown role. `accelerator` is the non-CPU type.
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
-  /// Returns the device for rank `rank_name` ("trainer1"), chosen by that name or by its role.
   DeviceChoice of(const std::string& rank_name) const;
-  /// Returns the device for the rank if `--device` names the rank or its role, else nothing.
+  /// Returns the device only if `--device` names the rank ("trainer1") or its role.
   std::optional<DeviceChoice> named(const std::string& rank_name) const;
   /// Returns the device for the whole job, or nothing if `--device` names roles.
   const std::optional<DeviceChoice>& for_all() const { return for_all_; }
@@ -61,7 +49,6 @@ class DeviceSpec {
 
  private:
   const DeviceRole* class_of(std::string_view name) const;
-  std::string known_roles() const;
   void add(std::string_view role, std::string_view device, c10::DeviceType accelerator);
 
   std::vector<DeviceRole> roles_;
@@ -69,16 +56,17 @@ class DeviceSpec {
   std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
 };
 
-/// Returns the device that `choice` means. `place` numbers the ranks of a host that share its
-/// accelerators. Without an index, ranks take the accelerators in turn and may have to share them.
-/// Throws `resources` if there is no accelerator, or none with that index.
-c10::Device resolve_device(const DeviceChoice& choice, const Accelerators& accelerators, int place);
+/// Returns the device that `choice` means. Without an index, ranks take this host's GPUs in turn:
+/// `place` numbers the ranks that do so. Calls `count_gpus` only for a GPU; it throws `resources`
+/// if there is none. Throws `resources` if there is no GPU with the index.
+c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
+                           int place);
 
-/// Returns `error` with this rank as its cause. Its message begins with "rank 2 (trainer1): ",
-/// which is added unless the message names the rank already.
+/// Returns `error` with this rank as its cause. Adds "rank 2 (trainer1): " to its message, unless
+/// the message names the rank already.
 base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 
-/// Calls `choose`. Rethrows its exceptions, including LibTorch's, as error_of_rank().
+/// Calls `choose`. Rethrows its exceptions as error_of_rank().
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 

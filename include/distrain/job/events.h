@@ -13,8 +13,7 @@ namespace distrain::job {
 
 /// The unit of the losses. Results in words have a perplexity, others an accuracy.
 enum class Unit : uint8_t { kSamples, kWords };
-/// Returns the name of the field with the number of samples or words.
-const char* counted(Unit unit);
+const char* counted(Unit unit);  ///< "samples" or "words"
 
 /// Returns the fields loss, accuracy or perplexity, samples or words, and the job's own metrics.
 /// Returns an empty object if there are no samples.
@@ -56,11 +55,9 @@ struct Event {
 /// Returns the events that every job may print: start, ready, checkpoint, warn, error, end, ….
 std::vector<Event> common_events();
 
-/// Returns the trainers' `step` event, with `more` fields.
+// Return the trainers' `step` event, with `more` fields, and the `eval` event.
 Event step_event(std::vector<Field> more);
-/// Returns the `eval` event.
 Event eval_event(std::string when, Unit unit = Unit::kSamples);
-
 /// Returns the default events of a job whose trainers train in epochs. `may_lose`: the job can
 /// continue when a trainer is lost.
 std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);

@@ -18,7 +18,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/job/stop_signal.h"
-#include "distrain/net/port_range.h"
+#include "distrain/membership/options.h"
 
 namespace distrain::job {
 
@@ -44,18 +44,14 @@ class EventSink {
   /// Called on any thread when this rank is to end because of another rank's `error`. A running
   /// computation may delay the end; a process that must end in time exits without waiting for it.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
-
   /// Called about twice a second by each trainer, for displays: `step` of `steps` that the trainer
   /// makes (0 if unknown) of `trainers`, `epoch` of `epochs`, `loss`, `lr` and the fields of
   /// Result::progress; or a `note`, one line of text. Never waits for a reader.
   virtual void progress(const Json& fields) { static_cast<void>(fields); }
-
   /// Notes that the job continues if this rank is lost, so the launcher must not end the others.
   virtual void may_be_lost() {}
-
   /// Records values of options that depend on the job's data, by their names in `config`.
   virtual void used(const Json& config) { static_cast<void>(config); }
-
   /// Called repeatedly by the saving thread while a save makes progress.
   virtual void saving() {}
 
@@ -64,8 +60,7 @@ class EventSink {
   }
 };
 
-/// Progress of a rank: steps, training time and further fields. The rank's last line shows it if a
-/// signal or an error ends the rank. Thread-safe.
+/// A rank's progress, for its last line if a signal or an error ends the rank. Thread-safe.
 class Progress {
  public:
   /// Adds completed steps. `begun` is when the rank's first step began.
@@ -106,30 +101,11 @@ struct Injection {
   std::function<bool()> before_save;
 };
 
-/// A process's rank, and the address and credentials by which it joins the job.
-struct Contact {
-  int rank = 0;  ///< membership::kUnassignedRank: a free rank that rank 0 chooses
-  std::string master_addr = "localhost";
-  uint16_t master_port = 29500;
-  int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
-  std::string rank_0_unix_name;  ///< rank 0's Unix socket, if it does not listen on TCP
-  std::string token;             ///< as in rpc::AgentOptions, like the next three
-  std::string job_id;
-  std::optional<uint32_t> generation;
-  bool rejoins = false;
-  base::TimePoint started;  ///< start of the process or its launcher, for startup_s
-};
-
 /// The settings of a job on one of its ranks.
-struct Job : Contact {
-  std::string name;                ///< ranks of a job with another name are refused
-  int world_size = 0;              ///< 0: as rank 0 says
-  std::string listen_addr;         ///< empty: the interface that reaches the master
-  std::string meeting_name;        ///< as in rpc::AgentOptions
-  net::PortRange ports;            ///< ports to listen on
-  bool insecure = false;           ///< as in rpc::AgentOptions
-  bool spawned = false;            ///< started by a launcher; otherwise started by the user
-  std::string transport = "auto";  ///< auto, tcp or unix
+struct Job : membership::Contact {
+  std::string name;         ///< ranks of a job with another name are refused
+  bool spawned = false;     ///< started by a launcher; otherwise started by the user
+  base::TimePoint started;  ///< start of the process or its launcher, for startup_s
   double rpc_timeout_s = 60;
   double collective_timeout_s = 0;  ///< 0: operations have no timeout
   double join_timeout_s = 300;
@@ -151,6 +127,7 @@ struct Job : Contact {
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options with their defaults, and kRunId; rank 0 sends its own
 
+  Job() { master_port = 29500; }
   c10::Device device() const { return devices.front(); }
 };
 
@@ -165,8 +142,6 @@ struct Outcome {
   std::optional<base::Error> afterwards;
 };
 
-/// Returns the outcome of a job in one process without RPC.
-Outcome outcome_without_ranks(Json fields);
 /// Runs a job in one process (`--local`): chooses its devices, calls `run` and writes the trace if
 /// `--trace` is given. Throws the exceptions of `run`.
 Outcome run_local_job(const Job& job, EventSink& sink,

@@ -98,8 +98,7 @@ class LeaseScheduler {
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
     std::function<void(bool stopped)> on_end = [](bool) {};
-    /// A trainer was lost during an evaluation or a save. All reports since then do not count,
-    /// because the trainers repeat it.
+    /// A trainer was lost during an evaluation or a save, which the others repeat from its start.
     std::function<void()> on_again = [] {};
     /// `trainer` waits for a task while others may make steps, so they must not wait for its steps.
     std::function<void(int trainer)> on_rest = [](int) {};
@@ -125,12 +124,11 @@ class LeaseScheduler {
     int64_t back = 0;      ///< steps that will be handed out again
     int64_t in_doubt = 0;  ///< those of `back` that may have been made
   };
-  /// Notes that a trainer is lost. `made` is the number of the last step that its process made,
-  /// counted from 1, if it is known. Call go_on() afterwards, on a thread that may block.
+  /// Notes that a trainer is lost after `made` steps of its process, if they are known. Call
+  /// go_on() afterwards, on a thread that may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
-  /// Returns the number of trainers that are not lost.
-  int trainers_left() const;
+  int trainers_left() const;  ///< trainers that are not lost
   /// Returns the mean number of steps of a trainer since the job's beginning.
   int64_t steps_of_each() const;
   /// Returns the steps in this run that trainers which are not lost have completed.
@@ -171,8 +169,8 @@ class LeaseScheduler {
 
   TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
   int here_locked() const;
-  bool task_locked(int trainer, int64_t wanted, Task& task);
-  bool take_locked(int trainer, int64_t wanted, Task& task);
+  std::optional<Task> task_locked(int trainer, int64_t wanted);
+  std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
   int64_t furthest_locked() const;
   int64_t remaining_locked(int shard) const;

@@ -32,8 +32,7 @@ class OptionRow {
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
-  /// Requires the user to give the option, unless the job resumes from a checkpoint that has its
-  /// value. Other ranks inherit the value from rank 0. The member's initial value is not a default.
+  /// Requires rank 0's user to give the option, unless the job resumes from a checkpoint with it.
   OptionRow& required() { return set(option_.is_required, true); }
   OptionRow& random_only() { return set(option_.random_only, true); }
   OptionRow& data_only() { return set(option_.data_only, true); }
@@ -47,8 +46,8 @@ class OptionRow {
     return offers({word});
   }
   OptionRow& of_training() { return set(option_.of_training, true); }
-  /// Marks the option as the step that ends the run (0: none). A job that resumes from a checkpoint
-  /// at or after that step does not inherit the limit.
+  /// Marks the option as the step that ends the run (0: none). A job that resumes from a later
+  /// checkpoint does not inherit the limit.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Makes the option apply to this process only.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
@@ -137,7 +136,6 @@ class OptionList {
     return add(std::move(name), ValueKind::kFlag, member, std::move(help), "true", "false");
   }
 
-  /// Returns the row of a declared option.
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
   /// Returns a declared option, which may be changed. Throws `internal` if there is none.
   Option& find(std::string_view name) {

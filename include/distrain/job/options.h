@@ -75,8 +75,7 @@ struct RuleOptions : optim::RuleText {
            " or cosine:LENGTH[,FLOOR]; lengths are in " + lengths;
   }
 
-  /// Throws `invalid` if the options are not valid.
-  optim::Rule rule() const { return optim::make_rule(*this); }
+  optim::Rule rule() const { return optim::make_rule(*this); }  ///< may throw `invalid`
 
   static void describe_rule(auto& list) {
     list.choice("optimizer", &RuleOptions::optimizer,
@@ -122,9 +121,8 @@ struct TrainerOptions : CommonOptions, RuleOptions {
     list.integer("trainers", &TrainerOptions::trainers, "run N trainers").range(1, 1022);
     list.integer("epochs", &TrainerOptions::epochs, "train for N epochs; 0 sets no limit")
         .details(
-            "If --steps is given, too, training ends at the limit that comes first; --steps alone "
-            "sets "
-            "no\nlimit of epochs.")
+            R"(If --steps is given, too, training ends at the limit that comes first; --steps alone sets no
+limit of epochs.)")
         .may_change();
     list.integer("steps", &TrainerOptions::steps,
                  "stop after N steps of each trainer; 0 sets no limit")

@@ -32,8 +32,7 @@ class Roles {
   /// Throws `internal` if there is no such role.
   const Role& named(const std::string& name) const;
   const Role& of(int rank) const;
-  /// Returns the name of a rank, which is also its RPC worker's name.
-  std::string name_of(int rank) const;
+  std::string name_of(int rank) const;  ///< also the name of its RPC worker
   std::vector<std::string> names() const;
 
  private:
@@ -94,8 +93,7 @@ class Rank : public Process {
   bool has_group() const { return !groups_.empty(); }
 
   // ---- for the kit ----
-  /// Forbids new groups, because training has begun with or without groups.
-  void close_groups() { groups_closed_ = true; }
+  void close_groups() { groups_closed_ = true; }  ///< training begins with these groups or none
   /// Calls ReduceGroup::check() of all groups.
   void check_groups() const {
     for (const auto& [role, group] : groups_) group.reduce->check(device());

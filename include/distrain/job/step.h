@@ -42,16 +42,15 @@ struct Share {
                   const std::function<void(std::span<const int64_t> examples)>& use) const;
 };
 
-/// Decides which steps of a run print a line, as `--log-interval` says: every Nth step or, by time,
-/// the first step, the last one, and at most one step every 5 s between them.
+/// Prints the lines of steps as `--log-interval` says: of every Nth step or, by time, of the first
+/// step, the last one, and at most one step every 5 s between them.
 ///
 ///   StepLines lines(sink, "step", options.log_interval);
 ///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
 ///   lines.end();
 class StepLines {
  public:
-  /// `event`: the kind of the lines. `interval`: steps from one line to the next, 0 for no lines;
-  /// by time if unset.
+  /// `interval`: steps from one line to the next; 0: no lines; unset: by time.
   StepLines(EventSink& sink, std::string event, std::optional<int> interval)
       : sink_(sink), event_(std::move(event)), interval_(interval) {}
 

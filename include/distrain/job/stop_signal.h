@@ -13,9 +13,9 @@
 
 namespace distrain::job {
 
-/// A signal to end within this time after another one counts as the same signal, because a process
-/// may get one signal twice: timeout(1), Slurm and systemd signal a process and its group, a closed
-/// terminal and its shell both signal, and the launcher forwards signals to its ranks.
+/// Signals to end within this time count as one, because a process may get one signal twice:
+/// timeout(1), Slurm and systemd signal a process and its group, a closed terminal and its shell
+/// both signal, and the launcher forwards signals to its ranks.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it
@@ -75,12 +75,9 @@ class StopSignal {
     on_question_ = std::move(waits);
   }
   bool requested() const { return state_ == State::kStopping; }
-  /// Returns true if request() would succeed.
   bool armed() const { return state_ == State::kArmed; }
-
   /// Returns the signal that this process has received; 0 if only another rank has received one.
   int number() const { return number_; }
-
   /// Handles the signal `number`. Returns false if the caller is to end the process at once.
   bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};

@@ -32,8 +32,7 @@ class TrainingPlan {
   /// checkpoint that the job resumes from. A `name` that begins with `--` is an option with
   /// Option::each_own.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// As agree() with a text. If `used_as` is not empty, `value` is recorded as this field of
-  /// `config`.
+  /// As above. If `used_as` is not empty, `value` is recorded as this field of `config`.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
@@ -46,9 +45,7 @@ class TrainingPlan {
     part.name = name;
     parts_.push_back(std::move(part));
   }
-  /// As Training::keep() for a DistributedOptimizer.
   void keep(SingleProcessOptimizer& optimizer);
-
   /// Ends the job early when `reached` returns true on a trainer that asks for its next steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
@@ -62,10 +59,8 @@ class TrainingPlan {
   /// Adds a field to the last line: the greatest `value` of all trainers.
   void note_max(const std::string& name, int64_t value);
 
-  /// Returns true if the job was told to stop early. Valid after run().
-  bool stopped() const { return stopped_; }
-  /// Returns the steps that this trainer has made since the job's beginning.
-  int64_t steps_made() const { return total_; }
+  bool stopped() const { return stopped_; }      ///< after run(): the job was told to stop early
+  int64_t steps_made() const { return total_; }  ///< since the job's beginning
 
  protected:
   /// `own` are the trainers of this process. It calls the TrainingHost on rank 0 by `agent` or, if
@@ -80,8 +75,7 @@ class TrainingPlan {
   /// Makes a step with its learning rate, and reports it.
   void make(const Step& what, const std::function<Result()>& step);
   Seat seat(int trainer) const { return seats_.at(trainer); }
-  /// Runs a task other than training.
-  void meet(const Task& task);
+  void meet(const Task& task);  ///< runs a task other than training
 
   Plan plan_;
   std::vector<int> own_;
@@ -95,7 +89,7 @@ class TrainingPlan {
   auto ask(const Args&... args) const;
   int64_t run_steps() const { return total_ - begun_at_; }  ///< steps in this run
   void begin_epoch(int64_t epoch);
-  /// Counts a step and emits its `step` line if that is due.
+  /// Counts a step, and emits its `step` line if it is due.
   void log_step(const Result& result, double loss, double lr);
   /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step;
   /// `is_partial`: the job ends within the epoch.

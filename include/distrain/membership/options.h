@@ -13,15 +13,10 @@
 
 namespace distrain::membership {
 
-/// How a rank joins its job and is monitored. Errors and warnings name the command's option for a
-/// member: `--master-port` for `master_port`, `--listen` for `listen_addr`, `--token-file` (a file
-/// with the token) for `token`, and so on.
-struct Options {
-  int rank = 0;  ///< wire::kUnassignedRank only for a Slot
-  /// Rank 0: the names of all ranks, which also set their number. Other ranks get them from rank 0.
-  std::vector<std::string> names;
+/// How a rank meets the other ranks of its job.
+struct Contact {
+  int rank = 0;                           ///< wire::kUnassignedRank only for a Slot
   int world_size = 0;                     ///< other ranks: must equal rank 0's; 0: any
-  std::string job = "distrain";           ///< all ranks must have the same name
   std::string master_addr = "localhost";  ///< where rank 0 listens
   uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
   int listen_fd = -1;                     ///< rank 0: a socket that is already listening
@@ -41,12 +36,20 @@ struct Options {
   bool insecure = false;
   /// Distinguishes jobs at the same address. If empty, rank 0 chooses one for all ranks.
   std::string job_id;
-  /// Number of restarts of the job; ranks of other generations are refused. If unset: rank 0's or
-  /// 0.
+  /// Number of restarts of the job; ranks of others are refused. If unset: rank 0's or 0.
   std::optional<uint32_t> generation;
   /// Set if the job is being restarted and rank 0 may still see this rank's previous process: while
   /// rank 0 has no place for this rank, join() retries until the join timeout.
   bool rejoins = false;
+};
+
+/// How a rank joins its job and is monitored. Errors and warnings name the command's option for a
+/// member: `--master-port` for `master_port`, `--listen` for `listen_addr`, `--token-file` (a file
+/// with the token) for `token`, and so on.
+struct Options : Contact {
+  /// Rank 0: the names of all ranks, which also set their number. Other ranks get them from rank 0.
+  std::vector<std::string> names;
+  std::string job = "distrain";  ///< all ranks must have the same name
   /// Called once for each rank and reason when a process that claims to be rank `why.rank` is
   /// refused. `why` tells the user what to do. Runs on the loop thread: must not block.
   std::function<void(const base::Error& why)> on_refused;

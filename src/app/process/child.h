@@ -21,11 +21,10 @@ class LinePipe {
  public:
   /// Creates the pipe and returns its write end. Throws `resources` if no pipe can be created.
   net::Fd open();
-  /// Returns the read end; -1 after the end of the stream.
-  int fd() const { return fd_.get(); }
+  int fd() const { return fd_.get(); }  ///< the read end; -1 after the end of the stream
   /// Calls `take` with each complete line, newline included. Never blocks. Reads at most 4 MiB, so
-  /// that a rank that writes all the time does not delay the launcher's signal handling; a pipe
-  /// holds less, so one call reads all output of a dead rank.
+  /// that a rank that writes all the time does not delay the launcher's signal handling. A pipe
+  /// holds less.
   void read(const std::function<void(std::string)>& take);
   /// Closes the pipe and returns the incomplete line after the last newline.
   std::string close();
@@ -55,7 +54,6 @@ class Child {
 
   /// Returns true if the process has just ended, after reading its remaining output.
   bool reap();
-
   /// Signals the process group. Its end is then ended_by_us(), unless it has reported an error.
   void send(int signal);
   /// Stops the process group, or lets it continue if `stopped` is false.
@@ -74,8 +72,7 @@ class Child {
   std::optional<base::TimePoint> stopped_since() const { return stopped_since_; }
   bool failed() const { return status_ && exit_code() != 0; }
   bool ended_by_us() const { return ended_by_us_; }
-  /// Returns true after send(SIGKILL), even if the process has not ended yet.
-  bool killed() const { return killed_; }
+  bool killed() const { return killed_; }  ///< by send(SIGKILL), even if it has not ended yet
   /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a last line.
   int exit_code() const;
   /// Returns true if the job continues without this rank: the rank or its predecessor said so.
@@ -87,14 +84,11 @@ class Child {
   void give_up() { is_given_up_ = true; }
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// Returns true if the rank has joined all other ranks.
-  bool ready() const { return ready_; }
-  /// Returns the run id in the rank's lines; empty if no line had one yet.
-  const std::string& run_id() const { return run_id_; }
+  bool ready() const { return ready_; }                  ///< it has joined all other ranks
+  const std::string& run_id() const { return run_id_; }  ///< empty until a line has it
   /// Returns the signal after which the rank ended in good order, from its last line; 0 if none.
   int stopped_by() const;
-  /// Returns the signal that killed the process; 0 if none.
-  int signal() const;
+  int signal() const;  ///< that killed the process; 0 if none
   base::TimePoint ended_at() const { return ended_at_; }
   double rss_mb() const { return rss_mb_; }
   /// Return the rank's `rank_end` and `error` lines; empty if there is none. Errors are not printed
@@ -110,7 +104,7 @@ class Child {
   void take_text(std::string line);
 
   int rank_;
-  std::string role_;
+  std::string role_, run_id_;
   const Handlers* handlers_;
   pid_t pid_ = -1;
   LinePipe out_, err_;
@@ -130,7 +124,6 @@ class Child {
   bool is_successor_ = false;
   bool is_given_up_ = false;
   bool is_saving_ = false;
-  std::string run_id_;
 };
 
 }  // namespace distrain::app

@@ -1,6 +1,5 @@
 #include "process/display.h"
 
-#include <algorithm>
 #include <limits>
 #include <memory>
 

@@ -1,5 +1,3 @@
-#include "process/inject.h"
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -10,29 +8,29 @@
 
 #include <fmt/format.h>
 
-#include "distrain/base/error.h"
 #include "distrain/job/option_list.h"
 #include "distrain/membership/slot.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {
 
-using base::invalid;
-
-constexpr std::string_view kRankMark = "@rank=";
-constexpr std::string_view kCheckpoint = "checkpoint.";
-// `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep instead of computing.
-// `fail=checkpoint.3` fails the third system call of the first save. `save=200ms` delays the
-// writing of each checkpoint.
-constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};
-
+/// `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep instead of computing.
+/// `fail=checkpoint.3` fails the third system call of the first save. `save=200ms` delays the
+/// writing of each checkpoint.
 struct InjectedFault {
   std::string text;         // as the user gave it
-  std::string kind;         // one of kKinds
+  std::string kind;         // delay, stage, fail or save
   double seconds = 0;       // for all kinds but `fail`
   int64_t system_call = 0;  // for `fail`
   std::optional<int> rank;  // if unset: all ranks where the fault is possible
 };
+
+/// Parses a whole number from `min` to `max`. Throws `invalid` that begins with `where`.
+int64_t parse_number(std::string_view text, const std::string& where, double min, double max) {
+  const Option option = {.kind = ValueKind::kInteger, .min = min, .max = max};
+  return std::stoll(canonical_value(option, text, where));
+}
 
 /// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless it is above 0.
 double parse_time(std::string_view value, const std::string& where) {
@@ -43,40 +41,38 @@ double parse_time(std::string_view value, const std::string& where) {
     value.remove_suffix(unit.size());
     return std::stod(canonical_value(option, value, where)) * seconds;
   }
-  invalid(fmt::format("{} must be a time in us, ms or s (50ms), not '{}'", where, value));
+  invalid("{} must be a time in us, ms or s (50ms), not '{}'", where, value);
 }
 
-InjectedFault parse_fault(const std::string& text) {
+InjectedFault parse_fault(std::string_view rest) {
+  constexpr std::string_view kRank = "@rank=", kCheckpoint = "checkpoint.";
   InjectedFault fault;
-  fault.text = text;
-  std::string_view rest = text;
-  const std::string where = fmt::format("--inject {}", text);
+  fault.text = rest;
+  const std::string where = "--inject " + fault.text;
   if (const size_t at = rest.find('@'); at != std::string_view::npos) {
     const std::string_view mark = rest.substr(at);
-    if (!mark.starts_with(kRankMark)) invalid(where + ": @ must be followed by rank=N");
-    const Option option = {.kind = ValueKind::kInteger, .max = 1023};
-    fault.rank =
-        std::stoi(canonical_value(option, mark.substr(kRankMark.size()), where + ": the rank"));
+    if (!mark.starts_with(kRank)) invalid(where + ": @ must be followed by rank=N");
+    const std::string_view number = mark.substr(kRank.size());
+    fault.rank = static_cast<int>(parse_number(number, where + ": the rank", 0, 1023));
     rest = rest.substr(0, at);
   }
   const size_t equals = rest.find('=');
   if (equals == std::string_view::npos) invalid(where + ": a fault has the form KIND=VALUE");
   fault.kind = rest.substr(0, equals);
   const std::string_view value = rest.substr(equals + 1);
-  if (std::ranges::find(kKinds, fault.kind) == std::end(kKinds)) {
-    invalid(fmt::format("{}: unknown fault '{}'; the faults are delay, stage, fail and save", where,
-                        fault.kind));
-  }
   if (fault.kind == "fail") {
     if (!value.starts_with(kCheckpoint)) {
-      invalid(fmt::format("{}: what fails must be checkpoint.N, not '{}'", where, value));
+      invalid("{}: what fails must be checkpoint.N, not '{}'", where, value);
     }
-    const Option option = {.kind = ValueKind::kInteger, .min = 1, .max = job::kMaxInt};
-    fault.system_call = std::stoll(
-        canonical_value(option, value.substr(kCheckpoint.size()), where + ": what fails"));
+    fault.system_call =
+        parse_number(value.substr(kCheckpoint.size()), where + ": what fails", 1, job::kMaxInt);
+  } else if (fault.kind == "delay") {
+    fault.seconds = parse_time(value, where + ": the delay");
+  } else if (fault.kind == "stage" || fault.kind == "save") {
+    fault.seconds = parse_time(value, where + ": the time");
   } else {
-    const bool is_delay = fault.kind == "delay";
-    fault.seconds = parse_time(value, where + (is_delay ? ": the delay" : ": the time"));
+    invalid("{}: unknown fault '{}'; the faults are delay, stage, fail and save", where,
+            fault.kind);
   }
   return fault;
 }
@@ -85,7 +81,7 @@ std::vector<InjectedFault> faults_of(const ParsedOptions& options) {
   std::vector<InjectedFault> faults;
   const std::string text = options.text("inject");
   if (text.empty()) return faults;
-  for (const auto part : base::split(text, ',')) faults.push_back(parse_fault(std::string(part)));
+  for (const auto part : base::split(text, ',')) faults.push_back(parse_fault(part));
   return faults;
 }
 

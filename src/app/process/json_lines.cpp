@@ -13,9 +13,6 @@
 namespace distrain::app {
 namespace {
 
-Json or_null(const std::string& text) { return text.empty() ? Json() : Json(text); }
-Json or_null(std::optional<int> number) { return number ? Json(*number) : Json(); }
-
 double rounded(double value, double parts) { return std::round(value * parts) / parts; }
 
 /// Adds each field to the sum of the same name, if there is one.

@@ -14,15 +14,20 @@ namespace distrain::app {
 
 using job::Json;
 
+inline Json or_null(const std::string& text) { return text.empty() ? Json() : Json(text); }
+template <class T>
+Json or_null(const std::optional<T>& value) {
+  return value ? Json(*value) : Json();
+}
+
 /// Returns an event as JSON: the fields that all events have, and `fields`.
 Json json_event(std::string_view event, const std::string& run_id, const std::string& cmd,
                 std::optional<int> rank, const std::string& role, const Json& fields);
 /// Returns the event as a line of JSON, with newline. Numbers that are not finite become null.
 std::string line_of(const Json& event);
 
-/// Returns the field `name`; null if it is missing or is not a number.
+// Return the field `name`, or nothing if it is missing or has another type.
 std::optional<double> number_in(const Json& fields, const std::string& name);
-/// Returns the field `name`; empty if it is missing or is not a string.
 std::string text_in(const Json& fields, const char* name);
 
 /// The root cause of a failed job.
@@ -39,36 +44,27 @@ struct Cause {
 };
 
 Cause cause_of(const base::Error& error);
-
 /// Returns the cause if signal `number` ends this process. `rank`: this process's, if it has one.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
 /// Returns "rank 1 (trainer1)", or "rank 1" if `role` is empty.
 std::string rank_name(int rank, const std::string& role);
-/// Returns the message for a person. The name of the rank precedes it unless the message contains
-/// the rank, the job has only one rank (`local`), a signal ended the job, or the job missed its
-/// goal.
+/// Returns the message for a person. It begins with the name of the rank unless it contains the
+/// rank, the job has one rank (`local`), a signal ended the job, or the job missed its goal.
 std::string message_of(const Cause& cause);
 
-/// Returns "SIGKILL" for 9.
-std::string signal_name(int number);
+std::string signal_name(int number);  ///< "SIGKILL" for 9
 
 /// The error kind of a job that ran without errors but missed its training goal.
 inline constexpr const char* kGoalNotReached = "goal_not_reached";
 
 Json error_fields(const Cause& cause, base::TimePoint started);
 
-/// Line from a spawned rank to its launcher only: the job goes on if the rank is lost
-/// (Child::may_be_lost).
-inline constexpr const char* kMayBeLost = "may_be_lost";
-/// Line from a spawned rank to its launcher only: a save in progress has advanced.
-inline constexpr const char* kSaving = "saving";
-/// Line from a spawned rank 0 to its launcher only: figures of each other rank
-/// (job::Outcome::others).
-inline constexpr const char* kFigures = "figures";
-
-/// Line from a spawned rank to its launcher only: its training progress (EventSink::progress).
-inline constexpr const char* kProgress = "progress";
+// Lines from a spawned rank to its launcher only.
+inline constexpr const char* kMayBeLost = "may_be_lost";  ///< the job goes on if the rank is lost
+inline constexpr const char* kSaving = "saving";          ///< a save in progress has advanced
+inline constexpr const char* kFigures = "figures";        ///< from rank 0: job::Outcome::others
+inline constexpr const char* kProgress = "progress";      ///< EventSink::progress()
 
 /// Merges the fields of the ranks' last lines into the fields of `end`. Add ranks in ascending
 /// order: counts are summed, and a metric is taken from the first rank that has it.

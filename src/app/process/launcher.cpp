@@ -125,15 +125,14 @@ class Launcher {
 
   void tell_restart(const std::vector<int>& ranks, const std::optional<std::string>& checkpoint,
                     nanoseconds pause, const Cause& cause, const std::string& what) {
-    const std::optional<uint32_t> generation = told().generation;
     tell("restart", {{"ranks", ranks},
-                     {"generation", generation ? Json(*generation) : Json()},
+                     {"generation", or_null(told().generation)},
                      {"restarts_left", plan_.max_restarts - restarts_},
-                     {"checkpoint", checkpoint ? Json(*checkpoint) : Json()},
+                     {"checkpoint", or_null(checkpoint)},
                      {"after_s", std::chrono::duration<double>(pause).count()},
                      {"kind", cause.kind},
                      {"cause", cause.message},
-                     {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
+                     {"cause_rank", or_null(cause.rank)}});
     clear_display();
     say(fmt::format("{}: {} ({} of {})", message_of(cause), what, restarts_, plan_.max_restarts));
   }

@@ -33,11 +33,9 @@ struct LaunchPlan {
 };
 
 /// Forks the ranks, forwards their lines to stdout, and returns the exit code when all ranks have
-/// ended. Uses the calling thread only. If this process has other threads, the ranks also call
-/// exec (rank_image()), which takes longer.
-///
-/// If ranks fail for a reason that may be temporary, starts them again, at most `max_restarts`
-/// times, after a pause that grows as long as the job makes no progress.
+/// ended. Uses the calling thread only; if there are others, the ranks also call exec. If ranks
+/// fail for a reason that may be temporary, starts them again, at most `max_restarts` times, after
+/// a pause that grows as long as the job makes no progress.
 int run_launcher(const LaunchPlan& plan);
 
 }  // namespace distrain::app

@@ -14,7 +14,7 @@ namespace distrain::app {
 /// Writes all of `text`, in one write(2) if the kernel accepts it. May block. Returns 0 or errno.
 int write_all(int fd, std::string_view text);
 
-/// Returns true if a write to `fd` would not block: it accepts some bytes or fails at once.
+/// Returns true if a write to `fd` would accept some bytes or fail at once.
 bool is_writable(int fd);
 
 /// Prints the line "PROGRAM: `message`" to stderr. Ignores errors.

@@ -65,6 +65,15 @@ begin_before_libraries() {
 
 [[gnu::section(".preinit_array"), gnu::used]] void (*before_libraries)() = begin_before_libraries;
 
+/// Throws std::system_error if this process cannot start `count` more threads, because LibTorch
+/// waits forever for a thread of its pool that did not start.
+void expect_threads(int count) {
+  std::vector<std::jthread> threads;
+  std::promise<void> all;  // destroyed first, which ends the threads' wait
+  const std::shared_future<void> end = all.get_future().share();
+  while (count-- > 0) threads.emplace_back([end] { end.wait(); });
+}
+
 }  // namespace
 
 void expect_working_directory() {
@@ -131,19 +140,6 @@ void leave_process(int exit_code) {
   }
   _exit(exit_code);
 }
-
-namespace {
-
-/// Throws std::system_error if this process cannot start `count` more threads, because LibTorch
-/// waits forever for a thread of its pool that did not start.
-void expect_threads(int count) {
-  std::vector<std::jthread> threads;
-  std::promise<void> all;  // destroyed first, which ends the threads' wait
-  const std::shared_future<void> end = all.get_future().share();
-  while (count-- > 0) threads.emplace_back([end] { end.wait(); });
-}
-
-}  // namespace
 
 int set_up_threads(int wanted, int ranks) {
   if (wanted == 0 && !std::getenv("OMP_NUM_THREADS")) {

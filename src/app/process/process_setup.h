@@ -27,11 +27,8 @@ void set_up_process();
 /// ignored (nohup), SIGHUP.
 sigset_t ending_signals(std::initializer_list<int> more = {});
 
-/// The signal that makes a job save and continue.
-inline constexpr int kSaveSignal = SIGUSR1;
-
-/// The signal that makes a rank report its waits and continue.
-inline constexpr int kQuestionSignal = SIGQUIT;
+inline constexpr int kSaveSignal = SIGUSR1;      ///< makes a job save and continue
+inline constexpr int kQuestionSignal = SIGQUIT;  ///< makes a rank report its waits and continue
 
 /// Ends the process at once; callable on any thread. If `exit_code` is 130, raises SIGINT instead
 /// of exiting, because a shell loop stops only if SIGINT killed its command.

@@ -1,6 +1,5 @@
 #include "process/rank_group.h"
 
-#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -27,8 +26,7 @@ bool is_secondary(const Child& child) {
          kind == base::kind_name(base::ErrorKind::kCancelled);
 }
 
-/// Returns the line that says why the rank failed: its `error` line, which may blame another rank,
-/// or else its last line, which may name a signal.
+/// Returns the line that says why the rank failed: its `error` line, or else its last line.
 const Json& reason(const Child& child) {
   return child.error().empty() ? child.rank_end() : child.error();
 }
@@ -93,10 +91,6 @@ void RankGroup::start_rank(SpawnedRank spawned, int rank) {
 }
 
 // ---- event loop ----
-
-bool RankGroup::any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
-
-bool RankGroup::has_met() const { return std::ranges::any_of(children_, &Child::ready); }
 
 void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
   for (const Child& child : children_) {
@@ -237,7 +231,7 @@ nanoseconds RankGroup::failure_grace() const {
 
 // ---- end ----
 
-/// Enters `phase` and sets its deadline, unless a later phase has begun.
+/// Enters `phase` unless a later one has begun.
 void RankGroup::enter(Phase phase, nanoseconds grace) {
   if (phase < phase_) return;
   phase_ = phase;
@@ -274,14 +268,6 @@ void RankGroup::tell_one(int signal) {
   if (alive != children_.end()) alive->tell(signal);
 }
 
-void RankGroup::tell_all(int signal) {
-  for (Child& child : children_) child.tell(signal);
-}
-
-void RankGroup::stop() {
-  for (Child& child : children_) child.stop(true);
-}
-
 void RankGroup::go_on(base::Duration stopped) {
   for (Child& child : children_) child.stop(false);
   if (deadline_ != base::kNever) deadline_ += stopped;
@@ -295,8 +281,8 @@ const Child* RankGroup::find(std::optional<int> rank) const {
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// Returns true if the rank failed for another reason than a signal of the launcher. A failed save
-/// and a crash count even after such a signal, which may have arrived during the core dump.
+/// Returns true if no signal of the launcher ended the rank. A failed save and a crash count even
+/// after such a signal, which may have arrived during the core dump.
 bool RankGroup::failed_itself(const Child& child) const {
   if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <optional>
@@ -42,21 +43,18 @@ class RankGroup {
 
   /// Starts the ranks. If one cannot be started, kills the others; verdict() returns the error.
   void start(const SpawnedRank& told);
-
   /// Starts a lost rank again while the job runs. Returns false if it cannot be started now.
   bool start_again(const SpawnedRank& told, int rank);
 
-  bool any_alive() const;
+  bool any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
   /// Returns true if all ranks of the job have joined.
-  bool has_met() const;
+  bool has_met() const { return std::ranges::any_of(children_, &Child::ready); }
   /// Returns true if the ranks are to end, for any reason.
   bool is_ending() const { return phase_ != Phase::kRunning; }
   /// Returns true if a rank has ended successfully, which means that the job is complete.
   bool is_over() const;
-  /// Returns the ranks in ascending order.
-  const std::vector<Child>& ranks() const { return children_; }
-  /// Returns the largest peak memory of the ranks that have ended, in MiB.
-  double rss_mb() const { return rss_mb_; }
+  const std::vector<Child>& ranks() const { return children_; }  ///< in ascending order
+  double rss_mb() const { return rss_mb_; }  ///< peak memory of the largest rank that has ended
 
   // ---- called by the launcher's event loop ----
 
@@ -78,9 +76,13 @@ class RankGroup {
   void kill();
   /// Sends a signal that does not end ranks to one living rank, or to all.
   void tell_one(int signal);
-  void tell_all(int signal);
+  void tell_all(int signal) {
+    for (Child& child : children_) child.tell(signal);
+  }
   /// Stops the ranks' processes; go_on() continues them and extends the deadline by `stopped`.
-  void stop();
+  void stop() {
+    for (Child& child : children_) child.stop(true);
+  }
   void go_on(base::Duration stopped);
 
   /// Returns why a lost rank failed.

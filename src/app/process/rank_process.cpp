@@ -141,9 +141,9 @@ class JsonSink final : public job::EventSink {
   /// Returns true to the first caller only, which then reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
-  /// Writes the last line; later events are dropped. Returns false if the last line was written
-  /// before, or if another thread reports the end and exits. Waits for the reader; after a signal,
-  /// for at most kReaderGrace unless the reader is the launcher.
+  /// Writes the last line. Returns false if it was written before or another thread ends the
+  /// process. Waits for the reader; after a signal, for at most kReaderGrace unless the reader is
+  /// the launcher.
   bool finish(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -337,8 +337,7 @@ class RankProcess {
     for (const auto& [rank, its_fields] : others) {
       if (!spawned) summary.add(its_fields);
     }
-    // The launcher gets its own ranks' fields from their last lines; here, rank 0 sends the
-    // others'.
+    // The launcher has only the last lines of its own ranks.
     if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
     const JsonSink::Identity identity = sink_.identity();
     Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,
@@ -369,9 +368,8 @@ class RankProcess {
     });
   }
 
-  /// Waits for a signal that ends the process, and reports the signal in the last line: a rank
-  /// without a launcher would otherwise have no last line. A job that saves before it ends handles
-  /// its first signal itself.
+  /// Waits for a signal that ends the process, and reports it in the last line. A job that saves
+  /// before it ends handles its first signal itself.
   void end_by_signal() {
     const sigset_t set = awaited_signals();
     int number = 0;

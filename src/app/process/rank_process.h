@@ -31,9 +31,9 @@ struct RankRun {
 };
 
 /// Runs a rank and returns the exit code: emits `start`, runs the body, emits `error` if the body
-/// throws, then emits the last line. A separate thread handles signals; if one stopped the body,
-/// the exit code is the signal's. If stdout cannot be written, stops a job that saves and exits
-/// from any other. The caller must use _exit() or leave_process(), because threads may still run.
+/// throws, then emits the last line. A thread handles signals; if one stopped the body, the exit
+/// code is the signal's. If stdout cannot be written, stops a job that saves and exits from any
+/// other. Call _exit() or leave_process() afterwards, because threads may still run.
 ///
 /// `start` is the first line, before this rank contacts rank 0: on a rank that joins, `world_size`,
 /// `role`, `device` and inherited fields of `config` may be null in it.

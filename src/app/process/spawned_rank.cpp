@@ -18,12 +18,16 @@
 #include "distrain/net/socket.h"
 #include "process/output.h"
 
+namespace distrain::net {
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortRange, first, last)
+}  // namespace distrain::net
+
 namespace distrain::app {
 
 // The fields that need no conversion.
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, out_fd, listen_fd, master_addr, master_port,
-                                   run_id, rank_0_unix_name, job_id, rejoins, shows_progress,
-                                   resume)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
+                                   master_port, listen_addr, ports, transport, insecure, run_id,
+                                   rank_0_unix_name, job_id, rejoins, shows_progress, resume)
 
 namespace {
 

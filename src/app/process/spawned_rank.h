@@ -8,8 +8,9 @@
 
 namespace distrain::app {
 
-/// Settings of a spawned rank that are not on the launcher's command line, which the rank shares.
-struct SpawnedRank : job::Contact {
+/// Settings of a spawned rank, beside those on the launcher's command line, which the rank shares.
+struct SpawnedRank : membership::Contact {
+  base::TimePoint started;      ///< when the launcher started
   int out_fd = -1;              ///< the descriptor for the rank's JSON lines
   std::string run_id;           ///< empty if another launcher has rank 0
   bool shows_progress = false;  ///< the launcher displays the ranks' progress
@@ -17,11 +18,9 @@ struct SpawnedRank : job::Contact {
 };
 
 /// Returns a function that executes this program again as `rank`, with the launcher's arguments and
-/// the settings in the environment. Call it in a forked child if the parent has other threads: the
-/// child lacks them, and OpenMP would wait for them. Throws `resources` if this fails.
-///
-/// The function returns only if exec fails: an exit code. It does not allocate, because a thread of
-/// the parent may have held the heap's lock.
+/// the settings in the environment. Throws `resources` if this fails. Call the function in a forked
+/// child if the parent has other threads, because OpenMP would wait for them. It does not allocate,
+/// because such a thread may have held the heap's lock, and returns an exit code if exec fails.
 std::function<int()> rank_image(const SpawnedRank& rank);
 
 /// Returns the settings if this process was started by rank_image(), otherwise null. Removes them

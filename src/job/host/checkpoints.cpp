@@ -185,8 +185,6 @@ std::optional<Snapshot> Checkpoints::load(const char* use) {
   return snapshot;
 }
 
-// A job that fails for another reason waits as well: what is being written is newer than all that
-// is on disk, and nearly all of the work is done.
 Checkpoints::~Checkpoints() {
   if (thread_.joinable()) thread_.join();
 }

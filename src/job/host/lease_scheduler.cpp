@@ -69,13 +69,9 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.lease = {};
     its.has_task = false;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
-    Task task;
-    if (!is_advancing_ && phase_ == Phase::kTraining && take_locked(seat.trainer, wanted, task)) {
-      return base::Future<Task>::ready(task);
-    }
-    if (phase_ == Phase::kEnding) {  // a new trainer came while the others ended
-      task_locked(seat.trainer, wanted, task);
-      return base::Future<Task>::ready(task);
+    // In kEnding a new trainer came while the others ended.
+    if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
+      if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
     }
     Request& request = waiting_[seat.trainer];
     request.wanted = wanted;
@@ -248,7 +244,7 @@ int64_t LeaseScheduler::remaining_locked(int shard) const {
   return options_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
 }
 
-bool LeaseScheduler::take_locked(int trainer, int64_t wanted, Task& task) {
+std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   if (returned_.empty()) {
     its.lease = take_new_locked(trainer, wanted);
@@ -260,12 +256,11 @@ bool LeaseScheduler::take_locked(int trainer, int64_t wanted, Task& task) {
     if (first.count == 0) returned_.erase(returned_.begin());
   }
   its.has_task = its.lease.count > 0;
-  task.kind = Task::Kind::kTrain;
-  task.epoch = position_.epoch;
-  task.shard = its.lease.shard;
-  task.step = its.lease.step;
-  task.count = its.lease.count;
-  return its.has_task;
+  if (!its.has_task) return std::nullopt;
+  return Task{.epoch = position_.epoch,
+              .shard = its.lease.shard,
+              .step = its.lease.step,
+              .count = its.lease.count};
 }
 
 LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
@@ -362,21 +357,24 @@ void LeaseScheduler::hand_out() {
     const auto all = static_cast<int32_t>(waiting_.size());
     int32_t part = 0;
     for (auto it = waiting_.begin(); it != waiting_.end() && !failed_;) {
-      Task task;
-      const bool has_task = task_locked(it->first, it->second.wanted, task);
-      task.part = part++;
-      task.parts = all;
-      if (has_task) tasks.emplace_back(std::move(it->second.promise), task);
-      it = has_task ? waiting_.erase(it) : std::next(it);
+      std::optional<Task> task = task_locked(it->first, it->second.wanted);
+      if (task) {
+        task->part = part;
+        task->parts = all;
+        tasks.emplace_back(std::move(it->second.promise), *task);
+      }
+      ++part;
+      it = task ? waiting_.erase(it) : std::next(it);
     }
     is_advancing_ = false;
   }
   for (auto& [promise, task] : tasks) promise.set(task);
 }
 
-bool LeaseScheduler::task_locked(int trainer, int64_t wanted, Task& task) {
-  if (phase_ == Phase::kTraining) return take_locked(trainer, wanted, task);
+std::optional<Task> LeaseScheduler::task_locked(int trainer, int64_t wanted) {
+  if (phase_ == Phase::kTraining) return take_locked(trainer, wanted);
   state_of(trainer).has_task = true;
+  Task task;
   task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
               : phase_ == Phase::kSaving   ? Task::Kind::kSave
                                            : Task::Kind::kEnd;
@@ -387,7 +385,7 @@ bool LeaseScheduler::task_locked(int trainer, int64_t wanted, Task& task) {
   task.last = phase_ == Phase::kEvaluating && is_last;
   task.partial = !epoch_over();
   task.stopped = stopped();
-  return true;
+  return task;
 }
 
 }  // namespace distrain::job

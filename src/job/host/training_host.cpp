@@ -64,7 +64,6 @@ void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
 struct LossPreparation {
   rpc::Agent& agent;
   EventSink& sink;
-
   void prepare(bool may_be_lost) {
     optim::keep_updaters(agent);
     if (may_be_lost) sink.may_be_lost();

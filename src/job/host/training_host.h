@@ -69,7 +69,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// Registers a trainer, process `incarnation` of its rank. The first call creates the scheduler
   /// and reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
-  /// Returns the tensors of a part from the checkpoint that the job resumes from.
+  /// Returns a part of the checkpoint that the job resumes from.
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);

@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #include <c10/core/DeviceType.h>
-#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "distrain/base/text.h"
 #include "distrain/rpc/error.h"
@@ -16,18 +17,15 @@ constexpr int kMostDevices = 127;  // limit of c10::DeviceIndex
 
 [[noreturn]] void refuse(const std::string& message) { base::invalid("--device " + message); }
 
-std::string name_of(c10::DeviceType type) { return c10::DeviceTypeName(type, /*lower_case=*/true); }
-
 DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
   if (text == "cpu") return {};
-  const std::string name = name_of(accelerator);
+  const std::string name = c10::DeviceTypeName(accelerator, /*lower_case=*/true);
   if (text == name) return {true, std::nullopt};
   if (text.starts_with(name + ":")) {
     const auto index = base::number<uint8_t>(text.substr(name.size() + 1));
     if (index && *index <= kMostDevices) return {true, *index};
   }
-  refuse("must be cpu, " + name + ", " + name + ":N or ROLE=DEVICE[,...], not '" +
-         std::string(text) + "'");
+  refuse(fmt::format("must be cpu, {0}, {0}:N or ROLE=DEVICE[,...], not '{1}'", name, text));
 }
 
 std::string_view without_number(std::string_view name) {
@@ -47,28 +45,18 @@ DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
   for (const std::string_view part : base::split(text, ',')) {
     const size_t equals = part.find('=');
     if (equals == std::string_view::npos) {
-      refuse("names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '" +
-             std::string(part) + "' has none");
+      refuse(fmt::format(
+          "names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '{}' has none", part));
     }
     add(part.substr(0, equals), part.substr(equals + 1), accelerator);
   }
 }
 
 const DeviceRole* DeviceSpec::class_of(std::string_view name) const {
-  const auto it = std::ranges::find_if(roles_, [&](const DeviceRole& role) {
-    return name == role.name || (!role.alias.empty() && name == role.alias);
-  });
-  return it == roles_.end() ? nullptr : &*it;
-}
-
-std::string DeviceSpec::known_roles() const {
-  std::string known;
   for (const DeviceRole& role : roles_) {
-    if (role.use == DeviceRole::Use::kNone) continue;
-    known += (known.empty() ? "" : ", ") + role.name;
-    if (!role.alias.empty()) known += " (or " + role.alias + ")";
+    if (name == role.name || (!role.alias.empty() && name == role.alias)) return &role;
   }
-  return known;
+  return nullptr;
 }
 
 void DeviceSpec::add(std::string_view role, std::string_view device, c10::DeviceType accelerator) {
@@ -80,7 +68,14 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
     number = role.substr(beginning.size());
     found = number.empty() ? nullptr : class_of(beginning);
   }
-  if (!found) refuse("names the role '" + std::string(role) + "', but there are " + known_roles());
+  if (!found) {
+    std::vector<std::string> known;
+    for (const DeviceRole& each : roles_) {
+      if (each.use == DeviceRole::Use::kNone) continue;
+      known.push_back(each.name + (each.alias.empty() ? "" : " (or " + each.alias + ")"));
+    }
+    refuse(fmt::format("names the role '{}', but there are {}", role, fmt::join(known, ", ")));
+  }
   if (choice.accelerator && found->use == DeviceRole::Use::kNone) {
     refuse("names " + std::string(role) + ", which computes nothing that a GPU could");
   }
@@ -107,23 +102,20 @@ DeviceChoice DeviceSpec::of(const std::string& rank_name) const {
 
 void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
   for (const auto& [name, choice] : by_name_) {
-    if (class_of(name) || std::find(rank_names.begin(), rank_names.end(), name) != rank_names.end())
-      continue;
-    refuse("names " + name + ", but the ranks are " + c10::Join(", ", rank_names));
+    if (class_of(name) || std::ranges::count(rank_names, name) > 0) continue;
+    refuse(fmt::format("names {}, but the ranks are {}", name, fmt::join(rank_names, ", ")));
   }
 }
 
-c10::Device resolve_device(const DeviceChoice& choice, const Accelerators& accelerators,
+c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
                            int place) {
   if (!choice.accelerator) return c10::kCPU;
-  const int count = accelerators.count();
+  const int count = count_gpus();
   const int index = choice.index.value_or(place % count);
-  if (index < count) return {accelerators.type(), static_cast<c10::DeviceIndex>(index)};
-  const std::string name = name_of(accelerators.type()) + ":";
-  std::string there = name + "0";
-  if (count > 1) there += " to " + name + std::to_string(count - 1);
-  throw base::Exception(base::ErrorKind::kResources, "there is no " + name + std::to_string(index) +
-                                                         " on this host, only " + there);
+  if (index < count) return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
+  throw base::Exception(base::ErrorKind::kResources,
+                        fmt::format("there is no cuda:{} on this host, only cuda:0{}", index,
+                                    count > 1 ? fmt::format(" to cuda:{}", count - 1) : ""));
 }
 
 base::Error error_of_rank(base::Error error, int rank, const std::string& name) {

@@ -48,11 +48,10 @@ std::string json_name(const Option& option) {
 }
 
 const Option* find_option(const OptionTable& table, std::string_view name) {
-  if (name.empty()) return nullptr;
-  const auto it = std::find_if(table.begin(), table.end(), [name](const Option& option) {
-    return option.name == name || option.old_name == name;
-  });
-  return it == table.end() ? nullptr : &*it;
+  for (const Option& option : table) {
+    if (!name.empty() && (option.name == name || option.old_name == name)) return &option;
+  }
+  return nullptr;
 }
 
 std::string allowed_values(const Option& option) {

@@ -1,25 +1,14 @@
 #include "distrain/job/job.h"
 
-#include <utility>
-
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "run/run_trace.h"
 
 namespace distrain::job {
 
-Outcome outcome_without_ranks(Json fields) {
-  Outcome outcome;
-  outcome.fields = std::move(fields);
-  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
-  outcome.fields["live_rrefs"] = 0;
-  outcome.fields["live_contexts"] = 0;
-  return outcome;
-}
-
 Outcome run_local_job(const Job& job, EventSink& sink,
                       const std::function<Outcome(const Job& placed)>& run) {
-  JobTrace trace(sink);
+  RunTrace trace(sink);
   trace.start(job.effective, 1);
   trace.begin_alone();
   const base::TraceBinding binding(trace.tracer(), "main");
@@ -30,10 +19,9 @@ Outcome run_local_job(const Job& job, EventSink& sink,
     rpc::make_current(placed.device());
     outcome = run(placed);
   } catch (...) {
-    const auto error = std::current_exception();
     // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
     if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
-    std::rethrow_exception(error);
+    throw;
   }
   outcome.afterwards = trace.write_own(job.rank, "local");
   return outcome;

@@ -75,7 +75,7 @@ Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoi
   const auto snapshot = Checkpoints({"", 0, checkpoint}, job, sink).load("predict");
   Predictions predictions(snapshot.value(), input, job.device(), sink);
   predict(predictions);
-  return outcome_without_ranks(predictions.fields());
+  return {.fields = predictions.fields()};
 }
 
 }  // namespace distrain::job

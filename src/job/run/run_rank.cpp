@@ -26,22 +26,8 @@ std::chrono::nanoseconds seconds(double s) {
 
 rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   rpc::AgentOptions options;
+  static_cast<membership::Contact&>(options) = job;
   if (!job.name.empty()) options.job = "distrain " + job.name;
-  options.rank = job.rank;
-  options.world_size = job.world_size;
-  options.master_addr = job.master_addr;
-  options.master_port = job.master_port;
-  options.listen_fd = job.listen_fd;
-  options.listen_addr = job.listen_addr;
-  options.rank_0_unix_name = job.rank_0_unix_name;
-  options.meeting_name = job.meeting_name;
-  options.ports = job.ports;
-  options.token = job.token;
-  options.insecure = job.insecure;
-  options.job_id = job.job_id;
-  options.generation = job.generation;
-  options.rejoins = job.rejoins;
-  options.transport = job.transport;
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);
   options.peer_timeout = seconds(job.peer_timeout_s);
@@ -82,8 +68,6 @@ std::string figures(rpc::CallContext& call) {
 
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct SlotIsTaken {};
-
-// Functions that forward a signal to stop. Any rank may receive one; rank 0 acts on it.
 
 /// On rank 0: another rank received a signal to stop.
 void request_stop(rpc::CallContext& call) {
@@ -301,7 +285,7 @@ class RankRunner {
   const RankBody& body_;
   const bool has_asked_;
   std::unique_ptr<membership::Slot> slot_;
-  JobTrace trace_;
+  RunTrace trace_;
   const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
@@ -344,7 +328,7 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
     stop.on_save([&host] { host.request_save(); });
     run(local);
   }
-  Outcome outcome = outcome_without_ranks(local.fields());
+  Outcome outcome;
   conclude(outcome, local, &host);
   return outcome;
 }

@@ -3,14 +3,17 @@
 #include <algorithm>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include "distrain/job/trace_file.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::job {
 
-void RunTrace::start(const std::string& path, int world_size) {
-  if (path.empty()) return;
-  path_ = path;
+void RunTrace::start(const OptionMap& options, int world_size) {
+  const auto path = options.find("trace");
+  if (path == options.end() || path->second.empty()) return;
+  path_ = path->second;
   // A million events take about 150 MB, and viewers fail at one or two GB.
   constexpr size_t kEventsOfAFile = 4 * base::Tracer::kLimit;
   tracer_->start(std::min(base::Tracer::kLimit, kEventsOfAFile / static_cast<size_t>(world_size)));
@@ -44,7 +47,9 @@ std::optional<base::Error> RunTrace::write() {
   uint64_t dropped = 0;
   for (const base::RankTrace& rank : ranks) dropped += rank.dropped;
   if (dropped > 0) {
-    warn_(path + ": the last " + std::to_string(dropped) + " events were too many and are missing");
+    sink_.warn(
+        base::ErrorKind::kOverloaded,
+        fmt::format("--trace {}: the last {} events were too many and are missing", path, dropped));
   }
   return error_;
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,14 +16,13 @@ namespace distrain::job {
 /// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
 class RunTrace {
  public:
-  /// `warn` is called with a message that begins with the path if the file lacks dropped events.
-  explicit RunTrace(std::function<void(const std::string& message)> warn)
-      : warn_(std::move(warn)) {}
+  /// If the file lacks dropped events, warns `sink`.
+  explicit RunTrace(EventSink& sink) : sink_(sink) {}
 
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
-  /// Starts recording for the file `path`, unless empty; `world_size` ranks share its size limit.
-  void start(const std::string& path, int world_size);
+  /// Starts recording if rank 0's options have `--trace`; `world_size` ranks share its size limit.
+  void start(const OptionMap& options, int world_size);
   /// Must be called when all ranks have joined.
   void begin(rpc::Agent& agent);
   /// As begin(), for a run without other ranks.
@@ -38,7 +36,7 @@ class RunTrace {
   std::optional<base::Error> write_own(int rank, const std::string& role);
 
  private:
-  const std::function<void(const std::string&)> warn_;
+  EventSink& sink_;
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
   std::string path_;  // empty: no trace is to be written (any more)
   bool begun_ = false;
@@ -46,19 +44,6 @@ class RunTrace {
   std::optional<base::Error> error_;
   std::optional<rpc::TraceCollector> collector_;
   std::vector<base::RankTrace> ranks_;
-};
-
-/// The trace that rank 0 requests by `--trace`.
-class JobTrace : public RunTrace {
- public:
-  explicit JobTrace(EventSink& sink)
-      : RunTrace([&sink](const std::string& message) {
-          sink.warn(base::ErrorKind::kOverloaded, "--trace " + message);
-        }) {}
-  void start(const OptionMap& job_options, int world_size) {
-    const auto path = job_options.find("trace");
-    if (path != job_options.end()) RunTrace::start(path->second, world_size);
-  }
 };
 
 }  // namespace distrain::job

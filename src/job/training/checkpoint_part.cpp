@@ -1,7 +1,5 @@
 #include "distrain/job/checkpoint_part.h"
 
-#include <utility>
-
 #include "distrain/job/checkpoints.h"
 
 namespace distrain::job {

@@ -3,12 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
-#include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 
 namespace distrain::job {

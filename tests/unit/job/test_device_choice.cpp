@@ -32,18 +32,12 @@ std::string refusal(const std::string& text) {
   return "no error";
 }
 
-class Gpus final : public job::Accelerators {
- public:
-  explicit Gpus(int count) : count_(count) {}
-  c10::DeviceType type() const override { return c10::kCUDA; }
-  int count() const override {
-    if (count_ > 0) return count_;
+std::function<int()> gpus(int count) {
+  return [count] {
+    if (count > 0) return count;
     throw base::Exception(base::ErrorKind::kResources, "no GPU");
-  }
-
- private:
-  const int count_;
-};
+  };
+}
 
 }  // namespace
 
@@ -97,18 +91,18 @@ TEST_CASE("a named rank must be a rank of the job") {
 }
 
 TEST_CASE("a device without an index gets the rank's local index") {
-  CHECK(resolve_device(kCpu, Gpus(0), 0) == c10::Device(c10::kCPU));
-  CHECK(resolve_device(kAny, Gpus(2), 0) == c10::Device(c10::kCUDA, 0));
-  CHECK(resolve_device(kAny, Gpus(2), 1) == c10::Device(c10::kCUDA, 1));
-  CHECK(resolve_device(kAny, Gpus(2), 5) == c10::Device(c10::kCUDA, 1));
-  CHECK(resolve_device(gpu(1), Gpus(2), 0) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(kCpu, gpus(0), 0) == c10::Device(c10::kCPU));
+  CHECK(resolve_device(kAny, gpus(2), 0) == c10::Device(c10::kCUDA, 0));
+  CHECK(resolve_device(kAny, gpus(2), 1) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(kAny, gpus(2), 5) == c10::Device(c10::kCUDA, 1));
+  CHECK(resolve_device(gpu(1), gpus(2), 0) == c10::Device(c10::kCUDA, 1));
 }
 
 TEST_CASE("a missing device is an error that names the rank") {
   const auto error_of = [](DeviceChoice choice, int count) {
     try {
       job::naming_rank(2, "trainer1", [&] {
-        return std::vector<c10::Device>{resolve_device(choice, Gpus(count), 0)};
+        return std::vector<c10::Device>{resolve_device(choice, gpus(count), 0)};
       });
     } catch (const base::Exception& e) {
       return e.error();

@@ -18,6 +18,17 @@ using testing::TracePath;
 
 namespace {
 
+/// Collects the messages of warnings.
+struct Warnings final : EventSink {
+  void emit(std::string_view event, const job::Json& fields) override {
+    CHECK(event == "warn");
+    messages.push_back(fields["message"]);
+  }
+  void joined(std::string_view, const OptionMap&) override {}
+
+  std::vector<std::string> messages;
+};
+
 void record(base::Tracer& tracer, int events) {
   base::TraceEvent event;
   event.name = "slice";
@@ -27,19 +38,21 @@ void record(base::Tracer& tracer, int events) {
 }  // namespace
 
 TEST_CASE("A run without a trace file records nothing", "[trace]") {
-  RunTrace trace([](const std::string& message) { FAIL(message); });
-  trace.start("", 2);
+  Warnings warnings;
+  RunTrace trace(warnings);
+  trace.start({{"trace", ""}}, 2);
   CHECK_FALSE(trace.tracer()->on());
   trace.collect();
   trace.write();
   trace.write_own(0, "role");
+  CHECK(warnings.messages.empty());
 }
 
 TEST_CASE("Dropped events are reported once", "[trace]") {
   const TracePath path;
-  std::vector<std::string> warnings;
-  RunTrace trace([&](const std::string& message) { warnings.push_back(message); });
-  trace.start(path.text(), 2000);  // so many ranks that each may record 2000 events
+  Warnings warnings;
+  RunTrace trace(warnings);
+  trace.start({{"trace", path.text()}}, 2000);  // so many ranks that each may record 2000 events
   trace.begin_alone();
   record(*trace.tracer(), 10'000);
   trace.write_own(1, "another rank's");
@@ -47,17 +60,19 @@ TEST_CASE("Dropped events are reported once", "[trace]") {
   trace.write_own(0, "role");
   const size_t written = path.read()["traceEvents"].size() - 4;
   CHECK(written <= 2000);
-  REQUIRE(warnings.size() == 1);
-  CHECK(warnings[0] == path.text() + ": the last " + std::to_string(10'000 - written) +
-                           " events were too many and are missing");
+  REQUIRE(warnings.messages.size() == 1);
+  CHECK(warnings.messages[0] == "--trace " + path.text() + ": the last " +
+                                    std::to_string(10'000 - written) +
+                                    " events were too many and are missing");
   trace.write();
-  CHECK(warnings.size() == 1);
+  CHECK(warnings.messages.size() == 1);
 }
 
 TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and an error",
           "[trace]") {
   const TracePath path;
-  RunTrace trace([](const std::string& message) { FAIL(message); });
+  Warnings warnings;
+  RunTrace trace(warnings);
   testing::Cluster cluster(
       2,
       [](rpc::Agent& agent) {
@@ -72,7 +87,7 @@ TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and 
       [&](rpc::AgentOptions& options) {
         options.tracer = options.rank == 0 ? trace.tracer() : nullptr;
       });
-  trace.start(path.text(), 2);
+  trace.start({{"trace", path.text()}}, 2);
   trace.begin(cluster[0]);
   record(*trace.tracer(), 3);
   cluster.on_all([&](rpc::Agent& agent) {
@@ -93,4 +108,5 @@ TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and 
     slices += event["name"] == "slice";
   }
   CHECK(slices == 3);
+  CHECK(warnings.messages.empty());
 }
