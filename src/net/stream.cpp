@@ -14,6 +14,7 @@
 #include <sys/socket.h>
 #include <uv.h>
 
+#include "address.h"
 #include "distrain/net/socket.h"
 #include "loop_impl.h"
 #include "pending_frame.h"
@@ -48,16 +49,12 @@ class UvStream final : public Stream,
  public:
   UvStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
     // Not by the peer's address: there is none if the connection is broken already.
-    int domain = 0;
-    socklen_t size = sizeof domain;
-    getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
-    is_tcp_ = domain != AF_UNIX;
+    is_tcp_ = socket_option(fd, SOL_SOCKET, SO_DOMAIN) != AF_UNIX;
     if (is_tcp_) {
       const SocketName name = remote_name(fd);
       peer_name_ = name.host.empty() ? "a lost peer" : name.host + ":" + std::to_string(name.port);
-      const int one = 1;
-      setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-      setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+      set_socket_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+      set_socket_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
       if (name.host == local_name(fd).host || is_loopback(name.host)) avoid_bbr(fd);
     }
   }

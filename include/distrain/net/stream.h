@@ -29,8 +29,7 @@ struct OutFrame {
 /// Returns the bytes of its meta and payload.
 uint64_t bytes_of(const OutFrame& frame);
 
-/// `invalid` for a frame beyond the default wire::Limits: it would make the peer drop the
-/// connection and all that goes over it.
+/// Returns `invalid` for a frame beyond the default wire::Limits, at which the peer disconnects.
 base::Status check_limits(const OutFrame& frame);
 
 /// A frame as it was received. The spans point into `body`.
