@@ -11,6 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
+#include "distrain/store/safetensors.h"
 #include "save_folders.h"
 
 namespace distrain::store {
@@ -55,7 +56,7 @@ class Save {
     for (const auto& [name, tensors] : checkpoint.files) {
       const std::string& header = headers_[name] = safetensors_header(tensors);
       uint64_t bytes = header.size();
-      for (const auto& [_, tensor] : tensors) bytes += tensor.bytes.size();
+      for (const auto& [_, tensor] : tensors) bytes += tensor.nbytes();
       manifest_.files[name].bytes = bytes;
     }
     manifest_text(manifest_);  // throws early if load() would refuse the checkpoint
@@ -107,10 +108,11 @@ class Save {
 
   // Returns the hash of the file.
   uint64_t write_file(const std::string& name, std::string_view begin,
-                      const std::map<std::string, StoredTensor>& tensors) const {
+                      const rpc::NamedTensors& tensors) const {
     OutputFile file = unfinished_->create(name);
     ContentHasher hasher;
-    const auto put = [&](std::span<const uint8_t> bytes) {
+    const auto put = [&](const void* data, size_t size) {
+      std::span<const uint8_t> bytes(static_cast<const uint8_t*>(data), size);
       while (!bytes.empty()) {
         const auto piece = bytes.first(std::min(bytes.size(), kPiece));
         hasher.add(piece);
@@ -118,8 +120,8 @@ class Save {
         bytes = bytes.subspan(piece.size());
       }
     };
-    put({reinterpret_cast<const uint8_t*>(begin.data()), begin.size()});
-    for (const auto& [_, tensor] : tensors) put(tensor.bytes);
+    put(begin.data(), begin.size());
+    for (const auto& [_, tensor] : tensors) put(tensor.const_data_ptr(), tensor.nbytes());
     file.finish();
     return hasher.value();
   }
