@@ -12,7 +12,6 @@
 #include "distrain/store/open_folder.h"
 #include "distrain/store/safetensors.h"
 #include "folder_claim.h"
-#include "save.h"
 #include "save_folders.h"
 
 namespace distrain::store {
@@ -110,7 +109,7 @@ void CheckpointStore::prepare() {
     claim_ =
         std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kMake);
   }
-  try_folder(*claim_);
+  claim_->try_folder();
 }
 
 std::optional<std::string> CheckpointStore::why_no_lock() const {
@@ -122,7 +121,7 @@ std::string CheckpointStore::save(const Checkpoint& checkpoint) {
     claim_ =
         std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kRefuse);
   }
-  return save_checkpoint(*claim_, checkpoint, keep_);
+  return claim_->save(checkpoint, keep_);
 }
 
 bool CheckpointStore::holds(const std::string& folder, const std::string& path) {

@@ -1,5 +1,3 @@
-#include "save.h"
-
 #include <algorithm>
 #include <cerrno>
 #include <map>
@@ -9,9 +7,11 @@
 
 #include "checkpoint_manifest.h"
 #include "distrain/base/error.h"
+#include "distrain/store/checkpoint_store.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
 #include "distrain/store/safetensors.h"
+#include "folder_claim.h"
 #include "save_folders.h"
 
 namespace distrain::store {
@@ -185,27 +185,26 @@ class Save {
 
 }  // namespace
 
-std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep) {
-  return Save(claim, checkpoint, keep).run();
+std::string FolderClaim::save(const Checkpoint& checkpoint, int64_t keep) {
+  return Save(*this, checkpoint, keep).run();
 }
 
-void try_folder(const FolderClaim& claim) {
-  const OpenFolder& folder = claim.folder();
-  real_saves(folder);
+void FolderClaim::try_folder() const {
+  real_saves(folder_);
   // If the process dies here, the next save removes this name.
   const std::string trial = name_of(kUnfinished, 0);
-  folder.remove_folder(trial);
-  const OpenFolder made = make_and_open(folder, trial);
+  folder_.remove_folder(trial);
+  const OpenFolder made = make_and_open(folder_, trial);
   try {
     OutputFile file = made.create("trial");
     const uint8_t byte = 0;
     file.write({&byte, 1});
     file.finish();
   } catch (const Exception&) {
-    folder.remove_folder(trial);
+    folder_.remove_folder(trial);
     throw;
   }
-  folder.remove_folder(trial);
+  folder_.remove_folder(trial);
 }
 
 }  // namespace distrain::store
