@@ -80,8 +80,7 @@ int64_t Tracer::shown(int64_t ns) const {
   return ns + clock_.ahead + std::llround(static_cast<double>(ns - born_) * clock_.drift);
 }
 
-// Polling is enough: when all ranks are idle, an open slice ends within microseconds unless its
-// thread is preempted.
+// Polls, because an open slice ends within microseconds unless its thread is preempted.
 bool Tracer::wait_until_closed(Duration limit) const {
   const TimePoint deadline = deadline_after(limit);
   for (;;) {
