@@ -24,6 +24,7 @@ struct OutFrame {
   std::shared_ptr<const void> keep_alive;          ///< held until the kernel has the payload
 
   const wire::Bytes& meta_bytes() const { return shared_meta ? *shared_meta : meta; }
+  uint64_t payload_bytes() const;
 };
 
 /// Returns the bytes of its meta and payload.
