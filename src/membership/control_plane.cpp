@@ -396,22 +396,22 @@ void ControlPlaneImpl::on_go(std::vector<wire::RankDevices> devices) {
 }
 
 void ControlPlaneImpl::on_failed(const Error& error) {
-  Error told = error;
-  if (told.op.empty()) told.op = "join";
-  if (joining_ && told.kind == ErrorKind::kRendezvous) {
-    told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
+  Error reported = error;
+  if (reported.op.empty()) reported.op = "join";
+  if (joining_ && reported.kind == ErrorKind::kRendezvous) {
+    reported.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + reported.message;
   }
   if (is_put_off_on_loop(error)) {
     loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // not from inside it
-    if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
-    return finish_joining_on_loop(told);
+    if (reported.kind == ErrorKind::kRendezvous) reported.kind = ErrorKind::kOverloaded;
+    return finish_joining_on_loop(reported);
   }
   is_closed_ = true;
   began_ = base::TimePoint{};
-  directory_known_.fail(told);
-  if (callbacks_.on_failed) callbacks_.on_failed(told);
-  ready_.fail(told);
-  finish_joining_on_loop(told);
+  directory_known_.fail(reported);
+  if (callbacks_.on_failed) callbacks_.on_failed(reported);
+  ready_.fail(reported);
+  finish_joining_on_loop(reported);
 }
 
 void ControlPlaneImpl::on_lost(const Loss& loss) {

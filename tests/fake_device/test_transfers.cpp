@@ -183,7 +183,7 @@ TEST_CASE("a message that cannot be received frees all its transfers") {
     if (!is_chunk) {
       message = std::move(in);
     } else if (in.header.channel >> 8 == 0) {
-      const SimMemoryLimit limit(0);
+      const FakeDeviceMemoryLimit limit(0);
       add(device_receive, std::move(in));
     } else {
       add(device_receive, std::move(in));
@@ -360,7 +360,7 @@ TEST_CASE("a failed device is an error and does not end the process") {
   stager->release_at(rpc::StreamPoint::mark(fake(0)), chunk(1, 0, 1).body);
   run_all_fake_streams();  // failed devices do no more work
   {
-    const SimFailure failure;
+    const FakeDeviceFailure failure;
     CHECK_THROWS_AS(device_send->send([](net::OutFrame) { return base::Status(base::Unit{}); }),
                     c10::Error);
     device_send = nullptr;

@@ -103,7 +103,7 @@ TEST_CASE("a pipeline fits batches that it sees repeatedly") {
   options.num_split = {2};
   options.batches = 8;
   options.log_interval = 1;
-  options.lr = 0.01;
+  options.lr = 0.03;
   const Finished finished = run_job(Place::kRanks, options);
   const std::vector<Json> steps = finished.all("step");
   REQUIRE(steps.size() == 8);
@@ -181,7 +181,9 @@ TEST_CASE("a loss that is not finite ends the job") {
 TEST_CASE("weights that cannot be read end the job") {
   PipelineOptions options = small();
   options.weights = "no-such-file.safetensors";
-  const Finished job = try_job(Place::kRanks, options);
+  Hooks<PipelineOptions> hooks;
+  hooks.job = [](Job& job) { job.join_timeout_s = 3; };  // rank 0 never joins
+  const Finished job = try_job(Place::kRanks, options, hooks);
   CHECK(base::kind_name(job.errors.at(0).kind) == "bad_data");
   CHECK(contains(job.errors.at(0).message, "no-such-file"));
   CHECK(job.all("ready").empty());  // no rank had to wait for the error

@@ -87,10 +87,11 @@ TEST_CASE_METHOD(FewPsImages,
 TEST_CASE_METHOD(FewPsImages, "a job on images that is stopped resumes to the same end") {
   PsOptions options = this->options();
   options.steps = 30;
-  // The server or a trainer gets the signal.
-  const int64_t at = GENERATE(0, 8);
-  SECTION("ranks") { check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 2), at); }
-  SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, at); }
+  SECTION("by a signal to the server") { check_stop_and_go_on(Place::kRanks, options, 0, 8); }
+  SECTION("by a signal to a trainer") {
+    check_stop_and_go_on(Place::kRanks, options, 2, GENERATE(0, 8));
+  }
+  SECTION("in one process") { check_stop_and_go_on(Place::kLocal, options, 0, GENERATE(0, 8)); }
 }
 
 TEST_CASE_METHOD(FewPsImages,

@@ -106,7 +106,7 @@ struct RnnText {
     return options;
   }
 
-  const data::Folder folder;
+  const Folder folder;
   const std::string train = folder.write("train.txt", make_text(120, 1));
   const std::string valid = folder.write("valid.txt", make_text(25, 2));
 };

@@ -36,7 +36,7 @@ const std::vector<Refused> kOfEveryJob = {
 }  // namespace
 
 TEST_CASE("wrong options that every job has are refused by name") {
-  const data::Folder folder;
+  const Folder folder;
   check_all_refused(app::JobCommand(cmd::hybrid_job()), kOfEveryJob);
   check_all_refused(app::JobCommand(cmd::rnn_job()), kOfEveryJob);
   for (Refused line : kOfEveryJob) {
@@ -57,7 +57,7 @@ TEST_CASE("invalid devices are refused") {
   check_refused(app::JobCommand(cmd::rl_job()), {"--device", "observer=cuda"}, "computes nothing");
 
   const app::JobCommand ps(cmd::ps_job());
-  const data::Folder folder;
+  const Folder folder;
   write_images(folder, 64, 16, 1);
   const auto refused = [&](Words arguments, const std::string& told) {
     arguments.insert(arguments.begin(), {"--data", folder.path()});

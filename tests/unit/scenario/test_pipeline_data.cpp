@@ -1,5 +1,6 @@
 #include <ATen/Functions.h>
 
+#include "distrain/data/batches.h"
 #include "scenario/pipeline/run.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
