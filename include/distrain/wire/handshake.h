@@ -72,10 +72,10 @@ inline constexpr int32_t kUnassignedRank = -1;
 /// The generation of a rank that does not know it yet and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 
-// Each struct lists its fields in wire order.
+// Each struct lists its fields in wire order. A vector or map is a u32 count and its items; a u32
+// protocol version precedes Hello and Directory.
 
-/// Wire format, 66 bytes: u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · u32
-/// incarnation · job_id · nonce. Both ends send the purpose of the end that connects.
+/// Both ends send the purpose of the end that connects. 66 bytes with the version.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
@@ -99,18 +99,15 @@ struct Endpoint {
                                              &Endpoint::host_key, &Endpoint::cpus);
 };
 
-/// Wire format: string job · i32 world_size (0: rank 0's) · Endpoint · u32 n · n × (name, value)
 struct Join {
-  std::string job;  ///< the name of the job's command
-  int32_t world_size = 0;
+  std::string job;         ///< the name of the job's command
+  int32_t world_size = 0;  ///< 0: rank 0's
   Endpoint endpoint;
   std::map<std::string, std::string> options;  ///< the job options that this rank was given
   static constexpr auto kFields =
       std::tuple(&Join::job, &Join::world_size, &Join::endpoint, &Join::options);
 };
 
-/// Wire format: u32 version · u32 n · n × (string name · Endpoint · u32 incarnation · u8 is_here) ·
-/// options · secret
 struct Directory {
   struct Entry {
     std::string name;
@@ -127,10 +124,7 @@ struct Directory {
       std::tuple(&Directory::ranks, &Directory::options, &Directory::secret);
 };
 
-/// The devices of a rank, and the devices of peers to which it maps its own. On the wire:
-///
-///   device home · device type of `count` (as u8) · u8 count · u32 maps, each: string peer · device
-///   from · device to
+/// The devices of a rank, and the devices of peers to which it maps its own.
 struct RankDevices {
   struct Map {
     std::string peer;  ///< a rank's name
@@ -147,7 +141,7 @@ struct RankDevices {
       std::tuple(&RankDevices::home, &RankDevices::type, &RankDevices::count, &RankDevices::maps);
 };
 
-/// The body of kReturned: Endpoint · RankDevices.
+/// The body of kReturned.
 struct Returned {
   Endpoint endpoint;
   RankDevices devices;
