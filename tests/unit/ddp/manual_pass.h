@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -26,9 +27,10 @@ class ManualPass {
     context_->pass_or(id_, [] { return nullptr; });
   }
 
-  /// Hands the reducer the final gradient of `variable` on this rank.
-  void give(const at::Tensor& variable, const at::Tensor& gradient) {
-    context_->accumulate(variable, gradient, id_);
+  /// Hands the reducer the final gradient of `variable` on this rank. A gradient that the caller
+  /// does not keep is not copied, so it may have another shape or device than the variable.
+  void give(const at::Tensor& variable, at::Tensor gradient) {
+    context_->accumulate(variable, std::move(gradient), id_);
     auto& hook = *torch::autograd::impl::post_acc_grad_hooks(variable);
     dynamic_cast<autograd::LeafHook&>(hook).on_context_gradient(autograd::ContextRef(context_, id_),
                                                                 context_->gradient(variable));
