@@ -25,14 +25,7 @@ constexpr size_t kPiece = size_t{4} << 20;  // small enough to be hashed and wri
 Saves real_saves(const OpenFolder& folder) {
   auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
-  for (const auto& [prefix, steps] :
-       {std::pair(kWhole, &saves->whole), std::pair(kReplaced, &saves->replaced)}) {
-    for (const int64_t step : *steps) {
-      const std::string name = name_of(prefix, step);
-      if (folder.kind_of(name) != OpenFolder::Kind::kLink) continue;
-      base::bad_data(folder.path_of(name) + kNotFollowed);
-    }
-  }
+  if (saves->link) base::bad_data(folder.path_of(*saves->link) + kNotFollowed);
   return *std::move(saves);
 }
 
