@@ -8,7 +8,7 @@ namespace distrain::base {
 
 namespace {
 
-/// The paths of all objects. Never destroyed, because threads may still run when the process exits.
+/// The owned paths. Never destroyed, because threads may still run when the process exits.
 struct Paths {
   std::mutex mutex;
   std::set<std::string> all;
@@ -31,17 +31,14 @@ TemporaryPath::TemporaryPath(std::string path) : path_(std::move(path)) {
   paths().all.insert(path_);
 }
 
-void TemporaryPath::remove() {
-  if (path_.empty()) return;
+TemporaryPath::~TemporaryPath() {
   std::lock_guard lock(paths().mutex);
-  remove_from_disk(path_);
-  paths().all.erase(std::exchange(path_, {}));
+  if (paths().all.erase(path_) > 0) remove_from_disk(path_);
 }
 
 void TemporaryPath::keep() {
-  if (path_.empty()) return;
   std::lock_guard lock(paths().mutex);
-  paths().all.erase(std::exchange(path_, {}));
+  paths().all.erase(path_);
 }
 
 std::unique_lock<std::mutex> TemporaryPath::remove_all() {

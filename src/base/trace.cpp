@@ -7,6 +7,7 @@
 #include <random>
 #include <utility>
 
+#include <fmt/format.h>
 #include <limits.h>
 #include <unistd.h>
 
@@ -80,8 +81,7 @@ int64_t Tracer::shown(int64_t ns) const {
   return ns + clock_.ahead + std::llround(static_cast<double>(ns - born_) * clock_.drift);
 }
 
-// Polling is enough: when all ranks are idle, an open slice ends within microseconds unless its
-// thread is preempted.
+// Polls, because an open slice ends within microseconds unless its thread is preempted.
 bool Tracer::wait_until_closed(Duration limit) const {
   const TimePoint deadline = deadline_after(limit);
   for (;;) {
@@ -150,13 +150,10 @@ void Tracer::give_back(TraceLane& lane) {
 void Tracer::record(const TraceEvent& event) { lane().record(event); }
 
 const char* Tracer::intern(std::string_view prefix, std::string_view text) {
-  char buffer[256];
-  if (prefix.size() + text.size() > sizeof buffer) {
-    return lane().intern(std::string(prefix) + std::string(text));
-  }
-  const auto end = std::copy(text.begin(), text.end(),
-                             std::copy(prefix.begin(), prefix.end(), std::begin(buffer)));
-  return lane().intern({buffer, static_cast<size_t>(end - buffer)});
+  fmt::memory_buffer whole;  // allocates only if long
+  whole.append(prefix);
+  whole.append(text);
+  return lane().intern({whole.data(), whole.size()});
 }
 
 std::vector<TraceTrack> Tracer::tracks() const {

@@ -8,12 +8,19 @@
 #include <sys/un.h>
 
 #include "distrain/base/result.h"
+#include "distrain/net/socket.h"
 
 namespace distrain::net {
 
 /// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
 /// `rendezvous`. The message is "`what`: " and the reason.
 base::Error socket_error(const std::string& what, int code);
+
+/// Opens a stream socket that does not block, and that a new program does not inherit.
+Fd open_socket(int family);
+/// Returns an option of the socket, or 0 if it has no such option.
+int socket_option(int fd, int level, int name);
+void set_socket_option(int fd, int level, int name, int value);
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 /// Calls getaddrinfo(), which may block for long unless `flags` include AI_NUMERICHOST.

@@ -27,7 +27,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
         done_(std::move(done)) {}
 
   void begin_on_loop(base::TimePoint deadline) {
-    socket_ = Fd(::socket(address_.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    socket_ = open_socket(address_.ss_family);
     if (!socket_.valid()) return done_(socket_error(where_, errno));
     if (uv_poll_init(&loop_->uv, &poll_, socket_.get()) < 0) {
       return done_(socket_error(where_, ENOMEM));
@@ -52,7 +52,8 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
     }
     if (errno == EINPROGRESS || errno == EINTR) {
       uv_poll_start(&poll_, UV_WRITABLE, [](uv_poll_t* handle, int, int) noexcept {
-        static_cast<Connector*>(handle->data)->look_on_loop();
+        auto* const self = static_cast<Connector*>(handle->data);
+        self->end_on_loop(socket_option(self->socket_.get(), SOL_SOCKET, SO_ERROR));
       });
     } else if (errno == EAGAIN) {
       loop_->call_at(base::Clock::now() + kBacklogPause,
@@ -60,13 +61,6 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
     } else {
       end_on_loop(errno);
     }
-  }
-
-  void look_on_loop() {
-    int code = 0;
-    socklen_t length = sizeof code;
-    getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &code, &length);
-    end_on_loop(code);
   }
 
   void end_on_loop(int code) {

@@ -36,8 +36,7 @@ Place place_of(const sockaddr_storage& address) {
           is_v4 ? v4_text : ""};
 }
 
-// Returns the user who owns the connected socket with these two ends, or nothing if it is closed or
-// belongs to a process on another host.
+// Returns the user who owns the connected socket with these two ends, if it is open on this host.
 std::optional<uint32_t> owner_in(const char* table, const std::string& own,
                                  const std::string& other) {
   const std::string row = ' ' + own + ' ' + other + " 01 ";  // 01: established

@@ -18,22 +18,22 @@ constexpr wire::Limits kSendLimits;  // every receiver's limits
 
 }  // namespace
 
-uint64_t bytes_of(const OutFrame& frame) {
-  uint64_t bytes = frame.meta_bytes().size();
-  for (const auto& piece : frame.payload) bytes += piece.size();
+uint64_t OutFrame::payload_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& piece : payload) bytes += piece.size();
   return bytes;
 }
 
+uint64_t bytes_of(const OutFrame& frame) {
+  return frame.meta_bytes().size() + frame.payload_bytes();
+}
+
 base::Status check_limits(const OutFrame& frame) {
-  uint64_t payload = 0;
-  bool fits = frame.meta_bytes().size() <= kSendLimits.max_meta_bytes &&
-              frame.header.tensor_count <= kSendLimits.max_tensors;
-  for (const auto& piece : frame.payload) {
-    fits = fits && piece.size() <= kSendLimits.max_payload_bytes - payload;
-    if (!fits) break;
-    payload += piece.size();
+  if (frame.meta_bytes().size() <= kSendLimits.max_meta_bytes &&
+      frame.header.tensor_count <= kSendLimits.max_tensors &&
+      frame.payload_bytes() <= kSendLimits.max_payload_bytes) {
+    return base::Unit{};
   }
-  if (fits) return base::Unit{};
   return base::Error{
       base::ErrorKind::kInvalid,
       fmt::format("a message beyond the limits: {} bytes besides the tensors' (at most {}), {} "
@@ -45,8 +45,7 @@ base::Status check_limits(const OutFrame& frame) {
 PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {
   wire::FrameHeader& header = frame_.header;
   header.meta_bytes = static_cast<uint32_t>(frame_.meta_bytes().size());
-  header.payload_bytes = 0;
-  for (const auto& piece : frame_.payload) header.payload_bytes += piece.size();
+  header.payload_bytes = frame_.payload_bytes();
   wire::encode_header(header, head_);
   total_ = wire::kHeaderBytes + header.body_bytes();
 }

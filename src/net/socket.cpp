@@ -32,7 +32,7 @@ std::string without_brackets(const std::string& host) {
 // Returns true if one of `addresses` is this machine's, so that a socket can be bound to it.
 bool is_local(const AddressList& addresses) {
   for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
-    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const Fd fd = open_socket(a->ai_family);
     if (fd.valid() && ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0) return true;
   }
   return false;
@@ -100,12 +100,8 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
     const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(left).count() + 1;
     pollfd item{fd, POLLOUT, 0};
     const int ready = ::poll(&item, 1, static_cast<int>(std::min<int64_t>(ms, 1000)));
+    if (ready > 0) return socket_option(fd, SOL_SOCKET, SO_ERROR);
     if (ready < 0 && errno != EINTR) return errno;
-    if (ready <= 0) continue;
-    int code = 0;
-    socklen_t length = sizeof code;
-    getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &length);
-    return code;
   }
 }
 
@@ -115,6 +111,21 @@ Error socket_error(const std::string& what, int code) {
   const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
   return Error{exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
                what + ": " + std::strerror(code)};
+}
+
+Fd open_socket(int family) {
+  return Fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+int socket_option(int fd, int level, int name) {
+  int value = 0;
+  socklen_t size = sizeof value;
+  getsockopt(fd, level, name, &value, &size);
+  return value;
+}
+
+void set_socket_option(int fd, int level, int name, int value) {
+  setsockopt(fd, level, name, &value, sizeof value);
 }
 
 std::string endpoint_text(const std::string& given, uint16_t port) {
@@ -179,16 +190,14 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       // A name such as localhost has both families: prefer IPv4, so that all clients can connect.
       const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
       if (a->ai_family != wanted) continue;
-      Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      Fd fd = open_socket(a->ai_family);
       if (!fd.valid()) {
         error = socket_error(where, errno);
         continue;
       }
-      const int one = 1;
-      setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-      const int v6_only = host.empty() ? 0 : 1;  // overrides the system's default
-      if (a->ai_family == AF_INET6) {
-        setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &v6_only, sizeof v6_only);
+      set_socket_option(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+      if (a->ai_family == AF_INET6) {  // overrides the system's default
+        set_socket_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, host.empty() ? 0 : 1);
       }
       if (::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), 1024) == 0) {
         return fd;
@@ -217,7 +226,7 @@ base::Result<Fd> listen_unix(const std::string& path) {
   const base::Result<UnixAddress> where = unix_address(path);
   if (!where.ok()) return where.error();
   const auto& [address, size] = where.unchecked();
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd = open_socket(AF_UNIX);
   if (!fd.valid()) return socket_error("opening a unix socket", errno);
   if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
       ::listen(fd.get(), 1024) != 0) {
@@ -238,7 +247,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   int addresses_left = 0;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
-    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    Fd fd = open_socket(a->ai_family);
     // Each address gets a share of the time, so that a silent one leaves time for the next ones.
     const base::TimePoint now = base::Clock::now();
     const base::TimePoint until = now + (deadline - now) / addresses_left;
@@ -254,7 +263,7 @@ base::Result<Fd> connect_unix(const std::string& path) {
   const base::Result<UnixAddress> where = unix_address(path);
   if (!where.ok()) return where.error();
   const auto& [address, size] = where.unchecked();
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd = open_socket(AF_UNIX);
   if (fd.valid() && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) {
     return fd;
   }

@@ -14,6 +14,7 @@
 #include <sys/socket.h>
 #include <uv.h>
 
+#include "address.h"
 #include "distrain/net/socket.h"
 #include "loop_impl.h"
 #include "pending_frame.h"
@@ -22,9 +23,9 @@ namespace distrain::net {
 
 namespace {
 
-// How long the end of a connection waits for the peer's: see linger_on_loop().
+// The longest wait for the peer's end of the connection: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
-// What a caller writes between two looks at whether the stream is closed.
+// Bytes that a caller writes between two checks of whether the stream is closed.
 constexpr size_t kSlice = size_t{1} << 20;
 
 // BBR paces what it sends: within one host large messages take twice as long for no benefit.
@@ -47,17 +48,13 @@ class UvStream final : public Stream,
                        public std::enable_shared_from_this<UvStream> {
  public:
   UvStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
-    // Not by the peer's address: there is none if the connection is broken already.
-    int domain = 0;
-    socklen_t size = sizeof domain;
-    getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
-    is_tcp_ = domain != AF_UNIX;
+    // A broken connection has no peer's address by which to tell.
+    is_tcp_ = socket_option(fd, SOL_SOCKET, SO_DOMAIN) != AF_UNIX;
     if (is_tcp_) {
       const SocketName name = remote_name(fd);
       peer_name_ = name.host.empty() ? "a lost peer" : name.host + ":" + std::to_string(name.port);
-      const int one = 1;
-      setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-      setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+      set_socket_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+      set_socket_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
       if (name.host == local_name(fd).host || is_loopback(name.host)) avoid_bbr(fd);
     }
   }
@@ -67,7 +64,7 @@ class UvStream final : public Stream,
 
   void start(Handler handler, const wire::Limits& limits) override {
     if (loop_->in_loop()) {
-      // At once, as the caller may set others before it is open.
+      // At once, because the caller may replace them before the stream is open.
       set_handler_on_loop(std::move(handler));
       set_limits_on_loop(limits);
       loop_->hold_on_loop(shared_from_this());  // a loop that stops before that finishes it
@@ -147,11 +144,10 @@ class UvStream final : public Stream,
 
   // ---- sending ----
 
-  // Not under the lock, as to write a large frame takes long, and others have something to queue
-  // meanwhile: the loop its heartbeats. What the socket does not take is left to the loop, which is
-  // woken for that; a few small frames of others are not worth it.
+  // Writes without the lock, because a large frame takes long and other threads queue theirs
+  // meanwhile. Also writes a few small frames of others; the loop is woken for all else.
   void write_and_leave(std::unique_ptr<PendingFrame> frame) {
-    std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
+    std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
     size_t of_others = 0;
     for (;;) {
       done = nullptr;
@@ -163,7 +159,7 @@ class UvStream final : public Stream,
         done = std::move(frame);
         return;
       }
-      // The loop has others to see to.
+      // The loop must not stay with one stream.
       if (!is_full && !frame->done() && !loop_->in_loop()) continue;
       if (frame->done()) {
         done = std::move(frame);
@@ -217,7 +213,7 @@ class UvStream final : public Stream,
     writing_ = false;
     if (finished_) return drop_queue();
     if (status < 0) return write_failed_on_loop(status);
-    std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
+    std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
     {
       std::lock_guard lock(send_mutex_);
       PendingFrame& front = *queue_.front();
@@ -230,8 +226,7 @@ class UvStream final : public Stream,
     drain_on_loop();
   }
 
-  // The peer does not read any more, but may have said why before it closed: its bytes are still to
-  // be read, and their end ends the stream.
+  // The peer reads no more. Its last bytes may say why, so the stream ends when they are read.
   void write_failed_on_loop(int code) {
     write_failed_ = true;
     {
@@ -241,16 +236,16 @@ class UvStream final : public Stream,
     drop_queue();
     linger_timer_ =
         loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
-          // A late loop runs its timers before it looks at its sockets; between two tasks it looks.
+          // A late loop runs timers before it polls sockets; between two tasks it polls.
           self->loop_->post([self, code] {
             self->loop_->post([self, code] { self->finish_on_loop(self->peer_closed(code)); });
           });
         });
   }
 
-  // Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset
-  // the connection and drop what the kernel has not sent yet. So only our direction is shut down;
-  // what still comes is thrown away until the peer has closed its own, or for a second.
+  // Closing a TCP socket with unread bytes would reset the connection, and the kernel would drop
+  // what it has not sent. So shut down only our direction, and discard what comes until the peer
+  // closes its own or kLongestLinger has passed.
   void linger_on_loop() {
     if (discarding_) return;
     discarding_ = true;
@@ -263,7 +258,7 @@ class UvStream final : public Stream,
   }
 
   void drop_queue() {
-    std::deque<std::unique_ptr<PendingFrame>> dropped;  // let go outside the lock
+    std::deque<std::unique_ptr<PendingFrame>> dropped;  // destroyed outside the lock
     std::lock_guard lock(send_mutex_);
     dropped.swap(queue_);
   }
@@ -277,7 +272,7 @@ class UvStream final : public Stream,
       return;
     }
     last_heard_ = loop_->now_on_loop();
-    loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
+    loop_->scratch_on_loop();  // allocates here, because a callback of libuv must not throw
     int code = 0;
     if (is_tcp_) {
       uv_tcp_init(&loop_->uv, &handle_.tcp);
@@ -313,7 +308,6 @@ class UvStream final : public Stream,
       *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
                             static_cast<unsigned>(left));
     } else {
-      // Between this and read_on_loop() the loop's scratch is nobody else's.
       const std::span<uint8_t> scratch = loop_->scratch_on_loop();
       std::copy_n(head_.begin(), head_filled_, scratch.begin());
       const std::span<uint8_t> room = scratch.subspan(head_filled_);
@@ -342,7 +336,7 @@ class UvStream final : public Stream,
     }
   }
 
-  // Takes what there is of one frame from the front of `unread`. False if more has to come first.
+  // Takes the available bytes of a frame from `unread`. Returns false if more must be read first.
   bool consume_on_loop(std::span<const uint8_t>& unread) {
     if (unread.size() < wire::kHeaderBytes) {
       head_filled_ = unread.size();
@@ -384,7 +378,7 @@ class UvStream final : public Stream,
   }
 
   void deliver_on_loop() {
-    // Nothing follows a heartbeat: to poll after it would keep a core of rank 0 busy with them.
+    // Nothing follows a heartbeat: polling after each would keep a core of rank 0 busy.
     if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
     InFrame frame;
     frame.header = header_;
@@ -401,17 +395,17 @@ class UvStream final : public Stream,
   void finish_on_loop(base::Error error) {
     if (finished_) return;
     finished_ = true;
-    body_ = nullptr;  // others may keep this stream for long
+    body_ = nullptr;  // the stream may live long after its end
     if (linger_timer_ != 0) loop_->cancel(linger_timer_);
     std::deque<std::unique_ptr<PendingFrame>> dropped;
     {
       std::unique_lock lock(send_mutex_);
       send_state_ = SendState::kClosed;
-      // For the rest of a slice at the longest.
+      // Waits for the rest of a slice at most.
       caller_left_.wait(lock, [this] { return !caller_writes_; });
       if (owns_fd_) ::close(fd_);
       fd_ = -1;
-      // libuv may still hold the front one's memory, until wrote_on_loop().
+      // libuv may use the front frame until wrote_on_loop().
       if (!writing_) dropped.swap(queue_);
     }
     if (opened_) {
@@ -448,14 +442,14 @@ class UvStream final : public Stream,
   bool finished_ = false;
   base::TimePoint last_heard_;
   bool write_failed_ = false;
-  bool discarding_ = false;  // closed here and flushed: what still comes is nobody's
+  bool discarding_ = false;  // closed here and flushed: drops what still comes
   uint64_t linger_timer_ = 0;
   uv_write_t write_request_;
   bool writing_ = false;
   size_t write_size_ = 0;
   std::shared_ptr<Handler> handler_ = std::make_shared<Handler>();
   wire::Limits limits_;
-  std::array<uint8_t, wire::kHeaderBytes> head_;  // the beginning of one that has not come whole
+  std::array<uint8_t, wire::kHeaderBytes> head_;  // the beginning of an incomplete header
   size_t head_filled_ = 0;
   wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;

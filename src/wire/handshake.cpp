@@ -9,43 +9,10 @@ namespace distrain::wire {
 
 namespace {
 
-// The fields of each struct, in wire order.
 template <class T>
-constexpr auto kFields = nullptr;
-template <>
-constexpr auto kFields<Hello> = std::tuple(&Hello::purpose, &Hello::trust, &Hello::rank,
-                                           &Hello::generation, &Hello::incarnation, &Hello::job_id,
-                                           &Hello::nonce);
-template <>
-constexpr auto kFields<Endpoint> = std::tuple(&Endpoint::host, &Endpoint::port,
-                                              &Endpoint::unix_name, &Endpoint::host_key,
-                                              &Endpoint::cpus);
-template <>
-constexpr auto kFields<Join> = std::tuple(&Join::job, &Join::world_size, &Join::endpoint,
-                                          &Join::options);
-template <>
-constexpr auto kFields<Directory::Entry> = std::tuple(&Directory::Entry::name,
-                                                      &Directory::Entry::endpoint,
-                                                      &Directory::Entry::incarnation,
-                                                      &Directory::Entry::is_here);
-template <>
-constexpr auto kFields<Directory> = std::tuple(&Directory::ranks, &Directory::options,
-                                               &Directory::secret);
-template <>
-constexpr auto kFields<RankDevices::Map> = std::tuple(&RankDevices::Map::peer,
-                                                      &RankDevices::Map::from,
-                                                      &RankDevices::Map::to);
-template <>
-constexpr auto kFields<RankDevices> = std::tuple(&RankDevices::home, &RankDevices::type,
-                                                 &RankDevices::count, &RankDevices::maps);
-template <>
-constexpr auto kFields<Returned> = std::tuple(&Returned::endpoint, &Returned::devices);
-template <>
-constexpr auto kFields<base::Error> = std::tuple(&base::Error::kind, &base::Error::rank,
-                                                 &base::Error::message, &base::Error::op);
-
-template <class T>
-concept HasFields = !std::is_null_pointer_v<std::remove_const_t<decltype(kFields<T>)>>;
+concept HasFields = requires {
+  T::kFields;
+};
 template <class T>
 concept IsMap = requires {
   typename T::mapped_type;
@@ -58,7 +25,7 @@ concept IsVector = requires(T value) {
 template <class T>
 void put(Writer& out, const T& value) {
   if constexpr (HasFields<T>) {
-    std::apply([&](const auto... field) { (put(out, value.*field), ...); }, kFields<T>);
+    std::apply([&](const auto... field) { (put(out, value.*field), ...); }, T::kFields);
   } else if constexpr (std::is_same_v<T, DeviceRef>) {
     encode(value, out);
   } else if constexpr (IsMap<T>) {
@@ -83,7 +50,7 @@ void check(bool is_known, const char* what) {
 template <class T>
 void get(Reader& in, T& value) {
   if constexpr (HasFields<T>) {
-    std::apply([&](const auto... field) { (get(in, value.*field), ...); }, kFields<T>);
+    std::apply([&](const auto... field) { (get(in, value.*field), ...); }, T::kFields);
   } else if constexpr (std::is_same_v<T, DeviceRef>) {
     value = decode_device(in);
   } else if constexpr (IsMap<T>) {
@@ -181,7 +148,14 @@ std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> bytes) {
 }
 
 base::Error decode_error(std::span<const uint8_t> bytes) {
-  return decode_last<base::Error>(Reader(bytes));
+  Reader in(bytes);
+  base::Error error;
+  get(in, error.kind);
+  get(in, error.rank);
+  get(in, error.message);
+  get(in, error.op);
+  in.expect_end();
+  return error;
 }
 
 RankDevices decode_rank_devices(Reader& in) {

@@ -10,8 +10,9 @@ namespace distrain::oracle {
 TEST_CASE("our ResNet50 equals torchvision's with torchvision's random weights", "[.torchvision]") {
   const char* folder = std::getenv("DISTRAIN_TORCHVISION");
   REQUIRE(folder);
-  const NamedTensors weights = store::read_tensors(std::string(folder) + "/weights.safetensors");
-  const NamedTensors expected = store::read_tensors(std::string(folder) + "/pass.safetensors");
+  const NamedTensors weights =
+      store::read_safetensors(std::string(folder) + "/weights.safetensors");
+  const NamedTensors expected = store::read_safetensors(std::string(folder) + "/pass.safetensors");
   scenario::check_weights("resnet50", 1000, weights);
   std::vector<ResNetStage> stages;
   for (const auto& blocks : scenario::cut_resnet("resnet50", 3, {}, 1000, 96)) {

@@ -24,7 +24,7 @@ inline at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
   at::Tensor loss = at::zeros({}, at::kDouble);
   for (const scenario::PolicyStep& step : steps) {
     auto x = step.input.observation;
-    auto mask = scenario::Policy::dropout_mask(step.input.key);
+    auto mask = scenario::Policy::dropout_mask(step.input.random);
     at::Tensor hidden = at::linear(at::from_blob(x.data(), {4}, at::kFloat).to(at::kDouble),
                                    parameters[0], parameters[1]);
     hidden = at::relu(hidden *

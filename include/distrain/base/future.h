@@ -106,15 +106,14 @@ class FutureState {
     return completed;
   }
 
-  /// Returns the result. Call it only when ready() is true.
+  /// Returns the result. Call it only if ready().
   Result<V>& result() { return *result_; }
   /// Returns the result and orders this thread's device work after `queued_work()`.
   Result<V>& use_result() {
     if (queued_work_) queued_work_->precede_this_thread();
     return *result_;
   }
-  /// Returns the device work that produces the value, mostly null. Call it only when ready() is
-  /// true.
+  /// Returns the device work that produces the value, mostly null. Call it only if ready().
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:

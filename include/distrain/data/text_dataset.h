@@ -30,26 +30,25 @@ struct TextDataset {
   int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
 };
 
-/// Whether each example must have a label; one that need not and has none is of the class -1.
+/// Says whether each example must have a label. The class of one without is -1.
 enum class Labels : uint8_t { kAll, kSome };
 
 /// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
 ///
-/// Tokens are separated by blanks, tabs, \r, \v, \f or NUL, as fastText does; other bytes are taken
-/// as they are, valid UTF-8 or not. The label may stand anywhere in its line; there must be exactly
-/// one. A label without a token is an example (an empty bag); a line with neither is skipped. A
-/// byte order mark is skipped. Lines may have any length, the last needs no end.
+/// As in fastText, tokens are separated by blanks, tabs, \r, \v, \f or NUL, and may have any other
+/// bytes. A line has one label, anywhere; it may have no token, which makes an empty bag. Empty
+/// lines and a byte order mark are skipped.
 ///
-/// A test file is read with the `vocabulary` of the training file: unknown words are dropped and
-/// counted, an unknown label is `bad_data`.
+/// With the `vocabulary` of a training file, unknown words are dropped and counted, and an unknown
+/// label is an error.
 ///
-/// Throws `bad_data`, with file and line, for: a file that cannot be read, a line with no label or
-/// with several, a label without a name, no example at all, no word at all.
+/// Throws `bad_data`, with file and line, for a file that cannot be read, a line with no label or
+/// with several, a label without a name, no example at all, or no word at all.
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                            Labels labels = Labels::kAll);
 
-/// As read_fast_text, of bytes in memory; `name` stands for the file. Null: the text's vocabulary.
+/// As read_fast_text(), for bytes in memory; error messages show `name` as the path.
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                             Labels labels = Labels::kAll);

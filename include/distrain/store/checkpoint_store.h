@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "distrain/store/safetensors.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::store {
 
@@ -32,15 +32,13 @@ class FolderClaim;
 /// that are not finite are read back as null.
 struct Checkpoint {
   int64_t step = 0;
-  std::map<std::string, std::map<std::string, StoredTensor>> files;
+  std::map<std::string, rpc::NamedTensors> files;  ///< the tensors are contiguous, on the CPU
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
 };
 
-/// A checkpoint that was read. `contents` owns the bytes of its tensors.
 struct LoadedCheckpoint {
   std::string path;  ///< path of the checkpoint folder
   Checkpoint checkpoint;
-  std::map<std::string, Safetensors> contents;
 };
 
 /// The folder in which a job saves its checkpoints. From prepare() or the first save() until its
@@ -50,8 +48,7 @@ struct LoadedCheckpoint {
 /// the folder locked. Not thread-safe.
 class CheckpointStore {
  public:
-  /// Called with the name of each system call of a save, before the call. Tests end the process in
-  /// it.
+  /// Called before each system call of a save, with its name. Tests end the process in it.
   using Probe = std::function<void(const char* name)>;
 
   /// `keep`: the number of checkpoints that remain after a save, at least one.

@@ -32,7 +32,7 @@ class InputFile {
   /// Opens a regular file in `folder`. Refuses a link.
   InputFile(const OpenFolder& folder, const std::string& name);
 
-  /// Reads at most `bytes` bytes and returns their number; 0 at the end.
+  /// Reads `bytes` bytes, or fewer at the end, and returns their number.
   size_t read(void* out, size_t bytes) const;
 
   /// The size of a regular file; 0 for a pipe.
@@ -52,16 +52,13 @@ class InputFile {
 template <class Bytes>
 Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
   Bytes bytes;
-  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to detect the end at once
   size_t used = 0;
-  while (const size_t got = file.read(bytes.data() + used, bytes.size() - used)) {
-    used += got;
+  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to detect the end at once
+  while ((used += file.read(bytes.data() + used, bytes.size() - used)) == bytes.size()) {
     if (used > limit) {
       base::bad_data(file.path() + ": longer than " + std::to_string(limit) + " bytes");
     }
-    if (used == bytes.size()) {
-      bytes.resize(std::min(std::max<size_t>(size_t{64} << 10, 2 * used), limit + 1));
-    }
+    bytes.resize(std::min(std::max<size_t>(size_t{64} << 10, 2 * used), limit + 1));
   }
   bytes.resize(used);
   return bytes;

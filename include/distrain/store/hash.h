@@ -5,6 +5,8 @@
 #include <span>
 #include <string_view>
 
+struct XXH64_state_s;
+
 namespace distrain::store {
 
 /// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by it.
@@ -21,8 +23,7 @@ class ContentHasher {
   uint64_t value() const;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<XXH64_state_s> state_;
 };
 
 }  // namespace distrain::store

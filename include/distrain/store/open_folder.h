@@ -29,8 +29,7 @@ class OpenFolder {
   Kind kind_of(const std::string& name) const;
   /// Lists the folder. Returns nullopt with errno if it cannot be read.
   std::optional<std::vector<std::string>> names() const;
-  /// Returns true if the path still leads to this folder. Otherwise errno is 0 if it leads to
-  /// another.
+  /// Returns true if the path still leads to this folder. If it leads to another, errno is 0.
   bool is_at_its_path() const;
   /// Returns true if `name` is the file that is open as `fd`.
   bool leads_to(const std::string& name, int fd) const;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "distrain/base/error.h"
@@ -71,8 +72,10 @@ inline constexpr int32_t kUnassignedRank = -1;
 /// The generation of a rank that does not know it yet and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 
-/// Wire format, 66 bytes: u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · u32
-/// incarnation · job_id · nonce. Both ends send the purpose of the end that connects.
+// Each struct lists its fields in wire order. A vector or map is a u32 count and its items; a u32
+// protocol version precedes Hello and Directory.
+
+/// Both ends send the purpose of the end that connects. 66 bytes with the version.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
@@ -81,6 +84,9 @@ struct Hello {
   uint32_t incarnation = 0;  ///< number of earlier processes of the rank; 0 when it joins
   JobId job_id{};            ///< zero: unknown, takes rank 0's
   Nonce nonce{};
+  static constexpr auto kFields =
+      std::tuple(&Hello::purpose, &Hello::trust, &Hello::rank, &Hello::generation,
+                 &Hello::incarnation, &Hello::job_id, &Hello::nonce);
 };
 
 struct Endpoint {
@@ -89,51 +95,57 @@ struct Endpoint {
   std::string unix_name;  ///< name of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
   uint64_t cpus = 0;      ///< equal for ranks that share their CPUs
+  static constexpr auto kFields = std::tuple(&Endpoint::host, &Endpoint::port, &Endpoint::unix_name,
+                                             &Endpoint::host_key, &Endpoint::cpus);
 };
 
-/// Wire format: string job · i32 world_size (0: rank 0's) · Endpoint · u32 n · n × (name, value)
 struct Join {
-  std::string job;  ///< the name of the job's command
-  int32_t world_size = 0;
+  std::string job;         ///< the name of the job's command
+  int32_t world_size = 0;  ///< 0: rank 0's
   Endpoint endpoint;
   std::map<std::string, std::string> options;  ///< the job options that this rank was given
+  static constexpr auto kFields =
+      std::tuple(&Join::job, &Join::world_size, &Join::endpoint, &Join::options);
 };
 
-/// Wire format: u32 version · u32 n · n × (string name · Endpoint · u32 incarnation · u8 is_here) ·
-/// options · secret
 struct Directory {
   struct Entry {
     std::string name;
     Endpoint endpoint;
     uint32_t incarnation = 0;  ///< number of earlier processes of the rank
     bool is_here = true;       ///< false: the rank is lost, and the job continues without it
+    static constexpr auto kFields =
+        std::tuple(&Entry::name, &Entry::endpoint, &Entry::incarnation, &Entry::is_here);
   };
   std::vector<Entry> ranks;
   std::map<std::string, std::string> options;
   std::string secret;  ///< 32 random bytes that rank 0 made for this job's ranks
+  static constexpr auto kFields =
+      std::tuple(&Directory::ranks, &Directory::options, &Directory::secret);
 };
 
-/// The devices of a rank, and the devices of peers to which it maps its own. On the wire:
-///
-///   device home · device type of `count` (as u8) · u8 count · u32 maps, each: string peer · device
-///   from · device to
+/// The devices of a rank, and the devices of peers to which it maps its own.
 struct RankDevices {
   struct Map {
     std::string peer;  ///< a rank's name
     DeviceRef from;    ///< of this rank
     DeviceRef to;      ///< of the peer
+    static constexpr auto kFields = std::tuple(&Map::peer, &Map::from, &Map::to);
   };
 
   DeviceRef home;                      ///< receives tensors unless a map names another device
   DeviceType type = DeviceType::kCpu;  ///< the rank has `count` devices of this type
   uint8_t count = 0;
   std::vector<Map> maps;
+  static constexpr auto kFields =
+      std::tuple(&RankDevices::home, &RankDevices::type, &RankDevices::count, &RankDevices::maps);
 };
 
-/// The body of kReturned: Endpoint · RankDevices.
+/// The body of kReturned.
 struct Returned {
   Endpoint endpoint;
   RankDevices devices;
+  static constexpr auto kFields = std::tuple(&Returned::endpoint, &Returned::devices);
 };
 
 /// The body of kPrepared.

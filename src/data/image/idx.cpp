@@ -141,19 +141,17 @@ std::optional<std::string> find_file(const std::string& folder, const std::strin
   return std::nullopt;
 }
 
-struct Pair {
-  std::optional<std::string> images;
-  std::optional<std::string> labels;
-};
-
-Pair find_pair(const std::string& folder, const std::string& set) {
-  return {find_file(folder, set, "images", "idx3"), find_file(folder, set, "labels", "idx1")};
+// Returns true if one of the files of read_pair() exists.
+bool has_any(const std::string& folder, const std::string& set) {
+  return find_file(folder, set, "images", "idx3") || find_file(folder, set, "labels", "idx1");
 }
 
-ImageSet read_pair(const std::string& folder, const std::string& set, const Pair& pair) {
-  if (!pair.images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
-  if (!pair.labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
-  return read_idx(*pair.images, *pair.labels);
+ImageSet read_pair(const std::string& folder, const std::string& set) {
+  const auto images = find_file(folder, set, "images", "idx3");
+  const auto labels = find_file(folder, set, "labels", "idx1");
+  if (!images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
+  if (!labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
+  return read_idx(*images, *labels);
 }
 
 }  // namespace
@@ -164,9 +162,7 @@ ImageSet read_idx(const std::string& images, const std::string& labels) {
 
 ImageSet read_images(const std::string& path) {
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) {
-    return read_pair(path, "t10k", find_pair(path, "t10k"));
-  }
+  if (std::filesystem::is_directory(path, ignored)) return read_pair(path, "t10k");
   const size_t kind = path.rfind("images");
   const size_t type = path.rfind("idx3");
   std::string labels = path;
@@ -177,21 +173,18 @@ ImageSet read_images(const std::string& path) {
   return read_set(path, store::InputFile::Kind::kAny);
 }
 
-bool has_image_files(const std::string& folder) {
-  const Pair pair = find_pair(folder, "train");
-  return pair.images || pair.labels;
-}
+bool has_image_files(const std::string& folder) { return has_any(folder, "train"); }
 
 ImageFolder read_image_folder(const std::string& folder) {
   if (!store::OpenFolder::at(store::Disk(), folder)) store::fail_open(folder);
   ImageFolder result;
-  result.train = read_pair(folder, "train", find_pair(folder, "train"));
-  const Pair pair = find_pair(folder, "t10k");
-  if (!pair.images && !pair.labels) return result;
-  result.test = read_pair(folder, "t10k", pair);
+  result.train = read_pair(folder, "train");
+  if (!has_any(folder, "t10k")) return result;
+  result.test = read_pair(folder, "t10k");
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
-    refuse(*pair.images, "images of " + size_of(*result.test) +
-                             " pixels, those to train with are " + size_of(result.train));
+    refuse(*find_file(folder, "t10k", "images", "idx3"), "images of " + size_of(*result.test) +
+                                                             " pixels, those to train with are " +
+                                                             size_of(result.train));
   }
   return result;
 }

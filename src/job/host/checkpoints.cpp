@@ -11,7 +11,6 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/store/named_tensors.h"
-#include "distrain/store/stored_tensors.h"
 
 namespace distrain::job {
 
@@ -47,9 +46,8 @@ Snapshot read(const std::string& path, const char* use,
   snapshot.step = loaded.checkpoint.step;
   snapshot.state = loaded.checkpoint.state;
   snapshot.path = loaded.path;
-  for (const auto& [file, tensors] : loaded.checkpoint.files) {
-    const std::string name = file.substr(0, file.rfind(kSuffix));
-    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = store::to_tensor(stored);
+  for (auto& [file, tensors] : loaded.checkpoint.files) {
+    if (!tensors.empty()) snapshot.files[file.substr(0, file.rfind(kSuffix))] = std::move(tensors);
   }
   return snapshot;
 }
@@ -242,7 +240,6 @@ void Checkpoints::run(Save& save) {
 
 void Checkpoints::write(const Save& save) {
   const Snapshot& snapshot = save.snapshot;
-  std::vector<at::Tensor> kept;
   store::Checkpoint checkpoint;
   checkpoint.step = snapshot.step;
   checkpoint.state = snapshot.state;
@@ -253,7 +250,7 @@ void Checkpoints::write(const Save& save) {
       if (trained != snapshot.trained.end() && trained->second.contains(name)) {
         check_finite(name, tensor, snapshot.step);
       }
-      stored[name] = store::to_stored(tensor, kept);
+      stored[name] = tensor.contiguous();
     }
   }
   in_first_save_ = last_saved().empty();

@@ -31,9 +31,7 @@ struct HybridOptions : job::TrainerOptions {
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
 
-/// Runs a trainer.
 void train_hybrid(job::Rank& rank, const HybridOptions& options);
-/// Exposes the functions of the master and the server.
 void expose_hybrid(rpc::Agent& agent);
 /// Trains in one process without RPC: the reference for correctness and speed.
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options);

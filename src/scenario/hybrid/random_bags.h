@@ -14,8 +14,7 @@ struct RandomBags {
   int64_t classes = 8;
   bool has_teacher = false;  ///< targets follow from the indices; false: random
 
-  /// Returns 20 to 50 indices in bags of 1 to 10, and targets. The batch depends only on the
-  /// members and the arguments.
+  /// Returns 20 to 50 indices in bags of 1 to 10, and targets: always the same for a step.
   data::Batch batch(int trainer, int64_t epoch, int64_t step) const;
   /// Returns the label that the hidden teacher gives to `bag`. The teacher draws a class and a
   /// weight for each index; the label is the class with the largest total weight. A sum of

@@ -9,7 +9,7 @@
 #include "distrain/data/cifar.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/store/named_tensors.h"
-#include "distrain/store/stored_tensors.h"
+#include "distrain/store/safetensors.h"
 #include "resnet.h"
 
 namespace distrain::scenario {
@@ -65,7 +65,7 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
 
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
-    weights_ = store::read_tensors(options.weights);
+    weights_ = store::read_safetensors(options.weights);
     store::naming_file(options.weights,
                        [&] { check_weights(options.model, options.classes, weights_); });
   }

@@ -19,9 +19,8 @@ namespace distrain::scenario {
 /// cost little. Throws `invalid` for another model.
 std::vector<std::string> resnet_blocks(const std::string& model);
 
-/// Returns the estimated cost of each block's forward pass for one image on one CPU thread, in the
-/// order of resnet_blocks(). The unit is a multiply-add; normalization, addition and ReLU of an
-/// element count as a fixed number of these.
+/// Returns the estimated cost of each block's forward pass for one image on one CPU thread, in
+/// multiply-adds, in the order of resnet_blocks().
 std::vector<double> resnet_costs(const std::string& model, int64_t classes, int64_t image_size);
 
 /// The blocks [first, last) of resnet_blocks().

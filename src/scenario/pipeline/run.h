@@ -96,7 +96,6 @@ void check_pipeline(const PipelineOptions& options);
 /// and the share of waiting. Throws `invalid` if options contradict each other.
 std::string explain_pipeline(const PipelineOptions& options, bool for_people);
 
-/// Runs the master.
 void train_pipeline(job::Rank& rank, const PipelineOptions& options);
 /// Trains in one process without RPC: the reference for correctness and speed.
 void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options);

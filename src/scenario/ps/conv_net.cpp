@@ -90,11 +90,4 @@ std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t cont
   return gradients;
 }
 
-void ConvNet::expose(rpc::Agent& agent) {
-  agent.expose<&ConvNet::forward_training>("ConvNet.forward_training");
-  agent.expose<&ConvNet::forward_evaluating>("ConvNet.forward_evaluating");
-  agent.expose<&ConvNet::parameter_rrefs>("ConvNet.parameter_rrefs");
-  agent.expose<&ConvNet::gradients>("ConvNet.gradients");
-}
-
 }  // namespace distrain::scenario

@@ -37,7 +37,7 @@ class ConvNet {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   rpc::NamedTensors named_parameters() const;
 
-  // Exposed functions, called by the trainers.
+  // Functions that the trainers call.
 
   /// Runs a training pass on the current versions of the parameters, which concurrent updates do
   /// not change. Without a `dropout_key` there is no dropout.
@@ -48,8 +48,6 @@ class ConvNet {
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   /// Returns the gradients of an autograd context in the order of names(); undefined if missing.
   std::vector<at::Tensor> gradients(rpc::CallContext& call, uint64_t context);
-
-  static void expose(rpc::Agent& agent);
 
  private:
   std::vector<at::Tensor> parameters_;

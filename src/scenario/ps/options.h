@@ -22,9 +22,7 @@ struct PsOptions : job::TrainerOptions {
   std::optional<int> num_gpus;  ///< of the server; nullopt: see `--device`
 };
 
-/// Runs a trainer.
 void train_ps(job::Rank& rank, const PsOptions& options);
-/// Exposes the functions of the server.
 void expose_ps(rpc::Agent& agent);
 /// Trains in one process without RPC: the reference for correctness and speed.
 void train_ps_local(job::SingleProcess& local, const PsOptions& options);

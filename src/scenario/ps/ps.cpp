@@ -42,7 +42,10 @@ void verify_gradients(const rpc::RRef<ConvNet>& net, const autograd::Context& co
 }  // namespace
 
 void expose_ps(rpc::Agent& agent) {
-  ConvNet::expose(agent);
+  agent.expose<&ConvNet::forward_training>("ConvNet.forward_training");
+  agent.expose<&ConvNet::forward_evaluating>("ConvNet.forward_evaluating");
+  agent.expose<&ConvNet::parameter_rrefs>("ConvNet.parameter_rrefs");
+  agent.expose<&ConvNet::gradients>("ConvNet.gradients");
   job::expose_parameters<ConvNet>(agent, "ConvNet");
   agent.expose<&net_of_job>("ps.net");
 }

@@ -89,9 +89,10 @@ std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests)
     for (const EnvironmentState& state : request.states) {
       Trajectory& mine = trajectories_[place(request.observer, state.environment)];
       if (!mine.steps.empty()) mine.rewards.push_back(state.last_reward);
-      const StepKey key{options_.seed, static_cast<uint64_t>(request.observer) + 1,
-                        state.environment, static_cast<uint64_t>(episode_), mine.steps.size()};
-      inputs.push_back({state.observation, key});
+      const base::Random random({options_.seed, static_cast<uint64_t>(request.observer) + 1,
+                                 state.environment, static_cast<uint64_t>(episode_),
+                                 mine.steps.size()});
+      inputs.push_back({state.observation, random});
       mine.steps.push_back({inputs.back()});
     }
   }

@@ -20,9 +20,7 @@ struct RlOptions : job::CommonOptions, job::RuleOptions {
   int64_t max_episodes = 0;   ///< 0: train until solved
 };
 
-/// Runs the agent.
 void train_rl(job::Rank& rank, const RlOptions& options);
-/// Exposes the functions of the agent and the observers.
 void expose_rl(rpc::Agent& agent);
 /// Trains in one process without RPC, with bit-identical episodes.
 void train_rl_local(job::SingleProcess& local, const RlOptions& options);

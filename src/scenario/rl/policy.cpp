@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/random.h"
 #include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
@@ -18,10 +17,6 @@ namespace distrain::scenario {
 namespace {
 
 constexpr int kInputs = std::tuple_size_v<Observation>;
-
-base::Random random_of(const StepKey& key) {
-  return base::Random({key.seed, key.observer, key.environment, key.episode, key.step});
-}
 
 using Row = std::array<float, Policy::kHidden>;
 
@@ -95,7 +90,7 @@ at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
   auto* to = states.mutable_data_ptr<float>();
   auto* mask_to = masks.mutable_data_ptr<float>();
   for (const PolicyInput& input : inputs) {
-    base::Random random = random_of(input.key);
+    base::Random random = input.random;
     mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
     to = std::ranges::copy(input.observation, to).out;
     draws.push_back(random.unit());
@@ -155,8 +150,7 @@ rpc::NamedTensors Policy::named_parameters() const {
   return {named.begin(), named.end()};
 }
 
-std::array<float, Policy::kHidden> Policy::dropout_mask(const StepKey& key) {
-  base::Random random = random_of(key);
+std::array<float, Policy::kHidden> Policy::dropout_mask(base::Random random) {
   return draw_mask(random);
 }
 
@@ -175,7 +169,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
     for (const double draw : draws) choose(*preference++, draw);
   } else {
     for (const PolicyInput& input : inputs) {
-      base::Random random = random_of(input.key);
+      base::Random random = input.random;
       const double preference = forward(parameters_, input, random).preference;
       choose(preference, random.unit());
     }
@@ -199,7 +193,7 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   double bias2 = 0;
   Loss loss;
   for (const PolicyStep& step : steps) {
-    base::Random random = random_of(step.input.key);
+    base::Random random = step.input.random;
     const Activations at = forward(parameters_, step.input, random);
     const double taken = step.action == 1 ? at.preference : -at.preference;
     loss.value -= log_probability(taken) * step.advantage;

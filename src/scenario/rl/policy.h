@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/base/random.h"
 #include "distrain/rpc/named_tensors.h"
 
 namespace distrain::scenario {
@@ -15,19 +16,9 @@ namespace distrain::scenario {
 /// An environment's state as the policy receives it.
 using Observation = std::array<float, 4>;
 
-/// The key of the random numbers for one step's dropout and action. These numbers depend on nothing
-/// else, such as the other inputs of the same call.
-struct StepKey {
-  uint64_t seed = 0;
-  uint64_t observer = 0;
-  uint64_t environment = 0;
-  uint64_t episode = 0;
-  uint64_t step = 0;
-};
-
 struct PolicyInput {
   Observation observation{};
-  StepKey key;
+  base::Random random{0};  ///< draws the step's dropout and action, whatever the other inputs are
 };
 
 struct PolicyStep {
@@ -70,7 +61,7 @@ class Policy {
   Loss loss(std::span<const PolicyStep> steps) const;
 
   /// Returns the factor of each hidden unit: 0 or 1 / (1 - kDropout).
-  static std::array<float, kHidden> dropout_mask(const StepKey& key);
+  static std::array<float, kHidden> dropout_mask(base::Random random);
 
  private:
   const c10::Device device_;

@@ -42,6 +42,7 @@ class LanguageModel {
                         const data::Vocabulary& vocabulary) const;
 
   const LstmImpl& lstm() const { return *lstm_; }
+  rpc::NamedTensors lstm_parameters() const { return store::named_tensors("rnn", *lstm_); }
 
  private:
   at::Tensor hidden_of(const at::Tensor& words, LstmState& state) const;

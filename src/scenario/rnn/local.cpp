@@ -28,7 +28,7 @@ struct WholeModel {
   WholeModel(const WholeModel&) = delete;
 
   rpc::NamedTensors parameters() const {
-    rpc::NamedTensors all = middle.lstm().named();
+    rpc::NamedTensors all = middle.lstm_parameters();
     all.merge(embedding.named_parameters());
     all.merge(decoder.named_parameters());
     return all;
@@ -55,7 +55,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   const RnnData data(options);
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
-  const rpc::NamedTensors lstm = model.lstm().named();
+  const rpc::NamedTensors lstm = model.lstm_parameters();
   job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
                                         in_order(whole.embedding, whole.decoder),
                                         {lstm.begin(), lstm.end()});

@@ -136,10 +136,4 @@ LstmState LstmImpl::zero_state(int64_t columns) const {
           at::zeros({layers_, columns, hidden_}, options)};
 }
 
-rpc::NamedTensors LstmImpl::named() const {
-  rpc::NamedTensors named;
-  for (const auto& item : named_parameters()) named["rnn." + item.key()] = item.value();
-  return named;
-}
-
 }  // namespace distrain::scenario

@@ -68,8 +68,6 @@ class LstmImpl : public torch::nn::Module {
   /// Maps float [length, columns, input] to [length, columns, hidden] and updates `state`.
   at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
-  /// Returns the parameters by torch.nn.LSTM's names, prefixed with `rnn.`.
-  rpc::NamedTensors named() const;
 
  private:
   const int64_t hidden_;

@@ -30,9 +30,7 @@ struct RnnOptions : job::TrainerOptions {
   std::string prompt;
 };
 
-/// Runs a trainer.
 void train_rnn(job::Rank& rank, const RnnOptions& options);
-/// Exposes the functions of the server.
 void expose_rnn(rpc::Agent& agent);
 /// Trains in one process without RPC: the reference for correctness and speed.
 void train_rnn_local(job::SingleProcess& local, const RnnOptions& options);

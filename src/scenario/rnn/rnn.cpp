@@ -71,7 +71,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   LstmState state = model.lstm().zero_state(options.batch_size);
   std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
   std::vector<at::Tensor> own;
-  for (const auto& [name, parameter] : model.lstm().named()) {
+  for (const auto& [name, parameter] : model.lstm_parameters()) {
     names.push_back(name);
     own.push_back(parameter);
   }
@@ -82,7 +82,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   data.agree(training);
   training.keep("encoder", remote.embedding);
   training.keep("decoder", remote.decoder);
-  training.keep("rnn", job::part_of(model.lstm().named()));
+  training.keep("rnn", job::part_of(model.lstm_parameters()));
   training.keep(optimizer, names);
   training.keep("", job::part_of_each([&](int) { return named(state); }));
   model.evaluate_in(training, data);

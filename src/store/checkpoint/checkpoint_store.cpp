@@ -10,8 +10,8 @@
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
 #include "distrain/store/open_folder.h"
+#include "distrain/store/safetensors.h"
 #include "folder_claim.h"
-#include "save.h"
 #include "save_folders.h"
 
 namespace distrain::store {
@@ -25,8 +25,7 @@ std::string without_slashes(std::string path) {
   return path;
 }
 
-// A path from the user, which may be or contain symbolic links. If it ends in a checkpoint's name,
-// the last component must be a folder.
+// A path from the user, which may contain symbolic links; a checkpoint at its end must not be one.
 struct UserPath {
   explicit UserPath(const std::string& path) : folder(without_slashes(path)) {
     const std::filesystem::path split(folder);
@@ -73,11 +72,9 @@ LoadedCheckpoint load_one(const OpenFolder& folder, Depth depth) {
   if (depth == Depth::kManifest) return loaded;
   for (const auto& [name, listed] : manifest.files) {
     const std::string path = folder.path_of(name);
-    auto content = with_memory_for(path, [&, &name = name, &listed = listed] {
-      return Safetensors::parse(read_listed(folder, name, listed), path);
+    loaded.checkpoint.files[name] = with_memory_for(path, [&, &name = name, &listed = listed] {
+      return parse_safetensors(read_listed(folder, name, listed), path);
     });
-    loaded.checkpoint.files.emplace(name, content.tensors());
-    loaded.contents.emplace(name, std::move(content));
   }
   return loaded;
 }
@@ -112,7 +109,7 @@ void CheckpointStore::prepare() {
     claim_ =
         std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kMake);
   }
-  try_folder(*claim_);
+  claim_->try_folder();
 }
 
 std::optional<std::string> CheckpointStore::why_no_lock() const {
@@ -124,7 +121,7 @@ std::string CheckpointStore::save(const Checkpoint& checkpoint) {
     claim_ =
         std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kRefuse);
   }
-  return save_checkpoint(*claim_, checkpoint, keep_);
+  return claim_->save(checkpoint, keep_);
 }
 
 bool CheckpointStore::holds(const std::string& folder, const std::string& path) {

@@ -9,6 +9,8 @@
 
 namespace distrain::store {
 
+struct Checkpoint;
+
 // Note [One job saves in a folder]
 //
 // Two jobs in one folder would remove each other's checkpoints, so a job locks a file in the
@@ -25,8 +27,7 @@ namespace distrain::store {
 // before each save, before it renames the save, and before each removal. Between a check and the
 // action that follows, and before the new job's first save, only the lock protects the folder.
 
-/// A claim of a job on its folder of checkpoints. The process must not fork, because the child
-/// would keep the folder locked.
+/// A claim of a job on its folder of checkpoints. A forked child would keep the folder locked.
 class FolderClaim {
  public:
   enum class Missing { kMake, kRefuse };
@@ -38,6 +39,11 @@ class FolderClaim {
 
   /// The error message of a file system without locks.
   const std::optional<std::string>& why_no_lock() const { return why_no_lock_; }
+
+  /// Performs CheckpointStore::save(). Returns the path of the checkpoint.
+  std::string save(const Checkpoint& checkpoint, int64_t keep);
+  /// Checks that the folder can be written. Throws `bad_data` if a checkpoint is a symbolic link.
+  void try_folder() const;
 
   /// Must be called before each change in the folder. Throws `bad_data` if another job has taken
   /// over the folder, and `resources` if the path no longer leads to it.

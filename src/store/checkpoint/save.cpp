@@ -1,5 +1,3 @@
-#include "save.h"
-
 #include <algorithm>
 #include <cerrno>
 #include <map>
@@ -9,8 +7,11 @@
 
 #include "checkpoint_manifest.h"
 #include "distrain/base/error.h"
+#include "distrain/store/checkpoint_store.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
+#include "distrain/store/safetensors.h"
+#include "folder_claim.h"
 #include "save_folders.h"
 
 namespace distrain::store {
@@ -24,14 +25,7 @@ constexpr size_t kPiece = size_t{4} << 20;  // small enough to be hashed and wri
 Saves real_saves(const OpenFolder& folder) {
   auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
-  for (const auto& [prefix, steps] :
-       {std::pair(kWhole, &saves->whole), std::pair(kReplaced, &saves->replaced)}) {
-    for (const int64_t step : *steps) {
-      const std::string name = name_of(prefix, step);
-      if (folder.kind_of(name) != OpenFolder::Kind::kLink) continue;
-      base::bad_data(folder.path_of(name) + kNotFollowed);
-    }
-  }
+  if (saves->link) base::bad_data(folder.path_of(*saves->link) + kNotFollowed);
   return *std::move(saves);
 }
 
@@ -55,7 +49,7 @@ class Save {
     for (const auto& [name, tensors] : checkpoint.files) {
       const std::string& header = headers_[name] = safetensors_header(tensors);
       uint64_t bytes = header.size();
-      for (const auto& [_, tensor] : tensors) bytes += tensor.bytes.size();
+      for (const auto& [_, tensor] : tensors) bytes += tensor.nbytes();
       manifest_.files[name].bytes = bytes;
     }
     manifest_text(manifest_);  // throws early if load() would refuse the checkpoint
@@ -107,10 +101,11 @@ class Save {
 
   // Returns the hash of the file.
   uint64_t write_file(const std::string& name, std::string_view begin,
-                      const std::map<std::string, StoredTensor>& tensors) const {
+                      const rpc::NamedTensors& tensors) const {
     OutputFile file = unfinished_->create(name);
     ContentHasher hasher;
-    const auto put = [&](std::span<const uint8_t> bytes) {
+    const auto put = [&](const void* data, size_t size) {
+      std::span<const uint8_t> bytes(static_cast<const uint8_t*>(data), size);
       while (!bytes.empty()) {
         const auto piece = bytes.first(std::min(bytes.size(), kPiece));
         hasher.add(piece);
@@ -118,8 +113,8 @@ class Save {
         bytes = bytes.subspan(piece.size());
       }
     };
-    put({reinterpret_cast<const uint8_t*>(begin.data()), begin.size()});
-    for (const auto& [_, tensor] : tensors) put(tensor.bytes);
+    put(begin.data(), begin.size());
+    for (const auto& [_, tensor] : tensors) put(tensor.const_data_ptr(), tensor.nbytes());
     file.finish();
     return hasher.value();
   }
@@ -183,27 +178,26 @@ class Save {
 
 }  // namespace
 
-std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep) {
-  return Save(claim, checkpoint, keep).run();
+std::string FolderClaim::save(const Checkpoint& checkpoint, int64_t keep) {
+  return Save(*this, checkpoint, keep).run();
 }
 
-void try_folder(const FolderClaim& claim) {
-  const OpenFolder& folder = claim.folder();
-  real_saves(folder);
+void FolderClaim::try_folder() const {
+  real_saves(folder_);
   // If the process dies here, the next save removes this name.
   const std::string trial = name_of(kUnfinished, 0);
-  folder.remove_folder(trial);
-  const OpenFolder made = make_and_open(folder, trial);
+  folder_.remove_folder(trial);
+  const OpenFolder made = make_and_open(folder_, trial);
   try {
     OutputFile file = made.create("trial");
     const uint8_t byte = 0;
     file.write({&byte, 1});
     file.finish();
   } catch (const Exception&) {
-    folder.remove_folder(trial);
+    folder_.remove_folder(trial);
     throw;
   }
-  folder.remove_folder(trial);
+  folder_.remove_folder(trial);
 }
 
 }  // namespace distrain::store

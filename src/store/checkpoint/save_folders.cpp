@@ -21,11 +21,6 @@ std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   return base::number<int64_t>(digits);
 }
 
-bool may_be_checkpoint(const OpenFolder& folder, const std::string& name) {
-  const auto kind = folder.kind_of(name);
-  return kind == OpenFolder::Kind::kFolder || kind == OpenFolder::Kind::kLink;
-}
-
 }  // namespace
 
 std::string name_of(std::string_view prefix, int64_t step) {
@@ -55,7 +50,10 @@ std::optional<Saves> find_saves(const OpenFolder& folder) {
     for (const auto& [prefix, steps] :
          {std::pair(kWhole, &saves.whole), std::pair(kReplaced, &saves.replaced)}) {
       const auto step = step_of(prefix, name);
-      if (step && may_be_checkpoint(folder, name)) steps->insert(*step);
+      if (!step) continue;
+      const auto kind = folder.kind_of(name);
+      if (kind == OpenFolder::Kind::kLink) saves.link = name;
+      if (saves.link == name || kind == OpenFolder::Kind::kFolder) steps->insert(*step);
     }
   }
   return saves;

@@ -42,6 +42,7 @@ struct Saves {
   std::set<int64_t> whole;
   std::set<int64_t> replaced;
   std::set<int64_t> old;
+  std::optional<std::string> link;  ///< name of a symbolic link in place of a checkpoint
 
   /// Returns the folder name of the checkpoint of `step`.
   std::string name(int64_t step) const;

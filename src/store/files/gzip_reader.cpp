@@ -15,11 +15,7 @@ GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kin
       left_(limit_.bytes),
       stream_(std::make_unique<z_stream_s>()) {
   stream_->next_in = input_.data();
-  while (stream_->avail_in < 2) {
-    const size_t got = file_.read(input_.data() + stream_->avail_in, 2 - stream_->avail_in);
-    if (got == 0) break;
-    stream_->avail_in += static_cast<uInt>(got);
-  }
+  stream_->avail_in = static_cast<uInt>(file_.read(input_.data(), 2));
   gzip_ = stream_->avail_in == 2 && input_[0] == 0x1F && input_[1] == 0x8B;
   constexpr int kGzipOnly = 16 + MAX_WBITS;
   if (gzip_ && inflateInit2(stream_.get(), kGzipOnly) != Z_OK) throw std::bad_alloc();

@@ -7,19 +7,15 @@ namespace distrain::store {
 
 uint64_t content_hash(std::string_view bytes) { return XXH64(bytes.data(), bytes.size(), 0); }
 
-struct ContentHasher::State {
-  XXH64_state_t xxh64;
-};
-
-ContentHasher::ContentHasher() : state_(std::make_unique<State>()) {
-  XXH64_reset(&state_->xxh64, 0);
+ContentHasher::ContentHasher() : state_(std::make_unique<XXH64_state_s>()) {
+  XXH64_reset(state_.get(), 0);
 }
 ContentHasher::~ContentHasher() = default;
 
 void ContentHasher::add(std::span<const uint8_t> bytes) {
-  XXH64_update(&state_->xxh64, bytes.data(), bytes.size());
+  XXH64_update(state_.get(), bytes.data(), bytes.size());
 }
 
-uint64_t ContentHasher::value() const { return XXH64_digest(&state_->xxh64); }
+uint64_t ContentHasher::value() const { return XXH64_digest(state_.get()); }
 
 }  // namespace distrain::store

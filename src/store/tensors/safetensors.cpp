@@ -4,52 +4,54 @@
 #include <array>
 #include <optional>
 #include <set>
+#include <span>
 #include <string_view>
 #include <utility>
 
+#include <ATen/Functions.h>
 #include <nlohmann/json.hpp>
 
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
+#include "distrain/wire/limits.h"
 
 namespace distrain::store {
 namespace {
 
-using wire::DType;
+using at::ScalarType;
 using Json = nlohmann::ordered_json;
 
 constexpr size_t kLengthBytes = 8;
 constexpr uint64_t kMaxHeader = uint64_t{16} << 20;
 constexpr std::string_view kMetadata = "__metadata__";
 
-using DTypeName = std::pair<DType, std::string_view>;
+using DTypeName = std::pair<ScalarType, std::string_view>;
 constexpr std::array kDTypes = {
-    DTypeName{DType::kBool, "BOOL"},
-    DTypeName{DType::kUInt8, "U8"},
-    DTypeName{DType::kInt8, "I8"},
-    DTypeName{DType::kUInt16, "U16"},
-    DTypeName{DType::kInt16, "I16"},
-    DTypeName{DType::kUInt32, "U32"},
-    DTypeName{DType::kInt32, "I32"},
-    DTypeName{DType::kUInt64, "U64"},
-    DTypeName{DType::kInt64, "I64"},
-    DTypeName{DType::kFloat16, "F16"},
-    DTypeName{DType::kBFloat16, "BF16"},
-    DTypeName{DType::kFloat32, "F32"},
-    DTypeName{DType::kFloat64, "F64"},
-    DTypeName{DType::kComplex64, "C64"},
-    DTypeName{DType::kFloat8E5M2, "F8_E5M2"},
-    DTypeName{DType::kFloat8E4M3, "F8_E4M3"},
+    DTypeName{at::kBool, "BOOL"},
+    DTypeName{at::kByte, "U8"},
+    DTypeName{at::kChar, "I8"},
+    DTypeName{at::kUInt16, "U16"},
+    DTypeName{at::kShort, "I16"},
+    DTypeName{at::kUInt32, "U32"},
+    DTypeName{at::kInt, "I32"},
+    DTypeName{at::kUInt64, "U64"},
+    DTypeName{at::kLong, "I64"},
+    DTypeName{at::kHalf, "F16"},
+    DTypeName{at::kBFloat16, "BF16"},
+    DTypeName{at::kFloat, "F32"},
+    DTypeName{at::kDouble, "F64"},
+    DTypeName{at::kComplexFloat, "C64"},
+    DTypeName{at::kFloat8_e5m2, "F8_E5M2"},
+    DTypeName{at::kFloat8_e4m3fn, "F8_E4M3"},
 };
 
 // Returns the size of a tensor in bytes, or nullopt if it overflows. The product of the sizes other
 // than 0 must not overflow, even if another size is 0, because torch computes strides from it.
-std::optional<uint64_t> bytes_of(DType dtype, const std::vector<int64_t>& shape) {
-  uint64_t bytes = wire::element_bytes(dtype);
+std::optional<uint64_t> bytes_of(ScalarType dtype, const std::vector<int64_t>& shape) {
+  uint64_t bytes = c10::elementSize(dtype);
   bool empty = false;
   for (const int64_t size : shape) {
-    if (size < 0) return std::nullopt;
     if (size == 0) {
       empty = true;
     } else if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
@@ -62,7 +64,7 @@ std::optional<uint64_t> bytes_of(DType dtype, const std::vector<int64_t>& shape)
 
 struct Entry {
   std::string name;
-  DType dtype{};
+  ScalarType dtype{};
   std::vector<int64_t> shape;
   std::vector<int64_t> offsets;  // begin and end in the tensor data
 };
@@ -75,7 +77,6 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   explicit HeaderReader(const std::string& file) : file_(file) {}
 
   std::vector<Entry> entries;
-  std::map<std::string, std::string> metadata;
 
   bool key(string_t& name) override {
     switch (place_) {
@@ -85,7 +86,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
         fields_.clear();
         break;
       case Place::kMetadata:
-        if (metadata.contains(name)) {
+        if (!fields_.insert(name).second) {
           fail(base::in_quotes(name) + " is twice in " + std::string(kMetadata));
         }
         break;
@@ -134,10 +135,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   }
 
   bool string(string_t& text) override {
-    if (place_ == Place::kMetadata) {
-      metadata.emplace(key_, text);
-      return true;
-    }
+    if (place_ == Place::kMetadata) return true;
     if (place_ != Place::kTensor || key_ != "dtype") fail_value();
     const auto* const found = std::ranges::find(kDTypes, text, &DTypeName::second);
     if (found == kDTypes.end()) fail_entry("has the unknown dtype " + base::in_quotes(text));
@@ -181,7 +179,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   Place place_ = Place::kStart;
   std::string key_;               // key of the current value
   Entry entry_;                   // the entry being parsed
-  std::set<std::string> fields_;  // fields of `entry_` so far
+  std::set<std::string> fields_;  // keys so far in this entry or in the metadata
   std::set<std::string> names_;
 };
 
@@ -200,7 +198,8 @@ uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std:
 
 // Parses the length and header in `begin`, which `size` bytes of tensor data follow. The tensors
 // must fill the data without gaps. Sorts the entries by offset.
-HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
+std::vector<Entry> read_header(std::span<const uint8_t> begin, uint64_t size,
+                               const std::string& name) {
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
@@ -212,7 +211,7 @@ HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const st
   HeaderReader reader(name);
   Json::sax_parse(header.begin(), header.end(), &reader);
 
-  auto& entries = reader.entries;
+  std::vector<Entry> entries = std::move(reader.entries);
   std::sort(entries.begin(), entries.end(),
             [](const Entry& a, const Entry& b) { return a.offsets < b.offsets; });
   int64_t end = 0;
@@ -236,24 +235,20 @@ HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const st
     fail(std::to_string(size - static_cast<uint64_t>(end)) +
          " bytes too many after the last tensor");
   }
-  return reader;
+  return entries;
 }
 
 // Appends the next `count` bytes of the file, or all that are left.
 void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
-  size_t used = bytes.size();
+  const size_t used = bytes.size();
   bytes.resize(used + count);
-  while (used < bytes.size()) {
-    const size_t got = file.read(bytes.data() + used, bytes.size() - used);
-    if (got == 0) bytes.resize(used);
-    used += got;
-  }
+  bytes.resize(used + file.read(bytes.data() + used, count));
 }
 
 }  // namespace
 
 // Checks the header before it allocates the rest: the file may be a large one of another format.
-Safetensors Safetensors::read(const std::string& path) {
+rpc::NamedTensors read_safetensors(const std::string& path) {
   return with_memory_for(path, [&] {
     InputFile file(path, InputFile::Kind::kRegular);
     std::vector<uint8_t> bytes;
@@ -263,57 +258,44 @@ Safetensors Safetensors::read(const std::string& path) {
     const uint64_t rest = file.size() - kLengthBytes - length;
     read_header(bytes, rest, path);
     read_more(file, rest, bytes);
-    return parse(std::move(bytes), path);
+    return parse_safetensors(bytes, path);
   });
 }
 
-Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {
+rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name) {
   const uint64_t begin = kLengthBytes + header_length(bytes, bytes.size(), name);
-  const auto all = std::span<const uint8_t>(bytes);
-  HeaderReader header = read_header(all.first(begin), bytes.size() - begin, name);
-  Safetensors result;
-  result.metadata_ = std::move(header.metadata);
-  for (Entry& entry : header.entries) {
-    const auto first = static_cast<size_t>(entry.offsets[0]);
-    const auto last = static_cast<size_t>(entry.offsets[1]);
-    result.tensors_.emplace(std::move(entry.name),
-                            StoredTensor{entry.dtype, std::move(entry.shape),
-                                         all.subspan(begin + first, last - first)});
+  const auto header = read_header(std::span(bytes).first(begin), bytes.size() - begin, name);
+  rpc::NamedTensors tensors;
+  for (const Entry& entry : header) {
+    const at::Tensor& tensor = tensors[entry.name] = at::empty(entry.shape, entry.dtype);
+    std::copy_n(bytes.begin() + static_cast<ptrdiff_t>(begin) + entry.offsets[0], tensor.nbytes(),
+                static_cast<uint8_t*>(tensor.mutable_data_ptr()));
   }
-  result.bytes_ = std::make_shared<const std::vector<uint8_t>>(std::move(bytes));
-  return result;
+  return tensors;
 }
 
-std::string safetensors_header(const std::map<std::string, StoredTensor>& tensors,
-                               const std::map<std::string, std::string>& metadata) {
-  const auto fail = [](const std::string& name, const char* reason) {
-    base::invalid("tensor " + base::in_quotes(name) + " " + reason);
-  };
+std::string safetensors_header(const rpc::NamedTensors& tensors) {
   std::string header(kLengthBytes, '\0');
-  const auto put = [&](const std::string& name, const Json& value) {
-    header += header.size() == kLengthBytes ? '{' : ',';
-    try {
-      header += Json(name).dump() + ":" + value.dump();
-    } catch (const Json::exception&) {
-      fail(name, "has a name or metadata that are not UTF-8");
-    }
-  };
-  if (!metadata.empty()) put(std::string(kMetadata), Json(metadata));
   uint64_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
-    const auto* const found = std::ranges::find(kDTypes, tensor.dtype, &DTypeName::first);
-    if (found == kDTypes.end()) fail(name, "has a dtype that safetensors files cannot hold");
-    if (name == kMetadata) fail(name, "has a name that safetensors files use otherwise");
-    if (tensor.shape.size() > wire::kMaxDimensions) fail(name, "has too many dimensions");
-    if (bytes_of(tensor.dtype, tensor.shape) != tensor.bytes.size()) {
-      fail(name, "has bytes that do not fit its shape");
-    }
+    const auto fail = [&, &name = name](const char* reason) {
+      base::invalid("tensor " + base::in_quotes(name) + " " + reason);
+    };
+    const auto* const found = std::ranges::find(kDTypes, tensor.scalar_type(), &DTypeName::first);
+    if (found == kDTypes.end()) fail("has a dtype that safetensors files cannot hold");
+    if (name == kMetadata) fail("has a name that safetensors files use otherwise");
+    if (tensor.sizes().size() > wire::kMaxDimensions) fail("has too many dimensions");
     Json entry;
     entry["dtype"] = found->second;
-    entry["shape"] = tensor.shape;
-    entry["data_offsets"] = {offset, offset + tensor.bytes.size()};
-    put(name, entry);
-    offset += tensor.bytes.size();
+    entry["shape"] = tensor.sizes().vec();
+    entry["data_offsets"] = {offset, offset + tensor.nbytes()};
+    header += header.size() == kLengthBytes ? '{' : ',';
+    try {
+      header += Json(name).dump() + ":" + entry.dump();
+    } catch (const Json::exception&) {
+      fail("has a name that is not UTF-8");
+    }
+    offset += tensor.nbytes();
   }
   if (header.size() == kLengthBytes) header += '{';
   header += '}';

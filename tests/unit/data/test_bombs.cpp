@@ -94,13 +94,12 @@ TEST_CASE("A safetensors file that is larger than its tensors costs no memory") 
   const Folder folder;
   const auto path = folder.write("sparse", std::string("\x02\0\0\0\0\0\0\0{}", 10));
   std::filesystem::resize_file(path, uint64_t{1} << 42);  // a sparse file
-  CHECK(bad_data([&] { store::Safetensors::read(path); }) ==
+  CHECK(bad_data([&] { store::read_safetensors(path); }) ==
         path + ": 4398046511094 bytes too many after the last tensor");
   const std::string begin = path + ": not a safetensors file: ";
   write_text(path, std::string("\x01\0\0\x01\0\0\0\0{", 9));
   std::filesystem::resize_file(path, uint64_t{1} << 42);
-  CHECK(bad_data([&] { store::Safetensors::read(path); }) ==
-        begin + "a header of more than 16 MiB");
+  CHECK(bad_data([&] { store::read_safetensors(path); }) == begin + "a header of more than 16 MiB");
 }
 
 }  // namespace distrain::data

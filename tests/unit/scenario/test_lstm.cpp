@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/modules/rnn.h>
 
+#include "distrain/store/named_tensors.h"
 #include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 
@@ -10,6 +11,7 @@ using nn::Dropout;
 using rpc::NamedTensors;
 using scenario::Lstm;
 using scenario::LstmState;
+using store::named_tensors;
 
 namespace {
 
@@ -18,7 +20,7 @@ constexpr int64_t kInput = 5, kHidden = 7, kLayers = 2, kLength = 6, kColumns = 
 torch::nn::LSTM torch_lstm(const Lstm& lstm) {
   torch::nn::LSTM other(torch::nn::LSTMOptions(kInput, kHidden).num_layers(kLayers));
   const at::NoGradGuard no_grad;
-  const NamedTensors named = lstm->named();
+  const NamedTensors named = named_tensors("rnn", *lstm);
   REQUIRE(named.size() == other->named_parameters().size());
   for (const auto& item : other->named_parameters()) {
     CAPTURE(item.key());
@@ -51,7 +53,7 @@ TEST_CASE("without dropout the LSTM has torch's output, state and gradients") {
   (output * weight).sum().backward();
   (expected * weight).sum().backward();
   CHECK(at::allclose(x.grad(), x2.grad()));
-  const NamedTensors named = lstm->named();
+  const NamedTensors named = named_tensors("rnn", *lstm);
   for (const auto& item : other->named_parameters()) {
     CAPTURE(item.key());
     CHECK(at::allclose(named.at("rnn." + item.key()).grad(), item.value().grad(), 1e-5, 1e-6));
@@ -86,12 +88,12 @@ TEST_CASE("dropout is between the layers and depends on its key") {
 TEST_CASE("the LSTM's weights are uniform within 1 / sqrt(hidden) and depend on the seed") {
   const Lstm lstm(kInput, 64, kLayers, 0.0, 11), same(kInput, 64, kLayers, 0.0, 11),
       other(kInput, 64, kLayers, 0.0, 12);
-  for (const auto& [name, weight] : lstm->named()) {
+  for (const auto& [name, weight] : named_tensors("rnn", *lstm)) {
     CAPTURE(name);
     const double largest = weight.abs().max().item<double>();
     CHECK(largest <= 0.125);
     CHECK(largest > 0.1);
-    CHECK(at::equal(weight, same->named().at(name)));
-    CHECK_FALSE(at::equal(weight, other->named().at(name)));
+    CHECK(at::equal(weight, named_tensors("rnn", *same).at(name)));
+    CHECK_FALSE(at::equal(weight, named_tensors("rnn", *other).at(name)));
   }
 }

@@ -11,7 +11,6 @@ using namespace distrain;
 using scenario::Policy;
 using scenario::PolicyInput;
 using scenario::PolicyStep;
-using scenario::StepKey;
 
 namespace {
 
@@ -20,7 +19,7 @@ std::vector<PolicyInput> some_inputs(size_t count) {
   std::vector<PolicyInput> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     for (float& x : inputs[i].observation) x = static_cast<float>(4 * random.unit() - 2);
-    inputs[i].key = {1, 2, 3, 4, i};
+    inputs[i].random = base::Random({1, 2, 3, 4, i});
   }
   return inputs;
 }
@@ -114,8 +113,8 @@ TEST_CASE("dropout keeps two fifths of the units, and the mean") {
   int64_t kept = 0;
   std::array<int64_t, Policy::kHidden> by_unit{};
   for (uint64_t step = 0; step < 1000; ++step) {
-    const auto mask = Policy::dropout_mask({1, 1, 0, 1, step});
-    CHECK(mask == Policy::dropout_mask({1, 1, 0, 1, step}));
+    const auto mask = Policy::dropout_mask(base::Random({1, 1, 0, 1, step}));
+    CHECK(mask == Policy::dropout_mask(base::Random({1, 1, 0, 1, step})));
     for (size_t j = 0; j < mask.size(); ++j) {
       CHECK((mask[j] == 0 || mask[j] == 2.5F));
       kept += mask[j] > 0;
@@ -124,7 +123,8 @@ TEST_CASE("dropout keeps two fifths of the units, and the mean") {
   }
   CHECK(std::abs(static_cast<double>(kept) - 51200) < 4 * 175);
   for (const int64_t count : by_unit) CHECK(std::abs(static_cast<double>(count) - 400) < 5 * 15.5);
-  CHECK(Policy::dropout_mask({1, 1, 0, 1, 0}) != Policy::dropout_mask({1, 2, 0, 1, 0}));
+  CHECK(Policy::dropout_mask(base::Random({1, 1, 0, 1, 0})) !=
+        Policy::dropout_mask(base::Random({1, 2, 0, 1, 0})));
 }
 
 TEST_CASE("a policy is initialized as torch.nn.Linear is") {
