@@ -32,7 +32,7 @@ paste "$work/addresses" "$work/short" >"$work/places"
 awk 'NR == FNR { place[$1] = $2; next }
   { for (i = 1; i <= NF; ++i) {
       if (place[$i] ~ /^tests\// && place[$i] !~ /^tests\/support\/fake_device/) break
-      if (place[$i] ~ /^(src|include\/distrain)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {
+      if (place[$i] ~ /^(src|include\/distrain)\// && place[$i] !~ /^src\/rpc\/device\/device.cpp/) {
         print place[$i], $i; break } } }' "$work/places" "$work/callers" | sort -u >"$work/sites"
 
 sites=0 survivors=()

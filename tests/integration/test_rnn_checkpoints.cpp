@@ -8,33 +8,13 @@ using scenario::RnnOptions;
 
 namespace {
 
-struct RnnFewWords {
-  RnnFewWords()
-      : train(folder.write("train.txt", make_text(120, 1))),
-        valid(folder.write("valid.txt", make_text(25, 2))) {}
-
-  // About 600 words: 25 steps per epoch with one trainer, 13 with two.
+struct RnnFewWords : RnnText {
   RnnOptions options() const {
-    RnnOptions options;
-    options.data = train;
-    options.valid_data = valid;
-    options.vocab_size = 25;
-    options.batch_size = 4;
-    options.bptt = 6;
-    options.emsize = 6;
-    options.nhid = 8;
-    options.nlayers = 2;
-    options.dropout = 0.2;
+    RnnOptions options = on_text();
     options.clip = 0.25;
-    options.lr = 2;
-    options.lr_schedule = "plateau:0,0.25,0,0";
-    options.mode = "sync";
     options.trainers = 2;
     return options;
   }
-
-  const Folder folder;
-  const std::string train, valid;
 };
 
 }  // namespace

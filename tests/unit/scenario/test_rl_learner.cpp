@@ -147,7 +147,7 @@ TEST_CASE_METHOD(Learners, "the learner computes what LibTorch's autograd and Ad
           for (float& number : x) number = static_cast<float>(2 * random.unit() - 1);
           request.states.push_back({e, x, t == 0 ? 0 : rewards[t - 1]});
           const auto rank = static_cast<uint64_t>(observer) + 1;
-          steps.push_back({{x, {options.seed, rank, e, episode, t}}, 0, 0});
+          steps.push_back({{x, base::Random({options.seed, rank, e, episode, t})}, 0, 0});
           returns.push_back(0);
           for (size_t later = t; later < rewards.size(); ++later) {
             returns.back() += std::pow(0.9, later - t) * rewards[later];
