@@ -248,6 +248,7 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
+    if (before.empty()) seen_hosts_.erase(rank);  // because a peer may claim any rank
     links_.remove(link);
     return refusal;
   }
