@@ -34,6 +34,9 @@ class InputFile {
 
   /// Reads `bytes` bytes, or fewer at the end, and returns their number.
   size_t read(void* out, size_t bytes) const;
+  /// Waits until the file has bytes, reads at most `bytes` of them, and returns their number; 0 at
+  /// the end.
+  size_t read_some(void* out, size_t bytes) const;
 
   /// The size of a regular file; 0 for a pipe.
   uint64_t size() const { return size_; }

@@ -182,9 +182,9 @@ ImageFolder read_image_folder(const std::string& folder) {
   if (!has_any(folder, "t10k")) return result;
   result.test = read_pair(folder, "t10k");
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
-    refuse(*find_file(folder, "t10k", "images", "idx3"), "images of " + size_of(*result.test) +
-                                                             " pixels, those to train with are " +
-                                                             size_of(result.train));
+    refuse(find_file(folder, "t10k", "images", "idx3").value_or(folder),
+           "images of " + size_of(*result.test) + " pixels, those to train with are " +
+               size_of(result.train));
   }
   return result;
 }

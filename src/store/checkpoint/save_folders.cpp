@@ -52,8 +52,10 @@ std::optional<Saves> find_saves(const OpenFolder& folder) {
       const auto step = step_of(prefix, name);
       if (!step) continue;
       const auto kind = folder.kind_of(name);
-      if (kind == OpenFolder::Kind::kLink) saves.link = name;
-      if (saves.link == name || kind == OpenFolder::Kind::kFolder) steps->insert(*step);
+      const bool is_link = kind == OpenFolder::Kind::kLink;
+      // The least name, because names() has no order.
+      if (is_link && (!saves.link || name < *saves.link)) saves.link = name;
+      if (is_link || kind == OpenFolder::Kind::kFolder) steps->insert(*step);
     }
   }
   return saves;

@@ -47,15 +47,19 @@ InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
 size_t InputFile::read(void* out, size_t bytes) const {
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t got = ::read(fd_.get(), static_cast<uint8_t*>(out) + done, bytes - done);
+    const size_t got = read_some(static_cast<uint8_t*>(out) + done, bytes - done);
     if (got == 0) break;
-    if (got > 0) {
-      done += static_cast<size_t>(got);
-    } else if (errno != EINTR) {
-      base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
-    }
+    done += got;
   }
   return done;
+}
+
+size_t InputFile::read_some(void* out, size_t bytes) const {
+  for (;;) {
+    const ssize_t got = ::read(fd_.get(), out, bytes);
+    if (got >= 0) return static_cast<size_t>(got);
+    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
+  }
 }
 
 }  // namespace distrain::store

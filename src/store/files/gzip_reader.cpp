@@ -47,7 +47,7 @@ size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
   while (done < bytes) {
     if (stream_->avail_in == 0) {
       stream_->next_in = input_.data();
-      stream_->avail_in = static_cast<uInt>(file_.read(input_.data(), input_.size()));
+      stream_->avail_in = static_cast<uInt>(file_.read_some(input_.data(), input_.size()));
     }
     if (stream_->avail_in == 0) {
       if (gzip_ && !between_members_) base::bad_data(file_.path() + ": the gzip file is cut short");

@@ -281,6 +281,10 @@ std::string safetensors_header(const rpc::NamedTensors& tensors) {
     const auto fail = [&, &name = name](const char* reason) {
       base::invalid("tensor " + base::in_quotes(name) + " " + reason);
     };
+    if (!tensor.defined() || !tensor.is_cpu() || tensor.layout() != at::kStrided ||
+        !tensor.is_contiguous()) {
+      fail("is not contiguous on the CPU");
+    }
     const auto* const found = std::ranges::find(kDTypes, tensor.scalar_type(), &DTypeName::first);
     if (found == kDTypes.end()) fail("has a dtype that safetensors files cannot hold");
     if (name == kMetadata) fail("has a name that safetensors files use otherwise");
