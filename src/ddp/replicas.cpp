@@ -118,8 +118,10 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
     throw_protocol(group.world_rank(0), "has told another sum than that of its model");
   }
   const int rank = group.world_rank(static_cast<int>(other - texts.begin()));
-  if (!other->empty() && !other->ends_with('\n')) {
-    throw_protocol(rank, "describes its model in lines that do not end");
+  for (const auto* each : {&texts[0], &*other}) {
+    if (each->empty() || each->ends_with('\n')) continue;
+    throw_protocol(group.world_rank(static_cast<int>(each - texts.data())),
+                   "describes its model in lines that do not end");
   }
   const auto lines = base::split(texts[0], '\n'), others = base::split(*other, '\n');
   const auto [expected, found] = std::ranges::mismatch(lines, others);
