@@ -24,7 +24,9 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortRange, first, last)
 
 namespace distrain::app {
 
-// The fields that need no conversion.
+// Must name every field of Contact except those that rank_image() and run_spawned() set (token,
+// generation, meeting_name), because a rank that exec starts gets the default of a field that is
+// not here.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
                                    master_port, listen_addr, ports, transport, insecure, run_id,
                                    rank_0_unix_name, job_id, rejoins, shows_progress, resume)
@@ -61,7 +63,8 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
   told["started"] = rank.started.time_since_epoch().count();
   told["token_fd"] = texts->token.get();
   if (rank.generation) told["generation"] = *rank.generation;
-  texts->variable = std::string(kVariable) + '=' + told.dump();
+  texts->variable = std::string(kVariable) + '=' +
+                    told.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   char* const end = texts->arguments.data() + texts->arguments.size();
   for (char* argument = texts->arguments.data(); argument < end; argument += strlen(argument) + 1) {
     texts->argv.push_back(argument);
