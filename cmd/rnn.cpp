@@ -7,8 +7,9 @@ namespace distrain::scenario {
 
 namespace {
 
-/// Calls `tell` with each option whose default differs for text: those of PyTorch's word language
-/// model, which divides the learning rate by 4 when the validation loss does not improve.
+/// Calls `tell` for each option that has another default for text, with that default. The defaults
+/// are those of PyTorch's word language model, which divides the learning rate by 4 when the
+/// validation loss does not improve.
 void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);

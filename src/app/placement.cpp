@@ -49,8 +49,9 @@ struct ProcessLauncher {
   }
 };
 
-// Slurm is last because in an allocation mpirun's children inherit the SLURM_* variables of
-// mpirun's daemons. A batch script has SLURM_PROCID but no SLURM_STEP_ID.
+// Slurm is last, because the children of an mpirun in a Slurm allocation inherit SLURM_* variables
+// that describe mpirun's daemons. Slurm's variables count only with SLURM_STEP_ID, because a batch
+// script has SLURM_PROCID but is no rank.
 constexpr ProcessLauncher kLaunchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -75,8 +75,9 @@ void use_on_current_stream(const at::Tensor& tensor) {
 
 }  // namespace
 
-// A wait for a stream covers the work that the stream has at that time. Updates need not wait for
-// later work of readers, because that work uses versions that the update does not change.
+// Records the current stream as a reader. An update waits for the work that the stream has when the
+// update begins. It need not wait for later reads, because they use versions that the update does
+// not change.
 void ParameterStreams::read(c10::Device device) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);

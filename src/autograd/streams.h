@@ -24,7 +24,8 @@ namespace distrain::autograd {
 // On the CPU all of this costs one check of the device of each input of a node. Node::stream() is
 // not used, because it would make torch decide for good that there is no accelerator.
 
-/// Returns the stream of the first accelerator output of `node`, in which the node runs.
+/// Returns the stream in which `node` runs: that of the first output of its forward function on an
+/// accelerator. Returns nullopt if no output is on an accelerator.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
 /// Adds `gradient`, computed in `producer` or the current stream, to input `input` of `node`.
@@ -38,7 +39,8 @@ void await_inputs(const torch::autograd::InputBuffer& inputs,
 /// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
 std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 
-/// Makes the current stream wait for `producer`, which computes `tensor`. Returns false if equal.
+/// Makes the current stream wait for `producer`, which computes `tensor`. Returns true if these
+/// streams differ.
 bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer);
 
 /// Makes this thread's current streams wait for the work in `streams`; with `only`, of that device.

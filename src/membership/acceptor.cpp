@@ -229,7 +229,8 @@ void Acceptor::reject_on_loop(const net::StreamPtr& stream, Error why) {
   stream->close();
 }
 
-// Rejects a connection, which counts as open until it is closed.
+// Rejects a connection. The connection stays in `handshakes_`, so it counts toward the limit of
+// unproved connections until it is closed.
 void Acceptor::refuse_on_loop(IncomingHandshake& handshake, const Error& why) {
   if (why.kind == ErrorKind::kAuth) report_on_loop(handshake, why);
   handshake.stage = Stage::kRefused;

@@ -282,7 +282,8 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
   const base::Future<void> met = directory_known_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
-  // If a launcher has started rank 0 (`listen_fd`), the launcher reports ranks that fail.
+  // A launcher (`listen_fd`) reports ranks that fail, so without one, rank 0 reports earlier which
+  // ranks are missing.
   auto pause = options_.rank == 0 && options_.listen_fd < 0 ? kFirstWait : kWaitingInterval;
   for (;; pause = kWaitingInterval) {
     const base::Future<void>& next = is_prepared ? ready : met;

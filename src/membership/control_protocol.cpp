@@ -8,7 +8,8 @@ namespace distrain::membership {
 
 namespace {
 
-// Returns at most a second, because peers may have shorter timeouts than this rank.
+// Returns the interval between heartbeats: a quarter of `peer_timeout`, but at most a second,
+// because a peer may have a shorter timeout than this rank.
 base::Duration beat_interval(base::Duration peer_timeout) {
   const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
   return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;

@@ -20,6 +20,7 @@ void set_up_openssl();
 /// Fills `out`, of 256 bytes at most, from the system's random source. Throws `resources` if it
 /// fails.
 void fill_random(std::span<uint8_t> out);
+/// Returns `count` random bytes, 256 at most.
 std::string random_bytes(size_t count);
 /// Returns `bytes` in hexadecimal digits.
 std::string hex(std::string_view bytes);

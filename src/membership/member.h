@@ -26,8 +26,8 @@ class Member final : public ControlProtocol {
 
   const Link coordinator_;
   bool has_joined_ = false;
-  std::set<int> reported_lost_;  // ranks whose newest process was reported lost, by this rank or by
-                                 // the coordinator
+  // Ranks whose newest process was reported lost, by this rank or by the coordinator.
+  std::set<int> reported_lost_;
 };
 
 }  // namespace distrain::membership

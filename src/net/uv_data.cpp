@@ -11,7 +11,7 @@ extern "C" {
 /// do not work. We call none of them.
 [[gnu::visibility("hidden")]] char** distrain_uv_environ = nullptr;
 
-/// For uv_print_all_handles().
+/// Replaces the C library's `stderr`, which libuv uses in uv_print_all_handles().
 [[gnu::visibility("hidden")]] FILE* distrain_uv_stderr = stderr;
 
 [[gnu::visibility("hidden")]] extern const in6_addr distrain_uv_in6addr_any;

@@ -157,8 +157,8 @@ std::string to_text(const PipelineSchedule& schedule) {
 std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages) {
   std::vector<double> sums = {0};
   for (const double cost : costs) sums.push_back(sums.back() + cost);
-  // slowest[n] is the minimal cost of the slowest stage for the first n layers in one stage, then
-  // in two, and so on; cuts[n] are the cuts that reach it.
+  // Divides the first n layers into one stage, then into two, and so on. slowest[n] is the cost of
+  // the slowest stage in the best division so far, and cuts[n] has the cuts of that division.
   std::vector<double> slowest = sums;
   std::vector<std::vector<size_t>> cuts(sums.size());
   for (size_t before = 1; before < stages; ++before) {

@@ -101,7 +101,8 @@ class ParameterUpdater {
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const;
-  /// Returns the number of the last step of `process`; none in kSync or if it numbers no steps.
+  /// Returns the number of the last step of `process`. Returns nullopt if the mode is kSync, or if
+  /// `process` does not number its steps.
   std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
 
   /// Returns what steps wait for. Reports a running update instead of waiting for it.

@@ -104,7 +104,8 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
     evaluation.means["mean_id"] = ids.sum().item<double>();
     return evaluation;
   };
-  // Not with parameters that are not finite: the evaluation would fail before the save does.
+  // Do not evaluate if the fault makes parameters not finite, because the evaluation would fail
+  // before the save.
   if (!options.fault.ends_with(".weight")) training.evaluate_epochs(evaluate);
   training.run([&](const job::Step& step) {
     const Rows rows = rows_of(step);

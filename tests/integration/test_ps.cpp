@@ -138,7 +138,7 @@ TEST_CASE_METHOD(PsImages, "with ssp 2 fast trainers are at most two steps ahead
     const auto staleness = step["staleness"].get<int64_t>();
     CHECK(staleness >= 0);
     CHECK(staleness <= 2);
-    // A trainer that is two steps ahead of the slowest has seen all of its steps but two.
+    // The other two trainers are at most two steps behind, and `version` counts their updates, too.
     CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1 - 2));
     greatest = std::max(greatest, staleness);
   }

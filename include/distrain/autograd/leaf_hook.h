@@ -11,8 +11,9 @@ namespace distrain::autograd {
 /// not run. Post-accumulate hooks of other types make such a pass fail.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  /// Called once per pass with this rank's final gradient, as the hooks of on_gradient_ready and
-  /// after them. An exception fails the pass. After a failure `context.runs()` returns false.
+  /// Called once per pass with this rank's final gradient, on the thread that computed it, after
+  /// the hooks of on_gradient_ready. An exception fails the pass. After a failure `context.runs()`
+  /// returns false.
   virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
 };
 

@@ -33,7 +33,8 @@ struct BackendSettings {
   int64_t direct_bytes = -1;
 };
 
-/// The place of an operation in the order of calls.
+/// The sequence of an operation, and its pass. The n-th operation of a sequence on one rank belongs
+/// to the n-th operation of that sequence on every other rank.
 struct OperationOptions {
   uint32_t sequence = 0;
   PassNumber pass = {};  ///< must agree on all ranks
@@ -64,7 +65,8 @@ class Backend final : public c10d::Backend {
   using ReduceOp = c10d::ReduceOp::RedOpType;
   static constexpr std::chrono::milliseconds kDefault{-1};  ///< BackendSettings::timeout
 
-  /// Returns a new sequence's number; 0 always exists. All ranks call it in the same order.
+  /// Creates a sequence and returns its number. Sequence 0 always exists. All ranks must call
+  /// new_sequence() in the same order.
   uint32_t new_sequence();
 
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,

@@ -9,7 +9,8 @@
 namespace distrain::collective {
 
 /// Identifies the backward pass whose gradients a rank averages. Ranks send it with the gradients,
-/// because all ranks must average the same pass. Steps and forwards count from 1; 0 is unknown.
+/// because all ranks must average the same pass. The order of the members is that of the wire.
+/// Steps and forwards count from 1; 0 is unknown.
 struct PassNumber {
   uint64_t step = 0;     ///< step of the job
   uint64_t forward = 0;  ///< forward of the replica, counted apart in and out of autograd contexts

@@ -15,7 +15,8 @@ struct DeviceReduceGroup {
   std::string how;  ///< `nccl`, `staged` (over the CPU), or empty if this rank is on the CPU
 };
 
-/// Uses NCCL if each rank of `backend` has its own GPU. Collective; call it after Agent::join().
+/// Returns a group that uses NCCL if each rank of `backend` has its own GPU, and otherwise one that
+/// reduces on the CPU over `backend`. All ranks of `backend` must call it, after Agent::join().
 DeviceReduceGroup make_reduce_group(rpc::Agent& agent,
                                     const c10::intrusive_ptr<collective::Backend>& backend);
 

@@ -36,8 +36,8 @@ enum class Labels : uint8_t { kAll, kSome };
 /// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
 ///
 /// As in fastText, tokens are separated by blanks, tabs, \r, \v, \f or NUL, and may have any other
-/// bytes. A line has one label, anywhere; it may have no token, which makes an empty bag. Empty
-/// lines and a byte order mark are skipped.
+/// bytes. A line has one label, anywhere, unless labels are optional; it may have no token, which
+/// makes an empty bag. Empty lines and a byte order mark are skipped.
 ///
 /// With the `vocabulary` of a training file, unknown words are dropped and counted, and an unknown
 /// label is an error.

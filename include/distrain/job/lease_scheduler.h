@@ -98,7 +98,8 @@ class LeaseScheduler {
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
     std::function<void(bool stopped)> on_end = [](bool) {};
-    /// A trainer was lost during an evaluation or a save, which the others repeat from its start.
+    /// A trainer was lost during an evaluation or a save, which the others repeat:
+    /// reports since its start do not count.
     std::function<void()> on_again = [] {};
     /// `trainer` waits for a task while others may make steps, so they must not wait for its steps.
     std::function<void(int trainer)> on_rest = [](int) {};

@@ -46,8 +46,8 @@ class OptionRow {
     return offers({word});
   }
   OptionRow& of_training() { return set(option_.of_training, true); }
-  /// Marks the option as the step that ends the run (0: none). A job that resumes from a later
-  /// checkpoint does not inherit the limit.
+  /// Marks the option as the step that ends the run (0: none). A job that resumes from
+  /// a checkpoint that has reached the limit does not inherit it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Makes the option apply to this process only.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }

@@ -59,7 +59,8 @@ class Process {
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Returns this process's fields of the last line. In the job's, the lowest rank's value counts.
+  /// Returns the fields that this process adds to its last line. If several ranks set a field that
+  /// is not summed up, the job's last line has the value of the lowest rank.
   Json& fields() { return fields_; }
   /// Notes on rank 0 that the job ends normally but misses its goal: exit code 11, with `message`.
   /// Has no effect if a signal stops the job.

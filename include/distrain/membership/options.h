@@ -15,8 +15,8 @@ namespace distrain::membership {
 
 /// How a rank meets the other ranks of its job.
 struct Contact {
-  int rank = 0;                           ///< wire::kUnassignedRank only for a Slot
-  int world_size = 0;                     ///< other ranks: must equal rank 0's; 0: any
+  int rank = 0;        ///< wire::kUnassignedRank: rank 0 chooses one; not for an Agent
+  int world_size = 0;  ///< other ranks: must equal rank 0's; 0: any
   std::string master_addr = "localhost";  ///< where rank 0 listens
   uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
   int listen_fd = -1;                     ///< rank 0: a socket that is already listening

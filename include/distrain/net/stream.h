@@ -55,8 +55,8 @@ class Stream {
     /// Called last, once: `peer_lost` if the peer closed, `protocol` for bytes that are no frame,
     /// `cancelled` after our own close().
     std::function<void(const base::Error&)> on_close;
-    /// Returns body_bytes() of memory for a frame, or null for the loop's. If it throws, the stream
-    /// ends with that error. May be empty.
+    /// Called with each header before there is memory for the body. Returns body_bytes() of memory,
+    /// or null for the loop's. If it throws, the stream ends with that error. May be empty.
     std::function<base::BufferPtr(const wire::FrameHeader&)> allocate = {};
   };
 

@@ -118,7 +118,8 @@ class UpdateRule {
   /// Returns the number of updates of parameter `i`.
   int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
 
-  /// Multiplies the learning rate by `factor`. Throws `invalid` if it is negative or not finite.
+  /// Sets the learning rate of the next updates to the configured one times `factor`. Throws
+  /// `invalid` if it is negative or not finite.
   void set_lr_factor(double factor);
 
   /// Returns the tensors of parameter `i`'s state themselves, which the next update changes.

@@ -149,8 +149,9 @@ class Agent {
   /// Makes `F` callable under `name`. `F` is a function, a member function or a lambda without
   /// captures, with Serializable parameters and result. The result may be a Future, which holds no
   /// thread. A first parameter CallContext& is filled in here. Callers name the same `F`, so a
-  /// lambda must be a constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F` starts
-  /// with torch's default thread-local state; its changes to that state end with it.
+  /// lambda must be a constant that both see: `constexpr auto kTwice = [](int x) { return 2 * x;
+  /// };`. `F` starts with torch's default thread-local state; its changes to that state end with
+  /// it.
   template <auto F>
   void expose(const std::string& name);
   /// Lets remote_new() create objects of T. T::Constructor gives the constructor's parameters:
@@ -238,7 +239,8 @@ class Agent {
   /// Serves calls until every rank has called shutdown(), waits until all ranks have released
   /// references and contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
   /// after abort(). No call may follow. `on_waiting` gets the ranks that are still missing, as in
-  /// AgentOptions. `at_rest` runs when all have arrived; it may call other ranks.
+  /// AgentOptions. `at_rest` runs when all have arrived; it may call other ranks,
+  /// which wait for it. Call shutdown() once.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Sends `error` to all peers as the reason, and disconnects. All waits for other ranks fail,

@@ -41,7 +41,7 @@ class Channel {
     /// Called when `rank` is lost, with peer_lost or the reason that it sent; nothing can be sent
     /// to it or comes from it afterwards. On the loop, in set_handler() or when the agent ends.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
-    /// Returns the waits of the layer above; may be empty. Called on any thread.
+    /// Returns the waits of the layer above the channel. May be unset. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};
   };
 

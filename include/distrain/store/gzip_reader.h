@@ -28,8 +28,9 @@ class GzipReader {
 
   /// Limits the bytes that follow.
   void limit(Limit limit);
-  /// Reads `bytes` bytes, or fewer at the end, after verifying all checksums. Throws `bad_data` if
-  /// it would read beyond the limit and the file is longer.
+  /// Reads `bytes` bytes. Reads fewer only at the end of the file, when all checksums have been
+  /// verified. Throws `bad_data` if the file is damaged, or if `bytes` reaches beyond the limit and
+  /// the file is longer than the limit.
   size_t read(uint8_t* out, size_t bytes);
 
  private:

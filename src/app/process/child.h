@@ -58,7 +58,8 @@ class Child {
   void send(int signal);
   /// Stops the process group, or lets it continue if `stopped` is false.
   void stop(bool stopped);
-  /// Signals the rank alone: the signal does not end it, but could end processes it has started.
+  /// Sends a signal that does not end the rank. The rank's process group does not get the signal,
+  /// because it could end processes that the rank has started.
   void tell(int signal);
 
   int rank() const { return rank_; }
@@ -75,7 +76,8 @@ class Child {
   bool killed() const { return killed_; }  ///< by send(SIGKILL), even if it has not ended yet
   /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a last line.
   int exit_code() const;
-  /// Returns true if the job continues without this rank: the rank or its predecessor said so.
+  /// Returns true if the job continues when this rank is lost. The rank, or the process that it
+  /// replaced, has reported that.
   bool may_be_lost() const { return may_be_lost_ || is_successor_; }
   bool is_successor() const { return is_successor_; }
   void set_successor() { is_successor_ = true; }

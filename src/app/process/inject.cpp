@@ -26,7 +26,8 @@ struct InjectedFault {
   std::optional<int> rank;  // if unset: all ranks where the fault is possible
 };
 
-/// Parses a whole number from `min` to `max`. Throws `invalid` that begins with `where`.
+/// Parses a whole number. Throws `invalid`, with a message that begins with `where`, if `text` is
+/// not a whole number from `min` to `max`.
 int64_t parse_number(std::string_view text, const std::string& where, double min, double max) {
   const Option option = {.kind = ValueKind::kInteger, .min = min, .max = max};
   return std::stoll(canonical_value(option, text, where));

@@ -26,7 +26,7 @@ struct LaunchPlan {
   /// Time to end after a signal without progress of a save; 0 if the job does not save.
   std::chrono::seconds save_grace{0};
   int max_restarts = 0;
-  /// Returns the newest checkpoint. Empty if another launcher has rank 0 or the job does not save.
+  /// Returns the newest checkpoint. Unset if another launcher has rank 0 or the job does not save.
   std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
   DisplayPlan display;

@@ -18,9 +18,10 @@ struct SpawnedRank : membership::Contact {
 };
 
 /// Returns a function that executes this program again as `rank`, with the launcher's arguments and
-/// the settings in the environment. Throws `resources` if this fails. Call the function in a forked
-/// child if the parent has other threads, because OpenMP would wait for them. It does not allocate,
-/// because such a thread may have held the heap's lock, and returns an exit code if exec fails.
+/// the settings in the environment. Throws `resources` if the arguments or the token cannot be
+/// prepared. Use the function in a forked child if the parent has other threads: without exec,
+/// OpenMP would wait for those threads in the child. The function does not allocate memory, because
+/// a thread of the parent may have held the heap's lock. It returns an exit code if exec fails.
 std::function<int()> rank_image(const SpawnedRank& rank);
 
 /// Returns the settings if this process was started by rank_image(), otherwise null. Removes them

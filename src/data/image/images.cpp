@@ -32,7 +32,7 @@ ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
 
 ImageSet read_training_images(const std::string& folder) {
   if (has_cifar10(folder)) return read_cifar10(folder).train;
-  // If `folder` is not a folder, the reader throws the error.
+  // If `folder` is not a folder, read_image_folder() throws the error.
   if (has_image_files(folder) || !std::filesystem::is_directory(folder)) {
     return read_image_folder(folder).train;
   }

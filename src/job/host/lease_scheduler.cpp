@@ -103,7 +103,8 @@ int64_t LeaseScheduler::steps_made() const {
   return made;
 }
 
-// When all trainers wait, only this thread, losses, joins and outside requests change the state.
+// Enters the next phase while all trainers wait. The hooks run without the lock, which is safe
+// because then only this thread, losses, joins and outside requests change the state.
 void LeaseScheduler::advance() {
   for (;;) {
     Phase before{};
@@ -125,8 +126,8 @@ void LeaseScheduler::advance() {
   }
 }
 
-// Once a loss lets trainers differ in their numbers of steps, other ranks must stop waiting for the
-// steps of a trainer that waits here.
+// Notifies all ranks of the trainers that wait here for a task, so that no rank waits for a step of
+// these trainers. Needed only after a loss, because trainers then make different numbers of steps.
 void LeaseScheduler::tell_who_rests() {
   if (options_.take_over) return;
   std::vector<int> resting;

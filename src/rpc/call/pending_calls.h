@@ -77,6 +77,7 @@ class PendingCalls {
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Takes out the calls to `rank`; if it is -1, all calls.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
+  /// Called with `mutex_` locked. Unlocks it before it completes the promise.
   void complete_if_drained(std::unique_lock<std::mutex> lock);
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
 

@@ -220,7 +220,7 @@ class Budget {
 /// Counts each rank's bytes of replies that the kernel has not taken yet. Thread-safe.
 class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
  public:
-  /// Called on any thread when the bytes to `rank` have fallen below `limit`.
+  /// Called on any thread when the unwritten reply bytes to `rank` have fallen below `limit`.
   using OnRoom = std::function<void(int rank)>;
 
   UnwrittenReplies(int ranks, uint64_t limit, OnRoom on_room)

@@ -49,7 +49,8 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 
 using TransferPtr = std::shared_ptr<IncomingTransfer>;
 
-// Takes all transfers before decoding, because after an error no code would take the others.
+// Reads the numbers of the transfers and takes all of them before decoding, because after an error
+// no code would take the others.
 std::vector<TransferPtr> take_transfers(const std::vector<DeviceGroup>& groups, wire::Reader& meta,
                                         DeviceStager& stager, DeviceReceive* device_receive) {
   std::vector<TransferPtr> taken;

@@ -331,7 +331,8 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
     for (auto it = pending_children_.begin(); it != pending_children_.end();) {
-      // The Accept, which comes from the owner after the receiver's Fork, will not come.
+      // If the receiver or the owner is lost, no Accept will come: the owner sends the Accept when
+      // it has received the receiver's Fork.
       const bool hopeless = it->second.second == rank || it->second.first->owner() == rank;
       if (hopeless) held.push_back(std::move(it->second.first));
       it = hopeless ? pending_children_.erase(it) : std::next(it);

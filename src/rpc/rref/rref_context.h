@@ -94,7 +94,8 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
   /// Undoes encode() for a message that was not sent.
   void retract(const std::vector<RRefTicket>& tickets);
-  /// Makes handles of the message's tickets. Throws `protocol` for tickets that no rank sends.
+  /// Creates a handle for each ticket of `message`. Throws `protocol` if a ticket is invalid: for
+  /// example, if it names a rank that does not exist.
   void receive(InMessage& message);
 
   /// Takes kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).

@@ -43,7 +43,7 @@ inline constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
 
 // Called by rank 0.
 ClockAnswer read_trace_clock(CallContext& call);
-/// Returns the events from index `first` on; 0 stops the tracer.
+/// Returns the events from index `first` on. If `first` is 0, stops the tracer before that.
 TraceChunk read_trace(CallContext& call, uint64_t first);
 
 /// Exposes these functions on an agent with a tracer.

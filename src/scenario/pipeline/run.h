@@ -29,7 +29,8 @@ struct BatchResult {
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& labels);
 
-/// Returns the loss and accuracy of a batch. Throws `not_finite`, naming the batch (from 0).
+/// Returns the loss and accuracy of batch `index`, counted from 0. Throws `not_finite`, with the
+/// number of the batch in the message, if the loss is NaN or infinite.
 BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>& scores,
                   const data::ImageBatch& batch, int64_t index);
 

@@ -48,7 +48,8 @@ class Learner {
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }
-  /// Prints the last line and adds the fields of `end`. `episodes` includes those before a resume.
+  /// Prints the last `episode` line, if it is not printed yet, and adds the fields of `end` to
+  /// `fields`. `episodes` includes the episodes before a resume.
   void add_to(job::Json& fields, int64_t episodes);
   /// Returns the message of a missed goal.
   std::string what_is_missing(int64_t episodes) const;

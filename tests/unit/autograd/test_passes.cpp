@@ -118,7 +118,8 @@ TEST_CASE("late messages for an ended context do not create it again") {
   std::vector<uint64_t> ended;
   for (int i = 0; i < kContexts; ++i) {
     const auto next = here->create();
-    // Rank 1 is notified of these releases directly, of the others by the next notice.
+    // Rank 1 is notified at once of a context in which it participates. The next notice covers the
+    // other contexts.
     if (i % 3 != 0) next->add_participant(1);
     ended.push_back(next->id());
     here->release(next->id());

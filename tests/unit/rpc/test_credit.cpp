@@ -777,7 +777,7 @@ TEST_CASE("a cancelled call does not run, and its credit is free at once") {
     auto first = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     first.cancel();
     CHECK(error_of([&] { first.wait(); }).kind == ErrorKind::kCancelled);
-    // While the only worker waits at the gate.
+    // The credit of `first` is free already while the only worker waits at the gate.
     auto second = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     g_gate = true;
     CHECK(second.wait() == 7 << 18);

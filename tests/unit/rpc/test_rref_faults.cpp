@@ -172,7 +172,7 @@ TEST_CASE("remote() that fails throws when its value is used") {
     CHECK(e.kind == ErrorKind::kBadData);
     CHECK(e.message == "cannot be made");
     CHECK(e.rank == to);
-    // Also on ranks that it is shared with.
+    // The value also fails on a rank that receives the reference.
     CHECK(error_of([&] { agent.rpc_sync<&value_of>((to + 1) % 3, broken); }).kind ==
           ErrorKind::kBadData);
     if (to == 0) continue;
