@@ -250,7 +250,7 @@ install_build() {
 # configure <folder> <option>...: configures the CMake project in the folder with the installed distrain.
 configure() { cmake -S "$1" -B "$tmp/build" -DCMAKE_PREFIX_PATH="$prefix" "${@:2}" >"$tmp/log" 2>&1; }
 build_outside() { # build_outside <folder> <option>...
-  configure "$@" && cmake --build "$tmp/build" >"$tmp/log" 2>&1 && return
+  configure "$@" && cmake --build "$tmp/build" -j 2 >"$tmp/log" 2>&1 && return
   fail "$(basename "$1") does not build: $(grep -i -A 3 error "$tmp/log" | head -n 5)"
   return 1
 }
