@@ -10,9 +10,10 @@
 
 namespace distrain::app {
 
-/// The ranks that run in this process or under it, and the address of rank 0.
-/// Of the Contact, `rank` is set for kJoin only, `job_id` and `generation` come from the external
-/// launcher, and a `master_port` of 0 means any free port.
+/// The ranks that this process runs or starts, and the address of rank 0. Some members of Contact
+/// have a special meaning here: `rank` is set only if `mode` is kJoin, so use here() or
+/// has_rank_0(); `job_id` and `generation` come from the external launcher; a `master_port` of 0
+/// means any free port.
 struct Placement : membership::Contact {
   enum class Mode { kLocal, kJoin, kSpawn };
 

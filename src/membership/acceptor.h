@@ -89,7 +89,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  /// What the connection is to send next; a refused one only has to be closed.
+  /// The frame that the acceptor expects next from the connection. In kRefused it expects only the
+  /// end of the connection.
   enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;

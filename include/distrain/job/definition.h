@@ -27,7 +27,7 @@ struct Example {
   std::string what;
 };
 
-/// What a job may check before it starts or joins.
+/// The input of a job's `check` function, which the command calls before any rank starts or joins.
 struct Preflight {
   const ParsedOptions& options;          ///< the options that this process was given
   bool local = false;                    ///< the whole job runs in this process

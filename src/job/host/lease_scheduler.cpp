@@ -69,7 +69,8 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.lease = {};
     its.has_task = false;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
-    // In kEnding a new trainer came while the others ended.
+    // Answers at once if no other thread is handing out tasks, or, in kEnding, if a new trainer has
+    // come while the others end.
     if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
       if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
     }
