@@ -2,11 +2,8 @@
 #include <utility>
 
 #include "control_plane_impl.h"
-#include "distrain/membership/meeting.h"
-#include "distrain/membership/rank_text.h"
 
 namespace distrain::membership {
-
 namespace {
 
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
@@ -76,16 +73,30 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 // ---- for other threads ----
 
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
-  const auto begun = rounds_.begin();
-  if (!begun.ok()) return base::Future<uint64_t>::failed(begun.error());
-  loop_.post([self = shared_from_this(), round, number] {
-    if (self->protocol_ && self->protocol_->is_running())
+  base::Promise<uint64_t> entered;
+  base::Future<uint64_t> sum = entered.future();
+  round_began_ = base::Clock::now();
+  loop_.post([self = shared_from_this(), round, number, entered = std::move(entered)]() mutable {
+    self->round_ = std::move(entered);
+    if (self->rounds_failed_) return self->fail_rounds_on_loop(*self->rounds_failed_);
+    if (self->protocol_ && self->protocol_->is_running()) {
       return self->protocol_->enter_round(round, number);
-    if (auto ended = self->rounds_.take()) {
-      ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
     }
+    self->take_round_on_loop()->fail(
+        {ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
   });
-  return begun.unchecked();
+  return sum;
+}
+
+std::optional<base::Promise<uint64_t>> ControlPlaneImpl::take_round_on_loop() {
+  round_began_ = base::TimePoint{};
+  return std::exchange(round_, std::nullopt);
+}
+
+// Fails the current round of the end and all later ones.
+void ControlPlaneImpl::fail_rounds_on_loop(const Error& error) {
+  if (!rounds_failed_) rounds_failed_ = error;
+  if (auto round = take_round_on_loop()) round->fail(*rounds_failed_);
 }
 
 std::vector<int> ControlPlaneImpl::missing() {
@@ -99,9 +110,9 @@ std::vector<int> ControlPlaneImpl::missing() {
 }
 
 std::optional<Wait> ControlPlaneImpl::wait() {
-  const auto round_since = rounds_.waiting_since();
-  const bool is_ending = round_since.has_value();
-  const base::TimePoint since = is_ending ? *round_since : began_.load();
+  const base::TimePoint round_began = round_began_;
+  const bool is_ending = round_began != base::TimePoint{};
+  const base::TimePoint since = is_ending ? round_began : began_.load();
   if (since == base::TimePoint{}) return std::nullopt;
   const std::vector<int> ranks = missing();
   const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
@@ -122,7 +133,7 @@ void ControlPlaneImpl::abort(const Error& error) {
       self->on_failed(error);
       if (self->joining_stream_) self->joining_stream_->close(false);
     }
-    self->rounds_.fail_all(self->left_already());
+    self->fail_rounds_on_loop(self->left_already());
   });
 }
 
@@ -140,7 +151,7 @@ void ControlPlaneImpl::close() {
     self->protocol_ = nullptr;
     if (self->joining_stream_) self->joining_stream_->close(false);
     self->links_.close_all();
-    self->rounds_.fail_all(self->left_already());
+    self->fail_rounds_on_loop(self->left_already());
   });
 }
 
@@ -315,24 +326,23 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
     stream->close(false);
     return done(left_already());
   }
-  OutgoingHandshake::begin_on_loop(
-      loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
-      [self = shared_from_this(), rank, stream,
-       done = std::move(done)](const base::Result<wire::Hello>& other) {
-        if (!other.ok()) return done(other.error());
-        const wire::Hello& hello = other.unchecked();
-        const bool is_it = hello.rank == rank;
-        if (is_it && self->protocol_ &&
-            hello.incarnation == self->protocol_->entry(rank).incarnation) {
-          return done(base::Unit{});
-        }
-        stream->close(false);
-        // One of the two processes is lost; rank 0 is about to say which.
-        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
-                   "rank " + std::to_string(hello.rank) + " is there" +
-                       (is_it ? ", but another process of it" : ""),
-                   rank});
-      });
+  shake_hands_on_loop(loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
+                      [self = shared_from_this(), rank, stream,
+                       done = std::move(done)](const base::Result<wire::Hello>& other) {
+                        if (!other.ok()) return done(other.error());
+                        const wire::Hello& hello = other.unchecked();
+                        const bool is_it = hello.rank == rank;
+                        if (is_it && self->protocol_ &&
+                            hello.incarnation == self->protocol_->entry(rank).incarnation) {
+                          return done(base::Unit{});
+                        }
+                        stream->close(false);
+                        // One of the two processes is lost; rank 0 is about to say which.
+                        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
+                                   "rank " + std::to_string(hello.rank) + " is there" +
+                                       (is_it ? ", but another process of it" : ""),
+                                   rank});
+                      });
 }
 
 void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) {
@@ -405,7 +415,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
 
 void ControlPlaneImpl::on_lost(const Loss& loss) {
   callbacks_.on_lost(loss);
-  if (!loss.job_goes_on) rounds_.fail_all(loss.error);
+  if (!loss.job_goes_on) fail_rounds_on_loop(loss.error);
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
@@ -423,7 +433,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
 }
 
 void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {
-  if (auto round = rounds_.take()) round->set(sum);
+  if (auto round = take_round_on_loop()) round->set(sum);
 }
 
 }  // namespace distrain::membership

@@ -1,25 +1,80 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "acceptor.h"
-#include "coordinator.h"
+#include "control_protocol.h"
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
 #include "distrain/base/future.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
-#include "end_rounds.h"
-#include "links.h"
-#include "outgoing_handshake.h"
+#include "handshake.h"
 
 namespace distrain::membership {
+
+/// The streams of this rank's connections. On the loop, except wait_until_closed().
+class Links {
+ public:
+  Link add(const net::StreamPtr& stream) {
+    std::lock_guard lock(mutex_);
+    ++open_;
+    streams_[++last_] = stream;
+    return last_;
+  }
+  /// Called first and last when a stream that was added is closed; remove() does both.
+  void begin_close(Link link) { streams_.erase(link); }
+  void end_close() {
+    std::lock_guard lock(mutex_);
+    --open_;
+    closed_.notify_all();
+  }
+  void remove(Link link) {
+    begin_close(link);
+    end_close();
+  }
+
+  void send(Link link, Message message) const {
+    const auto stream = streams_.find(link);
+    if (stream == streams_.end()) return;
+    net::OutFrame frame;
+    frame.header.kind = message.kind;
+    frame.header.call_id = message.a;
+    frame.header.context_id = message.b;
+    frame.shared_meta = message.body.shared();
+    static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
+  }
+  void close(Link link, bool flush) {
+    if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
+  }
+  void close_all() {
+    for (const auto& [link, stream] : std::exchange(streams_, {})) stream->close();
+  }
+  const std::map<Link, net::StreamPtr>& streams() const { return streams_; }
+
+  /// Waits until all streams that were added are closed, for `limit` at most.
+  void wait_until_closed(base::Duration limit) {
+    std::unique_lock lock(mutex_);
+    closed_.wait_for(lock, limit, [this] { return open_ == 0; });
+  }
+
+ private:
+  std::map<Link, net::StreamPtr> streams_;
+  Link last_ = 0;
+  std::mutex mutex_;
+  std::condition_variable closed_;
+  int open_ = 0;  // guarded by mutex_
+};
 
 /// Runs this rank's ControlProtocol: provides its sockets, its timer and the threads that wait for
 /// it. The protocol is in wire/handshake.h. The ControlProtocol and all connections belong to the
@@ -82,8 +137,10 @@ class ControlPlaneImpl final : public ControlPlane,
   void wait_until_ready(base::TimePoint deadline,
                         const std::function<wire::RankDevices()>& prepare);
   ControlSettings settings() const;
-  OutgoingHandshake::Timeouts handshake_timeouts() const;
+  HandshakeTimeouts handshake_timeouts() const;
   Error left_already() const;
+  std::optional<base::Promise<uint64_t>> take_round_on_loop();
+  void fail_rounds_on_loop(const Error& error);
   std::string why_missing(std::vector<int> ranks);
   std::string rank_0_text() const;
   wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
@@ -126,18 +183,20 @@ class ControlPlaneImpl final : public ControlPlane,
   net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
   Links links_;
-  bool is_leaving_ = false;                // abort() was called
-  bool is_closed_ = false;                 // no protocol_ exists, nor will exist
-  std::map<int, std::string> seen_hosts_;  // rank 0: addresses of other ranks
+  bool is_leaving_ = false;                       // abort() was called
+  bool is_closed_ = false;                        // no protocol_ exists, nor will exist
+  std::map<int, std::string> seen_hosts_;         // rank 0: addresses of other ranks
+  std::optional<base::Promise<uint64_t>> round_;  // the current round of the end
+  std::optional<Error> rounds_failed_;            // fails later rounds
 
   std::atomic<bool> has_begun_{false};
-  std::atomic<int> cpu_sharers_{1};       // ranks with the same CPUs as this one
-  std::atomic<base::TimePoint> began_{};  // since when this rank waits for others to join
+  std::atomic<int> cpu_sharers_{1};             // ranks with the same CPUs as this one
+  std::atomic<base::TimePoint> began_{};        // since when this rank waits for others to join
+  std::atomic<base::TimePoint> round_began_{};  // since when it waits for others to end
   std::atomic<int> assigned_rank_{wire::kUnassignedRank};  // the rank that rank 0 has assigned
   base::Promise<void> directory_known_;
   base::Promise<void> ready_;
 
-  EndRounds rounds_;
   std::mutex mutex_;
   Refusals refusals_;  // guarded by mutex_
 };

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "distrain/membership/rank_text.h"
-
 namespace distrain::membership {
-
 namespace {
 
 // Returns the interval between heartbeats: a quarter of `peer_timeout`, but at most a second,

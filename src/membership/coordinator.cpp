@@ -1,6 +1,4 @@
-#include "coordinator.h"
-
-#include "distrain/membership/rank_text.h"
+#include "control_protocol.h"
 
 namespace distrain::membership {
 
@@ -107,8 +105,7 @@ void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
     wire::Reader::fail("a rank that is prepared twice");
   }
   if (state_ != State::kPreparing || devices_.size() != settings_.names.size()) return;
-  std::vector<wire::RankDevices> all;
-  for (const auto& [each, its] : devices_) all.push_back(its);
+  std::vector<wire::RankDevices> all = all_devices();
   const Message go{FrameKind::kGo, 0, 0, wire::encode(all)};
   if (begin_running(std::move(all))) broadcast(go);
 }
@@ -165,9 +162,7 @@ void Coordinator::note_confirmed(int newcomer, int by) {
 
 void Coordinator::start_newcomer(int newcomer) {
   newcomers_.erase(newcomer);
-  std::vector<wire::RankDevices> all;
-  for (const auto& [each, its] : devices_) all.push_back(its);
-  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all_devices())});
 }
 
 void Coordinator::stop_waiting_for(int rank) {
@@ -204,9 +199,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       const bool is_awaited =
           state_ == State::kPreparing || (state_ == State::kRunning && newcomers_.contains(rank));
       if (!is_awaited) break;
-      wire::Reader in(message.body);
-      wire::RankDevices devices = wire::decode_rank_devices(in);
-      in.expect_end();
+      wire::RankDevices devices = wire::decode_rank_devices(message.body);
       if (state_ == State::kRunning) return announce(rank, std::move(devices));
       return note_prepared(rank, std::move(devices));
     }

@@ -1,4 +1,4 @@
-#include "member.h"
+#include "control_protocol.h"
 
 namespace distrain::membership {
 
@@ -13,10 +13,7 @@ Member::Member(ControlSettings settings, ControlTransport& transport, Link coord
 
 void Member::prepared(wire::RankDevices devices) {
   if (state_ != State::kPreparing) return;
-  wire::Bytes body;
-  wire::Writer out(body);
-  encode(devices, out);
-  transport_.send(coordinator_, {FrameKind::kPrepared, 0, 0, std::move(body)});
+  transport_.send(coordinator_, {FrameKind::kPrepared, 0, 0, wire::encode(devices)});
 }
 
 void Member::enter_round(uint64_t round, uint64_t number) {

@@ -1,15 +1,41 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "distrain/base/error.h"
 #include "distrain/wire/handshake.h"
-#include "keys.h"
 
 namespace distrain::membership {
+
+/// A key for HMAC-SHA256.
+using Key = std::array<uint8_t, 32>;
+
+/// Initializes OpenSSL. Static objects constructed after this call are destroyed at exit while
+/// OpenSSL still works: Note [OpenSSL at exit].
+void set_up_openssl();
+
+/// Fills `out`, of 256 bytes at most, from the system's random source. Throws `resources` if it
+/// fails.
+void fill_random(std::span<uint8_t> out);
+/// Returns `count` random bytes, 256 at most.
+std::string random_bytes(size_t count);
+/// Returns `bytes` in hexadecimal digits.
+std::string hex(std::string_view bytes);
+
+/// Returns the HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, with `use` as info.
+Key derive_key(std::string_view secret, std::string_view use);
+/// Returns the HMAC-SHA256 of the concatenated `parts`.
+wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts);
+/// Compares in constant time.
+bool is_equal(const wire::Proof& a, const wire::Proof& b);
+
+/// Returns the number of a job out of its name: the first bytes of the name's SHA-256.
+wire::JobId job_id_of(std::string_view name);
 
 using base::Error;
 using base::ErrorKind;
@@ -57,50 +83,46 @@ struct Credentials {
   std::string secret;  ///< may be empty
 };
 
-/// The side that connects. Not thread-safe.
-class Initiator {
+/// One side of a handshake. Not thread-safe.
+class Side {
+ public:
+  /// Returns the hello to send.
+  const wire::Bytes& hello() const { return own_; }
+  /// Returns the other side's hello; to be trusted only after check() has returned.
+  const wire::Hello& other() const { return other_; }
+
+ protected:
+  Side(const Credentials& credentials, wire::HelloPurpose purpose, const char* own,
+       const char* other);
+
+  Key own_key_;
+  Key other_key_;
+  wire::Bytes own_;
+  wire::Bytes theirs_;
+  wire::Hello other_;
+};
+
+/// The side that connects.
+class Initiator : public Side {
  public:
   Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
-
-  /// Returns the hello to send first.
-  const wire::Bytes& hello() const { return own_; }
   /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
   /// no hello, `auth` if the hello is for another purpose.
   wire::Proof answer(std::span<const uint8_t> hello);
   /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
   void check(std::span<const uint8_t> proof) const;
 
-  /// Returns the responder's hello; to be trusted only after check() has returned.
-  const wire::Hello& other() const { return other_; }
-
  private:
-  const wire::HelloPurpose purpose_;
-  const Key own_key_;
-  const Key other_key_;
-  wire::Bytes own_;
-  wire::Bytes theirs_;
-  wire::Hello other_;
+  wire::HelloPurpose purpose_;
 };
 
-/// The side that accepts the connection. Not thread-safe.
-class Responder {
+/// The side that accepts the connection.
+class Responder : public Side {
  public:
   /// `hello` is the initiator's; `credentials` are those for its purpose.
   Responder(const Credentials& credentials, const wire::Hello& hello);
-
-  /// Returns the hello to send.
-  const wire::Bytes& hello() const { return own_; }
   /// Checks the initiator's proof and returns the proof to send. Throws `auth` if it is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;
-
-  const wire::Hello& other() const { return other_; }
-
- private:
-  const wire::Hello other_;
-  const Key own_key_;
-  const Key other_key_;
-  wire::Bytes own_;
-  wire::Bytes theirs_;
 };
 
 /// Returns an error if `other`, which knows the secret, is of another job or generation.

@@ -5,14 +5,13 @@
 #include <cstdlib>
 
 #include <pthread.h>
-#include <signal.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
-#include "loop_impl.h"
+#include "net_impl.h"
 
 namespace distrain::net {
-
 namespace {
 
 // Throws `resources`: libuv's calls fail here only if file descriptors or memory are exhausted.
@@ -71,9 +70,7 @@ void Loop::Impl::run() {
   thread_id = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "dt-loop");
   // libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGPIPE);
+  const sigset_t signals = base::signal_set({SIGPIPE});
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   base::thread_state().must_not_wait = true;
   base::AdaptivePoll& poll = base::thread_state().poll;

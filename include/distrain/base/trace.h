@@ -70,9 +70,6 @@ class Tracer {
   Tracer();
   explicit Tracer(FalseClock clock);
   ~Tracer();
-  Tracer(const Tracer&) = delete;
-  Tracer& operator=(const Tracer&) = delete;
-
   /// Starts recording. After `limit` events, further events are only counted, in dropped().
   void start(size_t limit = kLimit);
   void stop() { on_.store(false, std::memory_order_relaxed); }
@@ -87,7 +84,6 @@ class Tracer {
   int64_t shown(int64_t ns) const;
   /// Returns a text that is equal for ranks that share one base::Clock.
   std::string clock_domain() const;
-
   /// Records `event` in the lane of the calling thread.
   void record(const TraceEvent& event);
   /// Returns the lane of the calling thread.
@@ -100,7 +96,6 @@ class Tracer {
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
-
   /// Records this thread's further events in `tracer`, on track `name`; null unbinds the thread.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
   /// Returns the tracer that this thread is bound to, or null.
@@ -110,6 +105,7 @@ class Tracer {
   friend class TraceLane;
   friend class TraceBinding;
   TraceLane& take_lane(const char* name);
+  TraceLane& new_lane_locked(const char* name);
   void give_back(TraceLane& lane);
   bool reserve(size_t events);
 
@@ -134,7 +130,6 @@ class TraceLane {
   Tracer& tracer() { return tracer_; }
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
-
   /// Opens a slice of this thread; Tracer::wait_until_closed() waits until it is closed.
   void open() { add_open(1); }
   void close() { add_open(-1); }
@@ -173,8 +168,7 @@ class TraceBinding {
  public:
   TraceBinding(std::shared_ptr<Tracer> tracer, const char* name);
   ~TraceBinding();
-  TraceBinding(const TraceBinding&) = delete;
-  TraceBinding& operator=(const TraceBinding&) = delete;
+  TraceBinding(TraceBinding&&) = delete;
 
  private:
   std::shared_ptr<Tracer> previous_;
@@ -184,8 +178,7 @@ class TraceBinding {
 /// Records a slice in `lane` from construction to destruction, or nothing if `lane` is null.
 class TraceSlice {
  public:
-  TraceSlice(const TraceSlice&) = delete;
-  TraceSlice& operator=(const TraceSlice&) = delete;
+  TraceSlice(TraceSlice&&) = delete;
 
  protected:
   TraceSlice(TraceLane* lane, const TraceEvent& event) : lane_(lane), event_(event) {

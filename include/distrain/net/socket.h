@@ -8,11 +8,16 @@
 #include <utility>
 
 #include "distrain/base/clock.h"
-#include "distrain/base/result.h"
+#include "distrain/base/error.h"
 #include "distrain/net/loop.h"
-#include "distrain/net/port_range.h"
 
 namespace distrain::net {
+
+/// Ports to try in order until one is free. Both zero: any port.
+struct PortRange {
+  uint16_t first = 0;
+  uint16_t last = 0;
+};
 
 /// Owns a file descriptor and closes it.
 class Fd {
@@ -90,8 +95,7 @@ class Listener {
   ~Listener();
   /// Pauses or resumes. While paused, connections wait in the kernel's backlog. On the loop thread.
   void set_accepting_on_loop(bool accepts);
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
+  Listener(Listener&&) = delete;
 
  private:
   struct State;

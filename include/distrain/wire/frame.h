@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <span>
 
-#include "distrain/base/result.h"
-#include "distrain/wire/limits.h"
+#include "distrain/base/error.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::wire {
 
@@ -87,7 +87,6 @@ struct FrameHeader {
   uint64_t call_id = 0;
   uint64_t context_id = 0;
   uint64_t autograd_id = 0;
-
   /// Returns the offset of the payload from the end of the header.
   uint64_t payload_offset() const {
     return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);

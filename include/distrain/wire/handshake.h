@@ -149,17 +149,13 @@ struct Returned {
 };
 
 /// The body of kPrepared.
-void encode(const RankDevices& devices, Writer& out);
-RankDevices decode_rank_devices(Reader& in);
-
+Bytes encode(const RankDevices& devices);
 /// The body of kGo: u32 count · count × RankDevices, by rank.
 Bytes encode(const std::vector<RankDevices>& devices);
-
 Bytes encode(const Hello& hello);
 Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
 Bytes encode(const Returned& returned);
-
 /// The body of kReject, kError, kAbort and kLost: u16 kind · i32 rank · string message · string op.
 Bytes encode(const base::Error& error);
 
@@ -169,6 +165,7 @@ Proof decode_proof(std::span<const uint8_t> in);
 Join decode_join(std::span<const uint8_t> in);
 Directory decode_directory(std::span<const uint8_t> in);
 Returned decode_returned(std::span<const uint8_t> in);
+RankDevices decode_rank_devices(std::span<const uint8_t> in);
 std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> in);
 base::Error decode_error(std::span<const uint8_t> in);
 

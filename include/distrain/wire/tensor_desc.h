@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "distrain/wire/codec.h"
-#include "distrain/wire/limits.h"
 
 namespace distrain::wire {
 
@@ -94,7 +93,6 @@ TensorDesc decode_tensor_desc(Reader& in);
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;
-
   /// Appends a tensor of `more` bytes. Throws `protocol` on overflow.
   void append(uint64_t more);
 };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "distrain/base/clock.h"
+#include "distrain/base/error.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 #include "distrain/wire/handshake.h"
@@ -80,7 +81,6 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     /// Called when a process that claims to be `rank` is refused before admit().
     std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
   };
-
   /// `proof_timeout` is the time in which a connection must prove its identity.
   Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
 
@@ -134,5 +134,21 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   bool is_closed_ = false;                                 // guarded by mutex_
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
+
+/// Timeouts for the other side's hello and proof. The proof's is longer, because by then the other
+/// side may have accepted the connection.
+struct HandshakeTimeouts {
+  base::Duration hello;
+  base::Duration proof;
+};
+
+/// Proves this rank's identity on a connection that it has made: the initiator of Note [Identity].
+/// Calls `done` once: with the proved hello of the other side, when the stream needs a new handler;
+/// or with an error, when the stream is closed. After `peer_lost` (the other side closed without a
+/// message, or did not answer in time) the caller may retry.
+void shake_hands_on_loop(net::Loop& loop, const net::StreamPtr& stream,
+                         const Credentials& credentials, wire::HelloPurpose purpose,
+                         HandshakeTimeouts timeouts,
+                         std::function<void(base::Result<wire::Hello> other)> done);
 
 }  // namespace distrain::membership
