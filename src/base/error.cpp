@@ -2,7 +2,6 @@
 
 #include <iterator>
 #include <system_error>
-#include <utility>
 
 namespace distrain::base {
 namespace {

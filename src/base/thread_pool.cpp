@@ -1,20 +1,15 @@
 #include "distrain/base/thread_pool.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <list>
-#include <mutex>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include <pthread.h>
-
-#include "distrain/base/error.h"
 
 namespace distrain::base {
 

@@ -24,8 +24,6 @@ thread_local Bound t_bound;
 
 }  // namespace
 
-// ---- a lane ----
-
 TraceLane::TraceLane(Tracer& tracer, std::string name, size_t number)
     : tracer_(tracer), name_(std::move(name)), number_(number) {}
 
@@ -63,8 +61,6 @@ const char* TraceLane::intern(std::string_view text) {
   texts_.emplace(stays, stays.c_str());
   return stays.c_str();
 }
-
-// ---- the tracer ----
 
 Tracer::Tracer() : Tracer(FalseClock{}) {}
 Tracer::Tracer(FalseClock clock) : clock_(std::move(clock)) {}
@@ -179,8 +175,6 @@ uint64_t Tracer::dropped() const {
   for (const auto& lane : lanes_) sum += lane->dropped_.load(std::memory_order_relaxed);
   return sum;
 }
-
-// ---- the thread ----
 
 void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
   if (t_bound.tracer) t_bound.tracer->give_back(*detail::trace_lane);

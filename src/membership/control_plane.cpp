@@ -150,7 +150,7 @@ void ControlPlaneImpl::close() {
     self->coordinator_ = nullptr;
     self->protocol_ = nullptr;
     if (self->joining_stream_) self->joining_stream_->close(false);
-    self->links_.close_all();
+    for (const auto& [link, stream] : std::exchange(self->streams_, {})) stream->close();
     self->fail_rounds_on_loop(self->left_already());
   });
 }
@@ -172,15 +172,49 @@ void ControlPlaneImpl::note_of_use(int rank) {
   });
 }
 
+// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+void ControlPlaneImpl::wait_until_flushed() {
+  std::unique_lock lock(mutex_);
+  stream_closed_.wait_for(lock, std::chrono::seconds(1), [this] { return open_streams_ == 0; });
+}
+
 // ---- connections, on the loop ----
+
+Link ControlPlaneImpl::add_on_loop(const net::StreamPtr& stream) {
+  std::lock_guard lock(mutex_);
+  ++open_streams_;
+  streams_[++last_link_] = stream;
+  return last_link_;
+}
+
+void ControlPlaneImpl::note_closed() {
+  std::lock_guard lock(mutex_);
+  --open_streams_;
+  stream_closed_.notify_all();
+}
+
+void ControlPlaneImpl::send(Link link, Message message) {
+  const auto stream = streams_.find(link);
+  if (stream == streams_.end()) return;
+  net::OutFrame frame;
+  frame.header.kind = message.kind;
+  frame.header.call_id = message.a;
+  frame.header.context_id = message.b;
+  frame.shared_meta = message.body.shared();
+  static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
+}
+
+void ControlPlaneImpl::close(Link link, bool flush) {
+  if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
+}
 
 net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler handler) {
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
-    self->links_.begin_close(link);
+    self->streams_.erase(link);
     if (self->protocol_) self->protocol_->closed(link, error);
     if (also) also(error);
-    self->links_.end_close();
+    self->note_closed();
   };
   return handler;
 }
@@ -194,11 +228,11 @@ net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
 
 net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                           net::Stream::Handler handler) {
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   if (protocol_) {
     protocol_->open(rank, link, base::Clock::now());
   } else {
-    links_.close(link, false);
+    close(link, false);
   }
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
@@ -255,12 +289,13 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
   std::string& said = peer.join.endpoint.host;
   if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);  // because a peer may claim any rank
-    links_.remove(link);
+    streams_.erase(link);
+    note_closed();
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
@@ -272,9 +307,10 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
 
 std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
                                                             const wire::Join& join) {
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
-    links_.remove(link);
+    streams_.erase(link);
+    note_closed();
     return refusal;
   }
   // The process only keeps the connection open.
@@ -352,8 +388,7 @@ void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) 
 
 void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
   if (!protocol_ || attempt != attempt_) return;
-  for (const auto& [link, stream] : links_.streams())
-    protocol_->heard(link, stream->last_heard_on_loop());
+  for (const auto& [link, stream] : streams_) protocol_->heard(link, stream->last_heard_on_loop());
   const base::TimePoint next = protocol_->tick(base::Clock::now());
   if (next == base::kNever) return;
   loop_.call_at(next, [weak = weak_from_this(), attempt] {

@@ -13,72 +13,13 @@
 #include <vector>
 
 #include "control_protocol.h"
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
-#include "distrain/base/future.h"
 #include "distrain/membership/control_plane.h"
-#include "distrain/net/socket.h"
-#include "distrain/net/stream.h"
 #include "handshake.h"
 
 namespace distrain::membership {
 
-/// The streams of this rank's connections. On the loop, except wait_until_closed().
-class Links {
- public:
-  Link add(const net::StreamPtr& stream) {
-    std::lock_guard lock(mutex_);
-    ++open_;
-    streams_[++last_] = stream;
-    return last_;
-  }
-  /// Called first and last when a stream that was added is closed; remove() does both.
-  void begin_close(Link link) { streams_.erase(link); }
-  void end_close() {
-    std::lock_guard lock(mutex_);
-    --open_;
-    closed_.notify_all();
-  }
-  void remove(Link link) {
-    begin_close(link);
-    end_close();
-  }
-
-  void send(Link link, Message message) const {
-    const auto stream = streams_.find(link);
-    if (stream == streams_.end()) return;
-    net::OutFrame frame;
-    frame.header.kind = message.kind;
-    frame.header.call_id = message.a;
-    frame.header.context_id = message.b;
-    frame.shared_meta = message.body.shared();
-    static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
-  }
-  void close(Link link, bool flush) {
-    if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
-  }
-  void close_all() {
-    for (const auto& [link, stream] : std::exchange(streams_, {})) stream->close();
-  }
-  const std::map<Link, net::StreamPtr>& streams() const { return streams_; }
-
-  /// Waits until all streams that were added are closed, for `limit` at most.
-  void wait_until_closed(base::Duration limit) {
-    std::unique_lock lock(mutex_);
-    closed_.wait_for(lock, limit, [this] { return open_ == 0; });
-  }
-
- private:
-  std::map<Link, net::StreamPtr> streams_;
-  Link last_ = 0;
-  std::mutex mutex_;
-  std::condition_variable closed_;
-  int open_ = 0;  // guarded by mutex_
-};
-
 /// Runs this rank's ControlProtocol: provides its sockets, its timer and the threads that wait for
-/// it. The protocol is in wire/handshake.h. The ControlProtocol and all connections belong to the
-/// loop.
+/// it. The ControlProtocol and all connections belong to the loop.
 class ControlPlaneImpl final : public ControlPlane,
                                public std::enable_shared_from_this<ControlPlaneImpl>,
                                private ControlTransport {
@@ -97,8 +38,7 @@ class ControlPlaneImpl final : public ControlPlane,
   void close() override;
   base::Future<void> tolerate(Tolerance tolerance) override;
   void note_of_use(int rank) override;
-  // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
-  void wait_until_flushed() override { links_.wait_until_closed(std::chrono::seconds(1)); }
+  void wait_until_flushed() override;
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler) override;
   bool is_suspected_on_loop(int rank) const override {
@@ -112,8 +52,8 @@ class ControlPlaneImpl final : public ControlPlane,
 
  private:
   // ControlTransport
-  void send(Link link, Message message) override { links_.send(link, std::move(message)); }
-  void close(Link link, bool flush) override { links_.close(link, flush); }
+  void send(Link link, Message message) override;
+  void close(Link link, bool flush) override;
   void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
@@ -122,6 +62,8 @@ class ControlPlaneImpl final : public ControlPlane,
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
+  Link add_on_loop(const net::StreamPtr& stream);
+  void note_closed();
   void begin_once();
   void begin_as_coordinator();
   void begin_as_member(base::TimePoint deadline);
@@ -182,7 +124,8 @@ class ControlPlaneImpl final : public ControlPlane,
   Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
   net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
-  Links links_;
+  std::map<Link, net::StreamPtr> streams_;
+  Link last_link_ = 0;
   bool is_leaving_ = false;                       // abort() was called
   bool is_closed_ = false;                        // no protocol_ exists, nor will exist
   std::map<int, std::string> seen_hosts_;         // rank 0: addresses of other ranks
@@ -198,7 +141,9 @@ class ControlPlaneImpl final : public ControlPlane,
   base::Promise<void> ready_;
 
   std::mutex mutex_;
-  Refusals refusals_;  // guarded by mutex_
+  Refusals refusals_;     // guarded by mutex_
+  int open_streams_ = 0;  // guarded by mutex_
+  std::condition_variable stream_closed_;
 };
 
 }  // namespace distrain::membership

@@ -274,7 +274,7 @@ base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
   if (auto why = mismatch(identity_, rank_0)) return *why;
   identity_.job_id = rank_0.job_id;
   identity_.generation = rank_0.generation;
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   ControlTransport& transport = *this;

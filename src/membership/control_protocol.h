@@ -10,12 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
 #include "distrain/wire/frame.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 
@@ -26,18 +23,16 @@ using wire::FrameKind;
 
 // Note [Control plane]
 //
-// The control plane lets ranks meet, monitor each other, learn of losses and end together. Each
-// rank has a control connection to rank 0, the coordinator. A rank reports a loss that it sees to
-// the coordinator, and the coordinator reports it to all ranks; so a job has O(N) control
-// connections and not O(N²). Calls use connections of their own, made when there is something to
-// send. Their two ends monitor these too, because a link between two ranks may fail that leaves
-// their connections to rank 0 intact.
+// Ranks meet, monitor each other, learn of losses and end together. Each rank has a control
+// connection to rank 0, the coordinator, and reports the losses that it sees there; the coordinator
+// reports them to all ranks. So a job has O(N) control connections and not O(N²). Calls use
+// connections of their own, which both ends monitor, because a link between two ranks may fail that
+// leaves their connections to rank 0 intact.
 //
 // A call connection that breaks without a message proves little: the other end may have left
-// because of a loss that this rank does not know yet. So this rank asks the coordinator. The
-// coordinator reports losses to all ranks in one order, so a rank that left because of a loss
-// received it before its own loss is reported. For the same reason, a rank that has lost the
-// coordinator has lost all ranks.
+// because of a loss that this rank does not know yet. So this rank asks the coordinator, which
+// reports losses to all ranks in one order: a rank that left because of a loss received it before
+// its own loss is reported. For the same reason, a rank without the coordinator has lost all ranks.
 //
 // Only the coordinator decides whether the job continues without a lost rank: Tolerance. If it
 // does, a new process can join as that rank. It receives the directory at once and prepares itself.
@@ -45,13 +40,12 @@ using wire::FrameKind;
 // confirmed: so none refuses its connections. From the directory on, it receives all messages to
 // the others. Two new processes know each other before either receives go.
 //
-// A process without a rank first asks the coordinator on a separate connection (kUnassignedRank),
-// and the coordinator reserves one: so the process knows its rank before it prepares anything. See
-// Slot.
+// A process without a rank (kUnassignedRank) first asks the coordinator on a separate connection to
+// reserve one, so it knows its rank before it prepares anything: Slot.
 //
-// Coordinator (rank 0) and Member (any other rank) implement this without I/O, clock or threads:
-// events are function calls that pass the time, and ControlTransport performs the effects. So a
-// test can simulate a hundred ranks, and delay or drop messages.
+// Coordinator (rank 0) and Member (any other rank) have no I/O, clock or threads: events are calls
+// that pass the time, and ControlTransport performs the effects. So a test can simulate a hundred
+// ranks, and delay or drop messages.
 //
 // States of a rank:
 //
@@ -88,8 +82,7 @@ struct Message {
   Body body = {};
 };
 
-/// Performs the effects of a ControlProtocol, which calls these functions. They must not call the
-/// ControlProtocol.
+/// Performs the effects of a ControlProtocol; its functions must not call the ControlProtocol.
 class ControlTransport {
  public:
   virtual ~ControlTransport() = default;
@@ -195,7 +188,7 @@ class ControlProtocol {
   /// Replaces a lost rank by a new process.
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
   Error loss(int rank, const Error& error) const;
-  /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
+  /// Returns the reason that `rank` sent. If it says that this rank is lost, the message names
   /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
   Error reason_of(int rank, const Message& message) const;
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
@@ -229,19 +222,22 @@ class Coordinator final : public ControlProtocol {
   using ControlProtocol::ControlProtocol;
   /// Admits `rank` on `link`. Returns an error with the first mismatch if the rank is refused.
   std::optional<Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
-  /// Reserves a free rank for the process on `link`, which has no rank: until it joins as that
-  /// rank, for a minute at most, or until release_reservation(). Returns an error if it is refused;
-  /// `overloaded` if no rank is free now.
+  /// Reserves a free rank for the process on `link`: until it joins as that rank, for a minute at
+  /// most, or until release_reservation(). Returns why not: `overloaded` if no rank is free now.
   std::optional<Error> reserve_rank(Link link, const wire::Join& join, base::TimePoint now);
-  void release_reservation(Link link);
+  void release_reservation(Link link) {
+    std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
+  }
   /// Called once, when rank 0 itself can take part; a job of one rank begins here.
   void begin() { begin_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
   /// No longer tolerates all failures of the new process of `rank`.
   void note_of_use(int rank) { on_trial_.erase(rank); }
 
-  void prepared(wire::RankDevices devices) override;
-  void enter_round(uint64_t round, uint64_t number) override;
+  void prepared(wire::RankDevices devices) override { note_prepared(0, std::move(devices)); }
+  void enter_round(uint64_t round, uint64_t number) override {
+    if (state_ == State::kRunning) note_entered(0, round, number);
+  }
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
   /// Returns the number of times that a rank was checked for being free or missing. For tests.
@@ -312,13 +308,15 @@ class Member final : public ControlProtocol {
          base::TimePoint now);
 
   void prepared(wire::RankDevices devices) override;
-  void enter_round(uint64_t round, uint64_t number) override;
+  void enter_round(uint64_t round, uint64_t number) override {
+    if (is_here(0)) transport_.send(coordinator_, {FrameKind::kFlush, round, number});
+  }
   std::vector<int> missing() const override { return {}; }  // only rank 0 knows
   bool is_suspected(int rank) const override { return reported_lost_.contains(rank); }
 
  private:
   void on_control(int rank, const Message& message) override;
-  void on_control_lost(int rank, const Error& error) override;
+  void on_control_lost(int, const Error& error) override { abort(error); }
   void declare_lost(int rank, const Error& error) override;
   void suspect(int rank, const Error& error) override;
 

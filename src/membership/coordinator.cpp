@@ -43,10 +43,6 @@ std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join
   return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
 }
 
-void Coordinator::release_reservation(Link link) {
-  std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
-}
-
 // Returns an error if the join is refused. reserve_rank() itself checks whether a rank is free.
 std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
@@ -96,8 +92,6 @@ void Coordinator::begin_if_all_joined() {
   broadcast({FrameKind::kDirectory, 0, 0, wire::encode(directory)});
   set_directory(std::move(directory));
 }
-
-void Coordinator::prepared(wire::RankDevices devices) { note_prepared(0, std::move(devices)); }
 
 // Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
 void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
@@ -284,10 +278,6 @@ bool Coordinator::tolerates(int rank, Error& error) const {
 }
 
 // ---- the end ----
-
-void Coordinator::enter_round(uint64_t round, uint64_t number) {
-  if (state_ == State::kRunning) note_entered(0, round, number);
-}
 
 void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
   if (round != round_ || !in_round_.emplace(rank, number).second) {

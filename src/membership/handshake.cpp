@@ -1,7 +1,6 @@
 #include "handshake.h"
 
 #include <algorithm>
-#include <utility>
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -64,8 +63,6 @@ void Acceptor::close() {
     while (!self->handshakes_.empty()) self->drop_on_loop(self->handshakes_.begin()->first);
   });
 }
-
-// ---- connections come and go ----
 
 void Acceptor::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
@@ -147,8 +144,6 @@ void Acceptor::drop_on_loop(uint64_t number) {
   if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
 
-// ---- frames ----
-
 void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   const auto it = handshakes_.find(number);
   if (it == handshakes_.end()) return;
@@ -229,8 +224,6 @@ void Acceptor::admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer pee
     reject_on_loop(stream, e.error());
   }
 }
-
-// ---- refusals ----
 
 void Acceptor::reject_on_loop(const net::StreamPtr& stream, Error why) {
   if (why.op.empty()) why.op = "join";

@@ -15,22 +15,21 @@ namespace distrain::net {
 namespace {
 
 // Throws `resources`: libuv's calls fail here only if file descriptors or memory are exhausted.
-void check_uv(int code, const char* what) {
+void check_uv(int code) {
   if (code >= 0) return;
-  throw base::Exception(base::ErrorKind::kResources, std::string(what) + ": " + uv_strerror(code));
+  throw base::Exception(base::ErrorKind::kResources,
+                        std::string("starting the event loop: ") + uv_strerror(code));
 }
 
 }  // namespace
 
 Loop::Impl::Impl() {
-  check_uv(uv_loop_init(&uv), "starting the event loop");
+  check_uv(uv_loop_init(&uv));
   uv.data = this;
-  check_uv(uv_async_init(&uv, &wakeup,
-                         [](uv_async_t* handle) noexcept {
-                           static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
-                         }),
-           "starting the event loop");
-  check_uv(uv_timer_init(&uv, &timer), "starting the event loop");
+  check_uv(uv_async_init(&uv, &wakeup, [](uv_async_t* handle) noexcept {
+    static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
+  }));
+  check_uv(uv_timer_init(&uv, &timer));
   thread = std::thread([this] { run(); });
 }
 

@@ -15,8 +15,6 @@
 #include <sys/un.h>
 #include <uv.h>
 
-#include "distrain/base/error.h"
-#include "distrain/net/loop.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 
@@ -25,7 +23,6 @@ namespace distrain::net {
 /// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
 /// `rendezvous`. The message is "`what`: " and the reason.
 base::Error socket_error(const std::string& what, int code);
-
 /// Opens a stream socket that does not block, and that a new program does not inherit.
 Fd open_socket(int family);
 /// Returns an option of the socket, or 0 if it has no such option.
@@ -41,7 +38,6 @@ struct UnixAddress {
   socklen_t size = 0;
 };
 base::Result<UnixAddress> unix_address(const std::string& path);
-
 /// Returns true if a socket is connected to itself: if nobody listens on a port of the ephemeral
 /// range, the kernel may choose that port for the connecting socket.
 bool is_connected_to_itself(int fd);

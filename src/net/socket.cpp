@@ -108,8 +108,6 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
   }
 }
 
-// ---- the user of a peer ----
-
 // An address and port in the format of /proc/net/tcp: hexadecimal words in memory order.
 struct Place {
   std::string v6;

@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 #include <uv.h>
 
-#include "distrain/net/socket.h"
 #include "net_impl.h"
 
 namespace distrain::net {

@@ -14,7 +14,6 @@
 #include <sys/socket.h>
 #include <uv.h>
 
-#include "distrain/net/socket.h"
 #include "net_impl.h"
 
 namespace distrain::net {
@@ -296,17 +295,14 @@ class UvStream final : public Stream,
   }
 
   void alloc_on_loop(uv_buf_t* buffer) {
+    std::span<uint8_t> room;
     if (body_) {
-      const size_t left = std::min(body_->size - body_filled_, size_t{1} << 30);
-      *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
-                            static_cast<unsigned>(left));
+      room = {body_->data + body_filled_, std::min(body_->size - body_filled_, size_t{1} << 30)};
     } else {
-      const std::span<uint8_t> scratch = loop_->scratch_on_loop();
-      std::copy_n(head_.begin(), head_filled_, scratch.begin());
-      const std::span<uint8_t> room = scratch.subspan(head_filled_);
-      *buffer =
-          uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
+      std::copy_n(head_.begin(), head_filled_, loop_->scratch_on_loop().begin());
+      room = loop_->scratch_on_loop().subspan(head_filled_);
     }
+    *buffer = uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
   }
 
   void read_on_loop(ssize_t bytes, const uv_buf_t*) {

@@ -1,8 +1,5 @@
 #include "distrain/wire/handshake.h"
 
-#include <tuple>
-
-#include "distrain/wire/codec.h"
 #include "distrain/wire/frame.h"
 
 namespace distrain::wire {

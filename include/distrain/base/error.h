@@ -30,10 +30,8 @@ enum class ErrorKind : uint16_t {
 
 /// Returns `peer_lost`, `bad_data`, … as printed in the JSON `error` line.
 std::string_view kind_name(ErrorKind kind);
-
 /// Returns the process exit code of the command line for this kind of error.
 int exit_code(ErrorKind kind);
-
 /// Returns true if `value` is an ErrorKind; a peer may send any number.
 bool is_known_kind(uint16_t value);
 
@@ -60,7 +58,6 @@ class Exception : public std::runtime_error {
 // These throw an `Exception` of kind kInvalid or kBadData.
 [[noreturn]] void invalid(std::string message);
 [[noreturn]] void bad_data(std::string message);
-
 /// In a catch block: returns the exception as an Error, of kind `otherwise` if it has no kind.
 Error current_error(ErrorKind otherwise);
 
@@ -80,16 +77,12 @@ class [[nodiscard]] Result {
   const Error& error() const { return std::get<1>(state_); }
   T& unchecked() { return *std::get_if<0>(&state_); }
   const T& unchecked() const { return *std::get_if<0>(&state_); }
-
   /// Returns the value; throws the error as an `Exception` if there is no value.
   T& value() {
     if (!ok()) throw Exception(error());
     return unchecked();
   }
-  const T& value() const {
-    if (!ok()) throw Exception(error());
-    return unchecked();
-  }
+  const T& value() const { return const_cast<Result*>(this)->value(); }
 
  private:
   std::variant<T, Error> state_;

@@ -138,7 +138,6 @@ class Executor : public std::enable_shared_from_this<Executor> {
   /// Returns `task` wrapped with the thread-local state that it needs (the autograd context,
   /// torch's own). Called on the thread that registers a continuation.
   virtual Task bind(Task task) { return task; }
-
   /// Returns the exception that a continuation threw as an Error, of kind `otherwise` unless it is
   /// a base::Exception. Called in a catch block.
   virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }

@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/base/executor.h"
 #include "distrain/base/thread_state.h"
 
@@ -42,7 +40,6 @@ class FutureState {
   using OnCancel = UniqueFunction<void()>;
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
-
   /// Completes the future and returns true, or returns false if it was complete before. A value
   /// becomes valid when the device work of this thread so far is done.
   bool complete(Result<V> result) {
@@ -175,12 +172,10 @@ class [[nodiscard]] Future {
   const Result<Stored>& wait_result() const { return wait_for_use(); }
   /// Blocks until the future is done; returns false if `deadline` passes first.
   bool wait_until(TimePoint deadline) const { return state_->wait_until(deadline); }
-
   /// Fails this future and its copies with `cancelled` unless they are done, and notifies the
   /// producer of the value. If then() made this future, also cancels the source future. A remote
   /// call that has not begun is not run; a remote call that is running is not interrupted.
   void cancel() const { state_->cancel(); }
-
   /// Returns a future of the same value whose cancel() does not cancel this future.
   Future shared() const {
     auto state = std::make_shared<detail::FutureState<Stored>>();
@@ -233,7 +228,6 @@ class Promise {
   ~Promise() { abandon(); }
 
   Future<T> future() const { return Future<T>(state_); }
-
   /// These functions return false if the promise was complete before. The promise may be destroyed
   /// as soon as its future is done, even if the call has not returned yet on another thread.
   bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }

@@ -37,7 +37,6 @@ class AdaptivePoll {
 
   /// Returns true if polling is not paused at `now`.
   bool allowed(TimePoint now) const { return now >= paused_until_; }
-
   /// Yields once and returns the time afterwards; pauses polling if the yield took too long.
   TimePoint yield(TimePoint before) {
     sched_yield();
@@ -72,7 +71,6 @@ struct ThreadState {
 };
 
 ThreadState& thread_state();
-
 /// Aborts the process with a message that names `what` if this thread must not wait.
 void check_may_wait(const char* what);
 

@@ -53,9 +53,9 @@ class TraceLane;
 
 /// Records the events of one rank, for `--trace`. Each agent has its own tracer.
 ///
-/// Records only between start() and stop(), and costs almost nothing otherwise. Each thread writes
-/// to its own lane without a lock, in about 100 ns an event. A new thread reuses the lane of an
-/// exited thread of the same name. Thread-safe. Interned texts live as long as the tracer.
+/// Records only between start() and stop(). Each thread writes to its own lane without a lock, in
+/// about 100 ns an event. A new thread reuses the lane of an exited thread of the same name.
+/// Thread-safe.
 class Tracer {
  public:
   static constexpr size_t kLimit = 1'000'000;  ///< the most events that a rank records
@@ -77,7 +77,6 @@ class Tracer {
   /// are still open after `limit`. Must not be called within a slice.
   bool wait_until_closed(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
-
   /// Returns the time of base::Clock in ns, as events store it.
   static int64_t now() { return Clock::now().time_since_epoch().count(); }
   /// Converts a time to the clock that other ranks see: base::Clock, or the FalseClock in tests.
@@ -92,7 +91,6 @@ class Tracer {
   const char* intern(std::string_view prefix, std::string_view text);
   /// Returns a new id for a kAsync event. Callers put the rank into the bits from 2^40 on.
   uint64_t next_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
-
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
@@ -197,9 +195,8 @@ class TraceSlice {
   TraceEvent event_;
 };
 
-/// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");`
-/// `base::TraceScope s("forward", "micro_batch", m);` also shows `m`. Names are literals. Costs one
-/// read of a thread-local variable if the thread is not bound.
+/// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");` or,
+/// to show `m`, `base::TraceScope s("forward", "micro_batch", m);`. Names are literals.
 class TraceScope : public TraceSlice {
  public:
   explicit TraceScope(const char* name, const char* key = nullptr, int64_t value = 0)

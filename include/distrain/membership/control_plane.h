@@ -7,12 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "distrain/base/error.h"
 #include "distrain/base/future.h"
 #include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
 #include "distrain/net/stream.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/wire/handshake.h"
 
 namespace distrain::membership {

@@ -5,8 +5,6 @@
 
 #include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
-#include "distrain/net/loop.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 

@@ -6,10 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "distrain/base/buffer.h"
-#include "distrain/base/error.h"
 #include "distrain/net/loop.h"
-#include "distrain/wire/codec.h"
 #include "distrain/wire/frame.h"
 
 namespace distrain::net {
@@ -28,7 +25,6 @@ struct OutFrame {
 
 /// Returns the bytes of its meta and payload.
 uint64_t bytes_of(const OutFrame& frame);
-
 /// Returns `invalid` for a frame beyond the default wire::Limits, at which the peer disconnects.
 base::Status check_limits(const OutFrame& frame);
 

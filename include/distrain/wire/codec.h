@@ -23,12 +23,11 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits before a peer has proved its identity: a hello and a proof, at most 256 bytes with their
-/// headers. A later version's hello may be longer than this version's.
+/// Limits before a peer has proved its identity. A later version's hello may be longer.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
-/// Limits for a rank that has proved its identity and has not joined yet.
+/// Limits for a proved rank that has not joined yet.
 inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
 /// Limits for a rank that has joined, on its connection to rank 0: directories may be large.
@@ -114,7 +113,6 @@ class Reader {
   }
 
   size_t left() const { return in_.size(); }
-
   /// Throws `protocol` if any bytes are left. Call it after the last value.
   void expect_end() const {
     if (!in_.empty()) fail(std::to_string(in_.size()) + " bytes too many");

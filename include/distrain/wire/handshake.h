@@ -7,8 +7,6 @@
 #include <tuple>
 #include <vector>
 
-#include "distrain/base/error.h"
-#include "distrain/wire/codec.h"
 #include "distrain/wire/tensor_desc.h"
 
 namespace distrain::wire {
@@ -42,8 +40,8 @@ namespace distrain::wire {
 //   r → 0  kFlush         r enters round `call_id` of the shutdown with the number `context_id`
 //   0 → r  kFlush         all ranks have entered that round; `context_id` is their numbers' sum
 //
-// Calls, between any two ranks; the first that has something to send connects: calls, replies,
-// chunks, one-way messages. s may send a kReject with a reason first.
+// Calls, between any two ranks; the first that has something to send connects. s may send a kReject
+// with a reason first.
 //
 // On both kinds of connection, in both directions:
 //
