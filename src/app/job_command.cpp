@@ -9,9 +9,8 @@
 #include <unistd.h>
 
 #include "devices.h"
-#include "distrain/base/cpus.h"
+#include "distrain/base/process.h"
 #include "distrain/base/text.h"
-#include "distrain/membership/meeting.h"
 #include "distrain/membership/slot.h"
 #include "distrain/net/socket.h"
 #include "distrain/store/checkpoint_store.h"

@@ -7,7 +7,6 @@
 #include "distrain/base/error.h"
 #include "distrain/base/process.h"
 #include "distrain/base/text.h"
-#include "distrain/membership/meeting.h"
 #include "distrain/membership/slot.h"
 #include "program.h"
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 namespace distrain::base {
-
 namespace {
 
 constexpr size_t kAlignment = 64;

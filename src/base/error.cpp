@@ -2,10 +2,8 @@
 
 #include <iterator>
 #include <system_error>
-#include <utility>
 
 namespace distrain::base {
-
 namespace {
 
 struct Kind {
@@ -34,13 +32,9 @@ const Kind& entry_of(ErrorKind kind) {
 }  // namespace
 
 std::string_view kind_name(ErrorKind kind) { return entry_of(kind).name; }
-
 int exit_code(ErrorKind kind) { return entry_of(kind).exit_code; }
-
 bool is_known_kind(uint16_t value) { return value >= 1 && value <= std::size(kKinds); }
-
 void invalid(std::string message) { throw Exception(ErrorKind::kInvalid, std::move(message)); }
-
 void bad_data(std::string message) { throw Exception(ErrorKind::kBadData, std::move(message)); }
 
 Error current_error(ErrorKind otherwise) {

@@ -5,7 +5,6 @@
 #include <numeric>
 
 namespace distrain::base {
-
 namespace {
 
 // Returns the Levenshtein distance, ignoring case.

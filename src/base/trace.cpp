@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 namespace distrain::base {
-
 namespace {
 
 /// Holds the tracer that a thread is bound to, and returns the lane when the thread exits.
@@ -24,8 +23,6 @@ struct Bound {
 thread_local Bound t_bound;
 
 }  // namespace
-
-// ---- a lane ----
 
 TraceLane::TraceLane(Tracer& tracer, std::string name, size_t number)
     : tracer_(tracer), name_(std::move(name)), number_(number) {}
@@ -64,8 +61,6 @@ const char* TraceLane::intern(std::string_view text) {
   texts_.emplace(stays, stays.c_str());
   return stays.c_str();
 }
-
-// ---- the tracer ----
 
 Tracer::Tracer() : Tracer(FalseClock{}) {}
 Tracer::Tracer(FalseClock clock) : clock_(std::move(clock)) {}
@@ -122,21 +117,20 @@ TraceLane& Tracer::lane() {
   if (own && &own->tracer() == this) return *own;
   std::lock_guard lock(mutex_);
   TraceLane*& stranger = strangers_[std::this_thread::get_id()];
-  if (!stranger) {
-    stranger =
-        lanes_.emplace_back(std::make_unique<TraceLane>(*this, "thread", lanes_.size())).get();
-  }
+  if (!stranger) stranger = &new_lane_locked("thread");
   return *stranger;
 }
 
 TraceLane& Tracer::take_lane(const char* name) {
   std::lock_guard lock(mutex_);
   const auto it = std::ranges::find(free_, name, &TraceLane::name_);
-  if (it != free_.end()) {
-    TraceLane& lane = **it;
-    free_.erase(it);
-    return lane;
-  }
+  if (it == free_.end()) return new_lane_locked(name);
+  TraceLane& lane = **it;
+  free_.erase(it);
+  return lane;
+}
+
+TraceLane& Tracer::new_lane_locked(const char* name) {
   return *lanes_.emplace_back(std::make_unique<TraceLane>(*this, name, lanes_.size()));
 }
 
@@ -161,11 +155,6 @@ std::vector<TraceTrack> Tracer::tracks() const {
   std::lock_guard lock(mutex_);
   for (const auto& lane : lanes_) {
     TraceTrack track{lane->name_, {}};
-    size_t count = 0;
-    for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
-      count += block->used.load();
-    }
-    track.events.reserve(count);
     for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
       const size_t used = block->used.load(std::memory_order_acquire);
       for (size_t i = 0; i < used; ++i) {
@@ -186,8 +175,6 @@ uint64_t Tracer::dropped() const {
   for (const auto& lane : lanes_) sum += lane->dropped_.load(std::memory_order_relaxed);
   return sum;
 }
-
-// ---- the thread ----
 
 void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
   if (t_bound.tracer) t_bound.tracer->give_back(*detail::trace_lane);

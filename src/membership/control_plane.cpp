@@ -2,11 +2,8 @@
 #include <utility>
 
 #include "control_plane_impl.h"
-#include "distrain/membership/meeting.h"
-#include "distrain/membership/rank_text.h"
 
 namespace distrain::membership {
-
 namespace {
 
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
@@ -76,16 +73,30 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 // ---- for other threads ----
 
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
-  const auto begun = rounds_.begin();
-  if (!begun.ok()) return base::Future<uint64_t>::failed(begun.error());
-  loop_.post([self = shared_from_this(), round, number] {
-    if (self->protocol_ && self->protocol_->is_running())
+  base::Promise<uint64_t> entered;
+  base::Future<uint64_t> sum = entered.future();
+  round_began_ = base::Clock::now();
+  loop_.post([self = shared_from_this(), round, number, entered = std::move(entered)]() mutable {
+    self->round_ = std::move(entered);
+    if (self->rounds_failed_) return self->fail_rounds_on_loop(*self->rounds_failed_);
+    if (self->protocol_ && self->protocol_->is_running()) {
       return self->protocol_->enter_round(round, number);
-    if (auto ended = self->rounds_.take()) {
-      ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
     }
+    self->take_round_on_loop()->fail(
+        {ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
   });
-  return begun.unchecked();
+  return sum;
+}
+
+std::optional<base::Promise<uint64_t>> ControlPlaneImpl::take_round_on_loop() {
+  round_began_ = base::TimePoint{};
+  return std::exchange(round_, std::nullopt);
+}
+
+// Fails the current round of the end and all later ones.
+void ControlPlaneImpl::fail_rounds_on_loop(const Error& error) {
+  if (!rounds_failed_) rounds_failed_ = error;
+  if (auto round = take_round_on_loop()) round->fail(*rounds_failed_);
 }
 
 std::vector<int> ControlPlaneImpl::missing() {
@@ -99,9 +110,9 @@ std::vector<int> ControlPlaneImpl::missing() {
 }
 
 std::optional<Wait> ControlPlaneImpl::wait() {
-  const auto round_since = rounds_.waiting_since();
-  const bool is_ending = round_since.has_value();
-  const base::TimePoint since = is_ending ? *round_since : began_.load();
+  const base::TimePoint round_began = round_began_;
+  const bool is_ending = round_began != base::TimePoint{};
+  const base::TimePoint since = is_ending ? round_began : began_.load();
   if (since == base::TimePoint{}) return std::nullopt;
   const std::vector<int> ranks = missing();
   const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
@@ -122,7 +133,7 @@ void ControlPlaneImpl::abort(const Error& error) {
       self->on_failed(error);
       if (self->joining_stream_) self->joining_stream_->close(false);
     }
-    self->rounds_.fail_all(self->left_already());
+    self->fail_rounds_on_loop(self->left_already());
   });
 }
 
@@ -139,8 +150,8 @@ void ControlPlaneImpl::close() {
     self->coordinator_ = nullptr;
     self->protocol_ = nullptr;
     if (self->joining_stream_) self->joining_stream_->close(false);
-    self->links_.close_all();
-    self->rounds_.fail_all(self->left_already());
+    for (const auto& [link, stream] : std::exchange(self->streams_, {})) stream->close();
+    self->fail_rounds_on_loop(self->left_already());
   });
 }
 
@@ -161,15 +172,49 @@ void ControlPlaneImpl::note_of_use(int rank) {
   });
 }
 
+// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+void ControlPlaneImpl::wait_until_flushed() {
+  std::unique_lock lock(mutex_);
+  stream_closed_.wait_for(lock, std::chrono::seconds(1), [this] { return open_streams_ == 0; });
+}
+
 // ---- connections, on the loop ----
+
+Link ControlPlaneImpl::add_on_loop(const net::StreamPtr& stream) {
+  std::lock_guard lock(mutex_);
+  ++open_streams_;
+  streams_[++last_link_] = stream;
+  return last_link_;
+}
+
+void ControlPlaneImpl::note_closed() {
+  std::lock_guard lock(mutex_);
+  --open_streams_;
+  stream_closed_.notify_all();
+}
+
+void ControlPlaneImpl::send(Link link, Message message) {
+  const auto stream = streams_.find(link);
+  if (stream == streams_.end()) return;
+  net::OutFrame frame;
+  frame.header.kind = message.kind;
+  frame.header.call_id = message.a;
+  frame.header.context_id = message.b;
+  frame.shared_meta = message.body.shared();
+  static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
+}
+
+void ControlPlaneImpl::close(Link link, bool flush) {
+  if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
+}
 
 net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler handler) {
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
-    self->links_.begin_close(link);
+    self->streams_.erase(link);
     if (self->protocol_) self->protocol_->closed(link, error);
     if (also) also(error);
-    self->links_.end_close();
+    self->note_closed();
   };
   return handler;
 }
@@ -183,11 +228,11 @@ net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
 
 net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                           net::Stream::Handler handler) {
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   if (protocol_) {
     protocol_->open(rank, link, base::Clock::now());
   } else {
-    links_.close(link, false);
+    close(link, false);
   }
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
@@ -244,12 +289,13 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
   std::string& said = peer.join.endpoint.host;
   if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);  // because a peer may claim any rank
-    links_.remove(link);
+    streams_.erase(link);
+    note_closed();
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
@@ -261,9 +307,10 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
 
 std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
                                                             const wire::Join& join) {
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
-    links_.remove(link);
+    streams_.erase(link);
+    note_closed();
     return refusal;
   }
   // The process only keeps the connection open.
@@ -315,24 +362,23 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
     stream->close(false);
     return done(left_already());
   }
-  OutgoingHandshake::begin_on_loop(
-      loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
-      [self = shared_from_this(), rank, stream,
-       done = std::move(done)](const base::Result<wire::Hello>& other) {
-        if (!other.ok()) return done(other.error());
-        const wire::Hello& hello = other.unchecked();
-        const bool is_it = hello.rank == rank;
-        if (is_it && self->protocol_ &&
-            hello.incarnation == self->protocol_->entry(rank).incarnation) {
-          return done(base::Unit{});
-        }
-        stream->close(false);
-        // One of the two processes is lost; rank 0 is about to say which.
-        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
-                   "rank " + std::to_string(hello.rank) + " is there" +
-                       (is_it ? ", but another process of it" : ""),
-                   rank});
-      });
+  shake_hands_on_loop(loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
+                      [self = shared_from_this(), rank, stream,
+                       done = std::move(done)](const base::Result<wire::Hello>& other) {
+                        if (!other.ok()) return done(other.error());
+                        const wire::Hello& hello = other.unchecked();
+                        const bool is_it = hello.rank == rank;
+                        if (is_it && self->protocol_ &&
+                            hello.incarnation == self->protocol_->entry(rank).incarnation) {
+                          return done(base::Unit{});
+                        }
+                        stream->close(false);
+                        // One of the two processes is lost; rank 0 is about to say which.
+                        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
+                                   "rank " + std::to_string(hello.rank) + " is there" +
+                                       (is_it ? ", but another process of it" : ""),
+                                   rank});
+                      });
 }
 
 void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) {
@@ -342,8 +388,7 @@ void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) 
 
 void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
   if (!protocol_ || attempt != attempt_) return;
-  for (const auto& [link, stream] : links_.streams())
-    protocol_->heard(link, stream->last_heard_on_loop());
+  for (const auto& [link, stream] : streams_) protocol_->heard(link, stream->last_heard_on_loop());
   const base::TimePoint next = protocol_->tick(base::Clock::now());
   if (next == base::kNever) return;
   loop_.call_at(next, [weak = weak_from_this(), attempt] {
@@ -405,7 +450,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
 
 void ControlPlaneImpl::on_lost(const Loss& loss) {
   callbacks_.on_lost(loss);
-  if (!loss.job_goes_on) rounds_.fail_all(loss.error);
+  if (!loss.job_goes_on) fail_rounds_on_loop(loss.error);
 }
 
 void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
@@ -423,7 +468,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
 }
 
 void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {
-  if (auto round = rounds_.take()) round->set(sum);
+  if (auto round = take_round_on_loop()) round->set(sum);
 }
 
 }  // namespace distrain::membership

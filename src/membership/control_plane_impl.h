@@ -1,29 +1,25 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "acceptor.h"
-#include "coordinator.h"
-#include "distrain/base/future.h"
+#include "control_protocol.h"
 #include "distrain/membership/control_plane.h"
-#include "distrain/net/socket.h"
-#include "distrain/net/stream.h"
-#include "end_rounds.h"
-#include "links.h"
-#include "outgoing_handshake.h"
+#include "handshake.h"
 
 namespace distrain::membership {
 
 /// Runs this rank's ControlProtocol: provides its sockets, its timer and the threads that wait for
-/// it. The protocol is in wire/handshake.h. The ControlProtocol and all connections belong to the
-/// loop.
+/// it. The ControlProtocol and all connections belong to the loop.
 class ControlPlaneImpl final : public ControlPlane,
                                public std::enable_shared_from_this<ControlPlaneImpl>,
                                private ControlTransport {
@@ -42,8 +38,7 @@ class ControlPlaneImpl final : public ControlPlane,
   void close() override;
   base::Future<void> tolerate(Tolerance tolerance) override;
   void note_of_use(int rank) override;
-  // Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
-  void wait_until_flushed() override { links_.wait_until_closed(std::chrono::seconds(1)); }
+  void wait_until_flushed() override;
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler) override;
   bool is_suspected_on_loop(int rank) const override {
@@ -57,8 +52,8 @@ class ControlPlaneImpl final : public ControlPlane,
 
  private:
   // ControlTransport
-  void send(Link link, Message message) override { links_.send(link, std::move(message)); }
-  void close(Link link, bool flush) override { links_.close(link, flush); }
+  void send(Link link, Message message) override;
+  void close(Link link, bool flush) override;
   void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
@@ -67,6 +62,8 @@ class ControlPlaneImpl final : public ControlPlane,
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
+  Link add_on_loop(const net::StreamPtr& stream);
+  void note_closed();
   void begin_once();
   void begin_as_coordinator();
   void begin_as_member(base::TimePoint deadline);
@@ -82,8 +79,10 @@ class ControlPlaneImpl final : public ControlPlane,
   void wait_until_ready(base::TimePoint deadline,
                         const std::function<wire::RankDevices()>& prepare);
   ControlSettings settings() const;
-  OutgoingHandshake::Timeouts handshake_timeouts() const;
+  HandshakeTimeouts handshake_timeouts() const;
   Error left_already() const;
+  std::optional<base::Promise<uint64_t>> take_round_on_loop();
+  void fail_rounds_on_loop(const Error& error);
   std::string why_missing(std::vector<int> ranks);
   std::string rank_0_text() const;
   wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
@@ -125,21 +124,26 @@ class ControlPlaneImpl final : public ControlPlane,
   Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
   net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
-  Links links_;
-  bool is_leaving_ = false;                // abort() was called
-  bool is_closed_ = false;                 // no protocol_ exists, nor will exist
-  std::map<int, std::string> seen_hosts_;  // rank 0: addresses of other ranks
+  std::map<Link, net::StreamPtr> streams_;
+  Link last_link_ = 0;
+  bool is_leaving_ = false;                       // abort() was called
+  bool is_closed_ = false;                        // no protocol_ exists, nor will exist
+  std::map<int, std::string> seen_hosts_;         // rank 0: addresses of other ranks
+  std::optional<base::Promise<uint64_t>> round_;  // the current round of the end
+  std::optional<Error> rounds_failed_;            // fails later rounds
 
   std::atomic<bool> has_begun_{false};
-  std::atomic<int> cpu_sharers_{1};       // ranks with the same CPUs as this one
-  std::atomic<base::TimePoint> began_{};  // since when this rank waits for others to join
+  std::atomic<int> cpu_sharers_{1};             // ranks with the same CPUs as this one
+  std::atomic<base::TimePoint> began_{};        // since when this rank waits for others to join
+  std::atomic<base::TimePoint> round_began_{};  // since when it waits for others to end
   std::atomic<int> assigned_rank_{wire::kUnassignedRank};  // the rank that rank 0 has assigned
   base::Promise<void> directory_known_;
   base::Promise<void> ready_;
 
-  EndRounds rounds_;
   std::mutex mutex_;
-  Refusals refusals_;  // guarded by mutex_
+  Refusals refusals_;     // guarded by mutex_
+  int open_streams_ = 0;  // guarded by mutex_
+  std::condition_variable stream_closed_;
 };
 
 }  // namespace distrain::membership

@@ -5,13 +5,11 @@
 #include <unistd.h>
 
 #include "control_plane_impl.h"
-#include "distrain/base/cpus.h"
-#include "distrain/membership/meeting.h"
-#include "distrain/membership/rank_text.h"
-#include "member.h"
+#include "control_protocol.h"
+#include "distrain/base/process.h"
+#include "distrain/membership/slot.h"
 
 namespace distrain::membership {
-
 namespace {
 
 constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
@@ -31,6 +29,13 @@ constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 // Errors after which this rank retries: rank 0 does not answer, or has no place for this rank.
 constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
 constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
+
+constexpr uint16_t kFirstPort = 20000;  // below the kernel's ephemeral ports
+constexpr uint16_t kPorts = 9000;
+
+bool is_loopback_name(const std::string& host) {
+  return host == "localhost" || host == "::1" || host == "[::1]" || host.starts_with("127.");
+}
 
 // Returns true if `host` means all interfaces, so other ranks cannot connect to it.
 bool is_wildcard(const std::string& host) {
@@ -214,24 +219,24 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
   joining_stream_ = stream;
   joining_ = std::move(met);
   identity_ = initial_identity_;
-  OutgoingHandshake::begin_on_loop(
-      loop_, stream, {identity_, options_.token}, wire::HelloPurpose::kJoin, handshake_timeouts(),
-      [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
-        self->joining_stream_ = nullptr;
-        base::Status joins = base::Unit{};
-        if (rank_0.ok()) {
-          joins = self->join_on_loop(stream, rank_0.unchecked());
-        } else {
-          Error error = rank_0.error();
-          const bool is_strange = error.kind == ErrorKind::kProtocol;
-          error.message = self->rank_0_text() + ": " + error.message +
-                          (is_strange ? ": another program may listen there" : "");
-          joins = Error{error.kind, error.message, 0, "join"};
-        }
-        if (joins.ok()) return;  // rank 0's answer follows
-        stream->close();
-        self->finish_joining_on_loop(joins);
-      });
+  shake_hands_on_loop(loop_, stream, {identity_, options_.token}, wire::HelloPurpose::kJoin,
+                      handshake_timeouts(),
+                      [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
+                        self->joining_stream_ = nullptr;
+                        base::Status joins = base::Unit{};
+                        if (rank_0.ok()) {
+                          joins = self->join_on_loop(stream, rank_0.unchecked());
+                        } else {
+                          Error error = rank_0.error();
+                          const bool is_strange = error.kind == ErrorKind::kProtocol;
+                          error.message = self->rank_0_text() + ": " + error.message +
+                                          (is_strange ? ": another program may listen there" : "");
+                          joins = Error{error.kind, error.message, 0, "join"};
+                        }
+                        if (joins.ok()) return;  // rank 0's answer follows
+                        stream->close();
+                        self->finish_joining_on_loop(joins);
+                      });
 }
 
 void ControlPlaneImpl::finish_joining_on_loop(const base::Status& joined) {
@@ -269,7 +274,7 @@ base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
   if (auto why = mismatch(identity_, rank_0)) return *why;
   identity_.job_id = rank_0.job_id;
   identity_.generation = rank_0.generation;
-  const Link link = links_.add(stream);
+  const Link link = add_on_loop(stream);
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   ControlTransport& transport = *this;
@@ -348,7 +353,7 @@ ControlSettings ControlPlaneImpl::settings() const {
 }
 
 // After its hello the peer may have accepted this rank, so its proof may take longer.
-OutgoingHandshake::Timeouts ControlPlaneImpl::handshake_timeouts() const {
+HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);
   return {kAnswers, judges ? std::max(kAnswers, silence) : kForEver};
@@ -356,6 +361,57 @@ OutgoingHandshake::Timeouts ControlPlaneImpl::handshake_timeouts() const {
 
 Error ControlPlaneImpl::left_already() const {
   return {ErrorKind::kCancelled, "this rank has left the job already", options_.rank, "shutdown"};
+}
+
+// ---- without a control plane ----
+
+std::string meeting_name(const std::string& job_id, const std::string& master_addr, uint16_t port) {
+  std::string what = std::to_string(geteuid()) + ' ' + std::to_string(port) + ' ';
+  what += !job_id.empty()                 ? "id " + job_id
+          : is_loopback_name(master_addr) ? "localhost"
+                                          : "at " + master_addr;
+  const wire::JobId digest = job_id_of(what);
+  return "@distrain-" + hex({reinterpret_cast<const char*>(digest.data()), digest.size()});
+}
+
+uint16_t port_of_job(const std::string& job_id) {
+  const wire::JobId digest = job_id_of(job_id);
+  return static_cast<uint16_t>(kFirstPort + (digest[0] * 256 + digest[1]) % kPorts);
+}
+
+net::Fd listen_as_rank_0(const std::string& listen_addr, const std::string& master_addr,
+                         uint16_t port, net::PortRange ports) {
+  const std::string host =
+      listen_addr.empty() ? std::move(net::host_to_bind(master_addr).value()) : listen_addr;
+  auto socket = net::listen_tcp(host, port == 0 ? ports : net::PortRange{port, port});
+  if (!socket.ok() && port != 0 && socket.error().kind == base::ErrorKind::kRendezvous) {
+    base::Error error = socket.error();
+    error.message += ": --master-port or --job-id give each job on a host a port of its own";
+    throw base::Exception(std::move(error));
+  }
+  return std::move(socket.value());
+}
+
+std::string new_token() {
+  std::string token = random_bytes(32);
+  static_cast<void>(authenticate(derive_key(token, "set up"), {}));
+  return token;
+}
+
+std::string new_unix_name() { return "@distrain-" + hex(random_bytes(16)); }
+
+Slot::Slot(Options options) : options_(std::move(options)) {
+  options_.rank = kUnassignedRank;
+  control_ = ControlPlane::make(loop_, options_, {});
+}
+
+Slot::~Slot() { control_->close(); }
+int Slot::reserve() { return control_->reserve_rank(); }
+
+std::vector<Wait> Slot::waits() const {
+  const auto wait = control_->wait();
+  if (!wait) return {};
+  return {{"a rank that nobody else is", wait->since}};
 }
 
 }  // namespace distrain::membership

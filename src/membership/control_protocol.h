@@ -4,17 +4,15 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
 #include "distrain/wire/frame.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 
@@ -25,18 +23,16 @@ using wire::FrameKind;
 
 // Note [Control plane]
 //
-// The control plane lets ranks meet, monitor each other, learn of losses and end together. Each
-// rank has a control connection to rank 0, the coordinator. A rank reports a loss that it sees to
-// the coordinator, and the coordinator reports it to all ranks; so a job has O(N) control
-// connections and not O(N²). Calls use connections of their own, made when there is something to
-// send. Their two ends monitor these too, because a link between two ranks may fail that leaves
-// their connections to rank 0 intact.
+// Ranks meet, monitor each other, learn of losses and end together. Each rank has a control
+// connection to rank 0, the coordinator, and reports the losses that it sees there; the coordinator
+// reports them to all ranks. So a job has O(N) control connections and not O(N²). Calls use
+// connections of their own, which both ends monitor, because a link between two ranks may fail that
+// leaves their connections to rank 0 intact.
 //
 // A call connection that breaks without a message proves little: the other end may have left
-// because of a loss that this rank does not know yet. So this rank asks the coordinator. The
-// coordinator reports losses to all ranks in one order, so a rank that left because of a loss
-// received it before its own loss is reported. For the same reason, a rank that has lost the
-// coordinator has lost all ranks.
+// because of a loss that this rank does not know yet. So this rank asks the coordinator, which
+// reports losses to all ranks in one order: a rank that left because of a loss received it before
+// its own loss is reported. For the same reason, a rank without the coordinator has lost all ranks.
 //
 // Only the coordinator decides whether the job continues without a lost rank: Tolerance. If it
 // does, a new process can join as that rank. It receives the directory at once and prepares itself.
@@ -44,13 +40,12 @@ using wire::FrameKind;
 // confirmed: so none refuses its connections. From the directory on, it receives all messages to
 // the others. Two new processes know each other before either receives go.
 //
-// A process without a rank first asks the coordinator on a separate connection (kUnassignedRank),
-// and the coordinator reserves one: so the process knows its rank before it prepares anything. See
-// Slot.
+// A process without a rank (kUnassignedRank) first asks the coordinator on a separate connection to
+// reserve one, so it knows its rank before it prepares anything: Slot.
 //
-// Coordinator (rank 0) and Member (any other rank) implement this without I/O, clock or threads:
-// events are function calls that pass the time, and ControlTransport performs the effects. So a
-// test can simulate a hundred ranks, and delay or drop messages.
+// Coordinator (rank 0) and Member (any other rank) have no I/O, clock or threads: events are calls
+// that pass the time, and ControlTransport performs the effects. So a test can simulate a hundred
+// ranks, and delay or drop messages.
 //
 // States of a rank:
 //
@@ -87,8 +82,7 @@ struct Message {
   Body body = {};
 };
 
-/// Performs the effects of a ControlProtocol, which calls these functions. They must not call the
-/// ControlProtocol.
+/// Performs the effects of a ControlProtocol; its functions must not call the ControlProtocol.
 class ControlTransport {
  public:
   virtual ~ControlTransport() = default;
@@ -96,7 +90,6 @@ class ControlTransport {
   virtual void send(Link link, Message message) = 0;
   /// Closes the connection; closed() is not called. If `flush`, sends queued messages first.
   virtual void close(Link link, bool flush) = 0;
-
   /// Member: called when rank 0 has admitted this process as `rank`.
   virtual void on_joined(int rank) = 0;
   /// Called once, with the ranks and how to reach them.
@@ -126,10 +119,7 @@ class ControlProtocol {
  public:
   ControlProtocol(ControlSettings settings, ControlTransport& transport, base::TimePoint now);
   virtual ~ControlProtocol() = default;
-  ControlProtocol(const ControlProtocol&) = delete;
-  ControlProtocol& operator=(const ControlProtocol&) = delete;
-
-  // ---- actions of this rank ----
+  ControlProtocol(ControlProtocol&&) = delete;
 
   virtual void prepared(wire::RankDevices devices) = 0;
   /// Enters `round` of the end: the first, or the one after the last on_round().
@@ -138,9 +128,6 @@ class ControlProtocol {
   void abort(const Error& error);
   /// Leaves the job; called when all ranks have entered the last round.
   void leave();
-
-  // ---- connections for calls ----
-
   /// Called when a connection to `rank` is open. Not for a lost rank: see is_here().
   void open(int rank, Link link, base::TimePoint now);
   /// Returns true if this rank is running, and `rank` has neither left nor been lost.
@@ -151,8 +138,6 @@ class ControlProtocol {
   void report(int rank, Error error);
   /// Returns an error if a connection that `rank` has made is refused.
   std::optional<Error> check_peer(int rank, uint32_t incarnation) const;
-
-  // ---- events ----
 
   void receive(Link link, const Message& message);
   /// Called when bytes of any kind were received.
@@ -203,7 +188,7 @@ class ControlProtocol {
   /// Replaces a lost rank by a new process.
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
   Error loss(int rank, const Error& error) const;
-  /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
+  /// Returns the reason that `rank` sent. If it says that this rank is lost, the message names
   /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
   Error reason_of(int rank, const Message& message) const;
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
@@ -229,6 +214,116 @@ class ControlProtocol {
   const base::Duration interval_;  // of heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;
+};
+
+/// Rank 0's ControlProtocol: Note [Control plane].
+class Coordinator final : public ControlProtocol {
+ public:
+  using ControlProtocol::ControlProtocol;
+  /// Admits `rank` on `link`. Returns an error with the first mismatch if the rank is refused.
+  std::optional<Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
+  /// Reserves a free rank for the process on `link`: until it joins as that rank, for a minute at
+  /// most, or until release_reservation(). Returns why not: `overloaded` if no rank is free now.
+  std::optional<Error> reserve_rank(Link link, const wire::Join& join, base::TimePoint now);
+  void release_reservation(Link link) {
+    std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
+  }
+  /// Called once, when rank 0 itself can take part; a job of one rank begins here.
+  void begin() { begin_if_all_joined(); }
+  void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
+  /// No longer tolerates all failures of the new process of `rank`.
+  void note_of_use(int rank) { on_trial_.erase(rank); }
+
+  void prepared(wire::RankDevices devices) override { note_prepared(0, std::move(devices)); }
+  void enter_round(uint64_t round, uint64_t number) override {
+    if (state_ == State::kRunning) note_entered(0, round, number);
+  }
+  std::vector<int> missing() const override;
+  bool is_suspected(int) const override { return false; }
+  /// Returns the number of times that a rank was checked for being free or missing. For tests.
+  uint64_t looks() const { return looks_; }
+
+ private:
+  struct Joined {
+    Link link = 0;
+    wire::Endpoint endpoint;
+  };
+  /// A rank reserved for a process that is yet to join.
+  struct Reservation {
+    Link link = 0;
+    base::TimePoint since;
+  };
+  /// A new process of a lost rank, until it receives go.
+  struct Newcomer {
+    bool is_prepared = false;
+    std::set<int> unconfirmed;  ///< the others that have not confirmed it, once it is prepared
+  };
+
+  void on_control(int rank, const Message& message) override;
+  void on_control_lost(int rank, const Error& error) override;
+  void declare_lost(int rank, const Error& error) override;
+  void suspect(int rank, const Error& error) override { declare_lost(rank, error); }
+  std::optional<Error> check_join(int rank, const wire::Join& join) const;
+  bool is_missing(int rank) const;
+  bool is_free(int rank) const;
+  void broadcast(const Message& message, int except = -1);
+  void begin_if_all_joined();
+  void note_prepared(int rank, wire::RankDevices devices);
+  std::vector<wire::RankDevices> all_devices() const {
+    std::vector<wire::RankDevices> all;
+    for (const auto& [rank, devices] : devices_) all.push_back(devices);
+    return all;
+  }
+
+  void send_directory(int rank);
+  void announce(int rank, wire::RankDevices devices);
+  void note_confirmed(int newcomer, int by);
+  void start_newcomer(int newcomer);
+  void stop_waiting_for(int rank);
+  bool tolerates(int rank, Error& error) const;
+  void forget(int rank);
+
+  void note_entered(int rank, uint64_t round, uint64_t number);
+  void end_round_if_complete();
+
+  std::map<int, Joined> joined_;
+  std::map<int, Reservation> reservations_;
+  int next_to_reserve_ = 1;                   // the next rank that reserve_rank() checks
+  std::map<int, wire::RankDevices> devices_;  // of the ranks that are, or were, prepared
+  Tolerance tolerance_;
+  bool job_goes_on_ = true;  // false after a loss that is not tolerated: then all ranks leave
+  std::map<int, Newcomer> newcomers_;
+  std::set<int> on_trial_;            // new processes that have not been useful yet
+  uint64_t round_ = 0;                // the current round of the end
+  std::map<int, uint64_t> in_round_;  // the numbers of the ranks that have entered it
+  int awaited_ = 0;                   // a rank that was missing when last checked
+  mutable uint64_t looks_ = 0;
+};
+
+/// The ControlProtocol of each rank but 0: Note [Control plane].
+class Member final : public ControlProtocol {
+ public:
+  /// `coordinator` is the connection to rank 0, on which this rank joins.
+  Member(ControlSettings settings, ControlTransport& transport, Link coordinator,
+         base::TimePoint now);
+
+  void prepared(wire::RankDevices devices) override;
+  void enter_round(uint64_t round, uint64_t number) override {
+    if (is_here(0)) transport_.send(coordinator_, {FrameKind::kFlush, round, number});
+  }
+  std::vector<int> missing() const override { return {}; }  // only rank 0 knows
+  bool is_suspected(int rank) const override { return reported_lost_.contains(rank); }
+
+ private:
+  void on_control(int rank, const Message& message) override;
+  void on_control_lost(int, const Error& error) override { abort(error); }
+  void declare_lost(int rank, const Error& error) override;
+  void suspect(int rank, const Error& error) override;
+
+  const Link coordinator_;
+  bool has_joined_ = false;
+  // Ranks whose newest process was reported lost, by this rank or by the coordinator.
+  std::set<int> reported_lost_;
 };
 
 }  // namespace distrain::membership

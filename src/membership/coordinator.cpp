@@ -1,6 +1,4 @@
-#include "coordinator.h"
-
-#include "distrain/membership/rank_text.h"
+#include "control_protocol.h"
 
 namespace distrain::membership {
 
@@ -43,10 +41,6 @@ std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join
     return std::nullopt;
   }
   return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
-}
-
-void Coordinator::release_reservation(Link link) {
-  std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
 }
 
 // Returns an error if the join is refused. reserve_rank() itself checks whether a rank is free.
@@ -99,16 +93,13 @@ void Coordinator::begin_if_all_joined() {
   set_directory(std::move(directory));
 }
 
-void Coordinator::prepared(wire::RankDevices devices) { note_prepared(0, std::move(devices)); }
-
 // Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
 void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
   }
   if (state_ != State::kPreparing || devices_.size() != settings_.names.size()) return;
-  std::vector<wire::RankDevices> all;
-  for (const auto& [each, its] : devices_) all.push_back(its);
+  std::vector<wire::RankDevices> all = all_devices();
   const Message go{FrameKind::kGo, 0, 0, wire::encode(all)};
   if (begin_running(std::move(all))) broadcast(go);
 }
@@ -165,9 +156,7 @@ void Coordinator::note_confirmed(int newcomer, int by) {
 
 void Coordinator::start_newcomer(int newcomer) {
   newcomers_.erase(newcomer);
-  std::vector<wire::RankDevices> all;
-  for (const auto& [each, its] : devices_) all.push_back(its);
-  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all_devices())});
 }
 
 void Coordinator::stop_waiting_for(int rank) {
@@ -204,9 +193,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       const bool is_awaited =
           state_ == State::kPreparing || (state_ == State::kRunning && newcomers_.contains(rank));
       if (!is_awaited) break;
-      wire::Reader in(message.body);
-      wire::RankDevices devices = wire::decode_rank_devices(in);
-      in.expect_end();
+      wire::RankDevices devices = wire::decode_rank_devices(message.body);
       if (state_ == State::kRunning) return announce(rank, std::move(devices));
       return note_prepared(rank, std::move(devices));
     }
@@ -291,10 +278,6 @@ bool Coordinator::tolerates(int rank, Error& error) const {
 }
 
 // ---- the end ----
-
-void Coordinator::enter_round(uint64_t round, uint64_t number) {
-  if (state_ == State::kRunning) note_entered(0, round, number);
-}
 
 void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
   if (round != round_ || !in_round_.emplace(rank, number).second) {

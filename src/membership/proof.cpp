@@ -1,11 +1,60 @@
 #include "proof.h"
 
-#include "distrain/membership/rank_text.h"
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <shared_mutex>
+#include <vector>
+
+#include <fmt/ranges.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <unistd.h>
+
+#include "distrain/membership/loss.h"
 #include "distrain/wire/frame.h"
 
 namespace distrain::membership {
-
 namespace {
+
+void require(bool worked, const char* what) {
+  if (worked) return;
+  throw base::Exception(base::ErrorKind::kInternal, std::string("OpenSSL: ") + what + " failed");
+}
+
+// Note [OpenSSL at exit]
+//
+// OpenSSL frees its data in an exit() handler, while threads of an agent that is destroyed later,
+// or never, may still use it. OPENSSL_INIT_NO_ATEXIT, which omits that handler, has no effect if
+// the program has initialized OpenSSL before. So a handler that is registered after OpenSSL's, and
+// therefore runs before it, waits until no thread is inside OpenSSL and makes later calls throw
+// `cancelled`.
+struct Gate {
+  std::shared_timed_mutex mutex;
+  std::atomic<bool> is_closed{false};  // read with the mutex held
+};
+
+Gate& gate() {
+  static Gate& only = []() -> Gate& {
+    // With no option at all, OpenSSL would not register its handler.
+    require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
+    std::atexit([] {
+      gate().is_closed = true;  // first, so that no new thread delays the lock below
+      // With a timeout, because threads inside OpenSSL do not exist in a forked process.
+      const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
+    });
+    return *new Gate;  // never destroyed, because threads may use it
+  }();
+  return only;
+}
+
+std::shared_lock<std::shared_timed_mutex> enter() {
+  std::shared_lock lock(gate().mutex);
+  if (!gate().is_closed) return lock;
+  throw base::Exception(base::ErrorKind::kCancelled, "this process is about to end");
+}
 
 Key key_of(const std::string& side, wire::HelloPurpose purpose, std::string_view secret) {
   return derive_key(secret, (purpose == wire::HelloPurpose::kJoin ? "join " : "peer ") + side);
@@ -47,17 +96,74 @@ void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& se
 
 }  // namespace
 
-Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
-    : purpose_(purpose),
-      own_key_(key_of("initiator", purpose, credentials.secret)),
-      other_key_(key_of("responder", purpose, credentials.secret)),
+void set_up_openssl() { gate(); }
+
+void fill_random(std::span<uint8_t> out) {
+  if (getentropy(out.data(), out.size()) == 0) return;
+  throw base::Exception(base::ErrorKind::kResources, "the system has no random bytes");
+}
+
+std::string random_bytes(size_t count) {
+  std::string bytes(count, '\0');
+  fill_random({reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()});
+  return bytes;
+}
+
+std::string hex(std::string_view bytes) {
+  return fmt::format("{:02x}", fmt::join(std::vector<uint8_t>(bytes.begin(), bytes.end()), ""));
+}
+
+// A digest of 32 bytes takes one block of HKDF's expansion, whose number is 1. HMAC pads its key
+// with zeros, so the salt may be padded here. An empty secret counts as one zero byte.
+Key derive_key(std::string_view secret, std::string_view use) {
+  const auto bytes = [](std::string_view text) {
+    return std::span(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  };
+  constexpr Key kSalt{'d', 'i', 's', 't', 'r', 'a', 'i', 'n'};
+  constexpr uint8_t kBlock[] = {1};
+  const std::string_view input = secret.empty() ? std::string_view("\0", 1) : secret;
+  return authenticate(authenticate(kSalt, {bytes(input)}), {bytes(use), kBlock});
+}
+
+wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts) {
+  const auto inside = enter();
+  wire::Bytes all;
+  for (const std::span<const uint8_t> part : parts) all.insert(all.end(), part.begin(), part.end());
+  wire::Proof proof{};
+  size_t size = 0;
+  const bool worked = EVP_Q_mac(nullptr, "HMAC", nullptr, "SHA256", nullptr, key.data(), key.size(),
+                                all.data(), all.size(), proof.data(), proof.size(), &size);
+  require(worked && size == proof.size(), "HMAC");
+  return proof;
+}
+
+bool is_equal(const wire::Proof& a, const wire::Proof& b) {
+  return CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+wire::JobId job_id_of(std::string_view name) {
+  const auto inside = enter();
+  std::array<uint8_t, EVP_MAX_MD_SIZE> digest{};
+  unsigned size = 0;
+  require(EVP_Digest(name.data(), name.size(), digest.data(), &size, EVP_sha256(), nullptr) == 1,
+          "SHA-256");
+  wire::JobId id{};
+  std::copy_n(digest.begin(), id.size(), id.begin());
+  return id;
+}
+
+Side::Side(const Credentials& credentials, wire::HelloPurpose purpose, const char* own,
+           const char* other)
+    : own_key_(key_of(own, purpose, credentials.secret)),
+      other_key_(key_of(other, purpose, credentials.secret)),
       own_(new_hello(credentials.self, purpose)) {}
+
+Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
+    : Side(credentials, purpose, "initiator", "responder"), purpose_(purpose) {}
 
 wire::Proof Initiator::answer(std::span<const uint8_t> hello) {
   other_ = wire::decode_hello(hello);
-  if (other_.purpose != purpose_) {
-    throw Exception(ErrorKind::kAuth, "a hello of another purpose");
-  }
+  if (other_.purpose != purpose_) throw Exception(ErrorKind::kAuth, "a hello of another purpose");
   theirs_.assign(hello.begin(), hello.end());
   return authenticate(own_key_, {own_, theirs_});
 }
@@ -67,11 +173,10 @@ void Initiator::check(std::span<const uint8_t> proof) const {
 }
 
 Responder::Responder(const Credentials& credentials, const wire::Hello& hello)
-    : other_(hello),
-      own_key_(key_of("responder", hello.purpose, credentials.secret)),
-      other_key_(key_of("initiator", hello.purpose, credentials.secret)),
-      own_(new_hello(credentials.self, hello.purpose)),
-      theirs_(wire::encode(hello)) {}
+    : Side(credentials, hello.purpose, "responder", "initiator") {
+  other_ = hello;
+  theirs_ = wire::encode(hello);
+}
 
 wire::Proof Responder::check(std::span<const uint8_t> proof) const {
   check_proof(other_key_, theirs_, own_, proof);

@@ -1,15 +1,36 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
-#include "distrain/base/error.h"
 #include "distrain/wire/handshake.h"
-#include "keys.h"
 
 namespace distrain::membership {
+
+/// A key for HMAC-SHA256.
+using Key = std::array<uint8_t, 32>;
+
+/// Initializes OpenSSL. Static objects constructed after this call are destroyed at exit while
+/// OpenSSL still works: Note [OpenSSL at exit].
+void set_up_openssl();
+/// Fills `out`, of 256 bytes at most, with random bytes. Throws `resources` if the system has none.
+void fill_random(std::span<uint8_t> out);
+/// Returns `count` random bytes, 256 at most.
+std::string random_bytes(size_t count);
+/// Returns `bytes` in hexadecimal digits.
+std::string hex(std::string_view bytes);
+/// Returns the HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, with `use` as info.
+Key derive_key(std::string_view secret, std::string_view use);
+/// Returns the HMAC-SHA256 of the concatenated `parts`.
+wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts);
+/// Compares in constant time.
+bool is_equal(const wire::Proof& a, const wire::Proof& b);
+/// Returns the number of a job out of its name: the first bytes of the name's SHA-256.
+wire::JobId job_id_of(std::string_view name);
 
 using base::Error;
 using base::ErrorKind;
@@ -17,30 +38,28 @@ using base::Exception;
 
 // Note [Identity]
 //
-// Each side of a new connection proves its identity before the other side trusts it: each sends a
-// hello with its identity and a fresh nonce, then proves to know the key, the initiator first.
+// Each side of a new connection sends a hello with its identity and a fresh nonce, then proves that
+// it knows its key, the initiator first.
 //
 //   proof of a side = HMAC-SHA256(key of that side, the initiator's hello · the responder's hello)
 //   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
 //
-// A proof covers all bytes of both hellos: version, purpose, trust, rank, generation, incarnation,
-// job and nonce. So no field can be changed in transit. The nonces prevent the replay of another
-// connection's proof. The sides have different keys, so a proof sent back to its maker is invalid.
+// A proof covers all bytes of both hellos, so no field can be changed in transit. The nonces
+// prevent the replay of another connection's proof. The sides have different keys, so a proof sent
+// back to its maker is invalid.
 //
 // The secret of a connection to rank 0 (join) depends on what the ranks trust:
 //
 //   token      the job's token, which only its ranks know
-//   same user  none. Each side asks the kernel for the owner of the peer process: on a unix socket
-//              by SO_PEERCRED, on TCP by the owner of the peer's socket, which must be on this host
-//              and in this network namespace.
+//   same user  none. Each side asks the kernel for the owner of the peer process, which must be on
+//              this host and in this network namespace: net::peer_user()
 //   anybody    none (--insecure)
 //
 // The secret of a connection for calls (peer) is the directory's secret and the token. Rank 0 makes
 // the directory's secret, and sends it to ranks that have proved themselves.
 //
-// Besides its own hello, which is not secret, a responder tells an unproved peer nothing but the
-// protocol version: refusal_without_reason(). A proved rank of another job or generation is told
-// why: mismatch().
+// A responder tells an unproved peer only its hello, which is not secret, and the protocol version:
+// refusal_without_reason(). A proved rank of another job or generation is told why: mismatch().
 
 /// A rank's identity, as its hellos state it.
 struct Identity {
@@ -57,58 +76,52 @@ struct Credentials {
   std::string secret;  ///< may be empty
 };
 
-/// The side that connects. Not thread-safe.
-class Initiator {
+/// One side of a handshake. Not thread-safe.
+class Side {
+ public:
+  /// Returns the hello to send.
+  const wire::Bytes& hello() const { return own_; }
+  /// Returns the other side's hello; to be trusted only after check() has returned.
+  const wire::Hello& other() const { return other_; }
+
+ protected:
+  Side(const Credentials& credentials, wire::HelloPurpose purpose, const char* own,
+       const char* other);
+
+  Key own_key_;
+  Key other_key_;
+  wire::Bytes own_;
+  wire::Bytes theirs_;
+  wire::Hello other_;
+};
+
+/// The side that connects.
+class Initiator : public Side {
  public:
   Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
-
-  /// Returns the hello to send first.
-  const wire::Bytes& hello() const { return own_; }
   /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
   /// no hello, `auth` if the hello is for another purpose.
   wire::Proof answer(std::span<const uint8_t> hello);
   /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
   void check(std::span<const uint8_t> proof) const;
 
-  /// Returns the responder's hello; to be trusted only after check() has returned.
-  const wire::Hello& other() const { return other_; }
-
  private:
-  const wire::HelloPurpose purpose_;
-  const Key own_key_;
-  const Key other_key_;
-  wire::Bytes own_;
-  wire::Bytes theirs_;
-  wire::Hello other_;
+  wire::HelloPurpose purpose_;
 };
 
-/// The side that accepts the connection. Not thread-safe.
-class Responder {
+/// The side that accepts the connection.
+class Responder : public Side {
  public:
   /// `hello` is the initiator's; `credentials` are those for its purpose.
   Responder(const Credentials& credentials, const wire::Hello& hello);
-
-  /// Returns the hello to send.
-  const wire::Bytes& hello() const { return own_; }
   /// Checks the initiator's proof and returns the proof to send. Throws `auth` if it is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;
-
-  const wire::Hello& other() const { return other_; }
-
- private:
-  const wire::Hello other_;
-  const Key own_key_;
-  const Key other_key_;
-  wire::Bytes own_;
-  wire::Bytes theirs_;
 };
 
 /// Returns an error if `other`, which knows the secret, is of another job or generation.
 std::optional<Error> mismatch(const Identity& self, const wire::Hello& other);
-
 /// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
 std::string why_not_trusted(const Identity& self, const wire::Hello& other);
-
 /// Returns the only error that an unproved peer is sent.
 Error refusal_without_reason();
 

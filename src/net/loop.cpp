@@ -5,33 +5,31 @@
 #include <cstdlib>
 
 #include <pthread.h>
-#include <signal.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
-#include "loop_impl.h"
+#include "net_impl.h"
 
 namespace distrain::net {
-
 namespace {
 
 // Throws `resources`: libuv's calls fail here only if file descriptors or memory are exhausted.
-void check_uv(int code, const char* what) {
+void check_uv(int code) {
   if (code >= 0) return;
-  throw base::Exception(base::ErrorKind::kResources, std::string(what) + ": " + uv_strerror(code));
+  throw base::Exception(base::ErrorKind::kResources,
+                        std::string("starting the event loop: ") + uv_strerror(code));
 }
 
 }  // namespace
 
 Loop::Impl::Impl() {
-  check_uv(uv_loop_init(&uv), "starting the event loop");
+  check_uv(uv_loop_init(&uv));
   uv.data = this;
-  check_uv(uv_async_init(&uv, &wakeup,
-                         [](uv_async_t* handle) noexcept {
-                           static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
-                         }),
-           "starting the event loop");
-  check_uv(uv_timer_init(&uv, &timer), "starting the event loop");
+  check_uv(uv_async_init(&uv, &wakeup, [](uv_async_t* handle) noexcept {
+    static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
+  }));
+  check_uv(uv_timer_init(&uv, &timer));
   thread = std::thread([this] { run(); });
 }
 
@@ -71,9 +69,7 @@ void Loop::Impl::run() {
   thread_id = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "dt-loop");
   // libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGPIPE);
+  const sigset_t signals = base::signal_set({SIGPIPE});
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   base::thread_state().must_not_wait = true;
   base::AdaptivePoll& poll = base::thread_state().poll;

@@ -1,5 +1,3 @@
-#include "pending_frame.h"
-
 #include <algorithm>
 #include <cerrno>
 
@@ -7,8 +5,9 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-namespace distrain::net {
+#include "net_impl.h"
 
+namespace distrain::net {
 namespace {
 
 constexpr size_t kMaxPieces = 512;                  // per gather-write; IOV_MAX is 1024

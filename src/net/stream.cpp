@@ -14,13 +14,9 @@
 #include <sys/socket.h>
 #include <uv.h>
 
-#include "address.h"
-#include "distrain/net/socket.h"
-#include "loop_impl.h"
-#include "pending_frame.h"
+#include "net_impl.h"
 
 namespace distrain::net {
-
 namespace {
 
 // The longest wait for the peer's end of the connection: see linger_on_loop().
@@ -113,11 +109,7 @@ class UvStream final : public Stream,
       send_state_ = SendState::kClosing;
     }
     loop_->post([self = shared_from_this(), flush] {
-      if (flush) {
-        self->drain_on_loop();
-      } else {
-        self->shut_down_on_loop();
-      }
+      flush ? self->drain_on_loop() : self->shut_down_on_loop();
     });
   }
 
@@ -303,17 +295,14 @@ class UvStream final : public Stream,
   }
 
   void alloc_on_loop(uv_buf_t* buffer) {
+    std::span<uint8_t> room;
     if (body_) {
-      const size_t left = std::min(body_->size - body_filled_, size_t{1} << 30);
-      *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
-                            static_cast<unsigned>(left));
+      room = {body_->data + body_filled_, std::min(body_->size - body_filled_, size_t{1} << 30)};
     } else {
-      const std::span<uint8_t> scratch = loop_->scratch_on_loop();
-      std::copy_n(head_.begin(), head_filled_, scratch.begin());
-      const std::span<uint8_t> room = scratch.subspan(head_filled_);
-      *buffer =
-          uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
+      std::copy_n(head_.begin(), head_filled_, loop_->scratch_on_loop().begin());
+      room = loop_->scratch_on_loop().subspan(head_filled_);
     }
+    *buffer = uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
   }
 
   void read_on_loop(ssize_t bytes, const uv_buf_t*) {
@@ -354,36 +343,27 @@ class UvStream final : public Stream,
   }
 
   bool begin_frame_on_loop(const uint8_t* head) {
-    base::Result<wire::FrameHeader> header = wire::decode_header(
-        std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_);
-    if (!header.ok()) {
-      finish_on_loop(header.error());
-      return false;
-    }
-    header_ = header.unchecked();
     try {
+      header_ = wire::decode_header(
+                    std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_)
+                    .value();
       if (handler_->allocate) body_ = handler_->allocate(header_);
     } catch (...) {
       finish_on_loop(base::current_error(base::ErrorKind::kInternal));
       return false;
     }
-    if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
-    if (!body_) {
-      finish_on_loop(base::Error{
-          base::ErrorKind::kResources,
-          "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes"});
-      return false;
-    }
-    return true;
+    const uint64_t bytes = header_.body_bytes();
+    if (!body_) body_ = loop_->buffers.allocate(bytes);
+    if (body_) return true;
+    finish_on_loop(base::Error{base::ErrorKind::kResources,
+                               "no memory for a message of " + std::to_string(bytes) + " bytes"});
+    return false;
   }
 
   void deliver_on_loop() {
     // Nothing follows a heartbeat: polling after each would keep a core of rank 0 busy.
     if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
-    InFrame frame;
-    frame.header = header_;
-    frame.body = std::move(body_);
-    body_ = nullptr;
+    InFrame frame{header_, {}, {}, std::exchange(body_, nullptr)};
     frame.meta = {frame.body->data, header_.meta_bytes};
     frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
     const std::shared_ptr<Handler> handler = handler_;  // it may replace itself

@@ -15,7 +15,6 @@
 #include "device/device_send.h"
 #include "device/device_stager.h"
 #include "device/device_table.h"
-#include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/loop.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "distrain/base/future.h"
-#include "distrain/base/serial_thread.h"
+#include "distrain/base/thread_pool.h"
 #include "distrain/rpc/layer.h"
 
 namespace distrain::rpc {

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "distrain/membership/rank_text.h"
 
 namespace distrain::rpc {
 

@@ -4,7 +4,6 @@
 #include <string>
 
 namespace distrain::wire {
-
 namespace {
 
 // Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): eleven

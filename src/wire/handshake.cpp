@@ -1,12 +1,8 @@
 #include "distrain/wire/handshake.h"
 
-#include <tuple>
-
 #include "distrain/wire/frame.h"
-#include "distrain/wire/limits.h"
 
 namespace distrain::wire {
-
 namespace {
 
 template <class T>
@@ -80,39 +76,60 @@ void get(Reader& in, T& value) {
   }
 }
 
+// A hello and a directory begin with the protocol version.
+template <class T>
+constexpr bool kHasVersion = std::is_same_v<T, Hello> || std::is_same_v<T, Directory>;
+
 template <class... T>
 Bytes encode_all(const T&... values) {
   Bytes bytes;
   Writer out(bytes);
+  if constexpr ((kHasVersion<T> || ...)) out.put(kProtocolVersion);
   (put(out, values), ...);
   return bytes;
 }
 
-// Reads the last value of a message. Throws `protocol` if bytes follow it.
-template <class T>
-T decode_last(Reader in) {
-  T value{};
-  get(in, value);
+// Reads all of a message. Throws `protocol` for another protocol version, or if bytes follow.
+template <class... T>
+void decode_all(std::span<const uint8_t> bytes, T&... values) {
+  Reader in(bytes);
+  const auto version = (kHasVersion<T> || ...) ? in.get<uint32_t>() : kProtocolVersion;
+  if (version != kProtocolVersion) {
+    throw base::Exception(base::ErrorKind::kProtocol,
+                          "protocol version: this side speaks " + std::to_string(kProtocolVersion) +
+                              ", the peer " + std::to_string(version) +
+                              "; run the same distrain on every machine");
+  }
+  (get(in, values), ...);
   in.expect_end();
-  return value;
 }
 
-void check_version(uint32_t version) {
-  if (version == kProtocolVersion) return;
-  throw base::Exception(base::ErrorKind::kProtocol, "protocol version: this side speaks " +
-                                                        std::to_string(kProtocolVersion) +
-                                                        ", the peer " + std::to_string(version) +
-                                                        "; run the same distrain on every machine");
+template <class T>
+T decode(std::span<const uint8_t> bytes) {
+  T value{};
+  decode_all(bytes, value);
+  return value;
 }
 
 }  // namespace
 
-Bytes encode(const Hello& hello) { return encode_all(kProtocolVersion, hello); }
+Bytes encode(const Hello& hello) { return encode_all(hello); }
 Bytes encode(const Join& join) { return encode_all(join); }
-Bytes encode(const Directory& directory) { return encode_all(kProtocolVersion, directory); }
+Bytes encode(const Directory& directory) { return encode_all(directory); }
 Bytes encode(const Returned& returned) { return encode_all(returned); }
 Bytes encode(const std::vector<RankDevices>& devices) { return encode_all(devices); }
-void encode(const RankDevices& devices, Writer& out) { put(out, devices); }
+Bytes encode(const RankDevices& devices) { return encode_all(devices); }
+Hello decode_hello(std::span<const uint8_t> bytes) { return decode<Hello>(bytes); }
+Proof decode_proof(std::span<const uint8_t> bytes) { return decode<Proof>(bytes); }
+Join decode_join(std::span<const uint8_t> bytes) { return decode<Join>(bytes); }
+Directory decode_directory(std::span<const uint8_t> bytes) { return decode<Directory>(bytes); }
+Returned decode_returned(std::span<const uint8_t> bytes) { return decode<Returned>(bytes); }
+std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> bytes) {
+  return decode<std::vector<RankDevices>>(bytes);
+}
+RankDevices decode_rank_devices(std::span<const uint8_t> bytes) {
+  return decode<RankDevices>(bytes);
+}
 
 Bytes encode(const base::Error& error) {
   const auto start = [](const std::string& text) {  // truncates a long text
@@ -124,44 +141,10 @@ Bytes encode(const base::Error& error) {
   return encode_all(error.kind, error.rank, start(error.message), start(error.op));
 }
 
-Hello decode_hello(std::span<const uint8_t> bytes) {
-  Reader in(bytes);
-  check_version(in.get<uint32_t>());
-  return decode_last<Hello>(in);
-}
-
-Directory decode_directory(std::span<const uint8_t> bytes) {
-  Reader in(bytes);
-  check_version(in.get<uint32_t>());
-  return decode_last<Directory>(in);
-}
-
-Proof decode_proof(std::span<const uint8_t> bytes) { return decode_last<Proof>(Reader(bytes)); }
-Join decode_join(std::span<const uint8_t> bytes) { return decode_last<Join>(Reader(bytes)); }
-
-Returned decode_returned(std::span<const uint8_t> bytes) {
-  return decode_last<Returned>(Reader(bytes));
-}
-
-std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> bytes) {
-  return decode_last<std::vector<RankDevices>>(Reader(bytes));
-}
-
 base::Error decode_error(std::span<const uint8_t> bytes) {
-  Reader in(bytes);
   base::Error error;
-  get(in, error.kind);
-  get(in, error.rank);
-  get(in, error.message);
-  get(in, error.op);
-  in.expect_end();
+  decode_all(bytes, error.kind, error.rank, error.message, error.op);
   return error;
-}
-
-RankDevices decode_rank_devices(Reader& in) {
-  RankDevices devices;
-  get(in, devices);
-  return devices;
 }
 
 }  // namespace distrain::wire

@@ -241,7 +241,7 @@ membership::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
           joins ? std::string() : protocol_->secret()};
 }
 
-// As OutgoingHandshake does.
+// As membership::shake_hands_on_loop() does.
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
   membership::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator.h"
-#include "member.h"
+#include "control_protocol.h"
 #include "network.h"
 #include "proof.h"
 

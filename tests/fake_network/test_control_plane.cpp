@@ -177,9 +177,7 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   CHECK(counts.frames[FrameKind::kDirectory] == kRanks - 1);
   CHECK(counts.bytes[FrameKind::kDirectory] < 100 * kRanks);
   coordinator.prepared({});
-  wire::Bytes devices;
-  wire::Writer out(devices);
-  encode(wire::RankDevices{}, out);
+  const wire::Bytes devices = wire::encode(wire::RankDevices{});
   for (int rank = 1; rank < kRanks; ++rank) {
     coordinator.receive(static_cast<Link>(rank), {FrameKind::kPrepared, 0, 0, devices});
   }

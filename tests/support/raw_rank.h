@@ -22,12 +22,7 @@ namespace distrain::testing {
 using namespace std::chrono_literals;
 
 /// Returns the body of kPrepared of a rank without devices.
-inline wire::Bytes no_devices() {
-  wire::Bytes bytes;
-  wire::Writer out(bytes);
-  encode(wire::RankDevices{}, out);
-  return bytes;
-}
+inline wire::Bytes no_devices() { return wire::encode(wire::RankDevices{}); }
 
 // A rank that the test implements: it sends frames over a blocking socket.
 class RawRank {

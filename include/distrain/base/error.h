@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <variant>
 
 namespace distrain::base {
 
@@ -28,10 +30,8 @@ enum class ErrorKind : uint16_t {
 
 /// Returns `peer_lost`, `bad_data`, … as printed in the JSON `error` line.
 std::string_view kind_name(ErrorKind kind);
-
 /// Returns the process exit code of the command line for this kind of error.
 int exit_code(ErrorKind kind);
-
 /// Returns true if `value` is an ErrorKind; a peer may send any number.
 bool is_known_kind(uint16_t value);
 
@@ -55,12 +55,39 @@ class Exception : public std::runtime_error {
   Error error_;
 };
 
-/// Throws an `Exception` of kind kInvalid.
+// These throw an `Exception` of kind kInvalid or kBadData.
 [[noreturn]] void invalid(std::string message);
-/// Throws an `Exception` of kind kBadData.
 [[noreturn]] void bad_data(std::string message);
-
 /// In a catch block: returns the exception as an Error, of kind `otherwise` if it has no kind.
 Error current_error(ErrorKind otherwise);
+
+/// A value in place of `void`: `Result<Unit>`, `Future<Unit>`.
+struct Unit {};
+
+/// A value or an error. (GCC 12 in C++20 mode has no std::expected.)
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}      // NOLINT: implicit
+  Result(Error error) : state_(std::in_place_index<1>, std::move(error)) {}  // NOLINT: implicit
+
+  bool ok() const { return state_.index() == 0; }
+  explicit operator bool() const { return ok(); }
+
+  const Error& error() const { return std::get<1>(state_); }
+  T& unchecked() { return *std::get_if<0>(&state_); }
+  const T& unchecked() const { return *std::get_if<0>(&state_); }
+  /// Returns the value; throws the error as an `Exception` if there is no value.
+  T& value() {
+    if (!ok()) throw Exception(error());
+    return unchecked();
+  }
+  const T& value() const { return const_cast<Result*>(this)->value(); }
+
+ private:
+  std::variant<T, Error> state_;
+};
+
+using Status = Result<Unit>;
 
 }  // namespace distrain::base

@@ -1,13 +1,115 @@
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <memory>
+#include <new>
+#include <type_traits>
 #include <utility>
 
 #include "distrain/base/error.h"
-#include "distrain/base/queued_work.h"
-#include "distrain/base/unique_function.h"
 
 namespace distrain::base {
+
+template <class Signature>
+class UniqueFunction;
+
+/// A move-only std::function, for closures that own values that cannot be copied. Small closures
+/// are stored inline, without an allocation, because every call makes some.
+template <class R, class... Args>
+class UniqueFunction<R(Args...)> {
+ public:
+  UniqueFunction() = default;
+
+  template <class F>
+  requires(!std::is_same_v<std::decay_t<F>, UniqueFunction> &&
+           std::is_invocable_r_v<R, std::decay_t<F>&, Args...>)
+      UniqueFunction(F&& f) {  // NOLINT: implicit, as std::function's
+    using Function = std::decay_t<F>;
+    if constexpr (kFits<Function>) {
+      new (memory_) Function(std::forward<F>(f));
+      operations_ = &kOperations<Function>;
+    } else {
+      *this = [held = std::make_unique<Function>(std::forward<F>(f))](Args... args) -> R {
+        return static_cast<R>((*held)(std::forward<Args>(args)...));
+      };
+    }
+  }
+  UniqueFunction(UniqueFunction&& other) noexcept { take(other); }
+  UniqueFunction& operator=(UniqueFunction&& other) noexcept {
+    if (this == &other) return *this;
+    // The old closure's destructor may use this function, so it runs when the new one is in place.
+    UniqueFunction old(std::move(*this));
+    take(other);
+    return *this;
+  }
+  ~UniqueFunction() { reset(); }
+
+  explicit operator bool() const { return operations_ != nullptr; }
+  R operator()(Args... args) { return operations_->call(memory_, std::forward<Args>(args)...); }
+
+ private:
+  static constexpr size_t kSize = 5 * sizeof(void*);
+  template <class F>
+  static constexpr bool kFits =
+      sizeof(F) <= kSize && alignof(F) <= alignof(void*) && std::is_nothrow_move_constructible_v<F>;
+
+  struct Operations {
+    R (*call)(void* function, Args&&... args);
+    void (*move)(void* from, void* to) noexcept;  // and destroys `from`
+    void (*destroy)(void* function) noexcept;
+  };
+  template <class F>
+  static constexpr Operations kOperations = {
+      [](void* function, Args&&... args) -> R {
+        // Discards the result if R is void.
+        return static_cast<R>((*static_cast<F*>(function))(std::forward<Args>(args)...));
+      },
+      [](void* from, void* to) noexcept {
+        new (to) F(std::move(*static_cast<F*>(from)));
+        static_cast<F*>(from)->~F();
+      },
+      [](void* function) noexcept { static_cast<F*>(function)->~F(); }};
+
+  void take(UniqueFunction& other) noexcept {
+    operations_ = std::exchange(other.operations_, nullptr);
+    if (operations_) operations_->move(other.memory_, memory_);
+  }
+  void reset() noexcept {
+    const Operations* const operations = std::exchange(operations_, nullptr);
+    if (operations) operations->destroy(memory_);
+  }
+
+  const Operations* operations_ = nullptr;
+  alignas(void*) std::byte memory_[kSize];
+};
+
+/// Device work that a thread has enqueued before it completed a future, and that may still run. A
+/// thread that uses the future's value orders its own device work after this work.
+class QueuedWork {
+ public:
+  virtual ~QueuedWork() = default;
+  /// Orders device work that this thread enqueues from now on after this work. Does not block.
+  virtual void precede_this_thread() const noexcept = 0;
+};
+using QueuedWorkPtr = std::shared_ptr<const QueuedWork>;
+
+/// Returns the calling thread's device work that futures have to carry; null if there is none.
+using FindQueuedWork = QueuedWorkPtr (*)() noexcept;
+
+namespace detail {
+// Global, because a future knows no agent and accelerators belong to the process.
+inline constinit std::atomic<FindQueuedWork> find_queued_work{nullptr};
+}  // namespace detail
+
+/// Sets the function behind queued_work(). Called when a device is first used. Thread-safe.
+inline void set_queued_work_finder(FindQueuedWork find) { detail::find_queued_work = find; }
+
+/// Returns this thread's device work so far; null if no device is in use.
+inline QueuedWorkPtr queued_work() {
+  const FindQueuedWork find = detail::find_queued_work.load(std::memory_order_acquire);
+  return find ? find() : nullptr;
+}
 
 using Task = UniqueFunction<void()>;
 
@@ -26,10 +128,8 @@ inline Task behind(QueuedWorkPtr work, Task task) {
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   virtual ~Executor() = default;
-
   /// Schedules `task` on a thread of this executor. Thread-safe; never throws.
   virtual void post(Task task) = 0;
-
   /// Schedules `task`, which uses a value that becomes valid when `work` is done.
   virtual void post_behind(QueuedWorkPtr work, Task task) {
     post(behind(std::move(work), std::move(task)));
@@ -38,14 +138,12 @@ class Executor : public std::enable_shared_from_this<Executor> {
   /// Returns `task` wrapped with the thread-local state that it needs (the autograd context,
   /// torch's own). Called on the thread that registers a continuation.
   virtual Task bind(Task task) { return task; }
-
   /// Returns the exception that a continuation threw as an Error, of kind `otherwise` unless it is
   /// a base::Exception. Called in a catch block.
   virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }
 };
 
-/// Runs each task at once on the thread that completes the future. For continuations of a few
-/// instructions that take no lock.
+/// Runs each task at once on the completing thread: for a few instructions that take no lock.
 class InlineExecutor final : public Executor {
  public:
   void post(Task task) override { task(); }

@@ -5,15 +5,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "distrain/base/clock.h"
 #include "distrain/base/executor.h"
-#include "distrain/base/queued_work.h"
-#include "distrain/base/result.h"
 #include "distrain/base/thread_state.h"
 
 namespace distrain::base {
@@ -44,7 +40,6 @@ class FutureState {
   using OnCancel = UniqueFunction<void()>;
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
-
   /// Completes the future and returns true, or returns false if it was complete before. A value
   /// becomes valid when the device work of this thread so far is done.
   bool complete(Result<V> result) {
@@ -96,31 +91,30 @@ class FutureState {
     std::unique_lock lock(mutex_);
     ++waiters_;
     const auto done = [this] { return result_.has_value(); };
-    bool completed = true;
     if (deadline == kNever) {
       condition_.wait(lock, done);
     } else {
-      completed = condition_.wait_until(lock, deadline, done);
+      condition_.wait_until(lock, deadline, done);
     }
     --waiters_;
-    return completed;
+    return done();
   }
 
-  /// Returns the result. Call it only if ready().
+  // The following functions may be called only if ready().
+
   Result<V>& result() { return *result_; }
-  /// Returns the result and orders this thread's device work after `queued_work()`.
+  /// Returns the result and orders this thread's device work after queued_work().
   Result<V>& use_result() {
     if (queued_work_) queued_work_->precede_this_thread();
     return *result_;
   }
-  /// Returns the device work that produces the value, mostly null. Call it only if ready().
+  /// Returns the device work that produces the value, mostly null.
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
   /// Moves the cancel function to `tell`, so that the caller runs or destroys it outside the lock.
   bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
     std::vector<Callback> callbacks;
-    bool wake = false;
     {
       std::lock_guard lock(mutex_);
       if (result_) return false;
@@ -129,10 +123,9 @@ class FutureState {
       result_.emplace(std::move(result));
       queued_work_ = std::move(before);
       callbacks.swap(callbacks_);
-      wake = waiters_ > 0;
       ready_.store(true, std::memory_order_release);
       // Notify under the lock: the last waiter may destroy this state right after it wakes.
-      if (wake) condition_.notify_all();
+      if (waiters_ > 0) condition_.notify_all();
     }
     for (Callback& callback : callbacks) callback(*result_);
     return true;
@@ -170,34 +163,19 @@ class [[nodiscard]] Future {
 
   bool valid() const { return state_ != nullptr; }
   bool done() const { return state_->ready(); }
-
   /// Blocks until the future is done and returns its value; throws `Exception` if it has an error.
   /// Aborts the process on the loop thread. A thread pool can grow while its threads wait.
-  T wait() const {
-    state_->wait_until(kNever);
-    return static_cast<T>(state_->use_result().value());
-  }
-
+  T wait() const { return static_cast<T>(wait_for_use().value()); }
   /// Waits as wait() does, then moves the value out. Call it once, if nobody else reads the value.
-  Stored take() const {
-    state_->wait_until(kNever);
-    return std::move(state_->use_result().value());
-  }
-
+  Stored take() const { return std::move(wait_for_use().value()); }
   /// Blocks until the future is done and returns its result, a value or an error.
-  const Result<Stored>& wait_result() const {
-    state_->wait_until(kNever);
-    return state_->use_result();
-  }
-
+  const Result<Stored>& wait_result() const { return wait_for_use(); }
   /// Blocks until the future is done; returns false if `deadline` passes first.
   bool wait_until(TimePoint deadline) const { return state_->wait_until(deadline); }
-
   /// Fails this future and its copies with `cancelled` unless they are done, and notifies the
   /// producer of the value. If then() made this future, also cancels the source future. A remote
   /// call that has not begun is not run; a remote call that is running is not interrupted.
   void cancel() const { state_->cancel(); }
-
   /// Returns a future of the same value whose cancel() does not cancel this future.
   Future shared() const {
     auto state = std::make_shared<detail::FutureState<Stored>>();
@@ -226,6 +204,11 @@ class [[nodiscard]] Future {
   const std::shared_ptr<detail::FutureState<Stored>>& state() const { return state_; }
 
  private:
+  Result<Stored>& wait_for_use() const {
+    state_->wait_until(kNever);
+    return state_->use_result();
+  }
+
   std::shared_ptr<detail::FutureState<Stored>> state_;
 };
 
@@ -242,12 +225,9 @@ class Promise {
     state_ = std::move(other.state_);
     return *this;
   }
-  Promise(const Promise&) = delete;
-  Promise& operator=(const Promise&) = delete;
   ~Promise() { abandon(); }
 
   Future<T> future() const { return Future<T>(state_); }
-
   /// These functions return false if the promise was complete before. The promise may be destroyed
   /// as soon as its future is done, even if the call has not returned yet on another thread.
   bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }
@@ -329,7 +309,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
 /// Blocks until all futures have values. Throws the first error as soon as a future fails, because
 /// the other futures may never be done without it.
 template <class T>
-void wait_all(std::span<const Future<T>> futures) {
+void wait_all(const std::vector<Future<T>>& futures) {
   if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());
   if (futures.empty()) return;
   struct Shared {
@@ -348,10 +328,6 @@ void wait_all(std::span<const Future<T>> futures) {
     });
   }
   shared->done.future().wait();
-}
-template <class T>
-void wait_all(const std::vector<Future<T>>& futures) {
-  wait_all(std::span<const Future<T>>(futures));
 }
 
 }  // namespace distrain::base

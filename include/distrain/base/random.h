@@ -25,7 +25,6 @@ class Random {
   }
 
   uint64_t next() { return mix(state_ += kStep); }
-
   /// Returns a uniform number in [0, bound), without bias (Lemire 2019); `bound` must be above 0.
   uint64_t below(uint64_t bound) {
     Wide product = Wide{next()} * bound;
@@ -38,7 +37,6 @@ class Random {
 
   /// Returns a uniform number in [0, 1), a multiple of 2^-53.
   double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-
   /// Returns a uniform number in [first, last], both included.
   int64_t between(int64_t first, int64_t last) {
     return first + static_cast<int64_t>(below(static_cast<uint64_t>(last - first) + 1));

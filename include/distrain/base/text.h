@@ -19,10 +19,8 @@ std::optional<T> number(std::string_view text) {
 
 /// Returns the shortest text that number() parses to exactly `value`.
 std::string shortest(double value);
-
 /// Splits `text` into parts that point into it: "a,b" by ',' gives "a" and "b"; "" gives "".
 std::vector<std::string_view> split(std::string_view text, char by);
-
 /// Returns the candidate nearest to `word`, if `word` is probably a typo of it.
 std::optional<std::string> did_you_mean(std::string_view word,
                                         const std::vector<std::string>& candidates);

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -35,13 +36,10 @@ class ThreadPool final : public Executor, private BlockObserver {
   ~ThreadPool() override;  ///< calls stop()
 
   void post(Task task) override;
-
   /// Runs the queued tasks, then ends and joins all threads. Drops tasks that are posted later.
   void stop();
-
   /// Returns the number of threads that exist.
   int threads() const;
-
   /// Returns true if called on a thread of this pool.
   bool runs_here() const { return thread_state().observer == this; }
 
@@ -74,6 +72,28 @@ class ThreadPool final : public Executor, private BlockObserver {
   // (AdaptivePoll), because calls tend to come one after the other.
   bool polling_ = false;
   std::atomic<bool> called_{false};  // a task is queued for the polling thread
+};
+
+/// Runs tasks one at a time, in posting order, on one thread, which the first post() starts. Tasks
+/// may block and must not throw.
+class SerialThread final : public Executor {
+ public:
+  /// `name` is truncated to 15 characters. `before_task` must not throw.
+  explicit SerialThread(std::string name, std::function<void()> before_task = {});
+  /// Runs the queued tasks, then joins the thread. If a task destroys this object on the thread
+  /// itself, the destructor runs the queued tasks and the thread exits after that task.
+  ~SerialThread() override;
+  SerialThread(SerialThread&&) = delete;
+  /// Drops `task` if the system cannot start the thread.
+  void post(Task task) override;
+  /// Returns true if all tasks have run.
+  bool idle() const;
+  /// Returns true if called on the thread that runs the tasks.
+  bool runs_here() const;
+
+ private:
+  struct State;
+  const std::shared_ptr<State> state_;  // shared with the thread
 };
 
 }  // namespace distrain::base

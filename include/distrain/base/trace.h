@@ -53,9 +53,9 @@ class TraceLane;
 
 /// Records the events of one rank, for `--trace`. Each agent has its own tracer.
 ///
-/// Records only between start() and stop(), and costs almost nothing otherwise. Each thread writes
-/// to its own lane without a lock, in about 100 ns an event. A new thread reuses the lane of an
-/// exited thread of the same name. Thread-safe. Interned texts live as long as the tracer.
+/// Records only between start() and stop(). Each thread writes to its own lane without a lock, in
+/// about 100 ns an event. A new thread reuses the lane of an exited thread of the same name.
+/// Thread-safe.
 class Tracer {
  public:
   static constexpr size_t kLimit = 1'000'000;  ///< the most events that a rank records
@@ -70,9 +70,6 @@ class Tracer {
   Tracer();
   explicit Tracer(FalseClock clock);
   ~Tracer();
-  Tracer(const Tracer&) = delete;
-  Tracer& operator=(const Tracer&) = delete;
-
   /// Starts recording. After `limit` events, further events are only counted, in dropped().
   void start(size_t limit = kLimit);
   void stop() { on_.store(false, std::memory_order_relaxed); }
@@ -80,14 +77,12 @@ class Tracer {
   /// are still open after `limit`. Must not be called within a slice.
   bool wait_until_closed(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
-
   /// Returns the time of base::Clock in ns, as events store it.
   static int64_t now() { return Clock::now().time_since_epoch().count(); }
   /// Converts a time to the clock that other ranks see: base::Clock, or the FalseClock in tests.
   int64_t shown(int64_t ns) const;
   /// Returns a text that is equal for ranks that share one base::Clock.
   std::string clock_domain() const;
-
   /// Records `event` in the lane of the calling thread.
   void record(const TraceEvent& event);
   /// Returns the lane of the calling thread.
@@ -96,11 +91,9 @@ class Tracer {
   const char* intern(std::string_view prefix, std::string_view text);
   /// Returns a new id for a kAsync event. Callers put the rank into the bits from 2^40 on.
   uint64_t next_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
-
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
-
   /// Records this thread's further events in `tracer`, on track `name`; null unbinds the thread.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
   /// Returns the tracer that this thread is bound to, or null.
@@ -110,6 +103,7 @@ class Tracer {
   friend class TraceLane;
   friend class TraceBinding;
   TraceLane& take_lane(const char* name);
+  TraceLane& new_lane_locked(const char* name);
   void give_back(TraceLane& lane);
   bool reserve(size_t events);
 
@@ -134,7 +128,6 @@ class TraceLane {
   Tracer& tracer() { return tracer_; }
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
-
   /// Opens a slice of this thread; Tracer::wait_until_closed() waits until it is closed.
   void open() { add_open(1); }
   void close() { add_open(-1); }
@@ -173,8 +166,7 @@ class TraceBinding {
  public:
   TraceBinding(std::shared_ptr<Tracer> tracer, const char* name);
   ~TraceBinding();
-  TraceBinding(const TraceBinding&) = delete;
-  TraceBinding& operator=(const TraceBinding&) = delete;
+  TraceBinding(TraceBinding&&) = delete;
 
  private:
   std::shared_ptr<Tracer> previous_;
@@ -184,8 +176,7 @@ class TraceBinding {
 /// Records a slice in `lane` from construction to destruction, or nothing if `lane` is null.
 class TraceSlice {
  public:
-  TraceSlice(const TraceSlice&) = delete;
-  TraceSlice& operator=(const TraceSlice&) = delete;
+  TraceSlice(TraceSlice&&) = delete;
 
  protected:
   TraceSlice(TraceLane* lane, const TraceEvent& event) : lane_(lane), event_(event) {
@@ -204,9 +195,8 @@ class TraceSlice {
   TraceEvent event_;
 };
 
-/// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");`
-/// `base::TraceScope s("forward", "micro_batch", m);` also shows `m`. Names are literals. Costs one
-/// read of a thread-local variable if the thread is not bound.
+/// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");` or,
+/// to show `m`, `base::TraceScope s("forward", "micro_batch", m);`. Names are literals.
 class TraceScope : public TraceSlice {
  public:
   explicit TraceScope(const char* name, const char* key = nullptr, int64_t value = 0)

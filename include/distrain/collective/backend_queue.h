@@ -5,7 +5,7 @@
 #include <string>
 
 #include "distrain/base/future.h"
-#include "distrain/base/serial_thread.h"
+#include "distrain/base/thread_pool.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
 #include "distrain/rpc/device.h"

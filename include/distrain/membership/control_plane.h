@@ -8,18 +8,14 @@
 #include <vector>
 
 #include "distrain/base/future.h"
-#include "distrain/base/result.h"
 #include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
-#include "distrain/membership/wait.h"
 #include "distrain/net/stream.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 
 /// A rank's membership in its job: it joins, monitors the other ranks, learns of losses and ends
-/// together with the others. Note [Control plane] in src/membership/control_protocol.h has the
-/// protocol.
+/// together with the others, by Note [Control plane] in src/membership/control_protocol.h.
 ///
 /// Threads: run() blocks the joining thread. Functions without `_on_loop` are for any thread. The
 /// loop must be destroyed before the objects that the callbacks use.
@@ -44,24 +40,19 @@ class ControlPlane {
     /// Called when another rank has connected for calls. Returns an error to refuse it.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };
-
   /// Rank 0 binds its socket here.
   static std::shared_ptr<ControlPlane> make(net::Loop& loop, const Options& options,
                                             Callbacks callbacks);
   virtual ~ControlPlane() = default;
-
   /// Returns when every rank can be called, otherwise throws. `prepare` returns this rank's
-  /// devices; it is called when rank 0's options are known, before any other rank can call this
-  /// one.
+  /// devices. It is called when rank 0's options are known, before another rank can call this one.
   virtual void run(const std::function<wire::RankDevices()>& prepare) = 0;
-  /// Called instead of run() if options.rank is wire::kUnassignedRank: returns a free rank, which
-  /// rank 0 reserves until this process has joined or close() is called. Retries until the join
-  /// timeout.
+  /// For wire::kUnassignedRank, instead of run(): returns a free rank, which rank 0 reserves until
+  /// this process has joined or close() is called. Retries until the join timeout.
   virtual int reserve_rank() = 0;
   /// Returns true when rank 0 has admitted this rank, which then waits for the others.
   virtual bool is_admitted() const = 0;
   virtual uint16_t port() const = 0;
-
   /// Enters `round` of the end. The result is the sum of all ranks' `number`, once all have
   /// entered. Fails if a rank is lost, or if this rank has not joined or has ended.
   virtual base::Future<uint64_t> enter_round(uint64_t round, uint64_t number) = 0;
@@ -69,10 +60,8 @@ class ControlPlane {
   virtual std::vector<int> missing() = 0;
   /// Returns the wait for ranks to join or to end, if there is one.
   virtual std::optional<Wait> wait() = 0;
-
-  /// Tells all ranks why this one leaves, then closes the connections.
+  /// Tells all ranks that this one leaves, with or without an error, then closes the connections.
   virtual void abort(const base::Error& error) = 0;
-  /// Does the same with no error.
   virtual void leave() = 0;
   /// Closes all connections and refuses new ones.
   virtual void close() = 0;
@@ -83,7 +72,7 @@ class ControlPlane {
   /// Waits until the last messages are sent, for a second at most.
   virtual void wait_until_flushed() = 0;
 
-  // ---- connections for calls, on the loop ----
+  // Connections for calls, on the loop:
 
   /// Monitors the other end. Returns the stream's new handler, which passes calls to `handler`.
   virtual net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/base/error.h"
-#include "distrain/net/port_range.h"
+#include "distrain/net/socket.h"
 
 namespace distrain::membership {
 
@@ -25,7 +24,7 @@ struct Contact {
   /// rank listens on TCP. Rank 0's `listen_fd`, if set, is that socket.
   std::string rank_0_unix_name;
   /// Name of the unix socket at which ranks of the same user on rank 0's host try to join before
-  /// they use TCP (see membership/meeting.h). Unused if `transport` is tcp. If empty, the name is
+  /// they use TCP (see meeting_name()). Unused if `transport` is tcp. If empty, the name is
   /// derived from job_id, master_addr and the port.
   std::string meeting_name;
   net::PortRange ports;            ///< to listen on; rank 0: if master_port is 0
@@ -69,5 +68,22 @@ struct Options : Contact {
                      const std::string& reason)>
       on_waiting;
 };
+
+/// Returns the name of the abstract unix socket at which ranks of this user on rank 0's host meet
+/// rank 0. Jobs with different ids or ports have different names, so they never meet. If `job_id`
+/// is empty, the name also depends on the address of rank 0.
+std::string meeting_name(const std::string& job_id, const std::string& master_addr, uint16_t port);
+/// Returns the port (20000 to 28999) of a job for which no port was given, computed from `job_id`.
+uint16_t port_of_job(const std::string& job_id);
+/// Opens rank 0's TCP socket. Binds it to `listen_addr` or, if that is empty, to the interface that
+/// `master_addr` names; to `port` or, if that is 0, to a free port of `ports`. Throws `rendezvous`.
+net::Fd listen_as_rank_0(const std::string& listen_addr, const std::string& master_addr,
+                         uint16_t port, net::PortRange ports);
+
+/// Returns a random token for Options::token of all ranks of a job. A program that forks its ranks
+/// calls this before it forks, so that OpenSSL is initialized only once.
+std::string new_token();
+/// Returns a new, random name for an abstract unix socket.
+std::string new_unix_name();
 
 }  // namespace distrain::membership

@@ -3,10 +3,8 @@
 #include <memory>
 #include <vector>
 
+#include "distrain/membership/loss.h"
 #include "distrain/membership/options.h"
-#include "distrain/membership/wait.h"
-#include "distrain/net/loop.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::membership {
 
@@ -23,9 +21,6 @@ class Slot {
   /// `options` are the options of the agent that is going to join; their `rank` is ignored.
   explicit Slot(Options options);
   ~Slot();
-  Slot(const Slot&) = delete;
-  Slot& operator=(const Slot&) = delete;
-
   /// Returns a free rank, given by rank 0. Retries until the join timeout. Blocks; call it once.
   /// Throws the errors of rpc::Agent::join(), and `rendezvous` if no rank was free.
   int reserve();

@@ -22,18 +22,15 @@ class Loop {
   /// Closes all streams and listeners without flushing them, then joins the thread. Stream and
   /// Listener objects may be destroyed after the loop.
   ~Loop();
-  Loop(const Loop&) = delete;
-  Loop& operator=(const Loop&) = delete;
+  Loop(Loop&&) = delete;
 
   void post(base::Task task);
-
   /// Runs `task` at `when` or soon after; returns an id for cancel(). Cancelling a timer that has
   /// run has no effect. A timer that is cancelled on the loop thread does not run any more.
   uint64_t call_at(base::TimePoint when, base::Task task);
   void cancel(uint64_t timer);
 
   bool in_loop() const;
-
   /// Returns the pool of receive buffers.
   base::BufferPool& buffers();
 

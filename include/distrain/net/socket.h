@@ -7,12 +7,15 @@
 #include <string>
 #include <utility>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/result.h"
 #include "distrain/net/loop.h"
-#include "distrain/net/port_range.h"
 
 namespace distrain::net {
+
+/// Ports to try in order until one is free. Both zero: any port.
+struct PortRange {
+  uint16_t first = 0;
+  uint16_t last = 0;
+};
 
 /// Owns a file descriptor and closes it.
 class Fd {
@@ -43,7 +46,6 @@ inline constexpr const char* kResolve = "resolve";
 /// Connects to TCP `host:port` and blocks until `deadline` at the latest. Tries all addresses of
 /// the name in turn. An error whose `op` is kResolve means that the name could not be resolved.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
-
 /// Connects to a unix socket without blocking: fails if that is not possible at once.
 base::Result<Fd> connect_unix(const std::string& path);
 
@@ -61,11 +63,9 @@ struct SocketName {
 };
 SocketName local_name(int fd);
 SocketName remote_name(int fd);
-
 /// Returns the user of the process at the other end of a connected socket, unix or TCP. Returns
 /// nothing if that end is closed, on another host or in another network or user namespace.
 std::optional<uint32_t> peer_user(int fd);
-
 /// Returns true if `host` resolves to loopback addresses only. Blocks, unless `host` is numeric.
 bool is_loopback(const std::string& host);
 /// Returns the host to pass to listen_tcp() so that clients reach the server at `host`. That is
@@ -76,7 +76,6 @@ bool is_loopback(const std::string& host);
 base::Result<std::string> host_to_bind(const std::string& host);
 /// Returns "10.0.0.2:4711" or "[::1]:4711".
 std::string endpoint_text(const std::string& host, uint16_t port);
-
 /// Returns a key that is equal for processes with the same kernel and network namespace (boot id
 /// and inode), which can share unix sockets if they see the same folders. Empty if unknown.
 std::string host_key();
@@ -90,8 +89,7 @@ class Listener {
   ~Listener();
   /// Pauses or resumes. While paused, connections wait in the kernel's backlog. On the loop thread.
   void set_accepting_on_loop(bool accepts);
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
+  Listener(Listener&&) = delete;
 
  private:
   struct State;

@@ -6,12 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "distrain/base/buffer.h"
-#include "distrain/base/result.h"
 #include "distrain/net/loop.h"
-#include "distrain/wire/codec.h"
 #include "distrain/wire/frame.h"
-#include "distrain/wire/limits.h"
 
 namespace distrain::net {
 
@@ -29,7 +25,6 @@ struct OutFrame {
 
 /// Returns the bytes of its meta and payload.
 uint64_t bytes_of(const OutFrame& frame);
-
 /// Returns `invalid` for a frame beyond the default wire::Limits, at which the peer disconnects.
 base::Status check_limits(const OutFrame& frame);
 
@@ -61,25 +56,19 @@ class Stream {
   };
 
   virtual ~Stream() = default;
-
   /// Begins to deliver. Frames may be sent before.
   virtual void start(Handler handler, const wire::Limits& limits) = 0;
-
   /// Applies from the next frame on.
   virtual void set_limits_on_loop(const wire::Limits& limits) = 0;
   /// Replaces the handler, from inside on_frame at the earliest.
   virtual void set_handler_on_loop(Handler handler) = 0;
-
   /// Returns when the frame is written or queued. Returns an error if the stream is closed, and as
   /// check_limits(). on_close reports a connection that breaks later.
   virtual base::Status send(OutFrame frame) = 0;
-
   /// Writes the queue, or drops it if not `flush`, then closes. Delivers frames until on_close.
   virtual void close(bool flush = true) = 0;
-
   /// Returns the time of the last bytes received, or of the start of the stream.
   virtual base::TimePoint last_heard_on_loop() const = 0;
-
   /// Returns the peer's address for messages: "10.0.0.2:4711" or "unix".
   virtual const std::string& peer_name() const = 0;
   /// Returns peer_user() of the socket.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "distrain/membership/loss.h"
-#include "distrain/membership/wait.h"
 
 namespace distrain::rpc {
 

@@ -15,7 +15,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
-#include "distrain/base/result.h"
+#include "distrain/base/error.h"
 #include "distrain/rpc/message.h"
 #include "distrain/wire/codec.h"
 

@@ -4,8 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "distrain/base/result.h"
-#include "distrain/wire/limits.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::wire {
 
@@ -33,9 +32,8 @@ namespace distrain::wire {
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
 ///
 /// The hash detects a corrupted header, which could otherwise be valid: as a reply to an unknown
-/// call, it would leave the real caller waiting forever. Meta and payload have no checksum.
-///
-/// The receiver reads meta and payload into one 64-byte aligned buffer: tensors stay in place.
+/// call, it would leave the real caller waiting forever. Meta and payload have no checksum; they
+/// are read into one 64-byte aligned buffer, so tensors stay in place.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
@@ -87,7 +85,6 @@ struct FrameHeader {
   uint64_t call_id = 0;
   uint64_t context_id = 0;
   uint64_t autograd_id = 0;
-
   /// Returns the offset of the payload from the end of the header.
   uint64_t payload_offset() const {
     return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);
@@ -104,7 +101,6 @@ struct FrameHeader {
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
-
 /// Returns `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. A kHello or
 /// kReject may have kMagic itself, as in earlier versions, so that an error can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,

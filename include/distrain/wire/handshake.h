@@ -7,8 +7,6 @@
 #include <tuple>
 #include <vector>
 
-#include "distrain/base/error.h"
-#include "distrain/wire/codec.h"
 #include "distrain/wire/tensor_desc.h"
 
 namespace distrain::wire {
@@ -42,8 +40,8 @@ namespace distrain::wire {
 //   r → 0  kFlush         r enters round `call_id` of the shutdown with the number `context_id`
 //   0 → r  kFlush         all ranks have entered that round; `context_id` is their numbers' sum
 //
-// Calls, between any two ranks; the first that has something to send connects: calls, replies,
-// chunks, one-way messages. s may send a kReject with a reason first.
+// Calls, between any two ranks; the first that has something to send connects. s may send a kReject
+// with a reason first.
 //
 // On both kinds of connection, in both directions:
 //
@@ -149,17 +147,13 @@ struct Returned {
 };
 
 /// The body of kPrepared.
-void encode(const RankDevices& devices, Writer& out);
-RankDevices decode_rank_devices(Reader& in);
-
+Bytes encode(const RankDevices& devices);
 /// The body of kGo: u32 count · count × RankDevices, by rank.
 Bytes encode(const std::vector<RankDevices>& devices);
-
 Bytes encode(const Hello& hello);
 Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
 Bytes encode(const Returned& returned);
-
 /// The body of kReject, kError, kAbort and kLost: u16 kind · i32 rank · string message · string op.
 Bytes encode(const base::Error& error);
 
@@ -169,6 +163,7 @@ Proof decode_proof(std::span<const uint8_t> in);
 Join decode_join(std::span<const uint8_t> in);
 Directory decode_directory(std::span<const uint8_t> in);
 Returned decode_returned(std::span<const uint8_t> in);
+RankDevices decode_rank_devices(std::span<const uint8_t> in);
 std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> in);
 base::Error decode_error(std::span<const uint8_t> in);
 

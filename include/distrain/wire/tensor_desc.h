@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "distrain/wire/codec.h"
-#include "distrain/wire/limits.h"
 
 namespace distrain::wire {
 
@@ -79,13 +78,11 @@ struct TensorDesc {
 inline constexpr size_t kMinTensorDescBytes = 5;
 
 void encode(const TensorDesc& desc, Writer& out);
-
 /// Reads the number of dimensions, a u8. Throws `protocol` if it is above kMaxDimensions.
 size_t decode_dimensions(Reader& in);
 /// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if `bytes` times the sizes
 /// other than 0 overflows an int64, because torch computes strides from that product.
 std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
-
 /// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout for
 /// another number of dimensions, or sizes that decode_sizes() refuses.
 TensorDesc decode_tensor_desc(Reader& in);
@@ -94,7 +91,6 @@ TensorDesc decode_tensor_desc(Reader& in);
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;
-
   /// Appends a tensor of `more` bytes. Throws `protocol` on overflow.
   void append(uint64_t more);
 };

@@ -22,8 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "distrain/base/cpus.h"
 #include "distrain/base/error.h"
+#include "distrain/base/process.h"
 #include "process/output.h"
 #include "process/tensor_memory.h"
 

@@ -15,7 +15,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/base/temporary_path.h"
+#include "distrain/base/process.h"
 #include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "process/json_lines.h"

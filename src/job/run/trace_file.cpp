@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
-#include "distrain/base/temporary_path.h"
+#include "distrain/base/process.h"
 #include "distrain/store/disk.h"
 
 namespace distrain::job {

@@ -4,7 +4,7 @@
 #include "agent_core.h"
 #include "call/call_format.h"
 #include "call/call_trace.h"
-#include "distrain/membership/rank_text.h"
+#include "distrain/membership/loss.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/torch_state.h"
 

@@ -5,7 +5,7 @@
 #include "call/call_format.h"
 #include "call/call_trace.h"
 #include "distrain/base/thread_state.h"
-#include "distrain/membership/rank_text.h"
+#include "distrain/membership/loss.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::rpc {

@@ -5,7 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "device/device_streams.h"
-#include "distrain/membership/rank_text.h"
+#include "distrain/membership/loss.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::rpc {

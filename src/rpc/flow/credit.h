@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "distrain/base/clock.h"
-#include "distrain/base/result.h"
+#include "distrain/base/error.h"
 #include "distrain/rpc/membership_types.h"
 
 namespace distrain::rpc {

@@ -14,7 +14,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
-#include "distrain/wire/limits.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::store {
 namespace {

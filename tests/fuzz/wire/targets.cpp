@@ -59,12 +59,7 @@ void run_directory(Input input) {
 // The body of kPrepared.
 void run_rank_devices(Input input) {
   decode(input, [](Input in) {
-    wire::Reader reader(in);
-    const wire::RankDevices devices = wire::decode_rank_devices(reader);
-    reader.expect_end();
-    Bytes again;
-    wire::Writer out(again);
-    encode(devices, out);
+    const Bytes again = wire::encode(wire::decode_rank_devices(in));
     check(std::equal(again.begin(), again.end(), in.begin(), in.end()),
           "devices encode to what they were decoded from");
     return true;

@@ -7,8 +7,8 @@
 #include <thread>
 #include <vector>
 
-#include "distrain/base/adaptive_poll.h"
 #include "distrain/base/buffer.h"
+#include "distrain/base/thread_state.h"
 #include "support/catch.h"
 
 using namespace distrain::base;

@@ -7,7 +7,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
-#include "distrain/base/cpus.h"
+#include "distrain/base/process.h"
 #include "support/catch.h"
 
 using namespace distrain;

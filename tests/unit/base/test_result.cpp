@@ -6,8 +6,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/base/result.h"
-#include "distrain/base/unique_function.h"
+#include "distrain/base/executor.h"
 #include "support/catch.h"
 
 using namespace distrain::base;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "distrain/base/future.h"
-#include "distrain/base/serial_thread.h"
+#include "distrain/base/thread_pool.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -2,7 +2,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "distrain/base/temporary_path.h"
+#include "distrain/base/process.h"
 #include "support/catch.h"
 
 using distrain::base::TemporaryPath;

@@ -2,7 +2,7 @@
 #include <fstream>
 
 #include "distrain/base/error.h"
-#include "distrain/base/temporary_path.h"
+#include "distrain/base/process.h"
 #include "distrain/cuda/load.h"
 #include "support/catch.h"
 #include "support/cluster.h"

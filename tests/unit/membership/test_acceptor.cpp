@@ -4,8 +4,8 @@
 
 #include <sys/resource.h>
 
-#include "acceptor.h"
 #include "control_protocol.h"
+#include "handshake.h"
 #include "support/catch.h"
 #include "support/raw_rank.h"
 

@@ -10,9 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "acceptor.h"
 #include "distrain/net/socket.h"
-#include "keys.h"
+#include "handshake.h"
 #include "proof.h"
 #include "support/catch.h"
 #include "support/error_of.h"

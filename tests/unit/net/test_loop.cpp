@@ -7,7 +7,7 @@
 
 #include <sys/wait.h>
 
-#include "loop_impl.h"
+#include "net_impl.h"
 #include "net_support.h"
 
 using namespace distrain;

@@ -10,29 +10,25 @@
 #include <utility>
 #include <vector>
 
-#include "distrain/base/clock.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
-#include "distrain/wire/handshake.h"
 #include "proof.h"
 
 namespace distrain::membership {
 
-/// The reasons for which rank 0 refused ranks, by the claimed rank. An unproved peer can claim any
-/// rank, so ranks that the job does not have share the last entry, and an entry holds at most eight
-/// reasons. Not thread-safe.
+/// The reasons for which rank 0 refused ranks, by the claimed rank. Since an unproved peer can
+/// claim any, ranks outside the job share the last entry, and an entry holds eight reasons at most.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
-
   /// Adds a refusal, and `text` for text(). Returns true if `reason` is new and to be reported.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);
     return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
   }
-  /// Removes the refusals of `rank`, which has joined. The last entry stays, because a missing rank
-  /// may have been started with a number that is not in the job.
+  /// Removes the refusals of `rank`, which has joined, but not those of ranks outside the job: a
+  /// missing rank may have been started with such a number.
   void forget(int rank) { entries_.erase(key(rank)); }
   bool has(int rank) const { return entries_.contains(rank); }
   /// Returns the newest text of each entry, for the first entries if there are many.
@@ -80,8 +76,6 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     /// Called when a process that claims to be `rank` is refused before admit().
     std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
   };
-
-  /// `proof_timeout` is the time in which a connection must prove its identity.
   Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
 
   void listen(net::Fd socket);
@@ -89,8 +83,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  /// The frame that the acceptor expects next from the connection. In kRefused it expects only the
-  /// end of the connection.
+  /// The next frame that is expected from the connection; kRefused: only its end.
   enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;
@@ -103,8 +96,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
-  /// Removes the connection `number` and returns its stream; null if it is closed. The stream of a
-  /// closed connection may still deliver frames.
+  /// Removes the connection `number` and returns its stream, or null if it was removed before.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
   void drop_on_loop(uint64_t number);
@@ -134,5 +126,21 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   bool is_closed_ = false;                                 // guarded by mutex_
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
+
+/// Timeouts for the other side's hello and proof. The proof's is longer, because by then the other
+/// side may have accepted the connection.
+struct HandshakeTimeouts {
+  base::Duration hello;
+  base::Duration proof;
+};
+
+/// Proves this rank's identity on a connection that it has made: the initiator of Note [Identity].
+/// Calls `done` once: with the proved hello of the other side, when the stream needs a new handler;
+/// or with an error, when the stream is closed. After `peer_lost` (the other side closed without a
+/// message, or did not answer in time) the caller may retry.
+void shake_hands_on_loop(net::Loop& loop, const net::StreamPtr& stream,
+                         const Credentials& credentials, wire::HelloPurpose purpose,
+                         HandshakeTimeouts timeouts,
+                         std::function<void(base::Result<wire::Hello> other)> done);
 
 }  // namespace distrain::membership

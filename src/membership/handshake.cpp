@@ -1,15 +1,11 @@
-#include "acceptor.h"
+#include "handshake.h"
 
 #include <algorithm>
-#include <utility>
 
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "handshake_frames.h"
-
 namespace distrain::membership {
-
 namespace {
 
 constexpr auto kFullTimeout =
@@ -22,6 +18,18 @@ size_t max_unproved() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
   return std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMaxUnproved);
+}
+
+// Additional time before a deadline of a handshake takes effect. After a process was stopped, its
+// loop runs timers before it reads sockets, which may already hold the awaited bytes.
+constexpr auto kReadGrace = std::chrono::milliseconds(50);
+
+// Sends a frame. If the stream is broken, its on_close is called.
+void send_frame(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
+  net::OutFrame frame;
+  frame.header.kind = kind;
+  frame.meta = std::move(body);
+  static_cast<void>(stream->send(std::move(frame)));
 }
 
 void expect(wire::FrameKind kind, const net::InFrame& frame) {
@@ -55,8 +63,6 @@ void Acceptor::close() {
     while (!self->handshakes_.empty()) self->drop_on_loop(self->handshakes_.begin()->first);
   });
 }
-
-// ---- connections come and go ----
 
 void Acceptor::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
@@ -137,8 +143,6 @@ uint64_t Acceptor::drop_later_on_loop(uint64_t number, base::Duration timeout) {
 void Acceptor::drop_on_loop(uint64_t number) {
   if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
-
-// ---- frames ----
 
 void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   const auto it = handshakes_.find(number);
@@ -221,8 +225,6 @@ void Acceptor::admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer pee
   }
 }
 
-// ---- refusals ----
-
 void Acceptor::reject_on_loop(const net::StreamPtr& stream, Error why) {
   if (why.op.empty()) why.op = "join";
   send_frame(stream, wire::FrameKind::kReject, wire::encode(why));
@@ -244,6 +246,133 @@ void Acceptor::report_on_loop(const IncomingHandshake& handshake, Error why) {
     why.message = why_not_trusted(credentials->self, other);
   }
   callbacks_.on_refused(other.rank, handshake.stream, std::move(why));
+}
+
+// ---- the side that connects ----
+
+namespace {
+
+struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
+  OutgoingHandshake(net::Loop& its_loop, net::StreamPtr its_stream, const Credentials& credentials,
+                    wire::HelloPurpose its_purpose)
+      : loop(its_loop),
+        stream(std::move(its_stream)),
+        identity(credentials.self),
+        purpose(its_purpose),
+        initiator(credentials, its_purpose) {}
+
+  void begin_on_loop() {
+    send_frame(stream, wire::FrameKind::kHello, initiator.hello());
+    end_after_on_loop(timeouts.hello);
+    const auto self = shared_from_this();
+    stream->start({[self](const net::InFrame& frame) { self->on_frame_on_loop(frame); },
+                   [self](const Error& error) { self->end_on_loop(error); }},
+                  wire::kHelloLimits);
+  }
+
+  void end_after_on_loop(base::Duration timeout, bool has_grace = true) {
+    loop.cancel(timer);
+    timer = loop.call_at(base::deadline_after(timeout), [weak = weak_from_this(), has_grace] {
+      const auto self = weak.lock();
+      if (!self) return;
+      if (has_grace) return self->end_after_on_loop(kReadGrace, false);
+      self->end_on_loop(Error{ErrorKind::kPeerLost, "it does not answer"});
+    });
+  }
+
+  void on_frame_on_loop(const net::InFrame& frame) {
+    if (!done) return;
+    try {
+      const wire::FrameKind kind = frame.header.kind;
+      if (kind == wire::FrameKind::kReject) return on_reject_on_loop(frame);
+      if (kind == wire::FrameKind::kHello && !has_answered) return on_hello_on_loop(frame);
+      if (kind == wire::FrameKind::kProof && has_answered) return on_proof_on_loop(frame);
+      wire::Reader::fail("a frame out of place");
+    } catch (const Exception& e) {
+      end_on_loop(e.error());
+    }
+  }
+
+  void on_hello_on_loop(const net::InFrame& frame) {
+    const wire::Proof proof = initiator.answer(frame.meta);
+    has_answered = true;
+    end_after_on_loop(timeouts.proof);
+    is_trusted = is_trusted_on_loop();  // before the other side can close
+    const bool is_distrusted = is_trusted == false;
+    // Without a secret the proof reveals nothing, and the other side can report whom it refuses.
+    if (!is_distrusted || identity.trust != wire::Trust::kToken) {
+      send_frame(stream, wire::FrameKind::kProof, {proof.begin(), proof.end()});
+    }
+    if (is_distrusted) distrust();
+  }
+
+  void on_proof_on_loop(const net::InFrame& frame) {
+    initiator.check(frame.meta);
+    if (!is_trusted) is_trusted = is_trusted_on_loop();
+    if (is_trusted != true) distrust();
+    end_on_loop(initiator.other());
+  }
+
+  void on_reject_on_loop(const net::InFrame& frame) {
+    if (has_answered) distrust();
+    // Only the message is used, because the other side has proved nothing.
+    std::string words = wire::decode_error(frame.meta).message;
+    std::ranges::replace_if(
+        words, [](char letter) { return letter < ' ' || letter > '~'; }, '?');
+    throw Exception(ErrorKind::kProtocol,
+                    words + ", and this rank version " + std::to_string(wire::kProtocolVersion));
+  }
+
+  [[noreturn]] void distrust() const {
+    throw Exception(ErrorKind::kAuth, why_not_trusted(identity, initiator.other()));
+  }
+
+  // Returns nothing if the peer's user is unknown: it is on another host, or has closed.
+  std::optional<bool> is_trusted_on_loop() const {
+    if (initiator.other().trust != identity.trust) return false;
+    if (identity.trust != wire::Trust::kSameUser || purpose != wire::HelloPurpose::kJoin) {
+      return true;
+    }
+    const std::optional<uint32_t> user = stream->peer_user_on_loop();
+    return user ? std::optional(*user == geteuid()) : std::nullopt;
+  }
+
+  void end_on_loop(base::Result<wire::Hello> result) {
+    if (!done) return;
+    loop.cancel(timer);
+    const auto once = std::exchange(done, {});
+    if (!result.ok()) stream->close();
+    once(std::move(result));
+  }
+
+  net::Loop& loop;
+  const net::StreamPtr stream;
+  const Identity identity;
+  const wire::HelloPurpose purpose;
+  Initiator initiator;
+  HandshakeTimeouts timeouts{};
+  std::function<void(base::Result<wire::Hello>)> done;  // empty after it was called
+  bool has_answered = false;
+  std::optional<bool> is_trusted;
+  uint64_t timer = 0;
+};
+
+}  // namespace
+
+void shake_hands_on_loop(net::Loop& loop, const net::StreamPtr& stream,
+                         const Credentials& credentials, wire::HelloPurpose purpose,
+                         HandshakeTimeouts timeouts,
+                         std::function<void(base::Result<wire::Hello> other)> done) {
+  std::shared_ptr<OutgoingHandshake> handshake;
+  try {
+    handshake = std::make_shared<OutgoingHandshake>(loop, stream, credentials, purpose);
+  } catch (const Exception& e) {  // OpenSSL failed
+    stream->close(false);
+    return done(e.error());
+  }
+  handshake->timeouts = timeouts;
+  handshake->done = std::move(done);
+  handshake->begin_on_loop();
 }
 
 }  // namespace distrain::membership

@@ -5,15 +5,42 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <thread>
 #include <unordered_set>
 #include <vector>
 
+#include <netdb.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <uv.h>
 
-#include "distrain/net/loop.h"
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
 
 namespace distrain::net {
+
+/// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
+/// `rendezvous`. The message is "`what`: " and the reason.
+base::Error socket_error(const std::string& what, int code);
+/// Opens a stream socket that does not block, and that a new program does not inherit.
+Fd open_socket(int family);
+/// Returns an option of the socket, or 0 if it has no such option.
+int socket_option(int fd, int level, int name);
+void set_socket_option(int fd, int level, int name, int value);
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+/// Calls getaddrinfo(), which may block for long unless `flags` include AI_NUMERICHOST.
+base::Result<AddressList> resolve(const std::string& host, uint16_t port, int flags);
+
+struct UnixAddress {
+  sockaddr_un address{};
+  socklen_t size = 0;
+};
+base::Result<UnixAddress> unix_address(const std::string& path);
+/// Returns true if a socket is connected to itself: if nobody listens on a port of the ephemeral
+/// range, the kernel may choose that port for the connecting socket.
+bool is_connected_to_itself(int fd);
 
 /// An object with open libuv handles, which are closed when the loop ends.
 class LoopResource {
@@ -82,6 +109,29 @@ struct Loop::Impl {
   base::TimePoint armed_for = base::kNever;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;
+};
+
+/// An outgoing frame with its encoded header and the number of bytes written so far.
+class PendingFrame {
+ public:
+  explicit PendingFrame(OutFrame frame);
+  /// Writes until about `limit` bytes are written. Returns false if the socket takes no more for
+  /// now or has failed; the next write meets the error again.
+  bool write_to(int fd, size_t limit);
+  /// Returns the pieces for the next uv_write(). They point into the frame.
+  std::vector<uv_buf_t> next_pieces() const;
+  void wrote(size_t bytes) { written_ += bytes; }
+  bool done() const { return written_ == total_; }
+  size_t bytes_left() const { return total_ - written_; }
+
+ private:
+  template <class Add>
+  void for_each_left(Add add) const;
+
+  OutFrame frame_;
+  uint8_t head_[wire::kHeaderBytes];
+  size_t total_ = 0;
+  size_t written_ = 0;
 };
 
 }  // namespace distrain::net
