@@ -1,30 +1,14 @@
 #pragma once
 
-#include <atomic>
-#include <memory>
-#include <mutex>
 #include <shared_mutex>
-#include <string>
 #include <thread>
-#include <unordered_map>
-#include <vector>
 
-#include "call/call_queue.h"
-#include "call/pending_calls.h"
-#include "call/reply_gate.h"
-#include "device/device_send.h"
-#include "device/device_stager.h"
+#include "call/calls.h"
 #include "device/device_table.h"
-#include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
-#include "distrain/membership/control_plane.h"
-#include "distrain/net/loop.h"
-#include "distrain/net/stream.h"
-#include "distrain/rpc/agent.h"
 #include "flow/credit.h"
 #include "layers.h"
 #include "peers.h"
-#include "per_rank.h"
 #include "rref/rref_context.h"
 
 namespace distrain::rpc {
@@ -43,29 +27,46 @@ class WorkerExecutor final : public base::Executor {
           return std::move(options);
         }()) {}
   base::ThreadPool& pool() { return pool_; }
-  void set_device(c10::Device device) {
-    index_ = device.index();
-    type_ = device.type();
-  }
+  void set_device(c10::Device device) { device_ = device; }
   /// Makes the rank's device current on this thread, which need not be a worker.
-  void enter_device() const noexcept { make_current({type_, index_}); }
+  void enter_device() const noexcept { make_current(device_); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
     pool_.post(base::behind(std::move(work), std::move(task)));
   }
   base::Task bind(base::Task task) override;
-  Error error_in_flight(ErrorKind otherwise) const override;
+  Error error_in_flight(ErrorKind otherwise) const override {
+    return rpc::error_in_flight(otherwise);
+  }
 
  private:
-  std::atomic<c10::DeviceType> type_{c10::kCPU};
-  std::atomic<c10::DeviceIndex> index_{-1};
+  std::atomic<c10::Device> device_{c10::Device(c10::kCPU)};
   base::ThreadPool pool_;
 };
 
 /// The function that is called instead if a remote() call cannot be sent: its value then fails.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
-class ChannelImpl;
+/// Gives replies access to their agent until it ends; a reply may outlive its agent. Thread-safe.
+class ReplyGate {
+ public:
+  explicit ReplyGate(AgentCore& core) : core_(&core) {}
+  /// Calls `use(core)` if the agent has not ended, and delays its end meanwhile.
+  template <class F>
+  void enter(const F& use) {
+    std::shared_lock lock(mutex_);
+    if (core_) use(*core_);
+  }
+  /// Ends the access; returns when no enter() is running.
+  void close() {
+    std::lock_guard lock(mutex_);
+    core_ = nullptr;
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  AgentCore* core_;
+};
 
 /// The implementation of Agent.
 ///
@@ -102,13 +103,18 @@ class AgentCore {
   /// Sends each grant to its rank, or gives it to this rank's own window.
   void send_grants(const Budget::Grants& grants);
 
-  void set_device(c10::Device device);
+  void set_device(c10::Device device) {
+    devices.set_home(device);
+    enter_device();
+  }
   /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
-  void enter_device();
-
+  void enter_device() {
+    executor.set_device(devices.home());
+    executor.enter_device();
+  }
   /// Fails with `peer_lost`, or with the reason that the peer sent when it left.
   base::Status send(int to, net::OutFrame frame);
-  Channel& open_channel(uint16_t number);
+  ChannelImpl& open_channel(uint16_t number);
 
   Agent agent{*this};
   AgentOptions options;
@@ -129,7 +135,6 @@ class AgentCore {
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
-
   // The functions that this agent exposes, and the names of the functions that it can call.
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
@@ -147,7 +152,7 @@ class AgentCore {
     return rank_of(process) == options.rank || peers.is_here(process);
   }
   uint32_t incarnation() const { return incarnation_; }
-  Traffic traffic() const;
+  Traffic traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
   std::vector<Wait> waits();
   /// Return the current counts. After close(): the counts before close() began, which show leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
@@ -158,12 +163,19 @@ class AgentCore {
  private:
   void send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                              bool was_sent);
-  void hold_parameters(OutMessage& message) const;
   base::Status send_from_device(int to, DeviceSend& device_send,
                                 const DeviceSend::StillWanted& still_wanted = {});
-  std::function<uint64_t()> transfer_numbers() {
-    return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
-  }
+  /// An encoded message.
+  struct OutgoingMessage {
+    wire::FrameHeader header;
+    std::vector<RRefTicket> tickets;
+    // Exactly one of these is set.
+    std::shared_ptr<InMessage> own;           // to this rank itself
+    std::shared_ptr<DeviceSend> device_send;  // with device tensors
+    net::OutFrame frame;                      // any other
+  };
+  OutgoingMessage encode(int to, wire::FrameHeader header,
+                         const std::function<void(Encoder&)>& fill);
   struct OutgoingCall;
   OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                            const std::function<void(Encoder&)>& fill, const RRefHandle* target);
@@ -171,7 +183,6 @@ class AgentCore {
                      const std::shared_ptr<RRefHandle>& target);
   void send_call(OutgoingCall call);
   bool await_credit(OutgoingCall& call);
-  void send_call_later(OutgoingCall call, bool is_delayed);
   void send_deferred(OutgoingCall& call);
   void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory);
@@ -197,7 +208,9 @@ class AgentCore {
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
   std::vector<std::shared_ptr<ChannelImpl>> channels();
-  void notify_channels(int rank, const Error& error);
+  void notify_channels(int rank, const Error& error) {
+    for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
+  }
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);

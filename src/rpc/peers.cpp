@@ -1,6 +1,6 @@
 #include "peers.h"
 
-#include <utility>
+#include <fmt/format.h>
 
 #include "distrain/membership/rank_text.h"
 
@@ -25,8 +25,7 @@ void Peers::learn_on_loop(const wire::Directory& directory) {
 }
 
 std::string Peers::transport() const {
-  bool tcp = false;
-  bool local = false;
+  bool tcp = false, local = false;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
   }
@@ -106,11 +105,11 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
 }
 
 void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
-  Error reported = error;
-  reported.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
-  reported.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
-  reported.message = membership::rank_text(rank_) + " cannot reach " +
-                     membership::rank_text(rank, name(rank)) + ": " + error.message;
+  const bool is_own = error.kind == ErrorKind::kResources;
+  const Error reported{is_own ? error.kind : ErrorKind::kPeerLost,
+                       fmt::format("{} cannot reach {}: {}", membership::rank_text(rank_),
+                                   membership::rank_text(rank, name(rank)), error.message),
+                       is_own ? rank_ : rank, error.op};
   loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
     if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -165,7 +164,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   Peer& peer = at(rank);
   if (peer.accepted) {
     return Error{ErrorKind::kProtocol,
-                 "rank " + std::to_string(rank) + " has connected to this rank already"};
+                 fmt::format("rank {} has connected to this rank already", rank)};
   }
   peer.accepted = stream;
   stream->set_limits_on_loop(wire::Limits{});
@@ -205,10 +204,6 @@ void Peers::lose_on_loop(const Loss& loss) {
   peer.is_done_without = loss.job_goes_on;
   peer.state = State::kLost;
   dropped.swap(peer.waiting);
-}
-
-void Peers::renew_on_loop(int rank, const wire::Directory::Entry& entry) {
-  peers_.replace(rank, std::make_unique<Peer>(entry));
 }
 
 }  // namespace distrain::rpc

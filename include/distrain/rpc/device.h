@@ -50,17 +50,14 @@ class StreamPoint {
  public:
   /// Creates a point that counts as reached.
   StreamPoint() = default;
-
   /// Returns the point after all work in this thread's current stream of `device`. CPU: reached.
   static StreamPoint mark(c10::Device device);
   /// Returns the point after all work in `stream`.
   static StreamPoint mark(const c10::Stream& stream);
-
   /// Makes later work in `stream` wait for this point.
   void make_wait(const c10::Stream& stream) const;
   /// Does the same for this thread's current stream of `device`; does nothing for the CPU.
   void make_current_wait(c10::Device device) const;
-
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;

@@ -1,17 +1,14 @@
-#include "call/pending_calls.h"
-
 #include <fmt/format.h>
 
-#include "call/call_trace.h"
+#include "call/calls.h"
 
 namespace distrain::rpc {
 
 bool PendingCalls::add(uint64_t id, Call call) {
   std::unique_lock lock(mutex_);
   if (closed_) {
-    const base::Error error = *closed_;
     lock.unlock();
-    fail_taken(id, call, error);
+    fail_taken(id, call, *closed_);
     return false;
   }
   if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
@@ -28,11 +25,6 @@ void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
   call->second.deadline = deadline;
   deadlines_.emplace(deadline, id);
   arm_locked();
-}
-
-bool PendingCalls::is_waiting(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  return calls_.contains(id);
 }
 
 // Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
@@ -91,15 +83,11 @@ void PendingCalls::fail_taken(uint64_t id, Call& call, base::Error error, bool g
   call.promise.fail(std::move(error));
 }
 
-void PendingCalls::give_up(uint64_t id, int to) {
-  if (const auto call = take(id, to)) on_failure_(id, *call, true);
-}
-
 std::vector<Wait> PendingCalls::waits() {
   std::lock_guard lock(mutex_);
   std::vector<Wait> waits;
   for (const auto& [id, call] : calls_) {
-    waits.push_back({call.function + ", called on rank " + std::to_string(call.to), call.started});
+    waits.push_back({fmt::format("{}, called on rank {}", call.function, call.to), call.started});
   }
   return waits;
 }
@@ -112,18 +100,14 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
     armed_for_ = base::kNever;
     const base::TimePoint now = base::Clock::now();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-      const auto it = calls_.find(deadlines_.begin()->second);
-      expired.push_back(take_locked(it));
+      expired.push_back(take_locked(calls_.find(deadlines_.begin()->second)));
     }
     arm_locked();
   }
   for (auto& [id, call] : expired) {
-    fail_taken(id, call,
-               base::Error{base::ErrorKind::kDeadline,
-                           fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
-                                       call.function, base::seconds_since(call.started)),
-                           call.to, call.function},
-               true);
+    const std::string text = fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
+                                         call.function, base::seconds_since(call.started));
+    fail_taken(id, call, {base::ErrorKind::kDeadline, text, call.to, call.function}, true);
   }
   if (expired.empty()) return;
   // Arguments may own user objects, which must not be destroyed on the loop.
@@ -147,13 +131,6 @@ void PendingCalls::fail_all(const base::Error& error) {
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
   complete_if_drained(std::unique_lock(mutex_));
-}
-
-base::Future<void> PendingCalls::drained() {
-  std::lock_guard lock(mutex_);
-  if (calls_.empty()) return base::Future<void>::ready({});
-  drained_.emplace();
-  return drained_->future();
 }
 
 }  // namespace distrain::rpc

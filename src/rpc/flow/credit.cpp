@@ -9,10 +9,6 @@ namespace distrain::rpc {
 
 // ---- Window ----
 
-bool Window::try_take(uint64_t bytes) {
-  return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
-}
-
 base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   if (try_take(bytes)) return base::Unit{};
   Waiter self;
@@ -49,15 +45,6 @@ void Window::enqueue(Waiter& waiter) {
   send_requests();
 }
 
-bool Window::try_serve(const Waiter& waiter) {
-  std::lock_guard lock(mutex_);
-  return try_serve_locked(waiter);
-}
-
-bool Window::try_serve_locked(const Waiter& waiter) {
-  return waiters_.front() == &waiter && take_at_once(waiter.bytes);
-}
-
 void Window::dequeue(const Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
@@ -76,15 +63,6 @@ bool Window::take_at_once(uint64_t bytes) {
     if (available_.compare_exchange_weak(available, available - bytes)) return true;
   }
   return false;
-}
-
-void Window::give_back(uint64_t bytes) {
-  if (bytes == 0) return;
-  {
-    std::lock_guard lock(mutex_);
-    returned_ += bytes;
-  }
-  send_requests();
 }
 
 void Window::grant(uint64_t bytes, uint64_t size) {
@@ -142,12 +120,6 @@ void Window::fail(const base::Error& error) {
   for (Waiter* waiter : waiters_) waiter->turn.notify_one();
 }
 
-std::optional<base::TimePoint> Window::waiting_since() const {
-  std::lock_guard lock(mutex_);
-  if (waiters_.empty()) return std::nullopt;
-  return waiters_.front()->since;
-}
-
 // ---- Budget ----
 
 Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
@@ -158,11 +130,6 @@ Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
       most_(std::clamp(per_peer, window_, window_ + pool_)),
       peers_(static_cast<size_t>(ranks)),
       held_(kFirstCredit * static_cast<uint64_t>(ranks)) {}
-
-uint64_t Budget::held() const {
-  std::lock_guard lock(mutex_);
-  return held_;
-}
 
 Budget::Grants Budget::open(ProcessNumber process) {
   Grants grants;
@@ -205,13 +172,6 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   peer.target = request.target;
   update_locked(rank, grants);
   serve_pool_locked(grants);
-  return grants;
-}
-
-Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
-  Grants grants;
-  std::lock_guard lock(mutex_);
-  reclaim_locked(from, bytes, grants);
   return grants;
 }
 
@@ -285,13 +245,6 @@ void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {
   grants.push_back({process_number(rank, peer.incarnation), bytes});
 }
 
-void Budget::return_locked(Peer& peer, uint64_t bytes) {
-  pooled_ -= beyond_window(peer);
-  peer.returned += bytes;
-  held_ -= bytes;
-  pooled_ += beyond_window(peer);
-}
-
 void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
   Peer& peer = at(rank_of(from));
   if (!peer.is_here || peer.incarnation != incarnation_of(from)) return;
@@ -315,11 +268,6 @@ void Budget::update_locked(int rank, Grants& grants) {
     order_.emplace(peer.tag, rank);
     peer.is_in_order = true;
   }
-}
-
-void Budget::leave_order_locked(int rank) {
-  Peer& peer = at(rank);
-  if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
 }
 
 void Budget::serve_pool_locked(Grants& grants) {

@@ -1,19 +1,9 @@
 #pragma once
 
-#include <atomic>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <shared_mutex>
-#include <unordered_map>
 #include <unordered_set>
 
-#include "distrain/base/executor.h"
-#include "distrain/rpc/membership_types.h"
 #include "distrain/rpc/rref.h"
-#include "distrain/wire/frame.h"
 
 namespace distrain::rpc {
 
@@ -21,8 +11,7 @@ namespace distrain::rpc {
 //
 // The owner of a value keeps it while any fork of its RRef lives. A fork is one rank's hold on the
 // value, named by (rank that made the name, number); a rank may have several forks of one RRef.
-// Every message below is sent on the connection between the two ranks named, which keeps its order.
-// Nothing is assumed about the order of different connections, and each message may come twice.
+// Only messages between the same two ranks keep their order, and each may come twice.
 //
 //   create   U calls remote() on O. The call contains the RRef's id and U's fork. U keeps its fork
 //            at least until the call is answered, and O records the fork before it answers.
@@ -44,9 +33,9 @@ namespace distrain::rpc {
 // that its calls would have created fail. If a new process replaces it, late messages of the lost
 // process, and references to its values, are recognized: Note [Incarnations].
 //
-// All RRefs of a message are received with it, whether or not they are decoded (the function may
-// not exist, or the caller may have given up). RRefs that are not decoded are released with the
-// message. If a message is not sent after all, its forks are retracted.
+// All RRefs of a message are received with it. Those that are not decoded (the function may not
+// exist, or the caller may have given up) are released with the message. If a message is not sent
+// after all, its forks are retracted.
 
 /// The last few thousand numbers that were inserted.
 class RecentSet {
@@ -80,11 +69,13 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
 
   Agent& agent() const;
-
   /// Sets the incarnation of this rank's process, before any id is made.
   void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
   /// Records the newest process of another rank.
-  void know_process(ProcessNumber process);
+  void know_process(ProcessNumber process) {
+    std::lock_guard lock(mutex_);
+    newest_[rank_of(process)] = process;
+  }
 
   std::shared_ptr<RRefHandle> new_local();            ///< owned by this rank; has no value yet
   std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
@@ -97,7 +88,6 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Creates a handle for each ticket of `message`. Throws `protocol` if a ticket is invalid: for
   /// example, if it names a rank that does not exist.
   void receive(InMessage& message);
-
   /// Takes kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
   void on_peer_lost(ProcessNumber process, const base::Error& error);
@@ -105,9 +95,11 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void fail_unset(const base::Error& error);
   /// Ends all use of the agent: later, nothing is sent and agent() throws.
   void close();
-
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
-  size_t live() const;
+  size_t live() const {
+    std::lock_guard lock(mutex_);
+    return owned_.size() + pending_children_.size() + user_handles_;
+  }
 
  private:
   friend class RRefHandle;
@@ -117,19 +109,23 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
     bool made = false;  // its creating call has arrived, and not only references to it
   };
-  enum class Mode : uint8_t {
-    kLocalHold = 1,
-    kLocalHoldAccept = 2,
-    kConfirmed = 3,
-    kUnconfirmed = 4
-  };
+  /// As on the wire.
+  enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept, kConfirmed, kUnconfirmed };
 
   uint64_t next_id() { return make_id(self_, ++counter_); }
-  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner);
-  ProcessNumber newest_locked(int rank) const;
+  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner) {
+    ++user_handles_;
+    return std::make_shared<RRefHandle>(shared_from_this(), id, fork, owner, nullptr);
+  }
+  ProcessNumber newest_locked(int rank) const {
+    const auto it = newest_.find(rank);
+    return it == newest_.end() ? process_number(rank, 0) : it->second;
+  }
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
   bool is_freed_locked(uint64_t id) const;
-  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value);
+  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value) {
+    return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
+  }
   std::shared_ptr<RRefHandle> received_by_owner(const RRefTicket& ticket);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
