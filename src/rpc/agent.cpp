@@ -57,12 +57,10 @@ Agent::~Agent() {
 }
 
 Agent& Agent::lasting() { return core_->agent; }
-
 void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
 void Agent::set_device(c10::Device device) { core_->set_device(device); }
 c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
-
 int Agent::rank() const { return core_->options.rank; }
 bool Agent::is_admitted() const { return core_->control->is_admitted(); }
 int Agent::world_size() const { return core_->world_size(); }
@@ -113,7 +111,6 @@ void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_wai
   core_->shutdown(on_waiting, at_rest);
 }
 void Agent::abort(const Error& error) { core_->abort(error); }
-
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
 std::vector<Wait> Agent::waits() const { return core_->waits(); }

@@ -111,11 +111,6 @@ AgentCore::AgentCore(AgentOptions given)
   });
 }
 
-AgentCore::~AgentCore() {
-  close();
-  hook = nullptr;  // while the channels that it uses exist
-}
-
 void AgentCore::close() {
   if (loop.in_loop()) {  // disconnect() waits for the loop
     if (!closed_) given_up_.post([this] { close(); });
@@ -173,15 +168,6 @@ void AgentCore::stop() {
 }
 
 // ---- joining ----
-
-void AgentCore::join(const std::function<void()>& prepare) {
-  enter_device();
-  control->run([&] {
-    if (prepare) prepare();
-    return devices.freeze();
-  });
-  if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
-}
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   peers.learn_on_loop(directory);
@@ -363,13 +349,6 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
   windows_.replace(rank, make_window(rank));
 }
 
-std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
-  std::lock_guard lock(channels_mutex_);
-  std::vector<std::shared_ptr<ChannelImpl>> all;
-  for (const auto& [number, channel] : channels_) all.push_back(channel);
-  return all;
-}
-
 std::vector<Wait> AgentCore::waits_of_layers() {
   std::vector<Wait> all = layers.waits();
   for (const auto& channel : channels()) {
@@ -406,25 +385,6 @@ std::vector<Wait> AgentCore::waits() {
 
 // ---- sending ----
 
-base::Status AgentCore::send(int to, net::OutFrame frame) {
-  bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
-  return peers.send(to, std::move(frame));
-}
-
-// Sends a reply. While too many replies to a rank are unwritten, calls of that rank do not begin.
-base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
-  frame.keep_alive =
-      unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
-  return send(to, std::move(frame));
-}
-
-ChannelImpl& AgentCore::open_channel(uint16_t number) {
-  std::lock_guard lock(channels_mutex_);
-  std::shared_ptr<ChannelImpl>& channel = channels_[number];
-  if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
-  return *channel;
-}
-
 // ---- the end ----
 
 // Enters rounds with all ranks: first until all have called shutdown(), then until none counts a
@@ -452,11 +412,6 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
     pause = std::min(pause * 2 + 1ms, 200ms);
   }
   control->leave();
-  close();
-}
-
-void AgentCore::abort(const Error& error) {
-  if (!closed_) control->abort(with_origin(error, options.rank, {}));
   close();
 }
 

@@ -18,12 +18,6 @@ std::vector<std::shared_ptr<Layer>> Layers::living() const {
   return all;
 }
 
-void Layers::add(const std::weak_ptr<Layer>& layer) {
-  std::lock_guard lock(mutex_);
-  layers_.push_back(layer);
-  for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
-}
-
 void Layers::notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
   ++outstanding_;
   notifier_.post([this, layer, loss] {
@@ -31,12 +25,6 @@ void Layers::notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) 
     if (const auto known = layer.lock()) known->on_rank_lost(loss);
     --outstanding_;
   });
-}
-
-void Layers::on_rank_lost(const Loss& loss) {
-  std::lock_guard lock(mutex_);
-  if (!losses_.emplace(loss.rank, loss).second) return;
-  for (const auto& layer : layers_) notify_locked(layer, loss);
 }
 
 std::vector<Wait> Layers::waits() const {
@@ -86,16 +74,6 @@ void ChannelImpl::set_handler(Handler handler) {
   }
   if (!next->on_peer_lost) return;
   for (const auto& [rank, error] : lost) next->on_peer_lost(rank, error);
-}
-
-ChannelImpl::Running ChannelImpl::enter_locked() {
-  if (handler_) ++running_;
-  return {handler_.get(), {this, handler_}};
-}
-
-void ChannelImpl::Leave::operator()(Handler*) const noexcept {
-  std::lock_guard lock(channel->mutex_);
-  if (--channel->running_ == 0) channel->idle_.notify_all();
 }
 
 void ChannelImpl::deliver(ChannelMessage message) {

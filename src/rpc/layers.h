@@ -23,9 +23,17 @@ class Layers {
   explicit Layers(std::function<void()> before_each = {})
       : notifier_("dt-lost", std::move(before_each)) {}
   /// Notifies `layer` of losses, including earlier ones.
-  void add(const std::weak_ptr<Layer>& layer);
+  void add(const std::weak_ptr<Layer>& layer) {
+    std::lock_guard lock(mutex_);
+    layers_.push_back(layer);
+    for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
+  }
   /// Notifies all layers, unless `loss.rank` is lost already; an agent that ends reports all ranks.
-  void on_rank_lost(const Loss& loss);
+  void on_rank_lost(const Loss& loss) {
+    std::lock_guard lock(mutex_);
+    if (!losses_.emplace(loss.rank, loss).second) return;
+    for (const auto& layer : layers_) notify_locked(layer, loss);
+  }
   /// Forgets the loss of `rank`, which has a new process.
   void on_rank_returned(int rank) {
     std::lock_guard lock(mutex_);
@@ -77,10 +85,16 @@ class ChannelImpl final : public Channel {
   struct Leave {
     ChannelImpl* channel = nullptr;
     std::shared_ptr<Handler> handler;  // set_handler() may replace it meanwhile
-    void operator()(Handler*) const noexcept;
+    void operator()(Handler*) const noexcept {
+      std::lock_guard lock(channel->mutex_);
+      if (--channel->running_ == 0) channel->idle_.notify_all();
+    }
   };
   using Running = std::unique_ptr<Handler, Leave>;
-  Running enter_locked();
+  Running enter_locked() {
+    if (handler_) ++running_;
+    return {handler_.get(), {this, handler_}};
+  }
 
   AgentCore& core_;
   const uint16_t number_;

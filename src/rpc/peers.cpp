@@ -24,14 +24,6 @@ void Peers::learn_on_loop(const wire::Directory& directory) {
   size_ = peers_.size();
 }
 
-std::string Peers::transport() const {
-  bool tcp = false, local = false;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
-  }
-  return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
-}
-
 // ---- sending ----
 
 base::Status Peers::send(int to, net::OutFrame frame) {
@@ -76,11 +68,6 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 }
 
 // ---- connecting, on the loop ----
-
-// Returns true if `peer` is the newest process of its rank, and connecting.
-bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
-  return &at(rank) == &peer && peer.state == State::kConnecting;
-}
 
 void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;
@@ -193,17 +180,6 @@ void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;
   peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
-}
-
-void Peers::lose_on_loop(const Loss& loss) {
-  Peer& peer = at(loss.rank);
-  peer.accepted = nullptr;
-  std::deque<net::OutFrame> dropped;
-  std::lock_guard lock(peer.mutex);
-  peer.loss = loss.error;
-  peer.is_done_without = loss.job_goes_on;
-  peer.state = State::kLost;
-  dropped.swap(peer.waiting);
 }
 
 }  // namespace distrain::rpc

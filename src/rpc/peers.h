@@ -68,7 +68,13 @@ class Peers {
     return found == ranks_.end() ? -1 : found->second;
   }
   /// Returns how the peers are reached: "unix", "tcp", "mixed" or "none".
-  std::string transport() const;
+  std::string transport() const {
+    bool tcp = false, local = false;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
+    }
+    return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
+  }
   /// Returns when the frame is written or queued. Fails with `peer_lost` or the peer's reason.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
@@ -83,7 +89,16 @@ class Peers {
   /// Takes a connection that `rank` has made. Returns an error if it is refused.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
-  void lose_on_loop(const Loss& loss);
+  void lose_on_loop(const Loss& loss) {
+    Peer& peer = at(loss.rank);
+    peer.accepted = nullptr;
+    std::deque<net::OutFrame> dropped;
+    std::lock_guard lock(peer.mutex);
+    peer.loss = loss.error;
+    peer.is_done_without = loss.job_goes_on;
+    peer.state = State::kLost;
+    dropped.swap(peer.waiting);
+  }
   /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;
@@ -116,7 +131,10 @@ class Peers {
   Peer& at(int rank) const { return peers_.at(rank); }
   base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  bool is_connecting_on_loop(int rank, const Peer& peer) const;
+  /// Returns true if `peer` is the newest process of its rank, and connecting.
+  bool is_connecting_on_loop(int rank, const Peer& peer) const {
+    return &at(rank) == &peer && peer.state == State::kConnecting;
+  }
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
-#include <c10/util/Exception.h>
 
 #include "distrain/rpc/error.h"
 

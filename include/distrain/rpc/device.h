@@ -1,13 +1,7 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <vector>
-
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 
 namespace distrain::rpc {
 
@@ -29,8 +23,7 @@ namespace distrain::rpc {
 //  - No thread ever waits for a whole device.
 //
 // These waits are StreamPoints, except between autograd's nodes, where torch's InputBuffer has
-// events. The runtime uses devices only through c10, so it also runs on the fake device of the
-// tests.
+// events. The runtime uses devices only through c10, so it also runs on the tests' fake device.
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 

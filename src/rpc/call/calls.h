@@ -96,10 +96,27 @@ class PendingCalls {
   /// Returns false, and fails the call, after fail_all().
   bool add(uint64_t id, Call call);
   /// Take out, or fail, the call `id` if it went to `from` and still waits.
-  std::optional<Call> take(uint64_t id, int from);
-  void fail(uint64_t id, int from, base::Error error);
+  std::optional<Call> take(uint64_t id, int from) {
+    std::unique_lock lock(mutex_);
+    const auto it = calls_.find(id);
+    if (it == calls_.end() || it->second.to != from) return std::nullopt;
+    std::optional<Call> call = take_locked(it).second;
+    complete_if_drained(std::move(lock));
+    return call;
+  }
+  void fail(uint64_t id, int from, base::Error error) {
+    if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
+  }
   /// Sets the deadline of the call `id`, which had none, if it still waits.
-  void set_deadline(uint64_t id, base::TimePoint deadline);
+  void set_deadline(uint64_t id, base::TimePoint deadline) {
+    if (deadline == base::kNever) return;
+    std::lock_guard lock(mutex_);
+    const auto call = calls_.find(id);
+    if (call == calls_.end()) return;
+    call->second.deadline = deadline;
+    deadlines_.emplace(deadline, id);
+    arm_locked();
+  }
   bool is_waiting(uint64_t id) const {
     std::lock_guard lock(mutex_);
     return calls_.contains(id);
@@ -133,7 +150,10 @@ class PendingCalls {
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
   /// Called with `mutex_` locked. Unlocks it before it completes the promise.
   void complete_if_drained(std::unique_lock<std::mutex> lock);
-  void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
+  void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false) {
+    on_failure_(id, call, given_up);
+    call.promise.fail(std::move(error));
+  }
 
   net::Loop& loop_;
   base::Executor& executor_;

@@ -31,26 +31,23 @@ class ReplyImpl final : public Reply {
         core.send_reply(rank_of(to_), call_id_, context_, fill);
       } catch (...) {
         core.send_error(rank_of(to_), call_id_,
-                        with_origin(error_in_flight(ErrorKind::kInternal), rank_, function_));
+                        with_origin(error_in_flight(ErrorKind::kInternal), rank_, function));
       }
     });
   }
 
   void fail(Error error) override {
     if (answered_.exchange(true)) return;
-    error = with_origin(std::move(error), rank_, function_);
-    if (target_) target_->value.fail(error);
+    error = with_origin(std::move(error), rank_, function);
+    if (created) created->value.fail(error);
     end_call([&](AgentCore& core) { core.send_error(rank_of(to_), call_id_, std::move(error)); });
   }
 
-  const std::shared_ptr<OwnedValue>& target() const override { return target_; }
-  /// Takes the call's credit when the call begins.
-  void begin(AgentCore& core, uint64_t credit) {
-    core.send_grants(core.budget->begin(work_, to_, credit));
-  }
-  void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
-  /// Sets the function that is added to errors without one.
-  void set_function(std::string function) { function_ = std::move(function); }
+  const std::shared_ptr<OwnedValue>& target() const override { return created; }
+
+  std::shared_ptr<OwnedValue> created;  // by a remote() call
+  std::string function;                 // added to errors without one
+  Budget::Work work;
 
  private:
   /// Calls `answer(core)` if the caller is not lost, and returns the call's credit.
@@ -58,7 +55,7 @@ class ReplyImpl final : public Reply {
   void end_call(const F& answer) {
     gate_->enter([&](AgentCore& core) {
       if (core.is_here(to_)) answer(core);
-      core.send_grants(core.budget->end(work_));
+      core.send_grants(core.budget->end(work));
     });
   }
 
@@ -67,9 +64,6 @@ class ReplyImpl final : public Reply {
   const ProcessNumber to_;
   const uint64_t call_id_;
   const uint64_t context_;
-  std::shared_ptr<OwnedValue> target_;
-  std::string function_;
-  Budget::Work work_;
   std::atomic<bool> answered_{false};
 };
 
@@ -124,8 +118,9 @@ void AgentCore::execute(QueuedCall&& call) {
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   uint64_t credit = call.credit;
-  const auto begin = [&] { reply->begin(*this, std::exchange(credit, 0)); };
-  std::string function;
+  const auto begin = [&] {
+    send_grants(budget->begin(reply->work, caller, std::exchange(credit, 0)));
+  };
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
     if (message) {
@@ -138,8 +133,8 @@ void AgentCore::execute(QueuedCall&& call) {
     begin();
     const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
-    function = decoder.in.get_string();
-    reply->set_function(function);
+    reply->function = decoder.in.get_string();
+    const std::string& function = reply->function;
     if (!tracer_of(options.tracer, function)) slice.drop();
     if (slice) {
       slice.set_name({}, function);
@@ -148,7 +143,7 @@ void AgentCore::execute(QueuedCall&& call) {
     const std::chrono::milliseconds wait(decoder.in.get<uint32_t>());
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
-      reply->set_target(rrefs->target(id, decoder.in.get<uint64_t>(), from));
+      reply->created = rrefs->target(id, decoder.in.get<uint64_t>(), from);
     }
     const bool is_late = wait.count() > 0 && base::Clock::now() - call.arrived > wait;
     if (is_late || call.is_given_up) {
@@ -190,15 +185,6 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
   if (hook) hook->on_failed(context, reply.header.autograd_id);
   // A lost caller needs no error.
   if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
-}
-
-void AgentCore::send_error(int to, uint64_t call_id, Error error) {
-  if (error.rank < 0) error.rank = options.rank;
-  if (to == options.rank) return pending.fail(call_id, to, std::move(error));
-  net::OutFrame frame;
-  frame.header = {.kind = wire::FrameKind::kError, .call_id = call_id};
-  frame.meta = wire::encode(error);
-  static_cast<void>(send_answer(to, std::move(frame)));
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {

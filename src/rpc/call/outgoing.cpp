@@ -61,9 +61,8 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
 //   register  from now on, a reply, the deadline or a loss completes the call
 //   send      waits for credit that is missing, then sends the message
 //
-// Three kinds of message are sent: a call to this rank itself goes to its own queue; a message with
-// device tensors is sent by a worker, because it waits for the device; any other is a frame that
-// the calling thread sends. Fault injection delays the latter two.
+// A call to this rank itself goes to its own queue. A worker sends a message with device tensors,
+// because it waits for the device; the calling thread sends any other. Fault injection delays both.
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {

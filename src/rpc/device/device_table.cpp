@@ -208,11 +208,6 @@ void DeviceTable::learn_again(int rank, RankDevices devices) {
   all_ = std::make_shared<const All>(std::move(changed));
 }
 
-DeviceRef DeviceTable::home_of(int rank) const {
-  known_.wait();
-  return all()->at(static_cast<size_t>(rank)).home;
-}
-
 DeviceRef DeviceTable::target(int to, c10::Device device) const {
   if (!is_accelerator(device)) return {};
   const DeviceRef own = rpc::to_wire(device);

@@ -32,7 +32,10 @@ class DeviceTable {
     return home_;
   }
   /// Returns the device of any rank. Waits for learn().
-  wire::DeviceRef home_of(int rank) const;
+  wire::DeviceRef home_of(int rank) const {
+    known_.wait();
+    return all()->at(static_cast<size_t>(rank)).home;
+  }
   /// Returns the device on rank `to` where a tensor on `device` arrives. Waits for learn(), unless
   /// `device` is the CPU. Throws `invalid` if no map covers `device`.
   wire::DeviceRef target(int to, c10::Device device) const;

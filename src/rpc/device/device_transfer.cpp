@@ -6,7 +6,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -39,17 +38,6 @@ struct DeviceStager::Shelf {
 };
 
 DeviceStager::DeviceStager() : shelf_(std::make_shared<Shelf>()) {}
-
-DeviceStager::~DeviceStager() {
-  for (const auto& [point, memory] : released_) point.wait_in_destructor();
-}
-
-DeviceStager::Streams DeviceStager::streams_of(c10::Device device) {
-  std::lock_guard lock(mutex_);
-  const auto known = streams_.find(device);
-  if (known != streams_.end()) return known->second;
-  return streams_.emplace(device, Streams{side_stream(device), side_stream(device)}).first->second;
-}
 
 base::BufferPtr DeviceStager::take_idle_block(size_t size) {
   std::unique_lock lock(shelf_->mutex);
@@ -95,31 +83,6 @@ void DeviceStager::restock(c10::Device device, size_t frames) {
     }
   } catch (const c10::Error&) {  // pageable memory serves as well
   }
-}
-
-std::shared_ptr<const void> BlocksSent::count(base::BufferPtr block) {
-  {
-    std::lock_guard lock(gate_->mutex);
-    ++number_;
-  }
-  const void* const data = block->data;
-  return {data, [self = shared_from_this(), block = std::move(block)](const void*) mutable {
-            block = nullptr;
-            std::lock_guard lock(self->gate_->mutex);
-            --self->number_;
-            self->gate_->returned.notify_all();
-          }};
-}
-
-void BlocksSent::await_fewer_than(size_t number) {
-  const auto may_go_on = [&] { return number_ < number || gate_->open; };
-  {
-    std::lock_guard lock(gate_->mutex);
-    if (may_go_on()) return;
-  }
-  const base::BlockingScope blocking;
-  std::unique_lock lock(gate_->mutex);
-  gate_->returned.wait(lock, may_go_on);
 }
 
 void DeviceStager::release_at(StreamPoint point, base::BufferPtr memory) {

@@ -37,9 +37,30 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
   };
   explicit BlocksSent(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
   /// Counts `block` until the last copy of the result is destroyed. The result owns the block.
-  std::shared_ptr<const void> count(base::BufferPtr block);
+  std::shared_ptr<const void> count(base::BufferPtr block) {
+    {
+      std::lock_guard lock(gate_->mutex);
+      ++number_;
+    }
+    const void* const data = block->data;
+    return {data, [self = shared_from_this(), block = std::move(block)](const void*) mutable {
+              block = nullptr;
+              std::lock_guard lock(self->gate_->mutex);
+              --self->number_;
+              self->gate_->returned.notify_all();
+            }};
+  }
   /// Blocks this thread. Throws `overloaded` if the thread pool has no other thread left.
-  void await_fewer_than(size_t number);
+  void await_fewer_than(size_t number) {
+    const auto may_go_on = [&] { return number_ < number || gate_->open; };
+    {
+      std::lock_guard lock(gate_->mutex);
+      if (may_go_on()) return;
+    }
+    const base::BlockingScope blocking;
+    std::unique_lock lock(gate_->mutex);
+    gate_->returned.wait(lock, may_go_on);
+  }
 
  private:
   const std::shared_ptr<Gate> gate_;
@@ -52,7 +73,9 @@ class DeviceStager {
  public:
   DeviceStager();
   /// Waits for copies in progress, because they use host blocks that this object keeps.
-  ~DeviceStager();
+  ~DeviceStager() {
+    for (const auto& [point, memory] : released_) point.wait_in_destructor();
+  }
 
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
@@ -81,7 +104,13 @@ class DeviceStager {
   };
   struct Shelf;  // the idle host blocks; may outlive the stager
 
-  Streams streams_of(c10::Device device);
+  Streams streams_of(c10::Device device) {
+    std::lock_guard lock(mutex_);
+    const auto known = streams_.find(device);
+    if (known != streams_.end()) return known->second;
+    return streams_.emplace(device, Streams{side_stream(device), side_stream(device)})
+        .first->second;
+  }
   void sweep();
   base::BufferPtr take_idle_block(size_t size);
 

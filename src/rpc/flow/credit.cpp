@@ -36,15 +36,6 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   }
 }
 
-void Window::enqueue(Waiter& waiter) {
-  {
-    std::lock_guard lock(mutex_);
-    waiters_.push_back(&waiter);
-    is_contended_.store(true, std::memory_order_release);
-  }
-  send_requests();
-}
-
 void Window::dequeue(const Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
@@ -63,17 +54,6 @@ bool Window::take_at_once(uint64_t bytes) {
     if (available_.compare_exchange_weak(available, available - bytes)) return true;
   }
   return false;
-}
-
-void Window::grant(uint64_t bytes, uint64_t size) {
-  {
-    std::lock_guard lock(mutex_);
-    size_ = size;
-    granted_ += bytes;
-    available_ += bytes;
-    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
-  }
-  send_requests();
 }
 
 // Returns nothing if the other rank is up to date.
@@ -140,15 +120,6 @@ Budget::Grants Budget::open(ProcessNumber process) {
   update_locked(rank_of(process), grants);
   serve_pool_locked(grants);
   return grants;
-}
-
-bool Budget::arrive(int rank, uint64_t bytes) {
-  std::lock_guard lock(mutex_);
-  Peer& peer = at(rank);
-  if (!peer.is_here) return true;  // its calls are not run
-  if (bytes > peer.held() - peer.used) return false;
-  peer.used += bytes;
-  return true;
 }
 
 Budget::Grants Budget::ask(int rank, const Window::Request& request) {

@@ -99,7 +99,16 @@ class Window {
     send_requests();
   }
   /// Takes a grant of `bytes` from the other rank, whose windows have `size` bytes.
-  void grant(uint64_t bytes, uint64_t size);
+  void grant(uint64_t bytes, uint64_t size) {
+    {
+      std::lock_guard lock(mutex_);
+      size_ = size;
+      granted_ += bytes;
+      available_ += bytes;
+      if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+    }
+    send_requests();
+  }
   /// Fails all waiting and later calls of take().
   void fail(const base::Error& error);
   /// Returns when the first waiting call began to wait.
@@ -109,7 +118,14 @@ class Window {
     return waiters_.front()->since;
   }
   // The steps of take(). The address of `waiter` must stay valid from enqueue() to dequeue().
-  void enqueue(Waiter& waiter);
+  void enqueue(Waiter& waiter) {
+    {
+      std::lock_guard lock(mutex_);
+      waiters_.push_back(&waiter);
+      is_contended_.store(true, std::memory_order_release);
+    }
+    send_requests();
+  }
   /// Returns true if `waiter` was the first and has taken its credit.
   bool try_serve(const Waiter& waiter) {
     std::lock_guard lock(mutex_);
@@ -169,7 +185,14 @@ class Budget {
   /// Called when the rank is connected: grants its window.
   Grants open(ProcessNumber process);
   /// Called when a call of `bytes` arrives. Returns false if its rank holds less credit.
-  bool arrive(int rank, uint64_t bytes);
+  bool arrive(int rank, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    Peer& peer = at(rank);
+    if (!peer.is_here) return true;  // its calls are not run
+    if (bytes > peer.held() - peer.used) return false;
+    peer.used += bytes;
+    return true;
+  }
   /// Throws `protocol` for a request that no Window sends.
   Grants ask(int rank, const Window::Request& request);
   /// Returns the credit of a call that will not begin.

@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/MemoryFormat.h>
 #include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -28,14 +25,9 @@ wire::Layout layout_of(const at::Tensor& tensor) {
 }
 
 std::vector<int64_t> strides_of(const wire::TensorDesc& desc) {
-  switch (desc.layout) {
-    case wire::Layout::kChannelsLast:
-      return c10::get_channels_last_strides_2d(desc.sizes);
-    case wire::Layout::kChannelsLast3d:
-      return c10::get_channels_last_strides_3d(desc.sizes);
-    case wire::Layout::kRowMajor:
-      break;
-  }
+  using wire::Layout;
+  if (desc.layout == Layout::kChannelsLast) return c10::get_channels_last_strides_2d(desc.sizes);
+  if (desc.layout == Layout::kChannelsLast3d) return c10::get_channels_last_strides_3d(desc.sizes);
   const auto strides = c10::contiguous_strides(desc.sizes);
   return {strides.begin(), strides.end()};
 }

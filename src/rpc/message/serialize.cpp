@@ -3,8 +3,7 @@
 #include <algorithm>
 
 #include <ATen/DeviceGuard.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <c10/core/DeviceGuard.h>
+#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "device/device_table.h"

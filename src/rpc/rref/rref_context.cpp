@@ -51,13 +51,6 @@ std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
 RRefContext::RRefContext(Agent& agent, int rank, Send send, base::Executor& executor)
     : agent_(&agent), rank_(rank), send_(std::move(send)), executor_(executor) {}
 
-Agent& RRefContext::agent() const {
-  if (closed_) {
-    throw base::Exception(base::ErrorKind::kCancelled, "the agent of this RRef has shut down");
-  }
-  return *agent_;
-}
-
 void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
   if (to == rank_) {
     if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
@@ -91,27 +84,6 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
     if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
   }
   return value;
-}
-
-bool RRefContext::is_freed_locked(uint64_t id) const {
-  const auto it = owned_.find(id);
-  if (it == owned_.end()) return freed_.contains(id);
-  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
-  return it->second.value.expired() && (it->second.made || freed_.contains(id));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::new_local() {
-  const uint64_t id = next_id();
-  std::lock_guard lock(mutex_);
-  owned_[id].made = true;
-  return owner_handle(id, value_locked(id));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
-  if (owner == rank_) return new_local();
-  const uint64_t id = next_id();
-  std::lock_guard lock(mutex_);
-  return user_handle(id, next_id(), newest_locked(owner));
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
@@ -151,16 +123,6 @@ void RRefContext::drop_forks(uint64_t id,
   }
   // User code may run in the value's destructor, so a worker runs it: this may be the loop thread.
   if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
-}
-
-// Removes the entry of a value that was destroyed.
-void RRefContext::sweep(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  const auto it = owned_.find(id);
-  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
-  if (it->second.made) freed_.insert(id);
-  if (!it->second.made) --unmade_;
-  owned_.erase(it);
 }
 
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
@@ -328,18 +290,6 @@ void RRefContext::fail_unset(const base::Error& error,
   }
   // One of these may be the last owner of a user's value, which must not be destroyed on the loop.
   if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
-}
-
-void RRefContext::close() {
-  {
-    std::lock_guard lock(closing_);
-    closed_ = true;
-  }
-  decltype(owned_) owned;
-  decltype(pending_children_) children;
-  std::lock_guard lock(mutex_);
-  owned.swap(owned_);
-  children.swap(pending_children_);
 }
 
 }  // namespace distrain::rpc

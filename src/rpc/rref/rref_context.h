@@ -1,5 +1,6 @@
 #pragma once
 
+#include <queue>
 #include <shared_mutex>
 #include <unordered_set>
 
@@ -43,20 +44,16 @@ class RecentSet {
   bool contains(uint64_t number) const { return numbers_.contains(number); }
   void insert(uint64_t number) {
     if (!numbers_.insert(number).second) return;
-    if (ring_.size() < kRemembered) {
-      ring_.push_back(number);
-    } else {
-      numbers_.erase(ring_[next_]);
-      ring_[next_] = number;
-      next_ = (next_ + 1) % kRemembered;
-    }
+    order_.push(number);
+    if (order_.size() <= kRemembered) return;
+    numbers_.erase(order_.front());
+    order_.pop();
   }
 
  private:
   static constexpr size_t kRemembered = 8192;
   std::unordered_set<uint64_t> numbers_;
-  std::vector<uint64_t> ring_;  // in order of insertion
-  size_t next_ = 0;
+  std::queue<uint64_t> order_;  // of insertion
 };
 
 /// All RRefs that one agent owns or holds. Thread-safe.
@@ -68,7 +65,12 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
 
-  Agent& agent() const;
+  Agent& agent() const {
+    if (closed_) {
+      throw base::Exception(base::ErrorKind::kCancelled, "the agent of this RRef has shut down");
+    }
+    return *agent_;
+  }
   /// Sets the incarnation of this rank's process, before any id is made.
   void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
   /// Records the newest process of another rank.
@@ -77,8 +79,20 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     newest_[rank_of(process)] = process;
   }
 
-  std::shared_ptr<RRefHandle> new_local();            ///< owned by this rank; has no value yet
-  std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
+  /// Returns a handle of a value of this rank that does not exist yet.
+  std::shared_ptr<RRefHandle> new_local() {
+    const uint64_t id = next_id();
+    std::lock_guard lock(mutex_);
+    owned_[id].made = true;
+    return owner_handle(id, value_locked(id));
+  }
+  /// Does the same for a value that a remote() call to `owner` will create.
+  std::shared_ptr<RRefHandle> new_remote(int owner) {
+    if (owner == rank_) return new_local();
+    const uint64_t id = next_id();
+    std::lock_guard lock(mutex_);
+    return user_handle(id, next_id(), newest_locked(owner));
+  }
   /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
 
@@ -94,7 +108,17 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Fails the values that do not exist yet, when this agent ends.
   void fail_unset(const base::Error& error);
   /// Ends all use of the agent: later, nothing is sent and agent() throws.
-  void close();
+  void close() {
+    {
+      std::lock_guard lock(closing_);
+      closed_ = true;
+    }
+    decltype(owned_) owned;
+    decltype(pending_children_) children;
+    std::lock_guard lock(mutex_);
+    owned.swap(owned_);
+    children.swap(pending_children_);
+  }
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
   size_t live() const {
     std::lock_guard lock(mutex_);
@@ -122,7 +146,12 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     return it == newest_.end() ? process_number(rank, 0) : it->second;
   }
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
-  bool is_freed_locked(uint64_t id) const;
+  bool is_freed_locked(uint64_t id) const {
+    const auto it = owned_.find(id);
+    if (it == owned_.end()) return freed_.contains(id);
+    // The value may be expired but still in `owned_`, while its deleter waits for this lock.
+    return it->second.value.expired() && (it->second.made || freed_.contains(id));
+  }
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value) {
     return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
   }
@@ -131,7 +160,15 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
-  void sweep(uint64_t id);
+  /// Removes the entry of a value that was destroyed.
+  void sweep(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto it = owned_.find(id);
+    if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+    if (it->second.made) freed_.insert(id);
+    if (!it->second.made) --unmade_;
+    owned_.erase(it);
+  }
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
   Agent* const agent_;

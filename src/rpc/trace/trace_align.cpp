@@ -190,16 +190,13 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
 
   const std::vector<Flow> flows = flows_between(ranks, domains);
   std::vector<int64_t> corrections(known.size(), 0);
-  if (relax(flows, corrections)) {
-    for (size_t r = 0; r < ranks.size(); ++r) {
-      map_times(ranks[r], [c = corrections[domains[r]]](int64_t t) { return clamped(t + c); });
-    }
-    return;
-  }
-  const std::vector<std::vector<Step>> steps = follow(flows, known.size());
+  const bool is_solved = relax(flows, corrections);
+  const auto steps = is_solved ? std::vector<std::vector<Step>>() : follow(flows, known.size());
   for (size_t r = 0; r < ranks.size(); ++r) {
-    map_times(ranks[r],
-              [&](int64_t t) { return clamped(t + correction_at(steps[domains[r]], t)); });
+    const size_t domain = domains[r];
+    map_times(ranks[r], [&](int64_t t) {
+      return clamped(t + (is_solved ? corrections[domain] : correction_at(steps[domain], t)));
+    });
   }
 }
 
