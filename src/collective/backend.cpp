@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "core.h"
-#include "distrain/rpc/dtype.h"
+#include "distrain/rpc/message.h"
 #include "operations.h"
 #include "reduce.h"
 

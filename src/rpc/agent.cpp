@@ -1,9 +1,10 @@
 #include "distrain/rpc/agent.h"
 
 #include <algorithm>
-#include <set>
 #include <system_error>
 #include <thread>
+
+#include <fmt/format.h>
 
 #include "agent_core.h"
 #include "trace/trace_export.h"
@@ -20,14 +21,13 @@ AgentOptions checked(AgentOptions options) {
   if (options.rank == 0 && options.names.empty()) base::invalid("rank 0 has no names of the ranks");
   const auto named = static_cast<int>(options.names.size());
   if (named > 0 && options.world_size != 0 && options.world_size != named) {
-    base::invalid("there are names of " + std::to_string(named) + " ranks, and the world size is " +
-                  std::to_string(options.world_size));
+    base::invalid(fmt::format("there are names of {} ranks, and the world size is {}", named,
+                              options.world_size));
   }
   std::set<std::string_view> names;
   for (const std::string& name : options.names) {
     if (!name.empty() && names.insert(name).second) continue;
-    base::invalid("rank " + std::to_string(names.size()) + " needs a name of its own, not '" +
-                  name + "'");
+    base::invalid(fmt::format("rank {} needs a name of its own, not '{}'", names.size(), name));
   }
   return options;
 }
@@ -57,12 +57,10 @@ Agent::~Agent() {
 }
 
 Agent& Agent::lasting() { return core_->agent; }
-
 void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
 void Agent::set_device(c10::Device device) { core_->set_device(device); }
 c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
-
 int Agent::rank() const { return core_->options.rank; }
 bool Agent::is_admitted() const { return core_->control->is_admitted(); }
 int Agent::world_size() const { return core_->world_size(); }
@@ -83,8 +81,8 @@ WorkerInfo Agent::worker(const std::string& name) const {
 
 WorkerInfo Agent::worker(int rank) const {
   if (rank < 0 || rank >= core_->world_size()) {
-    throw Exception(ErrorKind::kNotFound, "there is no rank " + std::to_string(rank) + " among " +
-                                              std::to_string(core_->world_size()));
+    throw Exception(ErrorKind::kNotFound,
+                    fmt::format("there is no rank {} among {}", rank, core_->world_size()));
   }
   return {rank, core_->peers.name(rank), core_->peers.incarnation(rank)};
 }
@@ -93,7 +91,6 @@ uint32_t Agent::incarnation() const { return core_->incarnation(); }
 bool Agent::is_here(int rank) const {
   return core_->is_here(process_number(rank, worker(rank).incarnation));
 }
-
 bool Agent::is_done_without(int rank) const {
   return core_->peers.is_done_without(worker(rank).rank);
 }
@@ -108,15 +105,12 @@ void Agent::go_on_without(const std::vector<int>& ranks, int least, const std::s
 const std::map<std::string, std::string>& Agent::job_options() const { return core_->job_options; }
 uint16_t Agent::port() const { return core_->control->port(); }
 std::string Agent::transport() const { return core_->peers.transport(); }
-
 void Agent::note_of_use(int rank) { core_->control->note_of_use(rank); }
-
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
                      const std::function<void()>& at_rest) {
   core_->shutdown(on_waiting, at_rest);
 }
 void Agent::abort(const Error& error) { core_->abort(error); }
-
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
 std::vector<Wait> Agent::waits() const { return core_->waits(); }
@@ -127,7 +121,6 @@ base::Executor& Agent::inline_executor() { return core_->inline_executor; }
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
 void Agent::add_layer(const std::weak_ptr<Layer>& layer) { core_->layers.add(layer); }
 void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }
-
 const std::shared_ptr<AutogradHook>& Agent::autograd_hook() const { return core_->hook; }
 
 void Agent::expose_raw(const std::string& name, Handler handler) {
@@ -162,9 +155,9 @@ void* Agent::local_erased(std::type_index type) const {
   std::shared_lock lock(core_->registry_mutex);
   const auto it = core_->provided.find(type);
   if (it == core_->provided.end()) {
-    throw Exception(ErrorKind::kNotFound, "rank " + std::to_string(rank()) +
-                                              " was not provided with an object of type " +
-                                              type.name());
+    throw Exception(
+        ErrorKind::kNotFound,
+        fmt::format("rank {} was not provided with an object of type {}", rank(), type.name()));
   }
   return it->second.get();
 }
@@ -196,9 +189,34 @@ base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function
 
 std::shared_ptr<InMessage> Agent::open(const RawReply& reply) { return core_->open(reply); }
 
-std::shared_ptr<RRefHandle> Agent::new_remote_handle(int owner) {
-  return core_->rrefs->new_remote(owner);
+std::shared_ptr<RRefHandle> Agent::new_handle(int owner) { return core_->rrefs->new_remote(owner); }
+
+// ---- ContextScope ----
+
+static thread_local const ContextScope* t_scope = nullptr;
+
+const ContextScope* ContextScope::current() {
+  const ContextScope* scope = t_scope;
+  while (scope && scope->ended_ && *scope->ended_) scope = scope->outer_;
+  return scope;
 }
-std::shared_ptr<RRefHandle> Agent::new_local_handle() { return core_->rrefs->new_local(); }
+uint64_t current_context() {
+  const ContextScope* const scope = ContextScope::current();
+  return scope ? scope->context_ : 0;
+}
+AutogradHook* current_autograd() {
+  const ContextScope* const scope = ContextScope::current();
+  return scope ? scope->autograd_ : nullptr;
+}
+ContextScope::ContextScope(AutogradHook* autograd, uint64_t context,
+                           std::shared_ptr<const std::atomic<bool>> ended)
+    : outer_(t_scope), autograd_(autograd), context_(context), ended_(std::move(ended)) {
+  t_scope = this;
+}
+ContextScope::ContextScope(const Agent& agent, uint64_t context)
+    : ContextScope(agent.autograd_hook().get(), context) {}
+ContextScope::ContextScope(uint64_t context) : ContextScope(current_autograd(), context) {}
+ContextScope::~ContextScope() { t_scope = outer_; }
+bool ContextScope::is_innermost() const { return t_scope == this; }
 
 }  // namespace distrain::rpc

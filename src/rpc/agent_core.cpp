@@ -1,13 +1,11 @@
 #include "agent_core.h"
 
 #include <algorithm>
-#include <functional>
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
+#include <fmt/format.h>
 
-#include "channel_impl.h"
-#include "device/device_streams.h"
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
@@ -41,10 +39,6 @@ base::Task WorkerExecutor::bind(base::Task task) {
     task();
     task = base::Task();
   };
-}
-
-Error WorkerExecutor::error_in_flight(ErrorKind otherwise) const {
-  return rpc::error_in_flight(otherwise);
 }
 
 AgentCore::AgentCore(AgentOptions given)
@@ -117,11 +111,6 @@ AgentCore::AgentCore(AgentOptions given)
   });
 }
 
-AgentCore::~AgentCore() {
-  close();
-  hook = nullptr;  // while the channels that it uses exist
-}
-
 void AgentCore::close() {
   if (loop.in_loop()) {  // disconnect() waits for the loop
     if (!closed_) given_up_.post([this] { close(); });
@@ -178,26 +167,7 @@ void AgentCore::stop() {
   handlers.clear();
 }
 
-void AgentCore::set_device(c10::Device device) {
-  devices.set_home(device);
-  enter_device();
-}
-
-void AgentCore::enter_device() {
-  executor.set_device(devices.home());
-  executor.enter_device();
-}
-
 // ---- joining ----
-
-void AgentCore::join(const std::function<void()>& prepare) {
-  enter_device();
-  control->run([&] {
-    if (prepare) prepare();
-    return devices.freeze();
-  });
-  if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
-}
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   peers.learn_on_loop(directory);
@@ -210,14 +180,12 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   for (int rank = 0; rank < world_size(); ++rank) {
     if (peers.incarnation(rank) > 0) budget->renew(peers.process(rank));
     windows_.add(make_window(rank));
+    if (rank != options.rank) rrefs->know_process(peers.process(rank));
   }
   windows_are_known_ = true;
   send_grants(budget->open(peers.process(options.rank)));
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
-  for (int rank = 0; rank < world_size(); ++rank) {
-    if (rank != options.rank) rrefs->know_process(peers.process(rank));
-  }
   if (options.rank == 0) return;  // rank 0 knows both, and another thread may be reading them
   job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
@@ -241,9 +209,9 @@ void AgentCore::send_grants(const Budget::Grants& grants) {
     if (rank == options.rank) {
       windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
+      // A lost rank needs no grant.
       static_cast<void>(send_control(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(),
-                                     0,
-                                     incarnation_of(grant.to)));  // a lost rank needs no grant
+                                     0, incarnation_of(grant.to)));
     }
   }
 }
@@ -251,19 +219,18 @@ void AgentCore::send_grants(const Budget::Grants& grants) {
 base::Status AgentCore::send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second,
                                      uint64_t third, uint32_t incarnation) {
   net::OutFrame frame;
-  frame.header.kind = kind;
-  frame.header.channel = static_cast<uint16_t>(incarnation);
-  frame.header.call_id = first;
-  frame.header.context_id = second;
-  frame.header.autograd_id = third;
+  frame.header = {.kind = kind,
+                  .channel = static_cast<uint16_t>(incarnation),
+                  .call_id = first,
+                  .context_id = second,
+                  .autograd_id = third};
   return send(to, std::move(frame));
 }
 
 // ---- frames, on the loop ----
 
 void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
-  const uint64_t bytes = wire::kHeaderBytes + frame.header.body_bytes();
-  bytes_in_.fetch_add(bytes, std::memory_order_relaxed);
+  bytes_in_.fetch_add(wire::kHeaderBytes + frame.header.body_bytes(), std::memory_order_relaxed);
   try {
     dispatch_on_loop(rank, std::move(frame));
   } catch (...) {
@@ -291,17 +258,14 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   const wire::FrameHeader header = frame.header;
   std::shared_ptr<DeviceReceive>& device_receive = peers.device_receive_on_loop(rank);
   switch (header.kind) {
-    case wire::FrameKind::kCall: {
+    case wire::FrameKind::kCall:
       if (peers.is_lost(rank)) return;
-      QueuedCall call;
-      call.from = rank;
-      call.incarnation = peers.incarnation(rank);
-      call.id = header.call_id;
-      call.device_receive = device_receive;
-      call.credit = credit_of_call(header);
-      call.frame = std::move(frame);
-      return queue_call(std::move(call));
-    }
+      return queue_call({.from = rank,
+                         .incarnation = peers.incarnation(rank),
+                         .id = header.call_id,
+                         .frame = std::move(frame),
+                         .device_receive = device_receive,
+                         .credit = credit_of_call(header)});
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
@@ -322,14 +286,12 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       return;
     case wire::FrameKind::kError:
       return pending.fail(header.call_id, rank, wire::decode_error(frame.meta));
-    case wire::FrameKind::kOneway: {
-      ChannelMessage message{rank,
-                             {header.call_id, header.context_id, header.autograd_id},
-                             frame.payload,
-                             std::move(frame.body)};
-      static_cast<ChannelImpl&>(open_channel(header.channel)).deliver(std::move(message));
-      return;
-    }
+    case wire::FrameKind::kOneway:
+      return open_channel(header.channel)
+          .deliver({rank,
+                    {header.call_id, header.context_id, header.autograd_id},
+                    frame.payload,
+                    std::move(frame.body)});
     case wire::FrameKind::kChunk:
       if (peers.is_lost(rank)) return;
       if (!device_receive) {
@@ -369,9 +331,9 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   notify_channels(rank, error);
   layers.on_rank_lost(loss);
   rrefs->on_peer_lost(loss.process(), error);
-  if (auto& device_receive =
-          peers.device_receive_on_loop(rank)) {  // device memory must not be freed on the loop
-    pool.post([device_receive = std::move(device_receive)] { device_receive->drop_incomplete(); });
+  // Device memory must not be freed on the loop.
+  if (auto& transfers = peers.device_receive_on_loop(rank)) {
+    pool.post([transfers = std::move(transfers)] { transfers->drop_incomplete(); });
   }
 }
 
@@ -387,21 +349,10 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
   windows_.replace(rank, make_window(rank));
 }
 
-std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
-  std::lock_guard lock(channels_mutex_);
-  std::vector<std::shared_ptr<ChannelImpl>> all;
-  for (const auto& [number, channel] : channels_) all.push_back(channel);
-  return all;
-}
-
-void AgentCore::notify_channels(int rank, const Error& error) {
-  for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
-}
-
 std::vector<Wait> AgentCore::waits_of_layers() {
   std::vector<Wait> all = layers.waits();
   for (const auto& channel : channels()) {
-    for (Wait& wait : channel->waits()) all.push_back(std::move(wait));
+    std::ranges::move(channel->waits(), std::back_inserter(all));
   }
   return all;
 }
@@ -421,38 +372,18 @@ void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> reported) {
 
 std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
-  for (Wait& wait : waits_of_layers()) all.push_back(std::move(wait));
+  std::ranges::move(waits_of_layers(), std::back_inserter(all));
   for (int rank = 0; rank < known_windows(); ++rank) {
     if (const auto since = windows_.at(rank).waiting_since()) {
-      all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
+      all.push_back({fmt::format("room on rank {} for one more call", rank), *since});
     }
   }
   if (auto others = control->wait()) all.push_back(std::move(*others));
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Wait& a, const Wait& b) { return a.since < b.since; });
+  std::ranges::stable_sort(all, {}, &Wait::since);
   return all;
 }
 
 // ---- sending ----
-
-base::Status AgentCore::send(int to, net::OutFrame frame) {
-  bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
-  return peers.send(to, std::move(frame));
-}
-
-// Sends a reply. While too many replies to a rank are unwritten, calls of that rank do not begin.
-base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
-  frame.keep_alive =
-      unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
-  return send(to, std::move(frame));
-}
-
-Channel& AgentCore::open_channel(uint16_t number) {
-  std::lock_guard lock(channels_mutex_);
-  std::shared_ptr<ChannelImpl>& channel = channels_[number];
-  if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
-  return *channel;
-}
 
 // ---- the end ----
 
@@ -462,10 +393,11 @@ Channel& AgentCore::open_channel(uint16_t number) {
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;
-  constexpr auto kLongestPause = std::chrono::milliseconds(200);
+  using namespace std::chrono_literals;
   pending.drained().wait();
   layers.on_shutdown();
-  for (uint64_t round = 0, pause_ms = 0; round <= kLastRound; ++round) {
+  std::chrono::milliseconds pause{0};
+  for (uint64_t round = 0; round <= kLastRound; ++round) {
     const uint64_t live = round == 0 ? 1 : rrefs->live() + live_contexts();
     const base::Future<uint64_t> over = control->enter_round(round, live);
     while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
@@ -476,23 +408,11 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
       if (at_rest) at_rest();  // the other ranks wait in round 1 for this rank
       continue;
     }
-    std::this_thread::sleep_for(
-        std::min<std::chrono::milliseconds>(std::chrono::milliseconds(pause_ms), kLongestPause));
-    pause_ms = pause_ms * 2 + 1;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2 + 1ms, 200ms);
   }
   control->leave();
   close();
 }
-
-void AgentCore::abort(const Error& error) {
-  if (!closed_) {
-    Error reason = error;
-    if (reason.rank < 0) reason.rank = options.rank;
-    control->abort(reason);
-  }
-  close();
-}
-
-Traffic AgentCore::traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
 
 }  // namespace distrain::rpc

@@ -1,29 +1,14 @@
 #pragma once
 
-#include <atomic>
-#include <memory>
-#include <mutex>
 #include <shared_mutex>
-#include <string>
 #include <thread>
-#include <unordered_map>
-#include <vector>
 
-#include "call/call_queue.h"
-#include "call/pending_calls.h"
-#include "call/reply_gate.h"
-#include "device/device_send.h"
-#include "device/device_stager.h"
+#include "call/calls.h"
 #include "device/device_table.h"
 #include "distrain/base/thread_pool.h"
-#include "distrain/membership/control_plane.h"
-#include "distrain/net/loop.h"
-#include "distrain/net/stream.h"
-#include "distrain/rpc/agent.h"
 #include "flow/credit.h"
 #include "layers.h"
 #include "peers.h"
-#include "per_rank.h"
 #include "rref/rref_context.h"
 
 namespace distrain::rpc {
@@ -42,29 +27,46 @@ class WorkerExecutor final : public base::Executor {
           return std::move(options);
         }()) {}
   base::ThreadPool& pool() { return pool_; }
-  void set_device(c10::Device device) {
-    index_ = device.index();
-    type_ = device.type();
-  }
+  void set_device(c10::Device device) { device_ = device; }
   /// Makes the rank's device current on this thread, which need not be a worker.
-  void enter_device() const noexcept { make_current({type_, index_}); }
+  void enter_device() const noexcept { make_current(device_); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
     pool_.post(base::behind(std::move(work), std::move(task)));
   }
   base::Task bind(base::Task task) override;
-  Error error_in_flight(ErrorKind otherwise) const override;
+  Error error_in_flight(ErrorKind otherwise) const override {
+    return rpc::error_in_flight(otherwise);
+  }
 
  private:
-  std::atomic<c10::DeviceType> type_{c10::kCPU};
-  std::atomic<c10::DeviceIndex> index_{-1};
+  std::atomic<c10::Device> device_{c10::Device(c10::kCPU)};
   base::ThreadPool pool_;
 };
 
 /// The function that is called instead if a remote() call cannot be sent: its value then fails.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
-class ChannelImpl;
+/// Gives replies access to their agent until it ends; a reply may outlive its agent. Thread-safe.
+class ReplyGate {
+ public:
+  explicit ReplyGate(AgentCore& core) : core_(&core) {}
+  /// Calls `use(core)` if the agent has not ended, and delays its end meanwhile.
+  template <class F>
+  void enter(const F& use) {
+    std::shared_lock lock(mutex_);
+    if (core_) use(*core_);
+  }
+  /// Ends the access; returns when no enter() is running.
+  void close() {
+    std::lock_guard lock(mutex_);
+    core_ = nullptr;
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  AgentCore* core_;
+};
 
 /// The implementation of Agent.
 ///
@@ -75,12 +77,25 @@ class ChannelImpl;
 class AgentCore {
  public:
   explicit AgentCore(AgentOptions options);
-  ~AgentCore();
+  ~AgentCore() {
+    close();
+    hook = nullptr;  // while the channels that it uses exist
+  }
 
-  void join(const std::function<void()>& prepare);
+  void join(const std::function<void()>& prepare) {
+    enter_device();
+    control->run([&] {
+      if (prepare) prepare();
+      return devices.freeze();
+    });
+    if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
+  }
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
-  void abort(const Error& error);
+  void abort(const Error& error) {
+    if (!closed_) control->abort(with_origin(error, options.rank, {}));
+    close();
+  }
   /// Ends the agent. If called on one of the agent's threads, leaves joining them to a later call.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for their own end.
@@ -97,17 +112,37 @@ class AgentCore {
   /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
-  void send_error(int to, uint64_t call_id, Error error);
+  void send_error(int to, uint64_t call_id, Error error) {
+    if (error.rank < 0) error.rank = options.rank;
+    if (to == options.rank) return pending.fail(call_id, to, std::move(error));
+    net::OutFrame frame;
+    frame.header = {.kind = wire::FrameKind::kError, .call_id = call_id};
+    frame.meta = wire::encode(error);
+    static_cast<void>(send_answer(to, std::move(frame)));
+  }
   /// Sends each grant to its rank, or gives it to this rank's own window.
   void send_grants(const Budget::Grants& grants);
 
-  void set_device(c10::Device device);
+  void set_device(c10::Device device) {
+    devices.set_home(device);
+    enter_device();
+  }
   /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
-  void enter_device();
-
+  void enter_device() {
+    executor.set_device(devices.home());
+    executor.enter_device();
+  }
   /// Fails with `peer_lost`, or with the reason that the peer sent when it left.
-  base::Status send(int to, net::OutFrame frame);
-  Channel& open_channel(uint16_t number);
+  base::Status send(int to, net::OutFrame frame) {
+    bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
+    return peers.send(to, std::move(frame));
+  }
+  ChannelImpl& open_channel(uint16_t number) {
+    std::lock_guard lock(channels_mutex_);
+    std::shared_ptr<ChannelImpl>& channel = channels_[number];
+    if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
+    return *channel;
+  }
 
   Agent agent{*this};
   AgentOptions options;
@@ -128,7 +163,6 @@ class AgentCore {
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
-
   // The functions that this agent exposes, and the names of the functions that it can call.
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
@@ -146,7 +180,7 @@ class AgentCore {
     return rank_of(process) == options.rank || peers.is_here(process);
   }
   uint32_t incarnation() const { return incarnation_; }
-  Traffic traffic() const;
+  Traffic traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
   std::vector<Wait> waits();
   /// Return the current counts. After close(): the counts before close() began, which show leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
@@ -157,12 +191,19 @@ class AgentCore {
  private:
   void send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                              bool was_sent);
-  void hold_parameters(OutMessage& message) const;
   base::Status send_from_device(int to, DeviceSend& device_send,
                                 const DeviceSend::StillWanted& still_wanted = {});
-  std::function<uint64_t()> transfer_numbers() {
-    return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
-  }
+  /// An encoded message.
+  struct OutgoingMessage {
+    wire::FrameHeader header;
+    std::vector<RRefTicket> tickets;
+    // Exactly one of these is set.
+    std::shared_ptr<InMessage> own;           // to this rank itself
+    std::shared_ptr<DeviceSend> device_send;  // with device tensors
+    net::OutFrame frame;                      // any other
+  };
+  OutgoingMessage encode(int to, wire::FrameHeader header,
+                         const std::function<void(Encoder&)>& fill);
   struct OutgoingCall;
   OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                            const std::function<void(Encoder&)>& fill, const RRefHandle* target);
@@ -170,7 +211,6 @@ class AgentCore {
                      const std::shared_ptr<RRefHandle>& target);
   void send_call(OutgoingCall call);
   bool await_credit(OutgoingCall& call);
-  void send_call_later(OutgoingCall call, bool is_delayed);
   void send_deferred(OutgoingCall& call);
   void fail_if_unsent(const OutgoingCall& call, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory);
@@ -184,7 +224,12 @@ class AgentCore {
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
-  base::Status send_answer(int to, net::OutFrame frame);
+  /// Sends a reply. While too many replies to a rank are unwritten, its calls do not begin.
+  base::Status send_answer(int to, net::OutFrame frame) {
+    frame.keep_alive =
+        unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
+    return send(to, std::move(frame));
+  }
   void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
   void run_parked_call(int from);
@@ -195,8 +240,15 @@ class AgentCore {
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
-  std::vector<std::shared_ptr<ChannelImpl>> channels();
-  void notify_channels(int rank, const Error& error);
+  std::vector<std::shared_ptr<ChannelImpl>> channels() {
+    std::lock_guard lock(channels_mutex_);
+    std::vector<std::shared_ptr<ChannelImpl>> all;
+    for (const auto& [number, channel] : channels_) all.push_back(channel);
+    return all;
+  }
+  void notify_channels(int rank, const Error& error) {
+    for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
+  }
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);

@@ -1,6 +1,6 @@
 #include "peers.h"
 
-#include <utility>
+#include <fmt/format.h>
 
 
 namespace distrain::rpc {
@@ -21,15 +21,6 @@ void Peers::learn_on_loop(const wire::Directory& directory) {
     peers_.add(std::make_unique<Peer>(entry));
   }
   size_ = peers_.size();
-}
-
-std::string Peers::transport() const {
-  bool tcp = false;
-  bool local = false;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
-  }
-  return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
 }
 
 // ---- sending ----
@@ -77,11 +68,6 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 
 // ---- connecting, on the loop ----
 
-// Returns true if `peer` is the newest process of its rank, and connecting.
-bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
-  return &at(rank) == &peer && peer.state == State::kConnecting;
-}
-
 void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;
   if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -105,11 +91,11 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
 }
 
 void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
-  Error reported = error;
-  reported.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
-  reported.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
-  reported.message = membership::rank_text(rank_) + " cannot reach " +
-                     membership::rank_text(rank, name(rank)) + ": " + error.message;
+  const bool is_own = error.kind == ErrorKind::kResources;
+  const Error reported{is_own ? error.kind : ErrorKind::kPeerLost,
+                       fmt::format("{} cannot reach {}: {}", membership::rank_text(rank_),
+                                   membership::rank_text(rank, name(rank)), error.message),
+                       is_own ? rank_ : rank, error.op};
   loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
     if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -164,7 +150,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   Peer& peer = at(rank);
   if (peer.accepted) {
     return Error{ErrorKind::kProtocol,
-                 "rank " + std::to_string(rank) + " has connected to this rank already"};
+                 fmt::format("rank {} has connected to this rank already", rank)};
   }
   peer.accepted = stream;
   stream->set_limits_on_loop(wire::Limits{});
@@ -193,21 +179,6 @@ void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;
   peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
-}
-
-void Peers::lose_on_loop(const Loss& loss) {
-  Peer& peer = at(loss.rank);
-  peer.accepted = nullptr;
-  std::deque<net::OutFrame> dropped;
-  std::lock_guard lock(peer.mutex);
-  peer.loss = loss.error;
-  peer.is_done_without = loss.job_goes_on;
-  peer.state = State::kLost;
-  dropped.swap(peer.waiting);
-}
-
-void Peers::renew_on_loop(int rank, const wire::Directory::Entry& entry) {
-  peers_.replace(rank, std::make_unique<Peer>(entry));
 }
 
 }  // namespace distrain::rpc

@@ -1,21 +1,39 @@
 #pragma once
 
-#include <atomic>
 #include <deque>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_map>
 
-#include "device/device_receive.h"
+#include "device/device_transfer.h"
 #include "distrain/membership/control_plane.h"
 #include "distrain/net/socket.h"
-#include "distrain/net/stream.h"
-#include "distrain/rpc/membership_types.h"
-#include "per_rank.h"
+#include "distrain/rpc/channel.h"
 
 namespace distrain::rpc {
+
+/// An object for the newest process of each rank. Objects of earlier processes (some hundred bytes
+/// each) are kept until the end, because threads may still use them. One thread fills and changes
+/// it; when it is filled, any thread may read it.
+template <class T>
+class PerRank {
+ public:
+  void add(std::unique_ptr<T> object) {
+    current_.push_back(std::make_unique<std::atomic<T*>>(object.get()));
+    all_.push_back(std::move(object));
+  }
+  /// Replaces the object of `rank` by that of the rank's next process.
+  void replace(int rank, std::unique_ptr<T> object) {
+    T* const next = object.get();
+    all_.push_back(std::move(object));
+    current_[static_cast<size_t>(rank)]->store(next, std::memory_order_release);
+  }
+  T& at(int rank) const {
+    return *current_[static_cast<size_t>(rank)]->load(std::memory_order_acquire);
+  }
+  int size() const { return static_cast<int>(current_.size()); }
+
+ private:
+  std::vector<std::unique_ptr<std::atomic<T*>>> current_;
+  std::vector<std::unique_ptr<T>> all_;
+};
 
 /// The connections to the other ranks, which are made when there is first something to send.
 ///
@@ -41,7 +59,6 @@ class Peers {
 
   /// Sets the ranks and how to reach them. Called once, before all other functions.
   void learn_on_loop(const wire::Directory& directory);
-
   /// Returns 0 before learn_on_loop(). For any thread.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).entry.name; }
@@ -51,8 +68,13 @@ class Peers {
     return found == ranks_.end() ? -1 : found->second;
   }
   /// Returns how the peers are reached: "unix", "tcp", "mixed" or "none".
-  std::string transport() const;
-
+  std::string transport() const {
+    bool tcp = false, local = false;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank != rank_) (at(rank).entry.endpoint.unix_name.empty() ? tcp : local) = true;
+    }
+    return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
+  }
   /// Returns when the frame is written or queued. Fails with `peer_lost` or the peer's reason.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
@@ -64,18 +86,27 @@ class Peers {
     const Peer& peer = at(rank_of(process));
     return peer.entry.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
-
   /// Takes a connection that `rank` has made. Returns an error if it is refused.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
-  void lose_on_loop(const Loss& loss);
+  void lose_on_loop(const Loss& loss) {
+    Peer& peer = at(loss.rank);
+    peer.accepted = nullptr;
+    std::deque<net::OutFrame> dropped;
+    std::lock_guard lock(peer.mutex);
+    peer.loss = loss.error;
+    peer.is_done_without = loss.job_goes_on;
+    peer.state = State::kLost;
+    dropped.swap(peer.waiting);
+  }
   /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
   /// Replaces a lost rank by a new process.
-  void renew_on_loop(int rank, const wire::Directory::Entry& entry);
-
+  void renew_on_loop(int rank, const wire::Directory::Entry& entry) {
+    peers_.replace(rank, std::make_unique<Peer>(entry));
+  }
   /// Returns the incomplete transfers of `rank`. Loop thread only.
   std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
     return at(rank).device_receive;
@@ -100,7 +131,10 @@ class Peers {
   Peer& at(int rank) const { return peers_.at(rank); }
   base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  bool is_connecting_on_loop(int rank, const Peer& peer) const;
+  /// Returns true if `peer` is the newest process of its rank, and connecting.
+  bool is_connecting_on_loop(int rank, const Peer& peer) const {
+    return &at(rank) == &peer && peer.state == State::kConnecting;
+  }
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);

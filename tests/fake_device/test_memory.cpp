@@ -7,8 +7,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "../../src/ddp/buckets.h"
-#include "device/device_receive.h"
-#include "device/device_send.h"
+#include "device/device_transfer.h"
 #include "support/catch.h"
 #include "support/fake_device.h"
 

@@ -7,8 +7,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
-#include "device/device_receive.h"
-#include "device/device_send.h"
+#include "device/device_transfer.h"
 #include "distrain/base/thread_state.h"
 #include "support/catch.h"
 #include "support/cluster.h"

@@ -17,7 +17,6 @@
 #include "distrain/nn/arguments.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/rpc/agent.h"
-#include "distrain/rpc/function_traits.h"
 
 namespace distrain::nn {
 

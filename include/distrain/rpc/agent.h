@@ -1,11 +1,6 @@
 #pragma once
 
-#include <functional>
 #include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "distrain/base/future.h"
 #include "distrain/base/trace.h"
@@ -13,14 +8,76 @@
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/device.h"
-#include "distrain/rpc/function_traits.h"
-#include "distrain/rpc/layer.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/rpc/serialize.h"
 
 namespace distrain::rpc {
 
 class AgentCore;
+struct CallContext;
+
+/// Deduces the parameters and the result of an exposed function from its type.
+namespace detail {
+
+template <class R>
+struct Unwrapped {
+  using type = std::decay_t<R>;
+};
+template <>
+struct Unwrapped<void> {
+  using type = base::Unit;
+};
+template <class R>
+struct Unwrapped<base::Future<R>> {
+  using type = base::detail::Stored<R>;
+};
+
+template <class... Params>
+struct WithoutContext {
+  static constexpr bool kTakesContext = false;
+  using Args = std::tuple<std::decay_t<Params>...>;
+};
+template <class... Params>
+struct WithoutContext<CallContext&, Params...> : WithoutContext<Params...> {
+  static constexpr bool kTakesContext = true;
+};
+
+template <class R, class S, class... Params>
+struct Signature : WithoutContext<Params...> {
+  using Returned = R;                          ///< as declared; may be a Future or void
+  using Result = typename Unwrapped<R>::type;  ///< the value that is sent back; Unit for void
+  using Self = S;                              ///< the class of a member function, or void
+  static constexpr bool kReturnsFuture = base::detail::IsFuture<R>::value;
+};
+
+template <class F>
+struct SignatureOf {
+  static_assert(!std::is_same_v<F, F>,
+                "only these can be called remotely: a function, a member function without &, && or "
+                "volatile, and a lambda without captures or auto parameters");
+};
+template <class R, bool N, class... P>
+struct SignatureOf<R (*)(P...) noexcept(N)> : Signature<R, void, P...> {};
+template <class R, class S, bool N, class... P>
+struct SignatureOf<R (S::*)(P...) noexcept(N)> : Signature<R, S, P...> {};
+template <class R, class S, bool N, class... P>
+struct SignatureOf<R (S::*)(P...) const noexcept(N)> : Signature<R, S, P...> {};
+template <class F>
+requires requires { &F::operator(); }
+struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
+  using Self = void;
+};
+
+}  // namespace detail
+
+template <auto F>
+using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
+
+/// The address, the same in all translation units, is the registry key of F, or of T.
+template <auto F>
+inline constexpr char kFunctionTag = 0;
+template <class T>
+inline constexpr char kClassTag = 0;
 
 /// Pairs of a device of this rank and the device of `peer` where its tensors arrive. Pairs are one
 /// to one; replies and gradients use them in reverse. CPU tensors arrive on the CPU.
@@ -29,8 +86,7 @@ struct DeviceMap {
   std::vector<std::pair<c10::Device, c10::Device>> devices;
 };
 
-/// How an agent joins its job (the members of membership::Options), and how it makes and runs
-/// calls.
+/// How an agent joins its job (the members of membership::Options), and makes and runs calls.
 struct AgentOptions : membership::Options {
   /// Called once for each operation, such as a collective, that has waited for other ranks for
   /// `long_wait`. Runs on the loop thread: must not block.
@@ -54,6 +110,21 @@ struct AgentOptions : membership::Options {
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads waiting for a reply do not count
+};
+
+/// A component that is built on an agent and keeps state about other ranks, such as autograd
+/// contexts or operations that wait for a rank. Registered with Agent::add_layer().
+class Layer {
+ public:
+  virtual ~Layer() = default;
+  /// Called once for each lost process of another rank, before any call of the rank's next process
+  /// is run; when this agent ends, for each remaining rank, with `cancelled`. Releases the state
+  /// kept for it and fails its waits with `loss.error`. Must be quick: one thread calls all layers.
+  virtual void on_rank_lost(const Loss& loss) = 0;
+  /// Called in Agent::shutdown() when this rank's calls have been answered. May call other ranks.
+  virtual void on_shutdown() {}
+  /// Returns current waits, for Agent::waits(). Called on any thread; must neither block nor throw.
+  virtual std::vector<Wait> waits() const { return {}; }
 };
 
 struct WorkerInfo {
@@ -146,12 +217,11 @@ class Agent {
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  /// Makes `F` callable under `name`. `F` is a function, a member function or a lambda without
-  /// captures, with Serializable parameters and result. The result may be a Future, which holds no
-  /// thread. A first parameter CallContext& is filled in here. Callers name the same `F`, so a
-  /// lambda must be a constant that both see: `constexpr auto kTwice = [](int x) { return 2 * x;
-  /// };`. `F` starts with torch's default thread-local state; its changes to that state end with
-  /// it.
+  /// Makes `F` callable under `name`: a function, a member function or a lambda without captures,
+  /// with Serializable parameters and result. The result may be a Future, which holds no thread. A
+  /// first parameter CallContext& is filled in here. Callers name the same `F`, so a lambda must be
+  /// a constant that both see: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F` starts
+  /// with torch's default thread-local state; its changes to that state end with it.
   template <auto F>
   void expose(const std::string& name);
   /// Lets remote_new() create objects of T. T::Constructor gives the constructor's parameters:
@@ -315,8 +385,7 @@ class Agent {
   std::shared_ptr<void> shared_erased(std::type_index type,
                                       const std::function<std::shared_ptr<void>()>& make);
   int rank_of(const To& to) const;
-  std::shared_ptr<RRefHandle> new_remote_handle(int owner);
-  std::shared_ptr<RRefHandle> new_local_handle();
+  std::shared_ptr<RRefHandle> new_handle(int owner);
 
   std::shared_ptr<AgentCore> core_;
 };

@@ -7,6 +7,9 @@
 
 namespace distrain::rpc {
 
+/// The function that every agent exposes for RRef::to_here().
+inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
+
 namespace detail {
 
 template <class T>
@@ -142,23 +145,38 @@ using EncodeCall =
 template <class T>
 using EncodeConstructor = EncodeAll<typename RunConstructor<T, typename T::Constructor>::Args>;
 
+inline base::Future<RawReply> fetch(const std::shared_ptr<RRefHandle>& handle,
+                                    std::chrono::nanoseconds timeout) {
+  return handle->agent().call_raw(To(handle->owner()).timeout(timeout), kFetchFunction,
+                                  [&](Encoder& encoder) { encode_rref(encoder, handle); });
+}
+
+template <auto method, class Traits = FunctionTraits<method>, class Args = typename Traits::Args>
+struct OfLocal;
+template <auto method, class Traits, class... Args>
+struct OfLocal<method, Traits, std::tuple<Args...>> {
+  static typename Traits::Returned call(CallContext& context, Args... args) {
+    return (context.agent.local<typename Traits::Self>().*method)(std::move(args)...);
+  }
+};
+
 }  // namespace detail
 
 template <auto F>
 void Agent::expose(const std::string& name) {
-  expose_tag(&FunctionTag<F>::kTag, name, &detail::run_exposed<F>);
+  expose_tag(&kFunctionTag<F>, name, &detail::run_exposed<F>);
 }
 
 template <class T>
 void Agent::expose_class(const std::string& name) {
-  expose_tag(&ClassTag<T>::kTag, name, &detail::RunConstructor<T, typename T::Constructor>::run);
+  expose_tag(&kClassTag<T>, name, &detail::RunConstructor<T, typename T::Constructor>::run);
 }
 
 template <auto F, class... Args>
 base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandle>& target,
                                    Args&&... args) {
   const auto fill = [&](Encoder& encoder) { detail::EncodeCall<F>::encode_all(encoder, args...); };
-  return call_raw(to, name_of(&FunctionTag<F>::kTag, "this function"), fill, target);
+  return call_raw(to, name_of(&kFunctionTag<F>, "this function"), fill, target);
 }
 
 template <class R>
@@ -202,44 +220,31 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
 
 template <auto F, class... Args>
 auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
-  std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
+  std::shared_ptr<RRefHandle> handle = new_handle(rank_of(to));
   static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // the handle gets its error
   return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
 }
 
 template <class T, class... Args>
 RRef<T> Agent::remote_new(const To& to, Args&&... args) {
-  std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
+  std::shared_ptr<RRefHandle> handle = new_handle(rank_of(to));
   const auto fill = [&](Encoder& encoder) {
     detail::EncodeConstructor<T>::encode_all(encoder, args...);
   };
   // The handle gets the call's error.
-  static_cast<void>(call_raw(to, name_of(&ClassTag<T>::kTag, "this class"), fill, handle));
+  static_cast<void>(call_raw(to, name_of(&kClassTag<T>, "this class"), fill, handle));
   return RRef<T>(std::move(handle));
 }
 
 template <class T>
 RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
-  std::shared_ptr<RRefHandle> handle = new_local_handle();
+  std::shared_ptr<RRefHandle> handle = new_handle(rank());
   OwnedValue& owned = *handle->owned();
   owned.type = typeid(T);
   owned.encode = detail::encode_function<T>();
   owned.value.set(std::move(value));
   return RRef<T>(std::move(handle));
 }
-
-/// The function that every agent exposes for RRef::to_here().
-inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
-
-namespace detail {
-
-inline base::Future<RawReply> fetch(const std::shared_ptr<RRefHandle>& handle,
-                                    std::chrono::nanoseconds timeout) {
-  return handle->agent().call_raw(To(handle->owner()).timeout(timeout), kFetchFunction,
-                                  [&](Encoder& encoder) { encode_rref(encoder, handle); });
-}
-
-}  // namespace detail
 
 template <class T>
 T RRef<T>::to_here() const requires Serializable<T> {
@@ -280,5 +285,13 @@ template <auto F, class... Args>
 auto RRef<T>::remote(Args&&... args) const {
   return handle_->agent().template remote<F>(To(owner()), *this, std::forward<Args>(args)...);
 }
+
+/// A function to expose and to call, for a member function of an object that each rank provides:
+///
+///   agent.provide(std::make_shared<Counter>());
+///   agent.expose<of_local<&Counter::add>>("Counter.add");
+///   agent.rpc_sync<of_local<&Counter::add>>("ps", 3);
+template <auto method>
+inline constexpr auto of_local = &detail::OfLocal<method>::call;
 
 }  // namespace distrain::rpc

@@ -51,7 +51,6 @@ class ContextScope {
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
-
   /// Called before a message of `context` is sent to rank `to`: the reply to its call `answered`,
   /// or a call if that is 0. Records a send node for tensors that require a gradient and returns
   /// its id, or 0 if none does.
@@ -63,15 +62,12 @@ class AutogradHook {
   /// Called if this rank no longer waits for the reply to its call `call` to rank `to`: if a reply
   /// still arrives, this rank sends no gradient for it. May be called on the loop.
   virtual void on_given_up(uint64_t context, int to, uint64_t call) = 0;
-
   /// Counterpart of on_send(): makes the tensors of `message` that require a gradient outputs of a
   /// receive node. `function` is the function that returned the tensors; empty for arguments.
   virtual void on_receive(uint64_t context, InMessage& message, const std::string& function) = 0;
-
   /// Returns a tensor with the current value of `parameter`, in the same memory. While the result
   /// is alive, no update writes to that memory, except sparse updates of single rows.
   virtual at::Tensor hold(const at::Tensor& parameter) = 0;
-
   /// Returns the number of contexts of which this rank still holds state.
   virtual size_t live_contexts() const = 0;
 };

@@ -1,11 +1,8 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "distrain/base/executor.h"
 #include "distrain/base/future.h"
@@ -37,16 +34,13 @@ class Batcher {
       std::lock_guard lock(mutex_);
       requests_.push_back(std::move(request));
       promises_.push_back(std::move(promise));
-      if (state_ == State::kRunning) return answer;
-      state_ = State::kRunning;
+      if (std::exchange(is_running_, true)) return answer;
     }
     make_pass();
     return answer;
   }
 
  private:
-  enum class State { kIdle, kRunning };  // kRunning: one thread makes passes until none waits
-
   /// Owned by the task of the next pass: cancels the waiting requests if the task is dropped.
   struct GiveUp {
     void operator()(Batcher* batcher) const { batcher->cancel_waiting(); }
@@ -72,7 +66,7 @@ class Batcher {
     {
       std::lock_guard lock(mutex_);
       more = !requests_.empty();
-      if (!more) state_ = State::kIdle;
+      is_running_ = more;
     }
     // Without the lock, because an executor that has stopped destroys the task at once.
     if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
@@ -88,13 +82,13 @@ class Batcher {
     std::lock_guard lock(mutex_);
     requests_.clear();
     promises.swap(promises_);
-    state_ = State::kIdle;
+    is_running_ = false;
   }
 
   base::Executor& executor_;
   const Pass pass_;
   std::mutex mutex_;
-  State state_ = State::kIdle;
+  bool is_running_ = false;  // one thread makes passes until no request waits
   std::vector<Request> requests_;
   std::vector<base::Promise<Answer>> promises_;  // one for each request
 };

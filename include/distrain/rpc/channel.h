@@ -1,17 +1,27 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
-#include <memory>
 #include <span>
-#include <vector>
 
 #include "distrain/base/buffer.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/rpc/membership_types.h"
+#include "distrain/membership/loss.h"
+#include "distrain/membership/wait.h"
 
 namespace distrain::rpc {
+
+// The types and functions of layer `membership` that belong to the interface of an agent.
+using membership::incarnation_of;
+using membership::kMaxIncarnations;
+using membership::kMaxRanks;
+using membership::Loss;
+using membership::make_id;
+using membership::maker_of;
+using membership::process_number;
+using membership::ProcessNumber;
+using membership::rank_of;
+using membership::Wait;
 
 /// Identifies a message within a channel; the layer above defines the three numbers.
 struct ChannelTag {
@@ -50,11 +60,9 @@ class Channel {
   virtual int world_size() const = 0;
   /// Returns the tracer of this rank; may be null.
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
-
   /// Replaces the handler, and delivers messages that came before the first one to it. With an
   /// empty handler the channel drops messages. Returns when no previous handler is running.
   virtual void set_handler(Handler handler) = 0;
-
   /// Sends `pieces`, concatenated, as one payload. Returns when it is written or queued;
   /// `keep_alive` is held until the kernel has taken it. Throws peer_lost, which names the rank.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,

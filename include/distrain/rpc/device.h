@@ -1,13 +1,7 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <vector>
-
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 
 namespace distrain::rpc {
 
@@ -29,8 +23,7 @@ namespace distrain::rpc {
 //  - No thread ever waits for a whole device.
 //
 // These waits are StreamPoints, except between autograd's nodes, where torch's InputBuffer has
-// events. The runtime uses devices only through c10, so it also runs on the fake device of the
-// tests.
+// events. The runtime uses devices only through c10, so it also runs on the tests' fake device.
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 
@@ -50,17 +43,14 @@ class StreamPoint {
  public:
   /// Creates a point that counts as reached.
   StreamPoint() = default;
-
   /// Returns the point after all work in this thread's current stream of `device`. CPU: reached.
   static StreamPoint mark(c10::Device device);
   /// Returns the point after all work in `stream`.
   static StreamPoint mark(const c10::Stream& stream);
-
   /// Makes later work in `stream` wait for this point.
   void make_wait(const c10::Stream& stream) const;
   /// Does the same for this thread's current stream of `device`; does nothing for the CPU.
   void make_current_wait(c10::Device device) const;
-
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;

@@ -1,12 +1,6 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
 #include <span>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "distrain/base/buffer.h"
 #include "distrain/net/stream.h"
@@ -20,6 +14,14 @@ namespace distrain::rpc {
 class DeviceReceive;
 class DeviceStager;
 class RRefHandle;
+
+/// Returns the wire's number of an element type. Throws `invalid` if it cannot be sent (quantized).
+wire::DType to_dtype(at::ScalarType type);
+/// Returns the element type for a wire format's number. Throws `protocol` if the number is unknown.
+at::ScalarType to_scalar_type(wire::DType dtype);
+
+/// Returns a description such as "a nested tensor" if `tensor` cannot be sent; otherwise "".
+std::string kind_that_cannot_be_sent(const at::Tensor& tensor);
 
 // Note [Tensors of devices]
 //
@@ -65,7 +67,6 @@ struct InMessage {
   /// For each device: the point after which its tensors are complete.
   std::vector<std::pair<c10::Device, StreamPoint>> completed_at;
   uint64_t credit_of_transfers = 0;  ///< of transfers that preceded a call
-
   /// Makes this thread's current streams wait until the device tensors are complete.
   void await_device_tensors();
 };

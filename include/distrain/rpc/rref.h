@@ -1,12 +1,10 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
-#include <memory>
 #include <typeindex>
 
 #include "distrain/base/future.h"
-#include "distrain/rpc/membership_types.h"
+#include "distrain/rpc/channel.h"
 #include "distrain/rpc/serialize.h"
 
 namespace distrain::rpc {
@@ -32,7 +30,12 @@ struct OwnedValue {
 class RRefHandle {
  public:
   RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,
-             std::shared_ptr<OwnedValue> owned);
+             std::shared_ptr<OwnedValue> owned)
+      : context_(std::move(context)),
+        id_(id),
+        fork_(fork),
+        owner_(owner),
+        owned_(std::move(owned)) {}
   ~RRefHandle();
   RRefHandle(const RRefHandle&) = delete;
   RRefHandle& operator=(const RRefHandle&) = delete;
@@ -45,13 +48,17 @@ class RRefHandle {
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
-
   /// Returns the value, waiting until it exists. Throws `invalid` unless it is here and of `type`.
   std::shared_ptr<void> local(std::type_index type) const;
-
   /// Sets the error of the call that was to create the value. to_here() then throws it.
-  void set_creation_error(base::Error error);
-  base::Status creation_status() const;
+  void set_creation_error(base::Error error) {
+    std::lock_guard lock(mutex_);
+    creation_status_ = std::move(error);
+  }
+  base::Status creation_status() const {
+    std::lock_guard lock(mutex_);
+    return creation_status_;
+  }
 
  private:
   const std::shared_ptr<RRefContext> context_;
@@ -77,7 +84,6 @@ class RRef {
   bool valid() const { return handle_ != nullptr; }
   int owner() const { return handle_->owner(); }
   bool is_owner() const { return handle_->is_owner(); }
-
   /// Returns a copy of the value, fetched from its owner. Inside an autograd context, gradients
   /// flow through the tensors in it. Throws the error of the call that was to create the value.
   T to_here() const requires Serializable<T>;
@@ -91,7 +97,6 @@ class RRef {
   std::shared_ptr<T> local_pointer() const {
     return std::static_pointer_cast<T>(handle_->local(typeid(T)));
   }
-
   // Call a member function of the value on its owner, like Agent's functions of the same names.
   template <auto F, class... Args>
   auto rpc_sync(Args&&... args) const;

@@ -4,15 +4,11 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 #include <variant>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
 #include "distrain/base/error.h"
@@ -80,6 +76,11 @@ T decode(Decoder& decoder) {
   return Serializer<T>::decode(decoder);
 }
 
+template <class T>
+void decode_into(Decoder& decoder, T& value) {
+  value = decode<T>(decoder);
+}
+
 template <>
 struct Serializer<at::Tensor> {
   static void encode(Encoder& encoder, const at::Tensor& value) { encoder.put_tensor(value); }
@@ -133,34 +134,28 @@ struct Serializer<Items> {
 template <class T, size_t N>
 struct Serializer<std::array<T, N>> {
   static void encode(Encoder& encoder, const std::array<T, N>& value) {
-    for (const T& item : value) rpc::encode<T>(encoder, item);
+    for (const T& item : value) rpc::encode(encoder, item);
   }
   static std::array<T, N> decode(Decoder& decoder) {
     std::array<T, N> value;
-    for (T& item : value) item = rpc::decode<T>(decoder);
+    for (T& item : value) decode_into(decoder, item);
     return value;
   }
 };
 
-template <class... Ts>
-struct Serializer<std::tuple<Ts...>> {
-  static void encode(Encoder& encoder, const std::tuple<Ts...>& value) {
-    std::apply([&encoder](const Ts&... items) { (rpc::encode<Ts>(encoder, items), ...); }, value);
+/// Tuples and pairs, such as the items of a map, whose keys are const.
+template <class T>
+requires requires { std::tuple_size<T>::value; }
+struct Serializer<T> {
+  static void encode(Encoder& encoder, const T& value) {
+    std::apply([&](const auto&... items) { (rpc::encode(encoder, items), ...); }, value);
   }
-  static std::tuple<Ts...> decode(Decoder& decoder) {
-    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};  // braces evaluate from left to right
-  }
-};
-
-template <class A, class B>
-struct Serializer<std::pair<A, B>> {
-  using First = std::remove_const_t<A>;  // the key of a map's item is const
-  static void encode(Encoder& encoder, const std::pair<A, B>& value) {
-    rpc::encode<First>(encoder, value.first);
-    rpc::encode<B>(encoder, value.second);
-  }
-  static std::pair<A, B> decode(Decoder& decoder) {
-    return std::pair<A, B>{rpc::decode<First>(decoder), rpc::decode<B>(decoder)};
+  static T decode(Decoder& decoder) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      // Braces evaluate from left to right.
+      return T{rpc::decode<std::remove_const_t<std::tuple_element_t<I, T>>>(decoder)...};
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
   }
 };
 
@@ -181,9 +176,7 @@ struct Serializer<std::variant<Ts...>> {
   using Value = std::variant<Ts...>;
   static void encode(Encoder& encoder, const Value& value) {
     encoder.out.put(static_cast<uint8_t>(value.index()));
-    std::visit(
-        [&encoder](const auto& item) { rpc::encode<std::decay_t<decltype(item)>>(encoder, item); },
-        value);
+    std::visit([&](const auto& item) { rpc::encode(encoder, item); }, value);
   }
   static Value decode(Decoder& decoder) {
     const auto index = decoder.in.get<uint8_t>();
@@ -199,19 +192,11 @@ template <class T>
 requires requires { T::kFields; }
 struct Serializer<T> {
   static void encode(Encoder& encoder, const T& value) {
-    std::apply(
-        [&](const auto... field) {
-          (rpc::encode<std::decay_t<decltype(value.*field)>>(encoder, value.*field), ...);
-        },
-        T::kFields);
+    std::apply([&](auto... field) { (rpc::encode(encoder, value.*field), ...); }, T::kFields);
   }
   static T decode(Decoder& decoder) {
     T value{};
-    std::apply(
-        [&](const auto... field) {
-          ((value.*field = rpc::decode<std::decay_t<decltype(value.*field)>>(decoder)), ...);
-        },
-        T::kFields);
+    std::apply([&](auto... field) { (decode_into(decoder, value.*field), ...); }, T::kFields);
     return value;
   }
 };

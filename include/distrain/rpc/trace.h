@@ -1,9 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "distrain/base/trace.h"
 #include "distrain/rpc/agent.h"
 
@@ -35,7 +31,6 @@ void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClo
 class TraceCollector {
  public:
   explicit TraceCollector(Agent& agent);
-
   /// Stops the tracers of all ranks and returns their traces. Texts live as long as this tracer.
   std::vector<base::RankTrace> collect();
 

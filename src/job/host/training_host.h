@@ -12,7 +12,7 @@
 #include "distrain/base/future.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
-#include "distrain/rpc/of_local.h"
+#include "distrain/rpc/agent.h"
 
 namespace distrain::job {
 

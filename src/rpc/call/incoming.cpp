@@ -1,18 +1,19 @@
 // How AgentCore queues, runs and answers the calls of other ranks and of its own.
 #include <chrono>
 
+#include <fmt/format.h>
+
 #include "agent_core.h"
 #include "call/call_format.h"
 #include "call/call_trace.h"
 #include "distrain/membership/loss.h"
+#include "distrain/membership/rank_text.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
 
 namespace {
-
-using Kind = base::TraceEvent::Kind;
 
 class ReplyImpl final : public Reply {
  public:
@@ -28,47 +29,44 @@ class ReplyImpl final : public Reply {
 
   void send(const std::function<void(Encoder&)>& fill) override {
     if (answered_.exchange(true)) return;
-    gate_->enter([&](AgentCore& core) {
-      if (core.is_here(to_)) {
-        try {
-          core.send_reply(rank_of(to_), call_id_, context_, fill);
-        } catch (...) {
-          core.send_error(rank_of(to_), call_id_,
-                          with_origin(error_in_flight(ErrorKind::kInternal), rank_, function_));
-        }
+    end_call([&](AgentCore& core) {
+      try {
+        core.send_reply(rank_of(to_), call_id_, context_, fill);
+      } catch (...) {
+        core.send_error(rank_of(to_), call_id_,
+                        with_origin(error_in_flight(ErrorKind::kInternal), rank_, function));
       }
-      core.send_grants(core.budget->end(work_));
     });
   }
 
   void fail(Error error) override {
     if (answered_.exchange(true)) return;
-    error = with_origin(std::move(error), rank_, function_);
-    if (target_) target_->value.fail(error);
+    error = with_origin(std::move(error), rank_, function);
+    if (created) created->value.fail(error);
+    end_call([&](AgentCore& core) { core.send_error(rank_of(to_), call_id_, std::move(error)); });
+  }
+
+  const std::shared_ptr<OwnedValue>& target() const override { return created; }
+
+  std::shared_ptr<OwnedValue> created;  // by a remote() call
+  std::string function;                 // added to errors without one
+  Budget::Work work;
+
+ private:
+  /// Calls `answer(core)` if the caller is not lost, and returns the call's credit.
+  template <class F>
+  void end_call(const F& answer) {
     gate_->enter([&](AgentCore& core) {
-      if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
-      core.send_grants(core.budget->end(work_));
+      if (core.is_here(to_)) answer(core);
+      core.send_grants(core.budget->end(work));
     });
   }
 
-  const std::shared_ptr<OwnedValue>& target() const override { return target_; }
-  /// Takes the call's credit when the call begins.
-  void begin(AgentCore& core, uint64_t credit) {
-    core.send_grants(core.budget->begin(work_, to_, credit));
-  }
-  void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
-  /// Sets the function that is added to errors without one.
-  void set_function(std::string function) { function_ = std::move(function); }
-
- private:
   const std::shared_ptr<ReplyGate> gate_;
   const int rank_;
   const ProcessNumber to_;
   const uint64_t call_id_;
   const uint64_t context_;
-  std::shared_ptr<OwnedValue> target_;
-  std::string function_;
-  Budget::Work work_;
   std::atomic<bool> answered_{false};
 };
 
@@ -116,16 +114,16 @@ void AgentCore::execute(QueuedCall&& call) {
   if (closed_) return;  // callers learn of this rank's loss
   const int from = call.from;
   std::shared_ptr<InMessage> message = std::move(call.message);
-  // The caller is lost: nobody waits for the result.
   const ProcessNumber caller = process_number(from, call.incarnation);
-  if (!is_here(caller)) return;
+  if (!is_here(caller)) return;  // nobody waits for the result
   // Before a call of a new process, the layers must have released the state of the lost one.
   if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   uint64_t credit = call.credit;
-  const auto begin = [&] { reply->begin(*this, std::exchange(credit, 0)); };
-  std::string function;
+  const auto begin = [&] {
+    send_grants(budget->begin(reply->work, caller, std::exchange(credit, 0)));
+  };
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
     if (message) {
@@ -138,18 +136,17 @@ void AgentCore::execute(QueuedCall&& call) {
     begin();
     const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
-    function = decoder.in.get_string();
-    reply->set_function(function);
+    reply->function = decoder.in.get_string();
+    const std::string& function = reply->function;
     if (!tracer_of(options.tracer, function)) slice.drop();
     if (slice) {
       slice.set_name({}, function);
-      slice.set_flow(Kind::kFlowIn, flow_id(from, header.call_id));
+      slice.set_flow(base::TraceEvent::Kind::kFlowIn, flow_id(from, header.call_id));
     }
     const std::chrono::milliseconds wait(decoder.in.get<uint32_t>());
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
-      const auto fork = decoder.in.get<uint64_t>();
-      reply->set_target(rrefs->target(id, fork, from));
+      reply->created = rrefs->target(id, decoder.in.get<uint64_t>(), from);
     }
     const bool is_late = wait.count() > 0 && base::Clock::now() - call.arrived > wait;
     if (is_late || call.is_given_up) {
@@ -160,8 +157,9 @@ void AgentCore::execute(QueuedCall&& call) {
       std::shared_lock lock(registry_mutex);
       const auto it = handlers.find(function);
       if (it == handlers.end()) {
-        throw Exception(ErrorKind::kNotFound, membership::rank_text(options.rank, name) +
-                                                  " exposes no function '" + function + "'");
+        throw Exception(ErrorKind::kNotFound,
+                        fmt::format("{} exposes no function '{}'",
+                                    membership::rank_text(options.rank, name), function));
       }
       handler = it->second;
     }
@@ -176,56 +174,20 @@ void AgentCore::execute(QueuedCall&& call) {
 
 void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
                            const std::function<void(Encoder&)>& fill) {
-  OutMessage message;
-  Encoder encoder(message, rrefs.get(), &devices, to);
-  wire::FrameHeader header;
-  header.kind = wire::FrameKind::kReply;
-  header.call_id = call_id;
-  header.context_id = context;
-  std::vector<RRefTicket> tickets;
-  try {
-    fill(encoder);
-    if (context != 0 && hook) {
-      header.autograd_id = hook->on_send(context, to, call_id, message.tensors);
-    }
-    tickets = message.rrefs;
-    if (to == options.rank) {
-      auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
-      auto call = pending.take(call_id, to);
-      if (!call) return rrefs->retract(tickets);
-      return answer(*call, {std::move(own), {}, nullptr, to});
-    }
-    hold_parameters(message);
-    base::Status sent = base::Unit{};
-    if (has_device_tensors(message)) {
-      DeviceSend device_send(stager, std::move(message), header, transfer_numbers());
-      sent = send_from_device(to, device_send);
-    } else {
-      sent = send_answer(to, to_frame(std::move(message), header));
-    }
-    if (sent.ok()) return;
-    rrefs->retract(tickets);
-    if (hook) hook->on_failed(context, header.autograd_id);
-    // A lost caller needs no error.
-    if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
-  } catch (...) {
-    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
-    if (hook) hook->on_failed(context, header.autograd_id);
-    throw;
+  OutgoingMessage reply = encode(
+      to, {.kind = wire::FrameKind::kReply, .call_id = call_id, .context_id = context}, fill);
+  if (reply.own) {
+    auto call = pending.take(call_id, to);
+    if (!call) return rrefs->retract(reply.tickets);
+    return answer(*call, {std::move(reply.own), {}, nullptr, to});
   }
-}
-
-void AgentCore::send_error(int to, uint64_t call_id, Error error) {
-  if (error.rank < 0) error.rank = options.rank;
-  if (to != options.rank) {
-    net::OutFrame frame;
-    frame.header.kind = wire::FrameKind::kError;
-    frame.header.call_id = call_id;
-    frame.meta = wire::encode(error);
-    static_cast<void>(send_answer(to, std::move(frame)));
-  } else {
-    pending.fail(call_id, to, std::move(error));
-  }
+  const base::Status sent = reply.device_send ? send_from_device(to, *reply.device_send)
+                                              : send_answer(to, std::move(reply.frame));
+  if (sent.ok()) return;
+  rrefs->retract(reply.tickets);
+  if (hook) hook->on_failed(context, reply.header.autograd_id);
+  // A lost caller needs no error.
+  if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {

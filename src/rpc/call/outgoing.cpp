@@ -1,18 +1,19 @@
 // How AgentCore sends calls and takes their replies.
 #include <cstring>
 
+#include <fmt/format.h>
+
 #include "agent_core.h"
 #include "call/call_format.h"
 #include "call/call_trace.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/membership/loss.h"
+#include "distrain/membership/rank_text.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::rpc {
 
 namespace {
-
-using Kind = base::TraceEvent::Kind;
 
 const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
@@ -38,21 +39,16 @@ class UnopenedReply {
   std::atomic<bool> is_over_{false};
 };
 
-struct AgentCore::OutgoingCall {
+struct AgentCore::OutgoingCall : OutgoingMessage {
   uint64_t id = 0;
   int to = -1;
   std::string function;
-  std::vector<RRefTicket> tickets;
   base::TimePoint deadline;
   uint64_t credit = kCallCost;
   Window* window = nullptr;
   std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
   size_t behind_wait = 0;  // bytes of the body from the caller's timeout to the end
   bool has_credit = false;
-  // Exactly one of these is set.
-  std::shared_ptr<InMessage> own;
-  std::shared_ptr<DeviceSend> device_send;
-  net::OutFrame frame;
 
   // Replaces the timeout in `bytes`, which end with the body, by the time that is left.
   void set_wait(wire::Bytes& bytes) const {
@@ -69,9 +65,8 @@ struct AgentCore::OutgoingCall {
 //   register  from now on, a reply, the deadline or a loss completes the call
 //   send      waits for credit that is missing, then sends the message
 //
-// Three kinds of message are sent: a call to this rank itself goes to its own queue; a message with
-// device tensors is sent by a worker, because it waits for the device; any other is a frame that
-// the calling thread sends. Fault injection delays the latter two.
+// A call to this rank itself goes to its own queue. A worker sends a message with device tensors,
+// because it waits for the device; the calling thread sends any other. Fault injection delays both.
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
@@ -90,7 +85,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
   if (call.has_credit) waiting.deadline = call.deadline;  // otherwise await_credit() sets it
   if (slice) {
-    slice.set_flow(Kind::kFlowOut, flow_id(options.rank, call.id), waiting.started);
+    slice.set_flow(base::TraceEvent::Kind::kFlowOut, flow_id(options.rank, call.id),
+                   waiting.started);
     waiting.traced_as = tracer->intern({}, function);
   }
   base::Future<RawReply> reply = waiting.promise.future();
@@ -110,62 +106,86 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
 AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                                                const std::function<void(Encoder&)>& fill,
                                                const RRefHandle* target) {
-  const int to = waiting.to;
   OutgoingCall call;
   call.id = next_call_.fetch_add(1, std::memory_order_relaxed);
-  call.to = to;
+  call.to = waiting.to;
   call.function = waiting.function;
-  // With gradients disabled, the caller records nothing, so the call is not part of its context.
-  const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
-  OutMessage message;
-  message.body.reserve(128);
-  Encoder encoder(message, rrefs.get(), &devices, to);
-  encoder.is_argument = true;
-  encoder.out.put(call.function);
-  const size_t wait_at = message.body.size();
-  encoder.out.put(wait_ms(timeout));
-  encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
-  if (target) {
-    encoder.out.put(target->id());
-    encoder.out.put(target->fork());
-  }
-  wire::FrameHeader header;
-  header.kind = wire::FrameKind::kCall;
-  header.call_id = call.id;
-  header.context_id = context;
-  try {
-    fill(encoder);
-    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
-    call.tickets = message.rrefs;
-    call.behind_wait = message.body.size() - wait_at;
-    if (to == options.rank) {
-      call.credit += message.body.size();
-      for (const at::Tensor& tensor : message.tensors) call.credit += tensor.nbytes();
-      call.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
-    } else {
-      hold_parameters(message);
-      if (has_device_tensors(message)) {
-        call.device_send =
-            std::make_shared<DeviceSend>(stager, std::move(message), header, transfer_numbers());
-        call.credit += call.device_send->bytes_left();
-      } else {
-        if (call.function == kFailFunction) {  // a control message
-          header.channel = wire::kWithoutCredit;
-          call.credit = 0;
-        }
-        call.frame = to_frame(std::move(message), header);
-        if (call.credit > 0) call.credit += net::bytes_of(call.frame);
-      }
+  const auto fill_call = [&](Encoder& encoder) {
+    wire::Bytes& body = encoder.message.body;
+    body.reserve(128);
+    encoder.is_argument = true;
+    encoder.out.put(call.function);
+    const size_t wait_at = body.size();
+    encoder.out.put(wait_ms(timeout));
+    encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
+    if (target) {
+      encoder.out.put(target->id());
+      encoder.out.put(target->fork());
     }
+    fill(encoder);
+    call.behind_wait = body.size() - wait_at;
+    waiting.holds = std::move(encoder.holds);
+  };
+  const bool is_control = call.function == kFailFunction;
+  wire::FrameHeader header{.kind = wire::FrameKind::kCall, .call_id = call.id};
+  if (is_control) header.channel = wire::kWithoutCredit;
+  // With gradients disabled, the caller records nothing, so the call is not part of its context.
+  header.context_id = at::GradMode::is_enabled() ? current_context() : 0;
+  try {
+    static_cast<OutgoingMessage&>(call) = encode(call.to, header, fill_call);
   } catch (...) {
-    rrefs->retract(call.tickets.empty() ? message.rrefs : call.tickets);
-    if (hook) hook->on_failed(context, header.autograd_id);
     throw Exception(with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
   }
-  waiting.context = context;
-  waiting.autograd_id = header.autograd_id;
-  waiting.holds = std::move(encoder.holds);
+  waiting.context = call.header.context_id;
+  waiting.autograd_id = call.header.autograd_id;
+  if (is_control) {
+    call.credit = 0;
+  } else if (call.own) {
+    call.credit += call.own->body.size();
+    for (const at::Tensor& tensor : call.own->tensors) call.credit += tensor.nbytes();
+  } else {
+    call.credit += call.device_send ? call.device_send->bytes_left() : net::bytes_of(call.frame);
+  }
   return call;
+}
+
+// Encodes what `fill` puts as a message to rank `to`, and records its send node. If that throws,
+// the message has left no trace.
+AgentCore::OutgoingMessage AgentCore::encode(int to, wire::FrameHeader header,
+                                             const std::function<void(Encoder&)>& fill) {
+  const uint64_t context = header.context_id;
+  OutgoingMessage encoded;
+  OutMessage message;
+  Encoder encoder(message, rrefs.get(), &devices, to);
+  try {
+    fill(encoder);
+    if (context != 0 && hook) {
+      const uint64_t answered = header.kind == wire::FrameKind::kReply ? header.call_id : 0;
+      header.autograd_id = hook->on_send(context, to, answered, message.tensors);
+    }
+    encoded.header = header;
+    encoded.tickets = message.rrefs;
+    if (to == options.rank) {
+      encoded.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      return encoded;
+    }
+    for (at::Tensor& tensor : message.tensors) {
+      // Protects parameters from updates while their frame waits to be sent.
+      if (hook && tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
+    }
+    if (has_device_tensors(message)) {
+      encoded.device_send = std::make_shared<DeviceSend>(
+          stager, std::move(message), header,
+          [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); });
+    } else {
+      encoded.frame = to_frame(std::move(message), header);
+    }
+    return encoded;
+  } catch (...) {
+    rrefs->retract(encoded.tickets.empty() ? message.rrefs : encoded.tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
+    throw;
+  }
 }
 
 // Returns false, and fails the call, if this agent has ended.
@@ -192,20 +212,22 @@ bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
 void AgentCore::send_call(OutgoingCall call) {
   if (!call.has_credit && !await_credit(call)) return;
   const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
-  if (call.device_send || is_delayed) return send_call_later(std::move(call), is_delayed);
-  if (call.was_sent) *call.was_sent = true;
-  if (!call.own) {
-    const base::Status sent = send(call.to, std::move(call.frame));
-    return fail_if_unsent(call, sent);
+  if (call.device_send || is_delayed) {
+    const bool needs_worker = call.device_send != nullptr;
+    base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
+    if (needs_worker) go = [this, go = std::move(go)]() mutable { pool.post(std::move(go)); };
+    if (!is_delayed) return go();
+    loop.call_at(base::deadline_after(options.call_delay), std::move(go));
+    return;
   }
-  QueuedCall mine;
-  mine.from = call.to;
-  mine.incarnation = incarnation_;
-  mine.id = call.id;
-  mine.message = std::move(call.own);
-  mine.credit = call.credit;
+  if (call.was_sent) *call.was_sent = true;
+  if (!call.own) return fail_if_unsent(call, send(call.to, std::move(call.frame)));
   static_cast<void>(budget->arrive(call.to, call.credit));
-  queue_call(std::move(mine));
+  queue_call({.from = call.to,
+              .incarnation = incarnation_,
+              .id = call.id,
+              .message = std::move(call.own),
+              .credit = call.credit});
 }
 
 // Waits for the call's credit. Returns false if the call has failed or is no longer wanted.
@@ -214,10 +236,11 @@ bool AgentCore::await_credit(OutgoingCall& call) {
   try {
     taken = call.window->take(call.credit, call.deadline);
     if (!taken.ok() && taken.error().kind == ErrorKind::kOverloaded) {
-      taken = Error{ErrorKind::kOverloaded,
-                    membership::rank_text(call.to, peers.name(call.to)) +
-                        " had no room for this call in time: " + taken.error().message,
-                    call.to};
+      taken = Error{
+          ErrorKind::kOverloaded,
+          fmt::format("{} had no room for this call in time: {}",
+                      membership::rank_text(call.to, peers.name(call.to)), taken.error().message),
+          call.to};
     }
   } catch (const Exception& e) {  // no thread is left that could wait
     taken = e.error();
@@ -234,17 +257,6 @@ bool AgentCore::await_credit(OutgoingCall& call) {
   pending.set_deadline(call.id, call.deadline);
   if (!call.own && !call.device_send) call.set_wait(call.frame.meta);
   return true;
-}
-
-void AgentCore::send_call_later(OutgoingCall call, bool is_delayed) {
-  const bool needs_worker = call.device_send != nullptr;
-  base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
-  if (!is_delayed) return pool.post(std::move(go));
-  loop.call_at(base::deadline_after(options.call_delay),
-               [this, needs_worker, go = std::move(go)]() mutable {
-                 if (needs_worker) return pool.post(std::move(go));
-                 go();
-               });
 }
 
 // Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
@@ -275,9 +287,8 @@ void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target,
                                       bool was_sent) {
   const bool is_given_up =
       error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
-  const bool has_heard =
-      target->is_owner() || error.kind == ErrorKind::kPeerLost || (was_sent && is_given_up);
-  if (has_heard) return;
+  if (was_sent && is_given_up) return;  // the owner has the call
+  if (target->is_owner() || error.kind == ErrorKind::kPeerLost) return;
   executor.post([this, target, error] {
     try {
       static_cast<void>(call(
@@ -292,19 +303,10 @@ void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target,
   });
 }
 
-// Protects parameters from updates while their frame waits to be sent.
-void AgentCore::hold_parameters(OutMessage& message) const {
-  if (!hook) return;
-  for (at::Tensor& tensor : message.tensors) {
-    if (tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
-  }
-}
-
 void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(call.tickets);
-  Error error = sent.error();
-  if (error.rank < 0) error.rank = options.rank;
+  Error error = with_origin(sent.error(), options.rank, {});
   error.op = call.function;
   pending.fail(call.id, call.to, std::move(error));
 }
@@ -314,12 +316,11 @@ void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sen
 base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
                                          const DeviceSend::StillWanted& still_wanted) {
   try {
-    return device_send.send(
-        [&](net::OutFrame frame) {
-          const bool is_reply = frame.header.kind == wire::FrameKind::kReply;
-          return is_reply ? send_answer(to, std::move(frame)) : send(to, std::move(frame));
-        },
-        still_wanted);
+    const auto send_frame = [&](net::OutFrame frame) {
+      const bool is_reply = frame.header.kind == wire::FrameKind::kReply;
+      return is_reply ? send_answer(to, std::move(frame)) : send(to, std::move(frame));
+    };
+    return device_send.send(send_frame, still_wanted);
   } catch (...) {
     return with_origin(error_in_flight(ErrorKind::kInternal), options.rank, {});
   }
@@ -327,8 +328,8 @@ base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
 
 void AgentCore::send_cancel(uint64_t id, int to) {
   if (to == options.rank) return cancel_call(to, id);
-  static_cast<void>(
-      send_control(to, wire::FrameKind::kCancel, id));  // a lost rank needs no message
+  // A lost rank needs no message.
+  static_cast<void>(send_control(to, wire::FrameKind::kCancel, id));
 }
 
 void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {

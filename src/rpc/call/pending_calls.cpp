@@ -1,38 +1,20 @@
-#include "call/pending_calls.h"
-
 #include <fmt/format.h>
 
-#include "call/call_trace.h"
+#include "call/calls.h"
 
 namespace distrain::rpc {
 
 bool PendingCalls::add(uint64_t id, Call call) {
   std::unique_lock lock(mutex_);
   if (closed_) {
-    const base::Error error = *closed_;
     lock.unlock();
-    fail_taken(id, call, error);
+    fail_taken(id, call, *closed_);
     return false;
   }
   if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
   calls_.emplace(id, std::move(call));
   arm_locked();
   return true;
-}
-
-void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
-  if (deadline == base::kNever) return;
-  std::lock_guard lock(mutex_);
-  const auto call = calls_.find(id);
-  if (call == calls_.end()) return;
-  call->second.deadline = deadline;
-  deadlines_.emplace(deadline, id);
-  arm_locked();
-}
-
-bool PendingCalls::is_waiting(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  return calls_.contains(id);
 }
 
 // Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
@@ -56,15 +38,6 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
   return {id, std::move(call)};
 }
 
-std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
-  std::unique_lock lock(mutex_);
-  const auto it = calls_.find(id);
-  if (it == calls_.end() || it->second.to != from) return std::nullopt;
-  std::optional<Call> call = take_locked(it).second;
-  complete_if_drained(std::move(lock));
-  return call;
-}
-
 std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
   std::vector<std::pair<uint64_t, Call>> taken;
   std::lock_guard lock(mutex_);
@@ -82,24 +55,11 @@ void PendingCalls::complete_if_drained(std::unique_lock<std::mutex> lock) {
   if (drained) drained->set();
 }
 
-void PendingCalls::fail(uint64_t id, int from, base::Error error) {
-  if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
-}
-
-void PendingCalls::fail_taken(uint64_t id, Call& call, base::Error error, bool given_up) {
-  on_failure_(id, call, given_up);
-  call.promise.fail(std::move(error));
-}
-
-void PendingCalls::give_up(uint64_t id, int to) {
-  if (const auto call = take(id, to)) on_failure_(id, *call, true);
-}
-
 std::vector<Wait> PendingCalls::waits() {
   std::lock_guard lock(mutex_);
   std::vector<Wait> waits;
   for (const auto& [id, call] : calls_) {
-    waits.push_back({call.function + ", called on rank " + std::to_string(call.to), call.started});
+    waits.push_back({fmt::format("{}, called on rank {}", call.function, call.to), call.started});
   }
   return waits;
 }
@@ -112,18 +72,14 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
     armed_for_ = base::kNever;
     const base::TimePoint now = base::Clock::now();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-      const auto it = calls_.find(deadlines_.begin()->second);
-      expired.push_back(take_locked(it));
+      expired.push_back(take_locked(calls_.find(deadlines_.begin()->second)));
     }
     arm_locked();
   }
   for (auto& [id, call] : expired) {
-    fail_taken(id, call,
-               base::Error{base::ErrorKind::kDeadline,
-                           fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
-                                       call.function, base::seconds_since(call.started)),
-                           call.to, call.function},
-               true);
+    const std::string text = fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
+                                         call.function, base::seconds_since(call.started));
+    fail_taken(id, call, {base::ErrorKind::kDeadline, text, call.to, call.function}, true);
   }
   if (expired.empty()) return;
   // Arguments may own user objects, which must not be destroyed on the loop.
@@ -147,13 +103,6 @@ void PendingCalls::fail_all(const base::Error& error) {
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
   complete_if_drained(std::unique_lock(mutex_));
-}
-
-base::Future<void> PendingCalls::drained() {
-  std::lock_guard lock(mutex_);
-  if (calls_.empty()) return base::Future<void>::ready({});
-  drained_.emplace();
-  return drained_->future();
 }
 
 }  // namespace distrain::rpc

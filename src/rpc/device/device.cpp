@@ -8,10 +8,12 @@
 #include <ATen/Functions.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/thread_state.h"
+#include "device/device_table.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::rpc {
 
@@ -104,24 +106,13 @@ at::Tensor pinned_bytes(c10::Device device, int64_t bytes) {
                                    at::kByte, std::nullopt);
 }
 
-namespace {
-
-constexpr int64_t kPieceBytes = int64_t{4} << 20;
-
-struct Piece {
-  at::Tensor from;  // bytes on the device
-  uint8_t* to;
-  StreamPoint copied;
-};
-
-void take_out(Piece& piece, const at::Tensor& block) {
-  piece.copied.wait_on_host();
-  std::memcpy(piece.to, block.const_data_ptr(), static_cast<size_t>(piece.from.numel()));
-}
-
-}  // namespace
-
 std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
+  constexpr int64_t kPieceBytes = int64_t{4} << 20;
+  struct Piece {
+    at::Tensor from;  // bytes on the device
+    uint8_t* to;
+    StreamPoint copied;
+  };
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> results;
   std::vector<Piece> pieces;
@@ -142,13 +133,17 @@ std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
   int64_t longest = 0;
   for (const Piece& piece : pieces) longest = std::max(longest, piece.from.numel());
   const at::Tensor blocks[2] = {pinned_bytes(device, longest), pinned_bytes(device, longest)};
+  const auto take_out = [&](size_t i) {
+    pieces[i].copied.wait_on_host();
+    std::memcpy(pieces[i].to, blocks[i % 2].const_data_ptr(), pieces[i].from.nbytes());
+  };
   for (size_t i = 0; i < pieces.size(); ++i) {
     at::Tensor& from = pieces[i].from;
     blocks[i % 2].narrow(0, 0, from.numel()).copy_(from, /*non_blocking=*/true);
     pieces[i].copied = StreamPoint::mark(from.device());
-    if (i > 0) take_out(pieces[i - 1], blocks[(i - 1) % 2]);
+    if (i > 0) take_out(i - 1);
   }
-  take_out(pieces.back(), blocks[(pieces.size() - 1) % 2]);
+  take_out(pieces.size() - 1);
   return results;
 }
 
@@ -160,6 +155,117 @@ int64_t peak_device_bytes(c10::Device device) {
   return allocator->getDeviceStats(device.index())
       .allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)]
       .peak;
+}
+
+// ---- moving tensors between ranks ----
+
+at::Tensor to_device(const at::Tensor& tensor, c10::Device device) {
+  if (tensor.device() == device) return tensor;
+  if (is_accelerator(device)) return tensor.to(device, /*non_blocking=*/tensor.is_cpu());
+  const base::BlockingScope waits;  // for the copy to complete
+  return tensor.to(device);
+}
+
+void check_rows(const at::Tensor& index, const at::Tensor& table) {
+  if (is_accelerator(table.device())) expect_rows(index, table);
+}
+
+void expect_rows(const at::Tensor& index, const at::Tensor& table) {
+  if (index.numel() == 0 || !at::isIntegralType(index.scalar_type(), false)) return;
+  const auto [least, most] = at::aminmax(to_device(index, c10::kCPU));
+  const auto low = least.item<int64_t>(), high = most.item<int64_t>();
+  TORCH_CHECK_INDEX(low >= 0 && high < table.size(0), "index ", low < 0 ? low : high,
+                    " is out of range, the table has ", table.size(0), " rows");
+}
+
+at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  const bool arrives_on_cpu = agent.device_of(rank) == c10::Device(c10::kCPU).str();
+  return to_device(tensor, arrives_on_cpu ? c10::Device(c10::kCPU) : agent.device());
+}
+
+// ---- passing work between threads ----
+
+namespace {
+
+std::atomic<c10::DeviceType> type_in_use{c10::DeviceType::CPU};  // CPU: none in use
+
+// Returns this thread's current streams, without those that are their device's default stream.
+std::vector<c10::Stream> own_streams() {
+  const c10::DeviceType type = type_in_use;
+  if (type == c10::DeviceType::CPU) return {};
+  std::vector<c10::Stream> streams;
+  const c10::impl::VirtualGuardImpl devices(type);
+  for (c10::DeviceIndex i = 0; i < devices.deviceCount(); ++i) {
+    const c10::Stream stream = devices.getStream({type, i});
+    if (stream != devices.getDefaultStream({type, i})) streams.push_back(stream);
+  }
+  return streams;
+}
+
+class StreamWork final : public base::QueuedWork {
+ public:
+  explicit StreamWork(const std::vector<c10::Stream>& streams) {
+    for (const c10::Stream& stream : streams) {
+      points_.emplace_back(stream.device(), StreamPoint::mark(stream));
+    }
+  }
+  void precede_this_thread() const noexcept override {
+    try {
+      for (const auto& [device, point] : points_) point.make_current_wait(device);
+    } catch (...) {  // the device has failed, so using the value fails too
+    }
+  }
+
+ private:
+  std::vector<std::pair<c10::Device, StreamPoint>> points_;
+};
+
+base::QueuedWorkPtr find_queued_work() noexcept {
+  if (base::thread_state().must_not_wait) return nullptr;  // the loop computes nothing
+  try {
+    const std::vector<c10::Stream> streams = own_streams();
+    if (!streams.empty()) return std::make_shared<StreamWork>(streams);
+  } catch (...) {  // the device has failed
+  }
+  return nullptr;
+}
+
+void follow_default_streams(const std::vector<c10::Stream>& streams) noexcept {
+  try {
+    for (const c10::Stream& stream : streams) {
+      const c10::impl::VirtualGuardImpl devices(stream.device_type());
+      StreamPoint::mark(devices.getDefaultStream(stream.device())).make_wait(stream);
+    }
+  } catch (...) {  // the device has failed
+  }
+}
+
+}  // namespace
+
+void use_streams_of(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU) return;
+  type_in_use = type;
+  base::set_queued_work_finder(&find_queued_work);
+}
+
+base::Task under_this_thread(base::Task task) {
+  std::vector<c10::Stream> streams = own_streams();
+  if (streams.empty()) return task;
+  return [streams = std::move(streams), task = std::move(task)]() mutable {
+    // The worker's default stream already follows the work that completed the future.
+    follow_default_streams(streams);
+    const c10::MultiStreamGuard guard(streams);
+    task();
+    task = base::Task();
+  };
+}
+
+void follow_workers() noexcept {
+  try {
+    follow_default_streams(own_streams());
+  } catch (...) {  // the device has failed
+  }
 }
 
 }  // namespace distrain::rpc

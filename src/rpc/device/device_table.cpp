@@ -3,17 +3,18 @@
 #include <algorithm>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <fmt/format.h>
 
 #include "device/device_streams.h"
 #include "distrain/membership/loss.h"
 #include "distrain/rpc/device.h"
+#include "distrain/membership/rank_text.h"
 
 namespace distrain::rpc {
 
 namespace {
 
 using base::Error;
-using base::ErrorKind;
 using wire::DeviceRef;
 using wire::DeviceType;
 using wire::RankDevices;
@@ -47,7 +48,7 @@ c10::Device with_index(c10::Device device, int rank) {
 }
 
 Error invalid(std::string message, int rank) {
-  return Error{ErrorKind::kInvalid, std::move(message), rank, "join"};
+  return Error{base::ErrorKind::kInvalid, std::move(message), rank, "join"};
 }
 
 bool has(const RankDevices& devices, DeviceRef device) {
@@ -88,11 +89,11 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
                                const std::vector<RankDevices>& devices, size_t rank,
                                const RankDevices::Map& map) {
   const auto refuse = [&](const std::string& what) {
-    return invalid("the device map of " + who(names, rank) + " for '" + map.peer + "' has " +
-                       device_text(map.from) + " to " + device_text(map.to) + ": " + what,
+    return invalid(fmt::format("the device map of {} for '{}' has {} to {}: {}", who(names, rank),
+                               map.peer, device_text(map.from), device_text(map.to), what),
                    static_cast<int>(rank));
   };
-  const auto it = std::find(names.begin(), names.end(), map.peer);
+  const auto it = std::ranges::find(names, map.peer);
   if (it == names.end()) return refuse("there is no rank of that name");
   const auto peer = static_cast<size_t>(it - names.begin());
   if (peer == rank) return refuse("a rank needs no map for itself");
@@ -109,8 +110,8 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
   // A reply uses the peer's map for this rank, if there is one; otherwise this map in reverse.
   if (maps_to(devices[peer], names[rank]) &&
       !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
-    return refuse("no way back for a reply, as the map of " + who(names, peer) + " for '" +
-                  names[rank] + "' has no " + device_text(map.to));
+    return refuse(fmt::format("no way back for a reply, as the map of {} for '{}' has no {}",
+                              who(names, peer), names[rank], device_text(map.to)));
   }
   return std::nullopt;
 }
@@ -137,8 +138,10 @@ std::string device_text(DeviceRef device) {
   return c10::Device(c10_type(device.type), static_cast<c10::DeviceIndex>(device.index)).str();
 }
 
-std::optional<Error> check_device_maps(const std::vector<std::string>& names,
-                                       const std::vector<RankDevices>& devices) {
+// Returns the first error in the device maps of a job, if any: a device that does not exist, two
+// devices mapped to one, or no way back for a reply.
+static std::optional<Error> check_device_maps(const std::vector<std::string>& names,
+                                              const std::vector<RankDevices>& devices) {
   for (size_t rank = 0; rank < devices.size(); ++rank) {
     const RankDevices& own = devices[rank];
     if (!own.home.is_cpu() && !has(own, own.home)) {
@@ -208,21 +211,6 @@ void DeviceTable::learn_again(int rank, RankDevices devices) {
   all_ = std::make_shared<const All>(std::move(changed));
 }
 
-std::shared_ptr<const DeviceTable::All> DeviceTable::all() const {
-  std::lock_guard lock(mutex_);
-  return all_;
-}
-
-c10::Device DeviceTable::home() const {
-  std::lock_guard lock(mutex_);
-  return home_;
-}
-
-DeviceRef DeviceTable::home_of(int rank) const {
-  known_.wait();
-  return all()->at(static_cast<size_t>(rank)).home;
-}
-
 DeviceRef DeviceTable::target(int to, c10::Device device) const {
   if (!is_accelerator(device)) return {};
   const DeviceRef own = rpc::to_wire(device);
@@ -241,7 +229,7 @@ DeviceRef DeviceTable::target(int to, c10::Device device) const {
   }
   if (own == of(rank_).home && homes_meet(of(rank_), name, of(to), peer)) return of(to).home;
   throw base::Exception(
-      Error{ErrorKind::kInvalid,
+      Error{base::ErrorKind::kInvalid,
             "no device map says where a tensor on " + device.str() + " is to go on " +
                 who(names_, static_cast<size_t>(to)) + ": give rank " + std::to_string(rank_) +
                 " one, as in AgentOptions::device_maps = {{\"" + peer + "\", {{\"" + device.str() +

@@ -1,12 +1,5 @@
 #pragma once
 
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "distrain/base/future.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/wire/handshake.h"
 
@@ -18,19 +11,12 @@ c10::Device to_c10(wire::DeviceRef device);
 wire::DeviceRef to_wire(c10::Device device);
 std::string device_text(wire::DeviceRef device);
 
-/// Returns the first error in the device maps of a job, if any: a device that does not exist, two
-/// devices mapped to one, or no way back for a reply.
-std::optional<base::Error> check_device_maps(const std::vector<std::string>& names,
-                                             const std::vector<wire::RankDevices>& devices);
-
 /// Determines the device on which a tensor arrives, from all ranks' devices and maps. Thread-safe.
 class DeviceTable {
  public:
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);
-
   /// Sets this rank's device. Throws `invalid` after freeze().
   void set_home(c10::Device home);
-
   /// Fixes this rank's device and maps, and returns what the other ranks need to know. Queries this
   /// process's devices, so it must not run on the loop. Throws `invalid` if tensors on a device of
   /// this type cannot be sent.
@@ -41,9 +27,15 @@ class DeviceTable {
   void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
-  c10::Device home() const;
+  c10::Device home() const {
+    std::lock_guard lock(mutex_);
+    return home_;
+  }
   /// Returns the device of any rank. Waits for learn().
-  wire::DeviceRef home_of(int rank) const;
+  wire::DeviceRef home_of(int rank) const {
+    known_.wait();
+    return all()->at(static_cast<size_t>(rank)).home;
+  }
   /// Returns the device on rank `to` where a tensor on `device` arrives. Waits for learn(), unless
   /// `device` is the CPU. Throws `invalid` if no map covers `device`.
   wire::DeviceRef target(int to, c10::Device device) const;
@@ -51,7 +43,10 @@ class DeviceTable {
  private:
   using All = std::vector<wire::RankDevices>;
   /// The result is never modified.
-  std::shared_ptr<const All> all() const;
+  std::shared_ptr<const All> all() const {
+    std::lock_guard lock(mutex_);
+    return all_;
+  }
 
   const int rank_;
   mutable std::mutex mutex_;
@@ -63,5 +58,19 @@ class DeviceTable {
   std::vector<std::string> names_;  // written before `learnt_`, read after
   std::shared_ptr<const All> all_;  // guarded by mutex_
 };
+
+// These functions keep work that passes from one thread to another in order on the devices: Note
+// [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
+// current streams are the default ones. Thread-safe.
+
+/// Makes these functions, and futures that are completed, consider the streams of devices of this
+/// type. A process uses accelerators of one type.
+void use_streams_of(c10::DeviceType type);
+
+/// Wraps a continuation so that it runs with the streams of the thread that registers it.
+base::Task under_this_thread(base::Task task);
+
+/// Orders this thread's own streams after the work that workers put into the default streams.
+void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

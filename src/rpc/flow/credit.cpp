@@ -9,10 +9,6 @@ namespace distrain::rpc {
 
 // ---- Window ----
 
-bool Window::try_take(uint64_t bytes) {
-  return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
-}
-
 base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   if (try_take(bytes)) return base::Unit{};
   Waiter self;
@@ -40,24 +36,6 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   }
 }
 
-void Window::enqueue(Waiter& waiter) {
-  {
-    std::lock_guard lock(mutex_);
-    waiters_.push_back(&waiter);
-    is_contended_.store(true, std::memory_order_release);
-  }
-  send_requests();
-}
-
-bool Window::try_serve(const Waiter& waiter) {
-  std::lock_guard lock(mutex_);
-  return try_serve_locked(waiter);
-}
-
-bool Window::try_serve_locked(const Waiter& waiter) {
-  return waiters_.front() == &waiter && take_at_once(waiter.bytes);
-}
-
 void Window::dequeue(const Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
@@ -76,26 +54,6 @@ bool Window::take_at_once(uint64_t bytes) {
     if (available_.compare_exchange_weak(available, available - bytes)) return true;
   }
   return false;
-}
-
-void Window::give_back(uint64_t bytes) {
-  if (bytes == 0) return;
-  {
-    std::lock_guard lock(mutex_);
-    returned_ += bytes;
-  }
-  send_requests();
-}
-
-void Window::grant(uint64_t bytes, uint64_t size) {
-  {
-    std::lock_guard lock(mutex_);
-    size_ = size;
-    granted_ += bytes;
-    available_ += bytes;
-    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
-  }
-  send_requests();
 }
 
 // Returns nothing if the other rank is up to date.
@@ -142,12 +100,6 @@ void Window::fail(const base::Error& error) {
   for (Waiter* waiter : waiters_) waiter->turn.notify_one();
 }
 
-std::optional<base::TimePoint> Window::waiting_since() const {
-  std::lock_guard lock(mutex_);
-  if (waiters_.empty()) return std::nullopt;
-  return waiters_.front()->since;
-}
-
 // ---- Budget ----
 
 Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
@@ -159,11 +111,6 @@ Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
       peers_(static_cast<size_t>(ranks)),
       held_(kFirstCredit * static_cast<uint64_t>(ranks)) {}
 
-uint64_t Budget::held() const {
-  std::lock_guard lock(mutex_);
-  return held_;
-}
-
 Budget::Grants Budget::open(ProcessNumber process) {
   Grants grants;
   std::lock_guard lock(mutex_);
@@ -173,15 +120,6 @@ Budget::Grants Budget::open(ProcessNumber process) {
   update_locked(rank_of(process), grants);
   serve_pool_locked(grants);
   return grants;
-}
-
-bool Budget::arrive(int rank, uint64_t bytes) {
-  std::lock_guard lock(mutex_);
-  Peer& peer = at(rank);
-  if (!peer.is_here) return true;  // its calls are not run
-  if (bytes > peer.held() - peer.used) return false;
-  peer.used += bytes;
-  return true;
 }
 
 Budget::Grants Budget::ask(int rank, const Window::Request& request) {
@@ -205,13 +143,6 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   peer.target = request.target;
   update_locked(rank, grants);
   serve_pool_locked(grants);
-  return grants;
-}
-
-Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
-  Grants grants;
-  std::lock_guard lock(mutex_);
-  reclaim_locked(from, bytes, grants);
   return grants;
 }
 
@@ -285,13 +216,6 @@ void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {
   grants.push_back({process_number(rank, peer.incarnation), bytes});
 }
 
-void Budget::return_locked(Peer& peer, uint64_t bytes) {
-  pooled_ -= beyond_window(peer);
-  peer.returned += bytes;
-  held_ -= bytes;
-  pooled_ += beyond_window(peer);
-}
-
 void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
   Peer& peer = at(rank_of(from));
   if (!peer.is_here || peer.incarnation != incarnation_of(from)) return;
@@ -315,11 +239,6 @@ void Budget::update_locked(int rank, Grants& grants) {
     order_.emplace(peer.tag, rank);
     peer.is_in_order = true;
   }
-}
-
-void Budget::leave_order_locked(int rank) {
-  Peer& peer = at(rank);
-  if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
 }
 
 void Budget::serve_pool_locked(Grants& grants) {

@@ -2,28 +2,24 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
-#include <functional>
 #include <list>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
-#include <utility>
-#include <vector>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/rpc/membership_types.h"
+#include "distrain/base/result.h"
+#include "distrain/rpc/channel.h"
 
 namespace distrain::rpc {
 
 // Note [Credit]
 //
-// A call needs credit for its bytes before its first byte is sent, and its caller waits for that
-// credit. Each rank grants credit for calls to itself from one `Budget`. A caller keeps the credit
-// that one rank granted to it in a `Window`. Neither does I/O, so both can be simulated.
+// A call needs credit for its bytes before its first byte is sent, and its caller waits for it.
+// Each rank grants credit for calls to itself from one `Budget`. A caller keeps the credit that one
+// rank granted to it in a `Window`. Neither does I/O, so both can be simulated.
 //
 // A rank *holds* the credit that it was granted and has not returned: unspent, in transit, queued
 // at the receiver, or kept by a call that has begun. Of B bytes for N ranks, each rank may always
@@ -33,8 +29,8 @@ namespace distrain::rpc {
 //    message for each small call would cost as much as the call.
 //  - When its first waiting call finds no credit, a rank sends a request with a target: all credit
 //    that it wants to have been granted since the beginning, so crossing messages do no harm.
-//    Small calls share a request. A request stands until it is granted, in one grant. A rank that
-//    sent one is hungry until it reports that no call waits.
+//    Small calls share a request, which stands until one grant satisfies it. A rank that sent a
+//    request is hungry until it reports that no call waits.
 //  - A request that fits in the rank's window is granted at once. The pool serves others in order
 //    of tags (start-time fair queueing; Goyal, Vin and Cheng, 1996). A rank's tag counts the bytes
 //    granted while it was hungry; when it becomes hungry, its tag is raised to that of the last
@@ -44,17 +40,17 @@ namespace distrain::rpc {
 //  - A rank returns unspent credit beyond its window when its first waiting call cannot use it.
 //
 // Bounded: windows take N*W and the pool's grants the rest, so ranks together hold at most B,
-// unless one call is larger than the pool. The receiver compares a header with the credit that its
-// sender holds before it allocates memory for the body.
+// unless one call is larger than the pool. The receiver compares a header with its sender's credit
+// before it allocates memory for the body.
 //
 // Starvation-free: unspent credit beyond a window is returned, or is enough for the first waiting
 // call, which is then sent. So the whole pool is returned as calls begin, and the first request is
-// granted. Each grant raises its rank's tag, and no rank becomes hungry with a lower tag than the
-// last one served, so each request becomes the first after finitely many grants.
+// granted. A grant raises its rank's tag, and no rank becomes hungry with a lower tag than the last
+// one served, so each request becomes the first after finitely many grants.
 //
-// Fair: the tags of ranks that are always hungry differ by at most one request and one window,
-// while the pool serves them. Windows bypass the order; but while all queued calls begin once,
-// windows give a rank at most W, and its equal share of windows and pool is no less than W.
+// Fair: while the pool serves them, the tags of ranks that are always hungry differ by at most one
+// request and one window. Windows bypass the order; but while all queued calls begin once, windows
+// give a rank at most W, and its equal share of windows and pool is no less than W.
 //
 // A call returns its credit when it begins. So two ranks that flood each other from inside their
 // functions both make progress: when a function waits, another thread begins the next call. Calls
@@ -63,8 +59,7 @@ namespace distrain::rpc {
 //
 // Replies, one-way messages and control messages need no credit, because a rank that waits for a
 // reply must get it. But a call begins only while less than W bytes of replies to its caller are
-// unwritten; until then it stays queued. So a rank keeps at most N*W bytes of replies and one more
-// reply for each running function.
+// unwritten. So a rank keeps at most N*W bytes of replies, and one more for each running function.
 
 /// The cost of a call in addition to its bytes, which limits the number of small calls.
 inline constexpr uint64_t kCallCost = 1024;
@@ -90,30 +85,61 @@ class Window {
   };
 
   explicit Window(Ask ask) : ask_(std::move(ask)) {}
-
   /// Takes `bytes` if they are available and no call waits.
-  bool try_take(uint64_t bytes);
+  bool try_take(uint64_t bytes) {
+    return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
+  }
   /// Takes `bytes`, waiting until `deadline`. Fails with `overloaded` or the error of fail();
   /// throws `overloaded` if the thread pool has no other thread left.
   base::Status take(uint64_t bytes, base::TimePoint deadline);
   /// Returns credit that was taken for a call that is not sent.
-  void give_back(uint64_t bytes);
+  void give_back(uint64_t bytes) {
+    if (bytes == 0) return;
+    {
+      std::lock_guard lock(mutex_);
+      returned_ += bytes;
+    }
+    send_requests();
+  }
   /// Takes a grant of `bytes` from the other rank, whose windows have `size` bytes.
-  void grant(uint64_t bytes, uint64_t size);
+  void grant(uint64_t bytes, uint64_t size) {
+    {
+      std::lock_guard lock(mutex_);
+      size_ = size;
+      granted_ += bytes;
+      available_ += bytes;
+      if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+    }
+    send_requests();
+  }
   /// Fails all waiting and later calls of take().
   void fail(const base::Error& error);
-
   /// Returns when the first waiting call began to wait.
-  std::optional<base::TimePoint> waiting_since() const;
-
+  std::optional<base::TimePoint> waiting_since() const {
+    std::lock_guard lock(mutex_);
+    if (waiters_.empty()) return std::nullopt;
+    return waiters_.front()->since;
+  }
   // The steps of take(). The address of `waiter` must stay valid from enqueue() to dequeue().
-  void enqueue(Waiter& waiter);
+  void enqueue(Waiter& waiter) {
+    {
+      std::lock_guard lock(mutex_);
+      waiters_.push_back(&waiter);
+      is_contended_.store(true, std::memory_order_release);
+    }
+    send_requests();
+  }
   /// Returns true if `waiter` was the first and has taken its credit.
-  bool try_serve(const Waiter& waiter);
+  bool try_serve(const Waiter& waiter) {
+    std::lock_guard lock(mutex_);
+    return try_serve_locked(waiter);
+  }
   void dequeue(const Waiter& waiter);
 
  private:
-  bool try_serve_locked(const Waiter& waiter);
+  bool try_serve_locked(const Waiter& waiter) {
+    return waiters_.front() == &waiter && take_at_once(waiter.bytes);
+  }
   bool take_at_once(uint64_t bytes);
   std::optional<Request> next_request_locked();
   void send_requests();
@@ -140,7 +166,6 @@ class Budget {
   };
   /// To be sent to those ranks. Usually empty.
   using Grants = std::vector<Grant>;
-
   /// The credit of a call that has begun. Must not move until end().
   struct Work {
     ProcessNumber from = 0;
@@ -156,16 +181,30 @@ class Budget {
 
   uint64_t window() const { return window_; }
   /// Returns the credit that all ranks hold.
-  uint64_t held() const;
-
+  uint64_t held() const {
+    std::lock_guard lock(mutex_);
+    return held_;
+  }
   /// Called when the rank is connected: grants its window.
   Grants open(ProcessNumber process);
   /// Called when a call of `bytes` arrives. Returns false if its rank holds less credit.
-  bool arrive(int rank, uint64_t bytes);
+  bool arrive(int rank, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    Peer& peer = at(rank);
+    if (!peer.is_here) return true;  // its calls are not run
+    if (bytes > peer.held() - peer.used) return false;
+    peer.used += bytes;
+    return true;
+  }
   /// Throws `protocol` for a request that no Window sends.
   Grants ask(int rank, const Window::Request& request);
   /// Returns the credit of a call that will not begin.
-  Grants drop(ProcessNumber from, uint64_t bytes);
+  Grants drop(ProcessNumber from, uint64_t bytes) {
+    Grants grants;
+    std::lock_guard lock(mutex_);
+    reclaim_locked(from, bytes, grants);
+    return grants;
+  }
   Grants begin(Work& work, ProcessNumber from, uint64_t credit);
   Grants end(Work& work);
   /// Called when the rank is lost: takes its credit back.
@@ -197,10 +236,18 @@ class Budget {
     return peer.held() > window_ ? peer.held() - window_ : 0;
   }
   void grant_locked(int rank, uint64_t bytes, Grants& grants);
-  void return_locked(Peer& peer, uint64_t bytes);
+  void return_locked(Peer& peer, uint64_t bytes) {
+    pooled_ -= beyond_window(peer);
+    peer.returned += bytes;
+    held_ -= bytes;
+    pooled_ += beyond_window(peer);
+  }
   void reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
   void update_locked(int rank, Grants& grants);
-  void leave_order_locked(int rank);
+  void leave_order_locked(int rank) {
+    Peer& peer = at(rank);
+    if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
+  }
   void serve_pool_locked(Grants& grants);
 
   const uint64_t total_;

@@ -3,18 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/MemoryFormat.h>
 #include <c10/util/strides.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "device/device_receive.h"
-#include "device/device_stager.h"
 #include "device/device_table.h"
-#include "distrain/rpc/dtype.h"
+#include "device/device_transfer.h"
 #include "rref/rref_context.h"
 
 namespace distrain::rpc {
@@ -29,14 +25,9 @@ wire::Layout layout_of(const at::Tensor& tensor) {
 }
 
 std::vector<int64_t> strides_of(const wire::TensorDesc& desc) {
-  switch (desc.layout) {
-    case wire::Layout::kChannelsLast:
-      return c10::get_channels_last_strides_2d(desc.sizes);
-    case wire::Layout::kChannelsLast3d:
-      return c10::get_channels_last_strides_3d(desc.sizes);
-    case wire::Layout::kRowMajor:
-      break;
-  }
+  using wire::Layout;
+  if (desc.layout == Layout::kChannelsLast) return c10::get_channels_last_strides_2d(desc.sizes);
+  if (desc.layout == Layout::kChannelsLast3d) return c10::get_channels_last_strides_3d(desc.sizes);
   const auto strides = c10::contiguous_strides(desc.sizes);
   return {strides.begin(), strides.end()};
 }
@@ -235,8 +226,8 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
   // Before tensors are allocated, because RRefs must be received even if a device has no memory.
   if (receiver) receiver->receive(message);
   if (layout.bytes != frame.payload.size()) {
-    wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
-                       " bytes for tensors of " + std::to_string(layout.bytes));
+    wire::Reader::fail(
+        fmt::format("a payload of {} bytes for tensors of {}", frame.payload.size(), layout.bytes));
   }
   message.tensors.resize(count);
   // A small tensor of a large message is copied, so that keeping it does not keep the message.

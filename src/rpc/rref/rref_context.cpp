@@ -1,9 +1,8 @@
 #include "rref/rref_context.h"
 
-#include <utility>
+#include <fmt/format.h>
 
-#include "device/device_streams.h"
-#include "distrain/rpc/agent.h"
+#include "device/device_table.h"
 
 namespace distrain::rpc {
 
@@ -12,10 +11,6 @@ namespace distrain::rpc {
 constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 // ---- RRefHandle ----
-
-RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork,
-                       ProcessNumber owner, std::shared_ptr<OwnedValue> owned)
-    : context_(std::move(context)), id_(id), fork_(fork), owner_(owner), owned_(std::move(owned)) {}
 
 RRefHandle::~RRefHandle() {
   if (owned_) return;
@@ -27,26 +22,16 @@ Agent& RRefHandle::agent() const { return context_->agent(); }
 
 std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
   if (!owned_) {
-    base::invalid("the value of this RRef lives on rank " + std::to_string(owner()) +
-                  ": use to_here() or call it there");
+    base::invalid(fmt::format(
+        "the value of this RRef lives on rank {}: use to_here() or call it there", owner()));
   }
   const std::shared_ptr<void> value = owned_->value.future().wait();
   follow_workers();
   if (owned_->type != type) {
-    base::invalid(std::string("this RRef refers to a ") + owned_->type.name() + ", not to a " +
-                  type.name());
+    base::invalid(
+        fmt::format("this RRef refers to a {}, not to a {}", owned_->type.name(), type.name()));
   }
   return value;
-}
-
-void RRefHandle::set_creation_error(base::Error error) {
-  std::lock_guard lock(mutex_);
-  creation_status_ = std::move(error);
-}
-
-base::Status RRefHandle::creation_status() const {
-  std::lock_guard lock(mutex_);
-  return creation_status_;
 }
 
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
@@ -66,13 +51,6 @@ std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
 RRefContext::RRefContext(Agent& agent, int rank, Send send, base::Executor& executor)
     : agent_(&agent), rank_(rank), send_(std::move(send)), executor_(executor) {}
 
-Agent& RRefContext::agent() const {
-  if (closed_) {
-    throw base::Exception(base::ErrorKind::kCancelled, "the agent of this RRef has shut down");
-  }
-  return *agent_;
-}
-
 void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
   if (to == rank_) {
     if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
@@ -81,22 +59,6 @@ void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
   // close() waits for this send, because `send_` must not be used after it.
   std::shared_lock lock(closing_);
   if (!closed_) send_(to, kind, id, fork, parent);
-}
-
-ProcessNumber RRefContext::newest_locked(int rank) const {
-  const auto it = newest_.find(rank);
-  return it == newest_.end() ? process_number(rank, 0) : it->second;
-}
-
-void RRefContext::know_process(ProcessNumber process) {
-  std::lock_guard lock(mutex_);
-  newest_[rank_of(process)] = process;
-}
-
-std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork,
-                                                     ProcessNumber owner) {
-  ++user_handles_;
-  return std::make_shared<RRefHandle>(shared_from_this(), id, fork, owner, nullptr);
 }
 
 std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
@@ -122,36 +84,6 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
     if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
   }
   return value;
-}
-
-bool RRefContext::is_freed_locked(uint64_t id) const {
-  const auto it = owned_.find(id);
-  if (it == owned_.end()) return freed_.contains(id);
-  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
-  return it->second.value.expired() && (it->second.made || freed_.contains(id));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id,
-                                                      std::shared_ptr<OwnedValue> value) {
-  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::new_local() {
-  const uint64_t id = next_id();
-  std::lock_guard lock(mutex_);
-  owned_[id].made = true;
-  return owner_handle(id, value_locked(id));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
-  if (owner == rank_) return new_local();
-  const uint64_t id = next_id();
-  ProcessNumber process = 0;
-  {
-    std::lock_guard lock(mutex_);
-    process = newest_locked(owner);
-  }
-  return user_handle(id, next_id(), process);
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
@@ -191,16 +123,6 @@ void RRefContext::drop_forks(uint64_t id,
   }
   // User code may run in the value's destructor, so a worker runs it: this may be the loop thread.
   if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
-}
-
-// Removes the entry of a value that was destroyed.
-void RRefContext::sweep(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  const auto it = owned_.find(id);
-  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
-  if (it->second.made) freed_.insert(id);
-  if (!it->second.made) --unmade_;
-  owned_.erase(it);
 }
 
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
@@ -330,13 +252,14 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     std::lock_guard lock(mutex_);
     lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
-    for (auto it = pending_children_.begin(); it != pending_children_.end();) {
-      // If the receiver or the owner is lost, no Accept will come: the owner sends the Accept when
-      // it has received the receiver's Fork.
-      const bool hopeless = it->second.second == rank || it->second.first->owner() == rank;
-      if (hopeless) held.push_back(std::move(it->second.first));
-      it = hopeless ? pending_children_.erase(it) : std::next(it);
-    }
+    // If the receiver or the owner is lost, no Accept will come: the owner sends the Accept when it
+    // has received the receiver's Fork.
+    std::erase_if(pending_children_, [&](auto& entry) {
+      auto& [handle, receiver] = entry.second;
+      if (receiver != rank && handle->owner() != rank) return false;
+      held.push_back(std::move(handle));
+      return true;
+    });
   }
   for (const uint64_t id : ids) {
     drop_forks(id, [rank](uint64_t, int holder) { return holder == rank; });
@@ -367,23 +290,6 @@ void RRefContext::fail_unset(const base::Error& error,
   }
   // One of these may be the last owner of a user's value, which must not be destroyed on the loop.
   if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
-}
-
-void RRefContext::close() {
-  {
-    std::lock_guard lock(closing_);
-    closed_ = true;
-  }
-  decltype(owned_) owned;
-  decltype(pending_children_) children;
-  std::lock_guard lock(mutex_);
-  owned.swap(owned_);
-  children.swap(pending_children_);
-}
-
-size_t RRefContext::live() const {
-  std::lock_guard lock(mutex_);
-  return owned_.size() + pending_children_.size() + user_handles_;
 }
 
 }  // namespace distrain::rpc

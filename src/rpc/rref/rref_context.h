@@ -1,19 +1,10 @@
 #pragma once
 
-#include <atomic>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
+#include <queue>
 #include <shared_mutex>
-#include <unordered_map>
 #include <unordered_set>
 
-#include "distrain/base/executor.h"
-#include "distrain/rpc/membership_types.h"
 #include "distrain/rpc/rref.h"
-#include "distrain/wire/frame.h"
 
 namespace distrain::rpc {
 
@@ -21,8 +12,7 @@ namespace distrain::rpc {
 //
 // The owner of a value keeps it while any fork of its RRef lives. A fork is one rank's hold on the
 // value, named by (rank that made the name, number); a rank may have several forks of one RRef.
-// Every message below is sent on the connection between the two ranks named, which keeps its order.
-// Nothing is assumed about the order of different connections, and each message may come twice.
+// Only messages between the same two ranks keep their order, and each may come twice.
 //
 //   create   U calls remote() on O. The call contains the RRef's id and U's fork. U keeps its fork
 //            at least until the call is answered, and O records the fork before it answers.
@@ -44,9 +34,9 @@ namespace distrain::rpc {
 // that its calls would have created fail. If a new process replaces it, late messages of the lost
 // process, and references to its values, are recognized: Note [Incarnations].
 //
-// All RRefs of a message are received with it, whether or not they are decoded (the function may
-// not exist, or the caller may have given up). RRefs that are not decoded are released with the
-// message. If a message is not sent after all, its forks are retracted.
+// All RRefs of a message are received with it. Those that are not decoded (the function may not
+// exist, or the caller may have given up) are released with the message. If a message is not sent
+// after all, its forks are retracted.
 
 /// The last few thousand numbers that were inserted.
 class RecentSet {
@@ -54,20 +44,16 @@ class RecentSet {
   bool contains(uint64_t number) const { return numbers_.contains(number); }
   void insert(uint64_t number) {
     if (!numbers_.insert(number).second) return;
-    if (ring_.size() < kRemembered) {
-      ring_.push_back(number);
-    } else {
-      numbers_.erase(ring_[next_]);
-      ring_[next_] = number;
-      next_ = (next_ + 1) % kRemembered;
-    }
+    order_.push(number);
+    if (order_.size() <= kRemembered) return;
+    numbers_.erase(order_.front());
+    order_.pop();
   }
 
  private:
   static constexpr size_t kRemembered = 8192;
   std::unordered_set<uint64_t> numbers_;
-  std::vector<uint64_t> ring_;  // in order of insertion
-  size_t next_ = 0;
+  std::queue<uint64_t> order_;  // of insertion
 };
 
 /// All RRefs that one agent owns or holds. Thread-safe.
@@ -79,15 +65,34 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
 
-  Agent& agent() const;
-
+  Agent& agent() const {
+    if (closed_) {
+      throw base::Exception(base::ErrorKind::kCancelled, "the agent of this RRef has shut down");
+    }
+    return *agent_;
+  }
   /// Sets the incarnation of this rank's process, before any id is made.
   void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
   /// Records the newest process of another rank.
-  void know_process(ProcessNumber process);
+  void know_process(ProcessNumber process) {
+    std::lock_guard lock(mutex_);
+    newest_[rank_of(process)] = process;
+  }
 
-  std::shared_ptr<RRefHandle> new_local();            ///< owned by this rank; has no value yet
-  std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
+  /// Returns a handle of a value of this rank that does not exist yet.
+  std::shared_ptr<RRefHandle> new_local() {
+    const uint64_t id = next_id();
+    std::lock_guard lock(mutex_);
+    owned_[id].made = true;
+    return owner_handle(id, value_locked(id));
+  }
+  /// Does the same for a value that a remote() call to `owner` will create.
+  std::shared_ptr<RRefHandle> new_remote(int owner) {
+    if (owner == rank_) return new_local();
+    const uint64_t id = next_id();
+    std::lock_guard lock(mutex_);
+    return user_handle(id, next_id(), newest_locked(owner));
+  }
   /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
 
@@ -97,17 +102,28 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Creates a handle for each ticket of `message`. Throws `protocol` if a ticket is invalid: for
   /// example, if it names a rank that does not exist.
   void receive(InMessage& message);
-
   /// Takes kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
   void on_peer_lost(ProcessNumber process, const base::Error& error);
   /// Fails the values that do not exist yet, when this agent ends.
   void fail_unset(const base::Error& error);
   /// Ends all use of the agent: later, nothing is sent and agent() throws.
-  void close();
-
+  void close() {
+    {
+      std::lock_guard lock(closing_);
+      closed_ = true;
+    }
+    decltype(owned_) owned;
+    decltype(pending_children_) children;
+    std::lock_guard lock(mutex_);
+    owned.swap(owned_);
+    children.swap(pending_children_);
+  }
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
-  size_t live() const;
+  size_t live() const {
+    std::lock_guard lock(mutex_);
+    return owned_.size() + pending_children_.size() + user_handles_;
+  }
 
  private:
   friend class RRefHandle;
@@ -117,25 +133,42 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
     bool made = false;  // its creating call has arrived, and not only references to it
   };
-  enum class Mode : uint8_t {
-    kLocalHold = 1,
-    kLocalHoldAccept = 2,
-    kConfirmed = 3,
-    kUnconfirmed = 4
-  };
+  /// As on the wire.
+  enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept, kConfirmed, kUnconfirmed };
 
   uint64_t next_id() { return make_id(self_, ++counter_); }
-  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner);
-  ProcessNumber newest_locked(int rank) const;
+  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner) {
+    ++user_handles_;
+    return std::make_shared<RRefHandle>(shared_from_this(), id, fork, owner, nullptr);
+  }
+  ProcessNumber newest_locked(int rank) const {
+    const auto it = newest_.find(rank);
+    return it == newest_.end() ? process_number(rank, 0) : it->second;
+  }
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
-  bool is_freed_locked(uint64_t id) const;
-  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value);
+  bool is_freed_locked(uint64_t id) const {
+    const auto it = owned_.find(id);
+    if (it == owned_.end()) return freed_.contains(id);
+    // The value may be expired but still in `owned_`, while its deleter waits for this lock.
+    return it->second.value.expired() && (it->second.made || freed_.contains(id));
+  }
+  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value) {
+    return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
+  }
   std::shared_ptr<RRefHandle> received_by_owner(const RRefTicket& ticket);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
-  void sweep(uint64_t id);
+  /// Removes the entry of a value that was destroyed.
+  void sweep(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto it = owned_.find(id);
+    if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+    if (it->second.made) freed_.insert(id);
+    if (!it->second.made) --unmade_;
+    owned_.erase(it);
+  }
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
   Agent* const agent_;

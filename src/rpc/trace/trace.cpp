@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+
 #include "distrain/rpc/error.h"
 #include "trace/trace_export.h"
 
@@ -9,12 +12,138 @@ namespace distrain::rpc {
 
 namespace {
 
-constexpr int kExchanges = 16;
+using Kind = base::TraceEvent::Kind;
+
+constexpr int64_t kChunk = 1 << 16;  // 4 MiB
+
+// How long a rank waits, when its trace is read, for threads to end the slices of calls that have
+// been answered already.
+constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
+
+/// Encodes the events of this rank as chunks.
+class TraceExport {
+ public:
+  TraceChunk chunk(base::Tracer& tracer, uint64_t first) {
+    std::lock_guard lock(mutex_);
+    if (first == 0) {
+      tracer.stop();
+      tracer.wait_until_closed(kSliceTimeout);
+      flatten(tracer);
+    }
+    if (!events_.defined() || first > static_cast<uint64_t>(events_.size(0))) {
+      base::invalid("no such part of the trace");
+    }
+    TraceChunk chunk;
+    if (first == 0) chunk = std::move(head_);
+    const int64_t from = static_cast<int64_t>(first);
+    const int64_t to = std::min(from + kChunk, events_.size(0));
+    chunk.events = events_.slice(0, from, to);
+    if (to == events_.size(0)) events_ = at::Tensor();
+    return chunk;
+  }
+
+ private:
+  void flatten(base::Tracer& tracer) {
+    const std::vector<base::TraceTrack> tracks = tracer.tracks();
+    head_ = {};
+    head_.dropped = tracer.dropped();
+    size_t count = 0;
+    for (const base::TraceTrack& track : tracks) count += track.events.size();
+    events_ = at::empty({static_cast<int64_t>(count), kTraceColumns}, at::kLong);
+    auto* row = events_.mutable_data_ptr<int64_t>();
+    std::unordered_map<const char*, int64_t> places;
+    const auto place = [&](const char* text) {
+      const auto [it, is_new] = places.try_emplace(text, head_.texts.size());
+      if (is_new) head_.texts.emplace_back(text);
+      return it->second;
+    };
+    for (const base::TraceTrack& track : tracks) {
+      head_.tracks.emplace_back(track.name, track.events.size());
+      for (const base::TraceEvent& event : track.events) {
+        *row++ = static_cast<int64_t>(event.kind);
+        *row++ = place(event.name);
+        *row++ = place(event.category);
+        *row++ = event.key ? place(event.key) : -1;
+        *row++ = event.value;
+        *row++ = event.start;
+        *row++ = event.end;
+        *row++ = static_cast<int64_t>(event.id);
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  TraceChunk head_;
+  at::Tensor events_;
+};
+
+ClockAnswer read_trace_clock(CallContext& call) {
+  const base::Tracer& tracer = *call.agent.tracer();
+  return {tracer.clock_domain(), tracer.shown(base::Tracer::now())};
+}
+
+/// Returns the events from index `first` on. If `first` is 0, stops the tracer before that.
+TraceChunk read_trace(CallContext& call, uint64_t first) {
+  return call.agent.local<TraceExport>().chunk(*call.agent.tracer(), first);
+}
+
+}  // namespace
+
+void expose_trace(Agent& agent) {
+  agent.provide(std::make_shared<TraceExport>());
+  agent.expose<&read_trace_clock>("distrain.trace.clock");
+  agent.expose<&read_trace>("distrain.trace.events");
+}
+
+TraceImport::TraceImport(base::Tracer& tracer, const TraceChunk& first) {
+  for (const std::string& text : first.texts) texts_.push_back(tracer.intern({}, text));
+  for (const auto& [name, count] : first.tracks) {
+    if (count > base::Tracer::kLimit - total_) wire::Reader::fail("a trace of too many events");
+    tracks_.push_back({name, {}});
+    tracks_.back().events.reserve(count);
+    wanted_.push_back(count);
+    total_ += count;
+  }
+}
+
+void TraceImport::add(const at::Tensor& events) {
+  if (!events.defined() || events.scalar_type() != at::kLong || events.dim() != 2 ||
+      events.size(1) != kTraceColumns || (events.size(0) == 0 && !complete())) {
+    wire::Reader::fail("a malformed part of a trace");
+  }
+  const auto text = [this](int64_t place) {
+    if (place < 0 || place >= static_cast<int64_t>(texts_.size())) {
+      wire::Reader::fail("a trace with a text that is not there");
+    }
+    return texts_[static_cast<size_t>(place)];
+  };
+  const at::Tensor rows = events.contiguous();
+  const auto* row = rows.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows.size(0); ++i, row += kTraceColumns) {
+    while (track_ < tracks_.size() && tracks_[track_].events.size() == wanted_[track_]) ++track_;
+    const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
+    const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
+    // A flow must leave during its slice.
+    const bool leaves_later =
+        row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
+    if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {
+      wire::Reader::fail("a malformed event in a trace");
+    }
+    tracks_[track_].events.push_back({static_cast<Kind>(row[0]), text(row[1]), text(row[2]),
+                                      row[3] < 0 ? nullptr : text(row[3]), row[4], row[5], row[6],
+                                      static_cast<uint64_t>(row[7])});
+    ++events_;
+  }
+}
+
+// ---- on rank 0 ----
+
+namespace {
 
 // Rethrows the current exception, and names `rank`, whose trace was being collected.
 [[noreturn]] void rethrow_naming(int rank) {
   base::Error error = error_in_flight(base::ErrorKind::kInternal);
-  error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;
+  error.message = fmt::format("the trace of rank {}: {}", rank, error.message);
   if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // its answer is malformed
   throw base::Exception(error);
 }
@@ -22,6 +151,7 @@ constexpr int kExchanges = 16;
 // Reads a clock as NTP does: the exchange with the shortest round trip is the most exact one.
 ClockReading read_clock(Agent& agent, int rank) try {
   const base::Tracer& tracer = *agent.tracer();
+  constexpr int kExchanges = 16;
   ClockReading best;
   for (int i = 0; i < kExchanges; ++i) {
     const int64_t asked = tracer.shown(base::Tracer::now());
@@ -73,7 +203,7 @@ void TraceCollector::read_clocks() {
     RankClock& clock = clocks_[rank];
     if (clock.domain == clocks_[0].domain || agent_.is_done_without(static_cast<int>(rank)))
       continue;
-    const auto first = std::find_if(clocks_.begin(), clocks_.end(), [&](const RankClock& other) {
+    const auto first = std::ranges::find_if(clocks_, [&](const RankClock& other) {
       return other.domain == clock.domain &&
              !agent_.is_done_without(static_cast<int>(&other - &clocks_[0]));
     });

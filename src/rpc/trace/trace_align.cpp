@@ -3,17 +3,16 @@
 // The monotonic clocks of machines start at different times and drift. Ranks on one machine share a
 // clock (a "domain" below), so their times need no alignment.
 //
-// 1. Estimate. For each clock but rank 0's, the offset is read at the beginning and at the end of
-// the job, by one rank for all that share the clock. Between the readings it is interpolated, which
-// corrects a constant drift; outside, the nearer reading is used. The error of a reading is at most
-// half its round trip, more than a call may take one way: some flows could point backwards.
+// 1. Estimate. For each clock but rank 0's, one rank reads the offset at the beginning and at the
+// end of the job. Between the readings it is interpolated, which corrects a constant drift;
+// outside, the nearer reading is used. The error of a reading is at most half its round trip, more
+// than a call may take one way: some flows could point backwards.
 //
 // 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b requires c_b - c_a >= t_a -
 // t_b, where c is the correction of a domain. For each pair of domains, the largest such difference
 // is the weight of an edge from a to b. The smallest corrections that satisfy all flows are the
 // longest paths from any domain with c = 0. Bellman-Ford relaxation finds them, unless a cycle has
-// a positive sum. Clocks with constant drift have no such cycle: the true offsets satisfy all
-// flows.
+// a positive sum. Clocks with constant drift have none: the true offsets satisfy all flows.
 //
 // 3. If there is such a cycle (a clock was slewed), a correction is a growing step function of time
 // (a "controlled logical clock", Rabenseifner 1997, without its smoothing): the ends of flows are
@@ -25,7 +24,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <unordered_map>
 
 #include "distrain/rpc/trace.h"
 #include "trace/trace_export.h"
@@ -97,9 +95,7 @@ std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
   for_all(Kind::kFlowIn, [&](const TraceEvent& event, size_t domain) {
     const auto it = begun.find(event.id);
     if (it == begun.end() || it->second.from == domain) return;
-    flows.push_back(it->second);
-    flows.back().to = domain;
-    flows.back().arrived = event.start;
+    flows.push_back({it->second.from, domain, it->second.left, event.start});
   });
   return flows;
 }
@@ -136,8 +132,7 @@ struct Step {
 };
 
 int64_t correction_at(const std::vector<Step>& steps, int64_t time) {
-  const auto after = std::upper_bound(steps.begin(), steps.end(), time,
-                                      [](int64_t t, const Step& step) { return t < step.from; });
+  const auto after = std::ranges::upper_bound(steps, time, {}, &Step::from);
   return after == steps.begin() ? 0 : std::prev(after)->correction;
 }
 
@@ -154,9 +149,7 @@ std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t dom
     ends[flows[i].to].push_back({flows[i].arrived, false, i});
   }
   for (auto& own : ends) {
-    std::sort(own.begin(), own.end(), [](const End& a, const End& b) {
-      return std::pair(a.time, a.leaves) < std::pair(b.time, b.leaves);
-    });
+    std::ranges::sort(own, {}, [](const End& end) { return std::pair(end.time, end.leaves); });
   }
   std::vector<std::vector<Step>> steps(domains);
   std::vector<size_t> next(domains, 0);
@@ -190,26 +183,20 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
     domains.push_back(it->second);
   }
   // Ranks that share a clock use the same readings, so they stay aligned to each other.
-  std::vector<const RankClock*> first_of(known.size(), nullptr);
   for (size_t r = 0; r < ranks.size(); ++r) {
-    const RankClock*& first = first_of[domains[r]];
-    if (!first) first = &clocks[r];
-    estimate(ranks[r], *first);
+    estimate(ranks[r], *std::ranges::find(clocks, clocks[r].domain, &RankClock::domain));
   }
   if (known.size() == 1) return;
 
   const std::vector<Flow> flows = flows_between(ranks, domains);
   std::vector<int64_t> corrections(known.size(), 0);
-  if (relax(flows, corrections)) {
-    for (size_t r = 0; r < ranks.size(); ++r) {
-      map_times(ranks[r], [c = corrections[domains[r]]](int64_t t) { return clamped(t + c); });
-    }
-    return;
-  }
-  const std::vector<std::vector<Step>> steps = follow(flows, known.size());
+  const bool is_solved = relax(flows, corrections);
+  const auto steps = is_solved ? std::vector<std::vector<Step>>() : follow(flows, known.size());
   for (size_t r = 0; r < ranks.size(); ++r) {
-    map_times(ranks[r],
-              [&](int64_t t) { return clamped(t + correction_at(steps[domains[r]], t)); });
+    const size_t domain = domains[r];
+    map_times(ranks[r], [&](int64_t t) {
+      return clamped(t + (is_solved ? corrections[domain] : correction_at(steps[domain], t)));
+    });
   }
 }
 

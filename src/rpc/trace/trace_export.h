@@ -1,13 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-
-#include "distrain/base/trace.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::rpc {
@@ -37,16 +29,7 @@ inline constexpr int64_t kTraceColumns = 8;
 inline constexpr int64_t kMostTime = int64_t{1} << 60;
 inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 
-/// How long a rank waits, when its trace is read, for threads to end the slices of calls that have
-/// been answered already.
-inline constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
-
-// Called by rank 0.
-ClockAnswer read_trace_clock(CallContext& call);
-/// Returns the events from index `first` on. If `first` is 0, stops the tracer before that.
-TraceChunk read_trace(CallContext& call, uint64_t first);
-
-/// Exposes these functions on an agent with a tracer.
+/// Exposes the functions that rank 0 calls, on an agent with a tracer.
 void expose_trace(Agent& agent);
 
 /// Assembles the tracks of a rank from its chunks. Throws `protocol` if they do not fit together.

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../src/rpc/device/device_stager.h"
+#include "../src/rpc/device/device_transfer.h"
 #include "support/payload.h"
 
 namespace distrain::fuzz {

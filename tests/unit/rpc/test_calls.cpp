@@ -8,7 +8,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 
-#include "distrain/rpc/of_local.h"
+#include "distrain/rpc/agent.h"
 #include "gate.h"
 #include "support/catch.h"
 #include "support/cluster.h"

@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include "device/device_stager.h"
+#include "device/device_transfer.h"
 #include "distrain/rpc/serialize.h"
 #include "support/catch.h"
 #include "support/cluster.h"

@@ -6,7 +6,7 @@
 
 #include <ATen/Functions.h>
 
-#include "distrain/rpc/dtype.h"
+#include "distrain/rpc/message.h"
 #include "distrain/store/safetensors.h"
 #include "support/catch.h"
 #include "support/files.h"
