@@ -4,6 +4,7 @@
 #include <random>
 #include <thread>
 
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 
 #include "stream_support.h"
