@@ -4,6 +4,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "distrain/base/thread_state.h"
 #include "distrain/rpc/message.h"
 
 namespace distrain::rpc {
@@ -76,7 +77,6 @@ class DeviceStager {
   ~DeviceStager() {
     for (const auto& [point, memory] : released_) point.wait_in_destructor();
   }
-
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
   /// Returns pinned memory of `size` bytes, at most a chunk. Throws `resources`. Not for the loop.
