@@ -11,7 +11,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "distrain/autograd/leaf_hook.h"
 #include "distrain/collective/staged_reduce_group.h"
 #include "distrain/rpc/error.h"
 #include "reducer_impl.h"

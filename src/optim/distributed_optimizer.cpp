@@ -6,7 +6,6 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "distrain/autograd/leaf_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/error.h"
 #include "updater_registry.h"
