@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "distrain/rpc/error.h"
-#include "streams.h"
 
 namespace distrain::autograd {
 
@@ -30,27 +29,11 @@ bool is_own(const at::Tensor& tensor) {
 
 }  // namespace
 
-void ContextState::add_participant(int rank) {
-  std::lock_guard lock(mutex_);
-  participants_.insert(rank);
-}
-
-std::set<int> ContextState::participants() const {
-  std::lock_guard lock(mutex_);
-  return participants_;
-}
-
 bool ContextState::add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node) {
   std::lock_guard lock(mutex_);
   if (node->answered != 0 && given_up_.contains({node->to, node->answered})) return false;
   sends_.emplace(autograd_id, node);
   return true;
-}
-
-std::shared_ptr<SendNode> ContextState::remove_send(uint64_t autograd_id) {
-  std::lock_guard lock(mutex_);
-  auto taken = sends_.extract(autograd_id);
-  return taken ? std::move(taken.mapped()) : nullptr;
 }
 
 std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
@@ -60,12 +43,6 @@ std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
     return send.second->to == caller && send.second->answered == call;
   });
   return it == sends_.end() ? nullptr : std::move(sends_.extract(it).mapped());
-}
-
-std::shared_ptr<SendNode> ContextState::send(uint64_t autograd_id) const {
-  std::lock_guard lock(mutex_);
-  const auto it = sends_.find(autograd_id);
-  return it == sends_.end() ? nullptr : it->second;
 }
 
 std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
@@ -104,20 +81,6 @@ bool ContextState::transition_locked(PassEvent event, uint64_t id) {
       return true;
   }
   return false;
-}
-
-void ContextState::begin_pass(std::shared_ptr<Pass> pass) {
-  std::lock_guard lock(mutex_);
-  if (!transition_locked(PassEvent::kBegin, pass->id())) {
-    base::invalid("another backward pass over this context is under way: one at a time");
-  }
-  pass_.swap(pass);
-}
-
-void ContextState::finish_pass(uint64_t id) {
-  std::shared_ptr<Pass> ended;
-  std::lock_guard lock(mutex_);
-  if (transition_locked(PassEvent::kFinish, id)) ended.swap(pass_);
 }
 
 std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
@@ -200,63 +163,6 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
   entry.is_read_elsewhere = false;
   entry.producer = producer_of(entry.gradient);
   return true;
-}
-
-at::Tensor ContextState::gradient(const at::Tensor& variable) const {
-  std::lock_guard lock(mutex_);
-  const auto it = gradients_.find(variable.unsafeGetTensorImpl());
-  return it == gradients_.end() ? at::Tensor() : read(it->second);
-}
-
-void ContextState::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
-  const auto producer = producer_of(gradient);
-  std::lock_guard lock(mutex_);
-  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient), producer};
-}
-
-std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::gradients() const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::pair<at::Tensor, at::Tensor>> all;
-  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
-  return all;
-}
-
-std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::take_gradients() {
-  std::vector<std::pair<at::Tensor, at::Tensor>> all;
-  std::lock_guard lock(mutex_);
-  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
-  gradients_.clear();
-  return all;
-}
-
-void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
-  std::lock_guard lock(mutex_);
-  hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
-}
-
-bool ContextState::on_pass_end(std::function<void()> fn, uint64_t pass) {
-  std::lock_guard lock(mutex_);
-  if (pass != 0 && !runs_locked(pass)) return false;
-  hooks_.end.push_back(std::move(fn));
-  return true;
-}
-
-void ContextState::set_guard(PassGuard guard) {
-  std::lock_guard lock(mutex_);
-  hooks_.guard = std::move(guard);
-}
-
-std::function<base::Future<void>()> ContextState::admission() const {
-  std::lock_guard lock(mutex_);
-  return hooks_.guard.admit;
-}
-
-std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(uint64_t pass,
-                                                                    const at::Tensor& variable) {
-  std::lock_guard lock(mutex_);
-  if (!runs_locked(pass)) return {};
-  auto taken = hooks_.ready.extract(variable.unsafeGetTensorImpl());
-  return taken ? std::move(taken.mapped()) : std::vector<ReadyHook>();
 }
 
 std::vector<std::function<void()>> ContextState::end_hooks_of(uint64_t pass) {

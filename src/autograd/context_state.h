@@ -1,18 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
-#include <string>
-#include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
-#include "nodes.h"
 #include "pass.h"
 
 namespace distrain::autograd {
@@ -45,11 +32,16 @@ class ContextState {
   using ReadyHook = std::function<void(const at::Tensor&)>;
 
   explicit ContextState(uint64_t id) : id_(id) {}
-
   uint64_t id() const { return id_; }
 
-  void add_participant(int rank);
-  std::set<int> participants() const;
+  void add_participant(int rank) {
+    std::lock_guard lock(mutex_);
+    participants_.insert(rank);
+  }
+  std::set<int> participants() const {
+    std::lock_guard lock(mutex_);
+    return participants_;
+  }
 
   void add_result(uint64_t autograd_id, int from, const std::string& function) {
     std::lock_guard lock(mutex_);
@@ -62,18 +54,36 @@ class ContextState {
 
   /// Returns false without effect if `node` answers a call that its caller has given up.
   bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
-  std::shared_ptr<SendNode> send(uint64_t autograd_id) const;
+  std::shared_ptr<SendNode> send(uint64_t autograd_id) const {
+    std::lock_guard lock(mutex_);
+    const auto it = sends_.find(autograd_id);
+    return it == sends_.end() ? nullptr : it->second;
+  }
   std::vector<std::shared_ptr<SendNode>> sends() const;
   /// Removes a send node that will get no gradient, so that later passes do not wait for it.
   /// Returns the node, which must not be destroyed on the loop thread.
-  std::shared_ptr<SendNode> remove_send(uint64_t autograd_id);
+  std::shared_ptr<SendNode> remove_send(uint64_t autograd_id) {
+    std::lock_guard lock(mutex_);
+    auto taken = sends_.extract(autograd_id);
+    return taken ? std::move(taken.mapped()) : nullptr;
+  }
   /// Removes the send node of the answer to call `call` of rank `caller`, now or when it is added.
   std::shared_ptr<SendNode> give_up(int caller, uint64_t call);
 
   /// Begins a pass on the initiator. Throws `invalid` if another pass is in flight.
-  void begin_pass(std::shared_ptr<Pass> pass);
+  void begin_pass(std::shared_ptr<Pass> pass) {
+    std::lock_guard lock(mutex_);
+    if (!transition_locked(PassEvent::kBegin, pass->id())) {
+      base::invalid("another backward pass over this context is under way: one at a time");
+    }
+    pass_.swap(pass);
+  }
   /// Ends a pass on the initiator, when all ranks are done.
-  void finish_pass(uint64_t id);
+  void finish_pass(uint64_t id) {
+    std::shared_ptr<Pass> ended;
+    std::lock_guard lock(mutex_);
+    if (transition_locked(PassEvent::kFinish, id)) ended.swap(pass_);
+  }
   /// Returns the pass `id` on a rank that is not the initiator. Creates it with `make` if the rank
   /// does not have it. Throws `cancelled` if the pass has failed or a newer one has begun.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
@@ -88,23 +98,61 @@ class ContextState {
   /// `gradient` over, but copies it if others use it: leaves do not share gradients. Returns false
   /// without effect if `pass` is not 0 and does not run here.
   bool accumulate(const at::Tensor& variable, at::Tensor gradient, uint64_t pass = 0);
-  at::Tensor gradient(const at::Tensor& variable) const;
-  void set_gradient(const at::Tensor& variable, at::Tensor gradient);
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
+  at::Tensor gradient(const at::Tensor& variable) const {
+    std::lock_guard lock(mutex_);
+    const auto it = gradients_.find(variable.unsafeGetTensorImpl());
+    return it == gradients_.end() ? at::Tensor() : read(it->second);
+  }
+  void set_gradient(const at::Tensor& variable, at::Tensor gradient) {
+    const auto producer = producer_of(gradient);
+    std::lock_guard lock(mutex_);
+    gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient), producer};
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::pair<at::Tensor, at::Tensor>> all;
+    for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
+    return all;
+  }
   /// Returns all gradients and removes them from the context.
-  std::vector<std::pair<at::Tensor, at::Tensor>> take_gradients();
+  std::vector<std::pair<at::Tensor, at::Tensor>> take_gradients() {
+    std::vector<std::pair<at::Tensor, at::Tensor>> all;
+    std::lock_guard lock(mutex_);
+    for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
+    gradients_.clear();
+    return all;
+  }
 
-  void on_gradient_ready(const at::Tensor& variable, ReadyHook fn);
+  void on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
+    std::lock_guard lock(mutex_);
+    hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
+  }
   /// Returns false without effect if `pass` is not 0 and does not run here.
-  bool on_pass_end(std::function<void()> fn, uint64_t pass = 0);
+  bool on_pass_end(std::function<void()> fn, uint64_t pass = 0) {
+    std::lock_guard lock(mutex_);
+    if (pass != 0 && !runs_locked(pass)) return false;
+    hooks_.end.push_back(std::move(fn));
+    return true;
+  }
   bool runs(uint64_t pass) const {
     std::lock_guard lock(mutex_);
     return runs_locked(pass);
   }
-  void set_guard(PassGuard guard);
+  void set_guard(PassGuard guard) {
+    std::lock_guard lock(mutex_);
+    hooks_.guard = std::move(guard);
+  }
   /// Returns the guard's `admit`, or null if gradients need not wait.
-  std::function<base::Future<void>()> admission() const;
-  std::vector<ReadyHook> take_ready_hooks(uint64_t pass, const at::Tensor& variable);
+  std::function<base::Future<void>()> admission() const {
+    std::lock_guard lock(mutex_);
+    return hooks_.guard.admit;
+  }
+  std::vector<ReadyHook> take_ready_hooks(uint64_t pass, const at::Tensor& variable) {
+    std::lock_guard lock(mutex_);
+    if (!runs_locked(pass)) return {};
+    auto taken = hooks_.ready.extract(variable.unsafeGetTensorImpl());
+    return taken ? std::move(taken.mapped()) : std::vector<ReadyHook>();
+  }
   /// Marks this rank's part of the pass as run and returns the hooks to call.
   std::vector<std::function<void()>> end_hooks_of(uint64_t pass);
 

@@ -1,52 +1,10 @@
 #include "distrain/autograd/parameter_versions.h"
 
 #include <torch/csrc/autograd/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "runtime.h"
 
 namespace distrain::autograd {
-
-void ParameterLock::lock_shared() {
-  {
-    std::lock_guard lock(mutex_);
-    if (may_read_locked()) return static_cast<void>(++readers_);
-  }
-  const base::BlockingScope waits;  // locks `mutex_` if this thread already has a ParameterRead
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return may_read_locked(); });
-  ++readers_;
-}
-
-void ParameterLock::unlock_shared() {
-  std::lock_guard lock(mutex_);
-  if (--readers_ == 0) changed_.notify_all();
-}
-
-void ParameterLock::lock() {
-  {
-    std::lock_guard lock(mutex_);
-    if (may_write_locked()) return static_cast<void>(writing_ = true);
-  }
-  const base::BlockingScope waits;
-  std::unique_lock lock(mutex_);
-  ++waiting_writers_;
-  changed_.wait(lock, [this] { return may_write_locked(); });
-  --waiting_writers_;
-  writing_ = true;
-}
-
-void ParameterLock::unlock() {
-  std::lock_guard lock(mutex_);
-  writing_ = false;
-  changed_.notify_all();
-}
-
-void ParameterLock::add_blocked_readers(int change) {
-  std::lock_guard lock(mutex_);
-  blocked_readers_ += change;
-  changed_.notify_all();
-}
 
 // Holding a plain reference is safe because the agent owns its Runtime.
 ParameterRead::ParameterRead(rpc::Agent& agent)

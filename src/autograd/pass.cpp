@@ -6,10 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include "context_state.h"
-#include "distrain/autograd/leaf_hook.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
@@ -23,13 +20,6 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-// Orders nodes as torch's engine does. AccumulateGrad has the highest sequence number, so hooks
-// get, and can reduce, a leaf's gradient as early as possible.
-template <class Ready>
-bool runs_later(const Ready& a, const Ready& b) {
-  return a.node->sequence_nr() < b.node->sequence_nr();
-}
 
 void call_pre_hooks(Node& node, variable_list& grads) {
   for (const auto& hook : node.tensor_pre_hooks()) grads = (*hook)(grads);
@@ -111,7 +101,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
   it->second.dependencies = 0;
   --sends_waiting_;
   ready_.push_back({node, std::move(inputs)});
-  std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+  std::push_heap(ready_.begin(), ready_.end());
   const bool acknowledge = waker_.has_value();
   if (!acknowledge) waker_ = reply;
   const bool run = !std::exchange(is_running_, true);
@@ -131,7 +121,7 @@ void Pass::run_ready() {
     {
       std::lock_guard lock(mutex_);
       if (!error_ && !ready_.empty()) {
-        std::pop_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+        std::pop_heap(ready_.begin(), ready_.end());
         next = std::move(ready_.back());
         ready_.pop_back();
       } else if (!error_ && nodes_left_ == 0 && end_hooks_due_ && context) {
@@ -217,7 +207,7 @@ void Pass::deliver_locked(const Edge& edge, at::Tensor gradient,
   if (--waiting.dependencies > 0) return;
   ready_.push_back({edge.function, std::move(*waiting.inputs)});
   waiting.inputs.reset();
-  std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+  std::push_heap(ready_.begin(), ready_.end());
 }
 
 void Pass::execute_recv(RecvNode& node, variable_list grads) {

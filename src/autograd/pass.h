@@ -1,23 +1,15 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <vector>
 
-#include <torch/csrc/autograd/input_buffer.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/future.h"
-#include "distrain/rpc/agent.h"
-#include "nodes.h"
 #include "streams.h"
 
 namespace distrain::autograd {
@@ -45,6 +37,43 @@ class ContextState;
 // wait for a gradient, with a version; the newest version wins. The last report of each rank
 // reaches the initiator, because the rank's waker has not sent its own last report by then. If a
 // count is above zero at the end, the roots do not depend on a tensor that the rank has sent.
+
+/// Represents tensors that this rank sent. Their gradients enter the graph here.
+struct SendNode final : torch::autograd::Node {
+  SendNode(int to_in, uint64_t answered_in, const std::vector<at::Tensor>& tensors)
+      : to(to_in), answered(answered_in) {
+    for (const at::Tensor& tensor : tensors) {
+      add_input_metadata(tensor);
+      add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+    }
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return std::move(grads);
+  }
+  std::string name() const override { return "distrain::SendBackward"; }
+
+  const int to;             // the rank that received the tensors
+  const uint64_t answered;  // the number of its call that the tensors answer; 0: they are arguments
+};
+
+/// Represents tensors that came from another rank. Pass sends their gradients back to that rank.
+/// Torch's own engine cannot do so, so apply() throws.
+struct RecvNode final : torch::autograd::Node {
+  RecvNode(uint64_t context_in, uint64_t autograd_id_in, int from_in)
+      : context(context_in), autograd_id(autograd_id_in), from(from_in) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    base::invalid("this graph goes on on rank " + std::to_string(from) +
+                  ": use distrain::autograd::backward(context, {loss}) in place of "
+                  "loss.backward()");
+  }
+  std::string name() const override { return "distrain::RecvBackward"; }
+
+  const uint64_t context;
+  const uint64_t autograd_id;
+  const int from;
+};
 
 /// The state of one rank, sent in acknowledgements.
 struct PassReport {
@@ -86,6 +115,12 @@ class Pass : public std::enable_shared_from_this<Pass> {
   struct Ready {
     std::shared_ptr<torch::autograd::Node> node;
     torch::autograd::InputBuffer inputs;
+
+    // Orders nodes as torch's engine does. AccumulateGrad has the highest sequence number, so hooks
+    // get, and can reduce, a leaf's gradient as early as possible.
+    bool operator<(const Ready& other) const {
+      return node->sequence_nr() < other.node->sequence_nr();
+    }
   };
   struct Waiting {
     int dependencies = 0;  // missing gradients
@@ -114,7 +149,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<torch::autograd::Edge> roots_;
   // Plain pointers are safe because the context's send nodes and the roots own the graph.
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;
-  std::vector<Ready> ready_;  // a heap by runs_later()
+  std::vector<Ready> ready_;  // a heap
   uint32_t sends_waiting_ = 0;
   size_t nodes_left_ = 0;             // nodes that have not run
   std::vector<c10::Stream> streams_;  // streams of the nodes and hooks that have run

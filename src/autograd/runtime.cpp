@@ -59,20 +59,27 @@ struct InitiatedPass {
         state(context.state()),
         pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
 
+  /// Returns the result of `part`. If it throws, fails the pass first.
+  template <class Part>
+  auto or_fail(const Part& part) {
+    try {
+      return part();
+    } catch (...) {
+      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      fail(error);
+      throw base::Exception(error);
+    }
+  }
   base::Future<void> run(const std::vector<at::Tensor>& roots) {
     for (const at::Tensor& root : roots) {
       if (root.defined() && root.requires_grad()) continue;
       base::invalid("backward: a root does not require a gradient");
     }
     state->begin_pass(pass);
-    try {
+    return or_fail([&] {
       pass->prepare(state, roots);
       return pass->run_roots(roots);
-    } catch (...) {
-      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-      fail(error);
-      throw base::Exception(error);
-    }
+    });
   }
   void end() { state->finish_pass(pass->id()); }
   /// Must not run on the loop thread, because it destroys the user's hooks.
@@ -113,22 +120,6 @@ std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
   return runtime;
 }
 
-uint64_t Runtime::new_id() {
-  return rpc::make_id(rpc::process_number(agent_.rank() + 1, agent_.incarnation()), ++counter_);
-}
-
-std::shared_ptr<ContextState> Runtime::create() {
-  std::lock_guard lock(mutex_);
-  const uint64_t id = new_id();  // under the lock: release() needs ids in order of creation
-  return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
-}
-
-std::shared_ptr<ContextState> Runtime::find(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  const auto it = contexts_.find(id);
-  return it == contexts_.end() ? nullptr : it->second;
-}
-
 std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   std::lock_guard lock(mutex_);
   const auto it = contexts_.find(id);
@@ -153,24 +144,6 @@ std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_
   ended_.emplace(last, first_ended);
   auto taken = contexts_.extract(id);
   return taken ? std::move(taken.mapped()) : nullptr;
-}
-
-at::Tensor Runtime::hold(const at::Tensor& parameter) {
-  const std::shared_lock lock(parameters_lock);
-  parameter_streams.read(parameter);
-  return parameter.variable_data();
-}
-
-void Runtime::throw_away(std::shared_ptr<const void> graph) {
-  if (!graph) return;
-  std::lock_guard lock(mutex_);
-  trash_.push_back(std::move(graph));
-}
-
-void Runtime::empty_trash() {
-  std::vector<std::shared_ptr<const void>> trash;
-  std::lock_guard lock(mutex_);
-  trash.swap(trash_);
 }
 
 void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
@@ -264,11 +237,6 @@ uint64_t Runtime::on_send(uint64_t context, int to, uint64_t answered,
   return state->add_send(id, std::make_shared<SendNode>(to, answered, wanted)) ? id : 0;
 }
 
-void Runtime::on_failed(uint64_t context, uint64_t autograd_id) {
-  if (autograd_id == 0) return;
-  if (const auto state = find(context)) throw_away(state->remove_send(autograd_id));
-}
-
 void Runtime::on_given_up(uint64_t context, int to, uint64_t call) {
   if (to == agent_.rank()) return on_given_up_by(context, to, call);
   if (!find(context)) return;
@@ -315,11 +283,6 @@ void Runtime::on_rank_lost(const rpc::Loss& loss) {
     for (const auto& state : orphans) contexts_.erase(state->id());
   }
   for (const auto& state : orphans) state->fail_pass(kAllPasses, error);
-}
-
-size_t Runtime::live_contexts() const {
-  std::lock_guard lock(mutex_);
-  return contexts_.size();
 }
 
 // Body: u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout ns · gradients
@@ -423,13 +386,7 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
   InitiatedPass initiated(context, options);
   const base::Future<void> ended = initiated.run(roots);
-  try {
-    ended.wait();
-  } catch (...) {
-    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    initiated.fail(error);
-    throw base::Exception(error);
-  }
+  initiated.or_fail([&] { ended.wait(); });
   initiated.end();
   initiated.pass->join_streams();
 }
@@ -439,15 +396,11 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
   InitiatedPass initiated(context, options);
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
-  initiated.run(roots).on_complete(context.agent().executor(),
-                                   [initiated, ended](base::Result<base::Unit>& outcome) mutable {
-                                     if (outcome.ok()) {
-                                       initiated.end();
-                                     } else {
-                                       initiated.fail(outcome.error());
-                                     }
-                                     ended->complete(outcome);
-                                   });
+  initiated.run(roots).on_complete(
+      context.agent().executor(), [initiated, ended](base::Result<base::Unit>& outcome) mutable {
+        outcome.ok() ? initiated.end() : initiated.fail(outcome.error());
+        ended->complete(outcome);
+      });
   return result;
 }
 

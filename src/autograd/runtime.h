@@ -1,18 +1,8 @@
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <vector>
-
 #include "context_state.h"
-#include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/rpc/agent.h"
 #include "distrain/rpc/autograd_hook.h"
-#include "streams.h"
 
 namespace distrain::autograd {
 
@@ -40,9 +30,19 @@ class Runtime final : public rpc::AutogradHook,
   ParameterStreams parameter_streams;
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers;  // guarded by parameters_lock
 
-  uint64_t new_id();
-  std::shared_ptr<ContextState> create();
-  std::shared_ptr<ContextState> find(uint64_t id) const;
+  uint64_t new_id() {
+    return rpc::make_id(rpc::process_number(agent_.rank() + 1, agent_.incarnation()), ++counter_);
+  }
+  std::shared_ptr<ContextState> create() {
+    std::lock_guard lock(mutex_);
+    const uint64_t id = new_id();  // under the lock: release() needs ids in order of creation
+    return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
+  }
+  std::shared_ptr<ContextState> find(uint64_t id) const {
+    std::lock_guard lock(mutex_);
+    const auto it = contexts_.find(id);
+    return it == contexts_.end() ? nullptr : it->second;
+  }
   /// Throws `invalid` if the context has ended, or the error of the loss if its creator is lost.
   std::shared_ptr<ContextState> find_or_create(uint64_t id);
   /// Releases the context on all ranks that have a part of it.
@@ -52,11 +52,21 @@ class Runtime final : public rpc::AutogradHook,
 
   uint64_t on_send(uint64_t context, int to, uint64_t answered,
                    const std::vector<at::Tensor>& tensors) override;
-  void on_failed(uint64_t context, uint64_t autograd_id) override;
+  void on_failed(uint64_t context, uint64_t autograd_id) override {
+    if (autograd_id == 0) return;
+    if (const auto state = find(context)) throw_away(state->remove_send(autograd_id));
+  }
   void on_given_up(uint64_t context, int to, uint64_t call) override;
   void on_receive(uint64_t context, rpc::InMessage& message, const std::string& function) override;
-  at::Tensor hold(const at::Tensor& parameter) override;
-  size_t live_contexts() const override;
+  at::Tensor hold(const at::Tensor& parameter) override {
+    const std::shared_lock lock(parameters_lock);
+    parameter_streams.read(parameter);
+    return parameter.variable_data();
+  }
+  size_t live_contexts() const override {
+    std::lock_guard lock(mutex_);
+    return contexts_.size();
+  }
   /// Ends the contexts that the lost rank created and fails their passes.
   void on_rank_lost(const rpc::Loss& loss) override;
 
@@ -65,8 +75,16 @@ class Runtime final : public rpc::AutogradHook,
   void on_message_on_loop(const rpc::ChannelMessage& message);
   void on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply);
   void on_given_up_by(uint64_t context, int caller, uint64_t call);
-  void throw_away(std::shared_ptr<const void> graph);
-  void empty_trash();
+  void throw_away(std::shared_ptr<const void> graph) {
+    if (!graph) return;
+    std::lock_guard lock(mutex_);
+    trash_.push_back(std::move(graph));
+  }
+  void empty_trash() {
+    std::vector<std::shared_ptr<const void>> trash;
+    std::lock_guard lock(mutex_);
+    trash.swap(trash_);
+  }
   void tell(const ContextState& context, const rpc::ChannelTag& tag,
             std::shared_ptr<const wire::Bytes> payload, int but);
 

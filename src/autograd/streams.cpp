@@ -1,7 +1,5 @@
 #include "streams.h"
 
-#include <algorithm>
-
 #include "distrain/rpc/device.h"
 
 namespace distrain::autograd {
@@ -67,44 +65,20 @@ void wait_for_streams(const std::vector<c10::Stream>& streams, std::optional<c10
   }
 }
 
-namespace {
-
-void use_on_current_stream(const at::Tensor& tensor) {
-  if (const auto stream = producer_of(tensor)) rpc::use_on_stream(tensor, *stream);
-}
-
-}  // namespace
-
-// Records the current stream as a reader. An update waits for the work that the stream has when the
-// update begins. It need not wait for later reads, because they use versions that the update does
-// not change.
-void ParameterStreams::read(c10::Device device) {
+// A read records the current stream as a reader. An update waits for the work that the stream has
+// when the update begins. It need not wait for later reads, because they use versions that the
+// update does not change.
+void ParameterStreams::order(c10::Device device, bool updates) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);
+  if (updates) wait_for_streams(readers_, device);
   wait_for_streams(writers_, device);
-  insert(readers_, rpc::current_stream(device));
+  insert(updates ? writers_ : readers_, rpc::current_stream(device));
 }
 
-void ParameterStreams::update(c10::Device device) {
-  if (!rpc::is_accelerator(device)) return;
-  std::lock_guard lock(mutex_);
-  wait_for_streams(readers_, device);
-  wait_for_streams(writers_, device);
-  insert(writers_, rpc::current_stream(device));
-}
-
-void ParameterStreams::read(const at::Tensor& parameter) {
-  read(parameter.device());
-  use_on_current_stream(parameter);
-}
-
-void ParameterStreams::update(const at::Tensor& parameter) {
-  update(parameter.device());
-  use_on_current_stream(parameter);
-}
-
-void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream) {
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+void ParameterStreams::order(const at::Tensor& parameter, bool updates) {
+  order(parameter.device(), updates);
+  if (const auto stream = producer_of(parameter)) rpc::use_on_stream(parameter, *stream);
 }
 
 }  // namespace distrain::autograd

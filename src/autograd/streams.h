@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -47,20 +48,26 @@ bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream
 void wait_for_streams(const std::vector<c10::Stream>& streams,
                       std::optional<c10::Device> only = std::nullopt);
 
-void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream);
+/// Adds `stream` to `streams` if it is not among them.
+inline void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
 
 /// Orders the streams that read and update the parameters of a rank. Thread-safe.
 class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
-  void read(c10::Device device);
+  void read(c10::Device device) { order(device, false); }
   /// Also keeps the parameter's memory for the current stream's reads, even if the parameter moves.
-  void read(const at::Tensor& parameter);
+  void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
-  void update(c10::Device device);
-  void update(const at::Tensor& parameter);
+  void update(c10::Device device) { order(device, true); }
+  void update(const at::Tensor& parameter) { order(parameter, true); }
 
  private:
+  void order(c10::Device device, bool updates);
+  void order(const at::Tensor& parameter, bool updates);
+
   std::mutex mutex_;
   std::vector<c10::Stream> readers_;
   std::vector<c10::Stream> writers_;

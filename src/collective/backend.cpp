@@ -1,9 +1,5 @@
 #include "distrain/collective/backend.h"
 
-#include <algorithm>
-#include <atomic>
-#include <utility>
-
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
@@ -12,8 +8,8 @@
 
 #include "core.h"
 #include "distrain/rpc/message.h"
+#include "distrain/rpc/dtype.h"
 #include "operations.h"
-#include "reduce.h"
 
 namespace distrain::collective {
 
@@ -48,8 +44,9 @@ void check_tensor(const char* op, const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) {
     refuse_call(op, " of a tensor on ", tensor.device(), " is not supported");
   }
-  if (tensor.is_conj())
+  if (tensor.is_conj()) {
     refuse_call(op, " of a conjugated view is not supported: resolve_conj() it");
+  }
   if (tensor.is_neg()) refuse_call(op, " of a negated view is not supported: resolve_neg() it");
 }
 
@@ -162,14 +159,13 @@ Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, S
 
 Backend::~Backend() { core_->close(); }
 
-base::TimePoint Backend::deadline(std::chrono::milliseconds timeout) const {
+Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
+                       const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
   if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
-  return timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
-}
-
-Pending Backend::issue(std::shared_ptr<Operation> operation, uint32_t sequence) {
+  const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
+  const auto operation = make_operation(spec, deadline, tensor, std::move(outputs));
   core_->issue(operation, sequence);
-  return Pending(std::move(operation));
+  return Pending(operation);
 }
 
 uint32_t Backend::new_sequence() { return core_->new_sequence(); }
@@ -180,26 +176,18 @@ Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::m
   OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
   spec.reduce_op = op;
   spec.pass = options.pass;
-  if (spec.bytes <= direct_bytes_) {
-    return issue(std::make_shared<DirectAllreduce>(spec, deadline(timeout), tensor),
-                 options.sequence);
-  }
-  spec.kind = OpKind::kAllreduceChunked;
-  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor),
-               options.sequence);
+  if (spec.bytes > direct_bytes_) spec.kind = OpKind::kAllreduceChunked;
+  return issue(spec, timeout, options.sequence, tensor);
 }
 
 Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
                            const OperationOptions& options) {
   check_result("broadcast", tensor);
-  if (root < 0 || root >= size_) {
-    refuse_call("broadcast", ": root ", root, " is not in the group");
-  }
+  if (root < 0 || root >= size_) refuse_call("broadcast", ": root ", root, " is not in the group");
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
   spec.pass = options.pass;
-  return issue(std::make_shared<BroadcastOperation>(spec, deadline(timeout), tensor),
-               options.sequence);
+  return issue(spec, timeout, options.sequence, tensor);
 }
 
 Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
@@ -213,12 +201,11 @@ Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outp
   if (!fits) {
     refuse_call("allgather", ": needs one output a rank, of the input's dtype and size");
   }
-  return issue(std::make_shared<AllgatherOperation>(spec_of(OpKind::kAllgather, input),
-                                                    deadline(timeout), input, std::move(outputs)));
+  return issue(spec_of(OpKind::kAllgather, input), timeout, 0, input, std::move(outputs));
 }
 
 Pending Backend::enter_barrier(std::chrono::milliseconds timeout) {
-  return issue(std::make_shared<BarrierOperation>(OpSpec{}, deadline(timeout)));
+  return issue(OpSpec{}, timeout, 0);
 }
 
 void Backend::refuse(int count, const Error& error, uint32_t sequence) {
@@ -226,9 +213,7 @@ void Backend::refuse(int count, const Error& error, uint32_t sequence) {
 }
 
 int Backend::world_rank(int rank) const { return core_->world_rank(rank); }
-
 std::optional<Error> Backend::failure() const { return core_->failure(); }
-
 uint64_t Backend::getSequenceNumberForGroup() { return core_->next_number(); }
 
 void Backend::abort() {

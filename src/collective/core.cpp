@@ -1,7 +1,5 @@
 #include "core.h"
 
-#include <utility>
-
 #include <fmt/format.h>
 
 #include "distrain/base/thread_state.h"
@@ -20,41 +18,31 @@ Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
       group_id_(group_id),
       ranks_(std::move(ranks)),
       peers_(ranks_.size()) {
-  for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (ranks_[i] < 0 || ranks_[i] >= channel_.world_size() ||
-        std::count(ranks_.begin(), ranks_.end(), ranks_[i]) != 1) {
-      base::invalid("rank " + std::to_string(ranks_[i]) +
-                    " in a group: not a rank of this job, or listed twice");
+  for (const int each : ranks_) {
+    if (each < 0 || each >= channel_.world_size() || std::ranges::count(ranks_, each) != 1) {
+      base::invalid(
+          fmt::format("rank {} in a group: not a rank of this job, or listed twice", each));
     }
   }
   rank_ = group_rank(channel_.rank());
   if (rank_ < 0) {
-    base::invalid("rank " + std::to_string(channel_.rank()) + " is not in the group that it joins");
+    base::invalid(fmt::format("rank {} is not in the group that it joins", channel_.rank()));
   }
-}
-
-int Core::group_rank(int world_rank) const {
-  const auto it = std::find(ranks_.begin(), ranks_.end(), world_rank);
-  return it == ranks_.end() ? -1 : static_cast<int>(it - ranks_.begin());
 }
 
 void Core::open() {
   const std::weak_ptr<Core> weak = weak_from_this();
-  channel_.set_handler({
-      .on_message =
-          [weak](rpc::ChannelMessage message) {
-            if (auto core = weak.lock()) core->on_message(std::move(message));
-          },
-      .on_peer_lost =
-          [weak](int rank, const Error& error) {
-            if (auto core = weak.lock()) core->on_peer_lost(rank, error);
-          },
-      .waits =
-          [weak] {
-            const auto core = weak.lock();
-            return core ? core->waits() : std::vector<rpc::Wait>();
-          },
-  });
+  const auto on_message = [weak](rpc::ChannelMessage message) {
+    if (auto core = weak.lock()) core->on_message(std::move(message));
+  };
+  const auto on_peer_lost = [weak](int rank, const Error& error) {
+    if (auto core = weak.lock()) core->on_peer_lost(rank, error);
+  };
+  const auto waits = [weak] {
+    const auto core = weak.lock();
+    return core ? core->waits() : std::vector<rpc::Wait>();
+  };
+  channel_.set_handler({on_message, on_peer_lost, waits});
 }
 
 void Core::close() {
@@ -86,40 +74,6 @@ void Core::abort(const Error& error) {
   const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
   for (const auto& [number, operation] : pending) operation->fail_locked(error);
   room_.notify_all();
-}
-
-uint32_t Core::new_sequence() {
-  std::lock_guard lock(mutex_);
-  return ++last_sequence_;
-}
-
-uint64_t Core::next_number() const {
-  std::lock_guard lock(mutex_);
-  const auto it = next_.find(0);
-  return it == next_.end() ? 0 : it->second;
-}
-
-uint64_t& Core::next_locked(uint32_t sequence) {
-  return next_.try_emplace(sequence, first_number(sequence)).first->second;
-}
-
-std::optional<Error> Core::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
-}
-
-base::BufferPtr Core::allocate(size_t size) {
-  base::BufferPtr buffer = pool_.allocate(size);
-  if (!buffer) {
-    throw base::Exception(ErrorKind::kResources,
-                          "no memory for a collective of " + std::to_string(size) + " bytes");
-  }
-  return buffer;
-}
-
-bool Core::is_early_locked(uint64_t number) const {
-  const auto it = next_.find(sequence_of(number));
-  return it == next_.end() || number >= it->second;
 }
 
 std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
@@ -195,12 +149,6 @@ void Core::send_refusals(uint64_t first, int count, const Error& error) {
   }
 }
 
-void Core::send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
-                std::shared_ptr<const void> keep_alive) {
-  const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
-  channel_.send(world_rank(to), tag, pieces, std::move(keep_alive));
-}
-
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
   // Starts with the next rank to spread the load. Skips lost ranks, because the others wait.
@@ -215,10 +163,6 @@ void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer)
   if (failure) std::rethrow_exception(failure);
 }
 
-void Core::post(std::shared_ptr<Operation> operation) {
-  executor_.post([operation = std::move(operation)] { operation->run_ready(); });
-}
-
 void Core::on_message(rpc::ChannelMessage message) {
   const int from = group_rank(message.from);
   if (from < 0 || from == rank_) return;  // not of this group
@@ -229,20 +173,21 @@ void Core::on_message(rpc::ChannelMessage message) {
     std::lock_guard lock(mutex_);
     Peer& peer = peers_[static_cast<size_t>(from)];
     const uint64_t bytes = message.payload.size();
+    const auto refuse = [&](ErrorKind kind, std::string why) {
+      failure = Error{kind, std::move(why), message.from};
+      if (!failure_) failure_ = failure;
+    };
     if (message.tag.a != group_id_) {
-      failure = Error{ErrorKind::kInvalid,
-                      fmt::format("rank {} has group {} on the channel where rank {} has group {}",
-                                  message.from, message.tag.a, world_rank(rank_), group_id_),
-                      message.from};
+      refuse(ErrorKind::kInvalid,
+             fmt::format("rank {} has group {} on the channel where rank {} has group {}",
+                         message.from, message.tag.a, world_rank(rank_), group_id_));
     } else if (message.tag.b == kClosed) {
       return on_closed_locked(from);
     } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
                peer.early_bytes + bytes > 2 * window()) {
-      failure = Error{ErrorKind::kOverloaded,
-                      fmt::format("rank {} has sent too much for operations that rank {} has not "
-                                  "begun",
-                                  message.from, world_rank(rank_)),
-                      message.from};
+      refuse(ErrorKind::kOverloaded,
+             fmt::format("rank {} has sent too much for operations that rank {} has not begun",
+                         message.from, world_rank(rank_)));
     } else {
       on_answer_locked(peer, message.tag.b);
       if (is_early_locked(message.tag.b)) {
@@ -256,7 +201,6 @@ void Core::on_message(rpc::ChannelMessage message) {
       operation->deliver_locked(from, std::move(message));
       post = operation->wants_executor_locked();
     }
-    if (failure && !failure_) failure_ = failure;
   }
   if (failure) return abort(*failure);
   if (post) this->post(std::move(operation));
@@ -283,10 +227,10 @@ void Core::on_closed_locked(int from) {
 
 Error Core::closed_error(int from, const Operation& operation) const {
   const int rank = world_rank(from);
+  const std::string what = describe(operation.spec());
   return {ErrorKind::kPeerLost,
-          "rank " + std::to_string(rank) + " has closed the group, and takes no part in " +
-              describe(operation.spec()),
-          rank, describe(operation.spec())};
+          fmt::format("rank {} has closed the group, and takes no part in {}", rank, what), rank,
+          what};
 }
 
 // Waits for room as in Note [Window of a group]. Returns false if the operation fails or expires.
@@ -324,13 +268,6 @@ bool Core::await_room(Operation& operation) {
     peer.unanswered_bytes += bytes;
   }
   return true;
-}
-
-std::vector<rpc::Wait> Core::waits() {
-  std::lock_guard lock(mutex_);
-  std::vector<rpc::Wait> all;
-  for (const auto& [number, operation] : pending_) all.push_back(operation->wait_locked());
-  return all;
 }
 
 void Core::on_peer_lost(int world_rank, const Error& error) {

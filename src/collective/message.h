@@ -1,15 +1,11 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <optional>
 #include <span>
-#include <string>
 
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "distrain/base/error.h"
 #include "distrain/collective/pass_number.h"
 
 namespace distrain::collective {

@@ -1,12 +1,9 @@
-#include "operation.h"
-
-#include <algorithm>
 
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 
 #include "distrain/base/thread_state.h"
-#include "distrain/collective/pending.h"
+#include "distrain/collective/backend.h"
 #include "distrain/rpc/error.h"
 #include "operations.h"
 
@@ -23,9 +20,6 @@ bool is_active(OperationState state) {
 
 }  // namespace
 
-Operation::Operation(const OpSpec& spec, base::TimePoint deadline, int steps)
-    : spec_(spec), steps_(steps), deadline_(deadline) {}
-
 bool Operation::expects(int, int from) const { return from != core_->rank(); }
 
 void Operation::transition_locked(OperationState to) {
@@ -34,7 +28,7 @@ void Operation::transition_locked(OperationState to) {
       {kStarting, kCollecting}, {kStarting, kReady}, {kStarting, kDone},    {kRunning, kCollecting},
       {kRunning, kReady},       {kRunning, kDone},   {kCollecting, kReady}, {kCollecting, kDone},
       {kReady, kRunning},       {kReady, kDone}};
-  const OperationState from = state_.load(std::memory_order_relaxed);
+  const OperationState from = state_locked();
   if (std::ranges::find(kAllowed, std::pair(from, to)) == std::end(kAllowed)) {
     throw base::Exception(
         ErrorKind::kInternal,
@@ -45,9 +39,7 @@ void Operation::transition_locked(OperationState to) {
   state_.store(to, std::memory_order_release);
   const bool complete = to == kReady && step_ + 1 == steps_;
   if (complete || to == kDone) core_->pending_.erase(number_);
-  if (sleepers_ > 0 && (to == kReady || to == kDone)) {
-    changed_.notify_all();
-  }
+  if (sleepers_ > 0 && (to == kReady || to == kDone)) changed_.notify_all();
 }
 
 void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
@@ -99,19 +91,16 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
 }
 
 void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
-  if (std::optional<Error> error = check_locked(from, message)) {
-    fail_locked(std::move(*error));
-    return;
-  }
+  if (auto error = check_locked(from, message)) return fail_locked(std::move(*error));
   const auto step = static_cast<int>(message.tag.c);
   inbox_[static_cast<size_t>(step * core_->size() + from)] = std::move(message);
-  if (state_.load(std::memory_order_relaxed) != OperationState::kCollecting || step != step_)
-    return;
-  if (--missing_ == 0) transition_locked(OperationState::kReady);
+  if (state_locked() == OperationState::kCollecting && step == step_ && --missing_ == 0) {
+    transition_locked(OperationState::kReady);
+  }
 }
 
 void Operation::fail_locked(Error error) {
-  const OperationState state = state_.load(std::memory_order_relaxed);
+  const OperationState state = state_locked();
   if (is_active(state)) {
     if (!failure_) failure_ = std::move(error);
   } else if (state != OperationState::kDone) {
@@ -134,10 +123,7 @@ void Operation::end_locked(std::optional<Error> error) {
 void Operation::settle_locked() {
   if (failure_) return end_locked(std::move(failure_));
   if (step_ == steps_) return end_locked(std::nullopt);
-  missing_ = 0;
-  for (int from = 0; from < core_->size(); ++from) {
-    if (lacks_locked(step_, from)) ++missing_;
-  }
+  missing_ = missing_ranks_locked().size();
   transition_locked(missing_ == 0 ? OperationState::kReady : OperationState::kCollecting);
 }
 
@@ -159,24 +145,23 @@ void Operation::run_locked(std::unique_lock<std::mutex>& lock) {
 
 void Operation::run_ready() {
   std::unique_lock lock(core_->mutex_);
-  while (state_.load(std::memory_order_relaxed) == OperationState::kReady) run_locked(lock);
+  while (state_locked() == OperationState::kReady) run_locked(lock);
 }
 
 bool Operation::done() {
-  std::unique_lock lock(core_->mutex_);
-  while (state_.load(std::memory_order_relaxed) == OperationState::kReady) run_locked(lock);
-  if (state_.load(std::memory_order_relaxed) == OperationState::kCollecting &&
-      base::Clock::now() >= deadline_) {
-    fail_locked(deadline_error_locked());
-  }
-  return state_.load(std::memory_order_relaxed) == OperationState::kDone;
+  run_ready();
+  std::lock_guard lock(core_->mutex_);
+  if (base::Clock::now() >= deadline_) expire_locked();
+  return state_locked() == OperationState::kDone;
+}
+
+void Operation::expire_locked() {
+  if (state_locked() == OperationState::kCollecting) fail_locked(deadline_error_locked());
 }
 
 void Operation::expire() {
   std::lock_guard lock(core_->mutex_);
-  if (state_.load(std::memory_order_relaxed) == OperationState::kCollecting) {
-    fail_locked(deadline_error_locked());
-  }
+  expire_locked();
 }
 
 void Operation::fail(Error error) {
@@ -184,10 +169,8 @@ void Operation::fail(Error error) {
   fail_locked(std::move(error));
 }
 
-base::Executor& Operation::executor() { return core_->executor(); }
-
 bool Operation::wants_executor_locked() const {
-  return state_.load(std::memory_order_relaxed) == OperationState::kReady && waiters_ == 0 &&
+  return state_locked() == OperationState::kReady && waiters_ == 0 &&
          !(steps_ == 1 && spec_.bytes <= kDirectBytes);
 }
 
@@ -198,7 +181,7 @@ bool Operation::wait_until(base::TimePoint limit) {
   bool overtaken = false;
   try {
     while (!overtaken) {
-      const OperationState state = state_.load(std::memory_order_relaxed);
+      const OperationState state = state_locked();
       if (state == OperationState::kDone) break;
       if (state == OperationState::kReady) {
         run_locked(lock);
@@ -250,9 +233,9 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
 Error Operation::deadline_error_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   return Error{ErrorKind::kDeadline,
-               name() + ": the deadline passed, nothing came from rank " +
-                   c10::Join(", ", missing) +
-                   (steps_ > 1 ? " (step " + std::to_string(step_ + 1) + " of 2)" : ""),
+               fmt::format("{}: the deadline passed, nothing came from rank {}{}", name(),
+                           c10::Join(", ", missing),
+                           steps_ > 1 ? fmt::format(" (step {} of 2)", step_ + 1) : ""),
                missing.empty() ? -1 : missing.front(), describe(spec_)};
 }
 
@@ -278,15 +261,15 @@ bool Operation::waits_for_locked(int from) const {
 
 rpc::Wait Operation::wait_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
-  const std::string why = missing.empty() ? "every rank has sent its part"
-                                          : "nothing yet from rank " + c10::Join(", ", missing);
-  return {name() + ": " + why, begun_};
+  return {name() + (missing.empty() ? ": every rank has sent its part"
+                                    : ": nothing yet from rank " + c10::Join(", ", missing)),
+          begun_};
 }
 
 std::string Operation::number_text() const {
   const uint32_t sequence = sequence_of(number_);
-  return "collective number " + std::to_string(number_ - first_number(sequence)) +
-         (sequence == 0 ? "" : " in sequence " + std::to_string(sequence));
+  return fmt::format("collective number {}{}", number_ - first_number(sequence),
+                     sequence == 0 ? "" : fmt::format(" in sequence {}", sequence));
 }
 
 std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }
@@ -294,13 +277,9 @@ std::string Operation::name() const { return describe(spec_) + ", " + number_tex
 // ---- the handle ----
 
 bool Pending::done() const { return operation_->done(); }
-
 void Pending::wait() const { static_cast<void>(operation_->wait_until(base::kNever)); }
-
 bool Pending::wait_until(base::TimePoint limit) const { return operation_->wait_until(limit); }
-
 void Pending::expire() const { operation_->expire(); }
-
 void Pending::fail(base::Error error) const { operation_->fail(std::move(error)); }
 
 base::Future<void> Pending::future() const {
@@ -317,7 +296,7 @@ base::Future<void> Pending::future() const {
   if (operation_->done()) {
     complete();
   } else {
-    operation_->executor().post(std::move(complete));
+    operation_->core().executor().post(std::move(complete));
   }
   return future;
 }

@@ -1,15 +1,103 @@
 #include "operations.h"
 
-#include <algorithm>
+#include <array>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
+#include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
-
-#include "reduce.h"
 
 namespace distrain::collective {
 
+// Memory that is being sent never changes. Small data is copied behind its header into one buffer
+// for all ranks. Step 1 of the chunked allreduce sends chunk j from the caller's tensor without a
+// copy, because only the result of rank j, which must have received it before, overwrites chunk j.
+
 namespace {
+
+// Fits in the first-level cache. The constant trip count lets -O2 vectorise.
+constexpr size_t kBlock = 512;
+
+// Sums and products of integers are computed in unsigned types of at least 32 bits, which wrap.
+template <class T>
+using Wide = std::conditional_t<!std::is_integral_v<T>, T,
+                                std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>>;
+
+constexpr auto kSum = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) + Wide<T>(b)); };
+constexpr auto kProduct = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) * Wide<T>(b)); };
+// `a != a` is true only for NaN.
+constexpr auto kMin = []<class T>(T a, T b) { return (a != a || a < b) ? a : b; };
+constexpr auto kMax = []<class T>(T a, T b) { return (a != a || a > b) ? a : b; };
+// Reduce bools as bytes, because a peer may send other bytes than 0 and 1.
+constexpr auto kOr = [](uint8_t a, uint8_t b) -> uint8_t { return (a | b) != 0; };
+constexpr auto kAnd = [](uint8_t a, uint8_t b) -> uint8_t { return a != 0 && b != 0; };
+
+template <class T>
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>, float, T>;
+
+template <class T, class Op>
+[[gnu::always_inline]] inline void reduce_some(Op op, std::span<const T* const> inputs,
+                                               size_t begin, size_t count, size_t divisor, T* out) {
+  using A = Accumulator<T>;
+  A sum[kBlock];
+  const T* first = inputs[0] + begin;
+  for (size_t i = 0; i < count; ++i) sum[i] = static_cast<A>(first[i]);
+  for (const T* input : inputs.subspan(1)) {
+    input += begin;
+    for (size_t i = 0; i < count; ++i) sum[i] = op(sum[i], static_cast<A>(input[i]));
+  }
+  if constexpr (std::is_floating_point_v<A>) {
+    if (divisor != 1) {
+      for (size_t i = 0; i < count; ++i) sum[i] /= static_cast<A>(divisor);
+    }
+  }
+  // Each element is read from all inputs before it is written, so `out` may be one of them.
+  for (size_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(sum[i]);
+}
+
+template <class T, class Op>
+void reduce_all(Op op, std::span<const uint8_t* const> inputs, size_t count, bool average,
+                uint8_t* out) {
+  const std::span<const T* const> typed(reinterpret_cast<const T* const*>(inputs.data()),
+                                        inputs.size());
+  auto* result = reinterpret_cast<T*>(out);
+  const size_t divisor = average ? inputs.size() : 1;
+  size_t begin = 0;
+  for (; begin + kBlock <= count; begin += kBlock) {
+    reduce_some<T>(op, typed, begin, kBlock, divisor, result);
+  }
+  if (begin < count) reduce_some<T>(op, typed, begin, count - begin, divisor, result);
+}
+
+template <class T>
+void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t count, uint8_t* out) {
+  if (op == ReduceOp::PRODUCT) return reduce_all<T>(kProduct, inputs, count, false, out);
+  if (op == ReduceOp::MIN) return reduce_all<T>(kMin, inputs, count, false, out);
+  if (op == ReduceOp::MAX) return reduce_all<T>(kMax, inputs, count, false, out);
+  reduce_all<T>(kSum, inputs, count, op == ReduceOp::AVG, out);
+}
+
+// Computes out[i] = inputs[0][i] op inputs[1][i] op …, in this order for each element, so that
+// equal inputs give equal bits on each rank. Integers wrap around. Half and BFloat16 accumulate in
+// float32 and are rounded once, after the division of avg. min and max propagate NaN. `out` may be
+// one of the inputs. All hold `count` aligned elements.
+void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
+            size_t count, uint8_t* out) {
+  if (c10::isComplexType(dtype)) {
+    dtype = c10::toRealValueType(dtype);
+    count *= 2;
+  }
+  if (dtype == c10::ScalarType::Bool) {
+    return op == ReduceOp::SUM || op == ReduceOp::MAX
+               ? reduce_all<uint8_t>(kOr, inputs, count, false, out)
+               : reduce_all<uint8_t>(kAnd, inputs, count, false, out);
+  }
+  AT_DISPATCH_V2(dtype, "reduce", AT_WRAP([&] { reduce_typed<scalar_t>(op, inputs, count, out); }),
+                 AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
+                 at::kBFloat16);
+}
 
 uint8_t* bytes_of(const at::Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
@@ -17,11 +105,16 @@ void copy_bytes(uint8_t* to, std::span<const uint8_t> from) {
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 
+// Returns a tensor of the shape and dtype of `like` over the bytes at `data`.
+at::Tensor tensor_at(const uint8_t* data, const at::Tensor& like) {
+  return at::from_blob(const_cast<uint8_t*>(data), like.sizes(),
+                       like.options().requires_grad(false));
+}
+
 void write_tensor(const at::Tensor& tensor, std::span<const uint8_t> data) {
   if (tensor.is_contiguous()) return copy_bytes(bytes_of(tensor), data);
   const at::NoGradGuard no_grad;
-  tensor.copy_(at::from_blob(const_cast<uint8_t*>(data.data()), tensor.sizes(),
-                             tensor.options().requires_grad(false)));
+  tensor.copy_(tensor_at(data.data(), tensor));
 }
 
 // Header and tensor in one buffer.
@@ -33,135 +126,213 @@ base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor) {
     copy_bytes(data, {bytes_of(tensor), spec.bytes});
   } else {
     const at::NoGradGuard no_grad;
-    at::from_blob(data, tensor.sizes(), tensor.options().requires_grad(false)).copy_(tensor);
+    tensor_at(data, tensor).copy_(tensor);
   }
   return buffer;
 }
 
-base::BufferPtr header_only(Core& core, const OpSpec& spec, int step) {
+base::BufferPtr header_only(Core& core, const OpSpec& spec) {
   base::BufferPtr buffer = core.allocate(kHeaderBytes);
-  encode_header(spec, step, buffer->data);
+  encode_header(spec, 0, buffer->data);
   return buffer;
 }
 
-}  // namespace
+class Barrier final : public Operation {
+ public:
+  using Operation::Operation;
 
-void BarrierOperation::start() { core().send_to_all(number(), 0, header_only(core(), spec(), 0)); }
+ private:
+  void start() override { core().send_to_all(number(), 0, header_only(core(), spec())); }
+  void run_step(int) override {}
+};
 
-bool BroadcastOperation::is_root() const { return core().rank() == static_cast<int>(spec().root); }
+class Broadcast final : public Operation {
+ public:
+  Broadcast(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
 
-bool BroadcastOperation::expects(int, int from) const {
-  return from != core().rank() && (is_root() || from == static_cast<int>(spec().root));
-}
+ private:
+  int root() const { return static_cast<int>(spec().root); }
+  bool is_root() const { return core().rank() == root(); }
+  bool expects(int, int from) const override {
+    return from != core().rank() && (is_root() || from == root());
+  }
+  size_t expected_bytes(int, int) const override { return is_root() ? 0 : spec().bytes; }
 
-size_t BroadcastOperation::expected_bytes(int, int) const { return is_root() ? 0 : spec().bytes; }
-
-void BroadcastOperation::start() {
-  if (is_root()) {
-    core().send_to_all(number(), 0, pack(core(), spec(), tensor_));
-  } else {
-    base::BufferPtr header = header_only(core(), spec(), 0);
+  void start() override {
+    if (is_root()) return core().send_to_all(number(), 0, pack(core(), spec(), tensor_));
+    const base::BufferPtr header = header_only(core(), spec());
     const std::span<const uint8_t> piece(header->data, header->size);
-    core().send(static_cast<int>(spec().root), number(), 0, std::span(&piece, 1), header);
+    core().send(root(), number(), 0, std::span(&piece, 1), header);
   }
-}
-
-void BroadcastOperation::run_step(int step) {
-  if (!is_root()) write_tensor(tensor_, input(step, static_cast<int>(spec().root)));
-}
-
-void AllgatherOperation::start() {
-  sent_ = pack(core(), spec(), input_);
-  core().send_to_all(number(), 0, sent_);
-}
-
-void AllgatherOperation::run_step(int step) {
-  for (int from = 0; from < core().size(); ++from) {
-    const std::span<const uint8_t> own(sent_->data + kHeaderBytes, spec().bytes);
-    write_tensor(outputs_[static_cast<size_t>(from)],
-                 from == core().rank() ? own : input(step, from));
+  void run_step(int step) override {
+    if (!is_root()) write_tensor(tensor_, input(step, root()));
   }
-}
 
-void DirectAllreduce::start() {
-  sent_ = pack(core(), spec(), tensor_);
-  core().send_to_all(number(), 0, sent_);
-}
+  const at::Tensor tensor_;
+};
 
-void DirectAllreduce::run_step(int step) {
-  std::vector<const uint8_t*> inputs;
-  inputs.reserve(static_cast<size_t>(core().size()));
-  for (int from = 0; from < core().size(); ++from) {
-    inputs.push_back(from == core().rank() ? sent_->data + kHeaderBytes : input(step, from).data());
+// An operation in which each rank sends its whole tensor to all other ranks.
+class Exchange : public Operation {
+ public:
+  Exchange(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
+
+ protected:
+  // Returns the data of group rank `from`, which may be this rank.
+  std::span<const uint8_t> data_of(int from) const {
+    if (from != core().rank()) return input(0, from);
+    return {sent_->data + kHeaderBytes, spec().bytes};
   }
-  const auto count = static_cast<size_t>(tensor_.numel());
-  if (tensor_.is_contiguous()) {
-    reduce(spec().reduce_op, spec().dtype, inputs, count, bytes_of(tensor_));
-  } else {
-    base::BufferPtr result = core().allocate(spec().bytes);
+
+  const at::Tensor tensor_;
+
+ private:
+  void start() override {
+    sent_ = pack(core(), spec(), tensor_);
+    core().send_to_all(number(), 0, sent_);
+  }
+
+  base::BufferPtr sent_;
+};
+
+class Allgather final : public Exchange {
+ public:
+  Allgather(const OpSpec& spec, base::TimePoint deadline, const at::Tensor& input,
+            std::vector<at::Tensor> outputs)
+      : Exchange(spec, deadline, input), outputs_(std::move(outputs)) {}
+
+ private:
+  void run_step(int) override {
+    for (int from = 0; from < core().size(); ++from) {
+      write_tensor(outputs_[static_cast<size_t>(from)], data_of(from));
+    }
+  }
+
+  const std::vector<at::Tensor> outputs_;
+};
+
+class DirectAllreduce final : public Exchange {
+ public:
+  using Exchange::Exchange;
+
+ private:
+  void run_step(int) override {
+    std::vector<const uint8_t*> inputs;
+    for (int from = 0; from < core().size(); ++from) inputs.push_back(data_of(from).data());
+    const auto count = static_cast<size_t>(tensor_.numel());
+    if (tensor_.is_contiguous()) {
+      return reduce(spec().reduce_op, spec().dtype, inputs, count, bytes_of(tensor_));
+    }
+    const base::BufferPtr result = core().allocate(spec().bytes);
     reduce(spec().reduce_op, spec().dtype, inputs, count, result->data);
     write_tensor(tensor_, {result->data, spec().bytes});
   }
-}
+};
 
-// Equal parts, begun at multiples of 64 bytes; the last ones may be short or empty.
-ChunkedAllreduce::Range ChunkedAllreduce::chunk(int rank) const {
-  const size_t item = c10::elementSize(spec().dtype);
-  const size_t total = spec().bytes / item;
-  const auto ranks = static_cast<size_t>(core().size());
-  const size_t line = std::max<size_t>(64 / item, 1);
-  const size_t each = ((total + ranks - 1) / ranks + line - 1) / line * line;
-  const size_t begin = std::min(total, static_cast<size_t>(rank) * each);
-  return {begin, std::min(each, total - begin)};
-}
+class ChunkedAllreduce final : public Operation {
+ public:
+  ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline, 2), tensor_(std::move(tensor)) {}
 
-size_t ChunkedAllreduce::expected_bytes(int step, int from) const {
-  return chunk(step == 0 ? core().rank() : from).count * c10::elementSize(spec().dtype);
-}
-
-void ChunkedAllreduce::start() {
-  const at::NoGradGuard no_grad;
-  work_ = tensor_.contiguous();
-  struct Sent {
-    alignas(64) uint8_t header[kHeaderBytes];
-    at::Tensor tensor;
+ private:
+  struct Range {
+    size_t begin = 0;  // in bytes
+    size_t size = 0;
   };
-  auto sent = std::make_shared<Sent>();
-  sent->tensor = work_;
-  encode_header(spec(), 0, sent->header);
-  const size_t item = c10::elementSize(spec().dtype);
-  for (int i = 1; i < core().size(); ++i) {
-    const int to = (core().rank() + i) % core().size();
-    const Range range = chunk(to);
-    const std::span<const uint8_t> pieces[] = {
-        {sent->header, kHeaderBytes}, {bytes_of(work_) + range.begin * item, range.count * item}};
-    core().send(to, number(), 0, pieces, sent);
+  // Equal parts, begun at multiples of 64 bytes; the last ones may be short or empty.
+  Range range(int rank) const {
+    const size_t item = c10::elementSize(spec().dtype);
+    const size_t total = spec().bytes / item;
+    const auto ranks = static_cast<size_t>(core().size());
+    const size_t line = std::max<size_t>(64 / item, 1);
+    const size_t each = ((total + ranks - 1) / ranks + line - 1) / line * line;
+    const size_t begin = std::min(total, static_cast<size_t>(rank) * each);
+    return {begin * item, std::min(each, total - begin) * item};
   }
+  std::span<uint8_t> chunk(int rank) const {
+    const auto [begin, size] = range(rank);
+    return {bytes_of(work_) + begin, size};
+  }
+
+  size_t expected_bytes(int step, int from) const override {
+    return range(step == 0 ? core().rank() : from).size;
+  }
+
+  void start() override {
+    const at::NoGradGuard no_grad;
+    work_ = tensor_.contiguous();
+    struct Sent {
+      alignas(64) uint8_t header[kHeaderBytes];
+      at::Tensor tensor;
+    };
+    auto sent = std::make_shared<Sent>();
+    sent->tensor = work_;
+    encode_header(spec(), 0, sent->header);
+    for (int i = 1; i < core().size(); ++i) {
+      const int to = (core().rank() + i) % core().size();
+      const std::span<const uint8_t> pieces[] = {sent->header, chunk(to)};
+      core().send(to, number(), 0, pieces, sent);
+    }
+  }
+
+  // In step 0 reduces its own chunk and sends it to all, in step 1 collects the others'.
+  void run_step(int step) override {
+    const std::span<uint8_t> own = chunk(core().rank());
+    if (step == 0) {
+      std::vector<const uint8_t*> inputs;
+      for (int from = 0; from < core().size(); ++from) {
+        inputs.push_back(from == core().rank() ? own.data() : input(0, from).data());
+      }
+      sent_ = core().allocate(kHeaderBytes + own.size());
+      encode_header(spec(), 1, sent_->data);
+      reduce(spec().reduce_op, spec().dtype, inputs, own.size() / c10::elementSize(spec().dtype),
+             sent_->data + kHeaderBytes);
+      return core().send_to_all(number(), 1, sent_);
+    }
+    for (int from = 0; from < core().size(); ++from) {
+      copy_bytes(chunk(from).data(), from == core().rank()
+                                         ? std::span(sent_->data + kHeaderBytes, own.size())
+                                         : input(1, from));
+    }
+    if (work_.is_same(tensor_)) return;
+    const at::NoGradGuard no_grad;
+    tensor_.copy_(work_);
+  }
+
+  const at::Tensor tensor_;  // the caller's
+  at::Tensor work_;          // the same if that is contiguous
+  base::BufferPtr sent_;
+};
+
+}  // namespace
+
+bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
+  using enum c10::ScalarType;
+  constexpr std::array kReal = {Double, Float, Half, BFloat16};
+  if (std::ranges::find(kReal, dtype) != kReal.end()) return op <= ReduceOp::MAX;
+  if (dtype == ComplexFloat || dtype == ComplexDouble) {
+    return op == ReduceOp::SUM || op == ReduceOp::AVG;
+  }
+  return c10::isIntegralType(dtype, /*includeBool=*/true) && op <= ReduceOp::MAX &&
+         op != ReduceOp::AVG;
 }
 
-// In step 0 reduces its own chunk and sends it to all, in step 1 collects the others'.
-void ChunkedAllreduce::run_step(int step) {
-  const size_t item = c10::elementSize(spec().dtype);
-  if (step == 0) {
-    const Range own = chunk(core().rank());
-    std::vector<const uint8_t*> inputs;
-    for (int from = 0; from < core().size(); ++from) {
-      inputs.push_back(from == core().rank() ? bytes_of(work_) + own.begin * item
-                                             : input(0, from).data());
-    }
-    sent_ = core().allocate(kHeaderBytes + own.count * item);
-    encode_header(spec(), 1, sent_->data);
-    reduce(spec().reduce_op, spec().dtype, inputs, own.count, sent_->data + kHeaderBytes);
-    return core().send_to_all(number(), 1, sent_);
+std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline,
+                                          const at::Tensor& tensor,
+                                          std::vector<at::Tensor> outputs) {
+  switch (spec.kind) {
+    case OpKind::kBroadcast:
+      return std::make_shared<Broadcast>(spec, deadline, tensor);
+    case OpKind::kAllgather:
+      return std::make_shared<Allgather>(spec, deadline, tensor, std::move(outputs));
+    case OpKind::kAllreduceDirect:
+      return std::make_shared<DirectAllreduce>(spec, deadline, tensor);
+    case OpKind::kAllreduceChunked:
+      return std::make_shared<ChunkedAllreduce>(spec, deadline, tensor);
+    default:
+      return std::make_shared<Barrier>(spec, deadline);
   }
-  for (int from = 0; from < core().size(); ++from) {
-    const Range range = chunk(from);
-    const std::span<const uint8_t> own(sent_->data + kHeaderBytes, range.count * item);
-    copy_bytes(bytes_of(work_) + range.begin * item, from == core().rank() ? own : input(1, from));
-  }
-  if (work_.is_same(tensor_)) return;
-  const at::NoGradGuard no_grad;
-  tensor_.copy_(work_);
 }
 
 }  // namespace distrain::collective

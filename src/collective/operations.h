@@ -1,12 +1,6 @@
 #pragma once
 
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-
 #include "core.h"
-#include "operation.h"
 
 namespace distrain::collective {
 
@@ -39,81 +33,14 @@ namespace distrain::collective {
 inline constexpr size_t kDirectBytes = size_t{16} << 10;
 inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
 
-// Memory that is being sent never changes. Small data is copied behind its header into one buffer
-// for all ranks. Step 1 of the chunked allreduce sends chunk j from the caller's tensor without a
-// copy, because only the result of rank j, which must have received it before, overwrites chunk j.
+/// Creates the operation of `spec.kind`. `outputs` is for an allgather: one for each rank, of the
+/// size of `tensor`. A barrier has no tensor.
+std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline,
+                                          const at::Tensor& tensor,
+                                          std::vector<at::Tensor> outputs);
 
-class BarrierOperation final : public Operation {
- public:
-  using Operation::Operation;
-
- private:
-  void start() override;
-  void run_step(int) override {}
-};
-
-class BroadcastOperation final : public Operation {
- public:
-  BroadcastOperation(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
-
- private:
-  bool is_root() const;
-  bool expects(int step, int from) const override;
-  size_t expected_bytes(int step, int from) const override;
-  void start() override;
-  void run_step(int step) override;
-
-  const at::Tensor tensor_;
-};
-
-class AllgatherOperation final : public Operation {
- public:
-  /// One output a rank, each of the input's size.
-  AllgatherOperation(const OpSpec& spec, base::TimePoint deadline, at::Tensor input,
-                     std::vector<at::Tensor> outputs)
-      : Operation(spec, deadline), input_(std::move(input)), outputs_(std::move(outputs)) {}
-
- private:
-  void start() override;
-  void run_step(int step) override;
-
-  const at::Tensor input_;
-  const std::vector<at::Tensor> outputs_;
-  base::BufferPtr sent_;
-};
-
-class DirectAllreduce final : public Operation {
- public:
-  DirectAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
-
- private:
-  void start() override;
-  void run_step(int step) override;
-
-  const at::Tensor tensor_;
-  base::BufferPtr sent_;
-};
-
-class ChunkedAllreduce final : public Operation {
- public:
-  ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline, 2), tensor_(std::move(tensor)) {}
-
- private:
-  struct Range {
-    size_t begin = 0;  // in elements
-    size_t count = 0;
-  };
-  Range chunk(int rank) const;
-  size_t expected_bytes(int step, int from) const override;
-  void start() override;
-  void run_step(int step) override;
-
-  const at::Tensor tensor_;  // the caller's
-  at::Tensor work_;          // the same if that is contiguous
-  base::BufferPtr sent_;
-};
+/// Returns true if reduce() supports the pair: all five operations for real floating dtypes; sum
+/// and avg for complex; sum, product, min and max for integers and bool (as or, and, and, or).
+bool can_reduce(ReduceOp op, c10::ScalarType dtype);
 
 }  // namespace distrain::collective

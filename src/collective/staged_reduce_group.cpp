@@ -1,15 +1,78 @@
 #include "distrain/collective/staged_reduce_group.h"
 
 #include <mutex>
-#include <vector>
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
-#include "distrain/base/future.h"
-#include "distrain/rpc/device.h"
+#include "distrain/rpc/error.h"
 
 namespace distrain::collective {
+
+namespace {
+
+class BackendWork final : public ReduceWork {
+ public:
+  explicit BackendWork(base::Future<Pending> called) : called_(std::move(called)) {}
+  void wait() override { called_.wait().wait(); }
+
+ private:
+  const base::Future<Pending> called_;
+};
+
+}  // namespace
+
+BackendQueue::BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence)
+    : backend_(std::move(backend)), sequence_(sequence), queue_(std::move(name)) {}
+
+BackendQueue::Call BackendQueue::average(const PassNumber& pass) const {
+  return [backend = backend_.get(), options = OperationOptions{sequence_, pass}](auto& tensor) {
+    return backend->allreduce(tensor, Backend::ReduceOp::AVG, Backend::kDefault, options);
+  };
+}
+
+BackendQueue::Call BackendQueue::broadcast(int root) const {
+  return [backend = backend_.get(), root, options = OperationOptions{sequence_, {}}](auto& tensor) {
+    return backend->broadcast(tensor, root, Backend::kDefault, options);
+  };
+}
+
+ReduceGroup::WorkPtr BackendQueue::run(Call call, const at::Tensor& tensor) {
+  return std::make_shared<BackendWork>(queue_.idle()
+                                           ? base::Future<Pending>::ready(call(tensor))
+                                           : call_behind({}, std::bind(std::move(call), tensor)));
+}
+
+void BackendQueue::refuse(int count, const base::Error& error) {
+  if (queue_.idle()) return backend_->refuse(count, error, sequence_);
+  queue_.post([backend = backend_.get(), count, error, sequence = sequence_] {
+    backend->refuse(count, error, sequence);
+  });
+}
+
+base::Future<Pending> BackendQueue::call_behind(rpc::StreamPoint copied,
+                                                std::function<Pending()> call) {
+  base::Promise<Pending> promise;
+  base::Future<Pending> future = promise.future();
+  queue_.post([backend = backend_.get(), sequence = sequence_, copied = std::move(copied),
+               call = std::move(call), promise = std::move(promise)]() mutable {
+    try {
+      copied.wait_on_host();
+    } catch (...) {
+      // Refuses the operation, so that the other ranks neither wait for it nor get out of step.
+      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      backend->refuse(1, error, sequence);
+      promise.fail(error);
+      return;
+    }
+    try {
+      promise.set(call());
+    } catch (...) {
+      promise.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
+    }
+  });
+  return future;
+}
 
 // Note [Staged operations]
 //
@@ -102,9 +165,8 @@ class StagedReduceGroup::StagedWork final : public ReduceWork {
 
 StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence)
     : backend_(std::move(backend)),
-      sequence_(sequence),
       buffers_(std::make_shared<HostBuffers>()),
-      queue_(backend_, "distrain-stage", sequence_) {}
+      queue_(backend_, "distrain-stage", sequence) {}
 
 StagedReduceGroup::~StagedReduceGroup() = default;
 
@@ -114,28 +176,22 @@ std::shared_ptr<ReduceGroup> StagedReduceGroup::duplicate() {
 
 ReduceGroup::WorkPtr StagedReduceGroup::average_async(const at::Tensor& bucket,
                                                       const PassNumber& pass) {
-  if (bucket.device().is_cpu()) return queue_.average_async(bucket, pass);
-  auto staged = std::make_shared<StagedWork>(bucket, buffers_);
-  // `call` owns `staged`, because the tensor and the host memory must outlive the copy.
-  auto call = [backend = backend_.get(), staged, options = OperationOptions{sequence_, pass}] {
-    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG, Backend::kDefault, options);
-  };
-  staged->set(queue_.call_behind(staged->copy_out(), std::move(call)), true);
-  return staged;
+  return start(bucket, queue_.average(pass), true, true);
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
-  if (tensor.device().is_cpu()) return queue_.broadcast(tensor, root);
-  auto staged = std::make_shared<StagedWork>(tensor, buffers_);
-  auto call = [backend = backend_.get(), staged, root, options = OperationOptions{sequence_, {}}] {
-    return backend->broadcast(staged->host(), root, Backend::kDefault, options);
-  };
-  const bool sends = root == rank();
-  staged->set(queue_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
-              !sends);
-  return staged;
+  return start(tensor, queue_.broadcast(root), root == rank(), root != rank());
 }
 
-void StagedReduceGroup::refuse(int count, const base::Error& error) { queue_.refuse(count, error); }
+ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& tensor, BackendQueue::Call call,
+                                              bool sends, bool receives) {
+  if (tensor.device().is_cpu()) return queue_.run(std::move(call), tensor);
+  const auto staged = std::make_shared<StagedWork>(tensor, buffers_);
+  // The queued call owns `staged`, because the tensor and the host memory must outlive the copy.
+  staged->set(queue_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(),
+                                 [call = std::move(call), staged] { return call(staged->host()); }),
+              receives);
+  return staged;
+}
 
 }  // namespace distrain::collective

@@ -3,10 +3,8 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <system_error>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>

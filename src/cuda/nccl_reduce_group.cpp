@@ -1,20 +1,15 @@
 #include "distrain/cuda/nccl_reduce_group.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
+#include <set>
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include "communicator_set.h"
 #include "distrain/base/future.h"
-#include "distrain/collective/backend_queue.h"
-#include "distrain/collective/device_numbers.h"
+#include "distrain/collective/staged_reduce_group.h"
 
 namespace distrain::cuda {
 
@@ -32,16 +27,16 @@ using collective::ReduceGroup;
 //           communicator's stream, behind the caller's mark.
 //   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
-// So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
-// agreement fails, drops its communicators: work that they have ends, and they get no more. If
-// ranks come out of step (one reaches its deadline just before the last rank comes), some have
-// communicators and some have none; the next agreement finds that, and all drop theirs. If a rank
-// dies or gives up after the agreement, the Watchdog notices the unfinished work. If wait() has
-// returned by then, this rank sends the error in the next agreement, which fails on all ranks.
+// A rank that refuses, or whose agreement fails, drops its communicators: work that they have ends,
+// and they get no more. If ranks come out of step (one reaches its deadline just before the last
+// rank comes), some have communicators and some have none; the next agreement finds that, and all
+// drop theirs. If a rank dies or gives up after the agreement, the Watchdog notices the unfinished
+// work. If wait() has returned by then, this rank sends the error in the next agreement, which
+// fails on all ranks.
 //
 // The first operation on a device creates its communicator. After the agreement on that, rank 0
-// broadcasts an id. Then the ranks exchange reports until all have joined or one has failed. So
-// each rank learns of a failure or loss of another rank while NCCL still waits for that rank.
+// broadcasts an id. Then the ranks exchange reports until all have joined or one has failed, so a
+// rank learns of a failure or loss of another rank while NCCL still waits for that rank.
 
 namespace {
 
@@ -60,10 +55,9 @@ struct OpSpec {
   friend bool operator==(const OpSpec&, const OpSpec&) = default;
 
   std::string text() const {
-    return (kind == Kind::kMean ? "mean" : "broadcast(root " + std::to_string(root) + ")") +
-           " of " + std::to_string(bytes) + " bytes of " +
-           c10::toString(static_cast<at::ScalarType>(dtype)) + " on its device number " +
-           std::to_string(device + 1);
+    return fmt::format("{} of {} bytes of {} on its device number {}",
+                       kind == Kind::kMean ? "mean" : fmt::format("broadcast(root {})", root),
+                       bytes, c10::toString(static_cast<at::ScalarType>(dtype)), device + 1);
   }
 };
 
@@ -108,6 +102,15 @@ class NcclWork final : public collective::ReduceWork {
   const base::Future<Enqueued> enqueued_;
 };
 
+/// An operation as its caller has described it.
+struct Call {
+  at::Tensor tensor;
+  Kind kind;
+  int root;
+  PassNumber pass;
+  rpc::StreamPoint before;  // the work that the operation follows
+};
+
 class NcclReduceGroup final : public ReduceGroup {
  public:
   NcclReduceGroup(c10::intrusive_ptr<Backend> control, const Plugin& plugin, NcclTimeouts timeouts)
@@ -135,12 +138,12 @@ class NcclReduceGroup final : public ReduceGroup {
   std::shared_ptr<ReduceGroup> duplicate() override { return nullptr; }
 
   WorkPtr average_async(const at::Tensor& tensor, const PassNumber& pass) override {
-    return tensor.device().is_cpu() ? queue_->average_async(tensor, pass)
+    return tensor.device().is_cpu() ? queue_->run(queue_->average(pass), tensor)
                                     : post(tensor, Kind::kMean, 0, pass);
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
-    return tensor.device().is_cpu() ? queue_->broadcast(tensor, root)
+    return tensor.device().is_cpu() ? queue_->run(queue_->broadcast(root), tensor)
                                     : post(tensor, Kind::kBroadcast, root, {});
   }
 
@@ -164,10 +167,10 @@ class NcclReduceGroup final : public ReduceGroup {
   WorkPtr post(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass) {
     base::Promise<NcclWork::Enqueued> promise;
     auto work = std::make_shared<NcclWork>(tensor.device(), promise.future());
-    queue_->post([this, tensor, kind, root, pass, before = rpc::StreamPoint::mark(tensor.device()),
-                  promise = std::move(promise)]() mutable {
+    Call call{tensor, kind, root, pass, rpc::StreamPoint::mark(tensor.device())};
+    queue_->post([this, call = std::move(call), promise = std::move(promise)]() mutable {
       try {
-        promise.set(run(tensor, kind, root, pass, before));
+        promise.set(run(call));
       } catch (...) {
         promise.fail(base::current_error(ErrorKind::kInternal));
       }
@@ -201,23 +204,23 @@ class NcclReduceGroup final : public ReduceGroup {
     return late ? RankReport::failed(*late) : RankReport{.state = RankReport::State::kReady};
   }
 
-  NcclWork::Enqueued run(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass,
-                         const rpc::StreamPoint& before) {
-    rpc::make_current(tensor.device());
+  NcclWork::Enqueued run(const Call& call) {
+    const c10::Device device = call.tensor.device();
+    rpc::make_current(device);
     const RankReport report = take_late_failure();
     if (set_->failure()->error()) renew_set();
-    const size_t number = devices_.number_of(tensor.device());
+    const size_t number = devices_.number_of(device);
     std::shared_ptr<DeviceCommunicator> communicator = set_->find(number);
-    const OpSpec spec{kind,
-                      root,
-                      static_cast<int64_t>(tensor.scalar_type()),
-                      static_cast<int64_t>(tensor.nbytes()),
-                      static_cast<int64_t>(number),
-                      communicator != nullptr,
-                      pass};
+    const OpSpec spec{.kind = call.kind,
+                      .root = call.root,
+                      .dtype = static_cast<int64_t>(call.tensor.scalar_type()),
+                      .bytes = static_cast<int64_t>(call.tensor.nbytes()),
+                      .device = static_cast<int64_t>(number),
+                      .has_communicator = communicator != nullptr,
+                      .pass = call.pass};
     try {
       agree(spec, report);
-      if (!communicator) communicator = make_device_communicator(number, tensor.device());
+      if (!communicator) communicator = make_device_communicator(number, device);
     } catch (...) {
       renew_set();
       throw;
@@ -225,7 +228,7 @@ class NcclReduceGroup final : public ReduceGroup {
     std::shared_ptr<Watchdog::Item> item;
     try {
       item = watchdog_->begin(set_, communicator, spec.text());
-      rpc::StreamPoint done = enqueue(*communicator, tensor, kind, root, before);
+      rpc::StreamPoint done = enqueue(*communicator, call);
       watchdog_->enqueued(item, done);
       return {std::move(done), set_->failure()};
     } catch (...) {
@@ -249,15 +252,14 @@ class NcclReduceGroup final : public ReduceGroup {
     return error;
   }
 
-  static rpc::StreamPoint enqueue(DeviceCommunicator& communicator, const at::Tensor& tensor,
-                                  Kind kind, int root, const rpc::StreamPoint& before) {
+  static rpc::StreamPoint enqueue(DeviceCommunicator& communicator, const Call& call) {
     std::lock_guard use(communicator.in_use);
-    before.make_wait(communicator.stream);
-    rpc::use_on_stream(tensor, communicator.stream);
-    if (kind == Kind::kMean) {
-      communicator.nccl->allreduce_mean(tensor, communicator.stream);
+    call.before.make_wait(communicator.stream);
+    rpc::use_on_stream(call.tensor, communicator.stream);
+    if (call.kind == Kind::kMean) {
+      communicator.nccl->allreduce_mean(call.tensor, communicator.stream);
     } else {
-      communicator.nccl->broadcast(tensor, root, communicator.stream);
+      communicator.nccl->broadcast(call.tensor, call.root, communicator.stream);
     }
     return rpc::StreamPoint::mark(communicator.stream);
   }
@@ -265,17 +267,14 @@ class NcclReduceGroup final : public ReduceGroup {
   // Exchanges a value with all ranks, in one operation of the Backend.
   template <class T>
   std::vector<T> gather(const T& mine) {
-    const auto to_tensor = [](const T& value) {
-      const at::Tensor tensor = at::empty({sizeof(T)}, at::kByte);
-      std::memcpy(tensor.data_ptr(), &value, sizeof(T));
-      return tensor;
-    };
-    std::vector<at::Tensor> tensors;
-    for (int i = 0; i < size(); ++i) tensors.push_back(to_tensor({}));
-    control_->allgather(to_tensor(mine), tensors).wait();
-    std::vector<T> all(tensors.size());
-    for (size_t i = 0; i < all.size(); ++i) std::memcpy(&all[i], tensors[i].data_ptr(), sizeof(T));
-    return all;
+    const auto bytes = static_cast<int64_t>(sizeof(T));
+    const at::Tensor own = at::empty({bytes}, at::kByte),
+                     all = at::empty({size(), bytes}, at::kByte);
+    std::memcpy(own.data_ptr(), &mine, sizeof(T));
+    control_->allgather(own, all.unbind(0)).wait();
+    std::vector<T> values(static_cast<size_t>(size()));
+    std::memcpy(values.data(), all.data_ptr(), all.nbytes());
+    return values;
   }
 
   int own_rank() const { return world_rank(rank()); }
@@ -296,16 +295,16 @@ class NcclReduceGroup final : public ReduceGroup {
     for (int i = 0; i < size(); ++i) {
       OpSpec theirs = arrivals[static_cast<size_t>(i)].spec;
       if (theirs == mine) continue;
-      const std::string who = "rank " + std::to_string(world_rank(i));
-      const std::string self = "rank " + std::to_string(own_rank());
+      const std::string who = fmt::format("rank {}", world_rank(i));
+      const std::string self = fmt::format("rank {}", own_rank());
       const int64_t has_communicator =
           std::exchange(theirs.has_communicator, mine.has_communicator);
       const PassNumber pass = std::exchange(theirs.pass, mine.pass);
       if (theirs != mine) {
-        throw base::Exception(
-            Error{ErrorKind::kInvalid,
-                  who + " called " + theirs.text() + " where " + self + " called " + mine.text(),
-                  world_rank(i), mine.text()});
+        throw base::Exception(Error{
+            ErrorKind::kInvalid,
+            fmt::format("{} called {} where {} called {}", who, theirs.text(), self, mine.text()),
+            world_rank(i), mine.text()});
       }
       if (auto error = collective::pass_error({world_rank(i), pass}, {own_rank(), mine.pass})) {
         error->op = mine.text();
@@ -331,18 +330,16 @@ class NcclReduceGroup final : public ReduceGroup {
       const RankReport& report = reports[i];
       if (report.state != RankReport::State::kFailed) continue;
       const int rank = world_rank(static_cast<int>(i));
-      const std::string text =
-          "rank " + std::to_string(rank) + ": " +
-          std::string(report.text.data(), strnlen(report.text.data(), report.text.size()));
+      const std::string text = fmt::format(
+          "rank {}: {}", rank,
+          std::string_view(report.text.data(), strnlen(report.text.data(), report.text.size())));
       if (failed) {
         failed->message += "; " + text;
         continue;
       }
-      failed = Error{base::is_known_kind(report.kind) ? static_cast<ErrorKind>(report.kind)
-                                                      : ErrorKind::kProtocol,
-                     text,
-                     report.rank >= 0 ? report.rank : rank,
-                     {}};
+      const bool is_known = base::is_known_kind(report.kind);
+      failed = Error{is_known ? static_cast<ErrorKind>(report.kind) : ErrorKind::kProtocol, text,
+                     report.rank >= 0 ? report.rank : rank};
     }
     return failed;
   }
@@ -363,8 +360,8 @@ class NcclReduceGroup final : public ReduceGroup {
           mine.state = RankReport::State::kReady;
         } else if (base::Clock::now() > limit) {
           throw base::Exception(ErrorKind::kResources,
-                                "NCCL has not connected the group's GPUs within " +
-                                    std::to_string(timeouts_.join.count()) + " ms");
+                                fmt::format("NCCL has not connected the group's GPUs within {} ms",
+                                            timeouts_.join.count()));
         }
       } catch (...) {
         mine = RankReport::failed(base::current_error(ErrorKind::kResources));
@@ -422,11 +419,42 @@ class NcclReduceGroup final : public ReduceGroup {
   std::optional<collective::BackendQueue> queue_;
 };
 
+constexpr int64_t kIdBytes = 64;  // of a GPU's id, truncated or padded
+
+/// Returns true if each rank has its own GPU, because NCCL refuses two ranks on one GPU.
+bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
+  std::vector<at::Tensor> ids;
+  for (int rank = 0; rank < backend.getSize(); ++rank) {
+    const std::string device = agent.device_of(backend.world_rank(rank));
+    if (!c10::Device(device).is_cuda()) return false;
+    ids.push_back(at::zeros({kIdBytes}, at::kByte));
+  }
+  const std::string id = load().device_id(agent.device().index());
+  const at::Tensor own = at::zeros({kIdBytes}, at::kByte);
+  std::copy_n(id.begin(), std::min<size_t>(id.size(), kIdBytes), own.data_ptr<uint8_t>());
+  backend.allgather(own, ids).wait();
+  std::set<std::vector<uint8_t>> apart;
+  for (const at::Tensor& each : ids) {
+    const auto* const bytes = each.const_data_ptr<uint8_t>();
+    apart.emplace(bytes, bytes + kIdBytes);
+  }
+  return apart.size() == ids.size();
+}
+
 }  // namespace
 
 std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
                                                     const Plugin& plugin, NcclTimeouts timeouts) {
   return std::make_unique<NcclReduceGroup>(std::move(control), plugin, timeouts);
+}
+
+DeviceReduceGroup make_reduce_group(rpc::Agent& agent,
+                                    const c10::intrusive_ptr<collective::Backend>& backend) {
+  if (each_has_a_gpu(agent, *backend)) {
+    return {make_nccl_reduce_group(backend, load()), "nccl"};
+  }
+  return {std::make_shared<collective::StagedReduceGroup>(backend),
+          rpc::is_accelerator(agent.device()) ? "staged" : ""};
 }
 
 }  // namespace distrain::cuda

@@ -1,33 +1,36 @@
 #include "distrain/optim/distributed_optimizer.h"
 
-#include <map>
-#include <utility>
-
-#include <ATen/Functions.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "distrain/autograd/leaf_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/error.h"
 #include "updater_registry.h"
-#include "validate.h"
 
 namespace distrain::optim {
 
+using base::ErrorKind;
+using base::Future;
+using rpc::RRef;
+
 namespace {
+
+rpc::ProcessNumber own_process(rpc::Agent& agent) {
+  return rpc::process_number(agent.rank(), agent.incarnation());
+}
+rpc::ProcessNumber caller_of(const rpc::CallContext& context) {
+  return rpc::process_number(context.caller.rank, context.caller.incarnation);
+}
 
 // Exposed functions, which run on the owner of the parameters.
 
-rpc::RRef<ParameterUpdater> attach(rpc::CallContext& context,
-                                   const std::vector<rpc::RRef<at::Tensor>>& parameters,
-                                   const UpdaterOptions& options, int participant) {
+RRef<ParameterUpdater> attach(rpc::CallContext& context,
+                              const std::vector<RRef<at::Tensor>>& parameters,
+                              const UpdaterOptions& options, int participant) {
   std::vector<at::Tensor> values;
   for (const auto& parameter : parameters) values.push_back(parameter.local_value());
   const auto updater = context.agent.local<UpdaterRegistry>().find_or_make(values, options);
-  if (participant != Sharing::kOnlooker) {
-    updater->take_part(participant,
-                       rpc::process_number(context.caller.rank, context.caller.incarnation));
-  }
+  updater->take_part(participant, caller_of(context));
   return context.agent.make_rref(updater);
 }
 
@@ -37,37 +40,39 @@ std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const ParameterUpdater& 
   for (const at::Tensor& parameter : updater.parameters()) {
     at::Tensor sum;
     for (const uint64_t context : contexts) {
-      const at::Tensor gradient = autograd::gradient(agent, context, parameter);
-      if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
+      sum = sum_of(sum, autograd::gradient(agent, context, parameter));
     }
     gradients.push_back(std::move(sum));
   }
   return gradients;
 }
 
-base::Future<uint64_t> step_here(rpc::CallContext& context,
-                                 const rpc::RRef<ParameterUpdater>& updater,
-                                 const std::vector<uint64_t>& contexts,
-                                 const StepOptions& options) {
+Future<uint64_t> step_here(rpc::CallContext& context, const RRef<ParameterUpdater>& updater,
+                           const std::vector<uint64_t>& contexts, const StepOptions& options) {
   const at::NoGradGuard no_grad;
   ParameterUpdater& here = updater.local_value();
-  return here.step(options, gradients_of(context.agent, here, contexts),
-                   rpc::process_number(context.caller.rank, context.caller.incarnation));
+  return here.step(options, gradients_of(context.agent, here, contexts), caller_of(context));
 }
 
-base::Future<Norms> norms_here(rpc::CallContext& context,
-                               const rpc::RRef<ParameterUpdater>& updater,
-                               const std::vector<uint64_t>& contexts,
-                               const NormArguments& arguments) {
+Future<Norms> norms_here(rpc::CallContext& context, const RRef<ParameterUpdater>& updater,
+                         const std::vector<uint64_t>& contexts, const NormArguments& arguments) {
   const at::NoGradGuard no_grad;
   ParameterUpdater& here = updater.local_value();
   return here.norms_squared(arguments, gradients_of(context.agent, here, contexts));
 }
 
-rpc::RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
-                                           const rpc::RRef<ParameterUpdater>& updater,
-                                           const std::vector<std::string>& names) {
+RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
+                                      const RRef<ParameterUpdater>& updater,
+                                      const std::vector<std::string>& names) {
   return context.agent.make_rref(flatten(names, updater.local_value().state()));
+}
+
+// Addresses a rank, without a deadline if `waits`. A call that waits for other participants or
+// moves a whole state may take any time; the loss of the owner or of a participant ends it.
+rpc::To to(int rank, bool waits) {
+  rpc::To owner(rank);
+  if (waits) owner.without_deadline();
+  return owner;
 }
 
 template <class T>
@@ -88,9 +93,10 @@ void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
   if (!dynamic_cast<const autograd::LeafHook*>(hook.get())) return;
-  base::invalid("a shared parameter of group " + std::to_string(group) +
-                " is this rank's replica of a DistributedDataParallel: it goes among "
-                "the rank's own parameters");
+  base::invalid(
+      fmt::format("a shared parameter of group {} is this rank's replica of a "
+                  "DistributedDataParallel: it goes among the rank's own parameters",
+                  group));
 }
 
 // The parameters that one rank owns, and their groups.
@@ -123,6 +129,27 @@ UpdateCount install(rpc::Agent& agent) {
 
 void keep_updaters(rpc::Agent& agent) { agent.local<UpdaterRegistry>().keep_all(); }
 
+void leave_here(rpc::CallContext& call) {
+  for (const auto& updater : call.agent.local<UpdaterRegistry>().all()) {
+    updater->leave(caller_of(call));
+  }
+}
+
+void rest(rpc::Agent& agent, rpc::ProcessNumber process) {
+  for (const auto& updater : agent.local<UpdaterRegistry>().all()) updater->rest(process);
+}
+
+std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process) {
+  std::optional<int64_t> last;
+  for (const auto& updater : agent.local<UpdaterRegistry>().all()) {
+    if (!updater->has(process)) continue;
+    const std::optional<int64_t> its = updater->last_step_of(process);
+    if (!its || (last && last != its)) return std::nullopt;  // a step may be half applied
+    last = its;
+  }
+  return last;
+}
+
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant) {
   const auto updater = agent.local<UpdaterRegistry>().find(parameter);
   if (!updater) {
@@ -137,23 +164,22 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     : agent_(agent), sharing_(sharing), max_norm_(max_norm) {
   std::map<int, OwnerPart> by_owner;
   OwnerPart own;
-  std::vector<rpc::RRef<at::Tensor>> rrefs;  // by index in state(); empty for `own` parameters
-  std::vector<at::Tensor> tensors;           // by index in state(); undefined on other ranks
-  std::vector<at::Tensor> here;              // the defined tensors
-  std::vector<uint64_t> groups_here;         // the groups of `here`
+  std::vector<RRef<at::Tensor>> rrefs;  // by index in state(); empty for `own` parameters
+  std::vector<at::Tensor> tensors;      // by index in state(); undefined on other ranks
+  std::vector<at::Tensor> here;         // the defined tensors
+  std::vector<uint64_t> groups_here;    // the groups of `here`
   for (const ParameterGroup& group : groups) {
     const GroupOptions options{to_fields(group.options), 0,
                                static_cast<uint64_t>(&group - &groups[0])};
     from_fields(options.options);  // checks the options of empty groups, too
-    const auto add = [&](OwnerPart& part, const rpc::RRef<at::Tensor>& rref,
-                         const at::Tensor& value) {
+    const auto add = [&](OwnerPart& part, const RRef<at::Tensor>& rref, const at::Tensor& value) {
       part.add(rrefs.size(), options);
       rrefs.push_back(rref);
       tensors.push_back(value);
       if (&part != &own && rref.owner() != agent.rank()) return;
       if (!value.defined()) {
-        base::invalid("a parameter of group " + std::to_string(options.number) +
-                      " is an undefined tensor");
+        base::invalid(
+            fmt::format("a parameter of group {} is an undefined tensor", options.number));
       }
       here.push_back(value);
       groups_here.push_back(options.number);
@@ -166,31 +192,32 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     for (const at::Tensor& parameter : group.own) add(own, {}, parameter);
   }
   parameters_ = rrefs.size();
-  check_each_once(here, [&](size_t i) { return groups_here[i]; });
+  check_each_once(here, groups_here);
 
   auto& updaters = agent.local<UpdaterRegistry>();
   UpdaterOptions options{{}, sharing.mode, sharing.participants, sharing.staleness};
-  for (auto& [owner, part] : by_owner) {
-    owners_.insert(owner);
+  Owner here_last;
+  for (auto& [rank, part] : by_owner) {
+    ranks_.insert(rank);
     options.groups = std::move(part.groups);
-    if (owner == agent.rank()) {
-      shared_ = {updaters.find_or_make(select(tensors, part.indices), options),
-                 std::move(part.indices)};
-      if (sharing.participant != Sharing::kOnlooker) {
-        shared_.updater->take_part(sharing.participant,
-                                   rpc::process_number(agent_.rank(), agent_.incarnation()));
-      }
+    if (rank == agent.rank()) {
+      here_last.rank = rank;
+      here_last.local = updaters.find_or_make(select(tensors, part.indices), options);
+      here_last.indices = std::move(part.indices);
+      here_last.local->take_part(sharing.participant, own_process(agent));
     } else {
-      remote_.push_back({agent.rpc_sync<&attach>(owner, select(rrefs, part.indices), options,
-                                                 sharing.participant),
-                         std::move(part.indices)});
+      auto updater =
+          agent.rpc_sync<&attach>(rank, select(rrefs, part.indices), options, sharing.participant);
+      owners_.push_back({rank, std::move(updater), nullptr, std::move(part.indices)});
     }
   }
-  if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(owners_);
+  if (here_last.local) owners_.push_back(std::move(here_last));
+  if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(ranks_);
   if (own.indices.empty()) return;
-  own_ = {updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
-                                UpdaterRegistry::Counts::kNo),
-          std::move(own.indices)};
+  own_.local =
+      updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
+                            UpdaterRegistry::Counts::kNo);
+  own_.indices = std::move(own.indices);
 }
 
 int DistributedOptimizer::participant() const {
@@ -202,45 +229,44 @@ bool DistributedOptimizer::steps_wait() const {
   return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
 }
 
-// Returns the owner, without a deadline if `waits`. A call that waits for other participants or
-// moves a whole state may take any time; the loss of the owner or of a participant ends it.
-rpc::To DistributedOptimizer::owner_of(const RemoteUpdater& remote, bool waits) const {
-  rpc::To owner(remote.updater.owner());
-  if (waits) owner.without_deadline();
-  return owner;
+std::vector<DistributedOptimizer::Owner> DistributedOptimizer::all_owners() const {
+  std::vector<Owner> all = owners_;
+  if (own_.local) all.push_back(own_);
+  return all;
 }
 
-uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
+uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
+                                    std::optional<double> max_norm) {
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // updates are not recorded in the autograd context
   StepOptions options{participant(), 1, *lr_factor_, *step_number_};
-  const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
+  const double limit = max_norm.value_or(max_norm_);
+  const Scales scales = limit > 0 ? scales_for(contexts, limit) : Scales{};
   options.scale = scales.shared;
-  if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(owners_);
+  if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
   std::vector<Step> steps;
-  for (const RemoteUpdater& remote : remote_) {
-    steps.push_back({"rank " + std::to_string(remote.updater.owner()),
-                     agent_.rpc_async<&step_here>(owner_of(remote, steps_wait()), remote.updater,
-                                                  contexts, options)});
-  }
-  // A local failure becomes a failed future, so that the remote steps are still waited for.
-  const auto step_locally = [&](const LocalUpdater& local, const StepOptions& how,
-                                const char* which) {
-    if (!local.updater) return;
+  const auto add_step = [&](const Owner& owner, const StepOptions& how, const char* which) {
+    if (!owner.local) {
+      steps.push_back({fmt::format("rank {}", owner.rank),
+                       agent_.rpc_async<&step_here>(to(owner.rank, steps_wait()), owner.remote,
+                                                    contexts, how)});
+      return;
+    }
     Step& step = steps.emplace_back();
-    step.where = "rank " + std::to_string(agent_.rank()) + which;
+    step.where = fmt::format("rank {}{}", agent_.rank(), which);
+    // A local failure becomes a failed future, so that the remote steps are still waited for.
     try {
-      step.done = local.updater->step(how, gradients_of(agent_, *local.updater, contexts),
-                                      rpc::process_number(agent_.rank(), agent_.incarnation()));
+      step.done =
+          owner.local->step(how, gradients_of(agent_, *owner.local, contexts), own_process(agent_));
     } catch (...) {
-      step.done = base::Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
+      step.done = Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
-  step_locally(shared_, options, "");
+  for (const Owner& owner : owners_) add_step(owner, options, "");
   options.participant = 0;  // the only participant of `own_`
   options.scale = scales.own;
-  step_locally(own_, options, " (its own)");
-  std::vector<base::Future<uint64_t>> all;
+  if (own_.local) add_step(own_, options, " (its own)");
+  std::vector<Future<uint64_t>> all;
   for (const Step& step : steps) all.push_back(step.done);
   try {
     base::wait_all(all);
@@ -270,23 +296,20 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
 // Sums in the order of the owners, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
-  const double own = own_.updater ? norm_squared(gradients_of(agent_, *own_.updater, contexts)) : 0;
+  const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;
   const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
-  const bool waits = is_sync && steps_wait();
-  std::map<int, base::Future<Norms>> by_owner;
-  for (const RemoteUpdater& remote : remote_) {
-    by_owner.emplace(remote.updater.owner(),
-                     agent_.rpc_async<&norms_here>(owner_of(remote, waits), remote.updater,
-                                                   contexts, arguments));
+  std::map<int, Future<Norms>> by_rank;
+  for (const Owner& owner : owners_) {
+    by_rank.emplace(
+        owner.rank,
+        owner.local
+            ? owner.local->norms_squared(arguments, gradients_of(agent_, *owner.local, contexts))
+            : agent_.rpc_async<&norms_here>(to(owner.rank, is_sync && steps_wait()), owner.remote,
+                                            contexts, arguments));
   }
-  if (shared_.updater) {
-    by_owner.emplace(agent_.rank(),
-                     shared_.updater->norms_squared(
-                         arguments, gradients_of(agent_, *shared_.updater, contexts)));
-  }
-  std::vector<base::Future<Norms>> all;
-  for (const auto& [owner, norms] : by_owner) all.push_back(norms);
+  std::vector<Future<Norms>> all;
+  for (const auto& [rank, norms] : by_rank) all.push_back(norms);
   base::wait_all(all);
   double shared = 0;
   for (const auto& norms : all) shared += norms.wait().shared;
@@ -304,27 +327,27 @@ void DistributedOptimizer::set_lr_factor(double factor) {
 
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
-  for (const RemoteUpdater& remote : remote_) {
-    scatter(all, remote.indices,
-            agent_.rpc_sync<&ParameterUpdater::state>(owner_of(remote, true), remote.updater));
-  }
-  for (const LocalUpdater& local : {shared_, own_}) {
-    if (local.updater) scatter(all, local.indices, local.updater->state());
+  for (const Owner& owner : all_owners()) {
+    scatter(all, owner.indices,
+            owner.local
+                ? owner.local->state()
+                : agent_.rpc_sync<&ParameterUpdater::state>(to(owner.rank, true), owner.remote));
   }
   return all;
 }
 
-std::vector<rpc::RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
+std::vector<RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
     const std::vector<std::string>& names) const {
-  std::vector<base::Future<rpc::RRef<rpc::NamedTensors>>> remote;
-  for (const RemoteUpdater& owner : remote_) {
-    remote.push_back(agent_.rpc_async<&snapshot_here>(owner_of(owner, true), owner.updater,
-                                                      select(names, owner.indices)));
-  }
-  std::vector<rpc::RRef<rpc::NamedTensors>> held;
-  for (const LocalUpdater& local : {shared_, own_}) {
-    if (!local.updater) continue;
-    held.push_back(agent_.make_rref(flatten(select(names, local.indices), local.updater->state())));
+  std::vector<Future<RRef<rpc::NamedTensors>>> remote;
+  std::vector<RRef<rpc::NamedTensors>> held;
+  for (const Owner& owner : all_owners()) {
+    const auto its_names = select(names, owner.indices);
+    if (owner.local) {
+      held.push_back(agent_.make_rref(flatten(its_names, owner.local->state())));
+    } else {
+      remote.push_back(
+          agent_.rpc_async<&snapshot_here>(to(owner.rank, true), owner.remote, its_names));
+    }
   }
   base::wait_all(remote);
   for (const auto& state : remote) held.push_back(state.wait());
@@ -332,24 +355,24 @@ std::vector<rpc::RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
 }
 
 std::vector<ParameterState> DistributedOptimizer::own_state() const {
-  return own_.updater ? own_.updater->state() : std::vector<ParameterState>();
+  return own_.local ? own_.local->state() : std::vector<ParameterState>();
 }
 
 void DistributedOptimizer::load_own_state(const std::vector<ParameterState>& state) {
-  if (own_.updater) own_.updater->load_state(state);
+  if (own_.local) own_.local->load_state(state);
 }
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters_) {
-    base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
-                   std::to_string(parameters_));
+    base::bad_data(fmt::format("the state of {} parameters, not of {}", state.size(), parameters_));
   }
-  for (const RemoteUpdater& remote : remote_) {
-    agent_.rpc_sync<&ParameterUpdater::load_state>(owner_of(remote, true), remote.updater,
-                                                   select(state, remote.indices));
-  }
-  for (const LocalUpdater& local : {shared_, own_}) {
-    if (local.updater) local.updater->load_state(select(state, local.indices));
+  for (const Owner& owner : all_owners()) {
+    const auto its_state = select(state, owner.indices);
+    if (owner.local) {
+      owner.local->load_state(its_state);
+    } else {
+      agent_.rpc_sync<&ParameterUpdater::load_state>(to(owner.rank, true), owner.remote, its_state);
+    }
   }
 }
 

@@ -6,6 +6,8 @@
 #include <numbers>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 
@@ -23,13 +25,12 @@ std::string to_text(int64_t count, ScheduleUnit unit) {
 }
 
 void check(bool good, const char* what, double value, const char* range) {
-  if (!good)
-    invalid("--lr-schedule: " + std::string(what) + " cannot be " + base::shortest(value) + ": " +
-            range);
+  if (good) return;
+  invalid(fmt::format("--lr-schedule: {} cannot be {}: {}", what, base::shortest(value), range));
 }
 
-void check_length(const char* what, int64_t length) {
-  check(length >= 1, what, static_cast<double>(length), "at least 1");
+void check_count(const char* what, int64_t count, int64_t least) {
+  check(count >= least, what, static_cast<double>(count), least == 1 ? "at least 1" : "at least 0");
 }
 
 void check_floor(const char* what, double floor) {
@@ -38,17 +39,16 @@ void check_floor(const char* what, double floor) {
 
 void check(const Constant&) {}
 void check(const StepDecay& step) {
-  check_length("a step schedule's size", step.size);
+  check_count("a step schedule's size", step.size, 1);
   check(std::isfinite(step.gamma) && step.gamma > 0, "a step schedule's gamma", step.gamma,
         "above 0");
 }
 void check(const Cosine& cosine) {
-  check_length("a cosine schedule's length", cosine.length);
+  check_count("a cosine schedule's length", cosine.length, 1);
   check_floor("a cosine schedule's floor", cosine.floor);
 }
 void check(const Plateau& plateau) {
-  check(plateau.patience >= 0, "a plateau schedule's patience",
-        static_cast<double>(plateau.patience), "at least 0");
+  check_count("a plateau schedule's patience", plateau.patience, 0);
   check(plateau.factor > 0 && plateau.factor < 1, "a plateau schedule's factor", plateau.factor,
         "between 0 and 1");
   check_floor("a plateau schedule's floor", plateau.floor);
@@ -78,8 +78,6 @@ double shape_factor(const LearningRateSchedule::Shape& shape, const ScheduleStat
 
 // ---- the text form ----
 
-using base::number;
-
 // Reads the values of `name:value,value,…` in order.
 class Part {
  public:
@@ -102,23 +100,22 @@ class Part {
     if (next_ < values_.size()) read(what, take(what), "a number", into);
   }
   void end() const {
-    if (next_ == values_.size()) return;
-    invalid(said() + std::string(values_[next_]) + " is one value too many");
+    if (next_ < values_.size()) refuse("{} is one value too many", values_[next_]);
   }
 
  private:
-  std::string said() const { return "--lr-schedule " + std::string(text_) + ": "; }
+  template <class... Args>
+  [[noreturn]] void refuse(fmt::format_string<const Args&...> what, const Args&... args) const {
+    invalid(fmt::format("--lr-schedule {}: {}", text_, fmt::format(what, args...)));
+  }
   std::string_view take(const char* what) {
-    if (next_ == values_.size()) invalid(said() + "it wants a " + what);
+    if (next_ == values_.size()) refuse("it wants a {}", what);
     return values_[next_++];
   }
   template <class T>
   void read(const char* what, std::string_view text, const char* wanted, T& into) const {
-    const auto value = number<T>(text);
-    if (!value) {
-      invalid(said() + "its " + what + " is '" + std::string(values_[next_ - 1]) + "', not " +
-              wanted);
-    }
+    const auto value = base::number<T>(text);
+    if (!value) refuse("its {} is '{}', not {}", what, values_[next_ - 1], wanted);
     into = *value;
   }
 
@@ -145,8 +142,7 @@ LearningRateSchedule::Shape parse_shape(Part part) {
     part.optional_real("floor", plateau.floor);
     part.optional_real("threshold", plateau.threshold);
   } else if (part.name() != "constant") {
-    invalid("--lr-schedule: unknown schedule '" + std::string(part.name()) + "': must be " +
-            kForms);
+    invalid(fmt::format("--lr-schedule: unknown schedule '{}': must be {}", part.name(), kForms));
   }
   part.end();
   return shape;
@@ -182,8 +178,7 @@ std::string shape_text(const LearningRateSchedule::Shape& shape) {
 LearningRateSchedule::LearningRateSchedule(const Shape& shape, WarmUp warm_up)
     : shape_(shape), warm_up_(warm_up) {
   std::visit([](const auto& chosen) { check(chosen); }, shape_);
-  check(warm_up_.length >= 0, "a warm-up's length", static_cast<double>(warm_up_.length),
-        "at least 0");
+  check_count("a warm-up's length", warm_up_.length, 0);
   if (warm_up_.length == 0) warm_up_ = {};
   const auto unit = unit_of(shape_);
   if (warm_up_.length > 0 && unit && *unit != warm_up_.unit) {
@@ -199,7 +194,7 @@ LearningRateSchedule LearningRateSchedule::parse(std::string_view text) {
   if (first.name() == "warmup") {
     first.length("length", warm_up.length, warm_up.unit);
     first.end();
-    check_length("a warm-up's length", warm_up.length);
+    check_count("a warm-up's length", warm_up.length, 1);
     const size_t plus = text.find('+');
     rest = plus == std::string_view::npos ? "constant" : text.substr(plus + 1);
   }

@@ -1,13 +1,8 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
 #include <span>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
+#include <ATen/Functions.h>
 
 #include "distrain/optim/update_rule.h"
 
@@ -19,30 +14,56 @@ using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined if ther
 /// not be empty. An undefined gradient counts as zero; if all are undefined, the mean is undefined.
 Gradients mean_of(const std::vector<Gradients>& gathered);
 
-/// Throws `invalid` if two parameters share memory. `group_of(i)` returns the group of parameter i.
+/// Throws `invalid` if two parameters share memory. `groups` has the group of each parameter.
 void check_each_once(const std::vector<at::Tensor>& parameters,
-                     const std::function<uint64_t(size_t)>& group_of);
+                     const std::vector<uint64_t>& groups);
+
+/// Throws `invalid` if `factor` is negative or not finite.
+void check_lr_factor(double factor);
 
 /// Parameters and their groups' update rules, which hold the parameters' state. Not thread-safe.
 class ParameterSet {
  public:
   /// Adds parameters with the same options.
-  void add_group(const OptimizerOptions& options, std::span<const at::Tensor> parameters);
+  void add_group(const OptimizerOptions& options, std::span<const at::Tensor> parameters) {
+    parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
+    groups_.resize(parameters_.size(), rules_.size());
+    rules_.push_back(make_update_rule(options));
+  }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  /// Returns the index of the group of parameter `i`.
-  size_t group_of(size_t i) const { return groups_[i]; }
-  void set_lr_factor(double factor);
+  void set_lr_factor(double factor) {
+    for (const auto& rule : rules_) rule->set_lr_factor(factor);
+  }
   /// Throws `invalid` if apply() would not take one of `gradients`.
-  void check(const Gradients& gradients) const;
+  void check(const Gradients& gradients) const {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
+    }
+  }
   /// Updates parameter `i` with `gradient` times `scale`. Does nothing if `gradient` is undefined.
-  void apply(size_t i, const at::Tensor& gradient, double scale);
+  void apply(size_t i, const at::Tensor& gradient, double scale) {
+    if (!gradient.defined()) return;
+    rule_of(i).apply(i, parameters_[i], scale == 1 ? gradient : gradient * scale);
+  }
 
   /// Returns the tensors of the state themselves, which the next update changes.
-  std::vector<ParameterState> state() const;
+  std::vector<ParameterState> state() const {
+    std::vector<ParameterState> states;
+    for (size_t i = 0; i < parameters_.size(); ++i) states.push_back(rule_of(i).state(i));
+    return states;
+  }
   /// Returns copies of `state`, one for each parameter, for adopt(). Throws `bad_data` on mismatch.
-  std::vector<UpdateRule::Loaded> load(std::span<const ParameterState> state) const;
-  void adopt(std::vector<UpdateRule::Loaded> loaded);
+  std::vector<UpdateRule::Loaded> load(std::span<const ParameterState> state) const {
+    std::vector<UpdateRule::Loaded> loaded;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      loaded.push_back(rule_of(i).load(i, parameters_[i], state[i]));
+    }
+    return loaded;
+  }
+  void adopt(std::vector<UpdateRule::Loaded> loaded) {
+    for (size_t i = 0; i < parameters_.size(); ++i) rule_of(i).adopt(i, std::move(loaded[i]));
+  }
 
  private:
   UpdateRule& rule_of(size_t i) const { return *rules_[groups_[i]]; }

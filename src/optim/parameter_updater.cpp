@@ -1,13 +1,10 @@
 #include "parameter_updater.h"
 
-#include <algorithm>
 #include <limits>
-#include <span>
 #include <thread>
 #include <type_traits>
 #include <utility>
 
-#include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 
@@ -18,35 +15,26 @@ namespace distrain::optim {
 
 namespace {
 
-// Throws `invalid` if the participants of one update have different learning rates or scales.
-void check_same_options(const std::map<int, StepOptions>& gathered) {
-  const auto& [number, first] = *gathered.begin();
-  for (const auto& [other, options] : gathered) {
-    if (options.lr_factor != first.lr_factor) {
-      base::invalid(
-          fmt::format("participants {} and {} step with different learning rates: {:g} "
-                      "and {:g} of the groups' own",
-                      number, other, first.lr_factor, options.lr_factor));
-    }
-    if (options.scale != first.scale) {
-      base::invalid(
-          fmt::format("participants {} and {} step with gradients that are clipped "
-                      "differently: to {:g} and {:g} of themselves",
-                      number, other, first.scale, options.scale));
-    }
-  }
+// Throws `invalid` if two participants of one update have different learning rates or scales.
+void check_same_options(const StepOptions& a, const StepOptions& b) {
+  const auto check = [&](double of_a, double of_b, const char* what, const char* unit) {
+    if (of_a == of_b) return;
+    base::invalid(fmt::format("participants {} and {} step with {} {:g} and {:g} of {}",
+                              a.participant, b.participant, what, of_a, of_b, unit));
+  };
+  check(a.lr_factor, b.lr_factor, "different learning rates:", "the groups' own");
+  check(a.scale, b.scale, "gradients that are clipped differently: to", "themselves");
 }
-
-constexpr int kNobody = -1;
 
 base::Error participant_lost(rpc::ProcessNumber process) {
   return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
 // Sums in the order of the participants, so that the result does not depend on arrival order.
-Gradients means(const std::map<int, Gradients>& gathered) {
+template <class Parts>
+Gradients means(const Parts& by_participant) {
   std::vector<Gradients> in_order;
-  for (const auto& [participant, gradients] : gathered) in_order.push_back(gradients);
+  for (const auto& [participant, part] : by_participant) in_order.push_back(part.gradients);
   return mean_of(in_order);
 }
 
@@ -78,39 +66,23 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tens
       updates_(std::move(updates)),
       participants_(static_cast<size_t>(std::max(options_.participants, 0))) {
   const auto check = [](bool good) {
-    if (good) return;
-    base::invalid("the groups are not those of the parameters");
+    if (!good) base::invalid("the groups are not those of the parameters");
   };
   std::span<const at::Tensor> rest(parameters);
+  std::vector<uint64_t> groups;  // of the parameters
   for (const GroupOptions& group : options_.groups) {
     check(group.parameters <= rest.size());
     set_.add_group(from_fields(group.options), rest.first(group.parameters));
     rest = rest.subspan(group.parameters);
+    groups.resize(groups.size() + group.parameters, group.number);
   }
   check(rest.empty());
-  check_each_once(parameters,
-                  [this](size_t i) { return options_.groups[set_.group_of(i)].number; });
-}
-
-void ParameterUpdater::check_participant(int participant, const Gradients& gradients) const {
-  if (participant < 0 || participant >= options_.participants ||
-      gradients.size() != parameters().size()) {
-    base::invalid("a step of an unknown participant");
-  }
-}
-
-bool ParameterUpdater::Participant::has(rpc::ProcessNumber process) const {
-  const auto its = processes.find(process);
-  return its != processes.end() && !its->second.is_lost;
-}
-
-bool ParameterUpdater::Participant::is_lost() const {
-  return !processes.empty() &&
-         std::ranges::all_of(processes, [](const auto& each) { return each.second.is_lost; });
+  check_each_once(parameters, groups);
 }
 
 void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
-  if (participant < 0 || participant >= options_.participants) return;  // step() will throw
+  // step() will throw; an onlooker does not step.
+  if (participant < 0 || participant >= options_.participants) return;
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
   Participant& its = participants_[static_cast<size_t>(participant)];
@@ -131,28 +103,29 @@ base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, O
                                            const Compute& compute) {
   Completions done;
   const std::unique_lock guard = lock();
-  if (!others.arguments.empty()) {
+  if (!others.parts.empty()) {
     const base::Error error{base::ErrorKind::kInvalid,
                             fmt::format("participants {} and {} step together, but only one of "
                                         "them clips its gradients",
-                                        others.arguments.begin()->first, arguments.participant)};
+                                        others.parts.begin()->first, arguments.participant)};
     done.add(std::exchange(others, {}).waiting, error);
     throw base::Exception(error);
   }
   if (lost_ && options_.participants > 1) throw base::Exception(*lost_);
-  if (!gathering.gradients.emplace(arguments.participant, std::move(gradients)).second) {
-    base::invalid("participant " + std::to_string(arguments.participant) +
-                  " made two steps before all had made one");
+  const auto [part, is_new] = gathering.parts.try_emplace(arguments.participant);
+  if (!is_new) {
+    base::invalid(fmt::format("participant {} made two steps before all had made one",
+                              arguments.participant));
   }
-  if (gathering.arguments.empty()) gathering.since = base::Clock::now();
-  gathering.arguments.emplace(arguments.participant, arguments);
+  part->second = {arguments, std::move(gradients)};
+  if (gathering.parts.size() == 1) gathering.since = base::Clock::now();
   const auto future = gathering.waiting.emplace_back().future();
   fail_if_needed_left_locked(gathering, done);
-  if (static_cast<int>(gathering.gradients.size()) < options_.participants) return future;
+  if (static_cast<int>(gathering.parts.size()) < options_.participants) return future;
   auto all = std::exchange(gathering, {});
   const auto busy = mark_busy();
   try {
-    const R result = compute(all);
+    const R result = compute(all.parts);
     done.add(std::move(all.waiting), result);
   } catch (...) {
     done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
@@ -165,8 +138,9 @@ base::Future<uint64_t> ParameterUpdater::step(const StepOptions& options, Gradie
   check_participant(options.participant, gradients);
   if (options_.mode != Sharing::Mode::kSync) return step_alone(options, gradients, process);
   return together(stepping_, measuring_, options, std::move(gradients), [this](const auto& all) {
-    check_same_options(all.arguments);
-    apply_locked(means(all.gradients), all.arguments.begin()->second);
+    const StepOptions& first = all.begin()->second.arguments;
+    for (const auto& [other, part] : all) check_same_options(first, part.arguments);
+    apply_locked(means(all), first);
     for (Participant& each : participants_) ++each.steps;
     return applied_;
   });
@@ -245,9 +219,8 @@ std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& i
 template <class R, class Arguments>
 void ParameterUpdater::fail_if_needed_left_locked(Gathering<R, Arguments>& gathering,
                                                   Completions& done) {
-  if (gathering.arguments.empty()) return;
-  const auto error =
-      left_error_locked([&](int other) { return !gathering.arguments.contains(other); });
+  if (gathering.parts.empty()) return;
+  const auto error = left_error_locked([&](int other) { return !gathering.parts.contains(other); });
   if (error) done.add(std::exchange(gathering, {}).waiting, *error);
 }
 
@@ -258,20 +231,11 @@ base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& argumen
     return base::Future<Norms>::ready({optim::norm_squared(gradients), arguments.own});
   }
   return together(measuring_, stepping_, arguments, std::move(gradients), [](const auto& all) {
-    Norms norms{optim::norm_squared(means(all.gradients)), 0};
-    for (const auto& [participant, theirs] : all.arguments) norms.own += theirs.own;
-    norms.own /= static_cast<double>(all.arguments.size());
+    Norms norms{optim::norm_squared(means(all)), 0};
+    for (const auto& [participant, part] : all) norms.own += part.arguments.own;
+    norms.own /= static_cast<double>(all.size());
     return norms;
   });
-}
-
-// Counts as blocked while it waits: the holder may wait for readers that need a pool thread.
-std::unique_lock<std::mutex> ParameterUpdater::lock() const {
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (lock) return lock;
-  const base::BlockingScope waits;
-  lock.lock();
-  return lock;
 }
 
 void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
@@ -299,10 +263,6 @@ void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOption
   }
   ++applied_;
   if (updates_) updates_->fetch_add(1);
-}
-
-int64_t ParameterUpdater::lead_locked(int participant) const {
-  return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
 // Returns the number of steps of the slowest participant, ignoring participant `but` and those that
@@ -352,30 +312,6 @@ void ParameterUpdater::leave(rpc::ProcessNumber process) {
   complete_waiting_steps_locked(done);
 }
 
-void ParameterUpdater::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
-  for (Participant& each : participants_) {
-    if (each.has(process) && each.state == Participant::State::kStepping) each.state = state;
-  }
-}
-
-bool ParameterUpdater::has(rpc::ProcessNumber process) const {
-  const std::unique_lock guard = lock();
-  return std::ranges::any_of(participants_, [process](const Participant& each) {
-    return each.processes.contains(process);
-  });
-}
-
-std::optional<int64_t> ParameterUpdater::last_step_of(rpc::ProcessNumber process) const {
-  const std::unique_lock guard = lock();
-  for (const Participant& each : participants_) {
-    const auto its = each.processes.find(process);
-    if (its != each.processes.end() && options_.mode != Sharing::Mode::kSync) {
-      return its->second.is_numbered ? std::optional(its->second.last_step) : std::nullopt;
-    }
-  }
-  return std::nullopt;
-}
-
 void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
   Completions done;
   std::lock_guard lock(mutex_);
@@ -403,10 +339,10 @@ std::vector<rpc::Wait> ParameterUpdater::waits() const {
   }
   std::vector<rpc::Wait> all;
   const auto tell = [&](const auto& gathering, const char* what) {
-    if (gathering.arguments.empty()) return;
+    if (gathering.parts.empty()) return;
     std::vector<int> missing;
     for (int participant = 0; participant < options_.participants; ++participant) {
-      if (!gathering.arguments.contains(participant)) missing.push_back(participant);
+      if (!gathering.parts.contains(participant)) missing.push_back(participant);
     }
     all.push_back({fmt::format("{} that wants participant {}", what, c10::Join(", ", missing)),
                    gathering.since});
@@ -437,19 +373,14 @@ std::vector<ParameterState> ParameterUpdater::state() const {
 
 void ParameterUpdater::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters().size()) {
-    base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
-                   std::to_string(parameters().size()));
+    base::bad_data(
+        fmt::format("the state of {} parameters, not of {}", state.size(), parameters().size()));
   }
   const std::unique_lock guard = lock();
   const auto busy = mark_busy();
   const autograd::ParameterUpdate update(agent_);
   for (const at::Tensor& parameter : parameters()) update.unshare(parameter);
   set_.adopt(set_.load(state));
-}
-
-Progress ParameterUpdater::progress(int participant) const {
-  const std::unique_lock guard = lock();
-  return {applied_, lead_locked(participant)};
 }
 
 }  // namespace distrain::optim

@@ -1,20 +1,12 @@
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-#include <map>
-#include <memory>
+#include <algorithm>
 #include <mutex>
-#include <optional>
-#include <set>
-#include <vector>
 
 #include <c10/util/ScopeExit.h>
 
 #include "distrain/base/future.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/update_rule.h"
-#include "distrain/rpc/agent.h"
 #include "parameter_set.h"
 
 namespace distrain::optim {
@@ -100,10 +92,24 @@ class ParameterUpdater {
   /// Notes that `process` makes no more steps. In kSync and kSsp waits for them fail (`peer_lost`).
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
-  bool has(rpc::ProcessNumber process) const;
+  bool has(rpc::ProcessNumber process) const {
+    const std::unique_lock guard = lock();
+    return std::ranges::any_of(participants_, [process](const Participant& each) {
+      return each.processes.contains(process);
+    });
+  }
   /// Returns the number of the last step of `process`. Returns nullopt if the mode is kSync, or if
   /// `process` does not number its steps.
-  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
+  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const {
+    const std::unique_lock guard = lock();
+    for (const Participant& each : participants_) {
+      const auto its = each.processes.find(process);
+      if (its != each.processes.end() && options_.mode != Sharing::Mode::kSync) {
+        return its->second.is_numbered ? std::optional(its->second.last_step) : std::nullopt;
+      }
+    }
+    return std::nullopt;
+  }
 
   /// Returns what steps wait for. Reports a running update instead of waiting for it.
   std::vector<rpc::Wait> waits() const;
@@ -111,7 +117,10 @@ class ParameterUpdater {
   std::vector<ParameterState> state() const;
   /// Throws `bad_data`, without any change, if `state` does not fit.
   void load_state(const std::vector<ParameterState>& state);
-  Progress progress(int participant) const;
+  Progress progress(int participant) const {
+    const std::unique_lock guard = lock();
+    return {applied_, lead_locked(participant)};
+  }
 
   const std::vector<at::Tensor>& parameters() const { return set_.parameters(); }
 
@@ -119,8 +128,11 @@ class ParameterUpdater {
   // The arguments of one collective step (or norm), collected until all participants have called.
   template <class R, class Arguments>
   struct Gathering {
-    std::map<int, Gradients> gradients;
-    std::map<int, Arguments> arguments;
+    struct Part {
+      Arguments arguments;
+      Gradients gradients;
+    };
+    std::map<int, Part> parts;  // by participant
     std::vector<base::Promise<R>> waiting;
     base::TimePoint since;  // when the first participant called
   };
@@ -136,17 +148,36 @@ class ParameterUpdater {
     int64_t steps = 0;
     std::map<rpc::ProcessNumber, Process> processes;  // by take_part()
 
-    bool has(rpc::ProcessNumber process) const;
-    bool is_lost() const;
+    bool has(rpc::ProcessNumber process) const {
+      const auto its = processes.find(process);
+      return its != processes.end() && !its->second.is_lost;
+    }
+    bool is_lost() const {
+      return !processes.empty() &&
+             std::ranges::all_of(processes, [](const auto& each) { return each.second.is_lost; });
+    }
   };
 
-  std::unique_lock<std::mutex> lock() const;
+  // Counts as blocked while it waits: the holder may wait for readers that need a pool thread.
+  std::unique_lock<std::mutex> lock() const {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock) return lock;
+    const base::BlockingScope waits;
+    lock.lock();
+    return lock;
+  }
   /// Marks, while the returned object exists, that `mutex_` is held for a long operation.
   auto mark_busy() const {
     busy_since_ = base::Clock::now();
     return c10::make_scope_exit([this] { busy_since_ = base::TimePoint{}; });
   }
-  void check_participant(int participant, const Gradients& gradients) const;
+  void check_participant(int participant, const Gradients& gradients) const {
+    if (participant < 0 || participant >= options_.participants ||
+        gradients.size() != parameters().size()) {
+      base::invalid("a step of an unknown participant");
+    }
+  }
+  static constexpr int kNobody = -1;
   int64_t slowest_locked(int but) const;
   class Completions;
   template <class R, class Arguments, class Others, class Compute>
@@ -159,8 +190,14 @@ class ParameterUpdater {
   base::Future<uint64_t> step_alone(const StepOptions& options, const Gradients& gradients,
                                     rpc::ProcessNumber process);
   void apply_locked(const Gradients& gradients, const StepOptions& options);
-  void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
-  int64_t lead_locked(int participant) const;
+  void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
+    for (Participant& each : participants_) {
+      if (each.has(process) && each.state == Participant::State::kStepping) each.state = state;
+    }
+  }
+  int64_t lead_locked(int participant) const {
+    return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
+  }
 
   rpc::Agent& agent_;
   const UpdaterOptions options_;
@@ -179,9 +216,8 @@ class ParameterUpdater {
     base::TimePoint since;
   };
   void complete_waiting_steps_locked(Completions& done);
-  std::multimap<int, WaitingStep>
-      waiting_steps_;                // applied steps that are not complete, by participant
-  std::optional<base::Error> lost_;  // the first loss that ends waiting
+  std::multimap<int, WaitingStep> waiting_steps_;  // by participant: applied, but not complete
+  std::optional<base::Error> lost_;                // the first loss that ends waiting
 };
 
 }  // namespace distrain::optim

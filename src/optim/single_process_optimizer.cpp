@@ -1,9 +1,5 @@
 #include "distrain/optim/single_process_optimizer.h"
 
-#include <span>
-#include <utility>
-
-#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -13,16 +9,6 @@
 namespace distrain::optim {
 
 namespace {
-
-/// Returns the `.grad` of each parameter and makes it undefined.
-Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
-  Gradients gradients;
-  for (const at::Tensor& parameter : parameters) {
-    gradients.push_back(parameter.grad());
-    parameter.mutable_grad() = at::Tensor();
-  }
-  return gradients;
-}
 
 NamedParameters numbered(const torch::nn::Module& module) {
   NamedParameters result;
@@ -42,7 +28,7 @@ NamedParameters named(const std::vector<std::string>& names,
 }
 
 struct SingleProcessOptimizer::Parameters {
-  Parameters(const Rule& rule, const Named& named) {
+  Parameters(const Rule& rule, const NamedParameters& named) {
     std::vector<at::Tensor> parameters;
     for (const auto& [name, parameter] : named) {
       names.push_back(name);
@@ -61,7 +47,7 @@ struct SingleProcessOptimizer::Parameters {
 };
 
 SingleProcessOptimizer::SingleProcessOptimizer(const Rule& rule, const std::string& mode,
-                                               Named shared, Named replicated)
+                                               NamedParameters shared, NamedParameters replicated)
     : max_norm_(rule.max_norm),
       sync_(mode == "sync"),
       shared_(std::make_unique<Parameters>(rule, shared)),
@@ -69,14 +55,17 @@ SingleProcessOptimizer::SingleProcessOptimizer(const Rule& rule, const std::stri
 
 SingleProcessOptimizer::SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
                                                const std::string& mode)
-    : SingleProcessOptimizer(rule, mode, mode.empty() ? Named() : numbered(module),
-                             mode.empty() ? numbered(module) : Named()) {}
+    : SingleProcessOptimizer(rule, mode, mode.empty() ? NamedParameters() : numbered(module),
+                             mode.empty() ? numbered(module) : NamedParameters()) {}
 
 SingleProcessOptimizer::~SingleProcessOptimizer() = default;
 
 void SingleProcessOptimizer::gather() {
   for (Parameters* each : {shared_.get(), replicated_.get()}) {
-    each->gathered.push_back(take_gradients(each->set.parameters()));
+    Gradients& gradients = each->gathered.emplace_back();
+    for (const at::Tensor& parameter : each->set.parameters()) {
+      gradients.push_back(std::exchange(parameter.mutable_grad(), at::Tensor()));
+    }
   }
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include "distrain/rpc/agent.h"
 
@@ -25,10 +26,9 @@ void install(rpc::Agent& agent);
 ///
 /// The newest live context that a thread has created is the thread's current context. Calls of the
 /// thread and their nested calls record send and receive nodes for tensors that require a gradient,
-/// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context that
-/// was created within an rpc::ContextScope must end within that scope. A context keeps its
-/// gradients and never writes `.grad`, so concurrent contexts on one module are independent. The
-/// destructor releases the context on all ranks.
+/// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context
+/// created within an rpc::ContextScope must end within that scope. A context never writes `.grad`,
+/// so concurrent contexts on one module are independent. The destructor releases it on all ranks.
 class Context {
  public:
   /// A kExplicit context never becomes the thread's current context by itself: only an
@@ -93,6 +93,16 @@ class ContextRef {
   std::weak_ptr<ContextState> state_;
 };
 
+/// A post-accumulate hook that is also called in passes of a context, in which AccumulateGrad does
+/// not run. Post-accumulate hooks of other types make such a pass fail.
+class LeafHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  /// Called once per pass with this rank's final gradient, on the thread that computed it, after
+  /// the hooks of on_gradient_ready. An exception fails the pass. After a failure `context.runs()`
+  /// returns false.
+  virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
+};
+
 struct PassOptions {
   bool retain_graph = false;
   /// Time limit for each message with gradients and all work that follows from the message. max()
@@ -136,9 +146,9 @@ struct PassGuard {
   std::function<void(const base::Error&)> on_failure;
 };
 
-/// Sets the guard of the current context. Throws `invalid` if there is no current context. The
-/// functions must own what they use: they are kept until the pass or the context ends on this rank,
-/// which may be after the last RRef to the handler's object is gone.
+/// Sets the guard of the current context; throws `invalid` without one. The functions must own what
+/// they use: they are kept until the pass or the context ends on this rank, perhaps after the last
+/// RRef to the handler's object is gone.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

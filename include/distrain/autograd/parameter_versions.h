@@ -39,11 +39,42 @@ class Runtime;
 /// on a later reader: while it is blocked, new readers do not queue behind waiting writers.
 class ParameterLock {
  public:
-  void lock_shared();
-  void unlock_shared();
-  void lock();
-  void unlock();
-  void add_blocked_readers(int change);
+  void lock_shared() {
+    {
+      std::lock_guard lock(mutex_);
+      if (may_read_locked()) return static_cast<void>(++readers_);
+    }
+    const base::BlockingScope waits;  // locks `mutex_` if this thread already has a ParameterRead
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return may_read_locked(); });
+    ++readers_;
+  }
+  void unlock_shared() {
+    std::lock_guard lock(mutex_);
+    if (--readers_ == 0) changed_.notify_all();
+  }
+  void lock() {
+    {
+      std::lock_guard lock(mutex_);
+      if (may_write_locked()) return static_cast<void>(writing_ = true);
+    }
+    const base::BlockingScope waits;
+    std::unique_lock lock(mutex_);
+    ++waiting_writers_;
+    changed_.wait(lock, [this] { return may_write_locked(); });
+    --waiting_writers_;
+    writing_ = true;
+  }
+  void unlock() {
+    std::lock_guard lock(mutex_);
+    writing_ = false;
+    changed_.notify_all();
+  }
+  void add_blocked_readers(int change) {
+    std::lock_guard lock(mutex_);
+    blocked_readers_ += change;
+    changed_.notify_all();
+  }
 
  private:
   bool may_read_locked() const {

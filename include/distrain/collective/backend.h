@@ -1,24 +1,23 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "distrain/base/error.h"
+#include "distrain/base/clock.h"
 #include "distrain/base/executor.h"
+#include "distrain/base/future.h"
 #include "distrain/collective/pass_number.h"
-#include "distrain/collective/pending.h"
 #include "distrain/rpc/channel.h"
 
 namespace distrain::collective {
 
 class Core;
+class Operation;
+struct OpSpec;
 
 /// A group of ranks. `ranks` has their numbers in the job, in the same order on all ranks; a rank's
 /// index in it is its rank within the group. `id` identifies the group on the wire.
@@ -40,6 +39,39 @@ struct OperationOptions {
   PassNumber pass = {};  ///< must agree on all ranks
 };
 
+/// A handle of an in-flight collective operation; copies share the operation. Thread-safe.
+///
+/// Call wait(): the waiting thread computes the result of a small operation, which saves waking
+/// another thread. If no thread waits, that result is never written.
+class Pending {
+ public:
+  Pending() = default;
+  explicit Pending(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
+
+  /// Returns true if wait() would return or throw at once. Runs the steps that are ready.
+  bool done() const;
+
+  /// Blocks until the result is in the tensors of the call. Throws `peer_lost` with the lost rank,
+  /// `deadline` with the ranks that sent nothing, `invalid` if the ranks called different
+  /// operations (naming both), or the error of a rank that refused to take part.
+  void wait() const;
+
+  /// Returns false if `limit` passes first; the operation goes on. Throws as wait() does.
+  bool wait_until(base::TimePoint limit) const;
+
+  /// Ends an incomplete operation as if its deadline had passed.
+  void expire() const;
+
+  /// Fails an incomplete operation with `error` on this rank.
+  void fail(base::Error error) const;
+
+  /// Returns a future for callers that cannot block; a thread of the backend's executor waits.
+  base::Future<void> future() const;
+
+ private:
+  std::shared_ptr<Operation> operation_;
+};
+
 /// Collective operations of a group of ranks over a channel that only this group uses.
 ///
 /// All ranks call the same operations of each sequence in the same order; any number may be in
@@ -47,10 +79,10 @@ struct OperationOptions {
 /// Note [Window of a group] in src/collective/core.h. If a rank has closed the group, operations
 /// that need it fail with `peer_lost`. Results are written in place. All ranks get the same bits,
 /// because inputs are reduced in rank order. Tensors are dense CPU tensors of any strides and the
-/// dtypes of can_reduce() in src/collective/reduce.h, and are the Backend's until completion.
+/// dtypes of can_reduce() in src/collective/operations.h, and are the Backend's until completion.
 ///
 /// See Note [Algorithms] in src/collective/operations.h and Note [Life of an operation] in
-/// src/collective/operation.h. Thread-safe; the caller determines the order of calls.
+/// src/collective/core.h. Thread-safe; the caller determines the order of calls.
 class Backend final : public c10d::Backend {
  public:
   using Settings = BackendSettings;
@@ -116,8 +148,8 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  base::TimePoint deadline(std::chrono::milliseconds timeout) const;
-  Pending issue(std::shared_ptr<Operation> operation, uint32_t sequence = 0);
+  Pending issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
+                const at::Tensor& tensor = {}, std::vector<at::Tensor> outputs = {});
 
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   size_t direct_bytes_ = 0;

@@ -1,11 +1,11 @@
 #pragma once
 
+#include <algorithm>
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/base/error.h"
 #include "distrain/collective/pass_number.h"
 #include "distrain/rpc/device.h"
 
@@ -61,6 +61,20 @@ class ReduceGroup {
     rpc::StreamPoint::mark(device).wait_on_host();
     if (const auto error = failure()) throw base::Exception(*error);
   }
+};
+
+/// Numbers devices by their first use, so that ranks can compare which tensors share a device.
+class DeviceNumbers {
+ public:
+  size_t number_of(c10::Device device) {
+    const auto it = std::find(devices_.begin(), devices_.end(), device);
+    if (it != devices_.end()) return static_cast<size_t>(it - devices_.begin());
+    devices_.push_back(device);
+    return devices_.size() - 1;
+  }
+
+ private:
+  std::vector<c10::Device> devices_;
 };
 
 }  // namespace distrain::collective

@@ -1,14 +1,41 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <optional>
+#include <functional>
 
+#include "distrain/base/serial_thread.h"
 #include "distrain/collective/backend.h"
-#include "distrain/collective/backend_queue.h"
 #include "distrain/collective/reduce_group.h"
 
 namespace distrain::collective {
+
+/// A queue of Backend calls. A call that must wait for a copy runs on the queue's thread, and so do
+/// the calls behind it. While the queue is empty, a call without a copy runs on the caller's
+/// thread, so users of CPU tensors never start the queue's thread.
+///
+/// Thread-safe; the caller determines the order of calls. The destructor runs all queued calls.
+class BackendQueue {
+ public:
+  /// `name` is the thread's name, of at most 15 characters; `sequence` is used for all calls.
+  BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
+
+  using Call = std::function<Pending(const at::Tensor&)>;
+  Call average(const PassNumber& pass) const;
+  Call broadcast(int root) const;
+  /// Calls `call` with `tensor`, which is on the CPU.
+  ReduceGroup::WorkPtr run(Call call, const at::Tensor& tensor);
+
+  void refuse(int count, const base::Error& error);
+
+  /// Queues `call`, which runs when `copied` is reached. If the copy fails, refuses one operation.
+  base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
+  /// Queues `task` for the queue's thread. `task` must not throw.
+  void post(base::Task task) { queue_.post(std::move(task)); }
+
+ private:
+  const c10::intrusive_ptr<Backend> backend_;
+  const uint32_t sequence_;
+  base::SerialThread queue_;
+};
 
 /// A ReduceGroup over Backend that reduces device tensors on the CPU, by copies in pinned memory.
 ///
@@ -27,7 +54,7 @@ class StagedReduceGroup final : public ReduceGroup {
   using ReduceGroup::average_async;
   WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
-  void refuse(int count, const base::Error& error) override;
+  void refuse(int count, const base::Error& error) override { queue_.refuse(count, error); }
   /// Always empty, because wait() throws all failures.
   std::optional<base::Error> failure() const override { return std::nullopt; }
 
@@ -35,8 +62,9 @@ class StagedReduceGroup final : public ReduceGroup {
   class HostBuffers;
   class StagedWork;
 
+  WorkPtr start(const at::Tensor& tensor, BackendQueue::Call call, bool sends, bool receives);
+
   const c10::intrusive_ptr<Backend> backend_;
-  const uint32_t sequence_;
   const std::shared_ptr<HostBuffers> buffers_;
   BackendQueue queue_;
 };

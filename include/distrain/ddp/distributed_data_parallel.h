@@ -1,19 +1,23 @@
 #pragma once
 
-#include <memory>
 #include <utility>
-#include <vector>
 
 #include <ATen/core/grad_mode.h>
 
-#include "distrain/autograd/context.h"
-#include "distrain/collective/backend.h"
-#include "distrain/collective/reduce_group.h"
 #include "distrain/collective/staged_reduce_group.h"
 #include "distrain/ddp/reducer.h"
-#include "distrain/ddp/replicas.h"
 
 namespace distrain::ddp {
+
+/// Throws `invalid` on all ranks unless the names, shapes, dtypes and requires_grad of `tensors`,
+/// and which of them share a device, are equal on all ranks. The error names the first rank and
+/// tensor that differ from rank 0's. A collective call.
+void check_same_everywhere(const std::vector<NamedParameter>& tensors,
+                           collective::ReduceGroup& group);
+
+/// Copies the values of dense `tensors` from group rank 0 to the other ranks, in the order of this
+/// thread's current streams, hidden from autograd. A collective call; one message for each device.
+void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group);
 
 /// A replica of `Module` on each rank of a group, kept equal by averaging the gradients.
 ///

@@ -7,7 +7,7 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/option_list.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "distrain/optim/rule.h"
+#include "distrain/optim/update_rule.h"
 
 namespace distrain::job {
 

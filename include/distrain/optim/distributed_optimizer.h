@@ -1,13 +1,9 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
 #include <set>
-#include <string>
-#include <vector>
 
 #include "distrain/autograd/context.h"
-#include "distrain/optim/rule.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/agent.h"
 
@@ -72,9 +68,9 @@ struct ParameterGroup {
 /// Updates parameters on the ranks that own them.
 ///
 /// Each rank that owns shared parameters has one parameter updater for them, which holds the state
-/// of the update rules. DistributedOptimizers of several ranks over the same parameters share it.
-/// (torch.distributed.optim.DistributedOptimizer has one local optimizer for each training rank.)
-/// Copies of a DistributedOptimizer share their state. Thread-safe: owners apply steps one by one.
+/// of the update rules and which DistributedOptimizers of several ranks share. (PyTorch's has one
+/// local optimizer for each training rank.) Copies of a DistributedOptimizer share their state.
+/// Thread-safe: owners apply steps one by one.
 ///
 /// A step does not disturb another context's in-flight pass if the pass works on versions of the
 /// parameters (see autograd/parameter_versions.h) or saves no parameter (a lookup with sparse
@@ -107,27 +103,26 @@ class DistributedOptimizer {
   ///
   /// If `max_norm` is above 0 and the L2 norm of the gradients of all owners' parameters is
   /// greater, the gradients are first multiplied by max_norm / norm. Throws `not_finite`, without
-  /// any update, if the norm is not finite. In kSync all participants must clip or none; one norm,
-  /// that of the mean gradients, gives one scale for all. (The `own` parameters enter it with the
-  /// mean of the participants' squared norms, which are equal under DDP.) In kAsync and kSsp each
-  /// participant's gradients have their own norm. If there are several participants, `own`
-  /// parameters are then scaled by their own norm only, so that replicas under DDP stay equal.
+  /// any update, if the norm is not finite. In kSync all participants must clip or none; the norm
+  /// of the mean gradients gives one scale for all. (The `own` parameters enter it with the mean of
+  /// the participants' squared norms, which are equal under DDP.) In kAsync and kSsp each
+  /// participant's gradients have their own norm; with several participants, `own` parameters are
+  /// then scaled by their own norm only, so that replicas under DDP stay equal.
   ///
-  /// Each owner checks all gradients before it changes a parameter, so it updates all of its
-  /// parameters or none. An error that cannot be checked for, such as running out of memory, says
-  /// which parameters were updated. If one of several owners fails, the other owners' updates
-  /// stand; the error says on which ranks the step was made, failed (after `peer_lost`, `deadline`
-  /// or `cancelled` it may have been made nevertheless) or waits for other participants.
+  /// Each owner checks all gradients first, so it updates all of its parameters or none. An error
+  /// that cannot be checked for, such as running out of memory, says which parameters were updated.
+  /// If one of several owners fails, the other owners' updates stand; the error says on which ranks
+  /// the step was made, failed (after `peer_lost`, `deadline` or `cancelled` it may have been made
+  /// nevertheless) or waits for other participants.
   ///
   /// Returns the number of updates, including this one, that the first other owner's parameter
   /// updater (or this rank's, if there is no other owner) had then applied.
-  uint64_t step(const autograd::Context& context) { return step(context, max_norm_); }
-  uint64_t step(const autograd::Context& context, double max_norm) {
-    return step({context.id()}, max_norm);
+  /// Without `max_norm`, the maximum is that of the constructor's Rule.
+  uint64_t step(const autograd::Context& context, std::optional<double> max_norm = {}) {
+    return step(std::vector<uint64_t>{context.id()}, max_norm);
   }
   /// Applies the sums of the gradients of several contexts, such as one for each micro-batch.
-  uint64_t step(const std::vector<uint64_t>& contexts) { return step(contexts, max_norm_); }
-  uint64_t step(const std::vector<uint64_t>& contexts, double max_norm);
+  uint64_t step(const std::vector<uint64_t>& contexts, std::optional<double> max_norm = {});
 
   /// Multiplies each group's learning rate by `factor` (LearningRateSchedule::factor) from this
   /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
@@ -135,8 +130,7 @@ class DistributedOptimizer {
   void set_lr_factor(double factor);
   /// Sets the number that last_step_of() returns for the next steps.
   void set_step_number(int64_t number) { *step_number_ = number; }
-
-  bool has_own() const { return own_.updater != nullptr; }
+  bool has_own() const { return own_.local != nullptr; }
   size_t size() const { return parameters_; }
   /// Returns copies of the parameters' states on the CPU, group by group, `shared` before `own`.
   /// The result is a consistent snapshot only if no participant steps during the call.
@@ -154,13 +148,12 @@ class DistributedOptimizer {
  private:
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
                        double max_norm, Sharing sharing);
-  struct RemoteUpdater {
-    rpc::RRef<ParameterUpdater> updater;
+  /// A parameter updater on another rank (`remote`) or this one (`local`).
+  struct Owner {
+    int rank = -1;
+    rpc::RRef<ParameterUpdater> remote;
+    std::shared_ptr<ParameterUpdater> local;
     std::vector<size_t> indices;  // the indices of its parameters in state()
-  };
-  struct LocalUpdater {
-    std::shared_ptr<ParameterUpdater> updater;  // null if there are no parameters
-    std::vector<size_t> indices;
   };
   struct Scales {
     double shared = 1;
@@ -175,7 +168,7 @@ class DistributedOptimizer {
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
   bool steps_wait() const;
-  rpc::To owner_of(const RemoteUpdater& remote, bool waits) const;
+  std::vector<Owner> all_owners() const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;
@@ -183,10 +176,9 @@ class DistributedOptimizer {
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
-  std::vector<RemoteUpdater> remote_;
-  std::set<int> owners_;  // the ranks that own shared parameters
-  LocalUpdater shared_;   // the shared parameters that this rank owns
-  LocalUpdater own_;
+  std::vector<Owner> owners_;  // of shared parameters; this rank is the last
+  std::set<int> ranks_;        // of `owners_`
+  Owner own_;                  // `local` is null if there are no `own` parameters
 };
 
 }  // namespace distrain::optim

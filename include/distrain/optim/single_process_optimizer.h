@@ -1,12 +1,8 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "distrain/optim/rule.h"
+#include "distrain/optim/update_rule.h"
 
 namespace torch::nn {
 class Module;
@@ -20,17 +16,15 @@ NamedParameters named(const std::vector<std::string>& names,
 
 /// Makes the same updates in one process as the DistributedOptimizers of all trainers together:
 ///
-///   job::SingleProcessOptimizer optimizer(*net, options.rule());  // `net` is replicated, as under
-///   DDP training.keep(optimizer); training.run(optimizer, [&](const job::Step& step) { ...; return
-///   job::Result{loss, samples}; });
+///   job::SingleProcessOptimizer optimizer(*net, options.rule());  // `net` is replicated
+///   training.keep(optimizer);
+///   training.run(optimizer, [&](const job::Step& step) { ...; return job::Result{loss, n}; });
 class SingleProcessOptimizer {
  public:
-  using Named = NamedParameters;
-
   /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
   /// otherwise with each trainer's in turn. `replicated` is updated with the mean, as under DDP.
-  SingleProcessOptimizer(const Rule& rule, const std::string& mode, Named shared,
-                         Named replicated = {});
+  SingleProcessOptimizer(const Rule& rule, const std::string& mode, NamedParameters shared,
+                         NamedParameters replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
   /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
   /// names, so that a job and its `--local` run can resume from each other's checkpoints.

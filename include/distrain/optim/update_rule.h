@@ -1,16 +1,13 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <map>
 #include <memory>
-#include <string>
-#include <tuple>
-#include <variant>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/optim/learning_rate_schedule.h"
 #include "distrain/rpc/named_tensors.h"
 
 namespace distrain::optim {
@@ -93,7 +90,7 @@ double norm_squared(const std::vector<at::Tensor>& gradients);
 /// `not_finite`, as torch.nn.utils.clip_grad_norm_ with error_if_nonfinite.
 double clip_scale(double norm_squared, double max_norm);
 
-/// Returns the sum of two gradients, each dense or sparse.
+/// Returns the sum of two gradients, each dense, sparse or undefined (no gradient).
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
@@ -116,7 +113,7 @@ class UpdateRule {
   void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const;
 
   /// Returns the number of updates of parameter `i`.
-  int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
+  int64_t step_count(size_t i) const { return i < own_.size() ? own_[i].steps : 0; }
 
   /// Sets the learning rate of the next updates to the configured one times `factor`. Throws
   /// `invalid` if it is negative or not finite.
@@ -136,7 +133,6 @@ class UpdateRule {
  protected:
   /// Adds `weight_decay` times the parameter to each dense gradient.
   UpdateRule(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
-
   double lr() const { return lr_ * lr_factor_; }
 
   /// Returns parameter `i`'s state of this name, at first like `parameter` and full of `at_first`.
@@ -155,12 +151,33 @@ class UpdateRule {
  private:
   const double lr_;
   const double weight_decay_;
+  Loaded& own(size_t i);
+
   double lr_factor_ = 1;
-  std::vector<int64_t> steps_;
-  std::vector<ParameterState> kept_;
+  std::vector<Loaded> own_;  // by parameter
 };
 
 /// Throws `invalid` for options out of range.
 std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options);
+
+/// A job's optimizer, learning rate schedule and gradient clipping.
+struct Rule {
+  OptimizerOptions options;
+  LearningRateSchedule schedule;  ///< see DistributedOptimizer::set_lr_factor
+  double max_norm = 0;  ///< maximum gradient norm, see DistributedOptimizer::step; 0: no clipping
+};
+
+/// A Rule as command-line options.
+struct RuleText {
+  std::string optimizer = "sgd";  ///< OptimizerFields::name
+  double lr = 0.01;
+  double momentum = 0;                   ///< sgd and rmsprop only; others accept only 0
+  std::optional<double> weight_decay;    ///< none: the optimizer's default
+  std::string lr_schedule = "constant";  ///< LearningRateSchedule::parse
+  double clip = 0;                       ///< Rule::max_norm
+};
+
+/// Parses and checks a rule. Throws `invalid` with a one-line message if `text` is not valid.
+Rule make_rule(const RuleText& text);
 
 }  // namespace distrain::optim

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "distrain/base/error.h"
-#include "distrain/cuda/device_reduce_group.h"
+#include "distrain/cuda/nccl_reduce_group.h"
 
 namespace distrain::job {
 

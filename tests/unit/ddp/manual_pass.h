@@ -11,7 +11,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "../src/autograd/context_state.h"
-#include "distrain/autograd/leaf_hook.h"
+#include "distrain/autograd/context.h"
 #include "distrain/base/error.h"
 #include "distrain/ddp/reducer.h"
 

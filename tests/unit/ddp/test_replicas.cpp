@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 
 #include "distrain/collective/staged_reduce_group.h"
-#include "distrain/ddp/replicas.h"
+#include "distrain/ddp/distributed_data_parallel.h"
 #include "support/catch.h"
 #include "unit/collective/test_group.h"
 

@@ -10,7 +10,6 @@
 #include <torch/optim/sgd.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/autograd/leaf_hook.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/learning_rate_schedule.h"
 #include "remote_layers.h"

@@ -2,7 +2,7 @@
 #include <variant>
 
 #include "distrain/base/error.h"
-#include "distrain/optim/rule.h"
+#include "distrain/optim/update_rule.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 

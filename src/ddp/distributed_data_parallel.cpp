@@ -1,15 +1,14 @@
-#include "distrain/ddp/replicas.h"
+#include "distrain/ddp/distributed_data_parallel.h"
 
 #include <algorithm>
-#include <string>
 
 #include <ATen/ATen.h>
 #include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/base/text.h"
-#include "distrain/collective/device_numbers.h"
 
 namespace distrain::ddp {
 
@@ -27,7 +26,7 @@ std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
 
 [[noreturn]] void throw_protocol(int world_rank, const std::string& what) {
   throw base::Exception(base::Error{base::ErrorKind::kProtocol,
-                                    "rank " + std::to_string(world_rank) + " " + what, world_rank,
+                                    fmt::format("rank {} {}", world_rank, what), world_rank,
                                     "DistributedDataParallel"});
 }
 
@@ -96,7 +95,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
     const auto* values = all[static_cast<size_t>(rank)].data_ptr<int64_t>();
     if (values[1] < 0 || values[1] > kLongestText) {
       throw_protocol(group.world_rank(rank),
-                     "describes its model in " + std::to_string(values[1]) + " bytes");
+                     fmt::format("describes its model in {} bytes", values[1]));
     }
     equal = equal && values[0] == mine.data_ptr<int64_t>()[0] &&
             values[1] == static_cast<int64_t>(text.size());
@@ -130,10 +129,10 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   };
   throw base::Exception(base::Error{
       base::ErrorKind::kInvalid,
-      "the ranks have different models: rank " + std::to_string(rank) + " has " +
-          shown(others, found) + " where rank " + std::to_string(group.world_rank(0)) + " has " +
-          shown(lines, expected) + " (number " + std::to_string(found - others.begin() + 1) +
-          " of the parameters and buffers)",
+      fmt::format("the ranks have different models: rank {} has {} where rank {} has {} (number {} "
+                  "of the parameters and buffers)",
+                  rank, shown(others, found), group.world_rank(0), shown(lines, expected),
+                  found - others.begin() + 1),
       rank, "DistributedDataParallel"});
 }
 
