@@ -7,7 +7,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/dtype.h"
-#include "distrain/store/safetensors.h"
+#include "distrain/store/named_tensors.h"
 #include "support/catch.h"
 #include "support/files.h"
 
