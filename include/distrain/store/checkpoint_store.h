@@ -98,7 +98,7 @@ class CheckpointStore {
 
  private:
   const std::string folder_;
-  const Probe before_system_call_;
+  const Probe probe_;
   const int64_t keep_;
   std::unique_ptr<FolderClaim> claim_;  // null until the first use of the folder
 };

@@ -3,9 +3,11 @@
 #include <cerrno>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "distrain/net/socket.h"
 
@@ -48,6 +50,50 @@ class OutputFile {
   const Disk& disk_;
   const std::string path_;
   net::Fd fd_;
+};
+
+/// An open folder. Names in it are relative to it, contain no '/', and are never followed as links:
+/// another user who can write to the folder could otherwise redirect the job by a link at any time.
+/// Failures are as those of Disk.
+class OpenFolder {
+ public:
+  /// Opens a user-supplied path. Follows links, because a folder of checkpoints may be a link to a
+  /// large disk. Returns nullopt with errno if it cannot be opened.
+  static std::optional<OpenFolder> at(const Disk& disk, const std::string& path);
+  /// Opens a folder in this one. Returns nullopt with errno if it cannot be opened.
+  std::optional<OpenFolder> open(const std::string& name) const;
+
+  int fd() const { return fd_.get(); }
+  const std::string& path() const { return path_; }
+  std::string path_of(const std::string& name) const;
+
+  enum class Kind { kNothing, kFolder, kLink, kOther };
+  Kind kind_of(const std::string& name) const;
+  /// Lists the folder. Returns nullopt with errno if it cannot be read.
+  std::optional<std::vector<std::string>> names() const;
+  /// Returns true if the path still leads to this folder. If it leads to another, errno is 0.
+  bool is_at_its_path() const;
+  /// Returns true if `name` is the file that is open as `fd`.
+  bool leads_to(const std::string& name, int fd) const;
+
+  OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }
+  /// Creates a folder. Returns false if `name` exists.
+  bool make_folder(const std::string& name) const;
+  /// Renames a file or folder. Returns false if `from` does not exist.
+  bool rename(const std::string& from, const std::string& to) const;
+  /// Syncs the folder, so that what was created, renamed or removed in it stays so after a crash.
+  void sync() const;
+  /// Removes a folder of files, as much of it as possible, without an error. If the folder or a
+  /// file is a link, removes the link itself.
+  void remove_folder(const std::string& name) const;
+
+ private:
+  OpenFolder(const Disk& disk, net::Fd fd, std::string path)
+      : disk_(&disk), fd_(std::move(fd)), path_(std::move(path)) {}
+
+  const Disk* disk_;
+  net::Fd fd_;
+  std::string path_;
 };
 
 }  // namespace distrain::store

@@ -1,15 +1,23 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <new>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "distrain/base/error.h"
 #include "distrain/net/socket.h"
+
+// States of xxhash and zlib, whose headers the users of this one do not need.
+struct XXH64_state_s;
+struct z_stream_s;
 
 namespace distrain::store {
 
@@ -50,6 +58,40 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
+/// Reads a file and decompresses it if its first bytes are those of gzip. The caller limits the
+/// length, because a small file may decompress to a thousand times its size.
+class GzipReader {
+ public:
+  struct Limit {
+    uint64_t bytes = 0;
+    std::string whose;  ///< explains the limit in messages, as in "that its header says"
+  };
+
+  /// Throws `bad_data`, as read() does.
+  GzipReader(const std::string& path, Limit limit,
+             InputFile::Kind kind = InputFile::Kind::kRegular);
+  ~GzipReader();
+
+  /// Limits the bytes that follow.
+  void limit(Limit limit);
+  /// Reads `bytes` bytes. Reads fewer only at the end of the file, when all checksums have been
+  /// verified. Throws `bad_data` if the file is damaged, or if `bytes` reaches beyond the limit and
+  /// the file is longer than the limit.
+  size_t read(uint8_t* out, size_t bytes);
+
+ private:
+  size_t read_some(uint8_t* out, size_t bytes);
+  size_t inflate_some(uint8_t* out, size_t bytes);
+
+  InputFile file_;
+  Limit limit_;
+  uint64_t left_;  // what is left of the limit
+  std::array<uint8_t, 64 * 1024> input_;
+  std::unique_ptr<z_stream_s> stream_;  // next_in and avail_in: unread input_, gzip or not
+  bool gzip_ = false;
+  bool between_members_ = false;  // a gzip file may have several members
+};
+
 /// Reads a whole file into a std::string or std::vector<uint8_t>. Reads to the end rather than by
 /// size, because the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
 template <class Bytes>
@@ -66,6 +108,23 @@ Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrd
   bytes.resize(used);
   return bytes;
 }
+
+/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by it.
+uint64_t content_hash(std::string_view bytes);
+
+/// Computes the content_hash() of data that arrives in pieces.
+class ContentHasher {
+ public:
+  ContentHasher();
+  ~ContentHasher();
+
+  void add(std::span<const uint8_t> bytes);
+  /// Returns the hash of the bytes so far.
+  uint64_t value() const;
+
+ private:
+  std::unique_ptr<XXH64_state_s> state_;
+};
 
 /// Returns the result of `function`. Throws `resources`, naming `path`, if it runs out of memory.
 auto with_memory_for(const std::string& path, auto function) {

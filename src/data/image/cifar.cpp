@@ -10,8 +10,6 @@
 
 #include "distrain/base/error.h"
 #include "distrain/store/file.h"
-#include "distrain/store/gzip_reader.h"
-#include "distrain/store/hash.h"
 
 namespace distrain::data {
 namespace {

@@ -9,10 +9,8 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "distrain/store/disk.h"
 #include "distrain/store/file.h"
-#include "distrain/store/gzip_reader.h"
-#include "distrain/store/hash.h"
-#include "distrain/store/open_folder.h"
 
 namespace distrain::data {
 namespace {

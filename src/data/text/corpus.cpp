@@ -8,7 +8,6 @@
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/store/file.h"
-#include "distrain/store/hash.h"
 #include "text.h"
 
 namespace distrain::data {

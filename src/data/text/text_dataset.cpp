@@ -7,7 +7,6 @@
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
-#include "distrain/store/hash.h"
 #include "text.h"
 
 namespace distrain::data {

@@ -9,7 +9,6 @@
 #include "distrain/data/cifar.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/store/named_tensors.h"
-#include "distrain/store/safetensors.h"
 #include "resnet.h"
 
 namespace distrain::scenario {

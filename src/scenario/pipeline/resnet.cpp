@@ -12,7 +12,7 @@
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/nn/pipeline_schedule.h"
 #include "distrain/rpc/to_device.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 
 namespace distrain::scenario {
 

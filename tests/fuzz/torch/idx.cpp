@@ -10,7 +10,7 @@
 #include <zlib.h>
 
 #include "distrain/base/error.h"
-#include "distrain/store/gzip_reader.h"
+#include "distrain/store/file.h"
 #include "targets.h"
 
 namespace distrain::fuzz {

@@ -1,9 +1,9 @@
 #include <cstdio>
 #include <string>
 
-#include "../src/store/checkpoint/checkpoint_manifest.h"
+#include "../src/store/checkpoint_folder.h"
 #include "distrain/base/error.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "targets.h"
 
 namespace distrain::fuzz {

@@ -1,5 +1,3 @@
-#include "distrain/store/safetensors.h"
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -7,6 +5,7 @@
 #include <vector>
 
 #include "distrain/base/error.h"
+#include "distrain/store/named_tensors.h"
 #include "targets.h"
 
 namespace distrain::fuzz {

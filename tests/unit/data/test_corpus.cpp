@@ -4,7 +4,7 @@
 
 #include "distrain/data/corpus.h"
 #include "distrain/data/text_dataset.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -6,7 +6,7 @@
 #include <sys/stat.h>
 
 #include "distrain/data/idx.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"

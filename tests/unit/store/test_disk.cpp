@@ -1,7 +1,7 @@
 // Tests the removal of folders in which others have put links.
 #include <filesystem>
 
-#include "distrain/store/open_folder.h"
+#include "distrain/store/disk.h"
 #include "support/files.h"
 
 using namespace distrain;

@@ -1,13 +1,69 @@
-#include "distrain/store/gzip_reader.h"
+#include "distrain/store/file.h"
 
-#include <algorithm>
+#include <cerrno>
 #include <cstring>
-#include <new>
 #include <utility>
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#define XXH_STATIC_LINKING_ONLY  // declares XXH64_state_t, so that it needs no malloc()
+#include <xxhash.h>
 #include <zlib.h>
 
+#include "distrain/store/disk.h"
+
 namespace distrain::store {
+namespace {
+
+net::Fd open_in(const OpenFolder& folder, const std::string& name) {
+  net::Fd fd(::openat(folder.fd(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW));
+  if (fd.valid()) return fd;
+  if (errno == ELOOP) base::bad_data(folder.path_of(name) + kNotFollowed);
+  fail_open(folder.path_of(name));
+}
+
+}  // namespace
+
+void fail_open(const std::string& path) {
+  base::bad_data("cannot open " + path + ": " + std::strerror(errno));
+}
+
+// O_NONBLOCK, because opening a pipe without a writer would block for ever.
+InputFile::InputFile(const std::string& path, Kind kind)
+    : InputFile(net::Fd(::open(path.c_str(),
+                               O_RDONLY | O_CLOEXEC | (kind == Kind::kRegular ? O_NONBLOCK : 0))),
+                path, kind) {}
+
+InputFile::InputFile(const OpenFolder& folder, const std::string& name)
+    : InputFile(open_in(folder, name), folder.path_of(name), Kind::kRegular) {}
+
+InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
+    : path_(std::move(path)), fd_(std::move(fd)) {
+  if (!fd_.valid()) fail_open(path_);
+  struct stat status {};
+  const bool regular = fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  if (regular) size_ = static_cast<uint64_t>(status.st_size);
+  if (!regular && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
+}
+
+size_t InputFile::read(void* out, size_t bytes) const {
+  size_t done = 0;
+  while (done < bytes) {
+    const size_t got = read_some(static_cast<uint8_t*>(out) + done, bytes - done);
+    if (got == 0) break;
+    done += got;
+  }
+  return done;
+}
+
+size_t InputFile::read_some(void* out, size_t bytes) const {
+  for (;;) {
+    const ssize_t got = ::read(fd_.get(), out, bytes);
+    if (got >= 0) return static_cast<size_t>(got);
+    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
+  }
+}
 
 GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
     : file_(path, kind),
@@ -82,5 +138,18 @@ size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {
   }
   return room - stream_->avail_out;
 }
+
+uint64_t content_hash(std::string_view bytes) { return XXH64(bytes.data(), bytes.size(), 0); }
+
+ContentHasher::ContentHasher() : state_(std::make_unique<XXH64_state_s>()) {
+  XXH64_reset(state_.get(), 0);
+}
+ContentHasher::~ContentHasher() = default;
+
+void ContentHasher::add(std::span<const uint8_t> bytes) {
+  XXH64_update(state_.get(), bytes.data(), bytes.size());
+}
+
+uint64_t ContentHasher::value() const { return XXH64_digest(state_.get()); }
 
 }  // namespace distrain::store

@@ -1,17 +1,14 @@
-#include "checkpoint_manifest.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
-#include <set>
 #include <vector>
 
 #include <fmt/format.h>
 
+#include "checkpoint_folder.h"
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
-#include "distrain/store/hash.h"
 
 namespace distrain::store {
 namespace {
@@ -20,38 +17,19 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "distrain-checkpoint";
 constexpr const char* kGeneration = "generation";  // missing in manifests of older versions
+constexpr size_t kMaxBytes = size_t{64} << 20;
+constexpr int64_t kMaxStep = 999'999'999'999;  // twelve digits; for the generation, too
 constexpr size_t kMaxDepth = 64;
 // An ordered_json object is a list, so its insertions take quadratic time.
 constexpr size_t kMaxKeys = 4096;
 constexpr size_t kMaxFileName = 255;
 
-// The text ends with the hash of all text before it, so a change of any byte is detected.
-constexpr std::string_view kHashBegin = ",\"xxh64\":\"";
-constexpr size_t kHexDigits = 16;
-constexpr std::string_view kHashEnd = "\"}\n";
-
 std::string hex(uint64_t hash) { return fmt::format("{:016x}", hash); }
 
-// Returns the end of a manifest that begins with `text`.
+// Returns the end of a manifest that begins with `text`. It is the hash of all text before it, so a
+// change of any byte is detected.
 std::string hash_of(std::string_view text) {
-  return std::string(kHashBegin) + hex(content_hash(text)) + std::string(kHashEnd);
-}
-
-std::string raw_text(const Manifest& manifest) {
-  Json json;
-  json["format"] = kFormat;
-  json["version"] = 1;
-  json[kGeneration] = manifest.generation;
-  json["step"] = manifest.step;
-  Json& files = json["files"] = Json::object();
-  for (const auto& [name, file] : manifest.files) {
-    files[name]["bytes"] = file.bytes;
-    files[name]["xxh64"] = hex(file.hash);
-  }
-  json["state"] = manifest.state;
-  std::string text = json.dump();
-  text.pop_back();  // '}'
-  return text + hash_of(text);
+  return fmt::format(",\"xxh64\":\"{}\"}}\n", hex(content_hash(text)));
 }
 
 class Parser {
@@ -59,8 +37,8 @@ class Parser {
   explicit Parser(const std::string& path) : path_(path) {}
 
   Manifest parse(std::string_view text) const {
-    if (text.size() > kMaxManifestBytes) fail("more than 64 MiB");
-    const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
+    if (text.size() > kMaxBytes) fail("more than 64 MiB");
+    const size_t end = hash_of("").size();
     if (text.size() < end) fail("cut short");
     const std::string_view begin = text.substr(0, text.size() - end);
     if (text.substr(begin.size()) != hash_of(begin)) {
@@ -74,11 +52,9 @@ class Parser {
     if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
     Manifest manifest;
     if (json.contains(kGeneration)) {
-      manifest.generation = number(json[kGeneration], kGeneration);
-      if (manifest.generation > kMaxCheckpointStep) fail("'generation' is too large");
+      manifest.generation = number(json[kGeneration], kGeneration, kMaxStep);
     }
-    manifest.step = number(json["step"], "step");
-    if (manifest.step > kMaxCheckpointStep) fail("'step' is too large");
+    manifest.step = number(json["step"], "step", kMaxStep);
     if (!json["files"].is_object()) fail("'files' is not an object");
     for (const auto& [name, file] : json["files"].items()) {
       manifest.files.emplace(name, parse_file(name, file));
@@ -123,19 +99,19 @@ class Parser {
     if (object.size() != keys.size() + others) fail(what + " has a key that is not in the format");
   }
 
-  int64_t number(const Json& value, const std::string& what) const {
+  int64_t number(const Json& value, const std::string& what, int64_t most = INT64_MAX) const {
     if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
       fail("'" + what + "' is not a number from 0 on");
     }
+    if (value.get<int64_t>() > most) fail("'" + what + "' is too large");
     return value.get<int64_t>();
   }
 
   // Accepts only plain names, so that no file outside of the checkpoint is opened.
   Manifest::File parse_file(const std::string& name, const Json& file) const {
     const std::string what = "file " + base::in_quotes(name);
-    const bool plain = std::none_of(name.begin(), name.end(), [](char c) {
-      return c == '/' || static_cast<unsigned char>(c) < 0x20 || c == 0x7F;
-    });
+    const bool plain = std::ranges::none_of(
+        name, [](unsigned char c) { return c == '/' || c < 0x20 || c == 0x7F; });
     if (!plain || name.empty() || name.front() == '.' || name.size() > kMaxFileName ||
         name == kManifestName) {
       fail(what + " has a name that files of a checkpoint cannot have");
@@ -158,7 +134,15 @@ class Parser {
 
 std::string manifest_text(const Manifest& manifest) {
   try {
-    std::string text = raw_text(manifest);
+    Json files = Json::object();
+    for (const auto& [name, file] : manifest.files) {
+      files[name] = {{"bytes", file.bytes}, {"xxh64", hex(file.hash)}};
+    }
+    const Json json{{"format", kFormat},     {"version", 1},   {kGeneration, manifest.generation},
+                    {"step", manifest.step}, {"files", files}, {"state", manifest.state}};
+    std::string text = json.dump();
+    text.pop_back();  // '}'
+    text += hash_of(text);
     parse_manifest(text, "a checkpoint that cannot be saved");
     return text;
   } catch (const Json::exception&) {
@@ -174,7 +158,7 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
 
 Manifest read_manifest(const OpenFolder& checkpoint) {
   InputFile file(checkpoint, kManifestName);
-  return parse_manifest(read_to_end<std::string>(file, kMaxManifestBytes), file.path());
+  return parse_manifest(read_to_end<std::string>(file, kMaxBytes), file.path());
 }
 
 }  // namespace distrain::store

@@ -1,18 +1,22 @@
-#include "distrain/store/safetensors.h"
+#include "distrain/store/named_tensors.h"
 
 #include <algorithm>
 #include <array>
 #include <optional>
 #include <set>
 #include <span>
+#include <sstream>
 #include <string_view>
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
+#include "distrain/rpc/device.h"
 #include "distrain/store/file.h"
 #include "distrain/wire/codec.h"
 
@@ -48,14 +52,13 @@ constexpr std::array kDTypes = {
 
 // Returns the size of a tensor in bytes, or nullopt if it overflows. The product of the sizes other
 // than 0 must not overflow, even if another size is 0, because torch computes strides from it.
-std::optional<uint64_t> bytes_of(ScalarType dtype, const std::vector<int64_t>& shape) {
-  uint64_t bytes = c10::elementSize(dtype);
+std::optional<int64_t> bytes_of(ScalarType dtype, const std::vector<int64_t>& shape) {
+  auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   bool empty = false;
   for (const int64_t size : shape) {
     if (size == 0) {
       empty = true;
-    } else if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
-               bytes > static_cast<uint64_t>(INT64_MAX)) {
+    } else if (__builtin_mul_overflow(bytes, size, &bytes)) {
       return std::nullopt;
     }
   }
@@ -79,22 +82,18 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   std::vector<Entry> entries;
 
   bool key(string_t& name) override {
-    switch (place_) {
-      case Place::kFile:
-        if (!names_.insert(name).second) fail(base::in_quotes(name) + " is there twice");
-        entry_ = Entry{name, {}, {}, {}};
-        fields_.clear();
-        break;
-      case Place::kMetadata:
-        if (!fields_.insert(name).second) {
-          fail(base::in_quotes(name) + " is twice in " + std::string(kMetadata));
-        }
-        break;
-      default:
-        if (std::ranges::find(kEntryFields, name) == kEntryFields.end()) {
-          fail_entry("has an unknown field " + base::in_quotes(name));
-        }
-        if (!fields_.insert(name).second) fail_entry("has its " + name + " twice");
+    const bool twice = !(place_ == Place::kFile ? names_ : fields_).insert(name).second;
+    if (place_ == Place::kFile) {
+      if (twice) fail(base::in_quotes(name) + " is there twice");
+      entry_ = Entry{name, {}, {}, {}};
+      fields_.clear();
+    } else if (place_ == Place::kMetadata) {
+      if (twice) fail(base::in_quotes(name) + " is twice in " + std::string(kMetadata));
+    } else {
+      if (std::ranges::find(kEntryFields, name) == kEntryFields.end()) {
+        fail_entry("has an unknown field " + base::in_quotes(name));
+      }
+      if (twice) fail_entry("has its " + name + " twice");
     }
     key_ = name;
     return true;
@@ -103,10 +102,9 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   bool start_object(std::size_t) override {
     if (place_ == Place::kStart) {
       place_ = Place::kFile;
-    } else if (place_ == Place::kFile) {
-      place_ = key_ == kMetadata ? Place::kMetadata : Place::kTensor;
     } else {
-      fail_value();
+      if (place_ != Place::kFile) fail_value();
+      place_ = key_ == kMetadata ? Place::kMetadata : Place::kTensor;
     }
     return true;
   }
@@ -198,22 +196,19 @@ uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std:
 
 // Parses the length and header in `begin`, which `size` bytes of tensor data follow. The tensors
 // must fill the data without gaps. Sorts the entries by offset.
-std::vector<Entry> read_header(std::span<const uint8_t> begin, uint64_t size,
+std::vector<Entry> read_header(std::span<const uint8_t> begin, int64_t size,
                                const std::string& name) {
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
   // The JSON parser would skip a byte order mark and stop at a NUL.
   if (!header.starts_with('{')) fail("not a safetensors file: its header does not begin with '{'");
-  if (header.find('\0') != std::string_view::npos) {
-    fail("not a safetensors file: a NUL in its header");
-  }
+  if (header.find('\0') != header.npos) fail("not a safetensors file: a NUL in its header");
   HeaderReader reader(name);
   Json::sax_parse(header.begin(), header.end(), &reader);
 
   std::vector<Entry> entries = std::move(reader.entries);
-  std::sort(entries.begin(), entries.end(),
-            [](const Entry& a, const Entry& b) { return a.offsets < b.offsets; });
+  std::ranges::sort(entries, {}, &Entry::offsets);
   int64_t end = 0;
   for (const Entry& entry : entries) {
     const std::string tensor = "tensor " + base::in_quotes(entry.name);
@@ -222,19 +217,16 @@ std::vector<Entry> read_header(std::span<const uint8_t> begin, uint64_t size,
     if (first > end) fail("nothing says what the bytes before " + tensor + " are");
     if (first < end) fail(tensor + " overlaps another one");
     if (last < first) fail(tensor + " ends before it begins");
-    if (static_cast<uint64_t>(last) > size) fail(tensor + " goes beyond the file's end");
+    if (last > size) fail(tensor + " goes beyond the file's end");
     const auto bytes = bytes_of(entry.dtype, entry.shape);
     if (!bytes) fail(tensor + " has a shape that overflows");
-    if (*bytes != static_cast<uint64_t>(last - first)) {
-      fail(tensor + " has " + std::to_string(last - first) + " bytes, its dtype and shape need " +
-           std::to_string(*bytes));
+    if (*bytes != last - first) {
+      fail(fmt::format("{} has {} bytes, its dtype and shape need {}", tensor, last - first,
+                       *bytes));
     }
     end = last;
   }
-  if (static_cast<uint64_t>(end) < size) {
-    fail(std::to_string(size - static_cast<uint64_t>(end)) +
-         " bytes too many after the last tensor");
-  }
+  if (end < size) fail(fmt::format("{} bytes too many after the last tensor", size - end));
   return entries;
 }
 
@@ -247,6 +239,83 @@ void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
+rpc::NamedTensors on_host(const rpc::NamedTensors& tensors) {
+  rpc::NamedTensors copies = tensors;
+  std::vector<at::Tensor> of_devices;
+  for (auto& [name, tensor] : copies) {
+    if (!tensor.defined()) continue;
+    tensor = tensor.detach();
+    if (!tensor.is_cpu()) of_devices.push_back(tensor);
+  }
+  if (of_devices.empty()) return copies;
+  const std::vector<at::Tensor> on_cpu = rpc::to_host(of_devices);
+  auto next = on_cpu.begin();
+  for (auto& [name, tensor] : copies) {
+    if (tensor.defined() && !tensor.is_cpu()) tensor = *next++;
+  }
+  return copies;
+}
+
+rpc::NamedTensors copies_on_host(const rpc::NamedTensors& tensors) {
+  rpc::NamedTensors copies = on_host(tensors);
+  for (auto& [name, copy] : copies) {
+    const at::Tensor& tensor = tensors.at(name);
+    if (tensor.defined() && tensor.is_cpu()) copy = copy.clone();
+    if (tensor.defined() && tensor.requires_grad()) copy.set_requires_grad(true);
+  }
+  return copies;
+}
+
+rpc::NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module) {
+  rpc::NamedTensors named;
+  for (const auto& item : module.named_parameters()) named[name + "." + item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) named[name + "." + item.key()] = item.value();
+  return named;
+}
+
+void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, into] : live) {
+    const auto it = saved.find(name);
+    if (it == saved.end()) base::bad_data("no " + name);
+    at::Tensor target = into;
+    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
+      base::bad_data(name + " has another shape or dtype");
+    }
+    target.copy_(it->second);
+  }
+  for (const auto& [name, tensor] : saved) {
+    if (!live.contains(name)) base::bad_data("it has " + name + ", which the model has not");
+  }
+}
+
+void naming_file(const std::string& path, const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const base::Exception& e) {
+    const std::string& why = e.error().message;
+    if (e.kind() != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
+    base::bad_data(path + ": " + why);
+  }
+}
+
+at::Tensor tensor_of_words(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += word + '\n';
+  const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
+  return bytes;
+}
+
+std::vector<std::string> words_of_tensor(const at::Tensor& text) {
+  const at::Tensor bytes = text.to(at::kByte).contiguous();
+  const auto* const first = bytes.const_data_ptr<uint8_t>();
+  std::istringstream lines(std::string(first, first + bytes.numel()));
+  std::vector<std::string> words;
+  for (std::string word; std::getline(lines, word);) words.push_back(word);
+  return words;
+}
+
 // Checks the header before it allocates the rest: the file may be a large one of another format.
 rpc::NamedTensors read_safetensors(const std::string& path) {
   return with_memory_for(path, [&] {
@@ -256,7 +325,7 @@ rpc::NamedTensors read_safetensors(const std::string& path) {
     const uint64_t length = header_length(bytes, file.size(), path);
     read_more(file, length, bytes);
     const uint64_t rest = file.size() - kLengthBytes - length;
-    read_header(bytes, rest, path);
+    read_header(bytes, static_cast<int64_t>(rest), path);
     read_more(file, rest, bytes);
     return parse_safetensors(bytes, path);
   });
@@ -264,9 +333,9 @@ rpc::NamedTensors read_safetensors(const std::string& path) {
 
 rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name) {
   const uint64_t begin = kLengthBytes + header_length(bytes, bytes.size(), name);
-  const auto header = read_header(std::span(bytes).first(begin), bytes.size() - begin, name);
+  const auto rest = static_cast<int64_t>(bytes.size() - begin);
   rpc::NamedTensors tensors;
-  for (const Entry& entry : header) {
+  for (const Entry& entry : read_header(std::span(bytes).first(begin), rest, name)) {
     const at::Tensor& tensor = tensors[entry.name] = at::empty(entry.shape, entry.dtype);
     std::copy_n(bytes.begin() + static_cast<ptrdiff_t>(begin) + entry.offsets[0], tensor.nbytes(),
                 static_cast<uint8_t*>(tensor.mutable_data_ptr()));

@@ -1,4 +1,4 @@
-#include "folder_claim.h"
+#include "checkpoint_folder.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -12,31 +12,36 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
-#include "checkpoint_manifest.h"
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "distrain/store/file.h"
-#include "save_folders.h"
 
 namespace distrain::store {
 namespace {
 
+constexpr size_t kStepDigits = 12;
 constexpr const char* kLock = ".lock";
+constexpr std::string_view kDigits = "0123456789";
 
-OpenFolder opened(const Disk& disk, const std::string& path) {
-  auto folder = OpenFolder::at(disk, path);
-  if (!folder) Disk::fail("cannot open", path);
-  return *std::move(folder);
+// Returns the step in `name` if it has this prefix.
+std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
+  if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
+  const std::string_view digits = name.substr(prefix.size());
+  if (digits.find_first_not_of(kDigits) != std::string_view::npos) return std::nullopt;
+  return base::number<int64_t>(digits);
 }
 
-// Creates parent folders as needed.
-OpenFolder made(const Disk& disk, const std::string& path) {
+// Creates the folder and its parents first if `missing` says so.
+OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missing) {
   if (auto folder = OpenFolder::at(disk, path)) return *std::move(folder);
-  if (errno != ENOENT || path == ".") Disk::fail("cannot open", path);
+  if (missing == Missing::kRefuse || errno != ENOENT || path == ".")
+    Disk::fail("cannot open", path);
   const size_t slash = path.find_last_of('/');
-  const OpenFolder parent =
-      made(disk, slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)));
+  const std::string above =
+      slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+  const OpenFolder parent = open_or_make(disk, above, missing);
   if (parent.make_folder(path.substr(slash + 1))) parent.sync();
-  return opened(disk, path);
+  return open_or_make(disk, path, Missing::kRefuse);
 }
 
 // Reads all checkpoints, because a job may resume from one that is not the newest.
@@ -63,7 +68,7 @@ std::string owner_of_lock(int fd) {
   std::ifstream locks("/proc/locks");
   std::string number, type, kind, access, process, locked, range;
   while (locks >> number >> type >> kind >> access >> process >> locked && getline(locks, range)) {
-    const bool is_pid = process.find_first_not_of("0123456789") == std::string::npos;
+    const bool is_pid = process.find_first_not_of(kDigits) == std::string::npos;
     if (type == "FLOCK" && locked == file && is_pid && process != "0") {
       return " (process " + process + ")";
     }
@@ -73,9 +78,54 @@ std::string owner_of_lock(int fd) {
 
 }  // namespace
 
+std::string name_of(std::string_view prefix, int64_t step) {
+  return fmt::format("{}{:0{}}", prefix, step, kStepDigits);
+}
+
+bool is_checkpoint(std::string_view name) { return step_of(kWhole, name).has_value(); }
+
+std::string Saves::name(int64_t step) const {
+  return name_of(whole.contains(step) ? kWhole : kReplaced, step);
+}
+
+std::set<int64_t> Saves::steps() const {
+  std::set<int64_t> all = whole;
+  all.insert(replaced.begin(), replaced.end());
+  return all;
+}
+
+std::optional<Saves> find_saves(const OpenFolder& folder) {
+  const auto names = folder.names();
+  if (!names) return std::nullopt;
+  Saves saves;
+  for (const std::string& name : *names) {
+    if (step_of(kUnfinished, name) || step_of(kOld, name)) saves.remains.insert(name);
+    const auto whole = step_of(kWhole, name);
+    const auto step = whole ? whole : step_of(kReplaced, name);
+    if (!step) continue;
+    const auto kind = folder.kind_of(name);
+    const bool is_link = kind == OpenFolder::Kind::kLink;
+    // The least name, because names() has no order.
+    if (is_link && (!saves.link || name < *saves.link)) saves.link = name;
+    if (is_link || kind == OpenFolder::Kind::kFolder) {
+      (whole ? saves.whole : saves.replaced).insert(*step);
+    }
+  }
+  return saves;
+}
+
+OpenFolder open_save(const OpenFolder& folder, const std::string& name) {
+  if (auto save = folder.open(name)) return *std::move(save);
+  const int error = errno;
+  if (folder.kind_of(name) == OpenFolder::Kind::kLink) {
+    base::bad_data(folder.path_of(name) + kNotFollowed);
+  }
+  errno = error;
+  fail_open(folder.path_of(name));
+}
+
 FolderClaim::FolderClaim(Disk::Probe before_system_call, const std::string& path, Missing missing)
-    : disk_(std::move(before_system_call)),
-      folder_(missing == Missing::kMake ? made(disk_, path) : opened(disk_, path)) {
+    : disk_(std::move(before_system_call)), folder_(open_or_make(disk_, path, missing)) {
   lock();
   highest_expected_ = highest_generation(folder_);
   generation_ = highest_expected_ + 1;
