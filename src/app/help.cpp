@@ -169,13 +169,14 @@ std::vector<TextCommand> text_commands(const Program& program) {
        false, schema},
   };
   if (std::ranges::any_of(program.commands, &JobCommand::has_predict)) {
-    commands.insert(commands.begin(),
-                    {.name = "predict",
-                     .summary = "apply a saved model to examples, one JSON line for each",
-                     .argument = "CHECKPOINT [FILE] [OPTION]...",
-                     .needs_argument = true,
-                     .description = kOfPredict,
-                     .options = predict_options(program)});
+    commands.insert(
+        commands.begin(),
+        TextCommand{.name = "predict",
+                    .summary = "apply a saved model to examples, one JSON line for each",
+                    .argument = "CHECKPOINT [FILE] [OPTION]...",
+                    .needs_argument = true,
+                    .description = kOfPredict,
+                    .options = predict_options(program)});
   }
   std::vector<std::string> names;
   for (const JobCommand& job : program.commands) names.push_back(job.name);
