@@ -3,20 +3,22 @@
 #include "jobs.h"
 #include "scenario/hybrid/embedding_table.h"
 
-namespace distrain::scenario {
+namespace distrain {
+
+using namespace scenario;
 
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
+  using Self = HybridOptions;
   list.without("min-trainers");  // the trainers keep replicas
-  list.integer("num-embeddings", &HybridOptions::num_embeddings,
+  list.integer("num-embeddings", &Self::num_embeddings,
                "give the embedding table N rows, or with a file one for each word")
       .range(1, job::kMaxInt)
       .random_only();
-  list.integer("embedding-dim", &HybridOptions::embedding_dim, "give each row N numbers")
-      .range(1, 1048576);
-  list.integer("classes", &HybridOptions::classes, "predict N classes, or with a file its labels")
+  list.integer("embedding-dim", &Self::embedding_dim, "give each row N numbers").range(1, 1048576);
+  list.integer("classes", &Self::classes, "predict N classes, or with a file its labels")
       .range(1, 1048576)
       .random_only();
-  list.file("data", &HybridOptions::data,
+  list.file("data", &Self::data,
             "train on lines of '__label__X word word ...'; teacher makes learnable random batches")
       .or_word(HybridOptions::kTeacher)
       .by_default("random batches with random labels")
@@ -25,25 +27,17 @@ The format of a file is fastText's: each line has a label and words separated by
 batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
 are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
 learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
-  list.file("valid-data", &HybridOptions::valid_data, "evaluate on FILE after each epoch")
-      .needs("data");
-  list.file("test-data", &HybridOptions::test_data, "evaluate on FILE at the end").needs("data");
+  list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
+  list.file("test-data", &Self::test_data, "evaluate on FILE at the end").needs("data");
   list.group("Training");
-  list.integer("batches-per-epoch", &HybridOptions::batches,
-               "use N generated batches per epoch and trainer")
+  list.integer("batches-per-epoch", &Self::batches, "use N generated batches per epoch and trainer")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
   list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
 }
 
-}  // namespace distrain::scenario
-
-namespace distrain::cmd {
-
-using namespace scenario;
-
-const job::Definition<HybridOptions>& hybrid_job() {
+const job::Definition<HybridOptions>& cmd::hybrid_job() {
   static const auto kJob =
       job::define<HybridOptions>("hybrid",
                                  "train embeddings on a parameter server, dense layers under DDP")
@@ -87,4 +81,4 @@ without a label. Words that are not in the training data are ignored.)")
   return kJob;
 }
 
-}  // namespace distrain::cmd
+}  // namespace distrain

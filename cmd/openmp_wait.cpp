@@ -3,9 +3,8 @@
 // `--local` with two threads took ten times as long as with one. 3,000 spins take about as long as
 // it takes to wake a thread, so they cost nothing on idle CPUs.
 //
-// libgomp reads its variables when it is loaded, before main(). The environment has no room for
-// another variable then, so this file overwrites one that no library reads, and restores it before
-// main().
+// libgomp reads its variables when it is loaded. The environment has no room for another variable
+// then, so this file overwrites one that no library reads, and restores it before main().
 namespace {
 
 char spins[] = "GOMP_SPINCOUNT=3000";

@@ -10,72 +10,70 @@
 #include "scenario/pipeline/run.h"
 #include "scenario/pipeline/stage.h"
 
-namespace distrain::scenario {
+namespace distrain {
+
+using namespace scenario;
 
 void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
-  list.choice("model", &PipelineOptions::model, {"resnet50", "resnet18"},
-              "train this torchvision model");
-  list.integer("stages", &PipelineOptions::stages, "cut the model into N stages on N + 1 ranks")
+  using Self = PipelineOptions;
+  list.choice("model", &Self::model, {"resnet50", "resnet18"}, "train this torchvision model");
+  list.integer("stages", &Self::stages, "cut the model into N stages on N + 1 ranks")
       .range(1, 18)  // blocks of resnet50
       .may_change();
-  list.text("split", &PipelineOptions::split, "BLOCK[,...]",
+  list.text("split", &Self::split, "BLOCK[,...]",
             "end each stage except the last one with a BLOCK, such as layer2 or layer3.2")
       .by_default("layer2 for 2 stages, otherwise by estimated cost")
       .may_change()
       .details(R"(
 A BLOCK is a block (layer3.2), a layer (layer2, which means its last block) or the stem (the first
 convolution with its pooling, also called conv1). S stages need S - 1 names.)");
-  list.integer("image-size", &PipelineOptions::image_size, "resize images to N x N pixels")
-      .range(1, 8192);
-  list.integer("classes", &PipelineOptions::classes, "predict one of N classes").range(1, 1048576);
-  list.folder("data", &PipelineOptions::data,
-              "train on CIFAR-10's binary files or MNIST's IDX files in DIR")
+  list.integer("image-size", &Self::image_size, "resize images to N x N pixels").range(1, 8192);
+  list.integer("classes", &Self::classes, "predict one of N classes").range(1, 1048576);
+  list.folder("data", &Self::data, "train on CIFAR-10's binary files or MNIST's IDX files in DIR")
       .by_default("random images with random labels")
       .details(R"(
 Pixels range from 0 to 1 and are normalised: colour images with CIFAR-10's mean and deviation of each
 channel, grey images with 0.5 and 0.5, repeated in three channels. Then the images are resized.)");
-  list.folder("valid-data", &PipelineOptions::valid_data,
+  list.folder("valid-data", &Self::valid_data,
               "evaluate on the test images in DIR at the end of each epoch")
       .needs("data")
       .details("Needs --data and a single number in --micro-batches. DIR may be that of --data.");
-  list.folder("test-data", &PipelineOptions::test_data,
-              "evaluate on the test images in DIR at the end")
+  list.folder("test-data", &Self::test_data, "evaluate on the test images in DIR at the end")
       .needs("data")
       .details("See --valid-data.");
-  list.file("weights", &PipelineOptions::weights, "start from the weights in a safetensors file")
+  list.file("weights", &Self::weights, "start from the weights in a safetensors file")
       .by_default("torchvision's initialisation")
       .details(R"(
 The file has all parameters and buffers under torchvision's names. If --resume loads a checkpoint,
 the job uses that instead.)");
   list.group("Training");
-  list.integers("micro-batches", &PipelineOptions::num_split,
+  list.integers("micro-batches", &Self::num_split,
                 "cut each batch into N micro-batches; each N is a separate run with a new model")
       .range(1, job::kMaxInt)
       .formerly("num-split")
       .details(R"(
 Each run prints a `split` line. If a batch does not divide evenly, its micro-batches differ in size
 by one image. N is a number of micro-batches, not the size of one as in the PyTorch tutorial.)");
-  list.choice("schedule", &PipelineOptions::schedule, {"gpipe", "1f1b", "naive"},
+  list.choice("schedule", &Self::schedule, {"gpipe", "1f1b", "naive"},
               "gpipe: run all forward passes first; 1f1b: hold the fewest activations; "
               "naive: run one micro-batch at a time")
       .may_change()
       .details(R"(
 With gpipe each stage holds the activations of all micro-batches. With 1f1b, stage s of p stages holds
 the activations of at most p - s + 1 micro-batches. Both take the same time.)");
-  list.integer("batches", &PipelineOptions::batches, "train for N batches in each run")
+  list.integer("batches", &Self::batches, "train for N batches in each run")
       .range(1, job::kMaxInt)
       .may_change();
-  list.integer("epochs", &PipelineOptions::epochs, "train for N epochs; 0 trains for --batches")
+  list.integer("epochs", &Self::epochs, "train for N epochs; 0 trains for --batches")
       .range(0, job::kMaxInt)
       .needs("data")
       .may_change()
       .details("An epoch has as many batches as its images fill.");
-  list.integer("batch-size", &PipelineOptions::batch_size, "use N images per batch")
-      .range(1, job::kMaxInt);
-  list.choice("loss", &PipelineOptions::loss, {"mse", "ce"},
+  list.integer("batch-size", &Self::batch_size, "use N images per batch").range(1, job::kMaxInt);
+  list.choice("loss", &Self::loss, {"mse", "ce"},
               "mse: compare scores with one-hot labels; ce: compute the cross entropy");
   list.group("Run");
-  list.flag("explain", &PipelineOptions::explain,
+  list.flag("explain", &Self::explain,
             "print the schedule as JSON, or as a timeline on a terminal; train nothing")
       .of_this_rank()
       .details(R"(
@@ -93,18 +91,15 @@ of time; `length` and `begin` are in these units, and `bubble` is the share of t
           "checkpoint.\n--stages, --split and --schedule may change when the job resumes.");
 }
 
-}  // namespace distrain::scenario
-
-namespace distrain::cmd {
-
-using namespace scenario;
-
-const job::Definition<PipelineOptions>& pipeline_job() {
+const job::Definition<PipelineOptions>& cmd::pipeline_job() {
   const auto with_data = [](const char* of) {
     return sometimes(
         {"accuracy", kNumber, std::string("share of correct classes ") + of + ", with --data"});
   };
   const job::Field samples_per_s = {"samples_per_s", kNumber, "images per second"};
+  const job::Field num_split = {"num_split", kInteger, "micro-batches per batch"};
+  const job::Field batch_s = {"batch_s", kNumber, "median seconds per batch"};
+  const job::Field best = {"best", kObject, "the fastest run", {num_split, batch_s}};
   static const auto kJob =
       job::define<PipelineOptions>("pipeline",
                                    "train a ResNet in stages through which micro-batches flow")
@@ -140,7 +135,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
                    "Start three ranks one by one")
           .events(
               {job::step_event(
-                   {{"num_split", kInteger, "micro-batches per batch"},
+                   {num_split,
                     {"batch_s", kNumber, "seconds from the cut of the batch to its update"},
                     samples_per_s,
                     with_data("of the batch")}),
@@ -148,7 +143,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
                    "printed at the end of each epoch (--valid-data) or of the job (--test-data)"),
                {"split",
                 "printed at the end of the run for each number in --micro-batches",
-                {{"num_split", kInteger, "micro-batches per batch"},
+                {num_split,
                  {"schedule", kText, "schedule of the run (--schedule)"},
                  {"batches", kInteger, "batches of the run"},
                  {"batch_size", kInteger, "images per batch"},
@@ -169,11 +164,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
                  sometimes({"batch_s", kNumber, "median seconds per batch of the last run"}),
                  sometimes(samples_per_s), with_data("of the last evaluation or batch"),
                  sometimes({"eval", kObject, "the last evaluation", job::eval_event("").fields}),
-                 sometimes({"best",
-                            kObject,
-                            "the fastest run",
-                            {{"num_split", kInteger, "micro-batches per batch"},
-                             {"batch_s", kNumber, "median seconds per batch"}}})}}})
+                 sometimes(best)}}})
           .role("master", 1, train_pipeline, Use::kIfNamed)
           .role("worker", &PipelineOptions::stages, {}, Use::kCompute, "stage")
           .expose(PipelineStage::expose)
@@ -206,4 +197,4 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
   return kJob;
 }
 
-}  // namespace distrain::cmd
+}  // namespace distrain

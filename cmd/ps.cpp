@@ -7,7 +7,9 @@
 #include "distrain/base/error.h"
 #include "jobs.h"
 
-namespace distrain::scenario {
+namespace distrain {
+
+using namespace scenario;
 
 namespace {
 
@@ -15,12 +17,10 @@ namespace {
 /// from the data that this rank reads, even if rank 0 has other data.
 void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
-  constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
+  constexpr const char* kDebian = "/usr/share/datasets/fashion-mnist";
   std::error_code ignored;
-  if (options.data.empty() && fs::is_directory(kDebianFolder, ignored)) {
-    options.data = kDebianFolder;
-  }
-  if (!fs::equivalent(options.data, kDebianFolder, ignored)) return;
+  if (options.data.empty() && fs::is_directory(kDebian, ignored)) options.data = kDebian;
+  if (!fs::equivalent(options.data, kDebian, ignored)) return;
   if (!given("mean")) options.mean = 0.286;  // of Debian's training images
   if (!given("std")) options.std = 0.353;
 }
@@ -112,13 +112,7 @@ names, or Debian's folder if rank 0 names none.)");
       .details("A missing gradient ends the job with exit status 1, a non-finite one with 8.");
 }
 
-}  // namespace distrain::scenario
-
-namespace distrain::cmd {
-
-using namespace scenario;
-
-const job::Definition<PsOptions>& ps_job() {
+const job::Definition<PsOptions>& cmd::ps_job() {
   static const auto kJob =
       job::define<PsOptions>("ps", "train a ConvNet on a parameter server with several trainers")
           .describe(
@@ -168,4 +162,4 @@ has the accuracy.)")
   return kJob;
 }
 
-}  // namespace distrain::cmd
+}  // namespace distrain

@@ -5,7 +5,9 @@
 #include "distrain/job/training.h"
 #include "jobs.h"
 
-namespace distrain::scenario {
+namespace distrain {
+
+using namespace scenario;
 
 void RlOptions::describe(job::OptionList<RlOptions>& list) {
   list.group("Environments");
@@ -39,13 +41,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
       "--observers, --envs-per-observer, --seed, --gamma and --max-steps cannot be changed.");
 }
 
-}  // namespace distrain::scenario
-
-namespace distrain::cmd {
-
-using namespace scenario;
-
-const job::Definition<RlOptions>& rl_job() {
+const job::Definition<RlOptions>& cmd::rl_job() {
   static const auto kJob =
       job::define<RlOptions>("rl", "train an agent on CartPole from the episodes of observers")
           .describe(
@@ -116,4 +112,4 @@ action and uses no dropout.)")
   return kJob;
 }
 
-}  // namespace distrain::cmd
+}  // namespace distrain

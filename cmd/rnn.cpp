@@ -3,13 +3,14 @@
 #include "distrain/base/error.h"
 #include "jobs.h"
 
-namespace distrain::scenario {
+namespace distrain {
+
+using namespace scenario;
 
 namespace {
 
-/// Calls `tell` for each option that has another default for text, with that default. The defaults
-/// are those of PyTorch's word language model, which divides the learning rate by 4 when the
-/// validation loss does not improve.
+/// Calls `tell` for each option that has another default for text: those of PyTorch's word language
+/// model, which divides the learning rate by 4 when the validation loss does not improve.
 void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);
@@ -43,46 +44,43 @@ void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
 }  // namespace
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
+  using Self = RnnOptions;
   list.without("min-trainers");  // the trainers keep replicas
-  list.integer("vocab-size", &RnnOptions::vocab_size, "give the vocabulary at most N words")
+  list.integer("vocab-size", &Self::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
       .may_change()  // the words must match instead, and so their number
       .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
-  list.integer("embedding-dim", &RnnOptions::emsize, "use embeddings of N numbers")
+  list.integer("embedding-dim", &Self::emsize, "use embeddings of N numbers")
       .range(1, 1048576)
       .formerly("emsize");
-  list.integer("nhid", &RnnOptions::nhid, "give the LSTM N hidden units").range(1, 1048576);
-  list.integer("nlayers", &RnnOptions::nlayers, "stack N LSTM layers").range(1, 1024);
-  list.real("dropout", &RnnOptions::dropout, "drop activations with probability X").below(0, 1);
-  list.file("data", &RnnOptions::data, "train on the text in FILE, with words separated by blanks")
+  list.integer("nhid", &Self::nhid, "give the LSTM N hidden units").range(1, 1048576);
+  list.integer("nlayers", &Self::nlayers, "stack N LSTM layers").range(1, 1024);
+  list.real("dropout", &Self::dropout, "drop activations with probability X").below(0, 1);
+  list.file("data", &Self::data, "train on the text in FILE, with words separated by blanks")
       .by_default("random batches with random labels");
-  list.file("valid-data", &RnnOptions::valid_data, "evaluate on FILE after each epoch")
-      .needs("data");
-  list.file("test-data", &RnnOptions::test_data, "evaluate on FILE at the end").needs("data");
+  list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
+  list.file("test-data", &Self::test_data, "evaluate on FILE at the end").needs("data");
   list.group("Training");
   list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
-  list.integer("batches-per-epoch", &RnnOptions::batches,
-               "use N random batches per epoch and trainer")
+  list.integer("batches-per-epoch", &Self::batches, "use N random batches per epoch and trainer")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.integer("bptt", &RnnOptions::bptt, "use N words of each column per batch")
-      .range(1, job::kMaxInt);
+  list.integer("bptt", &Self::bptt, "use N words of each column per batch").range(1, job::kMaxInt);
   list.group("Sample");
-  list.integer("generate", &RnnOptions::generate, "write N words at the end")
+  list.integer("generate", &Self::generate, "write N words at the end")
       .range(0, 1048576)
       .data_only()
       .of_predict();
-  list.text("prompt", &RnnOptions::prompt, "TEXT", "begin the sample with TEXT")
+  list.text("prompt", &Self::prompt, "TEXT", "begin the sample with TEXT")
       .needs("generate")
       .data_only()
       .may_change();
   RnnOptions on_text;
   defaults_on_text([&](auto, auto member, auto value) { on_text.*member = value; });
-  const job::OptionMap words = list.write(on_text);
+  const job::OptionMap text = list.write(on_text);
   defaults_on_text([&](const char* name, auto, auto) {
-    list.row(name).by_default(words.at(name) + " with --data, otherwise " +
-                              list.find(name).initial);
+    list.row(name).by_default(text.at(name) + " with --data, otherwise " + list.find(name).initial);
   });
   list.row("data").details("A rank that is not given a path reads the file that rank 0 names.");
   for (const char* name : {"valid-data", "test-data"}) list.row(name).details("Needs --data.");
@@ -93,13 +91,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.row("prompt").details("Needs --generate.");
 }
 
-}  // namespace distrain::scenario
-
-namespace distrain::cmd {
-
-using namespace scenario;
-
-const job::Definition<RnnOptions>& rnn_job() {
+const job::Definition<RnnOptions>& cmd::rnn_job() {
   static const auto kJob =
       job::define<RnnOptions>("rnn",
                               "train a language model: embeddings on a server, LSTM on trainers")
@@ -148,4 +140,4 @@ or with --generate N the next N words. `end` has the perplexity of the text.)")
   return kJob;
 }
 
-}  // namespace distrain::cmd
+}  // namespace distrain

@@ -1,18 +1,20 @@
 // Checks of options before any rank starts, against checkpoints and the file system.
 
+#include <cstdlib>
 #include <filesystem>
+#include <thread>
 
 #include <errno.h>
-#include <fmt/format.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/job/trace_file.h"
 #include "distrain/membership/slot.h"
-#include "options.h"
+#include "distrain/net/socket.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {
@@ -91,36 +93,140 @@ void check_required(const ParsedOptions& options) {
   if (!missing.empty()) invalid(missing + " must be given");
 }
 
-void check_trace(const std::string& path) {
-  try {
-    job::check_trace_path(path);
-  } catch (const base::Exception& e) {
-    throw base::Exception(e.kind(), "--trace: " + e.error().message);
-  }
+void check_trace(const ParsedOptions& options) try {
+  if (options.given("trace")) job::check_trace_path(options.text("trace"));
+} catch (const base::Exception& e) {
+  throw base::Exception(e.kind(), "--trace: " + e.error().message);
 }
 
 /// Throws `invalid` if --max-restarts has no effect. Only a launcher restarts ranks: all of them
 /// from a checkpoint, or a lost trainer that the job continues without.
 void check_restarts(const ParsedOptions& options, const Placement& placement) {
   if (!options.given("max-restarts")) return;
-  if (placement.mode == Placement::Mode::kSpawn) {
+  if (placement.spawns()) {
     const bool may_lose = find_option(options.table(), "min-trainers");
     const bool is_sync = options.text("mode") == "sync";
     const bool saves = !options.text("checkpoint").empty() || !placement.has_rank_0();
-    const bool has_spare =
-        may_lose && options.integer("min-trainers") < options.integer("trainers");
-    if (saves || (has_spare && !is_sync)) return;
+    const bool has_spare = options.integer("min-trainers") < options.integer("trainers");
+    if (saves || (may_lose && has_spare && !is_sync)) return;
     invalid("--max-restarts needs --checkpoint{}",
             !may_lose ? ""
             : is_sync ? " in --mode sync"
                       : ", or more --trainers than --min-trainers");
   }
-  if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
+  if (placement.is_local()) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
   const bool is_unassigned = placement.rank == membership::kUnassignedRank;
   const std::string rank = is_unassigned ? "auto" : std::to_string(placement.rank);
   invalid("--max-restarts needs a launcher: --ranks {} in place of {}",
           is_unassigned ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source);
+}
+
+constexpr char kVariable[] = "DISTRAIN_TOKEN";
+constexpr size_t kShortest = 16;
+constexpr size_t kLongest = 4096;
+constexpr char kOrMake[] =
+    "; make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`";
+
+/// Strips white space around `text`, such as the last newline. Throws `invalid` if it is too short.
+std::string checked(const std::string& text, const std::string& where) {
+  constexpr char kSpace[] = " \t\r\n";
+  const size_t begin = std::min(text.find_first_not_of(kSpace), text.size());
+  const std::string token = text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
+  if (token.size() >= kShortest) return token;
+  invalid("{}: a token has at least {} characters{}", where, kShortest, kOrMake);
+}
+
+std::string read_token(const std::string& path) {
+  const std::string where = "--token-file " + path;
+  const net::Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat info {};
+  if (!file.valid() || fstat(file.get(), &info) != 0) {
+    const int error = errno;
+    invalid("{}: {}{}", where, strerror(error), error == ENOENT ? kOrMake : "");
+  }
+  if (!S_ISREG(info.st_mode)) invalid(where + ": is not a file");
+  const auto refuse = [&where](const std::string& why) {
+    throw base::Exception(base::ErrorKind::kAuth, where + ": " + why);
+  };
+  if (info.st_uid != geteuid() && info.st_uid != 0) refuse("belongs to another user");
+  if ((info.st_mode & 077) != 0) refuse("others may read or change it; chmod 600 " + path);
+  std::string text(kLongest + 1, '\0');
+  const ssize_t size = read(file.get(), text.data(), text.size());
+  if (size < 0) invalid("{}: {}", where, strerror(errno));
+  if (static_cast<size_t>(size) > kLongest) {
+    invalid("{}: a token has at most {} bytes", where, kLongest);
+  }
+  text.resize(static_cast<size_t>(size));
+  return checked(text, where);
+}
+
+/// `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep instead of computing.
+/// `fail=checkpoint.3` fails the third system call of the first save. `save=200ms` delays saves.
+struct InjectedFault {
+  std::string text;         // as the user gave it
+  std::string kind;         // delay, stage, fail or save
+  double seconds = 0;       // for all kinds but `fail`
+  int64_t system_call = 0;  // for `fail`
+  std::optional<int> rank;  // if unset: all ranks where the fault is possible
+};
+
+/// Throws `invalid`, beginning with `where`, if `text` is not a whole number from `min` to `max`.
+int64_t parse_number(std::string_view text, const std::string& where, double min, double max) {
+  const Option option = {.kind = ValueKind::kInteger, .min = min, .max = max};
+  return std::stoll(canonical_value(option, text, where));
+}
+
+/// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless it is above 0.
+double parse_time(std::string_view value, const std::string& where) {
+  constexpr std::pair<std::string_view, double> kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
+  const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};
+  for (const auto& [unit, seconds] : kUnits) {
+    if (!value.ends_with(unit)) continue;
+    value.remove_suffix(unit.size());
+    return std::stod(canonical_value(option, value, where)) * seconds;
+  }
+  invalid("{} must be a time in us, ms or s (50ms), not '{}'", where, value);
+}
+
+InjectedFault parse_fault(std::string_view rest) {
+  constexpr std::string_view kRank = "@rank=", kCheckpoint = "checkpoint.";
+  InjectedFault fault;
+  fault.text = rest;
+  const std::string where = "--inject " + fault.text;
+  if (const size_t at = rest.find('@'); at != std::string_view::npos) {
+    const std::string_view mark = rest.substr(at);
+    if (!mark.starts_with(kRank)) invalid(where + ": @ must be followed by rank=N");
+    const std::string_view number = mark.substr(kRank.size());
+    fault.rank = static_cast<int>(parse_number(number, where + ": the rank", 0, 1023));
+    rest = rest.substr(0, at);
+  }
+  const size_t equals = rest.find('=');
+  if (equals == std::string_view::npos) invalid(where + ": a fault has the form KIND=VALUE");
+  fault.kind = rest.substr(0, equals);
+  const std::string_view value = rest.substr(equals + 1);
+  if (fault.kind == "fail") {
+    if (!value.starts_with(kCheckpoint)) {
+      invalid("{}: what fails must be checkpoint.N, not '{}'", where, value);
+    }
+    const std::string_view number = value.substr(kCheckpoint.size());
+    fault.system_call = parse_number(number, where + ": what fails", 1, job::kMaxInt);
+  } else if (fault.kind == "delay" || fault.kind == "stage" || fault.kind == "save") {
+    const char* const what = fault.kind == "delay" ? ": the delay" : ": the time";
+    fault.seconds = parse_time(value, where + what);
+  } else {
+    invalid(where + ": unknown fault '" + fault.kind +
+            "'; the faults are delay, stage, fail and save");
+  }
+  return fault;
+}
+
+std::vector<InjectedFault> faults_of(const ParsedOptions& options) {
+  const std::string text = options.text("inject");
+  std::vector<InjectedFault> faults;
+  if (text.empty()) return faults;
+  for (const auto part : base::split(text, ',')) faults.push_back(parse_fault(part));
+  return faults;
 }
 
 }  // namespace
@@ -137,8 +243,7 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
   const job::Snapshot saved = job::read_manifest(*path);
   saved.expect_cmd(cmd);
   const std::string changed = take_options(options, saved, false);
-  if (changed.empty()) return {};
-  return fmt::format("the job goes on from {} with {}", saved.path, changed);
+  return changed.empty() ? "" : "the job goes on from " + saved.path + " with " + changed;
 }
 
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
@@ -149,7 +254,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
       invalid("--{} has no effect on predict", option.name);
     }
   }
-  if (options.given("trace")) check_trace(options.text("trace"));
+  check_trace(options);
   take_options(options, saved, true);
   // Use the saved job's number of threads, because the rounding of sums depends on it.
   const Json threads = saved.state.value("threads", Json());
@@ -179,18 +284,16 @@ void check_options(const ParsedOptions& options, Placement& placement) {
               made.empty() || option.needs != "data" ? "" : " FILE, not " + made);
     }
     // A joining rank skips the rest, because rank 0 may set the data.
-    if (placement.mode == Placement::Mode::kJoin) continue;
+    if (placement.joins()) continue;
     const bool idle = has("data") ? option.random_only : option.data_only;
     if (has_rank_0 && given && idle) {
       const std::string data = made.empty() ? "" : ' ' + made;
       placement.warn(fmt::format("--{} has no effect {} --data{}", option.name,
                                  has("data") || !data.empty() ? "with" : "without", data));
     }
-    const bool has_path =
-        option.path != Option::Path::kAny && is_path(option, options.text(option.name));
-    if (has_path && (has_rank_0 || given)) {
-      check_path(options, option.name, option.path == Option::Path::kFolder,
-                 placement.mode == Placement::Mode::kSpawn);
+    if (option.path == Option::Path::kAny || !(has_rank_0 || given)) continue;
+    if (is_path(option, options.text(option.name))) {
+      check_path(options, option.name, option.path == Option::Path::kFolder, placement.spawns());
     }
   }
   if (!has_rank_0) return;
@@ -199,7 +302,73 @@ void check_options(const ParsedOptions& options, Placement& placement) {
   } else if (options.text("checkpoint").empty()) {
     invalid("--resume auto needs --checkpoint");
   }
-  if (options.given("trace")) check_trace(options.text("trace"));
+  check_trace(options);
+}
+
+std::string take_token(const ParsedOptions& options, Placement& placement) {
+  const char* const variable = std::getenv(kVariable);
+  const std::string in_environment = variable ? variable : "";
+  unsetenv(kVariable);  // child processes must not inherit it
+  if (options.given("token-file")) {
+    if (options.flag("insecure")) invalid("--token-file excludes --insecure");
+    return read_token(options.text("token-file"));
+  }
+  if (in_environment.empty() || placement.is_local()) return {};
+  if (options.flag("insecure")) {
+    placement.warn(fmt::format("--insecure overrides {} of the environment", kVariable));
+    return {};
+  }
+  std::string token = checked(in_environment, kVariable);
+  placement.warn(fmt::format(
+      "{}: root and other processes of this user can read it; --token-file is safer", kVariable));
+  return token;
+}
+
+void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement) {
+  for (const InjectedFault& fault : faults_of(options)) {
+    const std::string where = "--inject " + fault.text;
+    const bool is_stage = fault.kind == "stage";
+    const bool of_saves = fault.kind == "fail" || fault.kind == "save";
+    const int rank = fault.rank.value_or(is_stage ? 1 : 0);
+    if (fault.rank && placement.joins() && placement.rank == membership::kUnassignedRank) {
+      invalid(where + ": with --rank auto, rank 0 assigns the rank later");
+    }
+    placement.check_rank(rank, where);
+    if (is_stage && !has_stages) invalid(where + ": this job has no stages");
+    if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, not a stage");
+    if (of_saves && rank != 0) invalid(where + ": only rank 0 saves checkpoints");
+    if (of_saves && options.text("checkpoint").empty()) {
+      placement.warn(where + " has no effect without --checkpoint");
+    }
+    if (is_stage && !placement.is_local() && placement.here().back() == 0) {
+      placement.warn(where + " has no effect: no stage runs here");
+    }
+    if (!of_saves && placement.is_local()) {
+      placement.warn(where + " has no effect with --local: there are no " +
+                     (is_stage ? "stages" : "calls"));
+    }
+  }
+}
+
+job::Injection injection_of(const ParsedOptions& options, int rank) {
+  job::Injection injection;
+  for (const InjectedFault& fault : faults_of(options)) {
+    const bool of_saves = fault.kind == "fail" || fault.kind == "save";
+    if (fault.rank.value_or(of_saves ? 0 : rank) != rank) continue;
+    if (fault.kind == "fail") {
+      injection.fail_checkpoint = fault.system_call;
+    } else if (fault.kind == "save") {
+      injection.before_save = [seconds = fault.seconds, left = fault.seconds]() mutable {
+        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.1)));
+        if ((left -= 0.1) > 0) return true;
+        left = seconds;
+        return false;
+      };
+    } else {
+      (fault.kind == "stage" ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;
+    }
+  }
+  return injection;
 }
 
 }  // namespace distrain::app

@@ -1,12 +1,9 @@
 #include <algorithm>
 #include <cctype>
-#include <utility>
 
 #include <c10/util/StringUtil.h>
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "options.h"
 #include "program.h"
 
 namespace distrain::app {
@@ -52,9 +49,8 @@ std::string marked(std::string text, const char* special) {
   return text;
 }
 
-std::string head(const Program& program, const std::string& shell) {
-  return fmt::format("# {0} completion of {1}, written by `{1} completion {0}`\n", shell,
-                     program.name);
+std::string head(const Program& of, const std::string& shell) {
+  return fmt::format("# {0} completion of {1}, written by `{1} completion {0}`\n", shell, of.name);
 }
 
 std::string joined(const std::vector<std::string>& words, const char* by = " ") {
@@ -80,8 +76,7 @@ std::string bash_action(const Option& option) {
 
 std::string bash(const Program& program) {
   std::string function = '_' + program.name;
-  std::ranges::replace_if(
-      function, [](unsigned char c) { return !std::isalnum(c); }, '_');
+  for (char& c : function) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
   std::string out =
       head(program, "bash") + function + "() {\n" +
       R"(  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} options=
@@ -97,13 +92,17 @@ std::string bash(const Program& program) {
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
 )";
   if (program.has_one_job()) {  // the job's name can be left out
-    out += fmt::format("  [[ ${{COMP_WORDS[1]}} != -* ]] || command={}\n",
-                       program.commands.front().name);
+    out += "  [[ ${COMP_WORDS[1]} != -* ]] || command=" + program.commands.front().name + '\n';
   }
   out += "  case $command in\n";
+  Rows actions;  // each with the patterns of the options that share it
   for (const auto& [command, table] : tables_of(program)) {
     std::vector<std::string> names;
-    for (const Option& option : table) names.push_back("--" + option.name);
+    for (const Option& option : table) {
+      names.push_back("--" + option.name);
+      const std::string action = bash_action(option);
+      if (!action.empty()) actions[action].push_back(command + "/--" + option.name);
+    }
     out += fmt::format("    {}) options='{}' ;;\n", command, joined(names));
   }
   for (const TextCommand& command : text_commands(program)) {
@@ -114,13 +113,6 @@ std::string bash(const Program& program) {
   out += "    '') options='";
   for (const auto& [name, summary] : subcommands(program)) out += name + ' ';
   out += "--help --version' ;;\n  esac\n  case $command/$prev in\n";
-  Rows actions;  // each with the patterns of the options that share it
-  for (const auto& [command, table] : tables_of(program)) {
-    for (const Option& option : table) {
-      const std::string action = bash_action(option);
-      if (!action.empty()) actions[action].push_back(command + "/--" + option.name);
-    }
-  }
   for (const auto& [action, patterns] : actions) {
     out += fmt::format("    {})\n      {}\n      ;;\n", joined(patterns, " | "), action);
   }
@@ -174,9 +166,7 @@ _arguments -C \
   '(- *)'{-V,--version}'[the versions of distrain and of LibTorch]' \
 )";
   // The name of a program's one job can be left out.
-  if (program.has_one_job()) {
-    out += fmt::format("  ${}_options \\\n", program.commands.front().name);
-  }
+  if (program.has_one_job()) out += "  $" + program.commands.front().name + "_options \\\n";
   std::string commands;  // name:"summary" of each
   for (const auto& [name, summary] : subcommands(program)) {
     commands += fmt::format(" {}\\:\"{}\"", name, marked(summary, "\"\\"));
@@ -234,12 +224,9 @@ std::string fish(const Program& program) {
     for (const Option& option : table) rows[fish_row(option)].push_back(command);
   }
   for (const auto& [row, commands] : rows) {
-    out += complete;
+    const std::string condition = "-n '__fish_seen_subcommand_from " + joined(commands) + "' ";
     // The name of a program's one job can be left out.
-    if (program.commands.size() > 1) {
-      out += fmt::format("-n '__fish_seen_subcommand_from {}' ", joined(commands));
-    }
-    out += row + '\n';
+    out += complete + (program.has_one_job() ? "" : condition) + row + '\n';
   }
   return out;
 }

@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <sstream>
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/version.h>
 
-#include "options.h"
 #include "program.h"
 
 namespace distrain::app {
@@ -27,7 +25,7 @@ std::string wrapped(const std::string& text, size_t used) {
   std::string out = used + 2 > kHelpColumn ? new_line : std::string(kHelpColumn - used, ' ');
   size_t column = kHelpColumn;
   std::istringstream words(text);
-  for (std::string word; std::getline(words, word, ' ');) {
+  for (std::string word; std::getline(words, word, ' '); column += word.size()) {
     if (column > kHelpColumn && column + 1 + word.size() > kWidth) {
       out += new_line;
       column = kHelpColumn;
@@ -36,7 +34,6 @@ std::string wrapped(const std::string& text, size_t used) {
       ++column;
     }
     out += word;
-    column += word.size();
   }
   return out + '\n';
 }
@@ -165,22 +162,21 @@ std::vector<TextCommand> text_commands(const Program& program) {
   };
   const std::vector<std::string> shells = {"bash", "zsh", "fish"};
   std::vector<TextCommand> commands = {
-      {"predict",
-       "apply a saved model to examples, one JSON line for each",
-       "CHECKPOINT [FILE] [OPTION]...",
-       {},
-       true,
-       {},
-       kOfPredict,
-       predict_options(program)},
       {"help", "print the help of a command", "COMMAND", {}, false, help},
       {"man", "print a man page; pipe it to man -l -", "COMMAND", {}, false, man},
       {"completion", "print the completion script of a shell", "SHELL", shells, true, completion},
       {"schema", "print the JSON Schema of the lines on stdout", "EVENT", event_names(program),
        false, schema},
   };
-  if (std::ranges::none_of(program.commands, &JobCommand::has_predict)) {
-    commands.erase(commands.begin());
+  if (std::ranges::any_of(program.commands, &JobCommand::has_predict)) {
+    commands.insert(
+        commands.begin(),
+        TextCommand{.name = "predict",
+                    .summary = "apply a saved model to examples, one JSON line for each",
+                    .argument = "CHECKPOINT [FILE] [OPTION]...",
+                    .needs_argument = true,
+                    .description = kOfPredict,
+                    .options = predict_options(program)});
   }
   std::vector<std::string> names;
   for (const JobCommand& job : program.commands) names.push_back(job.name);
@@ -194,9 +190,7 @@ std::vector<TextCommand> text_commands(const Program& program) {
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program) {
   std::vector<std::pair<std::string, std::string>> lines;
   for (const JobCommand& job : program.commands) lines.emplace_back(job.name, job.summary);
-  for (const TextCommand& text : text_commands(program)) {
-    lines.emplace_back(text.name, text.summary);
-  }
+  for (const auto& text : text_commands(program)) lines.emplace_back(text.name, text.summary);
   return lines;
 }
 

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <fstream>
-#include <map>
 #include <random>
 
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,41 +10,32 @@
 
 #include "devices.h"
 #include "distrain/base/process.h"
+#include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
 #include "distrain/membership/slot.h"
-#include "distrain/net/socket.h"
 #include "distrain/store/checkpoint_store.h"
-#include "options.h"
-#include "process/json_lines.h"
 #include "process/launcher.h"
 #include "process/output.h"
-#include "process/process_setup.h"
-#include "process/rank_process.h"
-#include "process/spawned_rank.h"
 #include "program.h"
 
 namespace distrain::app {
 namespace {
 
-using Mode = Placement::Mode;
-
-// How long a launcher without rank 0 waits for its ranks after a signal. The ranks end after rank 0
-// has saved, has exited or has been silent for --peer-timeout. An hour is longer than the largest
-// save, so only ranks that are stuck reach the limit.
+// How long a launcher without rank 0 waits for its ranks after a signal. They end after rank 0 has
+// saved, exited or been silent for --peer-timeout. Only stuck ranks take longer than any save.
 constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
-/// Returns `config` of the `start` line. An option is null if it has no effect on this data or,
-/// with `inherits`, if rank 0 sends its value.
+/// Returns `config` of the `start` line. An option is null if it has no effect on this data or, if
+/// `inherits`, rank 0 sends it.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   const Option* const data = find_option(options.table(), "data");
   const bool has_data = data && is_path(*data, options.text("data"));
   for (const Option& option : options.table()) {
     if (!is_job_option(option)) continue;
-    const bool untold = inherits && !options.given(option.name);
     const bool is_idle = has_data ? option.random_only : option.data_only;
-    config[json_name(option)] =
-        untold || is_idle ? Json() : json_value(option, options.text(option.name));
+    const bool has_none = is_idle || (inherits && !options.given(option.name));
+    config[json_name(option)] = has_none ? Json() : json_value(option, options.text(option.name));
   }
   return config;
 }
@@ -66,8 +57,7 @@ net::PortRange port_range_of(const std::string& text) {
   if (text.empty()) return {};
   const size_t dash = text.find('-');
   const auto first = base::number<uint16_t>(text.substr(0, dash));
-  const auto last =
-      dash == std::string::npos ? first : base::number<uint16_t>(text.substr(dash + 1));
+  const auto last = dash == text.npos ? first : base::number<uint16_t>(text.substr(dash + 1));
   if (first && last && *first > 0 && *first <= *last) return {*first, *last};
   invalid("--port-range must be like 30000-30100, not '{}'", text);
 }
@@ -89,46 +79,41 @@ class Invocation {
         definition_(*command.definition),
         options_(std::move(options)),
         placement_(placement),
-        local_(placement.mode == Mode::kLocal),
+        local_(placement.is_local()),
         job_(make_job(started)) {
     job_.token = std::move(token);
     job_.meeting_name = meeting_name(job_.master_port);
-    if (placement.mode == Mode::kJoin && meets_by_unix_socket()) {
+    if (placement.joins() && meets_by_unix_socket()) {
       job_.rank_0_unix_name = job_.meeting_name;
     }
   }
 
   RankRun make_run() const {
     const bool inherits = job_.rank != 0 && !placement_.spawns_all();
-    RankRun run;
-    run.job = job_;
+    RankRun run{.job = job_, .data = data_of(options_, inherits)};
     run.job.inject = injection_of(options_, job_.rank);
     run.config = [this, inherits](const OptionMap& of_rank_0) {
       if (of_rank_0.empty()) return config_of(options_, inherits);
       return config_of(options_.adopting(of_rank_0), false);
     };
-    run.data = data_of(options_, inherits);
     if (!job_.spawned) {  // otherwise the launcher prints the warning and the display
       run.warning = placement_.warning;
       run.display = display();
     }
     run.threads = static_cast<int>(options_.integer("threads"));
     run.local_ranks = placement_.local_ranks;
-    if (!local_ && !placement_.spawns_all()) {
+    run.all_here = local_ || placement_.spawns_all();
+    if (!run.all_here) {
       run.job.share_cpus = [wanted = run.threads](int ranks) { set_up_threads(wanted, ranks); };
     }
-    if (local_) {
-      run.role = "local";
-    } else if (job_.world_size != 0 && job_.rank != membership::kUnassignedRank) {
-      run.role = role(job_.rank);
-    }
+    const bool is_known = job_.world_size != 0 && job_.rank != membership::kUnassignedRank;
+    run.role = local_ ? "local" : is_known ? role(job_.rank) : "";
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
     run.job.add_usage = [devices = run.devices](Json& fields) {
       fields["rss_mb"] = peak_rss_mb();
       fields.update(devices->usage());
     };
     run.job.choose_devices = std::bind_front(&RankDevices::get, run.devices);
-    run.all_here = local_ || placement_.spawns_all();
     run.knows_devices = !run.role.empty() && (!inherits || options_.given("device"));
     run.body = [this](const job::Job& job, job::EventSink& sink) {
       return local_ ? definition_.run_local(options_, job, sink)
@@ -140,9 +125,9 @@ class Invocation {
   /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
     // The name depends on the user's job id, which `spawned` may replace by a random one.
-    std::string name = meeting_name(spawned.master_port);
+    const std::string name = meeting_name(spawned.master_port);
     static_cast<membership::Contact&>(job_) = spawned;
-    job_.meeting_name = std::move(name);
+    job_.meeting_name = name;
     job_.started = spawned.started;
     job_.spawned = true;
     if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
@@ -154,13 +139,19 @@ class Invocation {
   }
 
   int launch() {
-    if (placement_.spawns_all()) {
-      // If the user named an address, other ranks of this user may join there without a token.
-      const bool is_named = options_.given("master-port") || options_.given("master-addr");
-      if (job_.token.empty() && !is_named) job_.token = membership::new_token();
+    // If the user named an address, other ranks of this user may join there without a token.
+    const bool is_named = options_.given("master-port") || options_.given("master-addr");
+    if (placement_.spawns_all() && job_.token.empty() && !is_named) {
+      job_.token = membership::new_token();
     }
-    LaunchPlan plan;
-    if (placement_.has_rank_0()) {
+    const bool has_rank_0 = placement_.has_rank_0();
+    LaunchPlan plan{.cmd = command_.name,
+                    .config = config_of(options_, !has_rank_0),
+                    .ranks = placement_.ranks,
+                    .peer_timeout_s = job_.peer_timeout_s,
+                    .max_restarts = static_cast<int>(options_.integer("max-restarts")),
+                    .warning = placement_.warning};
+    if (has_rank_0) {
       if (job_.job_id.empty()) job_.job_id = random_id();
       job_.generation = job_.generation.value_or(0);
       job_.listen_fd = listen_for_rank_0();
@@ -170,27 +161,18 @@ class Invocation {
     }
     static_cast<membership::Contact&>(plan.told) = job_;
     plan.told.started = job_.started;
-    plan.cmd = command_.name;
-    plan.config = config_of(options_, !placement_.has_rank_0());
-    plan.ranks = placement_.ranks;
     plan.role = [this](int rank) { return placement_.world_size != 0 ? role(rank) : ""; };
     plan.rank_main = [this](const SpawnedRank& spawned) { return run_spawned(spawned); };
-    plan.peer_timeout_s = job_.peer_timeout_s;
-    const bool saves_here = placement_.has_rank_0() && !options_.text("checkpoint").empty();
-    plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
-    if (saves_here) {
+    if (const std::string folder = options_.text("checkpoint"); has_rank_0 && !folder.empty()) {
       plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
-      plan.newest_checkpoint = [folder = options_.text("checkpoint")] {
-        return store::CheckpointStore::newest(folder);
-      };
+      plan.newest_checkpoint = [folder] { return store::CheckpointStore::newest(folder); };
     }
-    plan.warning = placement_.warning;
     plan.display = display();
     return run_launcher(plan);
   }
 
   DisplayPlan display() const {
-    const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
+    const bool is_leader = !placement_.joins() || getpgrp() == getpid();
     const bool is_first = placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
@@ -214,14 +196,16 @@ class Invocation {
       gpu_places[std::to_string(rank)] = or_null(
           place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank)));
     }
-    const auto known = [](int value, int least) { return value < least ? Json() : Json(value); };
+    const auto known = [](bool is_known, int value) { return is_known ? Json(value) : Json(); };
+    const int rank = placement_.rank, size = placement_.world_size, port = placement_.master_port;
+    const bool has_rank = placement_.joins() && rank != membership::kUnassignedRank;
     const Json json{{"mode", kModes[static_cast<int>(placement_.mode)]},
-                    {"rank", known(placement_.mode == Mode::kJoin ? placement_.rank : -1, 0)},
+                    {"rank", known(has_rank, rank)},
                     {"ranks", placement_.ranks},
-                    {"world_size", known(placement_.world_size, 1)},
+                    {"world_size", known(size != 0, size)},
                     {"source", placement_.source},
                     {"master_addr", placement_.master_addr},
-                    {"master_port", known(placement_.master_port, 1)},
+                    {"master_port", known(port != 0, port)},
                     {"local_ranks", placement_.local_ranks},
                     {"one_host", placement_.one_host},
                     {"job_id", placement_.job_id},
@@ -261,9 +245,7 @@ class Invocation {
     std::string text;
     for (std::string word; std::getline(file, word, '\0');) {
       const bool is_plain = word.find_first_of(" \t\n'\"\\$`!*?[](){}<>|&;#~") == word.npos;
-      for (size_t at = 0; (at = word.find('\'', at)) != word.npos; at += 4) {
-        word.replace(at, 1, "'\\''");
-      }
+      c10::ReplaceAll(word, "'", "'\\''");
       text += (is_plain && !word.empty() ? word : '\'' + word + '\'') + ' ';
     }
     return text + (text.ends_with("--resume auto ") ? "" : "--resume auto");
@@ -366,7 +348,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                                  options.text("threads"), cpus, cpus == 1 ? "" : "s"));
     }
     definition.check({.options = options,
-                      .local = placement.mode == Mode::kLocal,
+                      .local = placement.is_local(),
                       .has_rank_0 = placement.has_rank_0(),
                       .ranks = placement.here(),
                       .warn = [&](const std::string& message) { placement.warn(message); }});
@@ -375,7 +357,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));
-    return placement.mode == Mode::kSpawn ? invocation.launch() : run_here(invocation.make_run());
+    return placement.spawns() ? invocation.launch() : run_here(invocation.make_run());
   } catch (const base::Exception& e) {
     return report_failure(command.name, e.error(), started, args);
   }
@@ -397,8 +379,8 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     if (!command->has_predict) invalid("predict does not support checkpoints of " + cmd);
 
     std::string input;
-    ParsedOptions options =
-        parse_options(command->table, {args.begin() + 1, args.end()}, &input, &program);
+    const std::vector<std::string> rest(args.begin() + 1, args.end());
+    ParsedOptions options = parse_options(command->table, rest, &input, &program);
     if (input.empty() || input == "-") input = job::kStandardInput;
     const bool reads = find_option(command->table, "data");
     if (reads && input == job::kStandardInput && isatty(STDIN_FILENO)) {
@@ -407,7 +389,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     take_model_options(options, saved);
     command->definition->complete(options);
     Placement placement;
-    placement.mode = Mode::kLocal;
+    placement.mode = Placement::Mode::kLocal;
     const Invocation invocation(*command, options, placement, started);
     RankRun run = invocation.make_run();
     run.display.header.clear();
@@ -430,18 +412,15 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   summary.add({{"rss_mb", peak_rss_mb()}});
   Cause cause = cause_of(error);
   cause.host = host_name();
-  const Json events[] = {
-      json_event("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
-      json_event("end", {}, cmd, std::nullopt, "launcher",
-                 summary.end_fields("job", started, cause))};
+  const auto line = [&cmd](const char* event, const Json& fields) {
+    return line_of(json_event(event, {}, cmd, std::nullopt, "launcher", fields));
+  };
+  std::string lines = line("error", error_fields(cause, started));
+  lines += line("end", summary.end_fields("job", started, cause));
   say(error.message);
   const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
-  if (for_people) return cause.exit_code;  // say() has printed the message
-  for (const Json& event : events) {
-    const int failed = write_all(STDOUT_FILENO, line_of(event));
-    if (failed) return exit_code_of_write_error(failed, false);
-  }
-  return cause.exit_code;
+  const int failed = for_people ? 0 : write_all(STDOUT_FILENO, lines);
+  return failed ? exit_code_of_write_error(failed, false) : cause.exit_code;
 }
 
 int print_text(const std::string& text) {

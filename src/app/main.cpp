@@ -4,11 +4,9 @@
 #include <cctype>
 #include <filesystem>
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "process/output.h"
 #include "process/process_setup.h"
@@ -18,8 +16,7 @@ namespace distrain::app {
 namespace {
 
 bool asks(const std::vector<std::string>& args, const char* option, const char* short_option) {
-  return std::ranges::any_of(
-      args, [&](const std::string& arg) { return arg == option || arg == short_option; });
+  return std::ranges::count(args, option) + std::ranges::count(args, short_option) > 0;
 }
 
 std::string meant(const std::string& word, const std::vector<std::string>& candidates,
@@ -34,13 +31,12 @@ std::string text_of(const Program& program, const TextCommand& command,
   std::string argument = command.argument;
   std::ranges::transform(argument, argument.begin(), ::tolower);
   if (args.size() > 1) invalid("unexpected argument '{}'", args[1]);
-  const auto& choices = command.choices;
-  if (args.empty() && command.needs_argument) {
-    invalid("{} needs a {}: {}", command.name, argument, fmt::join(choices, ", "));
-  }
-  if (!args.empty() && std::ranges::find(choices, args[0]) == choices.end()) {
-    const std::string all = fmt::format(": must be one of {}", fmt::join(choices, ", "));
-    invalid("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, all));
+  const std::string all = fmt::format("{}", fmt::join(command.choices, ", "));
+  if (args.empty() && command.needs_argument)
+    invalid("{} needs a {}: {}", command.name, argument, all);
+  if (!args.empty() && std::ranges::count(command.choices, args[0]) == 0) {
+    invalid("unknown {} '{}'{}", argument, args[0],
+            meant(args[0], command.choices, ": must be one of " + all));
   }
   return command.text(program, args.empty() ? std::string() : args[0]);
 }
@@ -83,14 +79,10 @@ int run_command(const Program& program, std::vector<std::string> args,
   }
   if (asks(rest, "--version", "-V")) return print_text(version_text(program));
   if (job) return run_job_command(*job, rest, started, &program);
-  if (text != texts.end()) {
-    if (!text->text) return run_predict_command(program, rest, started);
-    return print_text(text_of(program, *text, rest));
-  }
+  if (text != texts.end() && !text->text) return run_predict_command(program, rest, started);
+  if (text != texts.end()) return print_text(text_of(program, *text, rest));
   if (!args.empty()) refuse_word(program, args[0]);
-  if (!isatty(STDOUT_FILENO)) {
-    invalid("no command given; see {} --help", program.name);
-  }
+  if (!isatty(STDOUT_FILENO)) invalid("no command given; see {} --help", program.name);
   const int code = print_text(help_text(program));
   return code == 0 ? base::exit_code(base::ErrorKind::kInvalid) : code;
 } catch (const base::Exception& e) {

@@ -1,26 +1,177 @@
-#include "options.h"
-
 #include <algorithm>
+#include <deque>
+#include <set>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/text.h"
+#include "program.h"
 
 namespace distrain::app {
 namespace {
 
-std::string spellings(const Option& option) {
-  std::string names = "--" + option.name;
-  for (std::string name : {option.name, option.old_name}) {
-    if (name == option.old_name && !name.empty()) names += ",--" + name;
-    if (name.find('-') == std::string::npos) continue;
-    std::replace(name.begin(), name.end(), '-', '_');  // as in PyTorch's tutorials
-    names += ",--" + name;
+void append_common(OptionTable& table) {
+  using enum ValueKind;
+  const char* group = "Ranks";
+  Scope scope = Scope::kPlacement;
+  const auto add = [&](const char* name, ValueKind kind, const char* value_name,
+                       const char* initial, const char* help) {
+    table.push_back({.name = name,
+                     .kind = kind,
+                     .value_name = value_name,
+                     .initial = initial,
+                     .scope = scope,
+                     .group = group,
+                     .help = help});
+    return job::OptionRow(table.back());
+  };
+  const auto flag = [&](const char* name, const char* help, char short_name = 0) {
+    add(name, kFlag, "", "false", help);
+    table.back().short_name = short_name;
+    return job::OptionRow(table.back());
+  };
+  const auto seconds = [&](const char* name, const char* initial, const char* help) {
+    add(name, kReal, "S", initial, help).above(0, 1e6);
+  };
+  flag("local", "run the whole job in this process, without RPC, as a reference")
+      .details("The model, the batches and the output lines are those of the distributed job.");
+  add("rank", kInteger, "N|auto", "",
+      "run only rank N of a job whose other ranks start elsewhere; auto takes a free rank")
+      .range(0, 1023)
+      .offers({"auto"})
+      .by_default("from the environment, if it names one")
+      .details(
+          R"(With `auto`, rank 0 assigns a rank that no other process has: one that has not joined yet, or one
+that was lost while the job continues without it. The process waits up to --join-timeout for a rank.)");
+  add("ranks", kText, "LIST", "",
+      "start only these ranks here, such as 0-3 or 0,2-3; the other ranks start elsewhere");
+  flag("spawn", "start every rank here, even if the environment names a rank");
+  add("world-size", kInteger, "N", "", "run N ranks in total")
+      .range(1, 1024)
+      .by_default("from the job's options, or from rank 0")
+      .details("This also sets the job's own option for a number of ranks, such as --trainers.");
+  add("master-addr", kText, "HOST", "localhost", "reach rank 0 at HOST");
+  add("master-port", kInteger, "N", "", "reach rank 0 at port N")
+      .range(1, 65535)
+      .by_default(
+          "a free port if all ranks start here, otherwise derived from the job id or 29500");
+
+  group = "Checkpoints";
+  add("max-restarts", kInteger, "N", "0", "restart the ranks up to N times after a rank is lost")
+      .range(0, 1'000'000)
+      .details(
+          R"(If a rank is killed, is lost or runs out of a resource such as memory, all ranks restart from the newest
+checkpoint. If the job continues without a lost trainer, only that trainer restarts. On several machines,
+give this option to every launcher, because each one restarts its own ranks. The launcher with rank 0
+needs --checkpoint, unless the job can continue without a lost trainer. Without a checkpoint, only a lost
+trainer restarts; the loss of a rank that does not train ends the job.)");
+  add("save-timeout", kInteger, "N", "60",
+      "after a signal, kill the ranks if a save makes no progress for N seconds")
+      .range(1, 1'000'000)
+      .needs("checkpoint")
+      .details("The launcher of rank 0 applies it. A step in progress has as long to end.");
+
+  group = "Network";
+  scope = Scope::kRank;
+  add("listen", kText, "ADDR", "", "listen on ADDR")
+      .by_default("the interface that reaches rank 0")
+      .details(
+          R"(Rank 0 listens on the address of --master-addr, which must belong to its host. If other ranks reach
+rank 0 through another address, such as that of a container's host, use `--listen 0.0.0.0`.)");
+  add("port-range", kText, "A-B", "", "listen on ports from A to B")
+      .by_default("any free port")
+      .details("Rank 0 uses it only if all ranks start here; otherwise others must know its port.");
+  add("token-file", kText, "FILE", "",
+      "admit only ranks that know the token in FILE (mode 0600, the same on each host)")
+      .by_default("admit ranks of this user on this host")
+      .details(
+          R"(Ranks of several hosts or several users need a token; each rank proves to the others that it knows
+the token. `(umask 077; head -c 32 /dev/urandom | base64 > job.token)` creates one. The environment
+variable DISTRAIN_TOKEN can hold the token instead, but other processes may be able to read it.
+SECURITY.md says what a token does and does not protect.)");
+  flag("insecure", "admit ranks from anywhere, without a token");
+  add("job-id", kText, "ID", "", "identify the job as ID and refuse ranks of other jobs")
+      .by_default("the id from torchrun, mpirun or srun")
+      .details(
+          R"(Jobs with different ids can start on one host at the same time: the ranks on one host find each
+other by the id, and without --master-port the port of rank 0 is derived from it.)");
+  add("transport", kChoice, "NAME", "auto",
+      "connect ranks by this transport; auto is unix on one host and tcp between hosts")
+      .offers({"auto", "tcp", "unix"});
+  seconds("rpc-timeout", "60", "fail a remote call after S seconds");
+  add("collective-timeout", kReal, "S", "0",
+      "fail a collective operation after S seconds; 0 waits as long as its ranks live")
+      .range(0, 1e6);
+  seconds("join-timeout", "300", "wait up to S seconds for all ranks to join");
+  seconds("peer-timeout", "5", "treat a rank as lost after S seconds of silence");
+
+  group = "Run";
+  scope = Scope::kInput;
+  add("device", kText, "DEVICE", "cpu",
+      "compute on cpu, cuda (each host's GPUs in turn), cuda:N, or per role: ROLE=DEVICE[,...]")
+      .offers({"cpu", "cuda"})
+      .of_predict()
+      .details(
+          R"(`cuda` takes the GPU of the local rank if torchrun, mpirun or srun set it, and otherwise the
+host's GPUs in turn; ranks may share a GPU. Roles that are not named compute on the CPU. A rank that
+joins without --device inherits it from rank 0.)");
+  scope = Scope::kJob;
+  add("trace", kText, "FILE", "", "write a timeline of all ranks to FILE, for ui.perfetto.dev")
+      .of_predict()
+      .details("Rank 0 writes the file; see TRACES in the program's own man page.");
+  scope = Scope::kRank;
+  add("threads", kInteger, "N", "0",
+      "use N threads for each operation; 0 divides the CPUs among the host's ranks")
+      .range(0, 1024)
+      .of_predict()
+      .details(
+          R"(The CPUs are those of the process's affinity mask, or fewer if a control group limits CPU time. If
+several launchers start ranks on this host, the number is known only when all ranks have joined; the
+`ready` line reports it.)");
+  add("inject", kText, "FAULT[,...]", "",
+      "inject faults for tests: delay=50ms@rank=2, fail=checkpoint.3, save=200ms")
+      .details(
+          R"(`delay` delays each call of the rank, or of every rank without `@rank`; `fail=checkpoint.N` kills
+rank 0 at the Nth system call of its first save; `save` delays the writing of each checkpoint.
+Times are in us, ms or s.)");
+  flag("pretty", "print lines for people on standard output in place of JSON")
+      .details(
+          "The environment variable DISTRAIN_PRETTY=1 does so if standard output is a terminal.")
+      .of_predict();
+  add("progress", kChoice, "WHEN", "auto",
+      "show progress on standard error: auto, if it is a terminal; plain, as whole lines, wherever "
+      "they go; none")
+      .offers({"auto", "plain", "none"})
+      .details(
+          R"(With `auto` a progress bar is drawn if standard output is a file or /dev/null. If standard output is
+a pipe, only whole lines are printed, because the pipe's reader may write to the same terminal. If
+standard output is a terminal, only warnings are printed. `plain` prints a progress line every 30 s.
+A job in the background draws nothing.)")
+      .of_predict();
+  flag("quiet", "show no progress on standard error; the same as --progress none", 'q')
+      .of_predict();
+  scope = Scope::kInfo;
+  flag("help", "print this summary", 'h').of_predict();
+  flag("version", "print the versions of the program, distrain and LibTorch", 'V');
+  flag("dump-placement", "print which ranks would run where, as JSON");
+  table.back().hidden = true;
+}
+
+/// Returns the first mistake in the names of options, or "". The first `own` ones are the job's.
+std::string naming_mistake(const OptionTable& table, size_t own) {
+  std::set<std::string> names;
+  for (size_t i = 0; i < table.size(); ++i) {
+    const std::string &name = table[i].name, &old_name = table[i].old_name;
+    if (name.find('_') != std::string::npos) {
+      return fmt::format("declare --{} with '-': a user may write '_' for it", name);
+    }
+    if (names.insert(name).second && (old_name.empty() || names.insert(old_name).second)) continue;
+    if (i >= own) return fmt::format("every job has an option --{}: rename the job's own", name);
+    return "--" + name +
+           " is declared twice: change the first one with list.row(), list.find() or "
+           "list.without()";
   }
-  if (option.short_name) names += std::string(",-") + option.short_name;
-  return names;
+  return {};
 }
 
 /// Returns the name of the option in `arg`: "--batch_size=3" → "batch-size".
@@ -65,67 +216,69 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
 /// Returns null if no option has this spelling.
 const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
   if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
-  for (const Option& option : table) {
-    if (option.short_name && spelling == std::string("-") + option.short_name) return &option;
-  }
-  return nullptr;
-}
-
-/// Throws `invalid` for arguments that CLI11 would misread: it accepts an option as the value of
-/// the option before it, and the argument after `--name=` as its value.
-void check_values(const OptionTable& table, const std::vector<std::string>& args,
-                  bool has_operand) {
-  for (size_t i = 0; i < args.size(); ++i) {
-    const size_t equals = args[i].find('=');
-    const Option* option = find_by_spelling(table, args[i].substr(0, equals));
-    if (!option) continue;
-    const bool has_next = i + 1 < args.size();
-    if (option->kind == ValueKind::kFlag) {
-      if (equals != std::string::npos) invalid("--{} takes no value", option->name);
-      if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
-        invalid("unexpected argument '{}': --{} takes no value", args[i + 1], option->name);
-      }
-      continue;
-    }
-    const bool missing = equals == std::string::npos ? !has_next || args[i + 1].starts_with("--")
-                                                     : equals + 1 == args[i].size();
-    if (missing) {
-      invalid("--{} needs a value: {}", option->name, job::allowed_values(*option));
-    }
-    if (equals == std::string::npos) ++i;
-  }
+  if (spelling.size() != 2 || spelling[0] != '-') return nullptr;
+  const auto option = std::ranges::find(table, spelling[1], &Option::short_name);
+  return option == table.end() ? nullptr : &*option;
 }
 
 }  // namespace
 
+OptionTable whole_table(job::JobInfo& job) {
+  constexpr const char* kFromTheEnd[] = {"Run", "Network", "Ranks", "Checkpoints", "Training"};
+  OptionTable table = job.table;
+  append_common(table);
+  if (job.mistake.empty()) job.mistake = naming_mistake(table, job.table.size());
+  std::ranges::stable_sort(table, {}, [&](const Option& option) {
+    return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
+  });
+  std::erase_if(table, [&, saves = find_option(table, "checkpoint") != nullptr](const auto& each) {
+    const bool of_saves = each.name == "max-restarts" || each.name == "save-timeout";
+    return (of_saves && !saves) || (each.name == "local" && !job.has_local);
+  });
+  if (job.change && job.mistake.empty()) job.change(table);
+  for (Option& option : table) {
+    if (option.is_required) option.help += " (required)";
+  }
+  return table;
+}
+
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
                             std::string* operand, const Program* program) {
-  ParsedOptions parsed(table);
-  CLI::App app;
-  app.set_help_flag();
-  app.allow_extras();
-  for (const Option& option : table) {
-    if (option.kind == ValueKind::kFlag) {
-      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
-        if (count > 0) parsed.set(option.name, "true");
-      });
-      continue;
+  // The last value of an option counts, so that a script can append options to a command line.
+  std::map<std::string, std::string> values;
+  std::vector<std::string> extras;
+  std::deque<std::string> rest(args.begin(), args.end());
+  while (!rest.empty()) {
+    std::string arg = std::move(rest.front());
+    rest.pop_front();
+    if (arg.size() > 2 && arg[2] != '=' && find_by_spelling(table, arg.substr(0, 2))) {
+      rest.push_front('-' + arg.substr(2));  // -qh is -q -h
+      arg.resize(2);
     }
-    // The last value counts, so that a script can append options to a command line.
-    app.add_option_function<std::string>(
-           spellings(option),
-           [&parsed, &option](const std::string& value) {
-             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
-           })
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    const size_t equals = std::min(arg.find('='), arg.size());
+    const Option* const option = find_by_spelling(table, arg.substr(0, equals));
+    if (!option) {
+      extras.push_back(arg);
+    } else if (option->kind == ValueKind::kFlag) {
+      if (equals < arg.size()) invalid("--{} takes no value", option->name);
+      if (!rest.empty() && !operand && !rest.front().starts_with('-')) {
+        invalid("unexpected argument '{}': --{} takes no value", rest.front(), option->name);
+      }
+      values[option->name] = "true";
+    } else if (equals + 1 < arg.size()) {
+      values[option->name] = arg.substr(equals + 1);
+    } else if (equals < arg.size() || rest.empty() || rest.front().starts_with("--")) {
+      invalid("--{} needs a value: {}", option->name, job::allowed_values(*option));
+    } else {
+      values[option->name] = std::move(rest.front());
+      rest.pop_front();
+    }
   }
-  check_values(table, args, operand != nullptr);
-  try {
-    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 expects reverse order
-  } catch (const CLI::ParseError& e) {
-    invalid(e.what());
+  ParsedOptions parsed(table);
+  for (const Option& option : table) {
+    if (!values.contains(option.name)) continue;
+    parsed.set(option.name, canonical_value(option, values[option.name], "--" + option.name));
   }
-  std::vector<std::string> extras = app.remaining();
   if (operand && !extras.empty() && (extras[0] == "-" || !extras[0].starts_with('-'))) {
     *operand = extras[0];
     extras.erase(extras.begin());

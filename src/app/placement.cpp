@@ -1,13 +1,14 @@
 #include "placement.h"
 
+#include <numeric>
 #include <set>
 
-#include <fmt/format.h>
-
-#include "distrain/base/error.h"
 #include "distrain/base/process.h"
 #include "distrain/base/text.h"
+#include "distrain/cuda/load.h"
+#include "distrain/membership/meeting.h"
 #include "distrain/membership/slot.h"
+#include "distrain/rpc/device.h"
 #include "program.h"
 
 namespace distrain::app {
@@ -48,9 +49,8 @@ struct ProcessLauncher {
   }
 };
 
-// Slurm is last, because the children of an mpirun in a Slurm allocation inherit SLURM_* variables
-// that describe mpirun's daemons. Slurm's variables count only with SLURM_STEP_ID, because a batch
-// script has SLURM_PROCID but is no rank.
+// Slurm is last, because children of an mpirun in a Slurm allocation inherit SLURM_* variables of
+// mpirun's daemons. They count only with SLURM_STEP_ID, because a batch script is no rank.
 constexpr ProcessLauncher kLaunchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -59,8 +59,7 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
-/// A pod of an Indexed Job of Kubernetes. Other programs may set the index, too, so it counts only
-/// if the address of rank 0 is given.
+/// A pod of an Indexed Job of Kubernetes, if the address of rank 0 is given: others set the index.
 constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
                                          nullptr, nullptr};
 
@@ -85,11 +84,11 @@ class Placer {
     placement_.master_addr = options_.text("master-addr");
     placement_.master_addr_given = options_.given("master-addr");
     placement_.master_port = static_cast<uint16_t>(options_.integer("master-port"));
-    for (const ProcessLauncher& launcher : kLaunchers) {
-      if (!launcher_ && launcher.says(launcher.rank)) launcher_ = &launcher;
-    }
     const bool has_address = placement_.master_addr_given || variable("MASTER_ADDR");
-    if (!launcher_ && has_address && kIndexedJob.says(kIndexedJob.rank)) launcher_ = &kIndexedJob;
+    const auto is_used = [](const ProcessLauncher& each) { return each.says(each.rank); };
+    const auto launcher = std::ranges::find_if(kLaunchers, is_used);
+    if (launcher != std::end(kLaunchers)) launcher_ = launcher;
+    if (!launcher_ && has_address && is_used(kIndexedJob)) launcher_ = &kIndexedJob;
     const char* name = launcher_ ? launcher_->rank : "RANK";
     if (options_.given("ranks")) warn_if_other("--ranks", options_.text("ranks"), name);
     const bool spawns = options_.given("spawn") || options_.given("ranks");
@@ -113,10 +112,9 @@ class Placer {
   }
 
   void warn_if_other(const std::string& flag, const std::string& value, const char* name) {
-    const std::optional<std::string> other = variable(name);
-    if (!other || *other == value) return;
-    placement_.warn(
-        fmt::format("{} {} overrides {}={} of the environment", flag, value, name, *other));
+    const std::string set = variable(name).value_or(value);
+    if (set == value) return;
+    placement_.warn(flag + ' ' + value + " overrides " + name + '=' + set + " of the environment");
   }
 
   /// Reads `option`, or the variable `name` if the option is not given.
@@ -316,6 +314,17 @@ class Placer {
   Placement placement_;
 };
 
+using job::DeviceChoice;
+using job::DeviceSpec;
+
+const DeviceChoice kAnyGpu = {true, std::nullopt};
+
+int count_gpus() { return cuda::load().device_count(); }
+
+DeviceSpec device_spec(const ParsedOptions& options, const job::AnyDefinition& job) {
+  return {options.text("device"), c10::kCUDA, job.info().roles};
+}
+
 }  // namespace
 
 void Placement::check_rank(int number, const std::string& where) const {
@@ -336,6 +345,69 @@ std::optional<int> local_rank(const job::OptionTable& table) {
     return setting_of(launcher.local_rank, number).value;
   }
   return std::nullopt;
+}
+
+void check_devices(const ParsedOptions& options, const job::AnyDefinition& job,
+                   const Placement& placement) {
+  const DeviceSpec spec = device_spec(options, job);
+  const bool local = placement.is_local();
+  if (local && !spec.for_all()) {
+    base::invalid("--device names roles, but --local is one process: name one device");
+  }
+  if (placement.world_size != 0 && !local) spec.check_ranks(job.roles(options).names());
+}
+
+std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDefinition& job,
+                                 const Placement& placement, int rank, const std::string& name) {
+  const DeviceSpec spec = device_spec(options, job);
+  if (job.gpus(options, name) || spec.of(name) != kAnyGpu) return std::nullopt;
+  if (placement.is_local()) return 0;
+  // Count the lower ranks of this host that share the GPUs in turn. If it is unknown which ranks
+  // are on this host, count all lower ranks: consecutive ranks still get consecutive GPUs.
+  std::vector<int> neighbours = placement.ranks;
+  if (placement.joins()) {
+    if (const auto told = local_rank(options.table())) return *told;
+    if (rank == membership::kUnassignedRank) return std::nullopt;
+    neighbours.resize(static_cast<size_t>(rank));
+    std::iota(neighbours.begin(), neighbours.end(), 0);
+  }
+  const job::Roles roles = job.roles(options);
+  return static_cast<int>(std::ranges::count_if(neighbours, [&](int other) {
+    return other < rank && spec.of(roles.name_of(other)) == kAnyGpu;
+  }));
+}
+
+const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
+                                                 const job::OptionMap& of_rank_0) {
+  if (!devices_.empty()) return devices_;
+  const ParsedOptions options = options_.adopting(of_rank_0);
+  std::vector<c10::Device> chosen = job::naming_rank(rank_, rank_name, [&] {
+    std::vector<c10::Device> devices;
+    const auto count = job_.gpus(options, rank_name);
+    for (int gpu = 0; gpu < count.value_or(0); ++gpu) {
+      devices.push_back(job::resolve_device({true, gpu}, count_gpus, 0));
+    }
+    if (!devices.empty()) return devices;
+    const DeviceChoice choice = count ? DeviceChoice() : device_spec(options, job_).of(rank_name);
+    const auto turn = place_in_turn(options, job_, placement_, rank_, rank_name);
+    devices.push_back(job::resolve_device(choice, count_gpus, turn.value_or(0)));
+    return devices;
+  });
+  const std::lock_guard lock(mutex_);
+  return devices_ = std::move(chosen);
+}
+
+job::Json RankDevices::names() const {
+  const std::vector<c10::Device> devices = known();
+  return devices.empty() ? job::Json() : job::device_names(devices);
+}
+
+job::Json RankDevices::usage() const {
+  const std::vector<c10::Device> devices = known();
+  if (devices.empty() || !rpc::is_accelerator(devices.front())) return job::Json::object();
+  int64_t most = 0;
+  for (const c10::Device& device : devices) most = std::max(most, rpc::peak_device_bytes(device));
+  return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / (1 << 20)}};
 }
 
 }  // namespace distrain::app

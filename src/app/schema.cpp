@@ -1,4 +1,3 @@
-#include "options.h"
 #include "program.h"
 
 namespace distrain::app {
@@ -118,11 +117,10 @@ std::string schema(const Program& program, const std::string& only) {
       all.emplace_back(line)["properties"]["cmd"]["enum"] = cmds;
     }
   }
-  return Json{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
-              {"title", "JSON lines of " + program.name},
-              {"oneOf", std::move(all)}}
-             .dump(1) +
-         '\n';
+  const Json whole{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
+                   {"title", "JSON lines of " + program.name},
+                   {"oneOf", std::move(all)}};
+  return whole.dump(1) + '\n';
 }
 
 }  // namespace distrain::app

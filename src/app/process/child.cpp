@@ -1,26 +1,39 @@
-#include "process/child.h"
+#include <cstdlib>
+#include <fstream>
 
 #include <errno.h>
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "distrain/base/error.h"
-#include "process/json_lines.h"
-#include "process/process_setup.h"
+#include "process/rank_group.h"
+
+namespace distrain::net {
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortRange, first, last)
+}  // namespace distrain::net
 
 namespace distrain::app {
+
+// Must name every field of Contact except those that rank_image() and run_spawned() set (token,
+// generation, meeting_name): a rank that exec starts gets the defaults of other fields.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
+                                   master_port, listen_addr, ports, transport, insecure, run_id,
+                                   rank_0_unix_name, job_id, rejoins, shows_progress, resume)
+
 namespace {
 
 constexpr size_t kTailLines = 20;
+constexpr char kCannotStart[] = "cannot start a rank";
+constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
+constexpr char kProgram[] = "/proc/self/exe";  // works even if the program's file was replaced
 
-[[noreturn]] void no_resources(const char* what) {
-  throw base::Exception(base::ErrorKind::kResources, fmt::format("{}: {}", what, strerror(errno)));
+[[noreturn]] void no_resources(const char* what, const char* why = strerror(errno)) {
+  throw base::Exception(base::ErrorKind::kResources, fmt::format("{}: {}", what, why));
 }
 
 /// Sets up the child process after fork(). Redirects stdout to the stderr pipe: JSON lines have a
@@ -69,9 +82,9 @@ std::string LinePipe::close() {
   return std::exchange(pending_, {});
 }
 
-Child::Child(int rank, std::string role, const Handlers& handlers)
-    : rank_(rank),
-      role_(std::move(role)),
+Child::Child(int number, std::string name, const Handlers& handlers)
+    : rank(number),
+      role(std::move(name)),
       handlers_(&handlers),
       lines_end_(out_.open()),
       text_end_(err_.open()) {}
@@ -79,7 +92,7 @@ Child::Child(int rank, std::string role, const Handlers& handlers)
 void Child::start(const std::function<int()>& body) {
   const pid_t launcher = getpid();
   pid_ = fork();
-  if (pid_ < 0) no_resources("cannot start a rank");
+  if (pid_ < 0) no_resources(kCannotStart);
   if (pid_ == 0) {
     // This must not allocate, because a thread of the parent may have held the heap's lock.
     become_rank(launcher, text_end_.get());
@@ -103,22 +116,22 @@ void Child::take_line(std::string line) {
   const std::string event = text_in(json, "event");
   may_be_lost_ = may_be_lost_ || event == kMayBeLost;
   is_saving_ = is_saving_ || event == kSaving;
-  if (event == kFigures) figures_ = std::move(json["ranks"]);
+  if (event == kFigures) figures = std::move(json["ranks"]);
   if (event == kMayBeLost || event == kSaving || event == kFigures) return;
   const bool is_ready = event == "ready", is_error = event == "error";
   if (is_ready || is_error || event == "rank_end") {
-    if (const std::string role = text_in(json, "role"); !role.empty()) role_ = role;
-    if (const std::string run = text_in(json, "run"); !run.empty()) run_id_ = run;
-    ready_ = ready_ || is_ready;
-    if (!is_ready) (is_error ? error_ : rank_end_) = json;
+    if (const std::string told = text_in(json, "role"); !told.empty()) role = told;
+    if (const std::string told = text_in(json, "run"); !told.empty()) run_id = told;
+    ready = ready || is_ready;
+    if (!is_ready) (is_error ? error : rank_end) = json;
     if (is_error) return;  // the launcher prints only the root cause's error
   }
   handlers_->on_event(json, std::move(line));
 }
 
 void Child::take_text(std::string line) {
-  tail_.push_back(line.substr(0, line.size() - 1));
-  if (tail_.size() > kTailLines) tail_.erase(tail_.begin());
+  stderr_tail.push_back(line.substr(0, line.size() - 1));
+  if (stderr_tail.size() > kTailLines) stderr_tail.erase(stderr_tail.begin());
   handlers_->on_text(std::move(line));
 }
 
@@ -128,12 +141,12 @@ bool Child::reap() {
   rusage usage{};
   do {
     if (wait4(pid_, &status, WNOHANG | WUNTRACED | WCONTINUED, &usage) != pid_) return false;
-    stopped_since_ = std::nullopt;
-    if (WIFSTOPPED(status)) stopped_since_ = base::Clock::now();
+    stopped_since = std::nullopt;
+    if (WIFSTOPPED(status)) stopped_since = base::Clock::now();
   } while (WIFSTOPPED(status) || WIFCONTINUED(status));
-  ended_at_ = base::Clock::now();
+  ended_at = base::Clock::now();
   status_ = status;
-  rss_mb_ = static_cast<double>(usage.ru_maxrss) / 1024;
+  rss_mb = static_cast<double>(usage.ru_maxrss) / 1024;
   read_pipes(true);
   out_.close();  // drops a truncated line, which is not JSON
   if (const std::string rest = err_.close(); !rest.empty()) take_text(rest + '\n');
@@ -142,31 +155,94 @@ bool Child::reap() {
 
 void Child::send(int signal) {
   if (!alive()) return;
-  ended_by_us_ = ended_by_us_ || error_.empty();
-  killed_ = killed_ || signal == SIGKILL;
+  ended_by_us = ended_by_us || error.empty();
+  killed = killed || signal == SIGKILL;
   kill(-pid_, signal);
-}
-
-void Child::stop(bool stopped) {
-  if (alive()) kill(-pid_, stopped ? SIGSTOP : SIGCONT);
-}
-
-void Child::tell(int signal) {
-  if (alive()) kill(pid_, signal);
 }
 
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }
 
 int Child::stopped_by() const {
-  if (!status_ || signal() || !error_.empty() || !rank_end_.contains("signal")) return 0;
-  return rank_end_["signal"].is_string() && exit_code() > 128 ? exit_code() - 128 : 0;
+  if (!status_ || signal() || !error.empty() || !rank_end.contains("signal")) return 0;
+  return rank_end["signal"].is_string() && exit_code() > 128 ? exit_code() - 128 : 0;
 }
 
 int Child::exit_code() const {
   if (!status_) return 0;
   if (const int number = signal()) return 128 + number;
   const int code = WEXITSTATUS(*status_);
-  return code == 0 && rank_end_.empty() ? 1 : code;
+  return code == 0 && rank_end.empty() ? 1 : code;
+}
+
+std::function<int()> rank_image(const SpawnedRank& rank) {
+  struct Texts {
+    std::string arguments;  // the process's original arguments
+    std::string variable;
+    std::vector<char*> argv, envp;
+    net::Fd token;
+  };
+  const auto texts = std::make_shared<Texts>();
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  texts->arguments.assign(std::istreambuf_iterator<char>(file), {});
+  if (texts->arguments.empty()) no_resources(kCannotStart, "/proc/self/cmdline is empty");
+  // The token is in a memory file and not in the environment, which other processes can read.
+  texts->token = net::Fd(memfd_create("token", MFD_CLOEXEC));
+  if (!texts->token.valid() || write_all(texts->token.get(), rank.token) != 0) {
+    no_resources(kCannotStart);
+  }
+  nlohmann::json told = rank;
+  told["launcher"] = getpid();  // distinguishes the rank from its child processes
+  told["started"] = rank.started.time_since_epoch().count();
+  told["token_fd"] = texts->token.get();
+  if (rank.generation) told["generation"] = *rank.generation;
+  texts->variable = std::string(kVariable) + '=' +
+                    told.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  char* const end = texts->arguments.data() + texts->arguments.size();
+  for (char* argument = texts->arguments.data(); argument < end; argument += strlen(argument) + 1) {
+    texts->argv.push_back(argument);
+  }
+  for (char** entry = environ; *entry; ++entry) texts->envp.push_back(*entry);
+  texts->envp.push_back(texts->variable.data());
+  texts->argv.push_back(nullptr);
+  texts->envp.push_back(nullptr);
+  return [texts, out_fd = rank.out_fd, listen_fd = rank.listen_fd]() -> int {
+    for (const int fd : {out_fd, listen_fd, texts->token.get()}) {
+      if (fd >= 0) fcntl(fd, F_SETFD, 0);
+    }
+    execve(kProgram, texts->argv.data(), texts->envp.data());
+    for (const char* text :
+         std::initializer_list<const char*>{program_invocation_short_name, ": ", kCannotStart, ": ",
+                                            strerrordesc_np(errno), "\n"}) {
+      write_all(STDERR_FILENO, text);
+    }
+    return base::exit_code(base::ErrorKind::kResources);
+  };
+}
+
+std::optional<SpawnedRank> take_spawned_rank() {
+  const char* const text = std::getenv(kVariable);
+  if (!text) return std::nullopt;
+  SpawnedRank rank;
+  try {
+    const nlohmann::json told = nlohmann::json::parse(text);
+    unsetenv(kVariable);
+    if (told.at("launcher") != getppid()) return std::nullopt;
+    told.get_to(rank);
+    // All processes of a machine share the steady clock.
+    rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
+    if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
+    const net::Fd token(told.at("token_fd"));
+    std::ifstream file("/proc/self/fd/" + std::to_string(token.get()));
+    rank.token.assign(std::istreambuf_iterator<char>(file), {});
+  } catch (const nlohmann::json::exception&) {  // not set by a launcher
+    unsetenv(kVariable);
+    return std::nullopt;
+  }
+  for (const int fd : {rank.out_fd, rank.listen_fd}) {
+    if (fd >= 0) fcntl(fd, F_SETFD, FD_CLOEXEC);
+  }
+  prctl(PR_SET_NAME, program_invocation_short_name);  // otherwise ps(1) shows "exe"
+  return rank;
 }
 
 }  // namespace distrain::app

@@ -1,7 +1,6 @@
 #include "process/display.h"
 
 #include <limits>
-#include <memory>
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,7 +12,6 @@
 #include <unistd.h>
 
 #include "distrain/base/process.h"
-#include "process/json_lines.h"
 #include "process/output.h"
 
 namespace distrain::app {
@@ -38,10 +36,7 @@ std::string counted(int64_t count, std::string_view what) {
 }
 
 double real_in(const Json& json, const char* name) { return number_in(json, name).value_or(0); }
-
-int64_t integer_in(const Json& json, const char* name) {
-  return static_cast<int64_t>(real_in(json, name));
-}
+int64_t integer_in(const Json& json, const char* name) { return int64_t(real_in(json, name)); }
 
 /// Returns the loss; NaN if it is null, because JSON has no NaN.
 double loss_in(const Json& event) {
@@ -211,8 +206,7 @@ void Display::on_event(const Json& event) {
     }
   } else if (name == "waiting") {
     if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has reported all
-    const auto missing = event.value("missing", std::vector<int>());
-    missing_ = fmt::format("{}", fmt::join(missing, ","));
+    missing_ = fmt::format("{}", fmt::join(event.value("missing", std::vector<int>()), ","));
     reason_ = text_in(event, "reason");
     if (const std::string address = text_in(event, "address"); !address.empty()) address_ = address;
     const bool is_new = said_.insert(missing_ + reason_).second;
@@ -238,10 +232,9 @@ void Display::on_event(const Json& event) {
   } else if (name == "epoch" && epoch > ended_) {
     Epoch& its = pending_[epoch];
     its.ranks.insert(rank);
-    if (const double steps = real_in(event, "steps"); steps > 0) {
-      its.loss += loss_in(event) * steps;
-      its.steps += steps;
-    }
+    const double steps = real_in(event, "steps");
+    if (steps > 0) its.loss += loss_in(event) * steps;
+    its.steps += steps;
     its.seconds = std::max(its.seconds, real_in(event, "wall_s"));
     its.is_partial = event.value("partial", false);
     end_epochs(false);
@@ -324,10 +317,6 @@ void Display::end_epochs(bool all, bool is_next) {
 
 // ---- output ----
 
-std::string Display::coloured(const char* colour, const std::string& text) const {
-  return plan_.colours && *colour ? colour + text + "\x1b[0m" : text;
-}
-
 void Display::stay(const std::string& line, const char* colour) {
   if (lines_.size() < kMostWaiting) lines_ += coloured(colour, line) + '\n';
   line_at_ = screen_.now();
@@ -345,17 +334,12 @@ void Display::thin(Thinned& kind, const std::string& line) {
   stay(std::exchange(kind.held, {}));
 }
 
-double Display::since(base::TimePoint then) const {
-  return std::chrono::duration<double>(screen_.now() - then).count();
-}
-
 /// Describes the wait for ranks. If too long, drops the address, then the end of the reason.
 std::string Display::waiting(size_t width) const {
   const double waited = since(begun_);
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
-  std::string ranks = "the other ranks";
-  if (!missing_.empty())
-    ranks = (missing_.find(',') < missing_.npos ? "ranks " : "rank ") + missing_;
+  const std::string noun = missing_.find(',') < missing_.npos ? "ranks " : "rank ";
+  const std::string ranks = missing_.empty() ? "the other ranks" : noun + missing_;
   const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_;
   std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time;
   if (line.size() > width) line = ("waiting for " + ranks + time).substr(0, width);
@@ -445,10 +429,6 @@ void Display::show(bool at_once) {
     drawn_ = {first.size(), second.size()};
   }
   screen_.write(std::move(text));
-}
-
-void Display::clear() {
-  if (!drawn_.empty() && screen_.is_free()) screen_.write(erased());
 }
 
 base::TimePoint Display::next_tick() const {

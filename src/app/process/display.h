@@ -1,16 +1,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <optional>
 #include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "distrain/base/clock.h"
 #include "distrain/job/job.h"
 
 namespace distrain::app {
@@ -69,7 +61,9 @@ class Display {
   void tick();
   base::TimePoint next_tick() const;
   /// Removes the live region, so that other text can be written to the terminal.
-  void clear();
+  void clear() {
+    if (!drawn_.empty() && screen_.is_free()) screen_.write(erased());
+  }
   /// Shows how the job ended. Later events are ignored.
   void finish(const Json& end);
   /// Returns true if finish() has shown that a signal ended the job.
@@ -102,13 +96,17 @@ class Display {
   void stay(const std::string& line, const char* colour = "");
   void thin(Thinned& kind, const std::string& line);
   void end_epochs(bool all, bool is_next = false);
-  double since(base::TimePoint then) const;
+  double since(base::TimePoint then) const {
+    return std::chrono::duration<double>(screen_.now() - then).count();
+  }
   std::string waiting(size_t width) const;
   std::string status(size_t width) const;
   std::string ranks(size_t width) const;
   std::string erased();
   void show(bool at_once);
-  std::string coloured(const char* colour, const std::string& text) const;
+  std::string coloured(const char* colour, const std::string& text) const {
+    return plan_.colours && *colour ? colour + text + "\x1b[0m" : text;
+  }
 
   const DisplayPlan plan_;
   const Screen screen_;

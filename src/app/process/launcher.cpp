@@ -1,9 +1,5 @@
 #include "process/launcher.h"
 
-#include <algorithm>
-#include <map>
-#include <utility>
-
 #include <errno.h>
 #include <fmt/format.h>
 #include <poll.h>
@@ -11,11 +7,6 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
-#include "distrain/base/clock.h"
-#include "distrain/job/stop_signal.h"
-#include "process/json_lines.h"
-#include "process/output.h"
-#include "process/process_setup.h"
 #include "process/rank_group.h"
 
 namespace distrain::app {
@@ -86,6 +77,8 @@ class Launcher {
     return told;
   }
 
+  bool ends() const { return ended_by_signal_ || write_error_; }
+
   std::optional<std::string> newest_checkpoint() const {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
@@ -96,8 +89,7 @@ class Launcher {
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
     const bool may_pass = is(ErrorKind::kPeerLost) || (is(ErrorKind::kResources) && has_met_);
     const bool can_go_on = plan_.newest_checkpoint || !plan_.display.has_rank_0;
-    return may_pass && can_go_on && !verdict.by_signal && restarts_ < plan_.max_restarts &&
-           !write_error_ && !ended_by_signal_;
+    return may_pass && can_go_on && !verdict.by_signal && restarts_ < plan_.max_restarts && !ends();
   }
 
   /// Reports the restart and waits. Returns false after a signal, or if stdout's reader is gone.
@@ -110,13 +102,11 @@ class Launcher {
     tell_restart(plan_.ranks, newest, pause_, verdict.cause,
                  "the job starts again" + (newest ? " from " + *newest : ""));
     const base::TimePoint then = base::deadline_after(pause_);
-    while (base::Clock::now() < then && !ended_by_signal_ && !write_error_) {
-      wake_at_ = then;
-      wait_once();
-    }
+    wake_at_ = then;
+    while (base::Clock::now() < then && !ends()) wait_once();
     wake_at_ = base::kNever;
     if (ended_by_signal_) verdict = {cause_by_signal(ended_by_signal_), true, {}};
-    return !ended_by_signal_ && !write_error_;
+    return !ends();
   }
 
   static nanoseconds longer(nanoseconds pause) {
@@ -144,7 +134,7 @@ class Launcher {
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
     Lost& its = lost_[rank];
     its.at = base::kNever;
-    const bool found_no_place = child->is_successor() && !child->ready() && !child->signal();
+    const bool found_no_place = child->is_successor && !child->ready && !child->signal();
     if (restarts_ >= plan_.max_restarts || is_crash(child->signal()) || found_no_place) return;
     const bool lasted = base::Clock::now() - its.started >= kLasts;
     its.pause = lasted ? kFirstPause : longer(its.pause);
@@ -153,33 +143,29 @@ class Launcher {
   }
 
   bool has_lost_to_start() const {
-    return std::ranges::any_of(lost_,
-                               [](const auto& its) { return its.second.at != base::kNever; });
+    return std::ranges::any_of(lost_, [](auto& its) { return its.second.at != base::kNever; });
   }
 
   /// Starts the lost ranks whose pause is over, unless the job has ended, as it may after a loss.
   void start_lost_again() {
-    const bool goes_on =
-        !group_->is_ending() && !group_->is_over() && !ended_by_signal_ && !write_error_;
+    const bool goes_on = !group_->is_ending() && !group_->is_over() && !ends();
     for (auto& [rank, its] : lost_) {
       if (goes_on && base::Clock::now() < its.at) continue;
       if (std::exchange(its.at, base::kNever) == base::kNever || !goes_on) continue;
       if (!its.is_told) {
         if (restarts_ >= plan_.max_restarts) continue;
         ++restarts_;
-        tell_restart({rank}, std::nullopt, its.pause, its.cause,
-                     "it is started again, the job goes on");
+        tell_restart({rank}, {}, its.pause, its.cause, "it is started again, the job goes on");
       }
       SpawnedRank spawned = told();
       spawned.rejoins = true;
-      if (!group_->start_again(spawned, rank)) {  // no process can be started now
-        its.is_told = true;
+      its.is_told = !group_->start_again(spawned, rank);
+      if (its.is_told) {  // no process can be started now
         its.pause = longer(its.pause);
         its.at = base::deadline_after(its.pause);
-        continue;
+      } else {
+        its.started = base::Clock::now();
       }
-      its.is_told = false;
-      its.started = base::Clock::now();
     }
   }
 
@@ -250,12 +236,11 @@ class Launcher {
   }
 
   void pump() {
-    if (write_error_) return;
-    if (const int error = output_.pump()) on_write_error(error);
+    if (!write_error_) on_write_error(output_.pump());
   }
 
   void on_write_error(int error) {
-    if (write_error_) return;
+    if (write_error_ || !error) return;
     write_error_ = error;
     group_->end_unheard();
   }
@@ -265,8 +250,8 @@ class Launcher {
   /// Takes rank 0's run id and options from the ranks' lines, if another launcher runs rank 0.
   void hear_of_run() {
     for (const Child& child : group_->ranks()) {
-      if (run_id_.empty()) run_id_ = child.run_id();
-      const Json told = child.rank_end().value("config", Json::object());
+      if (run_id_.empty()) run_id_ = child.run_id;
+      const Json told = child.rank_end.value("config", Json::object());
       for (const auto& [option, value] : told.items()) {
         if (!value.is_null()) config_[option] = value;
       }
@@ -284,15 +269,15 @@ class Launcher {
       tell("error", error_fields(*cause, plan_.told.started));
     }
     Summary summary;
-    for (const Child& child : group_->ranks()) summary.add(child.rank_end());
+    for (const Child& child : group_->ranks()) summary.add(child.rank_end);
     for (const Child& child : group_->ranks()) {
-      for (const Json& other : child.figures()) {
+      for (const Json& other : child.figures) {
         if (std::ranges::count(plan_.ranks, other[0].get<int>()) == 0) summary.add(other[1]);
       }
     }
     summary.add({{"rss_mb", rss_mb_}});
-    const bool has_rank_0 = std::ranges::count(plan_.ranks, 0) > 0;
-    Json end = summary.end_fields(has_rank_0 ? "job" : "rank", plan_.told.started, cause);
+    const char* const scope = plan_.ranks.front() == 0 ? "job" : "rank";
+    Json end = summary.end_fields(scope, plan_.told.started, cause);
     if (plan_.max_restarts > 0) end["restarts"] = restarts_;
     end.update({{"seed", config_.value("seed", Json())}, {"config", config_}});
     tell("end", end);
@@ -301,9 +286,9 @@ class Launcher {
     await_reader();
     display_.finish(end);
     // The signal may also have ended stdout's reader, or a closed terminal may have caused both.
-    const bool took_reader =
-        cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
-    if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
+    const bool is_reader_gone = write_error_ == EPIPE || write_error_ == EIO;
+    const bool by_signal = cause && ended_by_signal_ && is_reader_gone;
+    if (write_error_ && !by_signal) return exit_code_of_write_error(write_error_);
     if (cause && !display_.is_told()) say(message_of(*cause));
     return cause ? cause->exit_code : 0;
   }

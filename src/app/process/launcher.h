@@ -1,21 +1,33 @@
 #pragma once
 
-#include <chrono>
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "distrain/job/job.h"
+#include "placement.h"
 #include "process/display.h"
-#include "process/spawned_rank.h"
+#include "process/process_setup.h"
 
 namespace distrain::app {
 
+/// Settings of a spawned rank, beside those on the launcher's command line, which the rank shares.
+struct SpawnedRank : membership::Contact {
+  base::TimePoint started;      ///< when the launcher started
+  int out_fd = -1;              ///< the descriptor for the rank's JSON lines
+  std::string run_id;           ///< empty if another launcher has rank 0
+  bool shows_progress = false;  ///< the launcher displays the ranks' progress
+  std::string resume;           ///< replaces the user's --resume unless empty
+};
+
+/// Returns a function that executes this program again as `rank`, with the launcher's arguments and
+/// the settings in the environment; if exec fails, it returns an exit code. Use it in a forked
+/// child if the parent has other threads, for which OpenMP would wait without exec. It does not
+/// allocate memory, because such a thread may have held the heap's lock. Throws `resources`.
+std::function<int()> rank_image(const SpawnedRank& rank);
+
+/// Returns the settings if this process was started by rank_image(), otherwise null. Removes them
+/// from the environment, because child processes of the rank must not take them.
+std::optional<SpawnedRank> take_spawned_rank();
+
 struct LaunchPlan {
   std::string cmd;
-  /// Settings for all ranks; the launcher sets each rank's number and descriptors. It closes
-  /// `listen_fd` when no later rank 0 can need it.
+  /// Settings for all ranks, without their numbers and descriptors. The launcher owns `listen_fd`.
   SpawnedRank told;
   job::Json config;
   std::vector<int> ranks;
@@ -37,5 +49,33 @@ struct LaunchPlan {
 /// fail for a reason that may be temporary, starts them again, at most `max_restarts` times, after
 /// a pause that grows as long as the job makes no progress.
 int run_launcher(const LaunchPlan& plan);
+
+/// The rank that this process runs: a spawned rank, a rank that joins, or the local job.
+struct RankRun {
+  std::string role;  ///< empty if unknown before this rank has joined
+  job::Job job;
+  /// Returns the `config` field. If `of_rank_0` is empty, options inherited from rank 0 are null.
+  std::function<job::Json(const job::OptionMap& of_rank_0)> config;
+  job::Json data;  ///< the training data, for `start`
+  std::string warning;
+  int threads = 0;
+  int local_ranks = 1;
+  std::shared_ptr<RankDevices> devices;
+  bool knows_devices = false;  ///< the devices do not depend on rank 0's options
+  bool all_here = false;       ///< one launcher runs all ranks, or the job is local
+  int out_fd = -1;
+  bool shows_progress = false;  ///< the rank is spawned, and the launcher shows its progress
+  DisplayPlan display;          ///< if the rank is not spawned
+  std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
+};
+
+/// Runs a rank and returns the exit code: emits `start`, runs the body, emits `error` if the body
+/// throws, then emits the last line. A thread handles signals; if one stopped the body, the exit
+/// code is the signal's. If stdout cannot be written, stops a job that saves and exits from any
+/// other. Call _exit() or leave_process() afterwards, because threads may still run.
+///
+/// `start` is the first line, before this rank contacts rank 0: on a rank that joins, `world_size`,
+/// `role`, `device` and inherited fields of `config` may be null in it.
+int run_rank(const RankRun& run);
 
 }  // namespace distrain::app

@@ -12,19 +12,15 @@ using base::peak_rss_mb;
 
 /// Throws `invalid` if the working directory did not exist any more when this process began.
 void expect_working_directory();
-
-/// Returns the time when this process began, before it loaded its libraries: loading LibTorch is
-/// most of a small job's startup time. Call it first in main().
+/// Returns the time when this process began to load its libraries, which is most of a small job's
+/// startup time. Call it first in main().
 base::TimePoint process_start();
-
 /// Opens /dev/null as each closed descriptor of 0, 1 and 2. Returns false if stdout was closed.
 bool secure_standard_fds();
-
 /// Sets signal actions, limits and allocator options. Call before threads and large allocations.
 void set_up_process();
 
-/// Returns the signals that end a job or a rank, and `more`: SIGINT, SIGTERM and, unless it is
-/// ignored (nohup), SIGHUP.
+/// Returns `more`, SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP: all these end a job.
 sigset_t ending_signals(std::initializer_list<int> more = {});
 
 inline constexpr int kSaveSignal = SIGUSR1;      ///< makes a job save and continue
@@ -37,5 +33,12 @@ inline constexpr int kQuestionSignal = SIGQUIT;  ///< makes a rank report its wa
 /// Sets and returns the number of LibTorch's intra-op threads. If `wanted` is 0: OMP_NUM_THREADS if
 /// set, otherwise the CPUs divided by `ranks`. Throws if a thread cannot be started.
 int set_up_threads(int wanted, int ranks);
+
+/// Makes large CPU tensors of this process reuse the memory blocks of freed tensors of about the
+/// same size. Call it once, before any thread and any tensor exists.
+///
+/// Every training step allocates the same sizes, from several threads. malloc would split and join
+/// free memory in varying orders, so the process would grow for thousands of steps.
+void reuse_tensor_memory();
 
 }  // namespace distrain::app

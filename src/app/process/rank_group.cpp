@@ -1,16 +1,13 @@
 #include "process/rank_group.h"
 
 #include <tuple>
-#include <utility>
 
 #include <fmt/format.h>
-#include <signal.h>
-
-#include "process/process_setup.h"
 
 namespace distrain::app {
 namespace {
 
+using base::ErrorKind;
 using std::chrono::nanoseconds;
 
 constexpr auto kTermGrace = std::chrono::seconds(2);            // after the launcher's SIGTERM
@@ -20,21 +17,20 @@ constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // for a rank th
 constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // added to the peer timeout
 
 bool is_secondary(const Child& child) {
-  if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
-  const std::string kind = child.error().value("kind", "");
-  return kind == base::kind_name(base::ErrorKind::kPeerLost) ||
-         kind == base::kind_name(base::ErrorKind::kCancelled);
+  if (child.exit_code() == exit_code(ErrorKind::kPeerLost)) return true;
+  const std::string kind = child.error.value("kind", "");
+  return kind == kind_name(ErrorKind::kPeerLost) || kind == kind_name(ErrorKind::kCancelled);
 }
 
 /// Returns the line that says why the rank failed: its `error` line, or else its last line.
 const Json& reason(const Child& child) {
-  return child.error().empty() ? child.rank_end() : child.error();
+  return child.error.empty() ? child.rank_end : child.error;
 }
 
 /// Returns the other rank that `child` names as the cause of its failure, if any.
 std::optional<int> blamed_rank(const Child& child) {
   const Json rank = reason(child).value("cause_rank", Json());
-  if (!rank.is_number() || rank == child.rank()) return std::nullopt;
+  if (!rank.is_number() || rank == child.rank) return std::nullopt;
   return rank.get<int>();
 }
 
@@ -43,13 +39,9 @@ nanoseconds as_time(double seconds) { return nanoseconds(static_cast<int64_t>(se
 }  // namespace
 
 bool is_crash(int signal) {
-  return signal == SIGABRT || signal == SIGSEGV || signal == SIGBUS || signal == SIGFPE ||
-         signal == SIGILL;
+  constexpr int kCrashes[] = {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+  return std::ranges::count(kCrashes, signal) > 0;
 }
-
-RankGroup::RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
-                     std::function<void(int rank)> in_child)
-    : plan_(plan), handlers_(handlers), in_child_(std::move(in_child)) {}
 
 // ---- start ----
 
@@ -69,7 +61,7 @@ bool RankGroup::start_again(const SpawnedRank& told, int rank) {
   } catch (const base::Exception&) {
     return false;
   }
-  children_.back().set_successor();
+  children_.back().is_successor = true;
   const auto before = std::ranges::find(children_, rank, &Child::rank);
   if (before != children_.begin() + static_cast<std::ptrdiff_t>(others)) children_.erase(before);
   std::ranges::sort(children_, {}, &Child::rank);
@@ -112,16 +104,16 @@ std::vector<int> RankGroup::reap() {
   std::vector<int> lost;
   for (Child& child : children_) {
     if (!child.reap()) continue;
-    rss_mb_ = std::max(rss_mb_, child.rss_mb());
+    rss_mb_ = std::max(rss_mb_, child.rss_mb);
     if (is_spared(child)) {
-      lost.push_back(child.rank());
+      lost.push_back(child.rank);
     } else if (child.failed()) {
       on_failure(child);
     }
   }
   // Kills successors that have not joined before the end, because rank 0 is gone.
   const auto is_there = [](const Child& child) {
-    return child.alive() && (!child.is_successor() || child.ready());
+    return child.alive() && (!child.is_successor || child.ready);
   };
   if (is_over() && std::ranges::none_of(children_, is_there)) send_to_all(SIGKILL);
   return lost;
@@ -131,25 +123,24 @@ std::vector<int> RankGroup::reap() {
 /// long or out of resources, or obeyed a signal in a job that does not save.
 bool RankGroup::is_spared(const Child& child) const {
   if (!child.failed() || !child.may_be_lost()) return false;
-  if (child.is_given_up()) return true;
-  if (child.ended_by_us()) return never_met(child);
+  if (child.is_given_up) return true;
+  if (child.ended_by_us) return never_met(child);
   if (child.stopped_by()) return plan_.save_grace.count() == 0;
+  if (child.signal() != 0 || never_met(child)) return true;
   const int code = child.exit_code();
-  const bool is_cut_off =
-      code == base::exit_code(base::ErrorKind::kPeerLost) && !blamed_rank(child);
-  return child.signal() != 0 || never_met(child) || is_cut_off ||
-         code == base::exit_code(base::ErrorKind::kResources);
+  const bool is_cut_off = code == exit_code(ErrorKind::kPeerLost) && !blamed_rank(child);
+  return is_cut_off || code == exit_code(ErrorKind::kResources);
 }
 
 /// Returns true for a successor that could not join the job any more.
 bool RankGroup::never_met(const Child& child) const {
-  return child.is_successor() && !child.ready() &&
-         (child.exit_code() == base::exit_code(base::ErrorKind::kRendezvous) || child.killed());
+  return child.is_successor && !child.ready &&
+         (child.exit_code() == exit_code(ErrorKind::kRendezvous) || child.killed);
 }
 
 bool RankGroup::is_over() const {
-  return std::ranges::any_of(children_,
-                             [](const Child& child) { return !child.alive() && !child.failed(); });
+  const auto is_done = [](const Child& child) { return !child.alive() && !child.failed(); };
+  return std::ranges::any_of(children_, is_done);
 }
 
 base::TimePoint RankGroup::next_deadline() const {
@@ -167,9 +158,9 @@ void RankGroup::on_time() {
   for (Child& child : children_) {
     if (base::Clock::now() < stopped_until(child)) continue;
     if (child.may_be_lost()) {
-      child.give_up();
+      child.is_given_up = true;
     } else if (!stopped_rank_ && phase_ == Phase::kRunning) {
-      stopped_rank_ = child.rank();
+      stopped_rank_ = child.rank;
     }
     child.send(SIGKILL);
   }
@@ -198,9 +189,8 @@ Child* RankGroup::blamed_by_all() {
 /// ranks do not notice a stopped rank while they join, or when they have left at the end.
 base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const nanoseconds limit = as_time(plan_.peer_timeout_s);
-  const bool counts =
-      child.alive() && !child.killed() && child.stopped_since() && limit.count() > 0;
-  return counts ? *child.stopped_since() + limit + kStoppedGrace : base::kNever;
+  const bool counts = child.alive() && !child.killed && child.stopped_since && limit.count() > 0;
+  return counts ? *child.stopped_since + limit + kStoppedGrace : base::kNever;
 }
 
 void RankGroup::on_failure(const Child& child) {
@@ -210,7 +200,7 @@ void RankGroup::on_failure(const Child& child) {
     // There will be no save now, so its longer grace period is cut short.
     phase_ = std::max(phase_, Phase::kGrace);
     const nanoseconds grace = failure_grace();
-    if (base::deadline_after(grace) < deadline_) set_deadline(grace);
+    if (base::deadline_after(grace) < deadline_) enter(phase_, grace);
   } else if (phase_ == Phase::kRunning) {
     // A signal stopped this rank, so the others stop too, after rank 0 has saved.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
@@ -235,42 +225,13 @@ nanoseconds RankGroup::failure_grace() const {
 void RankGroup::enter(Phase phase, nanoseconds grace) {
   if (phase < phase_) return;
   phase_ = phase;
-  set_deadline(grace);
-}
-
-void RankGroup::set_deadline(nanoseconds grace) {
   grace_ = grace;
   deadline_ = base::deadline_after(grace);
-}
-
-void RankGroup::end(int signal, nanoseconds grace) {
-  send_to_all(signal);
-  enter(Phase::kTerminating, grace);
 }
 
 void RankGroup::end_unheard() {
   const nanoseconds grace = std::max<nanoseconds>(kTermGrace, plan_.save_grace);
   if (phase_ < Phase::kTerminating) end(SIGTERM, grace);
-}
-
-void RankGroup::kill() {
-  send_to_all(SIGKILL);
-  phase_ = Phase::kKilled;
-  deadline_ = base::kNever;
-}
-
-void RankGroup::send_to_all(int signal) {
-  for (Child& child : children_) child.send(signal);
-}
-
-void RankGroup::tell_one(int signal) {
-  const auto alive = std::ranges::find_if(children_, &Child::alive);
-  if (alive != children_.end()) alive->tell(signal);
-}
-
-void RankGroup::go_on(base::Duration stopped) {
-  for (Child& child : children_) child.stop(false);
-  if (deadline_ != base::kNever) deadline_ += stopped;
 }
 
 // ---- verdict ----
@@ -286,24 +247,23 @@ const Child* RankGroup::find(std::optional<int> rank) const {
 bool RankGroup::failed_itself(const Child& child) const {
   if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {
-      return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank();
+      return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank;
     });
   }
-  const bool failed_to_save =
-      plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
-  return child.failed() && (!child.ended_by_us() || failed_to_save || is_crash(child.signal()));
+  const bool saves = plan_.save_grace.count() > 0;
+  const bool failed_to_save = saves && !child.error.empty() && !is_secondary(child);
+  return child.failed() && (!child.ended_by_us || failed_to_save || is_crash(child.signal()));
 }
 
 /// Returns the rank whose failure is the root cause; null if no rank failed by itself.
 const Child* RankGroup::root_cause() const {
   // A rank that blames a rank of this launcher with a reason of its own comes after that rank.
-  const auto blames_another = [this](const Child& child) {
+  const auto blames = [this](const Child& child) {
     const Child* const other = find(blamed_rank(child));
     return other && failed_itself(*other) && !is_secondary(*other);
   };
   const auto order = [&](const Child& child) {
-    return std::tuple(!failed_itself(child), is_secondary(child), blames_another(child),
-                      child.ended_at());
+    return std::tuple(!failed_itself(child), is_secondary(child), blames(child), child.ended_at);
   };
   const auto first = std::ranges::min_element(children_, {}, order);
   return first != children_.end() && failed_itself(*first) ? &*first : nullptr;
@@ -323,26 +283,26 @@ std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
   if (!number) return std::nullopt;
   Verdict verdict{cause_by_signal(number), true, {}};
   // Rank 0's message says where it saved.
-  if (first) verdict.cause.message = first->rank_end().value("message", verdict.cause.message);
+  if (first) verdict.cause.message = first->rank_end.value("message", verdict.cause.message);
   return verdict;
 }
 
 Cause RankGroup::cause_from(const Child& child) const {
-  Cause cause{.rank = child.rank(),
-              .role = child.role(),
+  Cause cause{.rank = child.rank,
+              .role = child.role,
               .host = host_name(),
-              .kind = std::string(base::kind_name(base::ErrorKind::kInternal)),
+              .kind = std::string(kind_name(ErrorKind::kInternal)),
               .exit_code = child.exit_code()};
-  const std::string name = rank_name(child.rank(), child.role());
+  const std::string name = rank_name(child.rank, child.role);
   const Json& told = reason(child);
-  if (child.is_given_up() || child.rank() == stopped_rank_) {
-    cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
-    cause.exit_code = base::exit_code(base::ErrorKind::kPeerLost);
+  if (child.is_given_up || child.rank == stopped_rank_) {
+    cause.kind = kind_name(ErrorKind::kPeerLost);
+    cause.exit_code = exit_code(ErrorKind::kPeerLost);
     cause.message =
         fmt::format("{} is lost: it was stopped, for longer than {} s", name, plan_.peer_timeout_s);
-  } else if (const int number = child.signal(); number && child.error().empty()) {
+  } else if (const int number = child.signal(); number && child.error.empty()) {
     cause.signal = signal_name(number);
-    if (!is_crash(number)) cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
+    if (!is_crash(number)) cause.kind = kind_name(ErrorKind::kPeerLost);
     cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
                                 number == SIGKILL ? " (kill -9, or out of memory)" : "");
   } else if (told.contains("kind") && told.contains("message")) {
@@ -358,7 +318,7 @@ Cause RankGroup::cause_from(const Child& child) const {
   } else {
     cause.message = fmt::format("{} left without its last line", name);
   }
-  if (const Child* const named = find(cause.rank)) cause.stderr_tail = named->stderr_tail();
+  if (const Child* const named = find(cause.rank)) cause.stderr_tail = named->stderr_tail;
   return cause;
 }
 
@@ -369,7 +329,7 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
   if (!child && !all_stopped && !is_over() && ended_by == 0) {  // no rank is left to continue
     const auto last = std::ranges::max_element(children_, {}, [this](const Child& each) {
-      return std::pair(is_spared(each), each.ended_at());
+      return std::pair(is_spared(each), each.ended_at);
     });
     if (last != children_.end() && is_spared(*last)) return Verdict{cause_from(*last), false, {}};
   }
@@ -377,15 +337,15 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   Verdict verdict{cause_from(*child), false, {}};
   // Prefers the `error` line of the rank that is the cause.
   const Child* const named = find(verdict.cause.rank);
-  const Child* teller = named && !named->error().empty() ? named : child;
+  const Child* teller = named && !named->error.empty() ? named : child;
   // If the job could have continued without `child`, another rank's error says why it did not.
   if (is_spared(*child)) {
     const auto other = std::ranges::find_if(children_, [&](const Child& each) {
-      return !each.error().empty() && !is_spared(each) && blamed_rank(each) == child->rank();
+      return !each.error.empty() && !is_spared(each) && blamed_rank(each) == child->rank;
     });
     if (other != children_.end()) teller = &*other;
   }
-  if (!teller->error().empty()) verdict.error = teller->error();
+  if (!teller->error.empty()) verdict.error = teller->error;
   return verdict;
 }
 

@@ -1,22 +1,110 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
-#include <functional>
-#include <optional>
-#include <vector>
 
 #include <poll.h>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
-#include "process/child.h"
-#include "process/json_lines.h"
+#include "distrain/net/socket.h"
 #include "process/launcher.h"
+#include "process/output.h"
 
 namespace distrain::app {
 
-/// Returns true for signals of a program error, such as SIGSEGV, which nobody sends to end a rank.
+/// The read end of a pipe that another process writes lines of any length to.
+class LinePipe {
+ public:
+  /// Creates the pipe and returns its write end. Throws `resources` if no pipe can be created.
+  net::Fd open();
+  int fd() const { return fd_.get(); }  ///< the read end; -1 after the end of the stream
+  /// Calls `take` with each complete line, newline included. Never blocks. Reads at most 4 MiB, so
+  /// that a rank that always writes does not delay the handling of signals. A pipe holds less.
+  void read(const std::function<void(std::string)>& take);
+  /// Closes the pipe and returns the incomplete line after the last newline.
+  std::string close();
+
+ private:
+  net::Fd fd_;
+  std::string pending_;
+};
+
+/// A rank that the launcher forked: its process, its two pipes and the state that it reported.
+class Child {
+ public:
+  struct Handlers {
+    std::function<void(const Json&, std::string)> on_event;  ///< an event and its line, with \n
+    std::function<void(std::string)> on_text;                ///< a line for stderr
+  };
+
+  /// Creates the pipes. Throws `resources` if no pipe can be created.
+  Child(int number, std::string name, const Handlers& handlers);
+
+  /// Forks a process that exits with the result of `body`. Throws `resources` if fork() fails.
+  void start(const std::function<int()>& body);
+  /// Reads the pipes without blocking, that of JSON lines only if `lines`.
+  void read_pipes(bool lines);
+  /// Returns true if the process has just ended, after reading its remaining output.
+  bool reap();
+  /// Signals the process group. Its end is then `ended_by_us`, unless it has reported an error.
+  void send(int signal);
+  /// Stops the process group, or lets it continue if `stopped` is false.
+  void stop(bool stopped) {
+    if (alive()) ::kill(-pid_, stopped ? SIGSTOP : SIGCONT);
+  }
+  /// Sends a signal that does not end the rank. The rank's process group does not get the signal,
+  /// because it could end processes that the rank has started.
+  void tell(int signal) {
+    if (alive()) ::kill(pid_, signal);
+  }
+
+  /// Returns the descriptor that the rank writes JSON lines to; call it before start().
+  int lines_fd() const { return lines_end_.get(); }
+  int out_fd() const { return out_.fd(); }
+  int err_fd() const { return err_.fd(); }
+  bool alive() const { return pid_ > 0 && !status_; }
+  bool failed() const { return status_ && exit_code() != 0; }
+  /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a last line.
+  int exit_code() const;
+  /// Returns true if this rank, or the process that it replaced, reported that it may be lost.
+  bool may_be_lost() const { return may_be_lost_ || is_successor; }
+  /// Returns true if a save has made progress since the last call.
+  bool take_saving() { return std::exchange(is_saving_, false); }
+  /// Returns the signal after which the rank ended in good order, from its last line; 0 if none.
+  int stopped_by() const;
+  int signal() const;  ///< that killed the process; 0 if none
+
+  // Set by the owner.
+  bool is_successor = false;  ///< it replaces a lost process
+  bool is_given_up = false;   ///< it is killed because it was stopped too long: a tolerated loss
+
+  // Set by the functions above.
+  int rank;
+  std::string role;
+  std::string run_id;  ///< empty until a line has it
+  bool ready = false;  ///< it has joined all other ranks
+  bool ended_by_us = false;
+  bool killed = false;                           ///< by send(SIGKILL), even if it has not ended yet
+  std::optional<base::TimePoint> stopped_since;  ///< null if no signal such as SIGSTOP stops it
+  base::TimePoint ended_at;
+  double rss_mb = 0;
+  /// The rank's `rank_end` and `error` lines; empty if there is none. Errors are not printed as
+  /// they arrive, because several ranks may fail for the same reason.
+  Json rank_end = Json::object(), error = Json::object();
+  Json figures = Json::array();  ///< rank 0's kFigures line: pairs of a rank and its fields
+  std::vector<std::string> stderr_tail;
+
+ private:
+  void take_line(std::string line);
+  void take_text(std::string line);
+
+  const Handlers* handlers_;
+  pid_t pid_ = -1;
+  LinePipe out_, err_;
+  net::Fd lines_end_, text_end_;  // the rank's ends of the pipes, until start()
+  std::optional<int> status_;
+  bool may_be_lost_ = false, is_saving_ = false;
+};
+
+/// Returns true for signals of a program error, such as SIGSEGV.
 bool is_crash(int signal);
 
 /// The reason why a start of the job failed.
@@ -32,14 +120,13 @@ struct Verdict {
 /// notice the failure within the peer timeout. Then they get SIGTERM, then SIGKILL. The grace
 /// period is short if not all ranks have joined yet. The root cause is the first failure,
 /// preferably one that is neither a lost peer nor blamed on another rank.
-///
-/// If the job continues without a lost rank (Child::may_be_lost), the loss is no failure unless
-/// other ranks end because of it.
+/// The loss of a rank that may be lost is no failure unless other ranks end because of it.
 class RankGroup {
  public:
   /// `in_child` is called in each forked process to close the launcher's descriptors.
   RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
-            std::function<void(int rank)> in_child);
+            std::function<void(int rank)> in_child)
+      : plan_(plan), handlers_(handlers), in_child_(std::move(in_child)) {}
 
   /// Starts the ranks. If one cannot be started, kills the others; verdict() returns the error.
   void start(const SpawnedRank& told);
@@ -70,12 +157,22 @@ class RankGroup {
   // ---- signals to the ranks ----
 
   /// Sends `signal` to the ranks and gives them `grace` to end.
-  void end(int signal, std::chrono::nanoseconds grace);
+  void end(int signal, std::chrono::nanoseconds grace) {
+    send_to_all(signal);
+    enter(Phase::kTerminating, grace);
+  }
   /// Makes the ranks save and end because stdout's reader is gone, unless they were told to end.
   void end_unheard();
-  void kill();
+  void kill() {
+    send_to_all(SIGKILL);
+    phase_ = Phase::kKilled;
+    deadline_ = base::kNever;
+  }
   /// Sends a signal that does not end ranks to one living rank, or to all.
-  void tell_one(int signal);
+  void tell_one(int signal) {
+    const auto alive = std::ranges::find_if(children_, &Child::alive);
+    if (alive != children_.end()) alive->tell(signal);
+  }
   void tell_all(int signal) {
     for (Child& child : children_) child.tell(signal);
   }
@@ -83,7 +180,10 @@ class RankGroup {
   void stop() {
     for (Child& child : children_) child.stop(true);
   }
-  void go_on(base::Duration stopped);
+  void go_on(base::Duration stopped) {
+    for (Child& child : children_) child.stop(false);
+    if (deadline_ != base::kNever) deadline_ += stopped;
+  }
 
   /// Returns why a lost rank failed.
   Cause cause_of_loss(int rank) const { return cause_from(*find(rank)); }
@@ -104,8 +204,9 @@ class RankGroup {
   void on_failure(const Child& child);
   std::chrono::nanoseconds failure_grace() const;
   void enter(Phase phase, std::chrono::nanoseconds grace);
-  void set_deadline(std::chrono::nanoseconds grace);
-  void send_to_all(int signal);
+  void send_to_all(int signal) {
+    for (Child& child : children_) child.send(signal);
+  }
   const Child* find(std::optional<int> rank) const;
   bool is_spared(const Child& child) const;
   bool never_met(const Child& child) const;

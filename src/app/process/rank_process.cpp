@@ -1,24 +1,20 @@
-#include "process/rank_process.h"
-
-#include <atomic>
 #include <cstdio>
-#include <mutex>
 #include <system_error>
 #include <thread>
-#include <utility>
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <signal.h>
 #include <torch/version.h>
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/process.h"
+#include "distrain/base/temporary_path.h"
 #include "distrain/job/device_choice.h"
+#include "distrain/membership/slot.h"
 #include "distrain/rpc/error.h"
-#include "process/json_lines.h"
+#include "process/launcher.h"
 #include "process/output.h"
 
 namespace distrain::app {
@@ -44,17 +40,10 @@ bool run_aside(std::function<void()> what) {
 
 /// Writes a rank's JSON lines. emit() waits for a slow reader, but once the job is to stop it only
 /// queues lines that the reader does not take, so that the job can save.
-class JsonSink final : public job::EventSink {
+class JsonSink : public job::EventSink {
  public:
-  /// `on_failure` gets the errno of a failed write. If it returns, the queued lines are lost.
-  JsonSink(const RankRun& run, std::function<void(int)> on_failure,
-           std::function<void(const base::Error&)> on_failing)
-      : run_(run),
-        stop_(*run.job.stop),
-        on_failure_(std::move(on_failure)),
-        on_failing_(std::move(on_failing)),
-        lines_(run.out_fd),
-        display_(run.display, screen_of(run.display, lines_)) {
+  explicit JsonSink(const RankRun& run)
+      : run_(run), lines_(run.out_fd), display_(run.display, screen_of(run.display, lines_)) {
     identity_.role = run.role;
     if (run.job.rank != membership::kUnassignedRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
@@ -80,8 +69,6 @@ class JsonSink final : public job::EventSink {
     take_run_id(of_rank_0);
   }
 
-  void failing(const base::Error& error) override { on_failing_(error); }
-
   void used(const Json& config) override {
     std::lock_guard lock(identity_mutex_);
     identity_.used.update(config);
@@ -99,7 +86,7 @@ class JsonSink final : public job::EventSink {
     if (!lock || finished_ || now - told_saving_ < std::chrono::seconds(1)) return;
     told_saving_ = now;
     push_locked(kSaving, Json::object());
-    write_locked([] { return false; });
+    write_locked();
   }
 
   void progress(const Json& fields) override {
@@ -107,15 +94,19 @@ class JsonSink final : public job::EventSink {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock || finished_ || !lines_.empty()) return;
     push_locked(kProgress, fields);
-    write_locked([] { return false; });
+    write_locked();
   }
+
+ protected:
+  /// Called with the errno of a failed write. If it returns, the queued lines are lost.
+  virtual void on_unheard(int error) = 0;
 
   /// Calls `what` with the display, unless another thread is writing.
   void show(const std::function<void(Display&)>& what) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return;
     what(display_);
-    if (display_.pretty()) write_locked([] { return false; });
+    if (display_.pretty()) write_locked();
   }
 
   /// The fields that lines have in common, and values for `config`.
@@ -141,10 +132,9 @@ class JsonSink final : public job::EventSink {
   /// Returns true to the first caller only, which then reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
-  /// Writes the last line. Returns false if it was written before or another thread ends the
-  /// process. Waits for the reader; after a signal, for at most kReaderGrace unless the reader is
-  /// the launcher.
-  bool finish(const Json& fields) {
+  /// Writes the last line. Returns false if another thread wrote it or ends the process. Waits for
+  /// the reader; after a signal, for at most kReaderGrace unless the reader is the launcher.
+  bool write_last(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
     finished_ = true;
@@ -160,6 +150,9 @@ class JsonSink final : public job::EventSink {
     return true;
   }
 
+  const RankRun run_;
+  job::StopSignal& stop_ = *run_.job.stop;
+
  private:
   void take_run_id(const job::OptionMap& options) {
     if (const auto id = options.find(job::kRunId); id != options.end())
@@ -168,14 +161,14 @@ class JsonSink final : public job::EventSink {
 
   void push_locked(std::string_view event, const Json& fields) {
     std::lock_guard lock(identity_mutex_);
-    const auto& [run_id, rank, role, of_rank_0, used] = identity_;
-    const Json whole = json_event(event, run_id, run_.job.name, rank, role, fields);
+    const Json whole =
+        json_event(event, identity_.run_id, run_.job.name, identity_.rank, identity_.role, fields);
     display_.on_event(whole);
     if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line_of(whole));
   }
 
   /// Writes what the reader takes without blocking; waits for the rest while `waits` returns true.
-  void write_locked(const std::function<bool()>& waits) {
+  void write_locked(const std::function<bool()>& waits = [] { return false; }) {
     writing_since_ = base::Clock::now();
     int error = lines_.pump();
     while (!error && !lines_.empty() && waits()) {
@@ -186,13 +179,9 @@ class JsonSink final : public job::EventSink {
     writing_since_ = base::TimePoint{};
     if (!error) return;
     lines_.clear();
-    on_failure_(error);
+    on_unheard(error);
   }
 
-  const RankRun& run_;
-  const job::StopSignal& stop_;
-  const std::function<void(int)> on_failure_;
-  const std::function<void(const base::Error&)> on_failing_;
   std::mutex mutex_;  // held during a write, which may wait for the reader
   OutputQueue lines_;
   Display display_;
@@ -204,25 +193,17 @@ class JsonSink final : public job::EventSink {
   Identity identity_;  // guarded by identity_mutex_
 };
 
-class RankProcess {
+class RankProcess final : public JsonSink {
  public:
-  explicit RankProcess(const RankRun& run)
-      : run_(run),
-        stop_(*run.job.stop),
-        sink_(
-            run_, [this](int error) { on_unheard(error); },
-            [this](const base::Error& error) { leave_if_it_takes_long(error); }) {}
+  using JsonSink::JsonSink;
 
   int run() {
-    // Threads started later inherit the signal mask.
-    base::block_in_all_threads(awaited_signals());
-    // Detached, because the process ends by _exit().
-    std::thread([this] { end_by_signal(); }).detach();
+    base::block_in_all_threads(awaited_signals());      // threads started later inherit the mask
+    std::thread([this] { end_by_signal(); }).detach();  // because the process ends by _exit()
     if (run_.display.mode != DisplayPlan::Mode::kNone) {
-      sink_.show([](Display& display) { display.begin(); });
+      show([](Display& display) { display.begin(); });
       run_aside([this] {
-        for (;; std::this_thread::sleep_for(kDisplayTick))
-          sink_.show([](Display& each) { each.tick(); });
+        for (;; std::this_thread::sleep_for(kDisplayTick)) show([](Display& each) { each.tick(); });
       });
     }
     job::Outcome outcome;
@@ -243,51 +224,48 @@ class RankProcess {
  private:
   job::Outcome run_body() {
     const int threads = set_up_threads(run_.threads, run_.local_ranks);
-    if (run_.knows_devices) {
-      try {  // before the first line, which shows the devices
-        run_.devices->get(run_.role, {});
-      } catch (...) {  // get() throws again after the first line
-      }
+    try {  // choose the devices before the first line, which shows them
+      if (run_.knows_devices) run_.devices->get(run_.role, {});
+    } catch (...) {  // get() throws again after the first line
     }
     const Json config = run_.config({});
-    sink_.emit("start",
-               {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
-                {"pid", getpid()},
-                {"host", host_name()},
-                {"version", DISTRAIN_VERSION},
-                {"torch", TORCH_VERSION},
-                {"seed", config.value("seed", Json())},
-                {"threads", threads},
-                {"device", run_.devices->names()},
-                {"transport", run_.job.transport},
-                {"trust", !run_.job.token.empty() ? "token"
-                          : run_.job.insecure     ? "anybody"
-                                                  : "user"},
-                {"data", run_.data},
-                {"config", config}});
+    emit("start", {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
+                   {"pid", getpid()},
+                   {"host", host_name()},
+                   {"version", DISTRAIN_VERSION},
+                   {"torch", TORCH_VERSION},
+                   {"seed", config.value("seed", Json())},
+                   {"threads", threads},
+                   {"device", run_.devices->names()},
+                   {"transport", run_.job.transport},
+                   {"trust", !run_.job.token.empty() ? "token"
+                             : run_.job.insecure     ? "anybody"
+                                                     : "user"},
+                   {"data", run_.data},
+                   {"config", config}});
     if (run_.all_here) run_.devices->get(run_.role, {});  // otherwise the body chooses them
-    if (!run_.warning.empty()) sink_.emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
-    return run_.body(run_.job, sink_);
+    if (!run_.warning.empty()) emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
+    return run_.body(run_.job, *this);
   }
 
   std::optional<Cause> report(const job::Outcome& outcome) {
     std::optional<Cause> cause;
     if (outcome.stopped) {
       const int number = stop_.number();
-      cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.identity().rank);
+      cause = cause_by_signal(number != 0 ? number : SIGTERM, identity().rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
     } else if (outcome.goal_missed) {  // not a base::Error, because the program worked correctly
-      cause = Cause{.rank = sink_.identity().rank,
+      cause = Cause{.rank = identity().rank,
                     .host = host_name(),
                     .kind = kGoalNotReached,
                     .message = outcome.message,
                     .exit_code = kGoalExitCode};
-      sink_.emit("error", error_fields(*cause, run_.job.started));
+      emit("error", error_fields(*cause, run_.job.started));
     }
     if (outcome.afterwards && !cause) return report(*outcome.afterwards);
     if (outcome.afterwards) {  // the earlier cause sets the exit code
-      sink_.emit("warn", {{"kind", base::kind_name(outcome.afterwards->kind)},
-                          {"message", outcome.afterwards->message}});
+      emit("warn", {{"kind", base::kind_name(outcome.afterwards->kind)},
+                    {"message", outcome.afterwards->message}});
     }
     return cause;
   }
@@ -299,7 +277,7 @@ class RankProcess {
 
   Cause own_cause(const base::Error& error) const {
     Cause cause = cause_of(error);
-    const JsonSink::Identity own = sink_.identity();
+    const Identity own = identity();
     if (!cause.rank || cause.rank == own.rank) {
       cause.rank = own.rank;
       cause.role = own.role;
@@ -311,7 +289,7 @@ class RankProcess {
   bool tell_error_once(const base::Error& error) {
     std::lock_guard lock(told_error_mutex_);
     if (std::exchange(told_error_, true)) return false;
-    sink_.emit("error", error_fields(cause_of(error), run_.job.started));
+    emit("error", error_fields(cause_of(error), run_.job.started));
     return true;
   }
 
@@ -319,13 +297,13 @@ class RankProcess {
   base::Error error_of_this_rank() const {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
-    error.rank = sink_.identity().rank.value_or(-1);
+    error.rank = identity().rank.value_or(-1);
     const bool is_short = error.kind == base::ErrorKind::kResources && error.rank >= 0;
     return is_short ? job::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Writes the last line, which on rank 0 includes `others`, then the cause to stderr. Returns
-  /// false if another thread ends the process.
+  /// Writes the last line, on rank 0 with `others`, then the cause to stderr. Returns false if
+  /// another thread ends the process.
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;
@@ -334,22 +312,22 @@ class RankProcess {
     Summary summary;
     summary.add(fields);
     summary.add(usage);
-    for (const auto& [rank, its_fields] : others) {
-      if (!spawned) summary.add(its_fields);
+    if (!spawned) {
+      for (const auto& [other, its_fields] : others) summary.add(its_fields);
+    } else if (!run_.all_here && !others.empty()) {  // the launcher has the lines of its ranks only
+      emit(kFigures, {{"ranks", others}});
     }
-    // The launcher has only the last lines of its own ranks.
-    if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
-    const JsonSink::Identity identity = sink_.identity();
-    Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,
-                                  cause);
+    const auto [run_id, rank, role, of_rank_0, used] = identity();
+    const char* const scope = !spawned && rank == 0 ? "job" : "rank";
+    Json end = summary.end_fields(scope, run_.job.started, cause);
     // The launcher of rank 0 knows `config`, except values that depend on the data.
-    const bool known = identity.of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
-    if (!spawned || !known || (identity.rank == 0 && !identity.used.empty())) {
-      Json config = run_.config(identity.of_rank_0);
-      config.update(identity.used);
+    const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
+    if (!spawned || !known || (rank == 0 && !used.empty())) {
+      Json config = run_.config(of_rank_0);
+      config.update(used);
       end.update({{"seed", config.value("seed", Json())}, {"config", config}});
     }
-    if (!sink_.finish(end)) return false;
+    if (!write_last(end)) return false;
     const bool is_cancelled = cause && cause->kind == base::kind_name(base::ErrorKind::kCancelled);
     if (cause && !(is_cancelled && unheard())) tell(*cause);
     return true;
@@ -357,7 +335,7 @@ class RankProcess {
 
   /// Called when the rank fails. If the main thread does not end in time, reports the error and
   /// exits, because a running step, on the main thread or on a worker, cannot be interrupted.
-  void leave_if_it_takes_long(const base::Error& error) {
+  void failing(const base::Error& error) override {
     if (is_unwinding_.exchange(true)) return;
     run_aside([this, error] {  // without a thread there is no time limit
       std::this_thread::sleep_for(kUnwinding);
@@ -380,7 +358,7 @@ class RankProcess {
     } while (number == kSaveSignal || number == kQuestionSignal ||
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
-    const Cause cause = cause_by_signal(number, sink_.identity().rank);
+    const Cause cause = cause_by_signal(number, identity().rank);
     leave_in_time(cause);
     if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
   }
@@ -390,11 +368,11 @@ class RankProcess {
   void tell_waits() {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
-      const auto [run_id, rank, role, of_rank_0, used] = sink_.identity();
-      const std::string who = rank ? rank_name(*rank, role) : "a new rank";
+      const Identity own = identity();
+      const std::string who = own.rank ? rank_name(*own.rank, own.role) : "a new rank";
       try {
         std::vector<rpc::Wait> waits = stop_.waits();
-        if (const auto reader = sink_.wait()) waits.push_back(*reader);
+        if (const auto reader = wait()) waits.push_back(*reader);
         if (waits.empty()) say(who + " waits for nothing");
         for (const auto& [what, since] : waits) {
           say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(since), what));
@@ -417,7 +395,7 @@ class RankProcess {
     });
   }
 
-  void on_unheard(int error) {
+  void on_unheard(int error) override {
     // A job that saves stops as after a signal, so that its work is not lost.
     if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
     int none = 0;
@@ -434,7 +412,7 @@ class RankProcess {
     const timespec now{};
     const int number = sigtimedwait(&set, nullptr, &now);
     if (number <= 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
-    const Cause cause = cause_by_signal(number, sink_.identity().rank);
+    const Cause cause = cause_by_signal(number, identity().rank);
     say(cause.message);
     leave(cause.exit_code);
   }
@@ -443,7 +421,7 @@ class RankProcess {
   /// nothing, because its launcher reports the root cause.
   bool tell(const Cause& cause) {
     if (run_.job.spawned) return true;
-    if (!sink_.may_tell()) return false;
+    if (!may_tell()) return false;
     say(message_of(cause));
     return true;
   }
@@ -456,15 +434,12 @@ class RankProcess {
     _exit(code);  // leave_process() may raise SIGINT, and the rank would look killed
   }
 
-  const RankRun run_;
-  job::StopSignal& stop_;
   std::atomic<bool> telling_{false};  // tell_waits() is running
   std::atomic<bool> ending_{false};   // the process is about to end
   std::atomic<bool> is_unwinding_{false};
   std::mutex told_error_mutex_;  // held until the error line is written: it precedes the last line
   bool told_error_ = false;      // guarded by told_error_mutex_
   std::atomic<int> write_error_{0};  // errno of the first failed write
-  JsonSink sink_;
 };
 
 }  // namespace

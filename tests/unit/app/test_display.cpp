@@ -3,7 +3,7 @@
 #include <string>
 
 #include "../src/app/process/display.h"
-#include "../src/app/process/json_lines.h"
+#include "../src/app/process/output.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
 
-#include "../src/app/process/tensor_memory.h"
+#include "../src/app/process/process_setup.h"
 #include "support/catch.h"
 
 using namespace distrain;
