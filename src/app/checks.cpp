@@ -10,7 +10,6 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
-#include "distrain/job/trace_file.h"
 #include "distrain/membership/slot.h"
 #include "options.h"
 

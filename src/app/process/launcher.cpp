@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
-#include "distrain/job/stop_signal.h"
 #include "process/json_lines.h"
 #include "process/output.h"
 #include "process/process_setup.h"

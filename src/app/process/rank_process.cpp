@@ -16,7 +16,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
-#include "distrain/job/device_choice.h"
+#include "distrain/job/options.h"
 #include "distrain/rpc/error.h"
 #include "process/json_lines.h"
 #include "process/output.h"
