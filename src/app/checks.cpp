@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include "distrain/base/text.h"
-#include "distrain/job/trace_file.h"
 #include "distrain/membership/slot.h"
 #include "distrain/net/socket.h"
 #include "program.h"

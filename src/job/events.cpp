@@ -3,7 +3,33 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ATen/Functions.h>
+
+#include "distrain/rpc/to_device.h"
+
 namespace distrain::job {
+
+Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
+  const at::Tensor here = rpc::to_device(targets, scores.device());
+  const at::Tensor loss = at::cross_entropy_loss(scores, here, {}, at::Reduction::Sum);
+  Evaluation evaluation;
+  evaluation.add(scores, here, loss.item<double>());
+  return evaluation;
+}
+
+void Evaluation::add(const Evaluation& other) {
+  samples += other.samples;
+  if (other.right) right = right.value_or(0) + *other.right;
+  loss_sum += other.loss_sum;
+  for (const auto& [name, sum] : other.sums) sums[name] += sum;
+  for (const auto& [name, sum] : other.means) means[name] += sum;
+}
+
+void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
+  samples += targets.numel();
+  right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
+  loss_sum += more_loss;
+}
 
 namespace {
 
@@ -17,10 +43,10 @@ Field device_field() {
   return {"device", kNames, "device of the rank, such as cpu or cuda:0; a list if it has several"};
 }
 
-Event end_event() {
+Event end_event(std::string name, std::string when) {
   Event event{
-      "end",
-      "printed as the last line of each command",
+      std::move(name),
+      std::move(when),
       {{"status", kText, "ok or failed"},
        {"exit_code", kInteger, "exit status of the process"},
        {"scope", kText,
@@ -106,9 +132,6 @@ Field or_null(Field field) {
 }
 
 std::vector<Event> common_events() {
-  Event rank_end = end_event();
-  rank_end.name = "rank_end";
-  rank_end.when = "printed as the last line of each rank that a launcher started";
   return {
       {"start",
        "printed as the first line of each rank",
@@ -173,20 +196,19 @@ std::vector<Event> common_events() {
         or_null({"op", kText, "operation that failed"}),
         {"elapsed_s", kNumber, "seconds since the start of the process or its launcher"},
         {"exit_code", kInteger, "exit status for this kind of error"}}},
-      std::move(rank_end),
-      end_event(),
+      end_event("rank_end", "printed as the last line of each rank that a launcher started"),
+      end_event("end", "printed as the last line of each command"),
   };
 }
 
 Event step_event(std::vector<Field> more) {
-  Event event{"step",
-              "printed after a step, as --log-interval says",
-              {{"epoch", kInteger, "number of the epoch, from 1"},
-               {"step", kInteger, "number of the step, from 1, including steps before a resume"},
-               {"loss", kNumber, "loss of the step's batch"},
-               {"lr", kNumber, "learning rate of the step"}}};
-  append(event.fields, more);
-  return event;
+  std::vector<Field> fields{
+      {"epoch", kInteger, "number of the epoch, from 1"},
+      {"step", kInteger, "number of the step, from 1, including steps before a resume"},
+      {"loss", kNumber, "loss of the step's batch"},
+      {"lr", kNumber, "learning rate of the step"}};
+  append(fields, more);
+  return {"step", "printed after a step, as --log-interval says", std::move(fields)};
 }
 
 Event eval_event(std::string when, Unit unit) {

@@ -1,23 +1,9 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
 #include <variant>
-#include <vector>
 
-#include "distrain/job/device_choice.h"
-#include "distrain/job/events.h"
-#include "distrain/job/job.h"
-#include "distrain/job/option_list.h"
-#include "distrain/job/options.h"
-#include "distrain/job/predictions.h"
-#include "distrain/job/rank.h"
-#include "distrain/job/single_process_training.h"
-#include "distrain/nn/remote_module.h"
+#include "distrain/job/training.h"
 
 namespace distrain::job {
 
@@ -147,7 +133,7 @@ class Definition final : public AnyDefinition {
     }
   }
 
-  // The next functions set the members of JobInfo.
+  // The next functions set members of JobInfo.
 
   Definition& describe(std::string text) { return set(info_.description, std::move(text)); }
   Definition& details(std::string text) { return set(info_.details, std::move(text)); }
@@ -156,7 +142,6 @@ class Definition final : public AnyDefinition {
     return *this;
   }
   Definition& events(std::vector<Event> events) { return set(info_.events, std::move(events)); }
-
   Definition& has_stages() { return set(info_.has_stages, true); }
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
@@ -167,7 +152,6 @@ class Definition final : public AnyDefinition {
                                {{std::move(name), std::move(when), std::move(fields)}});
     return *this;
   }
-
   /// Declares a metric of the job's evaluations: see Evaluation. Call it after events().
   Definition& metric(const std::string& name, std::string what) {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
@@ -283,9 +267,7 @@ class Definition final : public AnyDefinition {
     RankBody body{.cmd = info_.name, .roles = roles(options), .exposures = exposures_};
     body.adopt = [&](int rank, const OptionMap& of_rank_0) {
       if (adopt && rank != 0) options = adopt(rank, of_rank_0);
-      RankBody::Known known = known_of(options);
-      known.roles = roles(options);
-      return known;
+      return known_of(options);
     };
     body.prepare = [&](Rank& rank) {
       if (prepare_) prepare_(rank, options);
@@ -301,18 +283,13 @@ class Definition final : public AnyDefinition {
     return run_local(read(parsed), job, sink);
   }
   Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
-    return run_local_job(job, sink, [&](const Job& placed) {
-      return job::run_local(placed, sink, info_.name, known_of(options),
-                            [&](SingleProcess& local) { local_(local, options); });
-    });
+    return job::run_local(job, sink, info_.name, known_of(options),
+                          [&](SingleProcess& local) { local_(local, options); });
   }
   Outcome run_predict(const ParsedOptions& parsed, const Job& job, const std::string& checkpoint,
                       const std::string& input, EventSink& sink) const override {
-    return run_local_job(job, sink, [&](const Job& placed) {
-      return job::run_predict(placed, sink, checkpoint, input, [&](Predictions& predictions) {
-        predict_(predictions, read(parsed));
-      });
-    });
+    return job::run_predict(job, sink, checkpoint, input,
+                            [&](Predictions& predictions) { predict_(predictions, read(parsed)); });
   }
 
  private:
@@ -369,6 +346,7 @@ class Definition final : public AnyDefinition {
 
   RankBody::Known known_of(const Options& options) const {
     RankBody::Known known = known_options(info_.table, list_.write(options));
+    known.roles = roles(options);
     if constexpr (std::is_base_of_v<CommonOptions, Options>) known.checkpoint = options.checkpoint;
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
       known.checkpoint.read_only = options.eval_only;

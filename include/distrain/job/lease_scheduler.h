@@ -1,17 +1,10 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <limits>
-#include <map>
-#include <mutex>
-#include <optional>
-#include <vector>
+#include <tuple>
 
-#include "distrain/base/error.h"
 #include "distrain/base/future.h"
 #include "distrain/job/job.h"
-#include "distrain/rpc/channel.h"
 
 namespace distrain::job {
 
@@ -174,7 +167,6 @@ class LeaseScheduler {
   std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
   int64_t furthest_locked() const;
-  int64_t remaining_locked(int shard) const;
   int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;

@@ -1,23 +1,111 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
+#include <span>
 
 #include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/job/checkpoint_part.h"
-#include "distrain/job/evaluation.h"
-#include "distrain/job/plan.h"
+#include "distrain/job/lease_scheduler.h"
+#include "distrain/job/options.h"
 #include "distrain/job/rank.h"
-#include "distrain/job/step.h"
 #include "distrain/nn/remote_module.h"
-#include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/single_process_optimizer.h"
 
 namespace distrain::job {
+
+/// A training step to make.
+struct Step {
+  int64_t epoch = 1;
+  int shard = 0;       ///< the shard of the data, which has the number of its trainer
+  int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
+  int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
+};
+
+/// The result of a training step.
+struct Result {
+  at::Tensor loss;  ///< one number; the job ends with an error if it is not finite
+  int64_t samples = 0;
+  Json more = Json::object();      ///< further fields of the `step` line
+  int64_t steps = 1;               ///< number of steps that this counts as in the last line
+  Json progress = Json::object();  ///< further fields of EventSink::progress()
+};
+
+/// A trainer's share of an evaluation: the examples from `first(n)` to before `end(n)` of n.
+struct Share {
+  int index = 0;
+  int count = 1;
+  int64_t first(int64_t n) const { return n * index / count; }
+  int64_t end(int64_t n) const { return n * (index + 1) / count; }
+  /// Calls `use` with the examples' numbers, `batch_size` at a time.
+  void each_batch(int64_t n, int64_t batch_size,
+                  const std::function<void(std::span<const int64_t> examples)>& use) const;
+};
+
+/// Prints the lines of steps as `--log-interval` says: of every Nth step or, by time, of the first
+/// step, the last one, and at most one step every 5 s between them.
+///
+///   StepLines lines(sink, "step", options.log_interval);
+///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
+///   lines.end();
+class StepLines {
+ public:
+  /// `interval`: steps from one line to the next; 0: no lines; unset: by time.
+  StepLines(EventSink& sink, std::string event, std::optional<int> interval)
+      : sink_(sink), event_(std::move(event)), interval_(interval) {}
+
+  /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
+  /// Otherwise keeps `fields` for end(), because the step may be the last one.
+  bool add(int64_t number, std::function<Json()> fields);
+  /// Ends the run: emits the last step's line if there is none yet. Another run may follow.
+  void end();
+
+ private:
+  EventSink& sink_;
+  const std::string event_;
+  const std::optional<int> interval_;
+  base::TimePoint next_{};         // by time: when the next line is due
+  std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
+};
+
+/// Returns the loss of a step. Throws `not_finite` for NaN and infinity, and `invalid` if `loss` is
+/// not one number; both messages name the epoch and the step.
+double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
+
+/// The length of the training, and settings of its output.
+struct Plan : LeaseScheduler::Options {
+  bool eval_only = false;  ///< evaluates only, without training or saving
+  double lr = 0;
+  std::string lr_schedule;  ///< optim::LearningRateSchedule::parse
+  Unit unit = Unit::kSamples;
+  std::optional<int> log_interval;            ///< see StepLines
+  std::string limit;                          ///< the option that limits the training
+  bool log = true;                            ///< print `step` and `epoch` lines
+  int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
+  std::string what_must_agree = "the files";  ///< for the error if trainers' data differ
+
+  // Set by TrainingPlan.
+  int first_rank = 0;                         ///< the rank of the first trainer
+  std::map<std::string, std::string> agreed;  ///< TrainingPlan::agree()
+  std::map<std::string, std::string> alike;
+  std::map<std::string, int64_t> used;  ///< EventSink::used()
+  std::vector<PartName> parts;
+  static constexpr auto kFields =
+      std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
+                 &Plan::take_over, &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule,
+                 &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
+                 &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts);
+
+  /// More steps than any job can make: `steps_per_epoch` of a plan without epochs.
+  static constexpr int64_t kEndless = 1'000'000'000'000;
+
+  Plan() { take_over = true; }
+  static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
+  /// Returns a plan with one trainer and without epochs and `step` lines. If `steps` is 0, training
+  /// has no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning
+  /// rate schedule needs epochs or evaluations.
+  static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
+
+  /// Returns how the plan `other` of `rank` differs from this one; empty if it does not.
+  std::string difference(const Plan& other, int rank) const;
+};
 
 using SingleProcessOptimizer = optim::SingleProcessOptimizer;
 class TrainingHost;
@@ -65,7 +153,7 @@ class TrainingPlan {
  protected:
   /// `own` are the trainers of this process. It calls the TrainingHost on rank 0 by `agent` or, if
   /// `agent` is null, `host` directly.
-  TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share, rpc::Agent* agent,
+  TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
                TrainingHost* host);
   ~TrainingPlan() = default;
 
@@ -88,7 +176,7 @@ class TrainingPlan {
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
   int64_t run_steps() const { return total_ - begun_at_; }  ///< steps in this run
-  void begin_epoch(int64_t epoch);
+  int64_t processes() const { return plan_.trainers / static_cast<int64_t>(own_.size()); }
   /// Counts a step, and emits its `step` line if it is due.
   void log_step(const Result& result, double loss, double lr);
   /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step;
@@ -99,7 +187,6 @@ class TrainingPlan {
   void show(int64_t epoch, double loss, double lr, const Json& more);
 
   Process& process_;
-  const Share share_;
   rpc::Agent* const agent_;
   std::vector<Part> parts_;
   Evaluate evaluate_epoch_, evaluate_end_;
@@ -152,17 +239,15 @@ class Training : public TrainingPlan {
   template <class T>
   void keep(const std::string& name, const rpc::RRef<T>& object) {
     rpc::Agent& agent = rank_.agent();
-    Part part;
-    part.once = true;
-    part.take = [&agent, object](int) {
+    const auto take = [&agent, object](int) {
       return agent.rpc_sync<&detail::hold_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                          object);
     };
-    part.give = [&agent, object](int, const rpc::NamedTensors& saved) {
+    const auto give = [&agent, object](int, const rpc::NamedTensors& saved) {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                   object, saved);
     };
-    keep(name, std::move(part));
+    keep(name, {{}, /*once=*/true, take, give});
   }
   /// Adds a module with a replica on each trainer to each checkpoint.
   template <class Module>
@@ -182,6 +267,38 @@ class Training : public TrainingPlan {
 
   Rank& rank_;
   int64_t wanted_ = 1;  // steps to ask for
+};
+
+/// The argument of a job's `--local` function: one process that makes the steps of all trainers.
+class SingleProcess : public Process {
+ public:
+  SingleProcess(const Job& job, EventSink& sink, TrainingHost& host)
+      : Process(job, sink), host_(host) {}
+  TrainingHost& host() const { return host_; }
+
+ private:
+  TrainingHost& host_;
+};
+
+/// As Training, but for all trainers in one process: a step is one step of each trainer.
+class SingleProcessTraining : public TrainingPlan {
+ public:
+  SingleProcessTraining(SingleProcess& local, const TrainerOptions& options,
+                        int64_t steps_per_epoch)
+      : SingleProcessTraining(local, Plan::of(options, steps_per_epoch), options.trainers) {}
+  SingleProcessTraining(SingleProcess& local, Plan plan, int trainers);
+
+  using TrainingPlan::keep;
+  void keep(const std::string& name, const torch::nn::Module& module) {
+    keep(name, part_of(store::named_tensors(name, module)));
+  }
+
+  /// Trains to the end of the job. `step` makes the given steps, at most one of each trainer. Its
+  /// result has their mean loss and the sum of their samples.
+  void run(const std::function<Result(const std::vector<Step>& steps)>& step);
+  /// Trains to the end of the job. `step` computes one trainer's loss; run() makes the backward
+  /// pass and the updates.
+  void run(SingleProcessOptimizer& optimizer, const std::function<Result(const Step& step)>& step);
 };
 
 }  // namespace distrain::job

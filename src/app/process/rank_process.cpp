@@ -13,6 +13,7 @@
 #include "distrain/base/temporary_path.h"
 #include "distrain/job/device_choice.h"
 #include "distrain/membership/slot.h"
+#include "distrain/job/options.h"
 #include "distrain/rpc/error.h"
 #include "process/launcher.h"
 #include "process/output.h"

@@ -3,16 +3,55 @@
 #include <csignal>
 #include <filesystem>
 #include <system_error>
-#include <utility>
 
 #include <pthread.h>
 #include <unistd.h>
 
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
-#include "distrain/store/named_tensors.h"
 
 namespace distrain::job {
+
+Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {
+  for (const auto& [name, tensor] : here) {
+    if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
+  }
+}
+
+void Held::leave_at(rpc::Agent& agent) {
+  if (!here.empty()) elsewhere.push_back(agent.make_rref(store::on_host(std::exchange(here, {}))));
+}
+
+bool PartName::has(const std::string& tensor, int trainer) const {
+  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+  return tensor.ends_with(stored("", trainer));
+}
+
+std::string PartName::stored(const std::string& tensor, int trainer) const {
+  return each_own ? tensor + "." + std::to_string(trainer) : tensor;
+}
+
+Part part_of(rpc::NamedTensors live, std::string file) {
+  Part part = part_of_each([live = std::move(live)](int) { return live; });
+  static_cast<PartName&>(part) = {.file = std::move(file)};
+  return part;
+}
+
+Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live) {
+  const auto take = [live](int trainer) { return store::copies_on_host(live(trainer)); };
+  const auto give = [live](int trainer, const rpc::NamedTensors& saved) {
+    store::copy_into(live(trainer), saved);
+  };
+  return {{.file = "state", .each_own = true}, /*once=*/false, take, give};
+}
+
+Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
+  rpc::NamedTensors texts;
+  for (const auto& [name, words] : lists) texts[name] = store::tensor_of_words(words);
+  Part part = part_of(std::move(texts), kVocabulary);
+  part.once = true;
+  return part;
+}
 
 namespace {
 
@@ -42,10 +81,7 @@ Snapshot read(const std::string& path, const char* use,
     if (!before) throw;
     base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
-  Snapshot snapshot;
-  snapshot.step = loaded.checkpoint.step;
-  snapshot.state = loaded.checkpoint.state;
-  snapshot.path = loaded.path;
+  Snapshot snapshot{{loaded.checkpoint.step, {}, loaded.checkpoint.state}, {}, loaded.path};
   for (auto& [file, tensors] : loaded.checkpoint.files) {
     if (!tensors.empty()) snapshot.files[file.substr(0, file.rfind(kSuffix))] = std::move(tensors);
   }
@@ -96,10 +132,10 @@ void Snapshot::expect_option(const std::string& name, const std::string& value,
   const auto saved = option(name);
   if (!saved) refuse("it does not say its --" + name);
   if (*saved == value) return;
-  const std::string remedy = ": leave --" + name + " out" + otherwise;
-  refuse(saved->empty()  ? "saved without --" + name + ", not with " + value + remedy
-         : value.empty() ? "saved with --" + name + " " + *saved + ", not without" + remedy
-                         : "saved with --" + name + " " + *saved + ", not " + value + remedy);
+  refuse((saved->empty()  ? "saved without --" + name + ", not with " + value
+          : value.empty() ? "saved with --" + name + " " + *saved + ", not without"
+                          : "saved with --" + name + " " + *saved + ", not " + value) +
+         ": leave --" + name + " out" + otherwise);
 }
 
 std::string Snapshot::agreed(const std::string& name) const {
@@ -111,8 +147,9 @@ std::string Snapshot::agreed(const std::string& name) const {
 
 std::vector<std::string> Snapshot::words(const std::string& list) const {
   const auto file = files.find(kVocabulary);
-  if (file == files.end() || !file->second.contains(list))
+  if (file == files.end() || !file->second.contains(list)) {
     refuse("its model was not trained on text (--data FILE)");
+  }
   const at::Tensor& text = file->second.at(list);
   if (text.scalar_type() != at::kByte) refuse("its words are no text");
   return store::words_of_tensor(text);
@@ -137,7 +174,6 @@ const rpc::NamedTensors& Snapshot::file(const std::string& name) const {
   return it->second;
 }
 
-/// One that has begun.
 struct Checkpoints::Save {
   Snapshot snapshot;
   std::function<void(Snapshot&)> fill;
@@ -220,13 +256,14 @@ void Checkpoints::run(Save& save) {
   }
   const int64_t step = std::exchange(save.snapshot, {}).step;  // before the next one comes
   save.fill = {};
-  if (error && error->kind == base::ErrorKind::kResources) {
+  const bool lacks_resources = error && error->kind == base::ErrorKind::kResources;
+  if (lacks_resources) {
     error->message = "saving step " + std::to_string(step) + " in " + options_.dir +
                      " failed: " + error->message +
                      (last_good_.empty() ? "; there is no earlier checkpoint"
                                          : "; the last good checkpoint is " + last_good_);
   }
-  if (error && error->kind == base::ErrorKind::kResources && options_.on_save_error != "stop") {
+  if (lacks_resources && options_.on_save_error != "stop") {
     sink_.warn(error->kind, error->message + "; the job goes on and tries its next save");
   } else if (error && failed_) {
     failed_(*error);
@@ -240,9 +277,7 @@ void Checkpoints::run(Save& save) {
 
 void Checkpoints::write(const Save& save) {
   const Snapshot& snapshot = save.snapshot;
-  store::Checkpoint checkpoint;
-  checkpoint.step = snapshot.step;
-  checkpoint.state = snapshot.state;
+  store::Checkpoint checkpoint{snapshot.step, {}, snapshot.state};
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
     const auto trained = snapshot.trained.find(file);

@@ -1,7 +1,6 @@
 #include "distrain/job/lease_scheduler.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace distrain::job {
 
@@ -14,15 +13,12 @@ Position Position::from_json(const Json& json, int trainers) {
     if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
     return value.get<int64_t>();
   };
-  Position position;
   if (!json.is_object() || json.size() != 3) fail();
   const Json steps = json.value("steps", Json());
   if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
-  for (const Json& value : steps) position.steps.push_back(count(value));
-  position.epoch = count(json.value("epoch", Json()));
-  position.total = count(json.value("total", Json()));
-  const int64_t of_epoch =
-      std::accumulate(position.steps.begin(), position.steps.end(), int64_t{0});
+  Position position{count(json.value("epoch", Json())), {}, count(json.value("total", Json()))};
+  int64_t of_epoch = 0;
+  for (const Json& value : steps) of_epoch += position.steps.emplace_back(count(value));
   if (position.epoch < 1 || position.total < of_epoch) fail();
   return position;
 }
@@ -38,8 +34,9 @@ LeaseScheduler::LeaseScheduler(Options options, Hooks hooks)
 void LeaseScheduler::resume(Position position) {
   const auto fail = [](const char* why) { base::bad_data(std::string("the position: ") + why); };
   const int64_t whole_epoch = options_.steps_per_epoch * options_.trainers;
-  if (position.epoch - 1 > position.total / whole_epoch)
+  if (position.epoch - 1 > position.total / whole_epoch) {
     fail("its steps are not those of its epochs");
+  }
   int64_t total = (position.epoch - 1) * whole_epoch;
   for (const int64_t steps : position.steps) {
     if (steps > options_.steps_per_epoch) fail("beyond the end of the epoch");
@@ -143,7 +140,7 @@ void LeaseScheduler::tell_who_rests() {
 // ---- lost trainers and their replacements ----
 
 LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> made) {
-  std::optional<Request> request;
+  std::map<int, Request>::node_type request;
   Lost lost;
   {
     std::lock_guard lock(mutex_);
@@ -160,12 +157,9 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
     if (its.has_task && lease.count == 0) again_ = true;
     its.lease = {};
     its.has_task = false;
-    if (const auto waiting = waiting_.find(trainer); waiting != waiting_.end()) {
-      request = std::move(waiting->second);
-      waiting_.erase(waiting);
-    }
+    request = waiting_.extract(trainer);
   }
-  if (request) request->promise.fail({base::ErrorKind::kPeerLost, "it is lost"});
+  if (request) request.mapped().promise.fail({base::ErrorKind::kPeerLost, "it is lost"});
   return lost;
 }
 
@@ -185,8 +179,7 @@ Seat LeaseScheduler::take_seat(int trainer) {
   std::lock_guard lock(mutex_);
   TrainerState& its = state_of(trainer);
   if (its.is_here) base::invalid("this place is taken");
-  const int64_t handed_out = its.handed_out;
-  its = TrainerState{.before = its.before + 1, .handed_out = handed_out};
+  its = TrainerState{.before = its.before + 1, .handed_out = its.handed_out};
   return {trainer, its.before};
 }
 
@@ -242,10 +235,6 @@ void LeaseScheduler::finish() {
   if (finish_at_ == kNever) finish_at_ = furthest_locked();
 }
 
-int64_t LeaseScheduler::remaining_locked(int shard) const {
-  return options_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
-}
-
 std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   if (returned_.empty()) {
@@ -268,27 +257,20 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
 LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   const int64_t gate = gate_locked();
-  int64_t allowed = kNever;
-  if (gate != kNever) {
-    allowed = gate - its.handed_out;
-    if (takes_over_) {  // this trainer's share of the remaining steps
-      const int64_t left = gate * options_.trainers - position_.total;
-      const int64_t all = std::max(here_locked(), 1);
-      allowed = (left + all - 1) / all;
-    }
+  int64_t allowed = gate - its.handed_out;
+  if (takes_over_ && gate != kNever) {  // this trainer's share of the remaining steps
+    const int64_t all = std::max(here_locked(), 1);
+    allowed = (gate * options_.trainers - position_.total + all - 1) / all;
   }
-  int shard = trainer;
-  if (remaining_locked(shard) == 0 && takes_over_) {
-    for (int other = 0; other < options_.trainers; ++other) {
-      if (remaining_locked(other) > remaining_locked(shard)) shard = other;
-    }
+  auto steps = position_.steps.begin() + trainer;
+  if (takes_over_ && *steps == options_.steps_per_epoch) {
+    steps = std::ranges::min_element(position_.steps);
   }
-  const int64_t count = std::min({wanted, allowed, remaining_locked(shard)});
+  const int64_t count = std::min({wanted, allowed, options_.steps_per_epoch - *steps});
   if (count <= 0) return {};
-  int64_t& steps = position_.steps[static_cast<size_t>(shard)];
-  const Range lease = {shard, steps, count};
+  const Range lease = {static_cast<int>(steps - position_.steps.begin()), *steps, count};
   its.handed_out += count;
-  steps += count;
+  *steps += count;
   position_.total += count;
   return lease;
 }
@@ -358,7 +340,7 @@ void LeaseScheduler::hand_out() {
     std::lock_guard lock(mutex_);
     const auto all = static_cast<int32_t>(waiting_.size());
     int32_t part = 0;
-    for (auto it = waiting_.begin(); it != waiting_.end() && !failed_;) {
+    for (auto it = waiting_.begin(); it != waiting_.end();) {  // empty after fail()
       std::optional<Task> task = task_locked(it->first, it->second.wanted);
       if (task) {
         task->part = part;
@@ -376,18 +358,16 @@ void LeaseScheduler::hand_out() {
 std::optional<Task> LeaseScheduler::task_locked(int trainer, int64_t wanted) {
   if (phase_ == Phase::kTraining) return take_locked(trainer, wanted);
   state_of(trainer).has_task = true;
-  Task task;
-  task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
-              : phase_ == Phase::kSaving   ? Task::Kind::kSave
-                                           : Task::Kind::kEnd;
-  task.epoch = position_.epoch;
-  task.shard = trainer;
   const bool is_last =
       over() || (options_.steps == 0 && epoch_over() && position_.epoch >= options_.epochs);
-  task.last = phase_ == Phase::kEvaluating && is_last;
-  task.partial = !epoch_over();
-  task.stopped = stopped();
-  return task;
+  return Task{.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
+                      : phase_ == Phase::kSaving   ? Task::Kind::kSave
+                                                   : Task::Kind::kEnd,
+              .epoch = position_.epoch,
+              .shard = trainer,
+              .last = phase_ == Phase::kEvaluating && is_last,
+              .partial = !epoch_over(),
+              .stopped = stopped()};
 }
 
 }  // namespace distrain::job

@@ -7,58 +7,36 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
-#include "distrain/optim/distributed_optimizer.h"
-
 namespace distrain::job {
 
 namespace {
 
-/// Returns how the plan of `rank` differs from that of the first trainer; empty if it does not.
-std::string difference(const Plan& first, const Plan& other, int rank) {
-  const std::string who = "trainer " + std::to_string(rank);
-  const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
-  if (read(first) != read(other)) {
-    return who + " has read other data than the others: " + other.what_must_agree +
-           " must be the same";
-  }
-  const auto rest = [](const Plan& p) {
-    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
-  };
-  if (rest(first) != rest(other)) return who + " has different training options from the others";
-  if (first.parts != other.parts) return who + " keeps different parts from the others";
-  if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
-  return who + " has a group of the trainers and others have none, or the other way round";
-}
-
-void put(const HeldPart& of, const rpc::NamedTensors& tensors, Snapshot& into) {
-  auto& file = into.files[of.part.file];
-  for (const auto& [name, tensor] : tensors) {
-    const std::string stored = of.part.stored(name, of.trainer);
-    if (of.part.has(stored, of.trainer) && file.emplace(stored, tensor).second) continue;
-    throw base::Exception(base::ErrorKind::kInternal,
-                          "a checkpoint's part '" + of.part.name + "' has the tensor " + name +
-                              ", which is not named by it or is another's, too");
-  }
-}
-
 /// Adds the tensors of all parts to the checkpoint under their stored names. Fetches remote tensors
 /// one by one, and releases each when it has arrived.
-void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
-  for (HeldPart& part : parts) {
-    for (const std::string& name : part.tensors.trained) {
-      into.trained[part.part.file].insert(part.part.stored(name, part.trainer));
+void fetch(std::vector<HeldPart> parts, Snapshot& into, EventSink& sink) {
+  for (HeldPart& held : parts) {
+    const PartName& part = held.part;
+    auto& file = into.files[part.file];
+    const auto put = [&](const rpc::NamedTensors& tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        const std::string stored = part.stored(name, held.trainer);
+        if (part.has(stored, held.trainer) && file.emplace(stored, tensor).second) continue;
+        throw base::Exception(base::ErrorKind::kInternal,
+                              "a checkpoint's part '" + part.name + "' has the tensor " + name +
+                                  ", which is not named by it or is another's, too");
+      }
+    };
+    for (const std::string& name : held.tensors.trained) {
+      into.trained[part.file].insert(part.stored(name, held.trainer));
     }
-    put(part, part.tensors.here, into);
-    for (auto& held : part.tensors.elsewhere) {
-      put(part,
-          held.is_owner() ? held.local_value()
-                          : held.to_here_async(std::chrono::nanoseconds::max()).take(),
-          into);
-      held = {};
+    put(held.tensors.here);
+    for (auto& there : held.tensors.elsewhere) {
+      put(there.is_owner() ? there.local_value()
+                           : there.to_here_async(std::chrono::nanoseconds::max()).take());
+      there = {};
       sink.saving();
     }
   }
-  parts.clear();
 }
 
 struct LossPreparation {
@@ -71,8 +49,7 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` for each rank and waits for the answers. Ignores ranks that the job continues
-/// without.
+/// Calls `ask` for each rank that the job does not continue without, and waits for the answers.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -87,10 +64,7 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
 /// Ends the training on all ranks: from now on a signal ends a rank at once, unless a signal has
 /// already stopped the job (`stopped`) or does so concurrently on any rank.
 void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
-  if (!agent) {
-    stop.disarm(stopped);
-    return;
-  }
+  if (!agent) return static_cast<void>(stop.disarm(stopped));
   std::atomic<bool> any{false};
   ask_all(*agent, [&](int rank) {
     return agent->rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
@@ -102,13 +76,12 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
 /// Throws if the checkpoint has a tensor of no part of `plan`, which means another model.
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
-    return std::ranges::any_of(plan.parts, [&](const PartName& part) {
-      if (part.file != file) return false;
-      for (int trainer = 0; trainer < plan.trainers; ++trainer) {
+    for (const PartName& part : plan.parts) {
+      for (int trainer = 0; part.file == file && trainer < plan.trainers; ++trainer) {
         if (part.has(tensor, trainer)) return true;
       }
-      return false;
-    });
+    }
+    return false;
   };
   for (const auto& [file, tensors] : snapshot.files) {
     for (const auto& [tensor, value] : tensors) {
@@ -154,24 +127,20 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
   std::lock_guard lock(mutex_);
   if (failed_) throw base::Exception(*failed_);
   const int rank = plan.first_rank + trainer;
-  const auto refuse = [rank](base::ErrorKind kind, const std::string& why) {
-    throw base::Exception(base::Error{kind, why, rank, "attach"});
+  const auto refuse_if = [rank](bool wrong, base::ErrorKind kind, const std::string& why) {
+    if (wrong) throw base::Exception(base::Error{kind, why, rank, "attach"});
   };
-  if (plan.trainers < 1 || trainer < 0 || trainer >= plan.trainers || plan.steps_per_epoch < 1) {
-    refuse(base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " has an invalid plan");
-  }
-  if (trainers_.contains(trainer)) {
-    refuse(base::ErrorKind::kInvalid, "a job has one Training, and a rank runs it once");
-  }
-  if (plan_) {
-    const std::string other = difference(*plan_, plan, rank);
-    if (!other.empty()) refuse(base::ErrorKind::kBadData, other);
-  } else {
-    begin(plan);
-  }
+  refuse_if(
+      plan.trainers < 1 || trainer < 0 || trainer >= plan.trainers || plan.steps_per_epoch < 1,
+      base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " has an invalid plan");
+  refuse_if(trainers_.contains(trainer), base::ErrorKind::kInvalid,
+            "a job has one Training, and a rank runs it once");
+  const std::string other = plan_ ? plan_->difference(plan, rank) : "";
+  refuse_if(!other.empty(), base::ErrorKind::kBadData, other);
+  if (!plan_) begin(plan);
   Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};
   if (const auto before = lost_before_.find(trainer); before != lost_before_.end()) {
-    if (incarnation < before->second) refuse(base::ErrorKind::kPeerLost, "this rank is lost");
+    refuse_if(incarnation < before->second, base::ErrorKind::kPeerLost, "this rank is lost");
     attached.seat = scheduler_->take_seat(trainer);
     attached.steps_made = scheduler_->steps_of_each();
     attached.is_late = true;
@@ -320,17 +289,15 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   // If the user has changed --lr or --lr-schedule, the schedule starts anew.
   if (lr == Json(plan_->lr) && state.value("lr_schedule", Json()) == Json(plan_->lr_schedule)) {
     const Json kept = state.value("lr_state", Json());
-    optim::ScheduleState schedule;
     if (!kept.is_object() || !kept.value("factor", Json()).is_number() ||
         !kept.value("bad", Json()).is_number_unsigned()) {
       snapshot.refuse("no lr_state");
     }
-    schedule.factor = kept["factor"].get<double>();
-    schedule.bad = kept["bad"].get<int64_t>();
-    if (const Json best = kept.value("best", Json()); best.is_number()) {
-      schedule.best = best.get<double>();
-    }
-    lr_schedule_.load_state(schedule);
+    const Json best = kept.value("best", Json());
+    lr_schedule_.load_state(
+        {.factor = kept["factor"].get<double>(),
+         .best = best.is_number() ? std::optional(best.get<double>()) : std::nullopt,
+         .bad = kept["bad"].get<int64_t>()});
   }
   steps_made_ = position.total / plan_->trainers;
   scheduler_->resume(position);
@@ -338,8 +305,8 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
 
 rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   std::lock_guard lock(mutex_);
+  if (!resumed_) return {};
   rpc::NamedTensors found;
-  if (!resumed_) return found;
   const size_t suffix = part.stored("", trainer).size();
   for (const auto& [tensor, value] : resumed_->file(part.file)) {
     if (part.has(tensor, trainer)) found[tensor.substr(0, tensor.size() - suffix)] = value;
@@ -504,7 +471,7 @@ void TrainingHost::save(const Position& position) {
   checkpoints_.save(
       std::move(snapshot),
       [this, parts = std::exchange(gathered_, {})](Snapshot& into) mutable {
-        fetch(parts, into, sink_);
+        fetch(std::move(parts), into, sink_);
       },
       since);
 }

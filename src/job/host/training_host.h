@@ -1,16 +1,8 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
-#include <map>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <tuple>
 
 #include "distrain/base/executor.h"
-#include "distrain/base/future.h"
-#include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/agent.h"
 

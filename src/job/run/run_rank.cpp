@@ -6,12 +6,7 @@
 #include <fmt/format.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/base/clock.h"
-#include "distrain/base/trace.h"
-#include "distrain/job/definition.h"
 #include "distrain/membership/slot.h"
-#include "distrain/optim/distributed_optimizer.h"
-#include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "host/training_host.h"
 #include "run/run_trace.h"
@@ -136,11 +131,9 @@ class RankRunner {
       agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
     };
     options.on_long_wait = [this](const rpc::Wait& wait) {
-      agent_->executor().post([this, wait] {
-        const double waited = base::seconds_since(wait.since);
-        sink_.warn(base::ErrorKind::kDeadline,
-                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
-      });
+      const double waited = base::seconds_since(wait.since);
+      const auto message = fmt::format("still waiting after {:.0f} s: {}", waited, wait.what);
+      agent_->executor().post([this, message] { sink_.warn(base::ErrorKind::kDeadline, message); });
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
     agent_->add_layer(loss_watch_);
@@ -319,18 +312,47 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
 
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(SingleProcess&)>& run) {
-  StopSignal& stop = *job.stop;
-  TrainingHost host(cmd, known, nullptr, job, sink);
-  SingleProcess local(job, sink, host);
-  {
-    const Untold untold{stop, job.progress.get()};
-    job.progress->report([&host](Json& fields) { host.add_to(fields); });
-    stop.on_save([&host] { host.request_save(); });
-    run(local);
-  }
+  return run_local_job(job, sink, [&](const Job& placed) {
+    TrainingHost host(cmd, known, nullptr, placed, sink);
+    SingleProcess local(placed, sink, host);
+    {
+      const Untold untold{*job.stop, job.progress.get()};
+      job.progress->report([&host](Json& fields) { host.add_to(fields); });
+      job.stop->on_save([&host] { host.request_save(); });
+      run(local);
+    }
+    Outcome outcome;
+    conclude(outcome, local, &host);
+    return outcome;
+  });
+}
+
+Outcome run_local_job(const Job& job, EventSink& sink,
+                      const std::function<Outcome(const Job& placed)>& run) {
+  RunTrace trace(sink);
+  trace.start(job.effective, 1);
+  trace.begin_alone();
+  const base::TraceBinding binding(trace.tracer(), "main");
   Outcome outcome;
-  conclude(outcome, local, &host);
+  try {
+    Job placed = job;
+    if (job.choose_devices) placed.devices = job.choose_devices("local", {});
+    rpc::make_current(placed.device());
+    outcome = run(placed);
+  } catch (...) {
+    // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
+    if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
+    throw;
+  }
+  outcome.afterwards = trace.write_own(job.rank, "local");
   return outcome;
+}
+
+Json device_names(const std::vector<c10::Device>& devices) {
+  if (devices.size() == 1) return devices.front().str();
+  Json names = Json::array();
+  for (const c10::Device& device : devices) names.push_back(device.str());
+  return names;
 }
 
 }  // namespace distrain::job

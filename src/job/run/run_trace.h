@@ -1,17 +1,20 @@
 #pragma once
 
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "distrain/base/error.h"
-#include "distrain/base/trace.h"
 #include "distrain/job/job.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/trace.h"
 
 namespace distrain::job {
+
+/// Writes the events of all ranks, with times on one clock, in the Trace Event Format (JSON object
+/// form, one event per line), which ui.perfetto.dev and chrome://tracing open.
+///
+/// Each rank is a process and each track a thread with a number unique in the file; times are in us
+/// since the first event. A flow is omitted unless both ends are recorded in order. The file
+/// appears complete: it is written beside `path`, or beside the target of a link, and renamed.
+/// Throws as check_trace_path(). For tests, `before_system_call` is called before each system call.
+void write_trace(const std::string& path, const std::vector<base::RankTrace>& ranks,
+                 const std::function<void(const char* name)>& before_system_call = {});
 
 /// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
 class RunTrace {

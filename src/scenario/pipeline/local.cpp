@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/single_process_training.h"
+#include "distrain/job/training.h"
 #include "distrain/rpc/device.h"
 #include "distrain/store/named_tensors.h"
 #include "resnet.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/job/single_process_training.h"
+#include "distrain/job/training.h"
 #include "environment.h"
 #include "options.h"
 #include "policy.h"

@@ -2,7 +2,7 @@
 // predict, which plays in environments that were not used in training.
 
 #include "distrain/base/error.h"
-#include "distrain/job/single_process_training.h"
+#include "distrain/job/training.h"
 #include "environment.h"
 #include "learner.h"
 

@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
+#include "../src/job/run/run_trace.h"
 #include "../src/rpc/trace/trace_export.h"
-#include "distrain/job/trace_file.h"
 #include "distrain/rpc/serialize.h"
 #include "frame.h"
 #include "targets.h"

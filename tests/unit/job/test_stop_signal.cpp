@@ -1,6 +1,6 @@
 #include <csignal>
 
-#include "distrain/job/stop_signal.h"
+#include "distrain/job/job.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
-#include "distrain/job/trace_file.h"
+#include "../src/job/run/run_trace.h"
 #include "support/catch.h"
 #include "support/files.h"
 

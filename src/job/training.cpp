@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
+#include <ATen/Functions.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "host/training_host.h"
 
@@ -23,14 +23,105 @@ rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
 }  // namespace
 
-TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share,
-                           rpc::Agent* agent, TrainingHost* host)
+void Share::each_batch(int64_t n, int64_t batch_size,
+                       const std::function<void(std::span<const int64_t>)>& use) const {
+  for (int64_t at = first(n); at < end(n); at += batch_size) {
+    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, end(n) - at)));
+    std::iota(examples.begin(), examples.end(), at);
+    use(examples);
+  }
+}
+
+double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
+  if (!loss.defined() || loss.numel() != 1) {
+    base::invalid(
+        fmt::format("the loss at epoch {}, step {} is not one number: return its mean or "
+                    "sum, such as loss.mean()",
+                    epoch, step));
+  }
+  const double value = loss.item<double>();
+  if (std::isfinite(value)) return value;
+  throw base::Exception(base::ErrorKind::kNotFinite,
+                        fmt::format("the loss is {} at epoch {}, step {}: try a smaller --lr",
+                                    std::isnan(value) ? "NaN" : "infinite", epoch, step));
+}
+
+bool StepLines::add(int64_t number, std::function<Json()> fields) {
+  constexpr auto kInterval = std::chrono::seconds(5);
+  const base::TimePoint now = base::Clock::now();
+  const bool is_due = interval_ ? *interval_ > 0 && number % *interval_ == 0 : now >= next_;
+  if (is_due) {
+    pending_ = nullptr;
+    next_ = now + kInterval;
+    sink_.emit(event_, fields());
+  } else if (!interval_) {
+    pending_ = std::move(fields);
+  }
+  return is_due;
+}
+
+void StepLines::end() {
+  if (const auto fields = std::exchange(pending_, nullptr)) sink_.emit(event_, fields());
+  next_ = {};
+}
+
+Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
+  Plan plan;
+  const bool by_steps = options.steps > 0 &&
+                        (options.epochs == 0 || options.steps < options.epochs * steps_per_epoch);
+  plan.epochs = options.epochs;
+  plan.steps = by_steps ? options.steps : 0;
+  plan.steps_per_epoch = steps_per_epoch;
+  plan.take_over = options.mode == "async";
+  plan.may_lose = options.mode != "sync";
+  plan.eval_only = options.eval_only;
+  plan.lr = options.lr;
+  plan.lr_schedule = options.rule().schedule.text();
+  plan.log_interval = options.log_interval;
+  plan.limit = by_steps ? "--steps" : "--epochs";
+  return plan;
+}
+
+Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit) {
+  Plan plan;
+  plan.steps = steps;
+  plan.steps_per_epoch = kEndless;
+  plan.lr = options.lr;
+  const optim::LearningRateSchedule schedule = options.rule().schedule;
+  if (schedule.counts_epochs() || schedule.observes()) {
+    base::invalid("--lr-schedule " + options.lr_schedule +
+                  ": the job has neither epochs nor evaluations");
+  }
+  plan.lr_schedule = schedule.text();
+  plan.limit = std::move(limit);
+  plan.log = false;
+  plan.steps_at_once = 1;
+  return plan;
+}
+
+std::string Plan::difference(const Plan& other, int rank) const {
+  const std::string who = "trainer " + std::to_string(rank);
+  const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
+  if (read(*this) != read(other)) {
+    return who + " has read other data than the others: " + other.what_must_agree +
+           " must be the same";
+  }
+  const auto rest = [](const Plan& p) {
+    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
+  };
+  if (rest(*this) != rest(other)) return who + " has different training options from the others";
+  if (parts != other.parts) return who + " keeps different parts from the others";
+  if (take_over == other.take_over && may_lose == other.may_lose) return {};
+  return who + " has a group of the trainers and others have none, or the other way round";
+}
+
+TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
+                           TrainingHost* host)
     : plan_(std::move(plan)),
       own_(std::move(own)),
       host_(host),
       lr_schedule_(optim::LearningRateSchedule::parse(plan_.lr_schedule)),
       process_(process),
-      share_(share),
       agent_(agent),
       lines_(process.sink(), "step", plan_.log_interval) {}
 
@@ -38,16 +129,13 @@ void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
   plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas need equal steps
-  Part part;
-  part.file = "optimizer";
-  part.once = true;
-  part.take = [&optimizer](int) {
+  const auto take = [&optimizer](int) {
     return store::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
   };
-  part.give = [&optimizer](int, const rpc::NamedTensors& saved) {
+  const auto give = [&optimizer](int, const rpc::NamedTensors& saved) {
     optimizer.load_state(optim::unflatten(optimizer.names(), saved));
   };
-  keep("", std::move(part));
+  keep("", {{.file = "optimizer"}, /*once=*/true, take, give});
 }
 
 void TrainingPlan::warn_of_one_label(const std::string& path, const std::string& label) {
@@ -57,8 +145,8 @@ void TrainingPlan::warn_of_one_label(const std::string& path, const std::string&
 }
 
 void TrainingPlan::note_max(const std::string& name, int64_t value) {
-  int64_t& greatest = maxima_.try_emplace(name, value).first->second;
-  greatest = std::max(greatest, value);
+  const auto it = maxima_.try_emplace(name, value).first;
+  it->second = std::max(it->second, value);
 }
 
 template <auto method, class... Args>
@@ -92,8 +180,7 @@ void TrainingPlan::attach() {
     for (const Part& part : parts_) {
       if (part.once && trainer != 0) continue;
       store::naming_file(attached.path, [&] {
-        const PartName& name = part;
-        const rpc::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
+        const auto tensors = ask<&TrainingHost::saved_part>(PartName(part), trainer);
         store::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
       });
     }
@@ -102,7 +189,13 @@ void TrainingPlan::attach() {
 
 void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const base::TraceScope scope("step", "step", steps_made());
-  if (epoch_ != what.epoch) begin_epoch(what.epoch);
+  if (epoch_ != what.epoch) {
+    epoch_ = what.epoch;
+    epoch_start_ = last_line_ = base::Clock::now();
+    if (run_steps() == 0) first_ = epoch_start_;
+    epoch_steps_ = epoch_samples_ = line_samples_ = 0;
+    epoch_loss_ = 0;
+  }
   const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
   for (const auto& begin : begin_step_) begin(factor, run_steps() + 1);
   const Result result = step();
@@ -126,20 +219,12 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
               {"epochs", plan_.epochs},
               {"step", total_},
               {"steps", is_endless ? 0 : steps},
-              {"processes", plan_.trainers / static_cast<int64_t>(own_.size())},
+              {"processes", processes()},
               {"trainers", plan_.trainers},
               {"loss", loss},
               {"lr", lr}};
   fields.update(more);
   process_.sink().progress(fields);
-}
-
-void TrainingPlan::begin_epoch(int64_t epoch) {
-  epoch_ = epoch;
-  epoch_start_ = last_line_ = base::Clock::now();
-  if (run_steps() == 0) first_ = epoch_start_;
-  epoch_steps_ = epoch_samples_ = line_samples_ = 0;
-  epoch_loss_ = 0;
 }
 
 void TrainingPlan::log_step(const Result& result, double loss, double lr) {
@@ -170,8 +255,9 @@ void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
     last_loss_ = epoch_loss_ / static_cast<double>(epoch_steps_);
   }
   Json fields{{"epoch", epoch_}, {"loss", epoch_steps_ > 0 ? Json(last_loss_) : Json()}};
-  if (plan_.unit == Unit::kWords)
+  if (plan_.unit == Unit::kWords) {
     fields["perplexity"] = epoch_steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
+  }
   fields["steps"] = epoch_steps_;
   fields[counted(plan_.unit)] = epoch_samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
@@ -222,7 +308,7 @@ Report TrainingPlan::close_epoch(const Task& task) {
   if (task.kind != Task::Kind::kEvaluate) return report;
   const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
-  const Share share = agent_ ? Share{task.part, task.parts} : share_;
+  const Share share = agent_ ? Share{task.part, task.parts} : Share{};
   if (evaluate_epoch_) report.valid = evaluate_epoch_(share);
   if (evaluate_end_ && task.last) report.test = evaluate_end_(share);
   return report;
@@ -236,35 +322,29 @@ void TrainingPlan::end(const Task& task) {
   fields["steps"] = steps_;
   fields["train_s"] = train_s_;
   // All trainers make equal steps, so the first one reports the rate of all.
-  if (plan_.unit == Unit::kWords && share_.index == 0 && train_s_ > 0) {
-    fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / train_s_;
+  if (plan_.unit == Unit::kWords && own_.front() == 0 && train_s_ > 0) {
+    fields["words_per_s"] = static_cast<double>(samples_ * processes()) / train_s_;
   }
 }
 
 Training::Training(Rank& rank, Plan plan)
-    : TrainingPlan(std::move(plan), rank, {rank.index()}, {rank.index(), rank.count()},
-                   &rank.agent(), nullptr),
-      rank_(rank) {
+    : TrainingPlan(std::move(plan), rank, {rank.index()}, &rank.agent(), nullptr), rank_(rank) {
   plan_.trainers = rank.count();
   plan_.first_rank = rank.number() - rank.index();
 }
 
 void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
-  Part part;
-  part.once = true;
-  part.take = [name, module](int) {
+  const auto take = [name, module](int) {
     Held held({module.snapshot(name + ".")});
-    for (const std::string& each : module.parameter_names()) {
-      held.trained.push_back(name + "." + each);
-    }
+    for (const auto& each : module.parameter_names()) held.trained.push_back(name + "." + each);
     return held;
   };
-  part.give = [name, module](int, const rpc::NamedTensors& saved) {
+  const auto give = [name, module](int, const rpc::NamedTensors& saved) {
     rpc::NamedTensors state;
     for (const auto& [key, tensor] : saved) state[key.substr(name.size() + 1)] = tensor;
     module.load_state(state);
   };
-  keep(name, std::move(part));
+  keep(name, {{}, /*once=*/true, take, give});
 }
 
 void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters) {
@@ -275,18 +355,15 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
     optimizer.set_lr_factor(factor);
     optimizer.set_step_number(number);
   });
-  Part part;
-  part.file = "optimizer";
-  part.once = !optimizer.has_own();
-  part.take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
-  part.give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
+  const auto take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
+  const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
     // Only trainer 0 restores the shared parameters.
     const auto own = static_cast<std::ptrdiff_t>(optimizer.own_state().size());
     optimizer.load_own_state({states.end() - own, states.end()});
   };
-  keep("", std::move(part));
+  keep("", {{.file = "optimizer"}, /*once=*/!optimizer.has_own(), take, give});
 }
 
 void Training::run(const std::function<Result(const Step&)>& step) {
@@ -320,6 +397,59 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(2 * task.count, plan_.steps_at_once));
+}
+
+SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, int trainers)
+    : TrainingPlan(std::move(plan), local, {}, nullptr, &local.host()) {
+  plan_.trainers = trainers;
+  own_.resize(static_cast<size_t>(trainers));
+  std::iota(own_.begin(), own_.end(), 0);
+}
+
+// Makes rounds of one step per trainer that has one; all other tasks come between rounds.
+void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
+  attach();
+  std::map<int, base::Future<NextTask>> pending;  // by trainer, while others have steps left
+  for (Task task; task.kind != Task::Kind::kEnd;) {
+    for (const int trainer : own_) {
+      if (pending.contains(trainer)) continue;
+      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), 1));
+    }
+    std::vector<Step> steps;
+    std::erase_if(pending, [&](auto& each) {
+      if (!each.second.done()) return false;
+      const auto [next, schedule] = each.second.wait();
+      lr_schedule_.load_state(schedule);
+      if (steps.empty()) task = next;
+      steps.push_back({next.epoch, next.shard, next.step, steps_made()});
+      return true;
+    });
+    if (task.kind == Task::Kind::kTrain) {
+      make(steps.at(0), [&] { return step(steps); });
+    } else {
+      meet(task);
+    }
+  }
+}
+
+void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
+                                const std::function<Result(const Step&)>& step) {
+  run([&](const std::vector<Step>& steps) {
+    Result all;
+    double loss_sum = 0;
+    for (const Step& each : steps) {
+      const Result one = step(each);
+      loss_sum += checked_loss(one.loss, each.epoch, each.number + 1);
+      all.samples += one.samples;
+      if (all.more.empty()) all.more = one.more;
+      base::traced("backward", [&] { one.loss.backward(); });
+      optimizer.gather();
+      if (optimizer.each_trainer_steps()) optimizer.step();
+    }
+    if (!optimizer.each_trainer_steps()) optimizer.step();
+    all.loss = at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble);
+    return all;
+  });
 }
 
 }  // namespace distrain::job
