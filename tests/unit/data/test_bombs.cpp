@@ -7,7 +7,7 @@
 
 #include <sys/resource.h>
 
-#include "distrain/data/idx.h"
+#include "distrain/data/images.h"
 #include "distrain/store/gzip_reader.h"
 #include "distrain/store/safetensors.h"
 #include "gzip.h"

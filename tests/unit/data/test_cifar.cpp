@@ -2,7 +2,7 @@
 
 #include <zlib.h>
 
-#include "distrain/data/cifar.h"
+#include "distrain/data/images.h"
 #include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"

@@ -2,8 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/corpus.h"
-#include "distrain/data/text_dataset.h"
+#include "distrain/data/text.h"
 #include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"

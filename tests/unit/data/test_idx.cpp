@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-#include "distrain/data/idx.h"
+#include "distrain/data/images.h"
 #include "distrain/store/hash.h"
 #include "gzip.h"
 #include "support/catch.h"

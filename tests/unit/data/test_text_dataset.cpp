@@ -11,7 +11,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "distrain/data/text_dataset.h"
+#include "distrain/data/text.h"
 #include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
