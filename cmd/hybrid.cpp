@@ -1,7 +1,6 @@
 // distrain hybrid: its options, roles and help.
 
 #include "jobs.h"
-#include "scenario/hybrid/embedding_table.h"
 
 namespace distrain {
 

@@ -3,11 +3,11 @@
 #include <vector>
 
 #include "distrain/app/main.h"
-#include "scenario/hybrid/options.h"
-#include "scenario/pipeline/options.h"
-#include "scenario/ps/options.h"
-#include "scenario/rl/options.h"
-#include "scenario/rnn/options.h"
+#include "scenario/hybrid/hybrid.h"
+#include "scenario/pipeline/pipeline.h"
+#include "scenario/ps/ps.h"
+#include "scenario/rl/rl.h"
+#include "scenario/rnn/rnn.h"
 
 namespace distrain::cmd {
 

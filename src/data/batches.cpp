@@ -11,6 +11,7 @@
 #include "distrain/base/random.h"
 
 namespace distrain::data {
+
 namespace {
 
 // Derives this random sequence from a seed. Jobs derive others by other keys.

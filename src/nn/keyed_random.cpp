@@ -42,17 +42,13 @@ c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
 
 // Replaces aten::native_dropout on accelerators, whose kernel takes no generator.
 void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
-  const std::optional<bool> train = stack.back().toOptional<bool>();
+  const bool train = stack.back().toOptional<bool>().value_or(true);
   const double p = stack[stack.size() - 2].toDouble();
   const at::Tensor x = stack[stack.size() - 3].toTensor();
   torch::jit::drop(stack, 3);
-  const at::Tensor mask = at::empty(x.sizes(), x.options().requires_grad(false));
-  if (train.value_or(true)) {
-    mask.bernoulli_(1 - p, random.generator(x.device()));
-  } else {
-    mask.fill_(1);
-  }
-  const double scale = train.value_or(true) ? (p == 1 ? 0 : 1 / (1 - p)) : 1;
+  const at::Tensor mask = at::ones(x.sizes(), x.options().requires_grad(false));
+  if (train) mask.bernoulli_(1 - p, random.generator(x.device()));
+  const double scale = !train ? 1 : p == 1 ? 0 : 1 / (1 - p);
   torch::jit::push(stack, x * mask * scale, mask.to(at::kBool));
 }
 

@@ -1,5 +1,3 @@
-#include "module_checks.h"
-
 #include <map>
 
 #include <c10/util/StringUtil.h>
@@ -9,6 +7,7 @@
 #include <torch/nn/modules/instancenorm.h>
 
 #include "distrain/base/error.h"
+#include "shared_module.h"
 
 namespace distrain::nn {
 

@@ -9,7 +9,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/future.h"
-#include "distrain/nn/pipeline_schedule.h"
+#include "distrain/nn/pipeline.h"
 
 namespace distrain::nn {
 

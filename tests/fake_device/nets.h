@@ -7,8 +7,8 @@
 #include <ATen/ATen.h>
 
 #include "scenario/pipeline/resnet.h"
-#include "scenario/ps/conv_net.h"
-#include "scenario/rnn/lstm.h"
+#include "scenario/ps/ps.h"
+#include "scenario/rnn/rnn.h"
 
 namespace distrain::testing {
 
@@ -113,7 +113,7 @@ inline Net language_model(bool sparse = true) {
       x = std::get<0>(
           at::lstm(x, {zero, zero}, Tensors(first, first + 4), true, 1, 0.0, true, false, false));
     }
-    return scenario::Decoder::loss_of(p[9], p[10], x.reshape({18, hidden}), batch[1]);
+    return scenario::Decoder::loss_of({p[9], p[10]}, x.reshape({18, hidden}), batch[1]);
   };
   return net;
 }

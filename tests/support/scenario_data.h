@@ -5,8 +5,8 @@
 #include <string>
 
 #include "distrain/base/random.h"
-#include "scenario/pipeline/options.h"
-#include "scenario/rnn/options.h"
+#include "scenario/pipeline/pipeline.h"
+#include "scenario/rnn/rnn.h"
 #include "support/files.h"
 
 namespace distrain::testing {

@@ -5,7 +5,7 @@
 
 #include <ATen/Functions.h>
 
-#include "scenario/rl/policy.h"
+#include "scenario/rl/rl.h"
 
 namespace distrain::testing {
 
@@ -24,7 +24,8 @@ inline at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
   at::Tensor loss = at::zeros({}, at::kDouble);
   for (const scenario::PolicyStep& step : steps) {
     auto x = step.input.observation;
-    auto mask = scenario::Policy::dropout_mask(step.input.random);
+    base::Random random = step.input.random;
+    auto mask = scenario::Policy::dropout_mask(random);
     at::Tensor hidden = at::linear(at::from_blob(x.data(), {4}, at::kFloat).to(at::kDouble),
                                    parameters[0], parameters[1]);
     hidden = at::relu(hidden *

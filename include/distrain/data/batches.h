@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/text_dataset.h"
+#include "distrain/data/text.h"
 
 namespace distrain::data {
 

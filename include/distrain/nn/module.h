@@ -14,7 +14,6 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "distrain/nn/arguments.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/rpc/agent.h"
 
@@ -47,16 +46,14 @@ requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Hol
   return any_net(holder.ptr());
 }
 
+/// How to make a module, with the arguments that a rank has sent.
 struct Recipe {
   std::function<AnyNet()> make;
   std::any arguments;
+  /// Returns how `arguments` differ from those of the recipe that the module was made by, or "".
+  std::function<std::string(const std::any& made)> difference;
 };
-
-struct Factory {
-  std::function<Recipe(rpc::Decoder&)> read;
-  /// Returns how the arguments `asked` differ from `made`, or "".
-  std::function<std::string(const std::any& made, const std::any& asked)> difference;
-};
+using Factory = std::function<Recipe(rpc::Decoder&)>;
 
 template <class T>
 std::string difference_of(size_t number, const T& made, const T& asked) {
@@ -73,23 +70,20 @@ std::string difference_of(size_t number, const T& made, const T& asked) {
 template <class Make, class R, class... Params>
 Factory factory(Make make, const std::function<R(Params...)>&) {
   using Arguments = std::tuple<std::decay_t<Params>...>;
-  Factory result;
-  result.read = [make](rpc::Decoder& decoder) {
-    auto arguments = decode_arguments<std::decay_t<Params>...>(decoder);
-    return Recipe{[make, arguments] { return any_net(std::apply(make, arguments)); }, arguments};
-  };
-  result.difference = [](const std::any& made, const std::any& asked) {
-    const auto first = [&]<size_t... I>(std::index_sequence<I...>) {
-      [[maybe_unused]] const auto& x = *std::any_cast<Arguments>(&made);
-      [[maybe_unused]] const auto& y = *std::any_cast<Arguments>(&asked);
+  return [make](rpc::Decoder& decoder) {
+    const Arguments asked = decode_arguments<std::decay_t<Params>...>(decoder);
+    const auto difference = [asked]<size_t... I>(const std::any& made, std::index_sequence<I...>) {
+      [[maybe_unused]] const auto& first = *std::any_cast<Arguments>(&made);
       std::string text;
       static_cast<void>(
-          (... || !(text = difference_of(I + 1, std::get<I>(x), std::get<I>(y))).empty()));
+          (... || !(text = difference_of(I + 1, std::get<I>(first), std::get<I>(asked))).empty()));
       return text;
     };
-    return first(std::index_sequence_for<Params...>());
+    return Recipe{[make, asked] { return any_net(std::apply(make, asked)); }, asked,
+                  [difference](const std::any& made) {
+                    return difference(made, std::index_sequence_for<Params...>());
+                  }};
   };
-  return result;
 }
 
 void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);

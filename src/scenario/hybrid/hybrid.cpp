@@ -2,19 +2,19 @@
 //
 // After PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
-#include <mutex>
-#include <optional>
+#include "hybrid.h"
 
+#include <cmath>
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 
-#include "data.h"
 #include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
-#include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/nn/remote_module.h"
-#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/nn/random.h"
 #include "distrain/rpc/to_device.h"
-#include "embedding_table.h"
 
 namespace distrain::scenario {
 
@@ -41,7 +41,60 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
   return *std::exchange(master->table, std::nullopt);
 }
 
+struct WholeModel {
+  WholeModel(const HybridOptions& options, const HybridData& data, c10::Device device)
+      : table(data.rows(), options.embedding_dim, options.embedding_range(), options.seed,
+              device.str()),
+        dense(options.embedding_dim, data.classes(), options.seed + 1, device) {}
+
+  at::Tensor forward(const data::Batch& batch) const {
+    return dense->forward(table.lookup(batch.indices, batch.offsets));
+  }
+  rpc::NamedTensors parameters() const {
+    rpc::NamedTensors all = store::named_tensors("fc", *dense);
+    all.merge(table.named_parameters());
+    return all;
+  }
+
+  EmbeddingTable table;
+  Dense dense;
+};
+
 }  // namespace
+
+EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
+                               const std::string& device) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const c10::Device where(device);
+  weight_ = nn::sized_by("--num-embeddings or --embedding-dim", [&] {
+    return range > 0 ? nn::uniform({rows, dim}, range, generator, where)
+                     : rpc::to_device(at::randn({rows, dim}, generator), where);
+  });
+  weight_.requires_grad_();
+}
+
+at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return rpc::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
+}
+
+at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
+  const c10::Device device = weight_.device();
+  rpc::check_rows(indices, weight_);
+  return std::get<0>(at::embedding_bag(weight_, rpc::to_device(indices, device),
+                                       rpc::to_device(offsets, device),
+                                       /*scale_grad_by_freq=*/false,
+                                       /*mode: sum*/ 0, /*sparse=*/true));
+}
+
+DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
+  weight = register_parameter("weight", nn::uniform({classes, inputs}, bound, generator, device));
+  bias = register_parameter("bias", nn::uniform({classes}, bound, generator, device));
+}
+
+at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
 
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
@@ -83,6 +136,43 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     optimizer.step(context);
     return job::Result{loss, batch.size()};
   });
+}
+
+void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
+  HybridData data(options);
+  if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
+  const WholeModel model(options, data, local.device());
+  const rpc::NamedTensors rows = model.table.named_parameters();
+  job::SingleProcessOptimizer optimizer(
+      options.rule(), options.mode, {rows.begin(), rows.end()},
+      {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});
+
+  job::SingleProcessTraining training(local, options, data.steps_per_epoch());
+  data.agree(training);
+  training.keep("", job::part_of(model.parameters()));
+  training.keep(optimizer);
+  data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
+  training.run(optimizer, [&](const job::Step& step) {
+    const data::Batch batch = data.batch(step);
+    const at::Tensor targets = rpc::to_device(batch.targets, local.device());
+    const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });
+    const at::Tensor loss =
+        base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
+    return job::Result{loss, batch.size()};
+  });
+}
+
+void predict_hybrid(job::Predictions& predictions, const HybridOptions& options) {
+  const HybridData data(options, predictions.snapshot(), predictions.input());
+  const WholeModel model(options, data, predictions.device());
+  predictions.load(model.parameters());
+  predictions.add("unknown_words", data.unknown_words());
+  // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::Batch& batch) {
+      predictions.tell_labels(model.forward(batch), batch.targets, data.labels());
+    });
+  }
 }
 
 }  // namespace distrain::scenario

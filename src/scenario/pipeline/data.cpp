@@ -1,15 +1,15 @@
-#include "data.h"
-
 #include <algorithm>
 
 #include <ATen/Functions.h>
 
-#include "distrain/base/error.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/cifar.h"
 #include "distrain/nn/keyed_generator.h"
 #include "distrain/store/named_tensors.h"
 #include "resnet.h"
+#include "distrain/nn/random.h"
+#include "distrain/store/safetensors.h"
+#include "pipeline.h"
 
 namespace distrain::scenario {
 

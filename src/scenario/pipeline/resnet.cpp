@@ -9,8 +9,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
-#include "distrain/nn/keyed_generator.h"
-#include "distrain/nn/pipeline_schedule.h"
+#include "distrain/nn/pipeline.h"
+#include "distrain/nn/random.h"
 #include "distrain/rpc/to_device.h"
 #include "distrain/store/file.h"
 

@@ -1,5 +1,3 @@
-#include "stage.h"
-
 #include <algorithm>
 #include <thread>
 
@@ -7,8 +5,8 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
-#include "distrain/job/job.h"
 #include "distrain/rpc/to_device.h"
+#include "pipeline.h"
 
 namespace distrain::scenario {
 

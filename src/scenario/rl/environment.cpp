@@ -1,9 +1,64 @@
-#include "environment.h"
+#include <cmath>
+#include <numbers>
 
-#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
+#include "rl.h"
 
 namespace distrain::scenario {
+
+namespace {
+
+constexpr double kGravity = 9.8;
+constexpr double kCartMass = 1.0;
+constexpr double kPoleMass = 0.1;
+constexpr double kTotalMass = kPoleMass + kCartMass;
+constexpr double kLength = 0.5;  // half of the pole, in m
+constexpr double kPoleMassLength = kPoleMass * kLength;
+constexpr double kForce = 10.0;
+constexpr double kStep = 0.02;  // s
+constexpr double kAngleLimit = 12 * 2 * std::numbers::pi / 360;
+constexpr double kTrackLimit = 2.4;
+constexpr double kResetRange = 0.05;
+constexpr int kMaxSteps = 500;
+
+}  // namespace
+
+Observation CartPole::reset(base::Random random) {
+  State state;
+  for (double& x : state) x = -kResetRange + 2 * kResetRange * random.unit();
+  return begin(state);
+}
+
+Observation CartPole::begin(const State& state) {
+  state_ = state;
+  steps_ = 0;
+  return observation();
+}
+
+CartPole::Step CartPole::step(int action) {
+  auto& [x, x_speed, angle, angle_speed] = state_;
+  const double force = action == 1 ? kForce : -kForce;
+  const double cos = std::cos(angle);
+  const double sin = std::sin(angle);
+  const double push = (force + kPoleMassLength * (angle_speed * angle_speed) * sin) / kTotalMass;
+  const double angle_change = (kGravity * sin - cos * push) /
+                              (kLength * (4.0 / 3.0 - kPoleMass * (cos * cos) / kTotalMass));
+  const double x_change = push - kPoleMassLength * angle_change * cos / kTotalMass;
+  x = x + kStep * x_speed;
+  x_speed = x_speed + kStep * x_change;
+  angle = angle + kStep * angle_speed;
+  angle_speed = angle_speed + kStep * angle_change;
+  ++steps_;
+
+  const bool fallen = std::abs(x) > kTrackLimit || std::abs(angle) > kAngleLimit;
+  return {observation(), 1, fallen, steps_ >= kMaxSteps};
+}
+
+Observation CartPole::observation() const {
+  Observation rounded;
+  for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = static_cast<float>(state_[i]);
+  return rounded;
+}
 
 void Environments::play(uint64_t episode,
                         const std::function<Actions(const EnvironmentStates&)>& select,

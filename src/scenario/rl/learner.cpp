@@ -1,5 +1,3 @@
-#include "learner.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -8,9 +6,8 @@
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
+#include "rl.h"
 
 namespace distrain::scenario {
 
@@ -51,6 +48,7 @@ void Learner::keep_in(job::TrainingPlan& training) {
   training.keep("", std::move(policy));
   training.keep(optimizer_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
+  training.end_when([this] { return solved(); });
 }
 
 void Learner::begin_episode(int64_t episode) {

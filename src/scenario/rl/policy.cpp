@@ -1,5 +1,3 @@
-#include "policy.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -8,9 +6,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
+#include "rl.h"
 
 namespace distrain::scenario {
 
@@ -18,20 +16,7 @@ namespace {
 
 constexpr int kInputs = std::tuple_size_v<Observation>;
 
-using Row = std::array<float, Policy::kHidden>;
-
-/// Draws the dropout factors of the hidden units, two from each 64-bit random number.
-Row draw_mask(base::Random& random) {
-  constexpr auto kBound = static_cast<uint32_t>((1 - Policy::kDropout) * 0x1p32);
-  constexpr float kKept = 1 / (1 - Policy::kDropout);
-  Row mask;
-  for (size_t j = 0; j < mask.size(); j += 2) {
-    const uint64_t bits = random.next();
-    mask[j] = static_cast<uint32_t>(bits) < kBound ? kKept : 0.0F;
-    mask[j + 1] = static_cast<uint32_t>(bits >> 32) < kBound ? kKept : 0.0F;
-  }
-  return mask;
-}
+using Row = Policy::Row;
 
 /// Returns the probability of action 1. `preference` is its score minus that of action 0.
 double probability(double preference) { return 1 / (1 + std::exp(-preference)); }
@@ -67,7 +52,7 @@ Activations forward(const std::vector<at::Tensor>& parameters, const PolicyInput
   const auto* const weight2 = parameters[2].const_data_ptr<float>();
   const auto* const bias2 = parameters[3].const_data_ptr<float>();
   Activations at;
-  at.mask = draw_mask(random);
+  at.mask = Policy::dropout_mask(random);
   const Observation& x = input.observation;
   for (size_t j = 0; j < Policy::kHidden; ++j) {
     const float* const w = weight1 + kInputs * j;
@@ -91,7 +76,7 @@ at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
   auto* mask_to = masks.mutable_data_ptr<float>();
   for (const PolicyInput& input : inputs) {
     base::Random random = input.random;
-    mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
+    mask_to = std::ranges::copy(Policy::dropout_mask(random), mask_to).out;
     to = std::ranges::copy(input.observation, to).out;
     draws.push_back(random.unit());
   }
@@ -150,8 +135,16 @@ rpc::NamedTensors Policy::named_parameters() const {
   return {named.begin(), named.end()};
 }
 
-std::array<float, Policy::kHidden> Policy::dropout_mask(base::Random random) {
-  return draw_mask(random);
+Row Policy::dropout_mask(base::Random& random) {
+  constexpr auto kBound = static_cast<uint32_t>((1 - kDropout) * 0x1p32);
+  constexpr float kKept = 1 / (1 - kDropout);
+  Row mask;
+  for (size_t j = 0; j < mask.size(); j += 2) {
+    const uint64_t bits = random.next();
+    mask[j] = static_cast<uint32_t>(bits) < kBound ? kKept : 0.0F;
+    mask[j + 1] = static_cast<uint32_t>(bits >> 32) < kBound ? kKept : 0.0F;
+  }
+  return mask;
 }
 
 std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {

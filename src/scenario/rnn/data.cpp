@@ -1,6 +1,5 @@
-#include "data.h"
-
 #include "distrain/base/trace.h"
+#include "rnn.h"
 
 namespace distrain::scenario {
 

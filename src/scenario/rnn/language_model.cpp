@@ -1,13 +1,11 @@
-#include "language_model.h"
-
 #include <algorithm>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/nn/keyed_generator.h"
 #include "distrain/rpc/to_device.h"
+#include "rnn.h"
 
 namespace distrain::scenario {
 
@@ -94,12 +92,6 @@ std::string LanguageModel::continued(std::string text, std::vector<int64_t> word
     words = {word};
   }
   return text;
-}
-
-optim::NamedParameters in_order(const WordEmbedding& embedding, const Decoder& decoder) {
-  return {{"encoder.weight", embedding.named_parameters().at("encoder.weight")},
-          {"decoder.weight", decoder.weight()},
-          {"decoder.bias", decoder.bias()}};
 }
 
 }  // namespace distrain::scenario

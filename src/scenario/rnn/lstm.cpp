@@ -1,17 +1,13 @@
-#include "lstm.h"
-
 #include <cmath>
-#include <optional>
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/nn/keyed_generator.h"
-#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
+#include "rnn.h"
 
 namespace distrain::scenario {
 
@@ -44,9 +40,7 @@ at::Tensor initial_weight(at::IntArrayRef sizes, std::initializer_list<uint64_t>
 }  // namespace
 
 WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device)
-    : weight_(initial_weight({words, size}, {seed, kEncoderSeed}, device)) {
-  weight_.requires_grad_();
-}
+    : weight_(initial_weight({words, size}, {seed, kEncoderSeed}, device).requires_grad_()) {}
 
 at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
   rpc::check_rows(words, weight_);
@@ -61,33 +55,28 @@ at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
 }
 
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
-    : weight_(initial_weight({words, hidden}, {seed, kDecoderSeed}, device)),
-      bias_(rpc::to_device(at::zeros({words}, at::kFloat), device)) {
-  weight_.requires_grad_();
-  bias_.requires_grad_();
+    : parameters_{initial_weight({words, hidden}, {seed, kDecoderSeed}, device).requires_grad_(),
+                  rpc::to_device(at::zeros({words}, at::kFloat), device).requires_grad_()} {}
+
+at::Tensor Decoder::loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
+                            const at::Tensor& targets) {
+  return at::cross_entropy_loss(scores_of(parameters, hidden),
+                                rpc::to_device(targets, parameters[0].device()));
 }
 
-at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
-                            const at::Tensor& hidden, const at::Tensor& targets) {
-  return at::cross_entropy_loss(scores_of(weight, bias, hidden),
-                                rpc::to_device(targets, weight.device()));
-}
-
-at::Tensor Decoder::scores_of(const at::Tensor& weight, const at::Tensor& bias,
-                              const at::Tensor& hidden) {
-  return at::linear(rpc::to_device(hidden, weight.device()), weight, bias);
+at::Tensor Decoder::scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden) {
+  return at::linear(rpc::to_device(hidden, parameters[0].device()), parameters[0], parameters[1]);
 }
 
 at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
-  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
-  return rpc::for_rank(call.agent, call.caller.rank,
-                       loss_of(versions[0], versions[1], hidden, targets));
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  return rpc::for_rank(call.agent, call.caller.rank, loss_of(versions, hidden, targets));
 }
 
 at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
   const at::NoGradGuard no_grad;
-  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
-  return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions, hidden));
 }
 
 LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,

@@ -1,5 +1,5 @@
 // Files on a disk: IDX files, plain or gzip, and gzip alone.
-#include "distrain/data/idx.h"
+#include "distrain/data/images.h"
 
 #include <algorithm>
 #include <cstring>

@@ -4,6 +4,8 @@
 
 #include "distrain/data/cifar.h"
 #include "distrain/store/file.h"
+#include "distrain/data/images.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -5,6 +5,8 @@
 #include "distrain/data/corpus.h"
 #include "distrain/data/text_dataset.h"
 #include "distrain/store/file.h"
+#include "distrain/data/text.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -1,7 +1,7 @@
 // The steps of the first two micro-batches, named as in a schedule's row.
 #pragma once
 
-#include "distrain/nn/pipeline_schedule.h"
+#include "distrain/nn/pipeline.h"
 
 namespace distrain::nn::steps {
 

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
 
-#include "distrain/nn/dropout.h"
+#include "distrain/nn/random.h"
 #include "support/catch.h"
 
 using namespace distrain;

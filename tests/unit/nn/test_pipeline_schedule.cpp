@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "distrain/base/error.h"
-#include "distrain/nn/pipeline_schedule.h"
+#include "distrain/nn/pipeline.h"
 #include "pipeline_steps.h"
 #include "support/catch.h"
 

@@ -4,12 +4,12 @@
 #include <set>
 
 #include "cart_pole_trajectories.h"
-#include "scenario/rl/cart_pole.h"
+#include "scenario/rl/rl.h"
 #include "support/catch.h"
 
 using namespace distrain;
 using scenario::CartPole;
-using Observation = CartPole::Observation;
+using scenario::Observation;
 
 TEST_CASE("CartPole follows Gymnasium's recorded trajectories") {
   REQUIRE(testing::kCartPoleTrajectories.size() == 6);

@@ -7,7 +7,7 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 
-#include "scenario/ps/conv_net.h"
+#include "scenario/ps/ps.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/random.h"
-#include "scenario/rl/policy.h"
+#include "scenario/rl/rl.h"
 #include "support/catch.h"
 #include "support/torch_policy.h"
 
@@ -110,11 +110,15 @@ TEST_CASE("a policy's scores may be arbitrarily large") {
 }
 
 TEST_CASE("dropout keeps two fifths of the units, and the mean") {
+  const auto mask_of = [](std::initializer_list<uint64_t> key) {
+    base::Random random(key);
+    return Policy::dropout_mask(random);
+  };
   int64_t kept = 0;
   std::array<int64_t, Policy::kHidden> by_unit{};
   for (uint64_t step = 0; step < 1000; ++step) {
-    const auto mask = Policy::dropout_mask(base::Random({1, 1, 0, 1, step}));
-    CHECK(mask == Policy::dropout_mask(base::Random({1, 1, 0, 1, step})));
+    const auto mask = mask_of({1, 1, 0, 1, step});
+    CHECK(mask == mask_of({1, 1, 0, 1, step}));
     for (size_t j = 0; j < mask.size(); ++j) {
       CHECK((mask[j] == 0 || mask[j] == 2.5F));
       kept += mask[j] > 0;
@@ -123,8 +127,7 @@ TEST_CASE("dropout keeps two fifths of the units, and the mean") {
   }
   CHECK(std::abs(static_cast<double>(kept) - 51200) < 4 * 175);
   for (const int64_t count : by_unit) CHECK(std::abs(static_cast<double>(count) - 400) < 5 * 15.5);
-  CHECK(Policy::dropout_mask(base::Random({1, 1, 0, 1, 0})) !=
-        Policy::dropout_mask(base::Random({1, 2, 0, 1, 0})));
+  CHECK(mask_of({1, 1, 0, 1, 0}) != mask_of({1, 2, 0, 1, 0}));
 }
 
 TEST_CASE("a policy is initialized as torch.nn.Linear is") {

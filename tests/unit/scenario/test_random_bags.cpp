@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "distrain/base/error.h"
-#include "scenario/hybrid/random_bags.h"
+#include "scenario/hybrid/hybrid.h"
 #include "support/catch.h"
 #include "support/files.h"
 

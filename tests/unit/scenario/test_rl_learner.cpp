@@ -4,7 +4,7 @@
 #include <torch/optim/adam.h>
 
 #include "distrain/base/error.h"
-#include "scenario/rl/learner.h"
+#include "scenario/rl/rl.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
 #include "support/torch_policy.h"

@@ -1,4 +1,4 @@
-#include "distrain/data/idx.h"
+#include "distrain/data/images.h"
 
 #include <algorithm>
 #include <array>
@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include <ATen/Functions.h>
 #include <unistd.h>
 
 #include "distrain/base/error.h"
@@ -13,8 +14,11 @@
 #include "distrain/store/file.h"
 
 namespace distrain::data {
+
 namespace {
 
+// Limit of the decompressed size of one set of images.
+constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
 constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // element type
 constexpr uint64_t kMaxHeader = 16;       // for three dimensions
@@ -140,7 +144,7 @@ std::optional<std::string> find_file(const std::string& folder, const std::strin
 }
 
 // Returns true if one of the files of read_pair() exists.
-bool has_any(const std::string& folder, const std::string& set) {
+bool has_pair(const std::string& folder, const std::string& set) {
   return find_file(folder, set, "images", "idx3") || find_file(folder, set, "labels", "idx1");
 }
 
@@ -150,6 +154,66 @@ ImageSet read_pair(const std::string& folder, const std::string& set) {
   if (!images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
   if (!labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
   return read_idx(*images, *labels);
+}
+
+// CIFAR-10's files.
+constexpr int64_t kSide = 32;
+constexpr int64_t kChannels = 3;
+constexpr uint8_t kClasses = 10;
+constexpr size_t kRecord = 1 + kChannels * kSide * kSide;
+constexpr size_t kChunk = 1024 * kRecord;
+constexpr std::array kTrainingFiles = {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
+                                       "data_batch_4.bin", "data_batch_5.bin"};
+
+// Returns the path in `folder` or in the folder of the unpacked archive; empty if missing.
+std::string find_file(const std::string& folder, const std::string& name) {
+  for (const char* between : {"/", "/cifar-10-batches-bin/"}) {
+    std::string path = folder + between + name;
+    if (access(path.c_str(), F_OK) == 0) return path;
+  }
+  return "";
+}
+
+void append_file(const std::string& path, store::InputFile::Kind kind, store::ContentHasher& hasher,
+                 ImageSet& set) {
+  const int64_t before = set.count;
+  const uint64_t left = kMaxImageBytes - set.pixels.size() - set.labels.size();
+  store::GzipReader reader(path, {left, "that are left of the 8 GiB that are read"}, kind);
+  std::vector<uint8_t> chunk;
+  uint64_t total = 0;
+  do {
+    chunk.resize(kChunk);
+    chunk.resize(reader.read(chunk.data(), kChunk));
+    total += chunk.size();
+    if (chunk.size() % kRecord != 0) {
+      refuse(path, std::to_string(total) + " bytes are no whole number of records of " +
+                       std::to_string(kRecord));
+    }
+    for (auto at = chunk.begin(); at != chunk.end(); at += kRecord) {
+      if (*at >= kClasses) {
+        refuse(path, "record " + std::to_string(set.count - before) + " has the label " +
+                         std::to_string(*at) + ", not one of 0 to 9");
+      }
+      set.labels.push_back(*at);
+      set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
+      ++set.count;
+    }
+    hasher.add(chunk);
+  } while (chunk.size() == kChunk);
+  if (set.count == before) refuse(path, "no image in this file");
+}
+
+ImageSet read_files(const std::vector<std::string>& paths,
+                    store::InputFile::Kind kind = store::InputFile::Kind::kRegular) {
+  ImageSet set;
+  set.channels = kChannels;
+  set.rows = set.columns = kSide;
+  store::ContentHasher hasher;
+  for (const std::string& path : paths) {
+    store::with_memory_for(path, [&] { append_file(path, kind, hasher, set); });
+  }
+  set.content_hash = hasher.value();
+  return set;
 }
 
 }  // namespace
@@ -171,13 +235,10 @@ ImageSet read_images(const std::string& path) {
   return read_set(path, store::InputFile::Kind::kAny);
 }
 
-bool has_image_files(const std::string& folder) { return has_any(folder, "train"); }
-
 ImageFolder read_image_folder(const std::string& folder) {
   if (!store::OpenFolder::at(store::Disk(), folder)) store::fail_open(folder);
-  ImageFolder result;
-  result.train = read_pair(folder, "train");
-  if (!has_any(folder, "t10k")) return result;
+  ImageFolder result{read_pair(folder, "train"), {}};
+  if (!has_pair(folder, "t10k")) return result;
   result.test = read_pair(folder, "t10k");
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
     refuse(find_file(folder, "t10k", "images", "idx3").value_or(folder),
@@ -185,6 +246,61 @@ ImageFolder read_image_folder(const std::string& folder) {
                size_of(result.train));
   }
   return result;
+}
+
+bool has_cifar10(const std::string& folder) {
+  return std::ranges::any_of(kTrainingFiles,
+                             [&](const char* name) { return !find_file(folder, name).empty(); });
+}
+
+ImageFolder read_cifar10(const std::string& folder) {
+  std::vector<std::string> paths;
+  for (const std::string name : kTrainingFiles) {
+    paths.push_back(find_file(folder, name));
+    if (paths.back().empty()) refuse(folder, "no " + name + " in this folder");
+  }
+  ImageFolder result{read_files(paths), {}};
+  const std::string test = find_file(folder, "test_batch.bin");
+  if (!test.empty()) result.test = read_files({test});
+  return result;
+}
+
+ImageSet read_cifar10_images(const std::string& path) {
+  const std::string test = find_file(path, "test_batch.bin");
+  if (test.empty() && std::filesystem::is_directory(path)) {
+    refuse(path, "no test_batch.bin in this folder");
+  }
+  return read_files({test.empty() ? path : test}, store::InputFile::Kind::kAny);
+}
+
+ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
+                      const ImageForm& form) {
+  const at::Tensor places = at::tensor(at::IntArrayRef(examples.data(), examples.size()));
+  const auto picked = [&](const std::vector<uint8_t>& bytes, at::IntArrayRef sizes) {
+    return at::from_blob(const_cast<uint8_t*>(bytes.data()), sizes, at::kByte)
+        .index_select(0, places);
+  };
+  const at::Tensor mean = at::tensor(form.mean).view({-1, 1, 1});
+  const at::Tensor deviation = at::tensor(form.std).view({-1, 1, 1});
+  at::Tensor images = picked(set.pixels, {set.count, set.channels, set.rows, set.columns});
+  images = images.to(at::kFloat)
+               .mul_((1 / (255 * deviation)).to(at::kFloat))
+               .sub_((mean / deviation).to(at::kFloat));
+  if (form.side > 0 && (set.rows != form.side || set.columns != form.side)) {
+    images = at::_upsample_bilinear2d_aa(images, {form.side, form.side}, false);
+  }
+  return {images.expand({-1, form.channels, -1, -1}).contiguous(),
+          set.labels.empty() ? at::full({places.numel()}, -1, at::kLong)
+                             : picked(set.labels, {set.count}).to(at::kLong)};
+}
+
+ImageSet read_training_images(const std::string& folder) {
+  if (has_cifar10(folder)) return read_cifar10(folder).train;
+  // If `folder` is not a folder, read_image_folder() throws the error.
+  if (has_pair(folder, "train") || !std::filesystem::is_directory(folder)) {
+    return read_image_folder(folder).train;
+  }
+  refuse(folder, "neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
 }
 
 }  // namespace distrain::data

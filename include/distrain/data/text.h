@@ -1,0 +1,148 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace distrain::data {
+
+/// Strings numbered from 0 in the order of their first add().
+class Vocabulary {
+ public:
+  static constexpr int64_t kUnknown = -1;
+
+  Vocabulary() = default;
+  /// Adds `words` in their order.
+  explicit Vocabulary(const std::vector<std::string>& words);
+
+  /// Returns the number of `word`. Adds `word` if it is new.
+  int64_t add(std::string_view word);
+
+  /// Returns the number of `word`, or kUnknown.
+  int64_t find(std::string_view word) const;
+
+  /// Returns the word with this number; valid until the next add().
+  std::string_view word(int64_t id) const;
+
+  int64_t size() const { return static_cast<int64_t>(ends_.size()); }
+
+ private:
+  struct Slot {
+    uint64_t hash = 0;
+    int64_t id = kUnknown;  // kUnknown if the slot is free
+  };
+  size_t slot_of(std::string_view word, uint64_t hash) const;
+  void grow();
+
+  // Open addressing with linear probing, at most half full; the size is a power of two.
+  std::vector<Slot> slots_ = std::vector<Slot>(1024);
+  std::string text_;          // all words, concatenated
+  std::vector<size_t> ends_;  // end of each word in text_
+};
+
+/// Returns all words in the order of their numbers.
+std::vector<std::string> all_words(const Vocabulary& vocabulary);
+
+/// A training file's words, by first appearance, and its labels, sorted by bytes.
+struct TextVocabulary {
+  Vocabulary words;
+  std::vector<std::string> labels;
+};
+
+/// Labelled bags of words. Example i is tokens[offsets[i] .. offsets[i + 1]) and may be empty.
+struct TextDataset {
+  std::vector<int64_t> tokens;                       ///< in [0, num_words())
+  std::vector<int64_t> offsets;                      ///< size() + 1, rising
+  std::vector<int64_t> labels;                       ///< size(), in [0, num_classes()); -1: none
+  std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
+  uint64_t content_hash = 0;                         ///< of the file's bytes
+  int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
+
+  int64_t size() const { return static_cast<int64_t>(labels.size()); }
+  int64_t num_words() const { return vocabulary->words.size(); }
+  int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
+};
+
+/// Says whether each example must have a label. The class of one without is -1.
+enum class Labels : uint8_t { kAll, kSome };
+
+/// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
+///
+/// As in fastText, tokens are separated by blanks, tabs, \r, \v, \f or NUL, and may have any other
+/// bytes. A line has one label, anywhere, unless labels are optional; it may have no token, which
+/// makes an empty bag. Empty lines and a byte order mark are skipped.
+///
+/// With the `vocabulary` of a training file, unknown words are dropped and counted, and an unknown
+/// label is an error.
+///
+/// Throws `bad_data`, with file and line, for a file that cannot be read, a line with no label or
+/// with several, a label without a name, no example at all, or no word at all.
+TextDataset read_fast_text(const std::string& path,
+                           std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
+                           Labels labels = Labels::kAll);
+
+/// As read_fast_text(), for bytes in memory; error messages show `name` as the path.
+TextDataset parse_fast_text(std::string_view text, const std::string& name,
+                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
+                            Labels labels = Labels::kAll);
+
+/// Words of each vocabulary. The words of the text follow by falling frequency, equally frequent
+/// ones by first appearance.
+inline constexpr int64_t kUnknownWord = 0;
+inline constexpr int64_t kEndOfLine = 1;
+
+/// Text as word numbers, `<eos>` after each line.
+struct Corpus {
+  std::vector<int64_t> tokens;
+  uint64_t content_hash = 0;  ///< of the file's bytes
+
+  /// The words of each line, without its end.
+  std::vector<std::vector<int64_t>> lines() const;
+};
+
+/// Reads the words of a text file: at most `max_words` with `<unk>` and `<eos>`; 0: all. Separates
+/// words as read_fast_text(). Throws `bad_data`, with the file, if it cannot be read or has no
+/// word, `invalid` for a `max_words` of 1 or less than 0.
+Vocabulary read_words(const std::string& path, int64_t max_words);
+
+/// Reads a text with a vocabulary of read_words(), and throws as that does. Skips empty lines.
+Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary);
+
+/// Returns `count` random words of a vocabulary of `words`. They depend only on the arguments.
+Corpus random_corpus(uint64_t seed, int64_t words, int64_t count);
+
+/// Returns the words of `text` (a prompt), without `<eos>`.
+std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary);
+
+/// A corpus in columns that are read side by side, as by batchify() of PyTorch's word language
+/// model: column c of C holds the tokens [c * n, (c + 1) * n) with n = tokens / C, and the rest is
+/// unused. A trainer reads some of the columns.
+class TokenColumns {
+ public:
+  /// Columns [first, first + count) of `columns`. `tokens` must outlive this object. Throws
+  /// `bad_data` if a column has fewer than two tokens, `invalid` if there are no such columns.
+  TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first, int64_t count);
+
+  int64_t count() const { return count_; }
+  /// Returns the number of batches of at most `length` words a column.
+  int64_t steps(int64_t length) const;
+
+  struct Batch {
+    at::Tensor inputs;   ///< int64 [length, count]
+    at::Tensor targets;  ///< int64 [length · count]: each word's next
+  };
+  Batch batch(int64_t step, int64_t length) const;
+
+ private:
+  const std::vector<int64_t>& tokens_;
+  int64_t column_length_;
+  int64_t first_;
+  int64_t count_;
+};
+
+}  // namespace distrain::data

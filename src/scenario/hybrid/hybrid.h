@@ -1,0 +1,137 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <torch/nn/pimpl.h>
+
+#include "distrain/data/batches.h"
+#include "distrain/job/definition.h"
+
+namespace distrain::scenario {
+
+/// Options of `distrain hybrid`. The defaults are those of the PyTorch tutorial.
+struct HybridOptions : job::TrainerOptions {
+  HybridOptions() {
+    epochs = 100;
+    lr = 0.05;
+  }
+  static void describe(job::OptionList<HybridOptions>& list);
+
+  int batches = 10;          ///< per epoch and trainer, without a file
+  int num_embeddings = 100;  ///< with a file: one per word
+  int embedding_dim = 16;
+  int classes = 8;                    ///< with a file: one per label
+  std::string data;                   ///< fastText-format file; empty: random batches; or kTeacher
+  std::string valid_data, test_data;  ///< as `data`; empty: no such evaluation
+
+  /// Value of `data` for random batches with labels from a hidden teacher.
+  static constexpr const char* kTeacher = "teacher";
+  bool has_teacher() const { return data == kTeacher; }
+  bool has_text() const { return !data.empty() && !has_teacher(); }
+
+  /// Bound of the uniform initial values of the table; 0: standard normal, as in the tutorial. With
+  /// data it is fastText's bound, so that the sum over a long text does not dominate.
+  double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
+};
+
+/// Random batches as in PyTorch's tutorial on combining DDP with RPC.
+struct RandomBags {
+  uint64_t seed = 1;
+  int64_t num_embeddings = 100;
+  int64_t classes = 8;
+  bool has_teacher = false;  ///< targets follow from the indices; false: random
+
+  /// Returns 20 to 50 indices in bags of 1 to 10, and targets: always the same for a step.
+  data::Batch batch(int trainer, int64_t epoch, int64_t step) const;
+  /// Returns the label that the hidden teacher gives to `bag`. The teacher draws a class and a
+  /// weight for each index; the label is the class with the largest total weight. A sum of
+  /// embeddings and a linear layer can represent the teacher if an embedding has at least as many
+  /// numbers as there are classes.
+  int64_t taught(std::span<const int64_t> bag) const;
+};
+
+/// Random batches, with random labels or a teacher's, or the batches of a fastText-format file.
+class HybridData {
+ public:
+  /// Reads the files. Throws `bad_data`.
+  explicit HybridData(const HybridOptions& options);
+  /// Reads test examples with the vocabulary of a checkpoint. They need no labels.
+  HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
+             const std::string& examples);
+
+  /// Returns the number of rows of the embedding table.
+  int64_t rows() const { return words_ ? words_->words.size() : options_.num_embeddings; }
+  int64_t classes() const { return words_ ? std::ssize(words_->labels) : options_.classes; }
+  /// Adds the data properties that all trainers must share, and the vocabulary for predict.
+  void agree(job::TrainingPlan& training) const;
+  int64_t steps_per_epoch() const {
+    return sampler_ ? sampler_->steps_per_epoch() : options_.batches;
+  }
+  data::Batch batch(const job::Step& step);
+
+  /// Has `training` evaluate the validation data after each epoch and the test data at the end.
+  /// `forward` returns the scores of a batch. This object must outlive the training.
+  void evaluate_in(job::TrainingPlan& training,
+                   const std::function<at::Tensor(const data::Batch&)>& forward) const;
+  bool evaluates_text() const { return words_ && (valid_ || test_); }
+  /// Counts the words of validation and test data that the training data does not have.
+  int64_t unknown_words() const;
+  /// The test examples. Must not be called without any.
+  const data::TextDataset& test() const { return *test_; }
+  /// Calls `use` with batches of the examples of `share`.
+  static void each_batch(const data::TextDataset& set, const job::Share& share,
+                         const std::function<void(const data::Batch&)>& use);
+  /// Must not be called without a file.
+  const std::vector<std::string>& labels() const { return words_->labels; }
+
+ private:
+  const HybridOptions options_;
+  const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
+                         options_.has_teacher()};
+  std::shared_ptr<const data::TextVocabulary> words_;  // null without a file
+  std::optional<data::TextDataset> train_, valid_, test_;
+  std::optional<data::Sampler> sampler_;  // of `train_`
+};
+
+/// The parameter server's module: the sum of the rows of a bag's words (EmbeddingBag, mode sum).
+/// Its gradient is sparse: only the rows that were looked up travel and change.
+class EmbeddingTable {
+ public:
+  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range, on `device`.
+  using Constructor = EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
+                                     std::string device);
+  EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed, const std::string& device);
+
+  /// int64 indices [n], offsets [bags] → float [bags, dim].
+  at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
+  at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
+  std::vector<at::Tensor> parameters() { return {weight_}; }
+  rpc::NamedTensors named_parameters() const { return {{"embedding.weight", weight_}}; }
+
+ private:
+  at::Tensor weight_;
+};
+
+/// The trainers' module, torch.nn.Linear, on any device; the same for the same seed.
+class DenseImpl : public torch::nn::Module {
+ public:
+  DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device);
+  at::Tensor forward(const at::Tensor& x) const;
+
+  at::Tensor weight;
+  at::Tensor bias;
+};
+TORCH_MODULE(Dense);
+
+void train_hybrid(job::Rank& rank, const HybridOptions& options);
+void expose_hybrid(rpc::Agent& agent);
+void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options);
+void predict_hybrid(job::Predictions& predictions, const HybridOptions& options);
+
+}  // namespace distrain::scenario

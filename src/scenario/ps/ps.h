@@ -1,0 +1,112 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distrain/data/batches.h"
+#include "distrain/data/images.h"
+#include "distrain/job/definition.h"
+#include "distrain/nn/random.h"
+
+namespace distrain::scenario {
+
+/// Options of `distrain ps`. The defaults are those of the PyTorch tutorial.
+struct PsOptions : job::TrainerOptions {
+  PsOptions() { lr = 0.03; }
+  static void describe(job::OptionList<PsOptions>& list);
+
+  std::optional<double> dropout;  ///< of both layers; nullopt: the tutorial's 0.25 and 0.5
+  bool verify_grads = false;
+  std::string data;                   ///< folder with IDX files
+  std::string valid_data, test_data;  ///< as `data`; empty: the test images of `data`; no test
+  int64_t limit = 0;                  ///< training examples; 0: all
+  double mean = 0.1307;
+  double std = 0.3081;
+  std::optional<int> num_gpus;  ///< of the server; nullopt: see `--device`
+};
+
+/// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
+class PsData {
+ public:
+  /// Reads the files. Throws `bad_data`.
+  explicit PsData(const PsOptions& options);
+  /// Reads test images, which need no labels.
+  PsData(const PsOptions& options, const std::string& images);
+
+  job::Plan plan() const;
+  /// Adds the properties of the data that all trainers must share.
+  void agree(job::TrainingPlan& training) const;
+  data::ImageBatch batch(const job::Step& step);
+  /// Has `training` evaluate the validation images after each epoch and the test images at the end.
+  /// `forward` returns the log-probabilities of a batch. This object must outlive the training.
+  void evaluate_in(job::TrainingPlan& training,
+                   const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
+  /// The test images. Must not be called without any.
+  const data::ImageSet& test() const { return *test_; }
+  /// Calls `use` with batches of `share`, which take no more memory than training batches.
+  void each_batch(const data::ImageSet& set, const job::Share& share,
+                  const std::function<void(const data::ImageBatch&)>& use) const;
+
+ private:
+  const PsOptions options_;
+  const data::ImageForm form_{{options_.mean}, {options_.std}};
+  data::ImageFolder files_;
+  std::optional<data::ImageSet> valid_, test_;  // evaluated after each epoch; at the end
+  int64_t examples_ = 0;                        // number of training examples
+  data::Sampler sampler_;
+};
+
+/// Returns the random key of dropout in one training step, or nullopt without dropout.
+std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step);
+
+/// Result of a forward pass over shared parameters.
+struct PsForward {
+  at::Tensor scores;      ///< log-probabilities [n, 10]
+  uint64_t version = 0;   ///< number of updates in the parameters used; a lower bound
+  int64_t staleness = 0;  ///< the caller's lead over the slowest trainer; an upper bound
+  static constexpr auto kFields =
+      std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
+};
+
+/// The parameter server's model: the net of PyTorch's MNIST example. It has no training mode that
+/// trainers could disturb; each pass is a training or an evaluation pass.
+class ConvNet {
+ public:
+  /// Initializes as torch.nn does. Convolutions are on the first device, linear layers on the last.
+  explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU});
+
+  /// Computes log-probabilities [n, 10] of images [n, 1, 28, 28]. `parameters` are in the order of
+  /// names(), on any devices; the result is on the last one's. `rate` is the rate of both dropouts;
+  /// the default is the example's: 0.25 of the channels and 0.5 of the elements.
+  static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
+                            nn::Dropout dropout, std::optional<double> rate = {});
+
+  static const std::vector<std::string>& names();
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  rpc::NamedTensors named_parameters() const;
+
+  // Functions that the trainers call.
+
+  /// Runs a training pass on the current versions of the parameters, which concurrent updates do
+  /// not change. Without a `dropout_key` there is no dropout.
+  PsForward forward_training(rpc::CallContext& call, at::Tensor images,
+                             std::optional<uint64_t> dropout_key,
+                             std::optional<double> dropout_rate);
+  at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
+  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  /// Returns the gradients of an autograd context in the order of names(); undefined if missing.
+  std::vector<at::Tensor> gradients(rpc::CallContext& call, uint64_t context);
+
+ private:
+  std::vector<at::Tensor> parameters_;
+};
+
+void train_ps(job::Rank& rank, const PsOptions& options);
+void expose_ps(rpc::Agent& agent);
+void train_ps_local(job::SingleProcess& local, const PsOptions& options);
+void predict_ps(job::Predictions& predictions, const PsOptions& options);
+
+}  // namespace distrain::scenario

@@ -1,0 +1,183 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/nn/pimpl.h>
+
+#include "distrain/data/text.h"
+#include "distrain/job/definition.h"
+#include "distrain/nn/random.h"
+
+namespace distrain::scenario {
+
+/// Options of `distrain rnn`. The defaults are those of the PyTorch RPC tutorial, for random
+/// batches. With `data` the command line uses those of PyTorch's word language model.
+struct RnnOptions : job::TrainerOptions {
+  RnnOptions() {
+    trainers = 1;
+    epochs = 10;
+    batch_size = 5;
+    lr = 0.05;
+  }
+  static void describe(job::OptionList<RnnOptions>& list);
+
+  int batches = 5;      ///< per epoch; random data only
+  int bptt = 10;        ///< words per column in a batch; random data: rows
+  int vocab_size = 10;  ///< including `<unk>` and `<eos>`
+  int emsize = 2;
+  int nhid = 3;
+  int nlayers = 4;
+  double dropout = 0.5;
+  std::string data;                   ///< text file; empty: random batches
+  std::string valid_data, test_data;  ///< as `data`; empty: no such evaluation
+  int generate = 0;                   ///< number of words of the final sample
+  std::string prompt;
+};
+
+/// The embedding table on the parameter server. Its gradients are sparse: the rows looked up.
+class WordEmbedding {
+ public:
+  WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
+
+  /// Looks up int64 `words` [length, columns]. Returns float [length, columns, size].
+  at::Tensor forward(rpc::CallContext& call, at::Tensor words);
+  at::Tensor lookup(const at::Tensor& words) const;
+  rpc::NamedTensors named_parameters() const { return {{"encoder.weight", weight_}}; }
+
+ private:
+  at::Tensor weight_;
+};
+
+/// The output layer on the parameter server: computes a score for each word from the LSTM's output.
+/// It also computes the loss, because the scores are much larger than the LSTM's output.
+class Decoder {
+ public:
+  Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device);
+
+  /// Returns the mean cross entropy for float `hidden` [n, hidden] and int64 `targets` [n].
+  at::Tensor loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets);
+  /// Returns scores [n, words] for float `hidden` [n, hidden], without recording gradients.
+  at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
+
+  // The same for one version of parameters().
+  static at::Tensor loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
+                            const at::Tensor& targets);
+  static at::Tensor scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden);
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  rpc::NamedTensors named_parameters() const {
+    return {{"decoder.weight", parameters_[0]}, {"decoder.bias", parameters_[1]}};
+  }
+
+ private:
+  const std::vector<at::Tensor> parameters_;  // weight [words, hidden], bias [words]
+};
+
+/// The state that an LSTM carries from batch to batch: float [layers, columns, hidden] each.
+struct LstmState {
+  at::Tensor hidden;
+  at::Tensor cell;
+};
+
+/// The LSTM on the trainers: as torch.nn.LSTM, with the same parameter names, shapes,
+/// initialization and results, but with keyed dropout between its layers (see Dropout).
+class LstmImpl : public torch::nn::Module {
+ public:
+  LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
+           c10::Device device = c10::kCPU);
+
+  /// Maps float [length, columns, input] to [length, columns, hidden] and updates `state`.
+  at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
+  LstmState zero_state(int64_t columns) const;
+
+ private:
+  const int64_t hidden_;
+  const int64_t layers_;
+  const double dropout_;
+  std::vector<at::Tensor> weights_;  // ih, hh, bias_ih, bias_hh of each layer
+};
+TORCH_MODULE(Lstm);
+
+using WordBatch = data::TokenColumns::Batch;
+
+/// The text of the job, read in columns: trainer t of T reads batch_size of the T · batch_size
+/// columns. Random words without a file.
+class RnnData {
+ public:
+  /// Reads the files. Throws `bad_data`.
+  explicit RnnData(const RnnOptions& options);
+  /// Reads a text to evaluate with the vocabulary of a checkpoint.
+  RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text);
+
+  job::Plan plan() const;
+  /// Adds the data properties that all trainers must share, and the vocabulary for predict.
+  void agree(job::TrainingPlan& training) const;
+  /// Returns the size of the vocabulary.
+  int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
+  WordBatch batch(const job::Step& step) const;
+
+  /// The texts to evaluate after each epoch and at the end; the second constructor reads test().
+  const data::Corpus& valid() const { return valid_; }
+  const data::Corpus& test() const { return test_; }
+
+  /// Must not be called without a file.
+  const data::Vocabulary& vocabulary() const { return *vocabulary_; }
+
+ private:
+  data::TokenColumns columns_of(int trainer) const;
+
+  const RnnOptions options_;
+  std::optional<data::Vocabulary> vocabulary_;
+  data::Corpus train_, valid_, test_;
+};
+
+/// A language model: an LSTM in this process, and an embedding and a decoder that may be remote.
+class LanguageModel {
+ public:
+  /// The embedding and the decoder, called over RPC or directly.
+  struct Ends {
+    std::function<at::Tensor(const at::Tensor& words)> embed;
+    std::function<at::Tensor(const at::Tensor& hidden, const at::Tensor& targets)> loss;
+    std::function<at::Tensor(const at::Tensor& hidden)> scores;
+  };
+
+  /// With a `group`, its trainers replicate the LSTM by DistributedDataParallel.
+  LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
+                const job::Group* group = nullptr);
+
+  /// Returns the loss of a training batch, and updates the state for the next batch.
+  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
+  /// Adds the evaluations of both texts. This object and `data` must outlive the training.
+  void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
+  /// Evaluates a share of `text` from a zero state, without gradients.
+  job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
+  /// Prints the `text` line, if --generate asks for it and there is a vocabulary.
+  void tell_sample(const RnnData& data, job::EventSink& sink) const;
+
+  /// Returns the probability of each word of the vocabulary to follow `words`.
+  at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const;
+  /// Returns `text` (as tokens: `words`) and `--generate` more words, sampled by probability.
+  std::string continued(std::string text, std::vector<int64_t> words,
+                        const data::Vocabulary& vocabulary) const;
+
+  const LstmImpl& lstm() const { return *lstm_; }
+  rpc::NamedTensors lstm_parameters() const { return store::named_tensors("rnn", *lstm_); }
+
+ private:
+  at::Tensor hidden_of(const at::Tensor& words, LstmState& state) const;
+
+  const RnnOptions options_;
+  mutable Lstm lstm_;
+  const Ends ends_;
+  std::optional<ddp::DistributedDataParallel<Lstm>> parallel_;
+};
+
+void train_rnn(job::Rank& rank, const RnnOptions& options);
+void expose_rnn(rpc::Agent& agent);
+void train_rnn_local(job::SingleProcess& local, const RnnOptions& options);
+void predict_rnn(job::Predictions& predictions, const RnnOptions& options);
+
+}  // namespace distrain::scenario
