@@ -1,5 +1,6 @@
 # Common functions of test scripts. A script sources this file, which takes the binary from $1, creates $tmp,
-# and at the end removes $tmp and kills every process of the test.
+# and at the end removes $tmp and kills every process of the test. A script with several cases has a function
+# case_<name> for each and ends with run_cases.
 set -u
 ulimit -c 0 # writing a core would keep a dead rank's connections open
 distrain=$(realpath "$1")
@@ -253,6 +254,21 @@ build_outside() { # build_outside <folder> <option>...
   configure "$@" && cmake --build "$tmp/build" -j 2 >"$tmp/log" 2>&1 && return
   fail "$(basename "$1") does not build: $(grep -i -A 3 error "$tmp/log" | head -n 5)"
   return 1
+}
+
+# Runs the case $2 of the script, as CTest does, or each case in a process of its own; then ends the script.
+selected=${2:-}
+run_cases() {
+  local name
+  if [[ $selected ]]; then
+    "case_$selected"
+  else
+    while read -r name; do
+      echo "case $name"
+      bash "$0" "$distrain" "$name" || ((++failures))
+    done < <(sed -nE 's/^case_([a-z0-9_]+)\(\).*/\1/p' "$0")
+  fi
+  finish
 }
 
 finish() {
