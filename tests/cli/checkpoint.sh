@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=300 first
+# ctest: timeout=300
 # --checkpoint and --resume: the same parameters as without interruption, damaged files, signals, interrupted saves.
 # shellcheck source-path=SCRIPTDIR source=lib.bash disable=SC2317
 source "$(dirname "$0")/lib.bash"
