@@ -23,11 +23,11 @@ unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE PMI_RANK PMI_SIZE
 # environment.
 programs=distrain
 processes() {
-  local dir
+  local dir name
   for dir in /proc/[0-9]*; do
-    [[ " $programs " == *" $(cat "$dir/comm" 2>/dev/null) "* ]] || continue
-    tr '\0' '\n' 2>/dev/null <"$dir/environ" | grep -qx "DISTRAIN_TEST_ID=$DISTRAIN_TEST_ID" &&
-      echo "${dir#/proc/}"
+    { read -r name <"$dir/comm"; } 2>/dev/null || continue
+    [[ " $programs " == *" $name "* ]] || continue
+    grep -qzxs "DISTRAIN_TEST_ID=$DISTRAIN_TEST_ID" "$dir/environ" && echo "${dir#/proc/}"
   done
 }
 
