@@ -79,7 +79,8 @@ case_no_reader() {
   expect 2 "a usage error, 2>/dev/full"
   expect_jq 'map(.event) == ["error", "end"]' "a usage error, 2>/dev/full"
   for where in "" --local; do
-    timeout "$limit" "$distrain" rl --max-episodes 2 "$where" >"$tmp/out" 2>/dev/full
+    # shellcheck disable=SC2086  # none or one
+    timeout "$limit" "$distrain" rl --max-episodes 2 $where >"$tmp/out" 2>/dev/full
     code=$?
     expect 11 "rl $where 2>/dev/full"
     expect_log "rl $where 2>/dev/full"

@@ -151,7 +151,8 @@ case_trace_cannot_be_written() {
   for where in "" --local; do
     (
       ulimit -f 64
-      timeout -k 2 "$limit" "$distrain" rl --max-episodes 20 "$where" --trace "$trace" >"$tmp/out" 2>"$tmp/err"
+      # shellcheck disable=SC2086  # none or one
+      timeout -k 2 "$limit" "$distrain" rl --max-episodes 20 $where --trace "$trace" >"$tmp/out" 2>"$tmp/err"
     )
     code=$?
     expect 11 "rl $where, no room"
@@ -165,7 +166,8 @@ case_trace_cannot_be_written() {
   # A job that fails before it begins leaves an old file unchanged.
   echo old >"$trace"
   for where in "" --local; do
-    run rl "$where" --max-episodes 3 --resume "$tmp/nowhere" --trace "$trace"
+    # shellcheck disable=SC2086
+    run rl $where --max-episodes 3 --resume "$tmp/nowhere" --trace "$trace"
     expect 7 "rl $where, no checkpoint"
     [[ $(cat "$trace") == old ]] || fail "rl $where, no checkpoint: the old trace is gone"
   done
