@@ -56,6 +56,7 @@ same_bytes() {
     done
     [[ $(find "$parts" -mindepth 1 -maxdepth 1 ! -name .lock | wc -l) == 2 ]] || fail "$name: not the last two: $(ls "$parts")"
   done
+  expect_no_process "$command"
 }
 case_same_bytes_hybrid() { same_bytes hybrid; }
 case_same_bytes_ps() { same_bytes ps; }
@@ -112,6 +113,7 @@ case_damaged_or_other() {
   job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
   expect 0 "--resume auto, nothing there"
   saved "--resume auto, nothing there"
+  expect_no_process "$selected"
 }
 
 # Two jobs use one folder: the second job is refused before it trains, and the first is not affected.
@@ -148,6 +150,7 @@ case_two_jobs_in_one_folder() {
   expect_jq 'all(.[]; .event != "error" and .event != "warn")' "the first job" "$tmp/saving"
   job ps --local --steps 1 --checkpoint "$tmp/shared" --resume "$(newest "$tmp/shared")" --eval-only
   expect 0 "what the first job has saved"
+  expect_no_process "$selected"
 }
 
 # A signal makes the job save. The name says whether it goes to the launcher, "one rank", or the ranks "one by one".
@@ -256,6 +259,7 @@ case_no_reader() {
     done
     unheard "rank $rank without a reader"
   done
+  expect_no_process "$selected"
 }
 
 # If there is no room for a checkpoint, the job continues and ends with 9 when its last save fails.
@@ -277,6 +281,7 @@ case_no_room() {
     [[ -z $(newest "$tmp/room$where") && $(ls -A "$tmp/room$where") == .lock ]] ||
       fail "no room $where: left behind: $(ls -A "$tmp/room$where")"
   done
+  expect_no_process "$selected"
 }
 
 # An interrupted save leaves the previous checkpoint or the new one.
@@ -304,7 +309,7 @@ case_interrupted_save() {
   expect 137 "rank 0 died in a save"
   expect_log "rank 0 died in a save"
   expect_jq '.[-1] | .cause_rank == 0 and .signal == "SIGKILL"' "rank 0 died in a save"
-  expect_no_process "checkpoint"
+  expect_no_process "$selected"
 }
 
 run_cases

@@ -40,6 +40,7 @@ watch_processes() {
 # has options for all ranks.
 job=(ps --data "$tmp/images" --transport tcp --log-interval 1 --threads 1 --peer-timeout 60)
 start_job() {
+  make_images "$tmp/images" 64 32
   port=$(free_port)
   rm -rf "$tmp"/rank? "$tmp"/err? "$tmp/saves" "$tmp/trace" "$tmp/secrets/session secret" "$tmp/through"
   python3 "$here/secrets.py" record "$port" "$tmp/secrets/session secret" >"$tmp/through" 2>"$tmp/record-err" &
