@@ -26,9 +26,7 @@ watch_processes() {
   mkdir "$tmp/seen" "$tmp/environ"
   ps -efww >"$tmp/seen/ps"
   cp /proc/net/unix "$tmp/seen"
-  for pid in /proc/[0-9]*; do
-    cat "$pid/cmdline" "$pid/comm" 2>/dev/null
-  done >"$tmp/seen/cmdlines"
+  cat /proc/[0-9]*/{cmdline,comm} >"$tmp/seen/cmdlines" 2>/dev/null
   for pid in $(processes); do
     cat "/proc/$pid/environ" >"$tmp/environ/$pid" 2>/dev/null
     ls -l "/proc/$pid/fd" >"$tmp/seen/$pid.fds" 2>/dev/null
@@ -110,7 +108,6 @@ case_token_file() {
 case_token_variable() {
   local given
   # The environments of the started processes and of the ranks that they fork keep the variable: see SECURITY.md.
-  rm "$tmp/secrets/another token"
   given=()
   DISTRAIN_TOKEN=$(cat "$tmp/secrets/token") start_job
   watch_processes
