@@ -5,8 +5,9 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"
 
-export LOSSES_IMAGES=512
-make_images "$tmp/images" $LOSSES_IMAGES 128
+# Rank 0 sleeps in each call, so that the job lasts long enough without much work.
+export LOSSES_IMAGES=128 LOSSES_BATCH=4 LOSSES_ARGUMENTS="--inject delay=50ms@rank=0"
+make_images "$tmp/images" $LOSSES_IMAGES 32
 
 case_launcher_restarts_async() {
   python3 "$root/tests/fault/losses.py" "$distrain" "$tmp" async launcher || fail "async, with a launcher"
