@@ -265,7 +265,9 @@ build_outside() { # build_outside <folder> <option>...
 selected=${2:-}
 run_cases() {
   local name
-  if [[ $selected ]]; then
+  if [[ $selected ]] && ! declare -F "case_$selected" >/dev/null; then
+    fail "no case $selected"
+  elif [[ $selected ]]; then
     "case_$selected"
   else
     while read -r name; do
