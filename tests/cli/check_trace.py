@@ -3,6 +3,7 @@
 Prints problems, one per line, and exits with 1 if there are any. RANKS: the required number of processes. NAME: a
 required slice or asynchronous event, `name@rank` for an event of that rank.
 """
+import bisect
 import json
 import sys
 from collections import defaultdict
@@ -28,14 +29,34 @@ def check_slices(slices):
         open_until.append(end)
 
 
-def check_arrows(flows, threads):
+class Around:
+    """Finds the slices of a thread around a time without a search through all slices."""
+
+    def __init__(self, slices):
+        """`slices` are sorted, parents before their children."""
+        self.slices, self.starts, self.outer = slices, [start for start, _, _ in slices], []
+        last = -1  # the last slice that has not ended
+        for number, (start, _, _) in enumerate(slices):
+            while last >= 0 and slices[last][1] < start:
+                last = self.outer[last]
+            self.outer.append(last)
+            last = number
+
+    def __call__(self, time):
+        number = bisect.bisect_right(self.starts, time) - 1
+        while number >= 0:
+            if self.slices[number][1] >= time:
+                yield self.slices[number][2]
+            number = self.outer[number]
+
+
+def check_arrows(flows, threads, around):
     """Checks that each arrow leads from a `call X` to the begin of an X, and that nearly all calls have an arrow; the
     last calls may have none."""
     calls = sum(event["name"].startswith("call ") for slices in threads.values() for _, _, event in slices)
     if len(flows) < 0.9 * calls - 8:
         wrong(f"{calls} calls, but only {len(flows)} arrows")
     by_start = {key: defaultdict(set) for key in threads}
-    around = {key: [s for s in slices if s[2]["name"].startswith("call ")] for key, slices in threads.items()}
     for key, slices in threads.items():
         for start, _, event in slices:
             by_start[key][start].add(event["name"])
@@ -43,7 +64,8 @@ def check_arrows(flows, threads):
         if set(ends) != {"s", "f"}:
             continue
         (left, out), (arrived, into) = ends["s"], ends["f"]
-        called = {e["name"][5:] for start, end, e in around[out["pid"], out["tid"]] if start <= left <= end}
+        called = {event["name"][5:] for event in around[out["pid"], out["tid"]](left)
+                  if event["name"].startswith("call ")}
         begun = by_start[into["pid"], into["tid"]][arrived]
         if not called & begun:
             wrong(f"flow {flow} leads from a call of {called} to {begun}")
@@ -114,6 +136,7 @@ def main(path, ranks, names):
         slices.sort(key=lambda slice: slice[0])
         check_slices(slices)
         slices.sort(key=lambda slice: (slice[0], -slice[1]))
+    around = defaultdict(lambda: Around([]), {key: Around(slices) for key, slices in threads.items()})
     for flow, ends in flows.items():
         if set(ends) != {"s", "f"}:
             wrong(f"flow {flow} has only one end")
@@ -121,10 +144,9 @@ def main(path, ranks, names):
         if ends["f"][0] < ends["s"][0]:
             wrong(f"flow {flow} ends {ends['s'][0] - ends['f'][0]} ns before it starts")
         for time, event in ends.values():
-            around = threads[event["pid"], event["tid"]]
-            if not any(start <= time <= end for start, end, _ in around):
+            if not any(True for _ in around[event["pid"], event["tid"]](time)):
                 wrong("a flow's end outside of any slice", event)
-    check_arrows(flows, threads)
+    check_arrows(flows, threads, around)
     for key, pair in asyncs.items():
         if [phase for _, phase in sorted(pair)] != ["b", "e"]:
             wrong(f"{key}: not one begin and one end")

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=300
 # --device: a missing GPU ends the job with exit code 9. tests/unit/app/test_common_options.cpp tests invalid values.
-# shellcheck source-path=SCRIPTDIR source=lib.bash
+# shellcheck source-path=SCRIPTDIR source=lib.bash disable=SC2317
 source "$(dirname "$0")/lib.bash"
 
 data=$tmp/images
@@ -36,54 +36,66 @@ expect_no_gpu() { # expect_no_gpu <name> <pattern for the rank that reports it>
   expect_no_process "$1"
 }
 
-for job in $(few pipeline hybrid ps rnn rl); do
-  try "$job" --device cuda
-  expect_no_gpu "$job --device cuda" '[0-9]+ [(][a-z_]+[0-9]*[)]'
-  try "$job" --device cuda --local
-  expect_no_gpu "$job --device cuda --local" '0 [(]local[)]'
-done
+case_all_jobs() {
+  local job
+  for job in $(few pipeline hybrid ps rnn rl); do
+    try "$job" --device cuda
+    expect_no_gpu "$job --device cuda" '[0-9]+ [(][a-z_]+[0-9]*[)]'
+    try "$job" --device cuda --local
+    expect_no_gpu "$job --device cuda --local" '0 [(]local[)]'
+  done
+}
 
 # Only one role uses a GPU.
-try hybrid --device trainer1=cuda
-expect_no_gpu "hybrid --device trainer1=cuda" '1 [(]trainer1[)]'
-try hybrid --device server=cuda:1
-expect_no_gpu "hybrid --device server=cuda:1" '3 [(]ps[)]'
-try pipeline --device stage2=cuda
-expect_no_gpu "pipeline --device stage2=cuda" '2 [(]worker2[)]'
+case_one_role() {
+  try hybrid --device trainer1=cuda
+  expect_no_gpu "hybrid --device trainer1=cuda" '1 [(]trainer1[)]'
+  try hybrid --device server=cuda:1
+  expect_no_gpu "hybrid --device server=cuda:1" '3 [(]ps[)]'
+  try pipeline --device stage2=cuda
+  expect_no_gpu "pipeline --device stage2=cuda" '2 [(]worker2[)]'
+}
 
 # A joining rank also reports its missing GPU, and the rank that it has joined ends at once.
-port=$(free_port)
-"$distrain" rl --rank 0 --world-size 2 --master-port "$port" --join-timeout "$limit" --max-episodes 1 \
-  >"$tmp/agent" 2>"$tmp/agent.err" &
-agent=$!
-try rl --rank 1 --master-port "$port" --device cuda:0
-expect 0 "an observer computes nothing on the GPU of its own that is not there"
-wait $agent || [[ $? == 11 ]] || fail "the agent of that job: $(cat "$tmp/agent.err")"
-port=$(free_port)
-"$distrain" rnn --rank 0 --trainers 1 --epochs 1 --master-port "$port" --join-timeout "$limit" \
-  >"$tmp/ps" 2>"$tmp/ps.err" &
-server=$!
-run rnn --rank 1 --master-port "$port" --device trainer=cuda
-expect_no_gpu "a trainer that joins" '1 [(]trainer1[)]'
-wait $server
-[[ $? == 9 ]] || fail "the server of a trainer without its GPU did not end with 9"
-expect_jq '.[-1].cause_rank == 1' "the server names the trainer" "$tmp/ps"
+case_rank_that_joins() {
+  local port agent server
+  port=$(free_port)
+  "$distrain" rl --rank 0 --world-size 2 --master-port "$port" --join-timeout "$limit" --max-episodes 1 \
+    >"$tmp/agent" 2>"$tmp/agent.err" &
+  agent=$!
+  try rl --rank 1 --master-port "$port" --device cuda:0
+  expect 0 "an observer computes nothing on the GPU of its own that is not there"
+  wait "$agent" || [[ $? == 11 ]] || fail "the agent of that job: $(cat "$tmp/agent.err")"
+  port=$(free_port)
+  "$distrain" rnn --rank 0 --trainers 1 --epochs 1 --master-port "$port" --join-timeout "$limit" \
+    >"$tmp/ps" 2>"$tmp/ps.err" &
+  server=$!
+  run rnn --rank 1 --master-port "$port" --device trainer=cuda
+  expect_no_gpu "a trainer that joins" '1 [(]trainer1[)]'
+  wait "$server"
+  [[ $? == 9 ]] || fail "the server of a trainer without its GPU did not end with 9"
+  expect_jq '.[-1].cause_rank == 1' "the server names the trainer" "$tmp/ps"
+}
 
-# Options that choose the CPU change nothing.
-for words in "--device cpu" "--device server=cpu,trainer=cpu" "--num-gpus 0" "--num-gpus 0 --device cpu"; do
-  # shellcheck disable=SC2086  # words
-  try ps $words
-  expect 0 "ps $words"
-  expect_jq 'map(select(.event == "start").device) == ["cpu", "cpu", "cpu"]
-    and (map(has("device_mem_mb")) | any | not)' "ps $words"
-done
-expect_jq '.[-1] | has("device") | not' "the end of a job on CPUs"
+case_num_gpus_and_cpu() {
+  local words
+  # Options that choose the CPU change nothing.
+  for words in "--device cpu" "--device server=cpu,trainer=cpu" "--num-gpus 0" "--num-gpus 0 --device cpu"; do
+    # shellcheck disable=SC2086  # words
+    try ps $words
+    expect 0 "ps $words"
+    expect_jq 'map(select(.event == "start").device) == ["cpu", "cpu", "cpu"]
+      and (map(has("device_mem_mb")) | any | not)' "ps $words"
+  done
+  expect_jq '.[-1] | has("device") | not' "the end of a job on CPUs"
 
-for words in "--num-gpus 1" "--num-gpus 2 --device trainer=cpu"; do
-  # shellcheck disable=SC2086  # words
-  try ps $words
-  expect_no_gpu "ps $words" '0 [(]parameter_server[)]'
-done
-try ps --num-gpus 2 --local
-expect_no_gpu "ps --num-gpus 2 --local" '0 [(]local[)]'
-finish
+  for words in "--num-gpus 1" "--num-gpus 2 --device trainer=cpu"; do
+    # shellcheck disable=SC2086  # words
+    try ps $words
+    expect_no_gpu "ps $words" '0 [(]parameter_server[)]'
+  done
+  try ps --num-gpus 2 --local
+  expect_no_gpu "ps --num-gpus 2 --local" '0 [(]local[)]'
+}
+
+run_cases

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=300
 # Ranks 0, 1 and ranks 2, 3 run in two network namespaces with a veth pair between them, as on two machines.
-# shellcheck source-path=SCRIPTDIR source=lib.bash
+# shellcheck source-path=SCRIPTDIR source=lib.bash disable=SC2317
 source "$(dirname "$0")/lib.bash"
 
 a=dta$$ b=dtb$$
@@ -42,17 +42,6 @@ two_hosts() {
 }
 
 make_token "$tmp/job.token"
-two_hosts "two hosts" --master-addr 10.77.0.1 --epochs 20 --token-file "$tmp/job.token"
-for rank in 0 1 2 3; do
-  expect_jq '.[-1] | .event == "end" and .status == "ok" and .live_rrefs == 0' "rank $rank" "$tmp/rank$rank"
-  expect_jq 'map(select(.event == "ready"))[0].transport == "mixed"' "rank $rank" "$tmp/rank$rank"
-done
-
-two_hosts "insecure" --master-addr 10.77.0.1 --epochs 2 --insecure
-for rank in 0 1 2 3; do
-  expect_jq '.[0].trust == "anybody" and .[-1].status == "ok"' "insecure, rank $rank" "$tmp/rank$rank"
-done
-
 # refused <name> <words> <option...>: checks that rank 3 of the other host is refused and that both sides give advice.
 refused() {
   local name=$1 words=$2
@@ -74,23 +63,45 @@ refused() {
     "$name, rank 0" "$tmp/rank0"
   grep -qF "$(cat "$tmp/job.token")" "$tmp"/rank[03] "$tmp/err3" && fail "$name: the token is told"
 }
-of_rank_0=()
-refused "no token" "no process of this user on this host"
-of_rank_0=(--token-file "$tmp/job.token")
-make_token "$tmp/another.token"
-refused "another token" "has another token than rank 3" --token-file "$tmp/another.token"
-refused "a token on one side" "rank 0 has a token, rank 3 has none"
+
+case_two_hosts() {
+  local rank
+  two_hosts "two hosts" --master-addr 10.77.0.1 --epochs 20 --token-file "$tmp/job.token"
+  for rank in 0 1 2 3; do
+    expect_jq '.[-1] | .event == "end" and .status == "ok" and .live_rrefs == 0' "rank $rank" "$tmp/rank$rank"
+    expect_jq 'map(select(.event == "ready"))[0].transport == "mixed"' "rank $rank" "$tmp/rank$rank"
+  done
+
+  two_hosts "insecure" --master-addr 10.77.0.1 --epochs 2 --insecure
+  for rank in 0 1 2 3; do
+    expect_jq '.[0].trust == "anybody" and .[-1].status == "ok"' "insecure, rank $rank" "$tmp/rank$rank"
+  done
+}
+
+case_refused() {
+  local of_rank_0
+  of_rank_0=()
+  refused "no token" "no process of this user on this host"
+  of_rank_0=(--token-file "$tmp/job.token")
+  make_token "$tmp/another.token"
+  refused "another token" "has another token than rank 3" --token-file "$tmp/another.token"
+  refused "a token on one side" "rank 0 has a token, rank 3 has none"
+}
 
 # Options of rank 0 apply to all ranks; an option that differs between two ranks is refused.
-timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
-  --token-file "$tmp/job.token" --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
-rank0=$!
-timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 \
-  --token-file "$tmp/job.token" --epochs 4 >"$tmp/rank3" 2>/dev/null
-code=$?
-expect 3 "differing options"
-expect_jq '.[-1].message | contains("epochs") and contains("3") and contains("4")' "differing options" "$tmp/rank3"
-wait "$rank0"
-code=$?
-expect 3 "join timeout of rank 0"
-((failures == 0))
+case_options_differ() {
+  local rank0
+  timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
+    --token-file "$tmp/job.token" --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
+  rank0=$!
+  timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 \
+    --token-file "$tmp/job.token" --epochs 4 >"$tmp/rank3" 2>/dev/null
+  code=$?
+  expect 3 "differing options"
+  expect_jq '.[-1].message | contains("epochs") and contains("3") and contains("4")' "differing options" "$tmp/rank3"
+  wait "$rank0"
+  code=$?
+  expect 3 "join timeout of rank 0"
+}
+
+run_cases

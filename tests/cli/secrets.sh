@@ -2,9 +2,8 @@
 # ctest: timeout=300
 # Neither a job's token nor the secret of its connections appears in places that others can read: process information,
 # JSON lines, traces, checkpoints. SECURITY.md says where they are.
-# shellcheck source-path=SCRIPTDIR source=lib.bash
+# shellcheck source-path=SCRIPTDIR source=lib.bash disable=SC2317
 source "$(dirname "$0")/lib.bash"
-make_images "$tmp/images" 64 32
 mkdir "$tmp/secrets"
 make_token "$tmp/secrets/token"
 
@@ -27,9 +26,7 @@ watch_processes() {
   mkdir "$tmp/seen" "$tmp/environ"
   ps -efww >"$tmp/seen/ps"
   cp /proc/net/unix "$tmp/seen"
-  for pid in /proc/[0-9]*; do
-    cat "$pid/cmdline" "$pid/comm" 2>/dev/null
-  done >"$tmp/seen/cmdlines"
+  cat /proc/[0-9]*/{cmdline,comm} >"$tmp/seen/cmdlines" 2>/dev/null
   for pid in $(processes); do
     cat "/proc/$pid/environ" >"$tmp/environ/$pid" 2>/dev/null
     ls -l "/proc/$pid/fd" >"$tmp/seen/$pid.fds" 2>/dev/null
@@ -37,19 +34,11 @@ watch_processes() {
   done
 }
 
-# find_secret finds all encodings of a secret.
-mkdir "$tmp/spelled"
-for spelling in "cat" "xxd -p -c 999" "base64 -w 0" "rev" "jq -Rr @uri"; do
-  (printf 'a '; tr -d '\n' <"$tmp/secrets/token" | $spelling) >"$tmp/spelled/${spelling%% *}"
-done
-base64 -d "$tmp/secrets/token" | xxd -p -c 999 >"$tmp/spelled/decoded"
-(printf 'token='; tr -d '\n' <"$tmp/secrets/token") | base64 -w 0 >"$tmp/spelled/within"
-[[ $(find_secret token "$tmp/spelled" | wc -l) == 7 ]] || fail "spelled: $(find_secret token "$tmp/spelled")"
-
 # start_job: starts two ranks with a launcher, and rank 2 through a recording proxy. They work until end_job. `given`
 # has options for all ranks.
 job=(ps --data "$tmp/images" --transport tcp --log-interval 1 --threads 1 --peer-timeout 60)
 start_job() {
+  make_images "$tmp/images" 64 32
   port=$(free_port)
   rm -rf "$tmp"/rank? "$tmp"/err? "$tmp/saves" "$tmp/trace" "$tmp/secrets/session secret" "$tmp/through"
   python3 "$here/secrets.py" record "$port" "$tmp/secrets/session secret" >"$tmp/through" 2>"$tmp/record-err" &
@@ -87,39 +76,54 @@ end_job() {
 }
 outputs=("$tmp/rank0" "$tmp/rank2" "$tmp/err0" "$tmp/err2" "$tmp/trace" "$tmp/saves")
 
-# ---- a file ----
+case_find_secret_finds_all_encodings() {
+  local spelling
+  mkdir "$tmp/spelled"
+  for spelling in "cat" "xxd -p -c 999" "base64 -w 0" "rev" "jq -Rr @uri"; do
+    (printf 'a '; tr -d '\n' <"$tmp/secrets/token" | $spelling) >"$tmp/spelled/${spelling%% *}"
+  done
+  base64 -d "$tmp/secrets/token" | xxd -p -c 999 >"$tmp/spelled/decoded"
+  (printf 'token='; tr -d '\n' <"$tmp/secrets/token") | base64 -w 0 >"$tmp/spelled/within"
+  [[ $(find_secret token "$tmp/spelled" | wc -l) == 7 ]] || fail "spelled: $(find_secret token "$tmp/spelled")"
+  expect_no_process "$selected"
+}
 
-given=(--token-file "$tmp/secrets/token")
-start_job
-watch_processes
-[[ $(find "$tmp/environ" -type f | wc -l) == 4 ]] || fail "not four processes: $(ls "$tmp/environ")"
-# A rank with another token is refused; messages of both sides must not show a token.
-make_token "$tmp/secrets/another token"
-run "${job[@]}" --rank 2 --master-port "$port" --token-file "$tmp/secrets/another token"
-expect 4 "another token"
-wait_for_lines 1 warn "$tmp/rank0"
-end_job
-hides "by file: what processes show" "$tmp/seen" "$tmp/environ"
-hides "by file: what the job leaves" "${outputs[@]}" "$tmp/out" "$tmp/err"
+case_token_file() {
+  local given
+  given=(--token-file "$tmp/secrets/token")
+  start_job
+  watch_processes
+  [[ $(find "$tmp/environ" -type f | wc -l) == 4 ]] || fail "not four processes: $(ls "$tmp/environ")"
+  # A rank with another token is refused; messages of both sides must not show a token.
+  make_token "$tmp/secrets/another token"
+  run "${job[@]}" --rank 2 --master-port "$port" --token-file "$tmp/secrets/another token"
+  expect 4 "another token"
+  wait_for_lines 1 warn "$tmp/rank0"
+  end_job
+  hides "by file: what processes show" "$tmp/seen" "$tmp/environ"
+  hides "by file: what the job leaves" "${outputs[@]}" "$tmp/out" "$tmp/err"
+  expect_no_process "$selected"
+}
 
-# ---- the variable ----
+case_token_variable() {
+  local given
+  # The environments of the started processes and of the ranks that they fork keep the variable: see SECURITY.md.
+  given=()
+  DISTRAIN_TOKEN=$(cat "$tmp/secrets/token") start_job
+  watch_processes
+  end_job
+  [[ $(find_secret token "$tmp/environ" | wc -l) == 4 ]] || fail "by variable: the environment is not seen"
+  mkdir "$tmp/elsewhere"
+  mv "$tmp/secrets/token" "$tmp/elsewhere"
+  hides "by variable: the environment" "$tmp/environ"
+  mv "$tmp/elsewhere/token" "$tmp/secrets"
+  hides "by variable: what processes show" "$tmp/seen"
+  hides "by variable: what the job leaves" "${outputs[@]}"
 
-# The environments of the started processes and of the ranks that they fork keep the variable: see SECURITY.md.
-rm "$tmp/secrets/another token"
-given=()
-DISTRAIN_TOKEN=$(cat "$tmp/secrets/token") start_job
-watch_processes
-end_job
-[[ $(find_secret token "$tmp/environ" | wc -l) == 4 ]] || fail "by variable: the environment is not seen"
-mkdir "$tmp/elsewhere"
-mv "$tmp/secrets/token" "$tmp/elsewhere"
-hides "by variable: the environment" "$tmp/environ"
-mv "$tmp/elsewhere/token" "$tmp/secrets"
-hides "by variable: what processes show" "$tmp/seen"
-hides "by variable: what the job leaves" "${outputs[@]}"
+  DISTRAIN_TOKEN=short-secret run hybrid --rank 1
+  expect_error 2 invalid "DISTRAIN_TOKEN: a token has at least 16 characters" "a short token"
+  grep -qF short-secret "$tmp/out" "$tmp/err" && fail "a short token is told"
+  expect_no_process "$selected"
+}
 
-DISTRAIN_TOKEN=short-secret run hybrid --rank 1
-expect_error 2 invalid "DISTRAIN_TOKEN: a token has at least 16 characters" "a short token"
-grep -qF short-secret "$tmp/out" "$tmp/err" && fail "a short token is told"
-expect_no_process "at the end"
-finish
+run_cases

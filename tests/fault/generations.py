@@ -1,4 +1,5 @@
-"""usage: generations.py DISTRAIN FOLDER: see generations.sh. FOLDER holds `images` and `job.token`.
+"""usage: generations.py DISTRAIN FOLDER TRIAL...: see generations.sh. A TRIAL is a function at the end of this file, and
+FOLDER holds `images` and `job.token`.
 
 Ranks 0 and 2 have a launcher with --max-restarts. Rank 1 is started by hand and reaches rank 0 through a gate that can
 hold back their messages. Then rank 2 is killed, and the job restarts as generation 1 with a new rank 1. The old rank 1
@@ -19,7 +20,7 @@ import handshake  # noqa: E402
 from checkpoint_files import newest_checkpoint  # noqa: E402
 from free_port import free_port  # noqa: E402
 
-distrain, folder = sys.argv[1:]
+distrain, folder, *trials = sys.argv[1:]
 LIMIT = float(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))  # seconds that one wait may take
 KINDS = {getattr(handshake, name): name.lower() for name in ("HELLO", "REJECT", "DIRECTORY", "PROOF", "JOINED")}
 # The peer timeout is long, because ranks are stopped or cannot hear each other.
@@ -304,7 +305,7 @@ def two_generations():
 
 
 Process(*JOB, "--checkpoint", f"{folder}/undisturbed").end([0])
-for each in (two_generations, stopped_meanwhile, first_words_late, calls_late):
+for trial in trials:
     begun = time.monotonic()
-    each()
-    print(f"{each.__name__}: {time.monotonic() - begun:.1f} s")
+    globals()[trial]()
+    print(f"{trial}: {time.monotonic() - begun:.1f} s")

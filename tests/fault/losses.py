@@ -19,7 +19,7 @@ every = float(os.environ.get("LOSSES_EVERY", "0"))
 epochs = int(os.environ.get("LOSSES_EPOCHS", "6"))
 longest = float(os.environ.get("LOSSES_LONGEST", "150"))  # seconds for one run
 choose = random.Random(int(os.environ.get("LOSSES_SEED", "1")))
-TRAINERS, BATCH = 4, 16
+TRAINERS, BATCH = 4, int(os.environ.get("LOSSES_BATCH", "16"))
 STEPS_PER_EPOCH = int(os.environ["LOSSES_IMAGES"]) // TRAINERS // BATCH
 STEPS = epochs * STEPS_PER_EPOCH * TRAINERS
 

@@ -2,8 +2,7 @@
 # ctest: timeout=300
 # Three ranks in three network namespaces with a switch between them, as on three machines. A link silently loses
 # all packets, in both directions or one, while the ranks join or train. tests/soak/netns.sh runs all cases.
-# shellcheck disable=SC2317  # what in_time calls
-# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"
 # shellcheck source=../support/hosts.bash
 source "$(dirname "$0")/../support/hosts.bash"
@@ -80,7 +79,10 @@ at_work() { # at_work <how>
   break_link "$1"
   ends "link cut $1, at work"
 }
-for how in both_ways from to; do in_time "$(goal "$how")" at_work "$how"; done
+
+case_at_work_both_ways() { in_time "$(goal both_ways)" at_work both_ways; }
+case_at_work_from() { in_time "$(goal from)" at_work from; }
+case_at_work_to() { in_time "$(goal to)" at_work to; }
 
 # In async mode the job continues without the trainer behind the cut link, which ends. When the link works again,
 # a new process replaces the trainer.
@@ -107,7 +109,11 @@ goes_on() { # goes_on <how>
   expect_no_process "$name"
   mode=sync
 }
-for how in $(every 1 both_ways from to); do goes_on "$how"; done
+
+case_at_work_async() {
+  local how
+  for how in $(every 1 both_ways from to); do goes_on "$how"; done
+}
 
 # The link breaks after rank 2 has sent rank 0 its address, while rank 2 waits for rank 1.
 meeting() { # meeting <how>
@@ -120,5 +126,10 @@ meeting() { # meeting <how>
   start_rank 1 --join-timeout 20
   ends "link cut $1, while meeting"
 }
-for how in $(every 1 both_ways from to); do in_time "$(goal "$how")" meeting "$how"; done
-finish
+
+case_while_meeting() {
+  local how
+  for how in $(every 1 both_ways from to); do in_time "$(goal "$how")" meeting "$how"; done
+}
+
+run_cases

@@ -1,7 +1,7 @@
 """Prints a free port below the kernel's ephemeral ports, so that the kernel does not assign it to another test before
 the job binds it."""
 
-import random
+import os
 import socket
 
 
@@ -14,10 +14,9 @@ def free_port():
     begin = max(1024, end - 16384)
     if end - begin < 1000:  # too few: use the ephemeral ports
         begin, end = 32768, 60999
-    numbers = random.SystemRandom()  # a seed of the test must not give two tests the same port
     while True:
         with socket.socket() as probe:
-            port = numbers.randrange(begin, end)
+            port = begin + int.from_bytes(os.urandom(4), "big") % (end - begin)
             try:
                 probe.bind(("", port))
             except OSError:
