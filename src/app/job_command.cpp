@@ -8,9 +8,7 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include "devices.h"
 #include "distrain/base/process.h"
-#include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
 #include "distrain/membership/slot.h"
 #include "distrain/store/checkpoint_store.h"

@@ -1,7 +1,7 @@
 #include <algorithm>
-#include <deque>
 #include <set>
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "distrain/base/text.h"
@@ -221,6 +221,44 @@ const Option* find_by_spelling(const OptionTable& table, const std::string& spel
   return option == table.end() ? nullptr : &*option;
 }
 
+/// Returns all spellings of an option, as CLI11 expects them.
+std::string spellings(const Option& option) {
+  std::string names = "--" + option.name;
+  for (std::string name : {option.name, option.old_name}) {
+    if (name == option.old_name && !name.empty()) names += ",--" + name;
+    if (name.find('-') == std::string::npos) continue;
+    std::replace(name.begin(), name.end(), '-', '_');  // as in PyTorch's tutorials
+    names += ",--" + name;
+  }
+  if (option.short_name) names += std::string(",-") + option.short_name;
+  return names;
+}
+
+/// Throws `invalid` for arguments that CLI11 would misread: it accepts an option as the value of
+/// the option before it, and the argument after `--name=` as its value.
+void check_values(const OptionTable& table, const std::vector<std::string>& args,
+                  bool has_operand) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const size_t equals = args[i].find('=');
+    const Option* option = find_by_spelling(table, args[i].substr(0, equals));
+    if (!option) continue;
+    const bool has_next = i + 1 < args.size();
+    if (option->kind == ValueKind::kFlag) {
+      if (equals != std::string::npos) invalid("--{} takes no value", option->name);
+      if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
+        invalid("unexpected argument '{}': --{} takes no value", args[i + 1], option->name);
+      }
+      continue;
+    }
+    const bool missing = equals == std::string::npos ? !has_next || args[i + 1].starts_with("--")
+                                                     : equals + 1 == args[i].size();
+    if (missing) {
+      invalid("--{} needs a value: {}", option->name, job::allowed_values(*option));
+    }
+    if (equals == std::string::npos) ++i;
+  }
+}
+
 }  // namespace
 
 OptionTable whole_table(job::JobInfo& job) {
@@ -244,41 +282,32 @@ OptionTable whole_table(job::JobInfo& job) {
 
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
                             std::string* operand, const Program* program) {
-  // The last value of an option counts, so that a script can append options to a command line.
-  std::map<std::string, std::string> values;
-  std::vector<std::string> extras;
-  std::deque<std::string> rest(args.begin(), args.end());
-  while (!rest.empty()) {
-    std::string arg = std::move(rest.front());
-    rest.pop_front();
-    if (arg.size() > 2 && arg[2] != '=' && find_by_spelling(table, arg.substr(0, 2))) {
-      rest.push_front('-' + arg.substr(2));  // -qh is -q -h
-      arg.resize(2);
-    }
-    const size_t equals = std::min(arg.find('='), arg.size());
-    const Option* const option = find_by_spelling(table, arg.substr(0, equals));
-    if (!option) {
-      extras.push_back(arg);
-    } else if (option->kind == ValueKind::kFlag) {
-      if (equals < arg.size()) invalid("--{} takes no value", option->name);
-      if (!rest.empty() && !operand && !rest.front().starts_with('-')) {
-        invalid("unexpected argument '{}': --{} takes no value", rest.front(), option->name);
-      }
-      values[option->name] = "true";
-    } else if (equals + 1 < arg.size()) {
-      values[option->name] = arg.substr(equals + 1);
-    } else if (equals < arg.size() || rest.empty() || rest.front().starts_with("--")) {
-      invalid("--{} needs a value: {}", option->name, job::allowed_values(*option));
-    } else {
-      values[option->name] = std::move(rest.front());
-      rest.pop_front();
-    }
-  }
   ParsedOptions parsed(table);
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
   for (const Option& option : table) {
-    if (!values.contains(option.name)) continue;
-    parsed.set(option.name, canonical_value(option, values[option.name], "--" + option.name));
+    if (option.kind == ValueKind::kFlag) {
+      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
+        if (count > 0) parsed.set(option.name, "true");
+      });
+      continue;
+    }
+    // The last value counts, so that a script can append options to a command line.
+    app.add_option_function<std::string>(
+           spellings(option),
+           [&parsed, &option](const std::string& value) {
+             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
+           })
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
+  check_values(table, args, operand != nullptr);
+  try {
+    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 expects reverse order
+  } catch (const CLI::ParseError& e) {
+    invalid(e.what());
+  }
+  std::vector<std::string> extras = app.remaining();
   if (operand && !extras.empty() && (extras[0] == "-" || !extras[0].starts_with('-'))) {
     *operand = extras[0];
     extras.erase(extras.begin());

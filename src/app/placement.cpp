@@ -6,7 +6,7 @@
 #include "distrain/base/process.h"
 #include "distrain/base/text.h"
 #include "distrain/cuda/load.h"
-#include "distrain/membership/meeting.h"
+#include "distrain/membership/options.h"
 #include "distrain/membership/slot.h"
 #include "distrain/rpc/device.h"
 #include "program.h"

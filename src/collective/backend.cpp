@@ -8,7 +8,6 @@
 
 #include "core.h"
 #include "distrain/rpc/message.h"
-#include "distrain/rpc/dtype.h"
 #include "operations.h"
 
 namespace distrain::collective {

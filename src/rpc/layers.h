@@ -4,8 +4,6 @@
 
 #include "distrain/base/future.h"
 #include "distrain/base/thread_pool.h"
-#include "distrain/rpc/layer.h"
-#include "distrain/base/serial_thread.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::rpc {

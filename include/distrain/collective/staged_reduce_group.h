@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "distrain/base/serial_thread.h"
+#include "distrain/base/thread_pool.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
 

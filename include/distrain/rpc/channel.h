@@ -7,7 +7,6 @@
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/membership/loss.h"
-#include "distrain/membership/wait.h"
 
 namespace distrain::rpc {
 

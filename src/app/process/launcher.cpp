@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
-#include "process/json_lines.h"
 #include "process/output.h"
 #include "process/process_setup.h"
 #include "process/rank_group.h"

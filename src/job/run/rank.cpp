@@ -4,11 +4,11 @@
 #include <cmath>
 #include <numeric>
 
-#include "distrain/base/error.h"
-#include "distrain/cuda/nccl_reduce_group.h"
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
-#include "distrain/cuda/device_reduce_group.h"
+
+#include "distrain/base/error.h"
+#include "distrain/cuda/nccl_reduce_group.h"
 
 namespace distrain::job {
 

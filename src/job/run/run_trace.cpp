@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "distrain/base/temporary_path.h"
+#include "distrain/base/process.h"
 #include "distrain/rpc/error.h"
 #include "distrain/store/disk.h"
 

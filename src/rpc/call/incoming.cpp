@@ -4,10 +4,8 @@
 #include <fmt/format.h>
 
 #include "agent_core.h"
-#include "call/call_format.h"
-#include "call/call_trace.h"
+#include "call/calls.h"
 #include "distrain/membership/loss.h"
-#include "distrain/membership/rank_text.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/torch_state.h"
 

@@ -4,11 +4,9 @@
 #include <fmt/format.h>
 
 #include "agent_core.h"
-#include "call/call_format.h"
-#include "call/call_trace.h"
+#include "call/calls.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/membership/loss.h"
-#include "distrain/membership/rank_text.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::rpc {

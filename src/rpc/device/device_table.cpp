@@ -5,10 +5,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
 
-#include "device/device_streams.h"
 #include "distrain/membership/loss.h"
 #include "distrain/rpc/device.h"
-#include "distrain/membership/rank_text.h"
 
 namespace distrain::rpc {
 

@@ -9,8 +9,6 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/rpc/membership_types.h"
-#include "distrain/base/result.h"
 #include "distrain/rpc/channel.h"
 
 namespace distrain::rpc {

@@ -3,13 +3,11 @@
 #include <ATen/Functions.h>
 
 #include "distrain/data/batches.h"
-#include "distrain/data/cifar.h"
-#include "distrain/nn/keyed_generator.h"
-#include "distrain/store/named_tensors.h"
-#include "resnet.h"
+#include "distrain/data/images.h"
 #include "distrain/nn/random.h"
-#include "distrain/store/safetensors.h"
+#include "distrain/store/named_tensors.h"
 #include "pipeline.h"
+#include "resnet.h"
 
 namespace distrain::scenario {
 

@@ -7,12 +7,9 @@
 
 #include <sys/resource.h>
 
-#include "distrain/data/idx.h"
+#include "distrain/data/images.h"
 #include "distrain/store/file.h"
 #include "distrain/store/named_tensors.h"
-#include "distrain/data/images.h"
-#include "distrain/store/gzip_reader.h"
-#include "distrain/store/safetensors.h"
 #include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"

@@ -2,10 +2,8 @@
 
 #include <zlib.h>
 
-#include "distrain/data/cifar.h"
-#include "distrain/store/file.h"
 #include "distrain/data/images.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -2,11 +2,8 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/corpus.h"
-#include "distrain/data/text_dataset.h"
-#include "distrain/store/file.h"
 #include "distrain/data/text.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "support/catch.h"
 #include "support/files.h"
 

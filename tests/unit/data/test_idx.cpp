@@ -5,10 +5,8 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-#include "distrain/data/idx.h"
-#include "distrain/store/file.h"
 #include "distrain/data/images.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"

@@ -11,10 +11,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "distrain/data/text_dataset.h"
-#include "distrain/store/file.h"
 #include "distrain/data/text.h"
-#include "distrain/store/hash.h"
+#include "distrain/store/file.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -7,8 +7,6 @@
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/message.h"
-#include "distrain/store/safetensors.h"
-#include "distrain/rpc/dtype.h"
 #include "distrain/store/named_tensors.h"
 #include "support/catch.h"
 #include "support/files.h"
