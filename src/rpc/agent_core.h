@@ -27,9 +27,12 @@ class WorkerExecutor final : public base::Executor {
           return std::move(options);
         }()) {}
   base::ThreadPool& pool() { return pool_; }
-  void set_device(c10::Device device) { device_ = device; }
+  void set_device(c10::Device device) {
+    index_ = device.index();
+    type_ = device.type();
+  }
   /// Makes the rank's device current on this thread, which need not be a worker.
-  void enter_device() const noexcept { make_current(device_); }
+  void enter_device() const noexcept { make_current({type_, index_}); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
     pool_.post(base::behind(std::move(work), std::move(task)));
@@ -40,7 +43,8 @@ class WorkerExecutor final : public base::Executor {
   }
 
  private:
-  std::atomic<c10::Device> device_{c10::Device(c10::kCPU)};
+  std::atomic<c10::DeviceType> type_{c10::kCPU};
+  std::atomic<c10::DeviceIndex> index_{-1};
   base::ThreadPool pool_;
 };
 
