@@ -1,73 +1,14 @@
 #pragma once
 
-#include <span>
-
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/lease_scheduler.h"
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
+#include "distrain/job/step.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/single_process_optimizer.h"
 
 namespace distrain::job {
-
-/// A training step to make.
-struct Step {
-  int64_t epoch = 1;
-  int shard = 0;       ///< the shard of the data, which has the number of its trainer
-  int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
-  int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
-};
-
-/// The result of a training step.
-struct Result {
-  at::Tensor loss;  ///< one number; the job ends with an error if it is not finite
-  int64_t samples = 0;
-  Json more = Json::object();      ///< further fields of the `step` line
-  int64_t steps = 1;               ///< number of steps that this counts as in the last line
-  Json progress = Json::object();  ///< further fields of EventSink::progress()
-};
-
-/// A trainer's share of an evaluation: the examples from `first(n)` to before `end(n)` of n.
-struct Share {
-  int index = 0;
-  int count = 1;
-  int64_t first(int64_t n) const { return n * index / count; }
-  int64_t end(int64_t n) const { return n * (index + 1) / count; }
-  /// Calls `use` with the examples' numbers, `batch_size` at a time.
-  void each_batch(int64_t n, int64_t batch_size,
-                  const std::function<void(std::span<const int64_t> examples)>& use) const;
-};
-
-/// Prints the lines of steps as `--log-interval` says: of every Nth step or, by time, of the first
-/// step, the last one, and at most one step every 5 s between them.
-///
-///   StepLines lines(sink, "step", options.log_interval);
-///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
-///   lines.end();
-class StepLines {
- public:
-  /// `interval`: steps from one line to the next; 0: no lines; unset: by time.
-  StepLines(EventSink& sink, std::string event, std::optional<int> interval)
-      : sink_(sink), event_(std::move(event)), interval_(interval) {}
-
-  /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
-  /// Otherwise keeps `fields` for end(), because the step may be the last one.
-  bool add(int64_t number, std::function<Json()> fields);
-  /// Ends the run: emits the last step's line if there is none yet. Another run may follow.
-  void end();
-
- private:
-  EventSink& sink_;
-  const std::string event_;
-  const std::optional<int> interval_;
-  base::TimePoint next_{};         // by time: when the next line is due
-  std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
-};
-
-/// Returns the loss of a step. Throws `not_finite` for NaN and infinity, and `invalid` if `loss` is
-/// not one number; both messages name the epoch and the step.
-double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
 /// The length of the training, and settings of its output.
 struct Plan : LeaseScheduler::Options {
