@@ -136,12 +136,7 @@ const wire::RankDevices kDevices{.home = {wire::DeviceType::kCuda, 1},
                                  .maps = {{"ps", {wire::DeviceType::kCuda, 0}, {}},
                                           {"trainer1", {}, {wire::DeviceType::kPrivate, 3}}}};
 
-std::vector<Bytes> rank_devices_seeds() {
-  Bytes bytes;
-  wire::Writer out(bytes);
-  encode(kDevices, out);
-  return {bytes};
-}
+std::vector<Bytes> rank_devices_seeds() { return {encode(kDevices)}; }
 
 std::vector<Bytes> all_devices_seeds() {
   return {encode(std::vector<wire::RankDevices>{kDevices, {}, kDevices})};
