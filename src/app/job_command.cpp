@@ -413,12 +413,15 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   const auto line = [&cmd](const char* event, const Json& fields) {
     return line_of(json_event(event, {}, cmd, std::nullopt, "launcher", fields));
   };
-  std::string lines = line("error", error_fields(cause, started));
-  lines += line("end", summary.end_fields("job", started, cause));
+  const std::string lines[] = {line("error", error_fields(cause, started)),
+                               line("end", summary.end_fields("job", started, cause))};
   say(error.message);
   const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
-  const int failed = for_people ? 0 : write_all(STDOUT_FILENO, lines);
-  return failed ? exit_code_of_write_error(failed, false) : cause.exit_code;
+  for (const std::string& each : lines) {
+    const int failed = for_people ? 0 : write_all(STDOUT_FILENO, each);
+    if (failed) return exit_code_of_write_error(failed, false);
+  }
+  return cause.exit_code;
 }
 
 int print_text(const std::string& text) {

@@ -81,7 +81,7 @@ fresh() {
 }
 
 case_damaged_or_other() {
-  job ps --local --steps 2 --checkpoint "$tmp/intact"
+  job ps --steps 2 --checkpoint-every 1 --checkpoint "$tmp/intact"
   expect 0 "an intact checkpoint"
   fresh
   printf 'X' | dd of="$tmp/damaged/model.safetensors" bs=1 seek=9000 conv=notrunc 2>/dev/null
@@ -193,7 +193,7 @@ stopped() { # stopped <SIGNAL...> <command> <more>...
   loaded "$name, resumed"
 }
 
-case_signal_of_launcher() {
+case_signal_of_launcher() { # ctest: first
   local command
   for command in $(few hybrid ps rnn); do
     stopped "SIGTERM, $command" "$command"

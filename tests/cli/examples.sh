@@ -151,7 +151,7 @@ case_matrix_factorization() {
   has_help
 }
 
-case_mlp() {
+case_mlp() { # ctest: first
   local name trainers data small accuracy
   python3 "$root/examples/make_data.py" . || fail "make_data.py: exit code $?"
   trains mlp 4 --data digits

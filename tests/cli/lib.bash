@@ -4,6 +4,7 @@
 set -u
 ulimit -c 0 # writing a core would keep a dead rank's connections open
 distrain=$(realpath "$1")
+script=$(realpath "$0")
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 # shellcheck disable=SC2034  # for the scripts
 root=$(realpath "$here/../..")
@@ -270,10 +271,13 @@ run_cases() {
   elif [[ $selected ]]; then
     "case_$selected"
   else
-    while read -r name; do
+    local ran=0
+    while read -r name <&3; do
       echo "case $name"
-      bash "$0" "$distrain" "$name" || ((++failures))
-    done < <(sed -nE 's/^case_([a-z0-9_]+)\(\).*/\1/p' "$0")
+      ran=1
+      bash "$script" "$distrain" "$name" 3<&- </dev/null || ((++failures))
+    done 3< <(sed -nE 's/^case_([a-z0-9_]+)\(\).*/\1/p' "$script")
+    ((ran)) || fail "no cases in $script"
   fi
   finish
 }

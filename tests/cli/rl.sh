@@ -8,7 +8,6 @@ one_error() { # one_error <name>: only the agent reports an error, that the goal
   expect_jq '[.[] | select(.event == "error") | [.kind, .exit_code, .cause_rank, .rank]]
     == [["goal_not_reached", 11, 0, 0]] and (.[] | select(.event == "error").message) == .[-1].message' "$1"
 }
-# SIGTERM makes the job save; the resumed job ends like an uninterrupted one.
 start() { # start <args>...: starts an endless job and waits for its first episode
   : >"$tmp/out"
   timeout -k 2 "$limit" "$distrain" rl --threshold 1e6 --log-interval 1 --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
@@ -113,6 +112,7 @@ case_ranks_that_join() {
   expect_no_process "an observer that joined is lost"
 }
 
+# A resumed job ends like an uninterrupted one.
 case_save_and_resume() {
   local at folder file
   start --observers 2 --checkpoint "$tmp/saved"

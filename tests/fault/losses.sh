@@ -5,8 +5,8 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"
 
-# Rank 0 sleeps in each call, so that the job lasts long enough without much work.
-export LOSSES_IMAGES=128 LOSSES_BATCH=4 LOSSES_ARGUMENTS="--inject delay=50ms@rank=0"
+# Each rank sleeps before each call, so that the job lasts long enough without much work.
+export LOSSES_IMAGES=128 LOSSES_BATCH=4 LOSSES_ARGUMENTS="--inject delay=20ms"
 make_images "$tmp/images" $LOSSES_IMAGES 32
 
 case_launcher_restarts_async() {

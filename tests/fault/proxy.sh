@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=600
+# ctest: timeout=600 lock=proxy
 # A slow and a broken network: rank 1 of three reaches rank 0 through a proxy that injects faults.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"

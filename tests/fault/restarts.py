@@ -26,9 +26,9 @@ choose = random.Random(int(os.environ.get("RESTARTS_SEED", "1")))
 
 JOBS = {  # number of ranks, length, other options
     "hybrid": (4, "epochs", 600, "--mode sync --checkpoint-every 20"),
-    # Rank 0 sleeps in each call, so that the job lasts long enough without much work.
+    # Each rank sleeps before each call, so that the job lasts long enough without much work.
     "ps": (4, "epochs", 5, f"--data {folder}/images --mode sync --trainers 3 --batch-size 4 --checkpoint-every 3 "
-                           "--inject delay=30ms@rank=0"),
+                           "--inject delay=20ms"),
     "rnn": (3, "epochs", 300, "--mode sync --trainers 2 --checkpoint-every 20"),
     "rl": (3, "max-episodes", 400, "--observers 2 --max-steps 200 --checkpoint-every 5"),
     "pipeline": (3, "batches", 40,
