@@ -12,6 +12,7 @@
 #include "distrain/base/error.h"
 #include "distrain/store/disk.h"
 #include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::data {
 

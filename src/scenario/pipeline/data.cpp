@@ -6,6 +6,7 @@
 #include "distrain/data/images.h"
 #include "distrain/nn/random.h"
 #include "distrain/store/named_tensors.h"
+#include "distrain/store/safetensors.h"
 #include "pipeline.h"
 #include "resnet.h"
 
