@@ -7,8 +7,8 @@
 #include "distrain/nn/random.h"
 #include "distrain/store/named_tensors.h"
 #include "distrain/store/safetensors.h"
-#include "pipeline.h"
 #include "resnet.h"
+#include "run.h"
 
 namespace distrain::scenario {
 
