@@ -7,6 +7,8 @@
 #include "distrain/base/error.h"
 #include "distrain/job/training.h"
 #include "jobs.h"
+#include "scenario/pipeline/run.h"
+#include "scenario/pipeline/stage.h"
 
 namespace distrain {
 

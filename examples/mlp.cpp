@@ -15,6 +15,7 @@
 #include <distrain/app/main.h>
 #include <distrain/data/batches.h>
 #include <distrain/data/images.h>
+#include <distrain/job/single_process_training.h>
 #include <distrain/job/training.h>
 
 using namespace distrain;

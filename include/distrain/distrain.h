@@ -15,6 +15,8 @@
 #include "distrain/data/images.h"
 #include "distrain/data/text.h"
 #include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/job/predictions.h"
+#include "distrain/job/single_process_training.h"
 #include "distrain/job/training.h"
 #include "distrain/nn/module.h"
 #include "distrain/nn/pipeline.h"

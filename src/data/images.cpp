@@ -12,6 +12,7 @@
 #include "distrain/base/error.h"
 #include "distrain/store/disk.h"
 #include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::data {
 
@@ -144,7 +145,7 @@ std::optional<std::string> find_file(const std::string& folder, const std::strin
 }
 
 // Returns true if one of the files of read_pair() exists.
-bool has_pair(const std::string& folder, const std::string& set) {
+bool has_any_of_pair(const std::string& folder, const std::string& set) {
   return find_file(folder, set, "images", "idx3") || find_file(folder, set, "labels", "idx1");
 }
 
@@ -166,7 +167,7 @@ constexpr std::array kTrainingFiles = {"data_batch_1.bin", "data_batch_2.bin", "
                                        "data_batch_4.bin", "data_batch_5.bin"};
 
 // Returns the path in `folder` or in the folder of the unpacked archive; empty if missing.
-std::string find_file(const std::string& folder, const std::string& name) {
+std::string find_cifar_file(const std::string& folder, const std::string& name) {
   for (const char* between : {"/", "/cifar-10-batches-bin/"}) {
     std::string path = folder + between + name;
     if (access(path.c_str(), F_OK) == 0) return path;
@@ -238,7 +239,7 @@ ImageSet read_images(const std::string& path) {
 ImageFolder read_image_folder(const std::string& folder) {
   if (!store::OpenFolder::at(store::Disk(), folder)) store::fail_open(folder);
   ImageFolder result{read_pair(folder, "train"), {}};
-  if (!has_pair(folder, "t10k")) return result;
+  if (!has_any_of_pair(folder, "t10k")) return result;
   result.test = read_pair(folder, "t10k");
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
     refuse(find_file(folder, "t10k", "images", "idx3").value_or(folder),
@@ -249,24 +250,24 @@ ImageFolder read_image_folder(const std::string& folder) {
 }
 
 bool has_cifar10(const std::string& folder) {
-  return std::ranges::any_of(kTrainingFiles,
-                             [&](const char* name) { return !find_file(folder, name).empty(); });
+  return std::ranges::any_of(
+      kTrainingFiles, [&](const char* name) { return !find_cifar_file(folder, name).empty(); });
 }
 
 ImageFolder read_cifar10(const std::string& folder) {
   std::vector<std::string> paths;
   for (const std::string name : kTrainingFiles) {
-    paths.push_back(find_file(folder, name));
+    paths.push_back(find_cifar_file(folder, name));
     if (paths.back().empty()) refuse(folder, "no " + name + " in this folder");
   }
   ImageFolder result{read_files(paths), {}};
-  const std::string test = find_file(folder, "test_batch.bin");
+  const std::string test = find_cifar_file(folder, "test_batch.bin");
   if (!test.empty()) result.test = read_files({test});
   return result;
 }
 
 ImageSet read_cifar10_images(const std::string& path) {
-  const std::string test = find_file(path, "test_batch.bin");
+  const std::string test = find_cifar_file(path, "test_batch.bin");
   if (test.empty() && std::filesystem::is_directory(path)) {
     refuse(path, "no test_batch.bin in this folder");
   }
@@ -297,7 +298,7 @@ ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
 ImageSet read_training_images(const std::string& folder) {
   if (has_cifar10(folder)) return read_cifar10(folder).train;
   // If `folder` is not a folder, read_image_folder() throws the error.
-  if (has_pair(folder, "train") || !std::filesystem::is_directory(folder)) {
+  if (has_any_of_pair(folder, "train") || !std::filesystem::is_directory(folder)) {
     return read_image_folder(folder).train;
   }
   refuse(folder, "neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");

@@ -13,6 +13,7 @@
 #include "distrain/base/random.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::data {
 

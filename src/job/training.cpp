@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
+#include "distrain/job/single_process_training.h"
+#include "distrain/rpc/to_device.h"
 #include "host/training_host.h"
 
 namespace distrain::job {
@@ -22,6 +24,28 @@ constexpr double kFarAbove = 1000;  // times the first loss: training has diverg
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
 }  // namespace
+
+Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
+  const at::Tensor here = rpc::to_device(targets, scores.device());
+  const at::Tensor loss = at::cross_entropy_loss(scores, here, {}, at::Reduction::Sum);
+  Evaluation evaluation;
+  evaluation.add(scores, here, loss.item<double>());
+  return evaluation;
+}
+
+void Evaluation::add(const Evaluation& other) {
+  samples += other.samples;
+  if (other.right) right = right.value_or(0) + *other.right;
+  loss_sum += other.loss_sum;
+  for (const auto& [name, sum] : other.sums) sums[name] += sum;
+  for (const auto& [name, sum] : other.means) means[name] += sum;
+}
+
+void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
+  samples += targets.numel();
+  right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
+  loss_sum += more_loss;
+}
 
 void Share::each_batch(int64_t n, int64_t batch_size,
                        const std::function<void(std::span<const int64_t>)>& use) const {
@@ -97,22 +121,6 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
   plan.log = false;
   plan.steps_at_once = 1;
   return plan;
-}
-
-std::string Plan::difference(const Plan& other, int rank) const {
-  const std::string who = "trainer " + std::to_string(rank);
-  const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
-  if (read(*this) != read(other)) {
-    return who + " has read other data than the others: " + other.what_must_agree +
-           " must be the same";
-  }
-  const auto rest = [](const Plan& p) {
-    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
-  };
-  if (rest(*this) != rest(other)) return who + " has different training options from the others";
-  if (parts != other.parts) return who + " keeps different parts from the others";
-  if (take_over == other.take_over && may_lose == other.may_lose) return {};
-  return who + " has a group of the trainers and others have none, or the other way round";
 }
 
 TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,

@@ -34,8 +34,9 @@ std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
 // Creates the folder and its parents first if `missing` says so.
 OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missing) {
   if (auto folder = OpenFolder::at(disk, path)) return *std::move(folder);
-  if (missing == Missing::kRefuse || errno != ENOENT || path == ".")
+  if (missing == Missing::kRefuse || errno != ENOENT || path == ".") {
     Disk::fail("cannot open", path);
+  }
   const size_t slash = path.find_last_of('/');
   const std::string above =
       slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));

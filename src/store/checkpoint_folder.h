@@ -24,6 +24,8 @@ namespace distrain::store {
 // Two renames replace a step, because not all file systems can exchange two folders. An interrupted
 // save leaves some of these folders; the next save starts by removing them.
 //
+// The lock file is beside them: Note [One job saves in a folder].
+//
 // The parent folder stays open as long as the job saves, and these folders are accessed relative to
 // it without following links. The user's path to the parent folder may contain links.
 inline constexpr std::string_view kUnfinished = ".tmp-step-";

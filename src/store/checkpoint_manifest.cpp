@@ -9,6 +9,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::store {
 namespace {

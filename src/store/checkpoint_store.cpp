@@ -8,12 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/ScopeExit.h>
-
 #include "checkpoint_folder.h"
 #include "distrain/base/error.h"
 #include "distrain/store/file.h"
-#include "distrain/store/named_tensors.h"
+#include "distrain/store/hash.h"
+#include "distrain/store/safetensors.h"
 
 namespace distrain::store {
 namespace {
@@ -253,10 +252,16 @@ void try_folder(const OpenFolder& folder) {
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);
-  const auto remove = c10::make_scope_exit([&] { folder.remove_folder(trial); });
-  OutputFile file = made.create("trial");
-  file.write(std::vector<uint8_t>(1));
-  file.finish();
+  try {
+    OutputFile file = made.create("trial");
+    const uint8_t byte = 0;
+    file.write({&byte, 1});
+    file.finish();
+  } catch (const Exception&) {
+    folder.remove_folder(trial);
+    throw;
+  }
+  folder.remove_folder(trial);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 #include "scenario/pipeline/resnet.h"
 #include "scenario/ps/ps.h"
-#include "scenario/rnn/rnn.h"
+#include "scenario/rnn/lstm.h"
 
 namespace distrain::testing {
 

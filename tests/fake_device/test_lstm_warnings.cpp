@@ -2,7 +2,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include "scenario/rnn/rnn.h"
+#include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 #include "support/fake_device.h"
 

@@ -2,7 +2,7 @@
 // Tests that a failure of a device is a `resources` error and names the rank.
 #include <c10/util/Exception.h>
 
-#include "distrain/job/options.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "support/cluster.h"
 #include "support/fake_device.h"

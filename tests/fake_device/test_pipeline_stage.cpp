@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/device.h"
-#include "scenario/pipeline/pipeline.h"
+#include "scenario/pipeline/stage.h"
 #include "support/cluster.h"
 #include "support/fake_device.h"
 #include "support/scenario_data.h"

@@ -4,7 +4,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/job/job.h"
-#include "scenario/pipeline/pipeline.h"
+#include "scenario/pipeline/stage.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 

@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include "distrain/store/named_tensors.h"
+#include "distrain/store/safetensors.h"
 #include "scenario/pipeline/resnet.h"
 #include "support/catch.h"
 

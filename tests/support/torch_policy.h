@@ -5,7 +5,7 @@
 
 #include <ATen/Functions.h>
 
-#include "scenario/rl/rl.h"
+#include "scenario/rl/policy.h"
 
 namespace distrain::testing {
 

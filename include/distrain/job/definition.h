@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <variant>
 
-#include "distrain/job/training.h"
+#include "distrain/job/device_choice.h"
+#include "distrain/job/predictions.h"
+#include "distrain/job/single_process_training.h"
 
 namespace distrain::job {
 

@@ -2,8 +2,8 @@
 
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
-#include "distrain/job/checkpoints.h"
-#include "distrain/job/events.h"
+#include "distrain/job/job.h"
+#include "distrain/rpc/agent.h"
 
 namespace distrain::job {
 
@@ -100,55 +100,5 @@ class Rank : public Process {
   std::map<std::string, Group> groups_;
   bool groups_closed_ = false;
 };
-
-inline constexpr const char* kStandardInput = "/dev/stdin";
-
-/// The argument of a job's `predict` function: a checkpoint, the input, and the output lines.
-class Predictions {
- public:
-  Predictions(const Snapshot& snapshot, std::string input, c10::Device device, EventSink& sink)
-      : snapshot_(snapshot), input_(std::move(input)), device_(device), sink_(sink) {}
-
-  const Snapshot& snapshot() const { return snapshot_; }
-  /// Returns the path of the examples. It may be a pipe, so read it only once.
-  const std::string& input() const { return input_; }
-  c10::Device device() const { return device_; }
-
-  /// Copies the checkpoint's parameters into `model`. Throws `bad_data` if they do not fit.
-  void load(const rpc::NamedTensors& model) const;
-
-  /// Emits the `prediction` line of the next example.
-  void tell(const Json& fields);
-  /// Emits a line with the best label and the softmax for each row of `scores` [n, labels].
-  /// `targets` [n] are the expected labels or below 0. Without `labels`, labels are numbers.
-  void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
-                   const std::vector<std::string>& labels = {});
-  /// Adds a field, which the job declares, to the last line.
-  void add(const std::string& name, const Json& value) { added_[name] = value; }
-  /// Sets the evaluation for the last line, if tell_labels() does not compute it.
-  void evaluated(const Evaluation& evaluation, Unit unit);
-
-  /// Returns the fields of the last line.
-  Json fields() const;
-
- private:
-  const Snapshot& snapshot_;
-  const std::string input_;
-  const c10::Device device_;
-  EventSink& sink_;
-  int64_t told_ = 0;
-  Json added_ = Json::object();
-  Evaluation evaluation_;
-  Unit unit_ = Unit::kSamples;
-};
-
-/// Returns the fields of tell_labels()'s lines.
-std::vector<Field> label_fields();
-/// Returns the events of `predict`: `prediction` with `fields`, and further fields of `end`.
-std::vector<Event> prediction_events(std::vector<Field> fields);
-
-/// Runs a job's `predict` function with a checkpoint and the examples in `input`.
-Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoint,
-                    const std::string& input, const std::function<void(Predictions&)>& predict);
 
 }  // namespace distrain::job

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/job/events.h"
 #include "distrain/job/lease_scheduler.h"
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
@@ -43,9 +44,6 @@ struct Plan : LeaseScheduler::Options {
   /// has no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning
   /// rate schedule needs epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
-
-  /// Returns how the plan `other` of `rank` differs from this one; empty if it does not.
-  std::string difference(const Plan& other, int rank) const;
 };
 
 using SingleProcessOptimizer = optim::SingleProcessOptimizer;
@@ -208,38 +206,6 @@ class Training : public TrainingPlan {
 
   Rank& rank_;
   int64_t wanted_ = 1;  // steps to ask for
-};
-
-/// The argument of a job's `--local` function: one process that makes the steps of all trainers.
-class SingleProcess : public Process {
- public:
-  SingleProcess(const Job& job, EventSink& sink, TrainingHost& host)
-      : Process(job, sink), host_(host) {}
-  TrainingHost& host() const { return host_; }
-
- private:
-  TrainingHost& host_;
-};
-
-/// As Training, but for all trainers in one process: a step is one step of each trainer.
-class SingleProcessTraining : public TrainingPlan {
- public:
-  SingleProcessTraining(SingleProcess& local, const TrainerOptions& options,
-                        int64_t steps_per_epoch)
-      : SingleProcessTraining(local, Plan::of(options, steps_per_epoch), options.trainers) {}
-  SingleProcessTraining(SingleProcess& local, Plan plan, int trainers);
-
-  using TrainingPlan::keep;
-  void keep(const std::string& name, const torch::nn::Module& module) {
-    keep(name, part_of(store::named_tensors(name, module)));
-  }
-
-  /// Trains to the end of the job. `step` makes the given steps, at most one of each trainer. Its
-  /// result has their mean loss and the sum of their samples.
-  void run(const std::function<Result(const std::vector<Step>& steps)>& step);
-  /// Trains to the end of the job. `step` computes one trainer's loss; run() makes the backward
-  /// pass and the updates.
-  void run(SingleProcessOptimizer& optimizer, const std::function<Result(const Step& step)>& step);
 };
 
 }  // namespace distrain::job

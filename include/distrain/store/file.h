@@ -7,16 +7,13 @@
 #include <limits>
 #include <memory>
 #include <new>
-#include <span>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "distrain/base/error.h"
 #include "distrain/net/socket.h"
 
-// States of xxhash and zlib, whose headers the users of this one do not need.
-struct XXH64_state_s;
+// The state of zlib, whose header the users of this one do not need.
 struct z_stream_s;
 
 namespace distrain::store {
@@ -108,23 +105,6 @@ Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrd
   bytes.resize(used);
   return bytes;
 }
-
-/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by it.
-uint64_t content_hash(std::string_view bytes);
-
-/// Computes the content_hash() of data that arrives in pieces.
-class ContentHasher {
- public:
-  ContentHasher();
-  ~ContentHasher();
-
-  void add(std::span<const uint8_t> bytes);
-  /// Returns the hash of the bytes so far.
-  uint64_t value() const;
-
- private:
-  std::unique_ptr<XXH64_state_s> state_;
-};
 
 /// Returns the result of `function`. Throws `resources`, naming `path`, if it runs out of memory.
 auto with_memory_for(const std::string& path, auto function) {

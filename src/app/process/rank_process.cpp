@@ -10,7 +10,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/process.h"
-#include "distrain/job/options.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/membership/slot.h"
 #include "distrain/rpc/error.h"
 #include "process/launcher.h"

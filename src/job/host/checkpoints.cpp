@@ -33,7 +33,8 @@ std::string PartName::stored(const std::string& tensor, int trainer) const {
 
 Part part_of(rpc::NamedTensors live, std::string file) {
   Part part = part_of_each([live = std::move(live)](int) { return live; });
-  static_cast<PartName&>(part) = {.file = std::move(file)};
+  part.file = std::move(file);
+  part.each_own = false;
   return part;
 }
 

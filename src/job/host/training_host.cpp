@@ -11,6 +11,23 @@ namespace distrain::job {
 
 namespace {
 
+/// Returns how the plan of `rank` differs from the first one; empty if it does not.
+std::string difference(const Plan& first, const Plan& other, int rank) {
+  const std::string who = "trainer " + std::to_string(rank);
+  const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
+  if (read(first) != read(other)) {
+    return who + " has read other data than the others: " + other.what_must_agree +
+           " must be the same";
+  }
+  const auto rest = [](const Plan& p) {
+    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
+  };
+  if (rest(first) != rest(other)) return who + " has different training options from the others";
+  if (first.parts != other.parts) return who + " keeps different parts from the others";
+  if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
+  return who + " has a group of the trainers and others have none, or the other way round";
+}
+
 /// Adds the tensors of all parts to the checkpoint under their stored names. Fetches remote tensors
 /// one by one, and releases each when it has arrived.
 void fetch(std::vector<HeldPart> parts, Snapshot& into, EventSink& sink) {
@@ -64,7 +81,10 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
 /// Ends the training on all ranks: from now on a signal ends a rank at once, unless a signal has
 /// already stopped the job (`stopped`) or does so concurrently on any rank.
 void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
-  if (!agent) return static_cast<void>(stop.disarm(stopped));
+  if (!agent) {
+    stop.disarm(stopped);
+    return;
+  }
   std::atomic<bool> any{false};
   ask_all(*agent, [&](int rank) {
     return agent->rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
@@ -77,7 +97,8 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
     for (const PartName& part : plan.parts) {
-      for (int trainer = 0; part.file == file && trainer < plan.trainers; ++trainer) {
+      if (part.file != file) continue;
+      for (int trainer = 0; trainer < plan.trainers; ++trainer) {
         if (part.has(tensor, trainer)) return true;
       }
     }
@@ -135,7 +156,7 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
       base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " has an invalid plan");
   refuse_if(trainers_.contains(trainer), base::ErrorKind::kInvalid,
             "a job has one Training, and a rank runs it once");
-  const std::string other = plan_ ? plan_->difference(plan, rank) : "";
+  const std::string other = plan_ ? difference(*plan_, plan, rank) : "";
   refuse_if(!other.empty(), base::ErrorKind::kBadData, other);
   if (!plan_) begin(plan);
   Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};

@@ -131,9 +131,11 @@ class RankRunner {
       agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
     };
     options.on_long_wait = [this](const rpc::Wait& wait) {
-      const double waited = base::seconds_since(wait.since);
-      const auto message = fmt::format("still waiting after {:.0f} s: {}", waited, wait.what);
-      agent_->executor().post([this, message] { sink_.warn(base::ErrorKind::kDeadline, message); });
+      agent_->executor().post([this, wait] {
+        const double waited = base::seconds_since(wait.since);
+        sink_.warn(base::ErrorKind::kDeadline,
+                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
+      });
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
     agent_->add_layer(loss_watch_);

@@ -196,20 +196,24 @@ std::string temporary(const std::string& target) {
          (path.filename().string().substr(0, NAME_MAX - ending.size()) + ending);
 }
 
+// In a sticky folder only the owner can replace a file, and nobody can replace an immutable one.
+// rmdir() makes the same checks before it fails because a regular file is not a folder, so it
+// removes nothing.
+void check_replaceable(const std::string& target) {
+  struct statx info {};
+  if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
+      (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0) {
+    errno = EBUSY;  // such as a file that is mounted into a container
+    store::Disk::fail("cannot replace", target);
+  }
+  if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) store::Disk::fail("cannot replace", target);
+}
+
 void check_target(const std::string& target) {
   struct stat info {};
-  struct statx more {};
   if (stat(target.c_str(), &info) == 0) {
     if (!S_ISREG(info.st_mode)) base::invalid(target + ": is not a plain file");
-    if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &more) == 0 &&
-        (more.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0) {
-      errno = EBUSY;  // such as a file that is mounted into a container
-      store::Disk::fail("cannot replace", target);
-    }
-    // In a sticky folder only the owner can replace a file, and nobody can replace an immutable
-    // one. rmdir() makes the same checks before it fails because a regular file is not a folder, so
-    // it removes nothing.
-    if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) store::Disk::fail("cannot replace", target);
+    check_replaceable(target);
   }
   const std::string unfinished = temporary(target);
   ::unlink(unfinished.c_str());

@@ -131,7 +131,9 @@ TORCH_MODULE(Dense);
 
 void train_hybrid(job::Rank& rank, const HybridOptions& options);
 void expose_hybrid(rpc::Agent& agent);
+/// Trains in one process without RPC: the reference for correctness and speed.
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options);
+/// Labels examples with the model of a checkpoint.
 void predict_hybrid(job::Predictions& predictions, const HybridOptions& options);
 
 }  // namespace distrain::scenario

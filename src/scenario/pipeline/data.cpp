@@ -6,8 +6,9 @@
 #include "distrain/data/images.h"
 #include "distrain/nn/random.h"
 #include "distrain/store/named_tensors.h"
-#include "pipeline.h"
+#include "distrain/store/safetensors.h"
 #include "resnet.h"
+#include "run.h"
 
 namespace distrain::scenario {
 

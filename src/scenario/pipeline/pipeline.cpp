@@ -12,6 +12,9 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
+#include "resnet.h"
+#include "run.h"
+#include "stage.h"
 
 namespace distrain::scenario {
 

@@ -1,17 +1,11 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "distrain/data/images.h"
 #include "distrain/job/definition.h"
-#include "distrain/nn/pipeline.h"
-#include "resnet.h"
 
 namespace distrain::scenario {
 
@@ -41,168 +35,6 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::function<void(const rpc::NamedTensors&)> on_gradients;
 };
 
-/// Returns the examples of batch `index` in a sequence of epochs, each shuffled by `seed` and its
-/// number. All batches are full: the next epoch fills up the last batch of an epoch.
-std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
-
-/// The batches of the job and its initial weights: random images without `data`, otherwise images
-/// from CIFAR-10 or IDX files.
-///
-/// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
-/// depend only on the seed and the batch. Files are read epoch after epoch: see full_batch().
-/// CIFAR-10 is normalised by channel, grey images by 0.5 and 0.5, with the channel repeated.
-class PipelineData {
- public:
-  /// Reads the files. Throws `bad_data`.
-  explicit PipelineData(const PipelineOptions& options);
-  /// Reads images to classify, in the format that the model of the checkpoint was trained on.
-  PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
-               const std::string& images);
-
-  /// Returns batch `index`, from 0, which always has `batch_size` images.
-  data::ImageBatch batch(int64_t index) const;
-  /// Returns the number of full batches per epoch, at least 1. Not for random data.
-  int64_t batches_per_epoch() const;
-
-  /// The images to evaluate after each epoch and at the end; may be empty.
-  const data::ImageSet& valid() const { return valid_; }
-  const data::ImageSet& test() const { return test_; }
-  /// Calls `use` with batches of the share; labels are -1 if the images have none.
-  void each_batch(const data::ImageSet& images, const job::Share& share,
-                  const std::function<void(const data::ImageBatch&)>& use) const;
-
-  /// Returns the format (random, cifar10, idx), and the number and normalisation of images.
-  job::Json describe() const;
-  /// The hash of the files; 0 for random data.
-  uint64_t content_hash() const { return images_.content_hash; }
-  /// The initial weights; empty: the model initialises itself.
-  const rpc::NamedTensors& weights() const { return weights_; }
-
- private:
-  const PipelineOptions options_;
-  data::ImageSet images_;  // empty: random images
-  data::ImageSet valid_, test_;
-  rpc::NamedTensors weights_;
-};
-
-/// The result of training on one batch.
-struct BatchResult {
-  double loss = 0;
-  std::optional<double> accuracy;  ///< nullopt for random data
-  double batch_s = 0;              ///< passes and update, until devices have finished
-  /// Compute time of each stage; nullopt if a device computes.
-  std::vector<std::optional<double>> stage_s;
-  std::vector<int64_t> activations;  ///< most micro-batches that each stage held
-};
-
-/// Returns the part of a micro-batch in the loss of its batch of `batch_size`. The parts sum up to
-/// the mean over the batch, and so do their gradients. `scores` is [n, classes], on any device.
-at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
-                      const at::Tensor& labels);
-
-/// Returns the loss and accuracy of batch `index`, counted from 0. Throws `not_finite`, with the
-/// number of the batch in the message, if the loss is NaN or infinite.
-BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>& scores,
-                  const data::ImageBatch& batch, int64_t index);
-
-/// The model and its optimizer, on the stages or in this process.
-class PipelineModel {
- public:
-  virtual ~PipelineModel() = default;
-  /// Starts a new model, for batches of `num_split` micro-batches.
-  virtual void begin(int64_t num_split) = 0;
-  /// Makes one update by batch `index`, from 0. Micro-batches are cut as by tensor_split: their
-  /// sizes differ by at most one, larger ones first.
-  virtual BatchResult train(const data::ImageBatch& batch, int64_t index) = 0;
-  /// Returns the scores [n, classes], using the running statistics of batch norm.
-  virtual at::Tensor scores(const at::Tensor& images) = 0;
-  virtual void set_lr_factor(double factor) = 0;
-  /// Returns a snapshot of parameters and buffers under the names of torchvision.
-  virtual job::Held state() = 0;
-  /// Loads a complete state that has been checked.
-  virtual void load(const rpc::NamedTensors& state) = 0;
-};
-
-/// The training on the first rank or in one process: trains a new model for each number of
-/// micro-batches in turn, and prints its lines.
-class PipelineRun {
- public:
-  /// Begins the first model.
-  PipelineRun(const PipelineOptions& options, const PipelineData& data, PipelineModel& model,
-              job::EventSink& sink);
-
-  job::Plan plan() const;
-  /// Adds the model and its evaluations to `training`.
-  void keep_in(job::TrainingPlan& training);
-  job::Result step(const job::Step& step);
-  /// Ends the last split and adds the fields of the `end` line.
-  void add_to(job::Json& fields);
-
- private:
-  int64_t batches() const;  // per run
-  void begin(int64_t num_split);
-  void end_split();
-
-  const PipelineOptions& options_;
-  const PipelineData& data_;
-  PipelineModel& model_;
-  job::EventSink& sink_;
-  job::StepLines lines_;
-  const optim::LearningRateSchedule lr_schedule_;
-  int64_t steps_ = 0;
-  base::TimePoint begun_;
-  double train_s_ = 0;
-  // State of the current split.
-  std::optional<size_t> split_;
-  base::TimePoint split_begun_;
-  std::vector<BatchResult> results_;
-  job::Json last_, best_;  // of the completed splits
-};
-
-/// A stage of the pipeline on its worker, used through an RRef; see nn::StagePasses. With `--inject
-/// stage=…` it sleeps instead of computing.
-class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
- public:
-  /// The arguments are the model, classes, image size in pixels, first and last block, seed, and
-  /// the device of the rank that holds the stage: see ResNetStage.
-  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t,
-                                    std::string);
-  PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
-                int64_t last_block, uint64_t seed, const std::string& device);
-
-  void begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row, int64_t samples);
-  nn::StageReport end_batch() { return passes_.end(); }
-  base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
-                                   int64_t micro_batch);
-
-  /// Runs `input` through the stage outside of a context, by the running statistics of batch norm.
-  base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
-
-  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  std::vector<std::string> parameter_names() const;
-  /// Returns the gradients in the current context, by parameter, on the CPU.
-  rpc::NamedTensors gradients(rpc::CallContext& call);
-  /// Returns a snapshot of parameters and buffers on the CPU.
-  rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
-  /// Loads the part of this stage in a complete state_dict.
-  void load(const rpc::NamedTensors& weights) { module_.load(weights); }
-
-  static void expose(rpc::Agent& agent);
-
- private:
-  at::Tensor compute(const at::Tensor& input) const;
-  at::Tensor sleep(const at::Tensor& input, double seconds) const;
-  /// Returns the rank that receives the output of this stage.
-  int next_rank(const rpc::Agent& agent) const { return is_last_ ? 0 : agent.rank() + 1; }
-
-  ResNetStage module_;
-  const int64_t classes_;
-  const int64_t input_side_;  // size of the input in pixels
-  const bool is_first_, is_last_;
-  nn::StagePasses passes_{"PipelineStage.forward"};
-  double sleep_s_ = 0;  // per sample and pass; set between batches
-};
-
 /// Throws `invalid` if options contradict each other: more micro-batches than images, a split that
 /// does not match the model or the stages, a schedule that cannot run.
 void check_pipeline(const PipelineOptions& options);
@@ -213,7 +45,9 @@ void check_pipeline(const PipelineOptions& options);
 std::string explain_pipeline(const PipelineOptions& options, bool for_people);
 
 void train_pipeline(job::Rank& rank, const PipelineOptions& options);
+/// Trains in one process without RPC: the reference for correctness and speed.
 void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& options);
+/// Classifies images with the model of a checkpoint.
 void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options);
 
 }  // namespace distrain::scenario

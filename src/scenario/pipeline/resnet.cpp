@@ -12,7 +12,7 @@
 #include "distrain/nn/pipeline.h"
 #include "distrain/nn/random.h"
 #include "distrain/rpc/to_device.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 
 namespace distrain::scenario {
 

@@ -1,3 +1,5 @@
+#include "stage.h"
+
 #include <algorithm>
 #include <thread>
 
@@ -5,8 +7,9 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
+#include "distrain/job/job.h"
 #include "distrain/rpc/to_device.h"
-#include "pipeline.h"
+#include "distrain/store/named_tensors.h"
 
 namespace distrain::scenario {
 

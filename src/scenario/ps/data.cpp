@@ -29,10 +29,15 @@ void check_images(const std::string& path, const data::ImageSet& images) {
   }
 }
 
-data::ImageSet read_test_images(const std::string& path, bool need_labels) {
+data::ImageSet read_checked(const std::string& path) {
   data::ImageSet images = data::read_images(path);
   check_images(path, images);
-  if (need_labels && images.labels.empty()) base::bad_data(path + ": the images have no labels");
+  return images;
+}
+
+data::ImageSet read_labelled(const std::string& path) {
+  data::ImageSet images = read_checked(path);
+  if (images.labels.empty()) base::bad_data(path + ": the images have no labels");
   return images;
 }
 
@@ -48,13 +53,13 @@ PsData::PsData(const PsOptions& options)
   data::check_enough(options.data, examples_, options.trainers);
   if (files_.test) check_images(options.data, *files_.test);
   valid_ = std::exchange(files_.test, std::nullopt);
-  if (!options.valid_data.empty()) valid_ = read_test_images(options.valid_data, true);
-  if (!options.test_data.empty()) test_ = read_test_images(options.test_data, true);
+  if (!options.valid_data.empty()) valid_ = read_labelled(options.valid_data);
+  if (!options.test_data.empty()) test_ = read_labelled(options.test_data);
 }
 
 PsData::PsData(const PsOptions& options, const std::string& images)
     : options_(options),
-      test_(read_test_images(images, false)),
+      test_(read_checked(images)),
       sampler_(options.seed, options.trainers, examples_, options.batch_size) {}
 
 job::Plan PsData::plan() const {

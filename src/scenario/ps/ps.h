@@ -106,7 +106,9 @@ class ConvNet {
 
 void train_ps(job::Rank& rank, const PsOptions& options);
 void expose_ps(rpc::Agent& agent);
+/// Trains in one process without RPC: the reference for correctness and speed.
 void train_ps_local(job::SingleProcess& local, const PsOptions& options);
+/// Classifies images with the model of a checkpoint.
 void predict_ps(job::Predictions& predictions, const PsOptions& options);
 
 }  // namespace distrain::scenario

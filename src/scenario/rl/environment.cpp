@@ -1,8 +1,10 @@
+#include "environment.h"
+
 #include <cmath>
 #include <numbers>
 
+#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "rl.h"
 
 namespace distrain::scenario {
 

@@ -48,7 +48,6 @@ void Learner::keep_in(job::TrainingPlan& training) {
   training.keep("", std::move(policy));
   training.keep(optimizer_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
-  training.end_when([this] { return solved(); });
 }
 
 void Learner::begin_episode(int64_t episode) {

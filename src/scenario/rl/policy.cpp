@@ -1,3 +1,5 @@
+#include "policy.h"
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -6,9 +8,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
-#include "rl.h"
 
 namespace distrain::scenario {
 

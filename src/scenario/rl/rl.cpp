@@ -94,6 +94,7 @@ void train_rl(job::Rank& rank, const RlOptions& options) {
   job::Training training(rank,
                          job::Plan::of_steps(options, options.max_episodes, "--max-episodes"));
   learner->keep_in(training);
+  training.end_when([&] { return learner->solved(); });
   training.run([&](const job::Step& step) {
     const int64_t episode = step.total + 1;
     learner->begin_episode(episode);
@@ -119,6 +120,7 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   job::SingleProcessTraining training(
       local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"), 1);
   learner.keep_in(training);
+  training.end_when([&] { return learner.solved(); });
   training.run([&](const std::vector<job::Step>& steps) {
     const int64_t episode = steps[0].total + 1;
     learner.begin_episode(episode);

@@ -1,3 +1,5 @@
+#include "lstm.h"
+
 #include <cmath>
 
 #include <ATen/Functions.h>
@@ -7,7 +9,6 @@
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
-#include "rnn.h"
 
 namespace distrain::scenario {
 

@@ -3,7 +3,7 @@
 
 #include "../src/store/checkpoint_folder.h"
 #include "distrain/base/error.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "targets.h"
 
 namespace distrain::fuzz {

@@ -1,3 +1,5 @@
+#include "distrain/store/safetensors.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -5,7 +7,6 @@
 #include <vector>
 
 #include "distrain/base/error.h"
-#include "distrain/store/named_tensors.h"
 #include "targets.h"
 
 namespace distrain::fuzz {

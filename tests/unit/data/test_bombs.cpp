@@ -9,7 +9,7 @@
 
 #include "distrain/data/images.h"
 #include "distrain/store/file.h"
-#include "distrain/store/named_tensors.h"
+#include "distrain/store/safetensors.h"
 #include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"

@@ -3,7 +3,7 @@
 #include <zlib.h>
 
 #include "distrain/data/images.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "distrain/data/text.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

@@ -6,7 +6,7 @@
 #include <sys/stat.h>
 
 #include "distrain/data/images.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "gzip.h"
 #include "support/catch.h"
 #include "support/files.h"

@@ -12,7 +12,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/data/text.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

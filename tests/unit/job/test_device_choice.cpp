@@ -1,5 +1,5 @@
 #include "distrain/base/error.h"
-#include "distrain/job/options.h"
+#include "distrain/job/device_choice.h"
 #include "support/catch.h"
 
 using namespace distrain;

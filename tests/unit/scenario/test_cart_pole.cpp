@@ -4,7 +4,7 @@
 #include <set>
 
 #include "cart_pole_trajectories.h"
-#include "scenario/rl/rl.h"
+#include "scenario/rl/environment.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -3,7 +3,7 @@
 #include <torch/nn/modules/rnn.h>
 
 #include "distrain/store/named_tensors.h"
-#include "scenario/rnn/rnn.h"
+#include "scenario/rnn/lstm.h"
 #include "support/catch.h"
 
 using namespace distrain;

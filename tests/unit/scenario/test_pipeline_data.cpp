@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/data/batches.h"
-#include "scenario/pipeline/pipeline.h"
+#include "scenario/pipeline/run.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 

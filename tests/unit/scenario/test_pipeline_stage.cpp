@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "scenario/pipeline/pipeline.h"
+#include "scenario/pipeline/stage.h"
 #include "support/catch.h"
 
 using namespace distrain;

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/random.h"
-#include "scenario/rl/rl.h"
+#include "scenario/rl/policy.h"
 #include "support/catch.h"
 #include "support/torch_policy.h"
 

@@ -11,7 +11,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/store/checkpoint_store.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
 

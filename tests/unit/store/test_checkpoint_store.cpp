@@ -7,7 +7,7 @@
 
 #include "checkpoint_sample.h"
 #include "distrain/store/checkpoint_store.h"
-#include "distrain/store/file.h"
+#include "distrain/store/hash.h"
 #include "support/catch.h"
 
 namespace distrain::store {

@@ -7,7 +7,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/message.h"
-#include "distrain/store/named_tensors.h"
+#include "distrain/store/safetensors.h"
 #include "support/catch.h"
 #include "support/files.h"
 

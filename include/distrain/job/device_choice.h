@@ -1,0 +1,73 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/core/Device.h>
+
+#include "distrain/base/error.h"
+
+namespace distrain::job {
+
+/// A role of a job's ranks that `--device` can name.
+struct DeviceRole {
+  enum class Use {
+    kCompute,  ///< the role is on a GPU if the job is
+    kIfNamed,  ///< the role is on the CPU unless `--device` names it
+    kNone,     ///< the role computes nothing that a GPU could
+  };
+
+  std::string name;
+  std::string alias;  ///< may be empty
+  Use use = Use::kCompute;
+};
+
+/// A device that the user has asked for.
+struct DeviceChoice {
+  bool accelerator = false;
+  std::optional<int> index;  ///< of the accelerator; unset: chosen by the rank's place on its host
+  bool operator==(const DeviceChoice&) const = default;
+};
+
+/// The value of `--device`: one device, or ROLE=DEVICE[,…], which leaves other roles on the CPU.
+class DeviceSpec {
+ public:
+  /// Throws `invalid` for a malformed `text` or unknown role. `accelerator` is the non-CPU type.
+  DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
+
+  DeviceChoice of(const std::string& rank_name) const;
+  /// Returns the device only if `--device` names the rank ("trainer1") or its role.
+  std::optional<DeviceChoice> named(const std::string& rank_name) const;
+  /// Returns the device for the whole job, or nothing if `--device` names roles.
+  const std::optional<DeviceChoice>& for_all() const { return for_all_; }
+  /// Throws `invalid` if `--device` names a rank that is not in `rank_names`.
+  void check_ranks(const std::vector<std::string>& rank_names) const;
+
+ private:
+  const DeviceRole* class_of(std::string_view name) const;
+  void add(std::string_view role, std::string_view device, c10::DeviceType accelerator);
+
+  std::vector<DeviceRole> roles_;
+  std::optional<DeviceChoice> for_all_;
+  std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
+};
+
+/// Returns the device that `choice` means. Without an index, ranks take this host's GPUs in turn:
+/// `place` numbers the ranks that do so. Calls `count_gpus` only for a GPU; it throws `resources`
+/// if there is none. Throws `resources` if there is no GPU with the index.
+c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
+                           int place);
+
+/// Returns `error` with this rank as its cause. Adds "rank 2 (trainer1): " to its message, unless
+/// the message names the rank already.
+base::Error error_of_rank(base::Error error, int rank, const std::string& name);
+
+/// Calls `choose`. Rethrows its exceptions as error_of_rank().
+std::vector<c10::Device> naming_rank(int rank, const std::string& name,
+                                     const std::function<std::vector<c10::Device>()>& choose);
+
+}  // namespace distrain::job

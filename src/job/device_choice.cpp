@@ -1,0 +1,142 @@
+#include "distrain/job/device_choice.h"
+
+#include <algorithm>
+
+#include <c10/core/DeviceType.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "distrain/base/text.h"
+#include "distrain/rpc/error.h"
+
+namespace distrain::job {
+
+namespace {
+
+constexpr int kMostDevices = 127;  // limit of c10::DeviceIndex
+
+[[noreturn]] void refuse(const std::string& message) { base::invalid("--device " + message); }
+
+DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
+  if (text == "cpu") return {};
+  const std::string name = c10::DeviceTypeName(accelerator, /*lower_case=*/true);
+  if (text == name) return {true, std::nullopt};
+  if (text.starts_with(name + ":")) {
+    const auto index = base::number<uint8_t>(text.substr(name.size() + 1));
+    if (index && *index <= kMostDevices) return {true, *index};
+  }
+  refuse(fmt::format("must be cpu, {0}, {0}:N or ROLE=DEVICE[,...], not '{1}'", name, text));
+}
+
+std::string_view without_number(std::string_view name) {
+  const size_t last = name.find_last_not_of("0123456789");
+  return last == std::string_view::npos ? std::string_view() : name.substr(0, last + 1);
+}
+
+}  // namespace
+
+DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
+                       std::vector<DeviceRole> roles)
+    : roles_(std::move(roles)) {
+  if (text.find('=') == std::string_view::npos) {
+    for_all_ = parse_device(text, accelerator);
+    return;
+  }
+  for (const std::string_view part : base::split(text, ',')) {
+    const size_t equals = part.find('=');
+    if (equals == std::string_view::npos) {
+      refuse(fmt::format(
+          "names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '{}' has none", part));
+    }
+    add(part.substr(0, equals), part.substr(equals + 1), accelerator);
+  }
+}
+
+const DeviceRole* DeviceSpec::class_of(std::string_view name) const {
+  const auto it = std::ranges::find_if(roles_, [&](const DeviceRole& role) {
+    return !name.empty() && (name == role.name || name == role.alias);
+  });
+  return it == roles_.end() ? nullptr : &*it;
+}
+
+void DeviceSpec::add(std::string_view role, std::string_view device, c10::DeviceType accelerator) {
+  const DeviceChoice choice = parse_device(device, accelerator);
+  const DeviceRole* found = class_of(role);
+  std::string number;
+  if (!found) {  // a rank: trainer1, or by alias stage1 for worker1
+    const std::string_view beginning = without_number(role);
+    number = role.substr(beginning.size());
+    found = number.empty() ? nullptr : class_of(beginning);
+  }
+  if (!found) {
+    std::vector<std::string> known;
+    for (const DeviceRole& each : roles_) {
+      if (each.use == DeviceRole::Use::kNone) continue;
+      known.push_back(each.name + (each.alias.empty() ? "" : " (or " + each.alias + ")"));
+    }
+    refuse(fmt::format("names the role '{}', but there are {}", role, fmt::join(known, ", ")));
+  }
+  if (choice.accelerator && found->use == DeviceRole::Use::kNone) {
+    refuse("names " + std::string(role) + ", which computes nothing that a GPU could");
+  }
+  if (!by_name_.emplace(found->name + number, choice).second) {
+    refuse("names " + std::string(role) + " twice");
+  }
+}
+
+std::optional<DeviceChoice> DeviceSpec::named(const std::string& rank_name) const {
+  for (const auto& name : {rank_name, std::string(without_number(rank_name))}) {
+    if (const auto it = by_name_.find(name); it != by_name_.end()) return it->second;
+  }
+  return std::nullopt;
+}
+
+DeviceChoice DeviceSpec::of(const std::string& rank_name) const {
+  if (const auto own = named(rank_name)) return *own;
+  if (!for_all_ || !for_all_->accelerator) return {};
+  const DeviceRole* role = class_of(rank_name);
+  if (!role) role = class_of(without_number(rank_name));
+  const bool computes = !role || role->use == DeviceRole::Use::kCompute;
+  return computes ? *for_all_ : DeviceChoice();
+}
+
+void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
+  for (const auto& [name, choice] : by_name_) {
+    if (class_of(name) || std::ranges::count(rank_names, name) > 0) continue;
+    refuse(fmt::format("names {}, but the ranks are {}", name, fmt::join(rank_names, ", ")));
+  }
+}
+
+c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
+                           int place) {
+  if (!choice.accelerator) return c10::kCPU;
+  const int count = count_gpus();
+  const int index = choice.index.value_or(place % count);
+  if (index < count) return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
+  throw base::Exception(base::ErrorKind::kResources,
+                        fmt::format("there is no cuda:{} on this host, only cuda:0{}", index,
+                                    count > 1 ? fmt::format(" to cuda:{}", count - 1) : ""));
+}
+
+base::Error error_of_rank(base::Error error, int rank, const std::string& name) {
+  const std::string number = "rank " + std::to_string(rank);
+  const std::string& told = error.message;
+  if (!told.starts_with(number + ":") && !told.starts_with(number + " (")) {
+    error.message = number + (name.empty() ? "" : " (" + name + ")") + ": " + told;
+  }
+  error.rank = rank;
+  return error;
+}
+
+std::vector<c10::Device> naming_rank(int rank, const std::string& name,
+                                     const std::function<std::vector<c10::Device>()>& choose) {
+  try {
+    return choose();
+  } catch (...) {
+    base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+    if (error.op.empty()) error.op = "device";
+    throw base::Exception(error_of_rank(std::move(error), rank, name));
+  }
+}
+
+}  // namespace distrain::job

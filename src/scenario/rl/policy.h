@@ -1,0 +1,69 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/rpc/named_tensors.h"
+#include "environment.h"
+
+namespace distrain::scenario {
+
+struct PolicyInput {
+  Observation observation{};
+  base::Random random{0};  ///< draws the step's dropout and action, whatever the other inputs are
+};
+
+struct PolicyStep {
+  PolicyInput input;
+  int action = 0;
+  double advantage = 0;  ///< the step's normalized return
+};
+
+/// The policy of PyTorch's tutorial: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
+///
+/// On the CPU it computes row by row in plain loops, because a row's result must not depend on the
+/// number of rows or threads, which LibTorch's matrix products do not guarantee. For a net of this
+/// size the loops are also faster. Other devices use matrix products, with the same random numbers.
+/// const functions are thread-safe.
+class Policy {
+ public:
+  static constexpr int kHidden = 128;
+  static constexpr int kActions = 2;
+  static constexpr double kDropout = 0.6;
+
+  /// Initializes as torch.nn.Linear does.
+  explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
+
+  static const std::vector<std::string>& names();
+  std::vector<at::Tensor>& parameters() { return parameters_; }  ///< in the order of names()
+  rpc::NamedTensors named_parameters() const;
+
+  /// Draws an action for each of `inputs`, without recording a graph.
+  std::vector<int> act(std::span<const PolicyInput> inputs) const;
+
+  /// Returns the more probable action, without dropout, for evaluation.
+  int best(const Observation& observation) const;
+
+  struct Loss {
+    double value = 0;
+    std::vector<at::Tensor> gradients;  ///< in the order of names()
+  };
+  /// Returns the REINFORCE loss (Williams 1992) and its gradients: the sum over `steps` of
+  /// -log p(action) × advantage. Each step uses the dropout with which its action was drawn.
+  Loss loss(std::span<const PolicyStep> steps) const;
+
+  using Row = std::array<float, kHidden>;
+  /// Draws the dropout factor of each hidden unit, 0 or 1 / (1 - kDropout), two from each number.
+  static Row dropout_mask(base::Random& random);
+
+ private:
+  const c10::Device device_;
+  std::vector<at::Tensor> parameters_;
+};
+
+}  // namespace distrain::scenario
