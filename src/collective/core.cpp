@@ -42,7 +42,7 @@ void Core::open() {
     const auto core = weak.lock();
     return core ? core->waits() : std::vector<rpc::Wait>();
   };
-  channel_.set_handler({on_message, on_peer_lost, waits});
+  channel_.set_handler({.on_message = on_message, .on_peer_lost = on_peer_lost, .waits = waits});
 }
 
 void Core::close() {

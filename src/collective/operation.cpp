@@ -123,7 +123,10 @@ void Operation::end_locked(std::optional<Error> error) {
 void Operation::settle_locked() {
   if (failure_) return end_locked(std::move(failure_));
   if (step_ == steps_) return end_locked(std::nullopt);
-  missing_ = missing_ranks_locked().size();
+  missing_ = 0;
+  for (int from = 0; from < core_->size(); ++from) {
+    if (lacks_locked(step_, from)) ++missing_;
+  }
   transition_locked(missing_ == 0 ? OperationState::kReady : OperationState::kCollecting);
 }
 
@@ -149,9 +152,11 @@ void Operation::run_ready() {
 }
 
 bool Operation::done() {
-  run_ready();
-  std::lock_guard lock(core_->mutex_);
-  if (base::Clock::now() >= deadline_) expire_locked();
+  std::unique_lock lock(core_->mutex_);
+  while (state_locked() == OperationState::kReady) run_locked(lock);
+  if (state_locked() == OperationState::kCollecting && base::Clock::now() >= deadline_) {
+    expire_locked();
+  }
   return state_locked() == OperationState::kDone;
 }
 

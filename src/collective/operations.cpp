@@ -322,6 +322,8 @@ std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint de
                                           const at::Tensor& tensor,
                                           std::vector<at::Tensor> outputs) {
   switch (spec.kind) {
+    case OpKind::kBarrier:
+      return std::make_shared<Barrier>(spec, deadline);
     case OpKind::kBroadcast:
       return std::make_shared<Broadcast>(spec, deadline, tensor);
     case OpKind::kAllgather:
@@ -330,9 +332,10 @@ std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint de
       return std::make_shared<DirectAllreduce>(spec, deadline, tensor);
     case OpKind::kAllreduceChunked:
       return std::make_shared<ChunkedAllreduce>(spec, deadline, tensor);
-    default:
-      return std::make_shared<Barrier>(spec, deadline);
+    case OpKind::kRefusal:
+      break;
   }
+  throw base::Exception(base::ErrorKind::kInternal, "no operation of this kind");
 }
 
 }  // namespace distrain::collective

@@ -38,9 +38,9 @@ BackendQueue::Call BackendQueue::broadcast(int root) const {
 }
 
 ReduceGroup::WorkPtr BackendQueue::run(Call call, const at::Tensor& tensor) {
-  return std::make_shared<BackendWork>(queue_.idle()
-                                           ? base::Future<Pending>::ready(call(tensor))
-                                           : call_behind({}, std::bind(std::move(call), tensor)));
+  return std::make_shared<BackendWork>(
+      queue_.idle() ? base::Future<Pending>::ready(call(tensor))
+                    : call_behind({}, [call = std::move(call), tensor] { return call(tensor); }));
 }
 
 void BackendQueue::refuse(int count, const base::Error& error) {

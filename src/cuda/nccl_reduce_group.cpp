@@ -10,6 +10,7 @@
 #include "communicator_set.h"
 #include "distrain/base/future.h"
 #include "distrain/collective/staged_reduce_group.h"
+#include "distrain/cuda/load.h"
 
 namespace distrain::cuda {
 
@@ -27,12 +28,12 @@ using collective::ReduceGroup;
 //           communicator's stream, behind the caller's mark.
 //   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
-// A rank that refuses, or whose agreement fails, drops its communicators: work that they have ends,
-// and they get no more. If ranks come out of step (one reaches its deadline just before the last
-// rank comes), some have communicators and some have none; the next agreement finds that, and all
-// drop theirs. If a rank dies or gives up after the agreement, the Watchdog notices the unfinished
-// work. If wait() has returned by then, this rank sends the error in the next agreement, which
-// fails on all ranks.
+// So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
+// agreement fails, drops its communicators: work that they have ends, and they get no more. If
+// ranks come out of step (one reaches its deadline just before the last rank comes), some have
+// communicators and some have none; the next agreement finds that, and all drop theirs. If a rank
+// dies or gives up after the agreement, the Watchdog notices the unfinished work. If wait() has
+// returned by then, this rank sends the error in the next agreement, which fails on all ranks.
 //
 // The first operation on a device creates its communicator. After the agreement on that, rank 0
 // broadcasts an id. Then the ranks exchange reports until all have joined or one has failed, so a

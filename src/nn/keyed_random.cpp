@@ -46,8 +46,8 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
   const double p = stack[stack.size() - 2].toDouble();
   const at::Tensor x = stack[stack.size() - 3].toTensor();
   torch::jit::drop(stack, 3);
-  const at::Tensor mask = at::ones(x.sizes(), x.options().requires_grad(false));
-  if (train) mask.bernoulli_(1 - p, random.generator(x.device()));
+  const at::Tensor mask = at::empty(x.sizes(), x.options().requires_grad(false));
+  train ? mask.bernoulli_(1 - p, random.generator(x.device())) : mask.fill_(1);
   const double scale = !train ? 1 : p == 1 ? 0 : 1 / (1 - p);
   torch::jit::push(stack, x * mask * scale, mask.to(at::kBool));
 }

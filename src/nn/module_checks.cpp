@@ -1,3 +1,5 @@
+#include "module_checks.h"
+
 #include <map>
 
 #include <c10/util/StringUtil.h>
@@ -7,7 +9,6 @@
 #include <torch/nn/modules/instancenorm.h>
 
 #include "distrain/base/error.h"
-#include "shared_module.h"
 
 namespace distrain::nn {
 

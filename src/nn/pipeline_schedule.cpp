@@ -30,13 +30,11 @@ std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
 }
 
 /// Throws `invalid` unless each micro-batch has one forward pass and then one backward pass.
-/// Returns the maximum number of micro-batches that the stage holds.
-int64_t check_row(const PipelineSchedule& schedule, size_t stage) {
+void check_row(const PipelineSchedule& schedule, size_t stage) {
   const auto refuse = [&](const PipelineStep& step, const char* what) {
     invalid(
         fmt::format("schedule {}: stage {}: {}{}", schedule.name, stage + 1, name_of(step), what));
   };
-  int64_t held = 0, peak = 0;
   std::vector<int> passes(static_cast<size_t>(schedule.micro_batches), 0);
   for (const PipelineStep& step : schedule.stages[stage]) {
     if (step.micro_batch < 0 || step.micro_batch >= schedule.micro_batches) {
@@ -44,8 +42,6 @@ int64_t check_row(const PipelineSchedule& schedule, size_t stage) {
     }
     int& made = passes[static_cast<size_t>(step.micro_batch)];
     const int wanted = step.kind == Kind::kForward ? 0 : 1;
-    held += step.kind == Kind::kForward ? 1 : -1;
-    peak = std::max(peak, held);
     if (made > wanted) refuse(step, " is there twice");
     if (made < wanted) refuse(step, " comes before its forward pass");
     ++made;
@@ -54,6 +50,15 @@ int64_t check_row(const PipelineSchedule& schedule, size_t stage) {
     if (passes[i] == 2) continue;
     refuse({passes[i] == 0 ? Kind::kForward : Kind::kBackward, static_cast<int64_t>(i)},
            " is missing");
+  }
+}
+
+int64_t peak_activations(const std::vector<PipelineStep>& row) {
+  int64_t held = 0;
+  int64_t peak = 0;
+  for (const PipelineStep& step : row) {
+    held += step.kind == Kind::kForward ? 1 : -1;
+    peak = std::max(peak, held);
   }
   return peak;
 }
@@ -86,7 +91,8 @@ PipelineTimeline simulate(const PipelineSchedule& schedule) {
   }
   PipelineTimeline timeline;
   for (size_t stage = 0; stage < stages; ++stage) {
-    timeline.activations.push_back(check_row(schedule, stage));
+    check_row(schedule, stage);
+    timeline.activations.push_back(peak_activations(schedule.stages[stage]));
   }
 
   // End time of each pass by kind, stage and micro-batch; -1 if it has not run.

@@ -75,7 +75,7 @@ class Modules {
       entry->made_for = call.caller.rank;
       return entry->module;
     }
-    const std::string other = recipe.difference(entry->arguments);
+    const std::string other = recipe.difference(entry->arguments, recipe.arguments);
     if (other.empty()) return entry->module;
     base::invalid(c10::str("module ", name, " on rank ", agent.rank(), " was made for rank ",
                            entry->made_for, " with other arguments than rank ", call.caller.rank,

@@ -6,14 +6,14 @@
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/error.h"
 #include "updater_registry.h"
+#include "validate.h"
 
 namespace distrain::optim {
 
-using base::ErrorKind;
+namespace {
+
 using base::Future;
 using rpc::RRef;
-
-namespace {
 
 rpc::ProcessNumber own_process(rpc::Agent& agent) {
   return rpc::process_number(agent.rank(), agent.incarnation());

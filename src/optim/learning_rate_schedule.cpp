@@ -29,8 +29,8 @@ void check(bool good, const char* what, double value, const char* range) {
   invalid(fmt::format("--lr-schedule: {} cannot be {}: {}", what, base::shortest(value), range));
 }
 
-void check_count(const char* what, int64_t count, int64_t least) {
-  check(count >= least, what, static_cast<double>(count), least == 1 ? "at least 1" : "at least 0");
+void check_length(const char* what, int64_t length) {
+  check(length >= 1, what, static_cast<double>(length), "at least 1");
 }
 
 void check_floor(const char* what, double floor) {
@@ -39,16 +39,17 @@ void check_floor(const char* what, double floor) {
 
 void check(const Constant&) {}
 void check(const StepDecay& step) {
-  check_count("a step schedule's size", step.size, 1);
+  check_length("a step schedule's size", step.size);
   check(std::isfinite(step.gamma) && step.gamma > 0, "a step schedule's gamma", step.gamma,
         "above 0");
 }
 void check(const Cosine& cosine) {
-  check_count("a cosine schedule's length", cosine.length, 1);
+  check_length("a cosine schedule's length", cosine.length);
   check_floor("a cosine schedule's floor", cosine.floor);
 }
 void check(const Plateau& plateau) {
-  check_count("a plateau schedule's patience", plateau.patience, 0);
+  check(plateau.patience >= 0, "a plateau schedule's patience",
+        static_cast<double>(plateau.patience), "at least 0");
   check(plateau.factor > 0 && plateau.factor < 1, "a plateau schedule's factor", plateau.factor,
         "between 0 and 1");
   check_floor("a plateau schedule's floor", plateau.floor);
@@ -178,7 +179,8 @@ std::string shape_text(const LearningRateSchedule::Shape& shape) {
 LearningRateSchedule::LearningRateSchedule(const Shape& shape, WarmUp warm_up)
     : shape_(shape), warm_up_(warm_up) {
   std::visit([](const auto& chosen) { check(chosen); }, shape_);
-  check_count("a warm-up's length", warm_up_.length, 0);
+  check(warm_up_.length >= 0, "a warm-up's length", static_cast<double>(warm_up_.length),
+        "at least 0");
   if (warm_up_.length == 0) warm_up_ = {};
   const auto unit = unit_of(shape_);
   if (warm_up_.length > 0 && unit && *unit != warm_up_.unit) {
@@ -194,7 +196,7 @@ LearningRateSchedule LearningRateSchedule::parse(std::string_view text) {
   if (first.name() == "warmup") {
     first.length("length", warm_up.length, warm_up.unit);
     first.end();
-    check_count("a warm-up's length", warm_up.length, 1);
+    check_length("a warm-up's length", warm_up.length);
     const size_t plus = text.find('+');
     rest = plus == std::string_view::npos ? "constant" : text.substr(plus + 1);
   }

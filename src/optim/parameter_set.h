@@ -18,9 +18,6 @@ Gradients mean_of(const std::vector<Gradients>& gathered);
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::vector<uint64_t>& groups);
 
-/// Throws `invalid` if `factor` is negative or not finite.
-void check_lr_factor(double factor);
-
 /// Parameters and their groups' update rules, which hold the parameters' state. Not thread-safe.
 class ParameterSet {
  public:

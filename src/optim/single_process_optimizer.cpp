@@ -62,10 +62,11 @@ SingleProcessOptimizer::~SingleProcessOptimizer() = default;
 
 void SingleProcessOptimizer::gather() {
   for (Parameters* each : {shared_.get(), replicated_.get()}) {
-    Gradients& gradients = each->gathered.emplace_back();
+    Gradients gradients;
     for (const at::Tensor& parameter : each->set.parameters()) {
       gradients.push_back(std::exchange(parameter.mutable_grad(), at::Tensor()));
     }
+    each->gathered.push_back(std::move(gradients));
   }
 }
 

@@ -7,10 +7,9 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/StringUtil.h>
-#include <fmt/format.h>
 
 #include "distrain/base/error.h"
-#include "parameter_set.h"
+#include "validate.h"
 
 namespace distrain::optim {
 namespace {
@@ -32,24 +31,12 @@ struct Rows {
   at::Tensor values;   // [n, the parameter's other dimensions]
 };
 
-template <class Options>
-class WithOptions : public UpdateRule {
+class SgdRule final : public UpdateRule {
  public:
-  explicit WithOptions(const Options& options)
+  explicit SgdRule(const Sgd& options)
       : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
- protected:
-  const Options options_;
-};
-
-// The update rule for each type of options.
-template <class Options>
-class RuleOf;
-
-template <>
-class RuleOf<Sgd> final : public WithOptions<Sgd> {
-  using WithOptions::WithOptions;
-
+ private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
@@ -78,12 +65,16 @@ class RuleOf<Sgd> final : public WithOptions<Sgd> {
     if (options_.momentum == 0) return {};
     return {"momentum_buffer"};
   }
+
+  const Sgd options_;
 };
 
-template <>
-class RuleOf<Adagrad> final : public WithOptions<Adagrad> {
-  using WithOptions::WithOptions;
+class AdagradRule final : public UpdateRule {
+ public:
+  explicit AdagradRule(const Adagrad& options)
+      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
+ private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
@@ -112,13 +103,15 @@ class RuleOf<Adagrad> final : public WithOptions<Adagrad> {
   }
 
   std::vector<std::string> kept_names() const override { return {"sum"}; }
+
+  const Adagrad options_;
 };
 
 // Adam, and AdamW: they differ in what the weight decay changes.
 template <class Options>
-class RuleOf final : public UpdateRule {
+class AdamRule final : public UpdateRule {
  public:
-  explicit RuleOf(const Options& options)
+  explicit AdamRule(const Options& options)
       : UpdateRule(options.lr, kIsAdamW ? 0 : options.weight_decay), options_(options) {}
 
  private:
@@ -175,10 +168,12 @@ class RuleOf final : public UpdateRule {
   const Options options_;
 };
 
-template <>
-class RuleOf<RmsProp> final : public WithOptions<RmsProp> {
-  using WithOptions::WithOptions;
+class RmsPropRule final : public UpdateRule {
+ public:
+  explicit RmsPropRule(const RmsProp& options)
+      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
+ private:
   void apply_dense(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
     at::Tensor& squares = kept(i, "square_avg", parameter);
     squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
@@ -210,6 +205,8 @@ class RuleOf<RmsProp> final : public WithOptions<RmsProp> {
     if (options_.momentum != 0) names.push_back("momentum_buffer");
     return names;
   }
+
+  const RmsProp options_;
 };
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
@@ -228,11 +225,6 @@ at::Tensor& UpdateRule::kept(size_t i, const char* name, const at::Tensor& param
   at::Tensor& value = own(i).kept[name];
   if (!value.defined()) value = at::full_like(parameter, at_first);
   return value;
-}
-
-void check_lr_factor(double factor) {
-  if (std::isfinite(factor) && factor >= 0) return;
-  base::invalid("a learning rate cannot be multiplied by " + std::to_string(factor));
 }
 
 void UpdateRule::set_lr_factor(double factor) {
@@ -279,33 +271,6 @@ void UpdateRule::adopt(size_t i, Loaded loaded) { own(i) = std::move(loaded); }
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined()) return a.defined() ? a : b;
   return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
-}
-
-Gradients mean_of(const std::vector<Gradients>& gathered) {
-  if (gathered.size() == 1) return gathered[0];
-  Gradients means;
-  for (size_t i = 0; i < gathered[0].size(); ++i) {
-    at::Tensor sum;
-    for (const Gradients& gradients : gathered) sum = sum_of(sum, gradients[i]);
-    means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
-  }
-  return means;
-}
-
-void check_each_once(const std::vector<at::Tensor>& parameters,
-                     const std::vector<uint64_t>& groups) {
-  std::map<const void*, uint64_t> by_storage;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const void* storage = parameters[i].storage().unsafeGetStorageImpl();
-    const auto [known, is_first] = by_storage.emplace(storage, groups[i]);
-    if (is_first) continue;
-    base::invalid(
-        known->second == groups[i]
-            ? fmt::format("two of the parameters of group {} share their memory: give a tied one "
-                          "once",
-                          groups[i])
-            : fmt::format("a parameter of group {} is in group {}, too", groups[i], known->second));
-  }
 }
 
 double clip_scale(double norm_squared, double max_norm) {
@@ -389,108 +354,19 @@ void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradie
               weight_decay_ != 0 ? gradient.add(parameter, weight_decay_) : gradient);
 }
 
-namespace {
-
-// Names of the alternatives of OptimizerOptions, in their order.
-constexpr std::string_view kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
-constexpr OptimizerOptions kDefaults[] = {Sgd(), Adagrad(), Adam(), AdamW(), RmsProp()};
-
-// Calls `visit(name, value)` for each field of `options`, which may be const.
-template <class O, class F>
-void visit_fields(O& options, F visit) {
-  using Options = std::remove_const_t<O>;
-  visit("lr", options.lr);
-  visit("weight_decay", options.weight_decay);
-  if constexpr (std::is_same_v<Options, Sgd>) {
-    visit("momentum", options.momentum);
-    visit("dampening", options.dampening);
-    visit("nesterov", options.nesterov);
-  } else if constexpr (std::is_same_v<Options, Adagrad>) {
-    visit("lr_decay", options.lr_decay);
-    visit("initial_accumulator_value", options.initial_accumulator_value);
-    visit("eps", options.eps);
-  } else if constexpr (std::is_same_v<Options, RmsProp>) {
-    visit("alpha", options.alpha);
-    visit("eps", options.eps);
-    visit("momentum", options.momentum);
-    visit("centered", options.centered);
-  } else {
-    visit("beta1", options.beta1);
-    visit("beta2", options.beta2);
-    visit("eps", options.eps);
-    visit("amsgrad", options.amsgrad);
-  }
-}
-
-void validate(const OptimizerOptions& options) {
-  const OptimizerFields fields = to_fields(options);
-  for (const auto& [field, value] : fields.values) {
-    const bool decay_rate = field == "beta1" || field == "beta2" || field == "alpha";
-    const bool may_be_negative = field == "dampening";  // as in torch
-    if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
-      continue;
-    }
-    base::invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
-  }
-  if (const Sgd* sgd = std::get_if<Sgd>(&options)) {
-    if (sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
-      base::invalid("sgd: nesterov wants a momentum above 0 and no dampening");
-    }
-  }
-}
-
-}  // namespace
-
-OptimizerFields to_fields(const OptimizerOptions& options) {
-  OptimizerFields fields{std::string(kNames[options.index()]), {}};
-  std::visit(
-      [&](const auto& chosen) {
-        visit_fields(chosen, [&](const char* field, auto value) {
-          fields.values[field] = static_cast<double>(value);
-        });
-      },
-      options);
-  return fields;
-}
-
-OptimizerOptions from_fields(const OptimizerFields& fields) {
-  const auto known = std::ranges::find(kNames, std::string_view(fields.name));
-  if (known == std::end(kNames)) {
-    refuse("no optimizer '", fields.name, "': sgd, adagrad, adam, adamw or rmsprop");
-  }
-  OptimizerOptions options = kDefaults[known - std::begin(kNames)];
-  std::map<std::string, double> values = fields.values;
-  std::visit(
-      [&](auto& chosen) {
-        visit_fields(chosen, [&](const char* field, auto& value) {
-          const auto given = values.extract(field);
-          if (given) value = static_cast<std::remove_reference_t<decltype(value)>>(given.mapped());
-        });
-      },
-      options);
-  if (!values.empty()) refuse(fields.name, " has no option '", values.begin()->first, "'");
-  validate(options);
-  return options;
-}
-
 std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
   validate(options);
-  return std::visit(
-      []<class Options>(const Options& chosen) -> std::unique_ptr<UpdateRule> {
-        return std::make_unique<RuleOf<Options>>(chosen);
-      },
-      options);
-}
-
-Rule make_rule(const RuleText& text) {
-  OptimizerFields fields{text.optimizer, {{"lr", text.lr}}};
-  if (text.weight_decay) fields.values["weight_decay"] = *text.weight_decay;
-  // Optimizers without momentum do not have this field, and accept only 0 for the option.
-  if (text.momentum != 0) fields.values["momentum"] = text.momentum;
-  if (!std::isfinite(text.clip) || text.clip < 0) {
-    base::invalid("gradients cannot be clipped to a norm of " + std::to_string(text.clip));
+  if (const Sgd* sgd = std::get_if<Sgd>(&options)) return std::make_unique<SgdRule>(*sgd);
+  if (const Adagrad* adagrad = std::get_if<Adagrad>(&options)) {
+    return std::make_unique<AdagradRule>(*adagrad);
   }
-  return {from_fields(fields), LearningRateSchedule::parse(text.lr_schedule), text.clip};
+  if (const RmsProp* rmsprop = std::get_if<RmsProp>(&options)) {
+    return std::make_unique<RmsPropRule>(*rmsprop);
+  }
+  if (const AdamW* adamw = std::get_if<AdamW>(&options)) {
+    return std::make_unique<AdamRule<AdamW>>(*adamw);
+  }
+  return std::make_unique<AdamRule<Adam>>(std::get<Adam>(options));
 }
 
 }  // namespace distrain::optim

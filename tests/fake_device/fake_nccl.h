@@ -17,7 +17,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "distrain/base/error.h"
-#include "distrain/cuda/load.h"
+#include "distrain/cuda/plugin.h"
 #include "support/fake_device_internal.h"
 
 namespace distrain::testing {

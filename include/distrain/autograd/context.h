@@ -27,8 +27,9 @@ void install(rpc::Agent& agent);
 /// The newest live context that a thread has created is the thread's current context. Calls of the
 /// thread and their nested calls record send and receive nodes for tensors that require a gradient,
 /// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context
-/// created within an rpc::ContextScope must end within that scope. A context never writes `.grad`,
-/// so concurrent contexts on one module are independent. The destructor releases it on all ranks.
+/// created within an rpc::ContextScope must end within that scope. A context keeps its gradients
+/// and never writes `.grad`, so concurrent contexts on one module are independent. The destructor
+/// releases the context on all ranks.
 class Context {
  public:
   /// A kExplicit context never becomes the thread's current context by itself: only an

@@ -1,66 +1,8 @@
 #pragma once
 
-#include <array>
-#include <memory>
-#include <optional>
-#include <string>
-
-#include <ATen/core/Tensor.h>
-#include <c10/core/Stream.h>
+#include "distrain/cuda/plugin.h"
 
 namespace distrain::cuda {
-
-/// Identifies a communicator. One rank creates the id and sends it to the other ranks of the group.
-using NcclId = std::array<char, 128>;
-
-/// One rank's part of a group of GPUs, over NCCL. Only one thread at a time calls its functions,
-/// except abort(). Operations only enqueue work on `stream`.
-class NcclCommunicator {
- public:
-  /// Waits some seconds for enqueued work to end. May block for as long as NCCL does.
-  virtual ~NcclCommunicator() = default;
-
-  /// Returns true if all ranks have joined. Call it until it does, before any operation. Does not
-  /// block. Throws `resources` if creating the communicator has failed.
-  virtual bool joined() = 0;
-
-  /// Replaces `tensor`, which is dense and contiguous, by its mean over the group.
-  virtual void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) = 0;
-  /// `root` is a rank within the group.
-  virtual void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) = 0;
-  /// Returns an error that NCCL has met outside of these calls, if any.
-  virtual std::optional<std::string> failure() = 0;
-  /// Ends all work of this communicator for good, even if other ranks never join. Any thread may
-  /// call it. May block as NCCL does; other functions do not wait for it.
-  virtual void abort() noexcept = 0;
-};
-
-/// The functions of libdistrain_cuda.so: the CUDA features that c10's interfaces lack. Each
-/// function throws base::Exception (`resources`) with a message for the user.
-class Plugin {
- public:
-  virtual ~Plugin() = default;
-
-  /// Returns the number of GPUs that this process sees. Throws if it sees none or has no driver.
-  virtual int device_count() const = 0;
-  virtual std::string device_name(int index) const = 0;
-  /// Returns an id of the GPU that is the same in all processes, however they number the GPUs.
-  virtual std::string device_id(int index) const = 0;
-  /// Returns the versions of CUDA and NCCL as a text for users.
-  virtual std::string versions() const = 0;
-
-  virtual NcclId new_nccl_id() const = 0;
-  /// Called by all `size` ranks with the same `id`. Does not block: see NcclCommunicator::joined().
-  virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
-                                                              int device_index) const = 0;
-};
-
-/// The only function that libdistrain_cuda.so exports, named kPluginEntry. Returns the plugin, or
-/// null if it was built for another kPluginInterface.
-using PluginEntry = const Plugin* (*)(int interface);
-inline constexpr char kPluginEntry[] = "distrain_cuda_plugin";
-/// Increment this when the classes above change.
-inline constexpr int kPluginInterface = 2;
 
 /// Loads LibTorch's CUDA library, its NVIDIA libraries and libdistrain_cuda.so at the first call.
 /// From then on c10 knows CUDA devices. Does not look for a GPU (see Plugin::device_count()).

@@ -4,7 +4,7 @@
 
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
-#include "distrain/cuda/load.h"
+#include "distrain/cuda/plugin.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::cuda {

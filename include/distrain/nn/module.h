@@ -50,8 +50,8 @@ requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Hol
 struct Recipe {
   std::function<AnyNet()> make;
   std::any arguments;
-  /// Returns how `arguments` differ from those of the recipe that the module was made by, or "".
-  std::function<std::string(const std::any& made)> difference;
+  /// Returns how the arguments `asked` differ from `made`, or "".
+  std::string (*difference)(const std::any& made, const std::any& asked) = nullptr;
 };
 using Factory = std::function<Recipe(rpc::Decoder&)>;
 
@@ -67,22 +67,26 @@ std::string difference_of(size_t number, const T& made, const T& asked) {
   return {};  // values without == are taken to be equal
 }
 
+template <class Arguments>
+std::string first_difference(const std::any& made, const std::any& asked) {
+  const auto first = [&]<size_t... I>(std::index_sequence<I...>) {
+    [[maybe_unused]] const auto& x = *std::any_cast<Arguments>(&made);
+    [[maybe_unused]] const auto& y = *std::any_cast<Arguments>(&asked);
+    std::string text;
+    static_cast<void>(
+        (... || !(text = difference_of(I + 1, std::get<I>(x), std::get<I>(y))).empty()));
+    return text;
+  };
+  return first(std::make_index_sequence<std::tuple_size_v<Arguments>>());
+}
+
 template <class Make, class R, class... Params>
 Factory factory(Make make, const std::function<R(Params...)>&) {
   using Arguments = std::tuple<std::decay_t<Params>...>;
   return [make](rpc::Decoder& decoder) {
-    const Arguments asked = decode_arguments<std::decay_t<Params>...>(decoder);
-    const auto difference = [asked]<size_t... I>(const std::any& made, std::index_sequence<I...>) {
-      [[maybe_unused]] const auto& first = *std::any_cast<Arguments>(&made);
-      std::string text;
-      static_cast<void>(
-          (... || !(text = difference_of(I + 1, std::get<I>(first), std::get<I>(asked))).empty()));
-      return text;
-    };
-    return Recipe{[make, asked] { return any_net(std::apply(make, asked)); }, asked,
-                  [difference](const std::any& made) {
-                    return difference(made, std::index_sequence_for<Params...>());
-                  }};
+    auto arguments = decode_arguments<std::decay_t<Params>...>(decoder);
+    return Recipe{[make, arguments] { return any_net(std::apply(make, arguments)); },
+                  std::move(arguments), &first_difference<Arguments>};
   };
 }
 

@@ -2,11 +2,8 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <string>
 
 #include <ATen/core/Tensor.h>
-
-#include "distrain/base/error.h"
 
 namespace distrain::nn {
 
@@ -15,20 +12,6 @@ at::Generator keyed_generator(std::initializer_list<uint64_t> key);
 /// Draws uniform floats from -bound to bound on the CPU, and moves them to `device`.
 at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
                    c10::Device device);
-
-/// Calls `make`, which makes tensors. If it throws `resources`, rethrows the error with advice to
-/// lower `options`.
-template <class F>
-auto sized_by(const std::string& options, const F& make) {
-  try {
-    return make();
-  } catch (const base::Exception& e) {
-    if (e.kind() != base::ErrorKind::kResources) throw;
-    base::Error error = e.error();
-    error.message += ": smaller values of " + options + " need less";
-    throw base::Exception(std::move(error));
-  }
-}
 
 /// Dropout whose random numbers depend only on a key, such as (seed, epoch, trainer, step), so that
 /// a pass has the same result in every process and after every resume.

@@ -1,3 +1,5 @@
+#include "distrain/cuda/plugin.h"
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -9,7 +11,6 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/cuda/load.h"
 
 namespace distrain::cuda {
 namespace {

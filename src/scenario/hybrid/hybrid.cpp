@@ -14,6 +14,7 @@
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
 #include "distrain/nn/random.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/nn/random.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"
 #include "resnet.h"
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/nn/sized_by.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
 

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <string>
+
+#include "distrain/base/error.h"
+
+namespace distrain::nn {
+
+/// Calls `make`, which makes tensors. If it throws `resources`, rethrows the error with advice to
+/// lower `options`.
+template <class F>
+auto sized_by(const std::string& options, const F& make) {
+  try {
+    return make();
+  } catch (const base::Exception& e) {
+    if (e.kind() != base::ErrorKind::kResources) throw;
+    base::Error error = e.error();
+    error.message += ": smaller values of " + options + " need less";
+    throw base::Exception(std::move(error));
+  }
+}
+
+}  // namespace distrain::nn

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/rpc/channel.h"
+#include "message.h"
+
+namespace distrain::collective {
+
+class Core;
+
+// Note [Life of an operation]
+//
+// An operation has one step or two. A step is complete when one message of each rank that it
+// expects has come; then `run_step` turns them into results and, before another step, sends.
+//
+//   Starting ──────> Collecting ──────> Ready ──────> Running ──────> Done
+//        │              ^    │            │            │   │           ^
+//        └──> Ready     └────│────────────│────────────┘   │           │
+//                            └────────────┴────────────────┴───────────┘ on failure
+//
+//   Starting    the caller sends the first messages. Messages that arrive are kept.
+//   Collecting  at least one message of the step is missing.
+//   Ready       all messages of the step are here, and no thread computes yet.
+//   Running     one thread computes, without the lock.
+//   Done        the tensors hold the result, or `error_` is set.
+//
+// The caller starts the operation, and computes steps while it is inside wait_until(). The loop
+// thread stores messages and failures, without any torch operation. A thread of the executor
+// computes a Ready step if no thread waits for the operation, except the last step of a small
+// operation: no other rank depends on it, and waking a thread costs more than the reduction.
+//
+// A failure in Starting or Running is only noted. The thread that runs the operation ends it, so
+// that nobody writes to the caller's tensors once wait_until() has returned.
+enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, kDone };
+
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  /// `steps` is 1 or 2.
+  Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1)
+      : spec_(spec), steps_(steps), deadline_(deadline) {}
+  virtual ~Operation() = default;
+
+  /// As Pending's functions of these names; wait_until throws the operation's error.
+  bool done();
+  bool wait_until(base::TimePoint limit);
+  void expire();
+  void fail(base::Error error);
+  /// Computes all steps that are ready.
+  void run_ready();
+  Core& core() const { return *core_; }
+  rpc::Wait wait_locked() const;
+  const OpSpec& spec() const { return spec_; }
+
+ protected:
+  uint64_t number() const { return number_; }
+
+  /// Return whether `step` needs a message of group rank `from`, and the size of its data. The
+  /// default is the whole tensor of each other rank.
+  virtual bool expects(int step, int from) const;
+  virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
+
+  /// Sends the messages of step 0, on the caller's thread.
+  virtual void start() = 0;
+  /// Processes the inputs of `step`, without the lock. Throws to fail the operation.
+  virtual void run_step(int step) = 0;
+  /// Returns the data that group rank `from` sent for `step`. Only for run_step().
+  std::span<const uint8_t> input(int step, int from) const;
+
+ private:
+  friend class Core;
+
+  OperationState state_locked() const { return state_.load(std::memory_order_relaxed); }
+  bool ready_or_done() const {
+    const OperationState state = state_.load(std::memory_order_acquire);
+    return state == OperationState::kReady || state == OperationState::kDone;
+  }
+
+  void transition_locked(OperationState to);
+  void open_locked(std::shared_ptr<Core> core, uint64_t number);
+  void deliver_locked(int from, rpc::ChannelMessage message);
+  std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
+  void fail_locked(base::Error error);
+  void expire_locked();
+  void end_locked(std::optional<base::Error> error);
+  void settle_locked();
+  void run_locked(std::unique_lock<std::mutex>& lock);
+  void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
+  bool wants_executor_locked() const;
+  base::Error deadline_error_locked() const;
+  /// Return true if a message of group rank `from` is missing: for `step`, or for any step left.
+  bool lacks_locked(int step, int from) const;
+  bool waits_for_locked(int from) const;
+  std::string number_text() const;
+  std::string name() const;
+  std::vector<int> missing_ranks_locked() const;
+
+  const OpSpec spec_;
+  const int steps_;
+  const base::TimePoint deadline_;
+  const base::TimePoint begun_ = base::Clock::now();
+
+  std::shared_ptr<Core> core_;  // set when opened, constant then
+  uint64_t number_ = 0;
+  int64_t traced_from_ = 0;  // when it began, if it is to be in the trace
+
+  // Guarded by Core's mutex; the state is read without it while polling.
+  std::atomic<OperationState> state_{OperationState::kStarting};
+  int step_ = 0;
+  size_t missing_ = 0;                      // messages of the step
+  int waiters_ = 0;                         // threads in wait_until
+  int sleepers_ = 0;                        // of these, in changed_.wait
+  std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0 when not come
+  std::optional<base::Error> failure_;      // noted while Starting or Running
+  std::optional<base::Error> error_;
+  std::condition_variable changed_;
+};
+
+}  // namespace distrain::collective

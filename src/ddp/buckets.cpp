@@ -1,0 +1,141 @@
+#include "buckets.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+
+namespace distrain::ddp {
+
+namespace {
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// Copies between tensors of one shape and device. Converts the dtype if the user has changed it.
+void copy_values(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
+    if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;
+    to.copy_(from);
+  }
+}
+
+}  // namespace
+
+std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
+                                                const std::vector<int64_t>& order,
+                                                size_t first_bytes, size_t cap_bytes) {
+  struct Open {
+    std::vector<size_t> members;
+    size_t bytes = 0;
+    size_t last = 0;  // the place of its last member in `order`
+    size_t limit = 0;
+  };
+  using Kind = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+  std::map<Kind, Open> open;
+  std::vector<Open> closed;
+  for (size_t place = 0; place < order.size(); ++place) {
+    const auto index = static_cast<size_t>(order[place]);
+    const at::Tensor& parameter = parameters[index];
+    const auto [it, is_first] = open.try_emplace(
+        Kind(parameter.scalar_type(), parameter.device().type(), parameter.device().index()));
+    Open& bucket = it->second;
+    if (is_first) bucket.limit = first_bytes;
+    if (!bucket.members.empty() && bucket.bytes + parameter.nbytes() > bucket.limit) {
+      closed.push_back(std::exchange(bucket, Open{.limit = cap_bytes}));
+    }
+    bucket.members.push_back(index);
+    bucket.bytes += parameter.nbytes();
+    bucket.last = place;
+  }
+  for (auto& [kind, bucket] : open) closed.push_back(std::move(bucket));
+  std::sort(closed.begin(), closed.end(),
+            [](const Open& a, const Open& b) { return a.last < b.last; });
+  std::vector<std::vector<size_t>> result;
+  for (Open& bucket : closed) result.push_back(std::move(bucket.members));
+  return result;
+}
+
+Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters)
+    : members_(std::move(members)), device_(parameters[members_.front()].device()) {
+  for (size_t index : members_) like_.push_back(parameters[index]);
+}
+
+void Bucket::allocate() {
+  // Creates plain aliases, because an autograd view would hold a reference to `flat_`.
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  int64_t total = 0;
+  for (const at::Tensor& parameter : like_) total += parameter.numel();
+  views_.clear();
+  flat_ = at::empty({total}, like_[0].options().requires_grad(false));
+  int64_t at = 0;
+  for (const at::Tensor& parameter : like_) {
+    views_.push_back(flat_.narrow(0, at, parameter.numel()).view(parameter.sizes()));
+    at += parameter.numel();
+  }
+}
+
+void Bucket::begin() {
+  work_ = nullptr;
+  writers_.clear();
+  missing_ = members_.size();
+  free_.make_current_wait(device_);
+  // Views are handed out as gradients, and a failed allreduce may still send from `flat_`.
+  const bool is_shared =
+      flat_.defined() &&
+      (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
+       std::ranges::any_of(views_, [](const at::Tensor& view) { return view.use_count() > 1; }));
+  if (!flat_.defined() || is_shared) allocate();
+  free_ = rpc::StreamPoint::mark(device_);
+}
+
+void Bucket::make_writer(const c10::Stream& stream) {
+  if (std::find(writers_.begin(), writers_.end(), stream) != writers_.end()) return;
+  free_.make_wait(stream);
+  rpc::use_on_stream(flat_, stream);
+  writers_.push_back(stream);
+}
+
+void Bucket::store(size_t slot, const at::Tensor& gradient) {
+  if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
+  copy_values(gradient, views_[slot]);
+  --missing_;
+}
+
+void Bucket::start_average(collective::ReduceGroup& group, const collective::PassNumber& pass) {
+  if (device_.is_cpu() || (writers_.size() == 1 && writers_[0] == rpc::current_stream(device_))) {
+    work_ = group.average_async(flat_, pass);
+    return;
+  }
+  // Uses a side stream, so that later work of the current stream does not wait for other writers.
+  const c10::Stream side = rpc::side_stream(device_);
+  for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
+  const c10::StreamGuard guard(side);
+  work_ = group.average_async(flat_, pass);
+}
+
+void Bucket::wait() { std::exchange(work_, nullptr)->wait(); }
+
+void Bucket::load(size_t slot, const at::Tensor& to) const { copy_values(views_[slot], to); }
+
+void Bucket::end() {
+  if (device_.is_cpu()) return;
+  rpc::use_on_stream(flat_, rpc::current_stream(device_));
+  free_ = rpc::StreamPoint::mark(device_);
+}
+
+void Bucket::drop() {
+  work_ = nullptr;
+  views_.clear();
+  flat_ = at::Tensor();
+}
+
+}  // namespace distrain::ddp

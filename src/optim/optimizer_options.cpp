@@ -1,0 +1,112 @@
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <type_traits>
+
+#include "distrain/base/error.h"
+#include "validate.h"
+
+namespace distrain::optim {
+namespace {
+
+// Names of the alternatives of OptimizerOptions, in their order.
+constexpr std::string_view kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
+constexpr OptimizerOptions kDefaults[] = {Sgd(), Adagrad(), Adam(), AdamW(), RmsProp()};
+
+// Calls `visit(name, value)` for each field of `options`, which may be const.
+template <class O, class F>
+void visit_fields(O& options, F visit) {
+  using Options = std::remove_const_t<O>;
+  visit("lr", options.lr);
+  visit("weight_decay", options.weight_decay);
+  if constexpr (std::is_same_v<Options, Sgd>) {
+    visit("momentum", options.momentum);
+    visit("dampening", options.dampening);
+    visit("nesterov", options.nesterov);
+  } else if constexpr (std::is_same_v<Options, Adagrad>) {
+    visit("lr_decay", options.lr_decay);
+    visit("initial_accumulator_value", options.initial_accumulator_value);
+    visit("eps", options.eps);
+  } else if constexpr (std::is_same_v<Options, RmsProp>) {
+    visit("alpha", options.alpha);
+    visit("eps", options.eps);
+    visit("momentum", options.momentum);
+    visit("centered", options.centered);
+  } else {
+    visit("beta1", options.beta1);
+    visit("beta2", options.beta2);
+    visit("eps", options.eps);
+    visit("amsgrad", options.amsgrad);
+  }
+}
+
+}  // namespace
+
+OptimizerFields to_fields(const OptimizerOptions& options) {
+  OptimizerFields fields{std::string(kNames[options.index()]), {}};
+  std::visit(
+      [&](const auto& chosen) {
+        visit_fields(chosen, [&](const char* field, auto value) {
+          fields.values[field] = static_cast<double>(value);
+        });
+      },
+      options);
+  return fields;
+}
+
+void validate(const OptimizerOptions& options) {
+  const OptimizerFields fields = to_fields(options);
+  for (const auto& [field, value] : fields.values) {
+    const bool decay_rate = field == "beta1" || field == "beta2" || field == "alpha";
+    const bool may_be_negative = field == "dampening";  // as in torch
+    if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
+      continue;
+    }
+    base::invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
+  }
+  if (const Sgd* sgd = std::get_if<Sgd>(&options)) {
+    if (sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
+      base::invalid("sgd: nesterov wants a momentum above 0 and no dampening");
+    }
+  }
+}
+
+OptimizerOptions from_fields(const OptimizerFields& fields) {
+  const auto known = std::ranges::find(kNames, std::string_view(fields.name));
+  if (known == std::end(kNames)) {
+    base::invalid("no optimizer '" + fields.name + "': sgd, adagrad, adam, adamw or rmsprop");
+  }
+  OptimizerOptions options = kDefaults[known - std::begin(kNames)];
+  std::map<std::string, double> values = fields.values;
+  std::visit(
+      [&](auto& chosen) {
+        visit_fields(chosen, [&](const char* field, auto& value) {
+          const auto given = values.extract(field);
+          if (given) value = static_cast<std::remove_reference_t<decltype(value)>>(given.mapped());
+        });
+      },
+      options);
+  if (!values.empty()) {
+    base::invalid(fields.name + " has no option '" + values.begin()->first + "'");
+  }
+  validate(options);
+  return options;
+}
+
+void check_lr_factor(double factor) {
+  if (std::isfinite(factor) && factor >= 0) return;
+  base::invalid("a learning rate cannot be multiplied by " + std::to_string(factor));
+}
+
+Rule make_rule(const RuleText& text) {
+  OptimizerFields fields{text.optimizer, {{"lr", text.lr}}};
+  if (text.weight_decay) fields.values["weight_decay"] = *text.weight_decay;
+  // Optimizers without momentum do not have this field, and accept only 0 for the option.
+  if (text.momentum != 0) fields.values["momentum"] = text.momentum;
+  if (!std::isfinite(text.clip) || text.clip < 0) {
+    base::invalid("gradients cannot be clipped to a norm of " + std::to_string(text.clip));
+  }
+  return {from_fields(fields), LearningRateSchedule::parse(text.lr_schedule), text.clip};
+}
+
+}  // namespace distrain::optim
