@@ -7,8 +7,9 @@ namespace distrain::rpc {
 bool PendingCalls::add(uint64_t id, Call call) {
   std::unique_lock lock(mutex_);
   if (closed_) {
+    const base::Error error = *closed_;
     lock.unlock();
-    fail_taken(id, call, *closed_);
+    fail_taken(id, call, error);
     return false;
   }
   if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);

@@ -89,9 +89,12 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Does the same for a value that a remote() call to `owner` will create.
   std::shared_ptr<RRefHandle> new_remote(int owner) {
     if (owner == rank_) return new_local();
+    const auto process = [&] {
+      std::lock_guard lock(mutex_);
+      return newest_locked(owner);
+    };
     const uint64_t id = next_id();
-    std::lock_guard lock(mutex_);
-    return user_handle(id, next_id(), newest_locked(owner));
+    return user_handle(id, next_id(), process());
   }
   /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
