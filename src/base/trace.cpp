@@ -155,6 +155,11 @@ std::vector<TraceTrack> Tracer::tracks() const {
   std::lock_guard lock(mutex_);
   for (const auto& lane : lanes_) {
     TraceTrack track{lane->name_, {}};
+    size_t count = 0;
+    for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
+      count += block->used.load();
+    }
+    track.events.reserve(count);
     for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
       const size_t used = block->used.load(std::memory_order_acquire);
       for (size_t i = 0; i < used; ++i) {

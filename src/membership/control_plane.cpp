@@ -75,6 +75,8 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
   base::Promise<uint64_t> entered;
   base::Future<uint64_t> sum = entered.future();
+  // before the post, because wait() reads it; take_round_on_loop() clears it before the future is
+  // set
   round_began_ = base::Clock::now();
   loop_.post([self = shared_from_this(), round, number, entered = std::move(entered)]() mutable {
     self->round_ = std::move(entered);
@@ -181,13 +183,15 @@ void ControlPlaneImpl::wait_until_flushed() {
 // ---- connections, on the loop ----
 
 Link ControlPlaneImpl::add_on_loop(const net::StreamPtr& stream) {
-  std::lock_guard lock(mutex_);
-  ++open_streams_;
+  {
+    std::lock_guard lock(mutex_);
+    ++open_streams_;
+  }
   streams_[++last_link_] = stream;
   return last_link_;
 }
 
-void ControlPlaneImpl::note_closed() {
+void ControlPlaneImpl::note_closed_on_loop() {
   std::lock_guard lock(mutex_);
   --open_streams_;
   stream_closed_.notify_all();
@@ -214,7 +218,7 @@ net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler h
     self->streams_.erase(link);
     if (self->protocol_) self->protocol_->closed(link, error);
     if (also) also(error);
-    self->note_closed();
+    self->note_closed_on_loop();
   };
   return handler;
 }
@@ -295,7 +299,7 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);  // because a peer may claim any rank
     streams_.erase(link);
-    note_closed();
+    note_closed_on_loop();
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
@@ -310,7 +314,7 @@ std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr
   const Link link = add_on_loop(stream);
   if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
     streams_.erase(link);
-    note_closed();
+    note_closed_on_loop();
     return refusal;
   }
   // The process only keeps the connection open.

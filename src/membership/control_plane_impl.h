@@ -63,7 +63,7 @@ class ControlPlaneImpl final : public ControlPlane,
   void on_round(uint64_t round, uint64_t sum) override;
 
   Link add_on_loop(const net::StreamPtr& stream);
-  void note_closed();
+  void note_closed_on_loop();
   void begin_once();
   void begin_as_coordinator();
   void begin_as_member(base::TimePoint deadline);

@@ -18,6 +18,7 @@ namespace distrain::membership {
 
 /// The reasons for which rank 0 refused ranks, by the claimed rank. Since an unproved peer can
 /// claim any, ranks outside the job share the last entry, and an entry holds eight reasons at most.
+/// Not thread-safe.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
@@ -96,7 +97,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
-  /// Removes the connection `number` and returns its stream, or null if it was removed before.
+  /// Removes the connection `number` and returns its stream, or null if it was removed before. The
+  /// stream of a closed connection may still deliver frames.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
   void drop_on_loop(uint64_t number);

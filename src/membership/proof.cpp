@@ -4,13 +4,17 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <vector>
 
 #include <fmt/ranges.h>
+#include <openssl/core_names.h>
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
+#include <openssl/kdf.h>
+#include <openssl/params.h>
 #include <unistd.h>
 
 #include "distrain/membership/loss.h"
@@ -18,6 +22,14 @@
 
 namespace distrain::membership {
 namespace {
+
+// OpenSSL takes pointers to non-const, although it only reads these parameters.
+OSSL_PARAM text(const char* name, const char* value) {
+  return OSSL_PARAM_construct_utf8_string(name, const_cast<char*>(value), 0);
+}
+OSSL_PARAM octets(const char* name, std::string_view bytes) {
+  return OSSL_PARAM_construct_octet_string(name, const_cast<char*>(bytes.data()), bytes.size());
+}
 
 void require(bool worked, const char* what) {
   if (worked) return;
@@ -113,16 +125,22 @@ std::string hex(std::string_view bytes) {
   return fmt::format("{:02x}", fmt::join(std::vector<uint8_t>(bytes.begin(), bytes.end()), ""));
 }
 
-// A digest of 32 bytes takes one block of HKDF's expansion, whose number is 1. HMAC pads its key
-// with zeros, so the salt may be padded here. An empty secret counts as one zero byte.
 Key derive_key(std::string_view secret, std::string_view use) {
-  const auto bytes = [](std::string_view text) {
-    return std::span(reinterpret_cast<const uint8_t*>(text.data()), text.size());
-  };
-  constexpr Key kSalt{'d', 'i', 's', 't', 'r', 'a', 'i', 'n'};
-  constexpr uint8_t kBlock[] = {1};
-  const std::string_view input = secret.empty() ? std::string_view("\0", 1) : secret;
-  return authenticate(authenticate(kSalt, {bytes(input)}), {bytes(use), kBlock});
+  const auto inside = enter();
+  if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL refuses an empty key
+  const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(
+      EVP_KDF_fetch(nullptr, "HKDF", nullptr), &EVP_KDF_free);
+  require(kdf != nullptr, "HKDF");
+  const std::unique_ptr<EVP_KDF_CTX, decltype(&EVP_KDF_CTX_free)> context(
+      EVP_KDF_CTX_new(kdf.get()), &EVP_KDF_CTX_free);
+  require(context != nullptr, "HKDF");
+  const OSSL_PARAM params[] = {text(OSSL_KDF_PARAM_DIGEST, "SHA256"),
+                               octets(OSSL_KDF_PARAM_KEY, secret),
+                               octets(OSSL_KDF_PARAM_SALT, "distrain"),
+                               octets(OSSL_KDF_PARAM_INFO, use), OSSL_PARAM_construct_end()};
+  Key key{};
+  require(EVP_KDF_derive(context.get(), key.data(), key.size(), params) == 1, "HKDF");
+  return key;
 }
 
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts) {

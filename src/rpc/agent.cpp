@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "agent_core.h"
+#include "channel_impl.h"
 #include "trace/trace_export.h"
 
 namespace distrain::rpc {
@@ -190,33 +191,5 @@ base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function
 std::shared_ptr<InMessage> Agent::open(const RawReply& reply) { return core_->open(reply); }
 
 std::shared_ptr<RRefHandle> Agent::new_handle(int owner) { return core_->rrefs->new_remote(owner); }
-
-// ---- ContextScope ----
-
-static thread_local const ContextScope* t_scope = nullptr;
-
-const ContextScope* ContextScope::current() {
-  const ContextScope* scope = t_scope;
-  while (scope && scope->ended_ && *scope->ended_) scope = scope->outer_;
-  return scope;
-}
-uint64_t current_context() {
-  const ContextScope* const scope = ContextScope::current();
-  return scope ? scope->context_ : 0;
-}
-AutogradHook* current_autograd() {
-  const ContextScope* const scope = ContextScope::current();
-  return scope ? scope->autograd_ : nullptr;
-}
-ContextScope::ContextScope(AutogradHook* autograd, uint64_t context,
-                           std::shared_ptr<const std::atomic<bool>> ended)
-    : outer_(t_scope), autograd_(autograd), context_(context), ended_(std::move(ended)) {
-  t_scope = this;
-}
-ContextScope::ContextScope(const Agent& agent, uint64_t context)
-    : ContextScope(agent.autograd_hook().get(), context) {}
-ContextScope::ContextScope(uint64_t context) : ContextScope(current_autograd(), context) {}
-ContextScope::~ContextScope() { t_scope = outer_; }
-bool ContextScope::is_innermost() const { return t_scope == this; }
 
 }  // namespace distrain::rpc

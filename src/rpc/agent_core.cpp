@@ -6,6 +6,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <fmt/format.h>
 
+#include "channel_impl.h"
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
@@ -111,6 +112,11 @@ AgentCore::AgentCore(AgentOptions given)
   });
 }
 
+void AgentCore::abort(const Error& error) {
+  if (!closed_) control->abort(with_origin(error, options.rank, {}));
+  close();
+}
+
 void AgentCore::close() {
   if (loop.in_loop()) {  // disconnect() waits for the loop
     if (!closed_) given_up_.post([this] { close(); });
@@ -169,6 +175,15 @@ void AgentCore::stop() {
 
 // ---- joining ----
 
+void AgentCore::join(const std::function<void()>& prepare) {
+  enter_device();
+  control->run([&] {
+    if (prepare) prepare();
+    return devices.freeze();
+  });
+  if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
+}
+
 void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   peers.learn_on_loop(directory);
   incarnation_ = peers.incarnation(options.rank);
@@ -203,6 +218,8 @@ std::unique_ptr<Window> AgentCore::make_window(int rank) {
   return std::make_unique<Window>(ask);
 }
 
+// ---- sending ----
+
 void AgentCore::send_grants(const Budget::Grants& grants) {
   for (const Budget::Grant& grant : grants) {
     const int rank = rank_of(grant.to);
@@ -225,6 +242,33 @@ base::Status AgentCore::send_control(int to, wire::FrameKind kind, uint64_t firs
                   .context_id = second,
                   .autograd_id = third};
   return send(to, std::move(frame));
+}
+
+base::Status AgentCore::send(int to, net::OutFrame frame) {
+  bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
+  return peers.send(to, std::move(frame));
+}
+
+base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
+  frame.keep_alive =
+      unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
+  return send(to, std::move(frame));
+}
+
+void AgentCore::send_error(int to, uint64_t call_id, Error error) {
+  if (error.rank < 0) error.rank = options.rank;
+  if (to == options.rank) return pending.fail(call_id, to, std::move(error));
+  net::OutFrame frame;
+  frame.header = {.kind = wire::FrameKind::kError, .call_id = call_id};
+  frame.meta = wire::encode(error);
+  static_cast<void>(send_answer(to, std::move(frame)));
+}
+
+ChannelImpl& AgentCore::open_channel(uint16_t number) {
+  std::lock_guard lock(channels_mutex_);
+  std::shared_ptr<ChannelImpl>& channel = channels_[number];
+  if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
+  return *channel;
 }
 
 // ---- frames, on the loop ----
@@ -349,6 +393,17 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
   windows_.replace(rank, make_window(rank));
 }
 
+std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
+  std::lock_guard lock(channels_mutex_);
+  std::vector<std::shared_ptr<ChannelImpl>> all;
+  for (const auto& [number, channel] : channels_) all.push_back(channel);
+  return all;
+}
+
+void AgentCore::notify_channels(int rank, const Error& error) {
+  for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
+}
+
 std::vector<Wait> AgentCore::waits_of_layers() {
   std::vector<Wait> all = layers.waits();
   for (const auto& channel : channels()) {
@@ -382,8 +437,6 @@ std::vector<Wait> AgentCore::waits() {
   std::ranges::stable_sort(all, {}, &Wait::since);
   return all;
 }
-
-// ---- sending ----
 
 // ---- the end ----
 

@@ -2,7 +2,9 @@
 
 #include <shared_mutex>
 #include <thread>
+#include <typeindex>
 
+#include "call/call_queue.h"
 #include "call/calls.h"
 #include "device/device_table.h"
 #include "distrain/base/thread_pool.h"
@@ -12,6 +14,8 @@
 #include "rref/rref_context.h"
 
 namespace distrain::rpc {
+
+class ChannelImpl;
 
 using base::Error;
 using base::ErrorKind;
@@ -86,20 +90,10 @@ class AgentCore {
     hook = nullptr;  // while the channels that it uses exist
   }
 
-  void join(const std::function<void()>& prepare) {
-    enter_device();
-    control->run([&] {
-      if (prepare) prepare();
-      return devices.freeze();
-    });
-    if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
-  }
+  void join(const std::function<void()>& prepare);
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
-  void abort(const Error& error) {
-    if (!closed_) control->abort(with_origin(error, options.rank, {}));
-    close();
-  }
+  void abort(const Error& error);
   /// Ends the agent. If called on one of the agent's threads, leaves joining them to a later call.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for their own end.
@@ -116,14 +110,7 @@ class AgentCore {
   /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
-  void send_error(int to, uint64_t call_id, Error error) {
-    if (error.rank < 0) error.rank = options.rank;
-    if (to == options.rank) return pending.fail(call_id, to, std::move(error));
-    net::OutFrame frame;
-    frame.header = {.kind = wire::FrameKind::kError, .call_id = call_id};
-    frame.meta = wire::encode(error);
-    static_cast<void>(send_answer(to, std::move(frame)));
-  }
+  void send_error(int to, uint64_t call_id, Error error);
   /// Sends each grant to its rank, or gives it to this rank's own window.
   void send_grants(const Budget::Grants& grants);
 
@@ -137,16 +124,8 @@ class AgentCore {
     executor.enter_device();
   }
   /// Fails with `peer_lost`, or with the reason that the peer sent when it left.
-  base::Status send(int to, net::OutFrame frame) {
-    bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
-    return peers.send(to, std::move(frame));
-  }
-  ChannelImpl& open_channel(uint16_t number) {
-    std::lock_guard lock(channels_mutex_);
-    std::shared_ptr<ChannelImpl>& channel = channels_[number];
-    if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
-    return *channel;
-  }
+  base::Status send(int to, net::OutFrame frame);
+  ChannelImpl& open_channel(uint16_t number);
 
   Agent agent{*this};
   AgentOptions options;
@@ -229,11 +208,7 @@ class AgentCore {
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
   /// Sends a reply. While too many replies to a rank are unwritten, its calls do not begin.
-  base::Status send_answer(int to, net::OutFrame frame) {
-    frame.keep_alive =
-        unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
-    return send(to, std::move(frame));
-  }
+  base::Status send_answer(int to, net::OutFrame frame);
   void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
   void run_parked_call(int from);
@@ -244,15 +219,8 @@ class AgentCore {
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
-  std::vector<std::shared_ptr<ChannelImpl>> channels() {
-    std::lock_guard lock(channels_mutex_);
-    std::vector<std::shared_ptr<ChannelImpl>> all;
-    for (const auto& [number, channel] : channels_) all.push_back(channel);
-    return all;
-  }
-  void notify_channels(int rank, const Error& error) {
-    for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
-  }
+  std::vector<std::shared_ptr<ChannelImpl>> channels();
+  void notify_channels(int rank, const Error& error);
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);

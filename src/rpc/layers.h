@@ -1,6 +1,12 @@
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "distrain/base/future.h"
 #include "distrain/base/thread_pool.h"
@@ -59,53 +65,6 @@ class Layers {
   std::map<int, Loss> losses_;       // of ranks that are lost now
   std::atomic<int> outstanding_{0};  // notifications that are outstanding
   base::SerialThread notifier_;      // not a worker, because all workers may be busy
-};
-
-class ChannelImpl final : public Channel {
- public:
-  ChannelImpl(AgentCore& core, uint16_t number) : core_(core), number_(number) {}
-
-  int rank() const override;
-  int world_size() const override;
-  std::shared_ptr<base::Tracer> tracer() const override;
-  void set_handler(Handler handler) override;
-  void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
-            std::shared_ptr<const void> keep_alive) override;
-
-  /// Throws `overloaded` if too many messages wait for channels that are not open yet.
-  void deliver(ChannelMessage message);
-  void on_peer_lost(int rank, const base::Error& error);
-  void on_peer_returned(int rank) {
-    std::lock_guard lock(mutex_);
-    std::erase_if(lost_, [rank](const auto& lost) { return lost.first == rank; });
-  }
-  std::vector<Wait> waits();
-
- private:
-  // A handler runs without the lock; set_handler() waits until `running_` is 0.
-  struct Leave {
-    ChannelImpl* channel = nullptr;
-    std::shared_ptr<Handler> handler;  // set_handler() may replace it meanwhile
-    void operator()(Handler*) const noexcept {
-      std::lock_guard lock(channel->mutex_);
-      if (--channel->running_ == 0) channel->idle_.notify_all();
-    }
-  };
-  using Running = std::unique_ptr<Handler, Leave>;
-  Running enter_locked() {
-    if (handler_) ++running_;
-    return {handler_.get(), {this, handler_}};
-  }
-
-  AgentCore& core_;
-  const uint16_t number_;
-  std::mutex mutex_;
-  std::condition_variable idle_;
-  std::shared_ptr<Handler> handler_;
-  bool handler_set_ = false;
-  int running_ = 0;
-  std::vector<ChannelMessage> early_;  // counted in early_messages of the core
-  std::vector<std::pair<int, base::Error>> lost_;
 };
 
 }  // namespace distrain::rpc

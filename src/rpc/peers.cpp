@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-
 namespace distrain::rpc {
 
 using base::Error;
@@ -179,6 +178,17 @@ void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;
   peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
+}
+
+void Peers::lose_on_loop(const Loss& loss) {
+  Peer& peer = at(loss.rank);
+  peer.accepted = nullptr;
+  std::deque<net::OutFrame> dropped;
+  std::lock_guard lock(peer.mutex);
+  peer.loss = loss.error;
+  peer.is_done_without = loss.job_goes_on;
+  peer.state = State::kLost;
+  dropped.swap(peer.waiting);
 }
 
 }  // namespace distrain::rpc

@@ -1,6 +1,11 @@
 #pragma once
 
+#include <cstdint>
 #include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "device/device_transfer.h"
 #include "distrain/membership/control_plane.h"
@@ -89,16 +94,7 @@ class Peers {
   /// Takes a connection that `rank` has made. Returns an error if it is refused.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
-  void lose_on_loop(const Loss& loss) {
-    Peer& peer = at(loss.rank);
-    peer.accepted = nullptr;
-    std::deque<net::OutFrame> dropped;
-    std::lock_guard lock(peer.mutex);
-    peer.loss = loss.error;
-    peer.is_done_without = loss.job_goes_on;
-    peer.state = State::kLost;
-    dropped.swap(peer.waiting);
-  }
+  void lose_on_loop(const Loss& loss);
   /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;

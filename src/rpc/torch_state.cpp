@@ -4,8 +4,6 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 
-#include "distrain/rpc/error.h"
-
 namespace distrain::rpc {
 
 TorchState::Flags::Flags() {
@@ -30,23 +28,6 @@ void TorchState::restore() const {
   at::ThreadLocalState::setThreadLocalState(state_);
   at::autocast::set_autocast_cache_enabled(flags_.autocast_cache);
   if (now.threads != flags_.threads) at::set_num_threads(flags_.threads);
-}
-
-base::Error error_in_flight(base::ErrorKind otherwise) {
-  try {
-    throw;
-  } catch (const c10::OutOfMemoryError& e) {
-    // The message's first sentence has the failed operation and the size; the rest are hints.
-    const std::string text = e.what_without_backtrace();
-    return base::Error{base::ErrorKind::kResources, text.substr(0, text.find(". "))};
-  } catch (const c10::AcceleratorError& e) {  // only its first line is not a hint
-    const std::string text = e.what_without_backtrace();
-    return base::Error{base::ErrorKind::kResources, text.substr(0, text.find('\n'))};
-  } catch (const c10::Error& e) {
-    return base::Error{otherwise, e.what_without_backtrace()};
-  } catch (...) {
-    return base::current_error(otherwise);
-  }
 }
 
 }  // namespace distrain::rpc

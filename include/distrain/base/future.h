@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -309,7 +310,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
 /// Blocks until all futures have values. Throws the first error as soon as a future fails, because
 /// the other futures may never be done without it.
 template <class T>
-void wait_all(const std::vector<Future<T>>& futures) {
+void wait_all(std::span<const Future<T>> futures) {
   if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());
   if (futures.empty()) return;
   struct Shared {
@@ -328,6 +329,10 @@ void wait_all(const std::vector<Future<T>>& futures) {
     });
   }
   shared->done.future().wait();
+}
+template <class T>
+void wait_all(const std::vector<Future<T>>& futures) {
+  wait_all(std::span<const Future<T>>(futures));
 }
 
 }  // namespace distrain::base

@@ -55,7 +55,7 @@ class TraceLane;
 ///
 /// Records only between start() and stop(). Each thread writes to its own lane without a lock, in
 /// about 100 ns an event. A new thread reuses the lane of an exited thread of the same name.
-/// Thread-safe.
+/// Thread-safe. Interned texts live as long as the tracer.
 class Tracer {
  public:
   static constexpr size_t kLimit = 1'000'000;  ///< the most events that a rank records

@@ -1,6 +1,11 @@
 #pragma once
 
+#include <cstdint>
+#include <memory>
 #include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "distrain/base/buffer.h"
 #include "distrain/net/stream.h"

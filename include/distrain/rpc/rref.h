@@ -1,7 +1,11 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
 #include <typeindex>
+#include <utility>
 
 #include "distrain/base/future.h"
 #include "distrain/rpc/channel.h"

@@ -76,10 +76,21 @@ T decode(Decoder& decoder) {
   return Serializer<T>::decode(decoder);
 }
 
+namespace detail {
+
 template <class T>
 void decode_into(Decoder& decoder, T& value) {
   value = decode<T>(decoder);
 }
+
+template <class T>
+inline constexpr bool kIsTuple = false;
+template <class... Ts>
+inline constexpr bool kIsTuple<std::tuple<Ts...>> = true;
+template <class A, class B>
+inline constexpr bool kIsTuple<std::pair<A, B>> = true;
+
+}  // namespace detail
 
 template <>
 struct Serializer<at::Tensor> {
@@ -138,14 +149,14 @@ struct Serializer<std::array<T, N>> {
   }
   static std::array<T, N> decode(Decoder& decoder) {
     std::array<T, N> value;
-    for (T& item : value) decode_into(decoder, item);
+    for (T& item : value) detail::decode_into(decoder, item);
     return value;
   }
 };
 
 /// Tuples and pairs, such as the items of a map, whose keys are const.
 template <class T>
-requires requires { std::tuple_size<T>::value; }
+requires detail::kIsTuple<T>
 struct Serializer<T> {
   static void encode(Encoder& encoder, const T& value) {
     std::apply([&](const auto&... items) { (rpc::encode(encoder, items), ...); }, value);
@@ -196,7 +207,8 @@ struct Serializer<T> {
   }
   static T decode(Decoder& decoder) {
     T value{};
-    std::apply([&](auto... field) { (decode_into(decoder, value.*field), ...); }, T::kFields);
+    std::apply([&](auto... field) { (detail::decode_into(decoder, value.*field), ...); },
+               T::kFields);
     return value;
   }
 };

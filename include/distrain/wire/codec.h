@@ -23,7 +23,8 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits before a peer has proved its identity. A later version's hello may be longer.
+/// Limits before a peer has proved its identity: a hello and a proof, at most 256 bytes with their
+/// headers. A later version's hello may be longer.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 

@@ -2,8 +2,17 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
-#include <list>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "distrain/rpc/agent.h"
 
@@ -96,27 +105,10 @@ class PendingCalls {
   /// Returns false, and fails the call, after fail_all().
   bool add(uint64_t id, Call call);
   /// Take out, or fail, the call `id` if it went to `from` and still waits.
-  std::optional<Call> take(uint64_t id, int from) {
-    std::unique_lock lock(mutex_);
-    const auto it = calls_.find(id);
-    if (it == calls_.end() || it->second.to != from) return std::nullopt;
-    std::optional<Call> call = take_locked(it).second;
-    complete_if_drained(std::move(lock));
-    return call;
-  }
-  void fail(uint64_t id, int from, base::Error error) {
-    if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
-  }
+  std::optional<Call> take(uint64_t id, int from);
+  void fail(uint64_t id, int from, base::Error error);
   /// Sets the deadline of the call `id`, which had none, if it still waits.
-  void set_deadline(uint64_t id, base::TimePoint deadline) {
-    if (deadline == base::kNever) return;
-    std::lock_guard lock(mutex_);
-    const auto call = calls_.find(id);
-    if (call == calls_.end()) return;
-    call->second.deadline = deadline;
-    deadlines_.emplace(deadline, id);
-    arm_locked();
-  }
+  void set_deadline(uint64_t id, base::TimePoint deadline);
   bool is_waiting(uint64_t id) const {
     std::lock_guard lock(mutex_);
     return calls_.contains(id);
@@ -132,12 +124,7 @@ class PendingCalls {
   /// Also makes later calls fail at once.
   void fail_all(const base::Error& error);
   /// Returns a future that is complete when no call waits. One at a time.
-  base::Future<void> drained() {
-    std::lock_guard lock(mutex_);
-    if (calls_.empty()) return base::Future<void>::ready({});
-    drained_.emplace();
-    return drained_->future();
-  }
+  base::Future<void> drained();
 
  private:
   using Calls = std::unordered_map<uint64_t, Call>;
@@ -166,125 +153,6 @@ class PendingCalls {
   base::TimePoint armed_for_ = base::kNever;
   std::optional<base::Error> closed_;
   std::optional<base::Promise<void>> drained_;
-};
-
-/// A call that has arrived and not begun.
-struct QueuedCall {
-  int from = -1;
-  uint32_t incarnation = 0;  ///< of the calling rank
-  uint64_t id = 0;
-  base::TimePoint arrived{};
-  std::shared_ptr<InMessage> message{};  ///< if this rank called itself
-  net::InFrame frame{};                  ///< otherwise
-  std::shared_ptr<DeviceReceive> device_receive{};
-  uint64_t credit = 0;       ///< that the call took
-  bool is_given_up = false;  ///< by its caller: the call only has to be released
-  bool is_parked = false;    ///< in its queue, until its caller has read more replies
-};
-
-/// The calls that wait for a thread, in order of arrival. Calls of ranks that do not read their
-/// replies are parked, for each rank. Thread-safe.
-class CallQueue {
- public:
-  void push(QueuedCall&& call) {
-    std::lock_guard lock(mutex_);
-    if (spare_.empty()) {
-      calls_.push_back(std::move(call));
-    } else {
-      spare_.front() = std::move(call);
-      calls_.splice(calls_.end(), spare_, spare_.begin());
-    }
-    if (has_index_) add_to_index_locked(std::prev(calls_.end()));
-  }
-  /// Takes the first call whose rank is not `blocked(rank)`, and parks the calls before it.
-  template <class F>
-  std::optional<QueuedCall> pop(const F& blocked) {
-    std::lock_guard lock(mutex_);
-    while (!calls_.empty()) {
-      const Position first = calls_.begin();
-      const bool is_behind_others = !parked_.empty() && parked_.contains(first->from);
-      if (!is_behind_others && !blocked(first->from)) return take_locked(first);
-      first->is_parked = true;
-      std::list<QueuedCall>& parked = parked_[first->from];
-      parked.splice(parked.end(), calls_, first);
-    }
-    return std::nullopt;
-  }
-  /// Takes the first parked call of rank `from`, unless blocked; also returns if more are parked.
-  template <class F>
-  std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
-    std::lock_guard lock(mutex_);
-    const auto parked = parked_.find(from);
-    if (parked == parked_.end() || blocked(from)) return {};
-    std::optional<QueuedCall> call = take_locked(parked->second.begin());
-    return {std::move(call), parked_.contains(from)};
-  }
-  /// Takes the call `id` of rank `from`, if it is queued.
-  std::optional<QueuedCall> take(int from, uint64_t id) {
-    std::lock_guard lock(mutex_);
-    if (!has_index_) {
-      has_index_ = true;
-      for (auto call = calls_.begin(); call != calls_.end(); ++call) add_to_index_locked(call);
-      for (auto& [rank, parked] : parked_) {
-        for (auto call = parked.begin(); call != parked.end(); ++call) add_to_index_locked(call);
-      }
-    }
-    const auto position = index_[from].find(id);
-    if (position == index_[from].end()) return std::nullopt;
-    return take_locked(position->second);
-  }
-  void drop_all_of(int from) {
-    std::list<QueuedCall> dropped;  // destroyed without the lock
-    std::lock_guard lock(mutex_);
-    for (auto call = calls_.begin(); call != calls_.end();) {
-      const auto next = std::next(call);
-      if (call->from == from) dropped.splice(dropped.end(), calls_, call);
-      call = next;
-    }
-    if (const auto parked = parked_.find(from); parked != parked_.end()) {
-      dropped.splice(dropped.end(), parked->second);
-      parked_.erase(parked);
-    }
-    index_.erase(from);
-  }
-
- private:
-  using Position = std::list<QueuedCall>::iterator;
-  static constexpr size_t kMaxSpare = 64;
-
-  void add_to_index_locked(Position position) {
-    index_[position->from].insert_or_assign(position->id, position);
-  }
-
-  std::optional<QueuedCall> take_locked(Position position) {
-    std::optional<QueuedCall> call(std::move(*position));
-    if (has_index_) {
-      auto& positions = index_[call->from];
-      const auto known = positions.find(call->id);
-      // A faulty peer may have used one id twice.
-      if (known != positions.end() && known->second == position) positions.erase(known);
-    }
-    std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
-    if (spare_.size() < kMaxSpare) {
-      spare_.splice(spare_.begin(), queue, position);
-    } else {
-      queue.erase(position);
-    }
-    if (call->is_parked && queue.empty()) parked_.erase(call->from);
-    if (calls_.empty() && parked_.empty() && has_index_) {
-      has_index_ = false;
-      index_.clear();
-    }
-    return call;
-  }
-
-  std::mutex mutex_;
-  std::list<QueuedCall> calls_;
-  std::list<QueuedCall> spare_;                            // empty nodes for reuse
-  std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
-  // By rank and id. Built when the first call is cancelled, and kept while calls wait.
-  std::unordered_map<int, std::unordered_map<uint64_t, Position>> index_;
-  bool has_index_ = false;
 };
 
 }  // namespace distrain::rpc

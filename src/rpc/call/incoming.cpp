@@ -174,18 +174,24 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
                            const std::function<void(Encoder&)>& fill) {
   OutgoingMessage reply = encode(
       to, {.kind = wire::FrameKind::kReply, .call_id = call_id, .context_id = context}, fill);
-  if (reply.own) {
-    auto call = pending.take(call_id, to);
-    if (!call) return rrefs->retract(reply.tickets);
-    return answer(*call, {std::move(reply.own), {}, nullptr, to});
+  try {
+    if (reply.own) {
+      auto call = pending.take(call_id, to);
+      if (!call) return rrefs->retract(reply.tickets);
+      return answer(*call, {std::move(reply.own), {}, nullptr, to});
+    }
+    const base::Status sent = reply.device_send ? send_from_device(to, *reply.device_send)
+                                                : send_answer(to, std::move(reply.frame));
+    if (sent.ok()) return;
+    rrefs->retract(reply.tickets);
+    if (hook) hook->on_failed(context, reply.header.autograd_id);
+    // A lost caller needs no error.
+    if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
+  } catch (...) {
+    rrefs->retract(reply.tickets);
+    if (hook) hook->on_failed(context, reply.header.autograd_id);
+    throw;
   }
-  const base::Status sent = reply.device_send ? send_from_device(to, *reply.device_send)
-                                              : send_answer(to, std::move(reply.frame));
-  if (sent.ok()) return;
-  rrefs->retract(reply.tickets);
-  if (hook) hook->on_failed(context, reply.header.autograd_id);
-  // A lost caller needs no error.
-  if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {

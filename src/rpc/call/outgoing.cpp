@@ -1,5 +1,6 @@
 // How AgentCore sends calls and takes their replies.
 #include <cstring>
+#include <functional>
 
 #include <fmt/format.h>
 
@@ -130,7 +131,7 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   // With gradients disabled, the caller records nothing, so the call is not part of its context.
   header.context_id = at::GradMode::is_enabled() ? current_context() : 0;
   try {
-    static_cast<OutgoingMessage&>(call) = encode(call.to, header, fill_call);
+    static_cast<OutgoingMessage&>(call) = encode(call.to, header, std::cref(fill_call));
   } catch (...) {
     throw Exception(with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, call.function));
   }
@@ -213,8 +214,8 @@ void AgentCore::send_call(OutgoingCall call) {
   if (call.device_send || is_delayed) {
     const bool needs_worker = call.device_send != nullptr;
     base::Task go = [this, call = std::move(call)]() mutable { send_deferred(call); };
+    if (!is_delayed) return pool.post(std::move(go));
     if (needs_worker) go = [this, go = std::move(go)]() mutable { pool.post(std::move(go)); };
-    if (!is_delayed) return go();
     loop.call_at(base::deadline_after(options.call_delay), std::move(go));
     return;
   }

@@ -7,14 +7,25 @@ namespace distrain::rpc {
 bool PendingCalls::add(uint64_t id, Call call) {
   std::unique_lock lock(mutex_);
   if (closed_) {
+    const base::Error error = *closed_;
     lock.unlock();
-    fail_taken(id, call, *closed_);
+    fail_taken(id, call, error);
     return false;
   }
   if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
   calls_.emplace(id, std::move(call));
   arm_locked();
   return true;
+}
+
+void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
+  if (deadline == base::kNever) return;
+  std::lock_guard lock(mutex_);
+  const auto call = calls_.find(id);
+  if (call == calls_.end()) return;
+  call->second.deadline = deadline;
+  deadlines_.emplace(deadline, id);
+  arm_locked();
 }
 
 // Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
@@ -38,6 +49,15 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
   return {id, std::move(call)};
 }
 
+std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
+  std::unique_lock lock(mutex_);
+  const auto it = calls_.find(id);
+  if (it == calls_.end() || it->second.to != from) return std::nullopt;
+  std::optional<Call> call = take_locked(it).second;
+  complete_if_drained(std::move(lock));
+  return call;
+}
+
 std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
   std::vector<std::pair<uint64_t, Call>> taken;
   std::lock_guard lock(mutex_);
@@ -53,6 +73,10 @@ void PendingCalls::complete_if_drained(std::unique_lock<std::mutex> lock) {
   if (calls_.empty()) drained_.swap(drained);
   lock.unlock();
   if (drained) drained->set();
+}
+
+void PendingCalls::fail(uint64_t id, int from, base::Error error) {
+  if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
 }
 
 std::vector<Wait> PendingCalls::waits() {
@@ -103,6 +127,13 @@ void PendingCalls::fail_all(const base::Error& error) {
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
   complete_if_drained(std::unique_lock(mutex_));
+}
+
+base::Future<void> PendingCalls::drained() {
+  std::lock_guard lock(mutex_);
+  if (calls_.empty()) return base::Future<void>::ready({});
+  drained_.emplace();
+  return drained_->future();
 }
 
 }  // namespace distrain::rpc

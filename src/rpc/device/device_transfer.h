@@ -1,7 +1,12 @@
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <map>
+#include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "distrain/base/thread_state.h"

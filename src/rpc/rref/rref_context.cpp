@@ -61,6 +61,18 @@ void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
   if (!closed_) send_(to, kind, id, fork, parent);
 }
 
+void RRefContext::close() {
+  {
+    std::lock_guard lock(closing_);
+    closed_ = true;
+  }
+  decltype(owned_) owned;
+  decltype(pending_children_) children;
+  std::lock_guard lock(mutex_);
+  owned.swap(owned_);
+  children.swap(pending_children_);
+}
+
 std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   const auto [entry, is_new] = owned_.try_emplace(id);
   if (is_new && ++unmade_ > kMaxUnmade) {
@@ -84,6 +96,22 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
     if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
   }
   return value;
+}
+
+bool RRefContext::is_freed_locked(uint64_t id) const {
+  const auto it = owned_.find(id);
+  if (it == owned_.end()) return freed_.contains(id);
+  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
+  return it->second.value.expired() && (it->second.made || freed_.contains(id));
+}
+
+void RRefContext::sweep(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto it = owned_.find(id);
+  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+  if (it->second.made) freed_.insert(id);
+  if (!it->second.made) --unmade_;
+  owned_.erase(it);
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {

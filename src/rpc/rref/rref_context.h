@@ -1,8 +1,14 @@
 #pragma once
 
+#include <atomic>
+#include <functional>
+#include <map>
+#include <optional>
 #include <queue>
 #include <shared_mutex>
+#include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 #include "distrain/rpc/rref.h"
 
@@ -89,9 +95,12 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Does the same for a value that a remote() call to `owner` will create.
   std::shared_ptr<RRefHandle> new_remote(int owner) {
     if (owner == rank_) return new_local();
+    const auto process = [&] {
+      std::lock_guard lock(mutex_);
+      return newest_locked(owner);
+    };
     const uint64_t id = next_id();
-    std::lock_guard lock(mutex_);
-    return user_handle(id, next_id(), newest_locked(owner));
+    return user_handle(id, next_id(), process());
   }
   /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
@@ -108,17 +117,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   /// Fails the values that do not exist yet, when this agent ends.
   void fail_unset(const base::Error& error);
   /// Ends all use of the agent: later, nothing is sent and agent() throws.
-  void close() {
-    {
-      std::lock_guard lock(closing_);
-      closed_ = true;
-    }
-    decltype(owned_) owned;
-    decltype(pending_children_) children;
-    std::lock_guard lock(mutex_);
-    owned.swap(owned_);
-    children.swap(pending_children_);
-  }
+  void close();
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
   size_t live() const {
     std::lock_guard lock(mutex_);
@@ -146,12 +145,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     return it == newest_.end() ? process_number(rank, 0) : it->second;
   }
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
-  bool is_freed_locked(uint64_t id) const {
-    const auto it = owned_.find(id);
-    if (it == owned_.end()) return freed_.contains(id);
-    // The value may be expired but still in `owned_`, while its deleter waits for this lock.
-    return it->second.value.expired() && (it->second.made || freed_.contains(id));
-  }
+  bool is_freed_locked(uint64_t id) const;
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value) {
     return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
   }
@@ -161,14 +155,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
   /// Removes the entry of a value that was destroyed.
-  void sweep(uint64_t id) {
-    std::lock_guard lock(mutex_);
-    const auto it = owned_.find(id);
-    if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
-    if (it->second.made) freed_.insert(id);
-    if (!it->second.made) --unmade_;
-    owned_.erase(it);
-  }
+  void sweep(uint64_t id);
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
   Agent* const agent_;

@@ -5,7 +5,7 @@
 #include <queue>
 #include <thread>
 
-#include "call/calls.h"
+#include "call/call_queue.h"
 #include "flow/credit.h"
 #include "join_support.h"
 
