@@ -11,7 +11,7 @@ char spins[] = "GOMP_SPINCOUNT=3000";
 char** slot = nullptr;
 char* kept = nullptr;
 
-// May run before a sanitizer is set up, as before_libraries() does.
+// Excludes the address sanitizer, which may not be set up yet when before_libraries() runs.
 __attribute__((no_sanitize("address"))) bool sets(const char* variable, const char* name) {
   while (*name && *variable == *name) ++variable, ++name;
   return !*name && *variable == '=';
@@ -31,7 +31,7 @@ __attribute__((no_sanitize("address"))) void before_libraries(int, char**, char*
 
 [[gnu::section(".preinit_array"), gnu::used]] void (*hook)(int, char**, char**) = before_libraries;
 
-// A program's own constructors run after those of all libraries.
+// Restores the variable. A program's own constructors run after those of all libraries.
 [[gnu::constructor]] void after_libraries() {
   if (slot) *slot = kept;
 }

@@ -13,8 +13,8 @@ using namespace scenario;
 
 namespace {
 
-/// Uses Debian's Fashion-MNIST as the default if it is installed. The default normalisation follows
-/// from the data that this rank reads, even if rank 0 has other data.
+/// Uses Debian's Fashion-MNIST by default if it is installed. If this rank reads that data set,
+/// derives the default normalisation from it, whatever data rank 0 reads.
 void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
   constexpr const char* kDebian = "/usr/share/datasets/fashion-mnist";
@@ -25,7 +25,7 @@ void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string
   if (!given("std")) options.std = 0.353;
 }
 
-/// Throws `invalid` if `--num-gpus` and `--device` contradict each other about the server.
+/// Throws `invalid` if `--num-gpus` and `--device` select different devices for the server.
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
@@ -42,7 +42,7 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
 void check_ps(const PsOptions& options, const job::Preflight& preflight) {
   const bool adopted = preflight.of_rank_0 != nullptr;
   if (!adopted) check_gpus(options, preflight);
-  // Only trainers read the data. A rank that joins without --data gets the path from rank 0 later.
+  // Only trainers read the data. If a rank joins without --data, rank 0 sends the path later.
   const bool final = preflight.has_rank_0 || adopted;
   if (final && preflight.starts("trainer") && options.data.empty()) {
     base::bad_data(
@@ -156,7 +156,7 @@ has the accuracy.)")
           .derive_defaults(derive_ps_defaults)
           .check(check_ps)
           .gpus([](const PsOptions& options, const std::string& rank) {
-            // Only the server uses GPUs; with --local that is the only process.
+            // Only the server uses GPUs. With --local, the job's only process uses them.
             return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
           });
   return kJob;

@@ -9,8 +9,8 @@ using namespace scenario;
 
 namespace {
 
-/// Calls `tell` for each option that has another default for text: those of PyTorch's word language
-/// model, which divides the learning rate by 4 when the validation loss does not improve.
+/// Calls `tell` for each option whose default differs for text. PyTorch's word language model has
+/// these values, and divides the learning rate by 4 when the validation loss stalls.
 void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);

@@ -18,7 +18,7 @@
 namespace distrain::app {
 namespace {
 
-/// Returns `text`, the option's value in `saved`, in canonical form; empty if it was not set.
+/// Returns `text`, the value of `option` in `saved`, in canonical form; empty if `text` is empty.
 std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
   if (text.empty()) return text;
   try {
@@ -28,8 +28,8 @@ std::string canonical(const Option& option, const std::string& text, const job::
   }
 }
 
-/// Replaces the values of options that were not given by the saved values. Returns a text that
-/// lists the given options whose values differ from the saved ones.
+/// Sets the options that the user did not give to the saved values. Returns a text that lists the
+/// given options whose values differ from the saved ones.
 std::string take_options(ParsedOptions& options, const job::Snapshot& saved, bool of_model_only) {
   std::string changed;
   for (const Option& option : options.table()) {
@@ -47,7 +47,7 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     if (!option.may_change) {
       saved.expect_option(option.name, now, of_model_only ? "" : job::kTrainAnew);
     }
-    // Rank 0 compares the content of these files with the checkpoint, so their paths may differ.
+    // Skip files in `agreed`: rank 0 compares their content, so their paths may differ.
     if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;
     changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
                            now, was.empty() ? "none" : was);
@@ -127,7 +127,7 @@ constexpr size_t kLongest = 4096;
 constexpr char kOrMake[] =
     "; make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`";
 
-/// Strips white space around `text`, such as the last newline. Throws `invalid` if it is too short.
+/// Strips white space, such as the last newline, from a token. Throws `invalid` if it is too short.
 std::string checked(const std::string& text, const std::string& where) {
   constexpr char kSpace[] = " \t\r\n";
   const size_t begin = std::min(text.find_first_not_of(kSpace), text.size());
@@ -170,13 +170,13 @@ struct InjectedFault {
   std::optional<int> rank;  // if unset: all ranks where the fault is possible
 };
 
-/// Throws `invalid`, beginning with `where`, if `text` is not a whole number from `min` to `max`.
+/// Parses a whole number from `min` to `max`. Throws `invalid` with a message that names `where`.
 int64_t parse_number(std::string_view text, const std::string& where, double min, double max) {
   const Option option = {.kind = ValueKind::kInteger, .min = min, .max = max};
   return std::stoll(canonical_value(option, text, where));
 }
 
-/// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless it is above 0.
+/// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless the time is above 0.
 double parse_time(std::string_view value, const std::string& where) {
   constexpr std::pair<std::string_view, double> kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
   const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};
@@ -267,14 +267,14 @@ void check_options(const ParsedOptions& options, Placement& placement) {
   check_restarts(options, placement);
   const bool has_rank_0 = placement.has_rank_0();
   if (has_rank_0) check_required(options);
-  // Returns true if the option has a path: given, from a checkpoint, or found by the job itself.
+  // Returns true if the option has a path: from the user, a checkpoint, or the job's own search.
   const auto has = [&](const std::string& name) {
     const Option* const option = find_option(options.table(), name);
     const std::string text = options.text(name);
     if (!option || !is_path(*option, text)) return false;
     return option->kind == ValueKind::kText || options.decided(name) || text != option->initial;
   };
-  // The word for data that the job generates, if it does.
+  // The value of --data that names generated data, such as "random"; empty for a path.
   const std::string made = has("data") ? "" : options.text("data");
   for (const Option& option : options.table()) {
     const bool given = options.given(option.name);
@@ -282,7 +282,7 @@ void check_options(const ParsedOptions& options, Placement& placement) {
       invalid("--{} needs --{}{}", option.name, option.needs,
               made.empty() || option.needs != "data" ? "" : " FILE, not " + made);
     }
-    // A joining rank skips the rest, because rank 0 may set the data.
+    // Skip the other checks on a joining rank, because rank 0 may send another value of --data.
     if (placement.joins()) continue;
     const bool idle = has("data") ? option.random_only : option.data_only;
     if (has_rank_0 && given && idle) {

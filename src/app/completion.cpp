@@ -9,7 +9,7 @@
 namespace distrain::app {
 namespace {
 
-/// Values that a shell can complete for an option besides its choices.
+/// Kinds of values, besides choices, that a shell can complete for an option.
 enum Source { kNothing, kFiles, kFolders, kHosts };
 
 Source source_of(const Option& option) {
@@ -21,7 +21,7 @@ Source source_of(const Option& option) {
   return takes("HOST") ? kHosts : kNothing;
 }
 
-/// Maps each text to the commands that share it, in the order of first use.
+/// Maps each text to the commands that share the text. Keeps the texts in order of insertion.
 using Rows = nlohmann::ordered_map<std::string, std::vector<std::string>>;
 
 /// Returns the visible options of each command that has some: the jobs, then `predict`.
@@ -165,7 +165,7 @@ _arguments -C \
   '(- *)'{-h,--help}'[a summary of the commands]' \
   '(- *)'{-V,--version}'[the versions of distrain and of LibTorch]' \
 )";
-  // The name of a program's one job can be left out.
+  // If a program has only one job, the user may omit the job's name.
   if (program.has_one_job()) out += "  $" + program.commands.front().name + "_options \\\n";
   std::string commands;  // name:"summary" of each
   for (const auto& [name, summary] : subcommands(program)) {
@@ -225,7 +225,7 @@ std::string fish(const Program& program) {
   }
   for (const auto& [row, commands] : rows) {
     const std::string condition = "-n '__fish_seen_subcommand_from " + joined(commands) + "' ";
-    // The name of a program's one job can be left out.
+    // If a program has only one job, the user may omit the job's name.
     out += complete + (program.has_one_job() ? "" : condition) + row + '\n';
   }
   return out;

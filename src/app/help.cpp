@@ -70,7 +70,7 @@ std::string examples_text(const std::vector<job::Example>& examples) {
   return out;
 }
 
-/// Returns the result of `text` for the command `name`, or without an argument if there is none.
+/// Returns `text(command)` for the command `name`, or `text()` if there is no such command.
 std::string of_command(const Program& program, const std::string& name, const auto& text) {
   if (const JobCommand* job = program.find(name)) return text(*job);
   for (const TextCommand& command : text_commands(program)) {

@@ -19,12 +19,12 @@
 namespace distrain::app {
 namespace {
 
-// How long a launcher without rank 0 waits for its ranks after a signal. They end after rank 0 has
-// saved, exited or been silent for --peer-timeout. Only stuck ranks take longer than any save.
+// How long a launcher without rank 0 waits for its ranks after a signal. The ranks end after rank 0
+// has saved, exited or been silent for --peer-timeout, so only stuck ranks reach this limit.
 constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
-/// Returns `config` of the `start` line. An option is null if it has no effect on this data or, if
-/// `inherits`, rank 0 sends it.
+/// Returns the `config` field of the `start` line. An option is null if it has no effect on this
+/// data or, if `inherits`, rank 0 sends it.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   const Option* const data = find_option(options.table(), "data");
@@ -38,7 +38,7 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
-/// Returns `data` of the `start` line: --data, or words if it is empty; null if rank 0 sends it.
+/// Returns the `data` field of `start`: --data, or its default in words; null if rank 0 sends it.
 Json data_of(const ParsedOptions& options, bool inherits) {
   const Option* const option = find_option(options.table(), "data");
   if (!option || (inherits && !options.given("data"))) return {};
@@ -122,7 +122,7 @@ class Invocation {
 
   /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
-    // The name depends on the user's job id, which `spawned` may replace by a random one.
+    // Must come first: the name depends on the user's job id, which `spawned` may replace.
     const std::string name = meeting_name(spawned.master_port);
     static_cast<membership::Contact&>(job_) = spawned;
     job_.meeting_name = name;
@@ -137,7 +137,7 @@ class Invocation {
   }
 
   int launch() {
-    // If the user named an address, other ranks of this user may join there without a token.
+    // If the user gave an address, make no token, so that the user's other ranks can join there.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
       job_.token = membership::new_token();
@@ -270,7 +270,7 @@ class Invocation {
       if (!is_job_option(option)) continue;
       const bool untold = option.each_own && !options_.decided(option.name);
       job.effective[option.name] = untold ? "" : options_.text(option.name);
-      // Paths (kInput) may differ from host to host, so the ranks do not compare them.
+      // Leave out paths (kInput): all ranks compare `given`, and paths may differ between hosts.
       if (option.scope == Scope::kJob && options_.given(option.name)) {
         job.given[option.name] = options_.text(option.name);
       }
@@ -292,7 +292,7 @@ class Invocation {
            !given("port-range");
   }
 
-  /// Returns a socket for rank 0, bound before any rank starts to report a port in use at once.
+  /// Binds a socket for rank 0 before any rank starts, so that a port in use is reported at once.
   int listen_for_rank_0() {
     if (meets_by_unix_socket()) {
       job_.rank_0_unix_name = membership::new_unix_name();

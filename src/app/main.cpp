@@ -59,7 +59,7 @@ int run_command(const Program& program, std::vector<std::string> args,
     if (job.mistake.empty()) continue;
     throw base::Exception(base::ErrorKind::kInternal, "the job " + job.name + ": " + job.mistake);
   }
-  // `--help COMMAND` is `help COMMAND`.
+  // Treat `--help COMMAND` as `help COMMAND`.
   const bool is_help = !args.empty() && (args[0] == "--help" || args[0] == "-h");
   if (is_help && (args.size() == 1 || !args[1].starts_with('-'))) args[0] = "help";
 

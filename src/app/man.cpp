@@ -12,15 +12,15 @@ namespace distrain::app {
 namespace {
 
 // Format of texts: empty lines separate paragraphs; lines that begin with four spaces are verbatim;
-// "* term: " begins a list item. Words in backticks and options become bold, PROGRAM the name.
+// "* term: " begins a list item. Words in backticks and options become bold; PROGRAM is replaced.
 
-/// Ends the DESCRIPTION of the program's page.
+/// The end of the section DESCRIPTION on the program's page.
 constexpr const char* kProgramDescription = R"(
 A command starts every rank of its job on this machine and supervises the ranks. With --rank, or if
 torchrun, mpirun or srun set a rank in the environment, the process is that one rank.
 )";
 
-/// Ends the DESCRIPTION of each job's page.
+/// The end of the section DESCRIPTION on each job's page.
 constexpr const char* kJobDescription = R"(
 Without --rank the command starts every rank here. With --rank it is one rank, and on one machine no
 other option is needed: the options of rank 0 apply to the whole job, and the other ranks inherit them.
@@ -30,7 +30,7 @@ Options may be written `--option=value` or `--option value`, and with `_` instea
 names. If an option is given twice, the last value counts.
 )";
 
-/// Begins the OUTPUT of the program's page, before the events.
+/// The beginning of the section OUTPUT on the program's page, before the list of events.
 constexpr const char* kOutput = R"(
 Standard output is JSON lines and nothing else: one object per line, from all ranks.
 
@@ -45,7 +45,7 @@ and the `rank` and `role` of the process that printed the line. The launcher has
 `PROGRAM schema` prints the JSON Schema of all lines. All jobs print these events:
 )";
 
-/// Ends the OUTPUT of the program's page.
+/// The end of the section OUTPUT on the program's page, after the list of events.
 constexpr const char* kOutputEnd = R"(
 Standard error shows the progress if it is a terminal and standard output is a file or /dev/null. If a
 job fails, standard error has one line.
@@ -211,7 +211,7 @@ std::string line_of(const std::string& text) {
   return (request ? "\\&" : "") + escaped(std::regex_replace(text, kWords, "$2\1$1$3\2")) + '\n';
 }
 
-/// Converts a text to roff. If `first`, it follows a heading, which already begins a paragraph.
+/// Converts a text to roff. `first` means that a heading, which begins a paragraph, precedes it.
 std::string paragraphs(const std::string& text, bool first = true) {
   enum class State { kBreak, kText, kTerms, kVerbatim } state = State::kBreak;
   std::string out;

@@ -157,7 +157,7 @@ A job in the background draws nothing.)")
   table.back().hidden = true;
 }
 
-/// Returns the first mistake in the names of options, or "". The first `own` ones are the job's.
+/// Returns the first mistake in the options' names, or "". The first `own` options are the job's.
 std::string naming_mistake(const OptionTable& table, size_t own) {
   std::set<std::string> names;
   for (size_t i = 0; i < table.size(); ++i) {
@@ -213,7 +213,7 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   invalid("unknown option {}{}", option->substr(0, option->find('=')), hint);
 }
 
-/// Returns null if no option has this spelling.
+/// Returns the option with the spelling `--name` or `-x`; null if there is none.
 const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
   if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
   if (spelling.size() != 2 || spelling[0] != '-') return nullptr;

@@ -25,7 +25,7 @@ struct Setting {
   std::string source;
 };
 
-/// Converts a canonical value; the rank "auto" becomes kUnassignedRank.
+/// Converts the canonical value of an option. The rank "auto" becomes kUnassignedRank.
 int number_of(const std::string& text) {
   return base::number<int>(text).value_or(membership::kUnassignedRank);
 }
@@ -50,7 +50,7 @@ struct ProcessLauncher {
 };
 
 // Slurm is last, because children of an mpirun in a Slurm allocation inherit SLURM_* variables of
-// mpirun's daemons. They count only with SLURM_STEP_ID, because a batch script is no rank.
+// mpirun's daemons. Slurm needs SLURM_STEP_ID, because a batch script outside a step is no rank.
 constexpr ProcessLauncher kLaunchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -59,7 +59,7 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
-/// A pod of an Indexed Job of Kubernetes, if the address of rank 0 is given: others set the index.
+/// A Kubernetes Indexed Job. Any such job sets the index, so rank 0's address must be set as well.
 constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
                                          nullptr, nullptr};
 
@@ -139,8 +139,8 @@ class Placer {
     return find("world-size", name);
   }
 
-  /// Derives the world size from the job's option for the number of ranks, or that option from
-  /// `size`. The option's default counts only if it is `known`, because rank 0 runs here.
+  /// Derives the world size from the job's option for the number of ranks or, if `size` is set,
+  /// that option from `size`. Uses the option's default only if `known`, because rank 0 runs here.
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {
@@ -175,11 +175,11 @@ class Placer {
   }
 
   void find_port() {
-    // A Kubernetes service called "master" sets MASTER_PORT to a URL, which is ignored.
+    // Ignore a URL in MASTER_PORT: Kubernetes sets it if a service is called "master".
     const std::string in_environment = variable("MASTER_PORT").value_or("");
     const bool is_service = in_environment.find("://") != std::string::npos;
     const auto port = is_service ? flag_setting("master-port") : find("master-port", "MASTER_PORT");
-    // Here torchrun's agent itself listens on MASTER_PORT, so all ranks derive another port.
+    // If torchrun's agent itself listens on MASTER_PORT, all ranks derive another port.
     const bool is_agents =
         variable("TORCHELASTIC_USE_AGENT_STORE") == "True" && port && port->source == "MASTER_PORT";
     const std::string id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
@@ -199,13 +199,13 @@ class Placer {
     if (launcher == "RANK") {
       const auto id = variable("TORCHELASTIC_RUN_ID");
       if (id && *id != "none") placement_.job_id = "torchrun " + *id;
-      // The agent of each host counts only its own restarts, so several hosts may disagree.
+      // Each host's agent counts only its own restarts, so the counts of several hosts may differ.
       const bool is_one_host = variable("LOCAL_WORLD_SIZE") == variable("WORLD_SIZE");
       if (is_one_host) restarts("TORCHELASTIC_RESTART_COUNT");
     } else if (launcher == "OMPI_COMM_WORLD_RANK") {
       if (const auto id = variable("PMIX_NAMESPACE")) placement_.job_id = "mpirun " + *id;
     } else if (launcher == "PMI_RANK") {
-      // Hydra sets no job id, but it runs one pmi_proxy per job on each host.
+      // Hydra sets no job id, so use the process id of pmi_proxy: each host has one per job.
       const auto proxy = placement_.one_host ? base::ancestor("pmi_proxy") : std::nullopt;
       if (proxy) {
         placement_.job_id = fmt::format("hydra {}", *proxy);
@@ -218,8 +218,8 @@ class Placer {
     }
   }
 
-  /// Sets the job id to the Slurm job's, with the step if `is_step`. If Slurm did not set the rank,
-  /// ranks of one job may be in several steps. Parts of a heterogeneous job have one id.
+  /// Sets the job id to Slurm's, with the step id if `is_step`. If the user numbers the ranks, they
+  /// may be in several steps. All components of a heterogeneous job have one id.
   void find_slurm_id(bool is_step) {
     auto id = variable("SLURM_HET_JOB_ID");
     if (!id) id = variable("SLURM_JOB_ID");
@@ -234,8 +234,8 @@ class Placer {
     return count && *count > 0 ? count : std::nullopt;
   }
 
-  /// Returns true if the launcher says that all ranks are on this host. Throws `invalid` if some
-  /// are on other hosts and the address of rank 0 is unknown: joining would only end by timeout.
+  /// Returns true if the launcher says that all ranks are on this host. Throws `invalid` if ranks
+  /// are on other hosts and rank 0's address is unknown, because joining could only time out.
   bool is_one_host() const {
     const auto nodes = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_NUM_NODES") : std::nullopt;
     const auto local = told_local_ranks();
@@ -256,12 +256,12 @@ class Placer {
     const std::optional<Setting> size = find_size();
     settle_size(size, rank.value == 0);
     placement_.check_rank(rank.value, rank.source);
-    // If the launcher does not say, assume that all ranks are here until they have joined.
+    // If the launcher does not say how many ranks are here, assume all until the ranks have joined.
     const int all = placement_.world_size != 0 ? placement_.world_size : own_size();
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
         launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
-    // In a pod, RANK or the index numbers a rank that has a log of its own.
+    // A pod has a log of its own. RANK without torchrun's run id also means a pod.
     const bool is_pod =
         launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
     placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;
@@ -362,8 +362,8 @@ std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDef
   const DeviceSpec spec = device_spec(options, job);
   if (job.gpus(options, name) || spec.of(name) != kAnyGpu) return std::nullopt;
   if (placement.is_local()) return 0;
-  // Count the lower ranks of this host that share the GPUs in turn. If it is unknown which ranks
-  // are on this host, count all lower ranks: consecutive ranks still get consecutive GPUs.
+  // Count the lower ranks of this host that take GPUs round-robin. If the ranks of this host are
+  // unknown, count all lower ranks: consecutive ranks then still get consecutive GPUs.
   std::vector<int> neighbours = placement.ranks;
   if (placement.joins()) {
     if (const auto told = local_rank(options.table())) return *told;

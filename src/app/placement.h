@@ -16,7 +16,7 @@ struct Placement : membership::Contact {
   bool master_addr_given = false;
   int local_ranks = 1;    ///< ranks on this host; an estimate until all ranks have joined
   bool one_host = false;  ///< torchrun, mpirun or srun says that all ranks are on this host
-  /// mpirun, srun or torchrun shows all ranks on one terminal, where only rank 0 shows the job.
+  /// All ranks share the terminal of mpirun, srun or torchrun, so only rank 0 shows the progress.
   bool shares_terminal = false;
   std::string warning;  ///< text of one `warn` line; empty if there is none
 
@@ -26,7 +26,7 @@ struct Placement : membership::Contact {
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
   /// Throws `invalid` naming `where` if the world size is known and has no rank `number`.
   void check_rank(int number, const std::string& where) const;
-  /// Returns the ranks in this process or under it; rank 0 for kLocal.
+  /// Returns the ranks that this process runs or starts; rank 0 for kLocal.
   std::vector<int> here() const {
     return spawns() ? ranks : std::vector<int>{is_local() ? 0 : rank};
   }
@@ -44,19 +44,19 @@ Placement place(job::ParsedOptions& options, const job::JobInfo& job,
 /// Returns the local rank that the launcher has set, if any. Throws `invalid` if it is not valid.
 std::optional<int> local_rank(const job::OptionTable& table);
 
-/// Throws `invalid` if `--device` is not valid for the job, as far as is known before ranks start.
+/// Throws `invalid` if `--device` is not valid for the ranks and devices that are already known.
 void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& job,
                    const Placement& placement);
 
-/// Returns the rank's place among the ranks of its host that share the GPUs in turn, to be taken
-/// modulo the number of GPUs; null if the rank takes no GPU in turn or its place is not known yet.
+/// Returns the rank's index among the ranks of its host that take GPUs round-robin; the GPU is this
+/// index modulo the number of GPUs. Null if the rank does not take one or its index is unknown yet.
 /// Throws `invalid` if the launcher's variable for the local rank is not valid.
 std::optional<int> place_in_turn(const job::ParsedOptions& options, const job::AnyDefinition& job,
                                  const Placement& placement, int rank, const std::string& name);
 
-/// The devices of this process's rank, which are chosen once: before its first line if possible,
-/// otherwise when the options of rank 0 have arrived. Only one thread may call get(); names() and
-/// usage() are thread-safe and do not wait for it.
+/// The devices of this process's rank. They are chosen once: before the rank's first JSON line if
+/// possible, otherwise when rank 0's options have arrived. Only one thread may call get(). names()
+/// and usage() are thread-safe and do not wait for get().
 class RankDevices {
  public:
   RankDevices(const job::ParsedOptions& options, const job::AnyDefinition& job,

@@ -20,10 +20,10 @@ struct Program {
   const std::vector<JobCommand>& commands;
   About about;
 
-  /// Returns null if there is no such job.
+  /// Returns the job with this name, or null if there is no such job.
   const JobCommand* find(const std::string& job) const;
   bool has_one_job() const { return commands.size() == 1; }
-  /// Returns the words that call the job: the program's name alone if it has only one job.
+  /// Returns the words that start the job: only the program's name if the program has one job.
   std::string call_of(const JobCommand& command) const {
     return has_one_job() ? name : name + ' ' + command.name;
   }
@@ -48,7 +48,7 @@ std::vector<std::pair<std::string, std::string>> subcommands(const Program& prog
 
 std::string version_text(const Program& program);
 
-// Return the --help, or the man page as roff, of a command or of the program, with its only job.
+// Return the --help text or the man page (roff) of a command, or of the program with its only job.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
@@ -63,7 +63,7 @@ std::vector<std::string> event_names(const Program& program);
 /// Returns the JSON Schema of the program's lines, or of the lines of `event` unless it is empty.
 std::string schema(const Program& program, const std::string& event);
 
-/// Parses `args` and runs the ranks that belong in this process or under it. Returns the exit code.
+/// Parses `args`, runs or starts the ranks of this command line, and returns the exit code.
 /// Messages about options refer to `program`, unless it is null.
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started, const Program* program = nullptr);
@@ -96,13 +96,13 @@ OptionTable whole_table(job::JobInfo& job);
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
                             std::string* operand = nullptr, const Program* program = nullptr);
 
-/// Returns the default as help and man page show it; empty if they show none.
+/// Returns the default as the help and the man page show it; empty if they show none.
 inline std::string default_in_words(const Option& option) {
   if (option.kind == ValueKind::kFlag || option.is_required) return {};
   return option.initial_in_words.empty() ? option.initial : option.initial_in_words;
 }
 /// Sets the options that are not given to their values in the checkpoint of `--resume`, if it
-/// exists. Returns in words the given options that differ. Throws `bad_data` if one must not.
+/// exists. Returns a list of differing options in words; throws `bad_data` if one must not differ.
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd);
 /// Sets the options that define the model to their values in `saved`. Throws `invalid` if an option
 /// is given that `predict` does not use, and `bad_data` if a given value differs.

@@ -15,11 +15,11 @@ bool is_own_memory(const at::Tensor& tensor) {
   return tensor.storage().use_count() == 1 && tensor.is_non_overlapping_and_dense();
 }
 
-// Returns true if nothing else refers to `tensor` or its memory, and no two elements share memory.
+// Returns true if no other handle shares `tensor` or its memory, and no two elements share memory.
 bool is_own(const at::Tensor& tensor) {
   if (tensor.use_count() > 1) return false;
   if (!tensor.is_sparse()) return is_own_memory(tensor);
-  // _indices() and _values() would return aliases with use counts of their own.
+  // Read the members, because _indices() and _values() return aliases with separate use counts.
   const auto* const sparse = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
   const at::Tensor indices = sparse->indices(), values = sparse->values();
   constexpr size_t kHereAndInTensor = 2;

@@ -26,7 +26,7 @@ namespace distrain::autograd {
 /// Autograd id, rank and function of each reply whose tensors require a gradient.
 using CallResults = std::vector<std::tuple<uint64_t, int, std::string>>;
 
-/// The part of a context on one rank. Thread-safe.
+/// The state of a context on one rank. Thread-safe.
 class ContextState {
  public:
   using ReadyHook = std::function<void(const at::Tensor&)>;
@@ -52,7 +52,7 @@ class ContextState {
     return results_;
   }
 
-  /// Returns false without effect if `node` answers a call that its caller has given up.
+  /// Adds `node`. Returns false and does nothing if `node` answers a call that has been given up.
   bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
   std::shared_ptr<SendNode> send(uint64_t autograd_id) const {
     std::lock_guard lock(mutex_);
@@ -67,7 +67,7 @@ class ContextState {
     auto taken = sends_.extract(autograd_id);
     return taken ? std::move(taken.mapped()) : nullptr;
   }
-  /// Removes the send node of the answer to call `call` of rank `caller`, now or when it is added.
+  /// Removes the send node of the reply to `call` of rank `caller`; add_send() refuses a late one.
   std::shared_ptr<SendNode> give_up(int caller, uint64_t call);
 
   /// Begins a pass on the initiator. Throws `invalid` if another pass is in flight.
@@ -88,15 +88,15 @@ class ContextState {
   /// does not have it. Throws `cancelled` if the pass has failed or a newer one has begun.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
   /// Fails the pass `id` on this rank: drops its hooks and calls its guard's on_failure. Returns
-  /// false without effect if the pass is over or has failed. Must not run on the loop thread.
+  /// false and does nothing if the pass is over or failed. Must not run on the loop thread.
   bool fail_pass(uint64_t id, const base::Error& error);
   /// Does the part of fail_pass() that may run on the loop thread; Failing::end() does the rest.
   struct Failing;
   std::optional<Failing> begin_failing(uint64_t id);
 
-  /// Adds to the gradient of `variable`, in the current stream of the gradient's device. Takes
-  /// `gradient` over, but copies it if others use it: leaves do not share gradients. Returns false
-  /// without effect if `pass` is not 0 and does not run here.
+  /// Adds `gradient` to the gradient of `variable`, in the current stream of its device. Takes
+  /// ownership of `gradient`, but copies it if it is shared, because leaves must not share
+  /// gradients. Returns false and does nothing if `pass` is not 0 and does not run on this rank.
   bool accumulate(const at::Tensor& variable, at::Tensor gradient, uint64_t pass = 0);
   at::Tensor gradient(const at::Tensor& variable) const {
     std::lock_guard lock(mutex_);
@@ -127,7 +127,7 @@ class ContextState {
     std::lock_guard lock(mutex_);
     hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
   }
-  /// Returns false without effect if `pass` is not 0 and does not run here.
+  /// Registers `fn`. Returns false and does nothing if `pass` is not 0 and is not running.
   bool on_pass_end(std::function<void()> fn, uint64_t pass = 0) {
     std::lock_guard lock(mutex_);
     if (pass != 0 && !runs_locked(pass)) return false;
@@ -142,7 +142,7 @@ class ContextState {
     std::lock_guard lock(mutex_);
     hooks_.guard = std::move(guard);
   }
-  /// Returns the guard's `admit`, or null if gradients need not wait.
+  /// Returns the guard's `admit`, or null if arriving gradients need not wait.
   std::function<base::Future<void>()> admission() const {
     std::lock_guard lock(mutex_);
     return hooks_.guard.admit;
@@ -153,13 +153,13 @@ class ContextState {
     auto taken = hooks_.ready.extract(variable.unsafeGetTensorImpl());
     return taken ? std::move(taken.mapped()) : std::vector<ReadyHook>();
   }
-  /// Marks this rank's part of the pass as run and returns the hooks to call.
+  /// Marks this rank's part of the pass as finished. Returns the hooks for the caller to call.
   std::vector<std::function<void()>> end_hooks_of(uint64_t pass);
 
  private:
   enum class PassState : uint8_t { kOver, kRunning, kRan, kFailed };
   enum class PassEvent : uint8_t { kBegin, kBeginByGradients, kRun, kFinish, kFail };
-  /// Returns false if the state machine ignores `event`.
+  /// Applies `event` to the state machine. Returns false if the current state ignores the event.
   bool transition_locked(PassEvent event, uint64_t id);
   struct Hooks {
     std::unordered_map<const c10::TensorImpl*, std::vector<ReadyHook>> ready;
@@ -190,7 +190,7 @@ class ContextState {
   PassState pass_state_ = PassState::kOver;
 };
 
-/// The pass and hooks that a failed pass has left behind.
+/// A failed pass and its hooks, until end() destroys the hooks.
 struct ContextState::Failing {
   /// Fails the pass, calls on_failure and destroys the hooks. Must not run on the loop thread.
   void end(const base::Error& error);

@@ -138,7 +138,7 @@ void Pass::run_ready() {
         call_end_hooks(*context);
       }
     } catch (...) {
-      // Exceptions without a kind are `internal` on the initiator and `remote_failed` elsewhere.
+      // A foreign exception becomes `internal` on the initiator and `remote_failed` on other ranks.
       base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
                                                               : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
@@ -150,7 +150,7 @@ void Pass::run_ready() {
   finish_if_idle();
 }
 
-// Joins all streams first, so that the hooks can use all gradients in the current streams.
+// Joins all streams, so that the hooks can use all gradients in the current streams.
 void Pass::call_end_hooks(ContextState& context) {
   join_streams();
   for (const auto& hook : context.end_hooks_of(id_)) hook();
@@ -241,8 +241,8 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
 // Runs on the loop thread, which is safe because an acknowledgement has no tensors.
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   const auto fail = [this](base::Error error) {
-    // A worker fails the pass, because that destroys the user's hooks. If the thread pool has ended
-    // and drops the task, the destructor of `failing` fails the pass.
+    // A worker fails the pass, because user hooks must not be destroyed on the loop thread. If the
+    // thread pool has ended and drops the task, the destructor of `failing` fails the pass.
     std::shared_ptr<void> failing(nullptr,
                                   [self = shared_from_this(), error](void*) { self->fail(error); });
     agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });
@@ -316,9 +316,9 @@ void Pass::finish_if_idle() {
   done->complete(outcome_of(reports));
 }
 
-/// Runs on the initiator when the pass is over. Returns an error if a message got no gradient.
+/// Returns an error if a message got no gradient. The initiator calls it when the pass is over.
 base::Status Pass::outcome_of(PassReports reports) const {
-  // Prefers another rank's message, which may be why this rank's messages have no gradient.
+  // Prefers another rank's message, because it may be why this rank's messages have no gradient.
   std::string what;
   for (const auto& [rank, report] : reports) {
     if (report.waiting == 0 || (!what.empty() && rank == agent_.rank())) continue;

@@ -38,7 +38,7 @@ class ContextState;
 // reaches the initiator, because the rank's waker has not sent its own last report by then. If a
 // count is above zero at the end, the roots do not depend on a tensor that the rank has sent.
 
-/// Represents tensors that this rank sent. Their gradients enter the graph here.
+/// Represents tensors that this rank sent. The gradients of the tensors enter the graph here.
 struct SendNode final : torch::autograd::Node {
   SendNode(int to_in, uint64_t answered_in, const std::vector<at::Tensor>& tensors)
       : to(to_in), answered(answered_in) {
@@ -75,7 +75,7 @@ struct RecvNode final : torch::autograd::Node {
   const int from;
 };
 
-/// The state of one rank, sent in acknowledgements.
+/// The state of a pass on one rank, sent in acknowledgements.
 struct PassReport {
   uint64_t version = 0;
   uint32_t waiting = 0;  ///< send nodes without a gradient
@@ -93,19 +93,19 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   uint64_t id() const { return id_; }
 
-  /// Counts the dependencies before the pass runs. `roots` is empty except on the initiator.
+  /// Counts the dependencies of all nodes before the pass runs. Only the initiator has `roots`.
   void prepare(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
 
-  /// Runs the initiator's ready nodes and hooks. The future is done when all ranks are.
+  /// Runs the ready nodes and hooks on the initiator. The future is done when all ranks are done.
   base::Future<void> run_roots(const std::vector<at::Tensor>& roots);
 
-  /// Takes the gradients of a send node and acknowledges them by `reply`, now or later.
+  /// Adds the gradients of a send node to the pass and acknowledges them by `reply`, now or later.
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
-  /// Fails the pass and the context's hooks for it; no effect if the context has a newer pass.
+  /// Fails the pass and the context's hooks for it. Does nothing if the context has a newer pass.
   void fail(const base::Error& error);
-  /// Stops the pass: fails the waker, calls `between`, then fails the future of run_roots().
+  /// Stops the pass: fails the acknowledgement that is due, calls `between`, fails run_roots().
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all work of the pass on this rank.
@@ -145,7 +145,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::weak_ptr<ContextState> context_;
 
   std::mutex mutex_;
-  // Empty except on the initiator. A leaf's edge is the only owner of its AccumulateGrad.
+  // Empty except on the initiator. Keeps AccumulateGrad nodes alive, which only edges own.
   std::vector<torch::autograd::Edge> roots_;
   // Plain pointers are safe because the context's send nodes and the roots own the graph.
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;

@@ -19,8 +19,8 @@ enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 // Context ids contain the rank plus 1, because 0 means no context.
 rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 1; }
 
-/// The stack of contexts that one thread has created. They may end in any order and on any thread:
-/// an ended context no longer counts, and is removed when it is on top.
+/// The stack of contexts that one thread has created. The contexts may end in any order and on any
+/// thread: an ended context no longer counts, and is removed when it is on top.
 class ContextStack {
  public:
   using Ended = std::shared_ptr<std::atomic<bool>>;
@@ -38,7 +38,7 @@ class ContextStack {
     return ended;
   }
   void leave_ended() {
-    // An entry with a newer rpc::ContextScope inside it must stay.
+    // Keep an ended entry while a newer rpc::ContextScope is nested in it.
     while (!stack_.empty() && *stack_.back().ended && stack_.back().scope->is_innermost()) {
       stack_.pop_back();
     }
@@ -52,14 +52,13 @@ class ContextStack {
   std::vector<Entry> stack_;
 };
 
-/// A pass that this rank has initiated.
 struct InitiatedPass {
   InitiatedPass(const Context& context, PassOptions options)
       : runtime(Runtime::of(context.agent())),
         state(context.state()),
         pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
 
-  /// Returns the result of `part`. If it throws, fails the pass first.
+  /// Returns part(). If `part` throws, fails the pass and rethrows the error.
   template <class Part>
   auto or_fail(const Part& part) {
     try {
@@ -133,7 +132,7 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
-// Marks the contexts from `first_ended` to `id` as ended. Returns context `id` if it is here.
+// Marks the contexts from `first_ended` to `id` as ended. Takes context `id` if this rank has it.
 std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_t id) {
   uint64_t last = id;
   for (auto range = ended_.lower_bound(first_ended - 1);
@@ -162,7 +161,7 @@ void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
   bool sent_to_all = true;
   for (const int rank : participants) sent_to_all = is_sent(rank) && sent_to_all;
   if (sent_to_all) return;
-  // A lost participant would have forwarded the message, so send it to all ranks.
+  // A lost rank cannot forward the message to its own peers, so send the message to all ranks.
   for (int rank = 0; rank < agent_.world_size(); ++rank) {
     if (!participants.contains(rank)) is_sent(rank);
   }
@@ -248,7 +247,7 @@ void Runtime::on_given_up(uint64_t context, int to, uint64_t call) {
 
 void Runtime::on_given_up_by(uint64_t context, int caller, uint64_t call) {
   try {
-    // Creates the context if needed, because the call may still run here.
+    // Creates a missing context, because the call may still arrive and run on this rank.
     throw_away(find_or_create(context)->give_up(caller, call));
   } catch (const base::Exception&) {  // the context has ended
   }

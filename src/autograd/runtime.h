@@ -43,9 +43,9 @@ class Runtime final : public rpc::AutogradHook,
     const auto it = contexts_.find(id);
     return it == contexts_.end() ? nullptr : it->second;
   }
-  /// Throws `invalid` if the context has ended, or the error of the loss if its creator is lost.
+  /// Throws `invalid` if the context has ended, or the rank-loss error if its creator is lost.
   std::shared_ptr<ContextState> find_or_create(uint64_t id);
-  /// Releases the context on all ranks that have a part of it.
+  /// Releases the context on this rank and on all other ranks that have a part of it.
   void release(uint64_t id);
   /// Fails the pass on all other ranks that have a part of the context.
   void fail_pass(uint64_t context, uint64_t pass, const base::Error& error);
@@ -67,7 +67,7 @@ class Runtime final : public rpc::AutogradHook,
     std::lock_guard lock(mutex_);
     return contexts_.size();
   }
-  /// Ends the contexts that the lost rank created and fails their passes.
+  /// Ends the contexts that the lost rank created, and fails the passes over these contexts.
   void on_rank_lost(const rpc::Loss& loss) override;
 
  private:

@@ -24,7 +24,7 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     return;
   }
   const c10::Stream stream = producer ? *producer : rpc::current_stream(device);
-  // InputBuffer uses the node only to warn about leaves that several streams use.
+  // No node is needed: InputBuffer uses it only to warn about leaves that several streams use.
   inputs.add(input, std::move(gradient), stream, stream_of(node), nullptr);
 }
 
@@ -66,8 +66,8 @@ void wait_for_streams(const std::vector<c10::Stream>& streams, std::optional<c10
 }
 
 // A read records the current stream as a reader. An update waits for the work that the stream has
-// when the update begins. It need not wait for later reads, because they use versions that the
-// update does not change.
+// when the update begins. The update need not wait for later reads, because later reads use
+// versions that the update does not change.
 void ParameterStreams::order(c10::Device device, bool updates) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);

@@ -33,7 +33,7 @@ std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& node, uint32_t input,
                   at::Tensor gradient, const std::optional<c10::Stream>& producer);
 
-/// Makes `own`, the stream of the node with these inputs, wait for them.
+/// Makes a node's stream `own` wait until the node's `inputs` are computed.
 void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
@@ -44,7 +44,7 @@ std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 /// streams differ.
 bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer);
 
-/// Makes this thread's current streams wait for the work in `streams`; with `only`, of that device.
+/// Makes this thread's current streams wait for `streams`, or only for those of device `only`.
 void wait_for_streams(const std::vector<c10::Stream>& streams,
                       std::optional<c10::Device> only = std::nullopt);
 
@@ -58,7 +58,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device) { order(device, false); }
-  /// Also keeps the parameter's memory for the current stream's reads, even if the parameter moves.
+  /// As read(device), and keeps the memory for the current stream even if `parameter` moves.
   void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device) { order(device, true); }

@@ -53,9 +53,9 @@ struct BufferPool::Shelf {
     return std::aligned_alloc(kAlignment, size);
   }
 
-  // Keeps `block` for reuse and frees the blocks that have been idle longest. One block above
-  // `max_idle_bytes` is kept apart until kLargeIsKept others have been returned: if each training
-  // step receives a tensor of that size, its pages are faulted in only once.
+  // Keeps `block` for reuse and frees the blocks that have been idle longest. Keeps one block above
+  // `max_idle_bytes` until kLargeIsKept other blocks have been returned: if each training step
+  // receives a tensor of that size, only the first step causes page faults.
   void give(void* block, size_t size) {
     if (size > kLargest * max_idle_bytes) return std::free(block);
     std::vector<void*> evicted;

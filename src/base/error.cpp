@@ -12,7 +12,7 @@ struct Kind {
   int exit_code;
 };
 
-// In the order of their numbers, which start at 1.
+// In the order of the kinds' numbers, which start at 1.
 constexpr Kind kKinds[] = {
     {ErrorKind::kInternal, "internal", 1},          {ErrorKind::kInvalid, "invalid", 2},
     {ErrorKind::kRendezvous, "rendezvous", 3},      {ErrorKind::kAuth, "auth", 4},
@@ -23,7 +23,7 @@ constexpr Kind kKinds[] = {
     {ErrorKind::kNotFound, "not_found", 1},         {ErrorKind::kCancelled, "cancelled", 1},
 };
 
-// Returns the entry of kInternal if `kind` is not a known number.
+// Returns the entry of `kind`, or the entry of kInternal if `kind` is unknown.
 const Kind& entry_of(ErrorKind kind) {
   const auto number = static_cast<uint16_t>(kind);
   return kKinds[is_known_kind(number) ? number - 1 : 0];

@@ -30,7 +30,7 @@ constexpr int kQuestion = SIGURG;                      // ignored by default
 sigset_t asked_to_block;
 std::atomic<int> answers{0};
 
-/// Signal handler: blocks `asked_to_block` in its thread as soon as the handler returns.
+/// Signal handler. When it returns, its thread blocks the signals in `asked_to_block` as well.
 void block_what_is_asked(int, siginfo_t*, void* context) {
   sigset_t& mask = static_cast<ucontext_t*>(context)->uc_sigmask;
   sigorset(&mask, &mask, &asked_to_block);
@@ -61,7 +61,7 @@ struct Limit {
   std::string group;  ///< path of the cgroup that has this quota
 };
 
-/// Lowers `smallest` to the quota of a cgroup, v2 or v1. "max" and -1 mean that it has no quota.
+/// Lowers `smallest` to the quota of a cgroup, v1 or v2, if that is lower. "max" and -1: no quota.
 void read_quota(const std::string& group, Limit& smallest) {
   double time = 0, period = 0;
   if (std::ifstream v2(group + "/cpu.max"); v2) {
@@ -83,7 +83,7 @@ Limit smallest_quota(const std::string& root) {
     const bool is_v1 = std::ranges::find(controllers, "cpu") != controllers.end();
     if (!is_v1 && !parts[1].empty()) continue;
     const std::string mount = root + (is_v1 ? "/sys/fs/cgroup/cpu" : "/sys/fs/cgroup");
-    // A container may see its own cgroup as the root, whatever its path, so the root is read, too.
+    // Read the root as well, because a container may see its own cgroup as the root.
     std::string path(parts[2]);
     while (!path.empty()) {
       read_quota(mount + path, smallest);

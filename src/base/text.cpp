@@ -64,7 +64,7 @@ std::string in_quotes(std::string_view text) {
     const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7F;
     shown += plain ? c : '?';
   }
-  // A message is UTF-8: a character that the limit cut in two goes.
+  // Drop a last UTF-8 character that the limit may have cut in two.
   if (text.size() > kShown) {
     while (shown.size() > 1 && (shown.back() & 0xC0) == 0x80) shown.pop_back();
     if (shown.size() > 1 && (shown.back() & 0x80) != 0) shown.pop_back();

@@ -33,7 +33,7 @@ bool ThreadPool::wants_thread_locked() const {
          alive_ < options_.cap;
 }
 
-// Returns false if the system cannot start a thread; the existing threads then run the queue.
+// Starts a thread. Returns false if the system cannot; the existing threads then run the queue.
 bool ThreadPool::start_thread_locked() {
   ++alive_;
   try {
@@ -50,7 +50,7 @@ void ThreadPool::post(Task task) {
   if (stopping_) return;
   queue_.push_back(std::move(task));
   if (polling_ && !called_.load(std::memory_order_relaxed)) {
-    // The polling thread looks at the queue once more when it ends, so it cannot miss this task.
+    // The polling thread checks the queue once more when polling ends, so it cannot miss this task.
     called_.store(true, std::memory_order_release);
   } else if (!idle_.empty()) {
     wake_locked();
@@ -77,7 +77,7 @@ void ThreadPool::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     while (queue_.empty() && !stopping_) {
-      // This thread was started in place of a blocked thread, which has resumed since.
+      // This thread replaced a blocked thread. That thread has resumed, so this thread exits.
       if (alive_ - blocked_ > options_.size) goto leave;
       if (has_worked && !polling_) {
         has_worked = false;
@@ -97,7 +97,7 @@ void ThreadPool::run() {
     if (queue_.empty()) break;
     Task task = std::move(queue_.front());
     queue_.pop_front();
-    // If this thread has come late, several tasks may be queued by now: start another thread.
+    // Several tasks may have been queued before this thread ran: start another thread.
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
     if (options_.before_task) options_.before_task();

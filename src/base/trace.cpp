@@ -14,7 +14,7 @@
 namespace distrain::base {
 namespace {
 
-/// Holds the tracer that a thread is bound to, and returns the lane when the thread exits.
+/// Holds the tracer of a thread, and gives the thread's lane back when the thread exits.
 struct Bound {
   std::shared_ptr<Tracer> tracer;
   ~Bound() { Tracer::bind_thread(nullptr, ""); }
@@ -90,7 +90,7 @@ bool Tracer::wait_until_closed(Duration limit) const {
   }
 }
 
-// The monotonic clock starts at boot, and a time namespace may shift it.
+// The boot and the time namespace identify the monotonic clock, because they determine its zero.
 std::string Tracer::clock_domain() const {
   if (!clock_.domain.empty()) return clock_.domain;
   std::string boot;

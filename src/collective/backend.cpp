@@ -223,7 +223,7 @@ void Backend::shutdown() { core_->close(); }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
-  // Checks all tensors first, because a partly issued list would put this rank out of step.
+  // Check all tensors first, because a partly started list would put this rank out of step.
   for (const at::Tensor& tensor : tensors) check_reduction(tensor, options.reduceOp.op_);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {

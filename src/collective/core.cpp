@@ -102,7 +102,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
       }
     }
     lock.unlock();
-    // Starts even if an early message has failed the operation, so that other ranks' parts fail.
+    // Starts even if an early message has failed the operation, so that it fails on all ranks.
     try {
       if (await_room(*operation)) {
         operation->start();
@@ -145,13 +145,13 @@ void Core::send_refusals(uint64_t first, int count, const Error& error) {
     std::copy(text.begin(), text.end(), buffer->data);
     for (int i = 0; i < count; ++i) send_to_all(first + static_cast<uint64_t>(i), 0, buffer);
   } catch (...) {
-    // A rank that gets no refusal is lost, or its operation fails by the deadline.
+    // Ignore errors: a rank that gets no refusal is lost, or its operation fails at its deadline.
   }
 }
 
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
-  // Starts with the next rank to spread the load. Skips lost ranks, because the others wait.
+  // Starts with the next rank to spread the load. Skips lost ranks: the others need the message.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {

@@ -35,7 +35,7 @@ constexpr uint32_t sequence_of(uint64_t number) {
 // its share, which leaves room for refusals, the group fails with `overloaded`.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
-/// Replaces the operation's number in the last message of a rank that has closed the group.
+/// The operation number in the last message of a rank that closes the group.
 inline constexpr uint64_t kClosed = UINT64_MAX;
 
 /// The state of a group: its sequences, early messages and pending operations. Handles the
@@ -46,8 +46,8 @@ class Core : public std::enable_shared_from_this<Core> {
   Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
 
   void open();
-  /// Fails pending operations with `cancelled`, and notifies the other ranks, whose operations that
-  /// need this rank fail. When close() returns, no thread uses the channel.
+  /// Fails pending operations with `cancelled` and notifies the other ranks, so that their
+  /// operations that need this rank fail. When close() returns, no thread uses the channel.
   void close();
   /// Fails pending operations with `error`; the group stays usable.
   void abort(const base::Error& error);
@@ -58,7 +58,7 @@ class Core : public std::enable_shared_from_this<Core> {
   }
   /// Starts `operation` as the next of its sequence. Never throws; fails the operation instead.
   void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
-  /// Skips the sequence's next `count` numbers and sends `error` for them to the other ranks.
+  /// Skips the sequence's next `count` operations and sends `error` for each to the other ranks.
   void refuse(int count, const base::Error& error, uint32_t sequence);
 
   int rank() const { return rank_; }
@@ -87,13 +87,12 @@ class Core : public std::enable_shared_from_this<Core> {
     return buffer;
   }
 
-  /// Sends to group rank `to`. Called without the lock, by a thread that `active_` counts.
+  /// Sends to group rank `to`. The caller is counted in `active_` and does not hold mutex_.
   void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) {
     const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
     channel_.send(world_rank(to), tag, pieces, std::move(keep_alive));
   }
-  /// Sends the same buffer to all other ranks.
   void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer);
 
  private:
@@ -136,7 +135,7 @@ class Core : public std::enable_shared_from_this<Core> {
     const auto it = next_.find(sequence_of(number));
     return it == next_.end() || number >= it->second;
   }
-  /// Removes and returns the messages that arrived before operation `number` began here.
+  /// Removes and returns the messages that arrived before this rank began operation `number`.
   std::vector<rpc::ChannelMessage> take_early_locked(uint64_t number);
 
   rpc::Channel& channel_;

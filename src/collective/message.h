@@ -39,7 +39,7 @@ std::string describe(const OpSpec& spec);
 const char* kind_name(OpKind kind);
 
 /// Each message starts with a header (struct Header in message.cpp), whose size keeps the data
-/// aligned. The data of a tensor or chunk follows; in a refusal, the error kind (2 bytes) and text.
+/// aligned. The data is a tensor or chunk, or the error kind (2 bytes) and text of a refusal.
 inline constexpr size_t kHeaderBytes = 64;
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out);
@@ -47,10 +47,8 @@ void encode_header(const OpSpec& spec, int step, uint8_t* out);
 /// Returns the specification of a received message, or nothing if it does not begin with a header.
 std::optional<OpSpec> decode_header(std::span<const uint8_t> payload);
 
-/// Returns the whole payload of a refusal.
 std::string encode_refusal(const base::Error& error);
 
-/// Returns the error in a refusal's payload.
 base::Error decode_refusal(std::span<const uint8_t> payload);
 
 }  // namespace distrain::collective

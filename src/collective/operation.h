@@ -47,17 +47,16 @@ enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, 
 
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  /// `steps` is 1 or 2.
+  /// `steps`, 1 or 2, is the number of rounds of messages.
   Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1)
       : spec_(spec), steps_(steps), deadline_(deadline) {}
   virtual ~Operation() = default;
 
-  /// As Pending's functions of these names; wait_until throws the operation's error.
+  /// Implement the functions of Pending; wait_until() throws the operation's error.
   bool done();
   bool wait_until(base::TimePoint limit);
   void expire();
   void fail(base::Error error);
-  /// Computes all steps that are ready.
   void run_ready();
   Core& core() const { return *core_; }
   rpc::Wait wait_locked() const;
@@ -66,14 +65,14 @@ class Operation : public std::enable_shared_from_this<Operation> {
  protected:
   uint64_t number() const { return number_; }
 
-  /// Return whether `step` needs a message of group rank `from`, and the size of its data. The
-  /// default is the whole tensor of each other rank.
+  /// Return whether `step` needs a message of group rank `from`, and the size of its data. By
+  /// default each step needs the whole tensor of each other rank.
   virtual bool expects(int step, int from) const;
   virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
 
   /// Sends the messages of step 0, on the caller's thread.
   virtual void start() = 0;
-  /// Processes the inputs of `step`, without the lock. Throws to fail the operation.
+  /// Processes the inputs of `step`, without Core's mutex. Throws to fail the operation.
   virtual void run_step(int step) = 0;
   /// Returns the data that group rank `from` sent for `step`. Only for run_step().
   std::span<const uint8_t> input(int step, int from) const;
@@ -99,7 +98,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  /// Return true if a message of group rank `from` is missing: for `step`, or for any step left.
+  /// Return true if `step`, or any remaining step, still needs a message of group rank `from`.
   bool lacks_locked(int step, int from) const;
   bool waits_for_locked(int from) const;
   std::string number_text() const;
@@ -115,7 +114,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   uint64_t number_ = 0;
   int64_t traced_from_ = 0;  // when it began, if it is to be in the trace
 
-  // Guarded by Core's mutex; the state is read without it while polling.
+  // Guarded by Core's mutex, except that polling threads read `state_` without the mutex.
   std::atomic<OperationState> state_{OperationState::kStarting};
   int step_ = 0;
   size_t missing_ = 0;                      // messages of the step

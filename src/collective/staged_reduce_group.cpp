@@ -82,7 +82,7 @@ base::Future<Pending> BackendQueue::call_behind(rpc::StreamPoint copied,
 //   waiter  waits for the Backend, enqueues the copy back in the same side stream, and makes its
 //           current stream wait for it.
 
-/// Keeps pinned buffers until the device has copied from them.
+/// Keeps pinned buffers alive until the device has copied from them.
 class StagedReduceGroup::HostBuffers {
  public:
   ~HostBuffers() {
@@ -115,7 +115,7 @@ class StagedReduceGroup::HostBuffers {
   std::vector<Used> used_;
 };
 
-/// An operation on a tensor of a device.
+/// An operation on a device tensor.
 class StagedReduceGroup::StagedWork final : public ReduceWork {
  public:
   StagedWork(const at::Tensor& tensor, std::shared_ptr<HostBuffers> buffers)

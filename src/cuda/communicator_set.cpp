@@ -89,7 +89,7 @@ void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> com
 }
 
 void CommunicatorSet::end(const Error& error) {
-  // Set the error first: an abort lets streams go on, or may hang.
+  // Set the error first: an aborted stream goes on with wrong results, and an abort may hang.
   if (!failure_->fail(error)) return;
   std::unique_lock lock(mutex_);
   const auto communicators = std::exchange(communicators_, {});
@@ -154,7 +154,7 @@ void Watchdog::run() noexcept {
   }
 }
 
-// Queries devices, NCCL and the group without holding the lock.
+// Queries devices, NCCL and the group without holding mutex_.
 void Watchdog::check() {
   std::vector<std::pair<std::shared_ptr<Item>, std::optional<rpc::StreamPoint>>> items;
   {

@@ -51,15 +51,15 @@ struct DeviceCommunicator {
   std::mutex in_use;  // held for calls of `nccl`, except abort()
 };
 
-/// The error that ended a set's communicators, and whether it was reported. Thread-safe.
+/// The error that ended a set's communicators, and whether a caller has received it. Thread-safe.
 class CommunicatorFailure {
  public:
   /// Sets the error and returns true; returns false and keeps the first error if there is one.
   bool fail(const base::Error& error);
   std::optional<base::Error> error() const;
-  /// Returns the error, if any, and marks it as reported.
+  /// Returns the error, if any, and marks it as reported to a caller.
   std::optional<base::Error> report();
-  /// Returns the error if it was not reported yet.
+  /// Returns the error if no caller of report() has received it.
   std::optional<base::Error> unreported() const;
 
  private:
@@ -71,11 +71,11 @@ class CommunicatorFailure {
 /// The communicators of a group, one per device, which end together. Thread-safe.
 class CommunicatorSet {
  public:
-  /// Returns null if the device has no communicator. `number` is the device's number in the group.
+  /// Returns the communicator of device `number` (numbered in the group), or null if it has none.
   std::shared_ptr<DeviceCommunicator> find(size_t number) const;
   void add(size_t number, std::shared_ptr<DeviceCommunicator> communicator);
 
-  /// Aborts all work, for good. Does not wait for the aborts.
+  /// Sets the set's error and aborts all communicators, without waiting for the aborts.
   void end(const base::Error& error);
   const std::shared_ptr<CommunicatorFailure>& failure() const { return failure_; }
 
@@ -93,7 +93,7 @@ class Watchdog {
   struct Options {
     std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
     std::chrono::milliseconds timeout;                 ///< 0: none
-    /// How long the group has to find a lost rank when NCCL has reported an error.
+    /// Time in which the group may find a lost rank after NCCL has reported an error.
     std::chrono::milliseconds loss_grace;
     int world_rank;  ///< of this rank
   };
@@ -102,12 +102,11 @@ class Watchdog {
   ~Watchdog();
 
   struct Item;
-  /// Watches an operation from before NCCL is called until `done` is reached. `op` is for messages.
+  /// Watches an operation from before the call of NCCL until `done` is reached. `op` is for errors.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set,
                               std::shared_ptr<DeviceCommunicator> communicator, std::string op);
   /// Sets the point at which NCCL's work for `item` ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
-  /// Stops watching `item`.
   void forget(const std::shared_ptr<Item>& item);
 
  private:

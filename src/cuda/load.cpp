@@ -112,7 +112,7 @@ const Plugin& load_once() {
   if (folder.empty()) fail("can't tell where LibTorch lies");
   const fs::path torch_cuda = find_torch_cuda(folder);
   // The library's search path leads to its NVIDIA libraries. The scope is global because the plugin
-  // and other libraries of LibTorch find their symbols there. The library is never closed.
+  // and other LibTorch libraries find their symbols there. The library is never closed.
   open_library(torch_cuda, RTLD_GLOBAL);
   // LibTorch looks for CUDA once, at the first query, and keeps the answer.
   if (!at::detail::getCUDAHooks().isBuilt()) {

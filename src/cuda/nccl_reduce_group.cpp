@@ -43,7 +43,7 @@ namespace {
 
 enum class Kind : int64_t { kMean, kBroadcast };
 
-/// The description of an operation on which the ranks agree.
+/// The description of an operation, which must be equal on all ranks.
 struct OpSpec {
   Kind kind;
   int64_t root;
@@ -83,7 +83,7 @@ constexpr std::chrono::seconds kEndTimeout{12};
 
 class NcclWork final : public collective::ReduceWork {
  public:
-  /// The end of NCCL's work in its stream, and whether the work failed.
+  /// The end of NCCL's work in its stream, and the failure of its communicators if there is one.
   struct Enqueued {
     rpc::StreamPoint done;
     std::shared_ptr<CommunicatorFailure> failure;
@@ -103,7 +103,7 @@ class NcclWork final : public collective::ReduceWork {
   const base::Future<Enqueued> enqueued_;
 };
 
-/// An operation as its caller has described it.
+/// The arguments of an operation.
 struct Call {
   at::Tensor tensor;
   Kind kind;
@@ -181,7 +181,7 @@ class NcclReduceGroup final : public ReduceGroup {
 
   // All functions below run on the queue's thread.
 
-  // Replaces the set of communicators. Work that NCCL got from the old set still completes.
+  // Replaces the communicators. Work that NCCL got through the old communicators still completes.
   void renew_set() {
     set_ = std::make_shared<CommunicatorSet>();
     std::lock_guard lock(failures_mutex_);
@@ -191,7 +191,7 @@ class NcclReduceGroup final : public ReduceGroup {
     failures_.push_back(set_->failure());
   }
 
-  // Takes an error that occurred after wait() had returned, to send it to all ranks.
+  // Returns an error that occurred after wait() had returned, so that all ranks receive the error.
   RankReport take_late_failure() {
     std::optional<Error> late;
     {

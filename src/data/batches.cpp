@@ -14,7 +14,7 @@ namespace distrain::data {
 
 namespace {
 
-// Derives this random sequence from a seed. Jobs derive others by other keys.
+// Selects the sequence of random numbers for shuffling. Jobs use other keys for other sequences.
 constexpr uint64_t kShuffleSequence = 1;
 
 void check_positive(int64_t value, const std::string& what) {

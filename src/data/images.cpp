@@ -58,7 +58,7 @@ class IdxFile {
   }
 
   // Reads the rest of the file, which must have exactly `total` bytes. The buffer grows as data
-  // arrives, because the header may promise more than the file has.
+  // arrives, because the header may state a larger size than the file has.
   std::vector<uint8_t> read_elements(uint64_t total) {
     reader_.limit({total, "that its header says"});
     std::vector<uint8_t> elements;
@@ -157,7 +157,7 @@ ImageSet read_pair(const std::string& folder, const std::string& set) {
   return read_idx(*images, *labels);
 }
 
-// CIFAR-10's files.
+// The format of CIFAR-10's files.
 constexpr int64_t kSide = 32;
 constexpr int64_t kChannels = 3;
 constexpr uint8_t kClasses = 10;
@@ -166,7 +166,7 @@ constexpr size_t kChunk = 1024 * kRecord;
 constexpr std::array kTrainingFiles = {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
                                        "data_batch_4.bin", "data_batch_5.bin"};
 
-// Returns the path in `folder` or in the folder of the unpacked archive; empty if missing.
+// Returns the path of `name` in `folder` or its `cifar-10-batches-bin`; empty if missing.
 std::string find_cifar_file(const std::string& folder, const std::string& name) {
   for (const char* between : {"/", "/cifar-10-batches-bin/"}) {
     std::string path = folder + between + name;

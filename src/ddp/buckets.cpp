@@ -70,7 +70,7 @@ Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& param
 }
 
 void Bucket::allocate() {
-  // Creates plain aliases, because an autograd view would hold a reference to `flat_`.
+  // Creates plain aliases. Autograd views would hold `flat_`, so begin() would find it in use.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   int64_t total = 0;
   for (const at::Tensor& parameter : like_) total += parameter.numel();
@@ -88,7 +88,7 @@ void Bucket::begin() {
   writers_.clear();
   missing_ = members_.size();
   free_.make_current_wait(device_);
-  // Views are handed out as gradients, and a failed allreduce may still send from `flat_`.
+  // Do not reuse memory that views hold as gradients or that a failed allreduce may still send.
   const bool is_shared =
       flat_.defined() &&
       (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||

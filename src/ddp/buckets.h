@@ -14,8 +14,8 @@
 namespace distrain::ddp {
 
 /// Returns buckets of indices into `parameters`. A bucket has parameters of one dtype and device in
-/// the order of `order`, with at most `cap_bytes` (the first bucket of a dtype and device: with
-/// `first_bytes`) or one larger parameter. Sorts the buckets by their last member's place.
+/// the order of `order`: at most `cap_bytes` (`first_bytes` in the first bucket of a dtype and
+/// device) or one larger parameter. The buckets are in the order of their last parameters.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);
@@ -44,7 +44,7 @@ class Bucket {
   void load(size_t slot, const at::Tensor& to) const;
   /// Ends a pass. The next pass uses the memory after the work of this thread's current stream.
   void end();
-  /// Ends a failed pass. The failed operation may still use the memory, so the next pass allocates.
+  /// Ends a failed pass. Its operation may still use the memory, so the next pass uses new memory.
   void drop();
 
  private:

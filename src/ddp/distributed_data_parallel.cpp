@@ -103,7 +103,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   }
   if (equal) return;
 
-  // All ranks have seen the same hashes, so all ranks get here or none does.
+  // All ranks compare the same hashes, so either all ranks get here or none.
   const at::Tensor padded = at::zeros({longest}, at::kByte);
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;

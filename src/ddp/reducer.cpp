@@ -165,7 +165,7 @@ Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) 
   return nullptr;
 }
 
-// Returns the number of collectives of the current pass that have not started.
+// Returns how many collectives of the current pass have not started.
 int Reducer::Impl::collectives_left_locked() const {
   const bool measures = measured_pass_ == 0 && buckets_.size() > 1;
   return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
@@ -215,7 +215,8 @@ void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef
   if (begin_of_context_locked(index, context, end)) store_locked(index, gradient);
 }
 
-// Returns false if the context's pass has failed, because nothing would end a pass that begins now.
+// Returns false if the context's pass has failed. A reduction must not begin then, because nothing
+// would end the reduction.
 bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                             std::function<void()>& end) {
   if (!context.runs()) return false;
@@ -238,7 +239,8 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // The other ranks wait for this rank's pass. If it is still expected, its end_of() refuses it.
+    // Refuse the pass, because other ranks wait for it. If the context still expects the pass, the
+    // function of end_of() refuses the pass.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
@@ -287,7 +289,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
       announced->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    // A plain pass may have begun on an engine thread, which has no current context.
+    // Look again: if the pass began on an engine thread, there was no current context.
     if (!deliver) answer_expectation_locked();
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);

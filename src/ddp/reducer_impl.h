@@ -85,7 +85,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     uint64_t last_pass = 0;  // the last pass in which the parameter got a gradient
   };
 
-  /// The number of a forward and its passes so far. See Note [Numbers of passes].
+  /// The number of a forward pass, and of its backward passes so far. See Note [Numbers of passes].
   struct ForwardCount {
     uint64_t forward = 0;
     uint64_t passes = 0;

@@ -7,7 +7,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   const auto data = values.find("data");
   const bool has_data = data != values.end() && is_path(*find_option(table, "data"), data->second);
   for (const Option& option : table) {
-    // Checkpoints record how often to save, but neither the folder nor what to resume.
+    // Checkpoints do not record the folder to save in or the checkpoint to resume from.
     const bool saved_where = option.group == "Checkpoints" && option.needs != "checkpoint";
     const bool has_effect = !(has_data ? option.random_only : option.data_only);
     if (!is_job_option(option) || saved_where || !has_effect || option.each_own) continue;

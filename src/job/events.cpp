@@ -51,7 +51,7 @@ Event end_event(std::string name, std::string when) {
                   "updates of remote parameters in this run, on all ranks in the scope"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "peak memory of tensors on a GPU, in MB"})}};
-  // Fields of the first failure.
+  // The fields that describe the first failed rank.
   std::vector<Field> of_cause = {
       {"kind", kText, "kind of the error, such as peer_lost"},
       {"message", kText, "error message in one line"},

@@ -24,7 +24,7 @@ std::string range_words(const Option& option) {
                           : fmt::format(" from {} to {}", min, max);
 }
 
-/// Returns `text` as a number of the option's range. Throws `invalid` naming `where` otherwise.
+/// Returns `text` as a number. Throws `invalid`, naming `where`, if the option does not allow it.
 template <class T>
 T checked_number(const Option& option, std::string_view text, std::string_view where) {
   const std::optional<T> value = number<T>(text);
@@ -102,7 +102,7 @@ Json json_value(const Option& option, const std::string& canonical) {
     detail::read_value(canonical, values);
     return values;
   }
-  // A number option may have a word instead.
+  // The value of a number option may be a word, which stays a text.
   const auto or_word = [&](auto value) { return value ? Json(*value) : Json(canonical); };
   if (option.kind == ValueKind::kInteger) return or_word(number<int64_t>(canonical));
   if (option.kind == ValueKind::kReal) return or_word(number<double>(canonical));

@@ -166,7 +166,7 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
-  // Only shared parts survive a lost trainer. Without parts, all state may be local to trainers.
+  // A trainer may be lost only if all state is in parts that the trainers share.
   const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
   if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
   Attached attached;
@@ -216,7 +216,7 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   show(what.epoch, loss, plan_.lr * factor, result.progress);
 }
 
-/// Reports progress at most twice a second, so that most steps only read the clock.
+/// Reports progress at most twice a second. Most steps therefore only read the clock.
 void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more) {
   const base::TimePoint now = base::Clock::now();
   if (now - shown_ < kShowInterval) return;
@@ -329,7 +329,7 @@ void TrainingPlan::end(const Task& task) {
   Json& fields = process_.fields();
   fields["steps"] = steps_;
   fields["train_s"] = train_s_;
-  // All trainers make equal steps, so the first one reports the rate of all.
+  // Each trainer makes the same number of steps, so trainer 0 reports the rate of all trainers.
   if (plan_.unit == Unit::kWords && own_.front() == 0 && train_s_ > 0) {
     fields["words_per_s"] = static_cast<double>(samples_ * processes()) / train_s_;
   }
@@ -367,7 +367,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
-    // Only trainer 0 restores the shared parameters.
+    // Trainer 0 restores the shared parameters. The others load only their own state.
     const auto own = static_cast<std::ptrdiff_t>(optimizer.own_state().size());
     optimizer.load_own_state({states.end() - own, states.end()});
   };
@@ -400,8 +400,8 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
     const Step what = {task.epoch, task.shard, number, steps_made()};
     make(what, [&] { return step(what); });
   }
-  // Requests as many steps as take kLease_s at the current pace, but at most twice the last number,
-  // because steps may become slower.
+  // Requests as many steps as take kLease_s at the current pace, but at most twice as many as
+  // before, because steps may become slower.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(2 * task.count, plan_.steps_at_once));
@@ -414,7 +414,7 @@ SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, in
   std::iota(own_.begin(), own_.end(), 0);
 }
 
-// Makes rounds of one step per trainer that has one; all other tasks come between rounds.
+// Makes rounds of one step for each trainer that has steps left. Runs other tasks between rounds.
 void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
   std::map<int, base::Future<NextTask>> pending;  // by trainer, while others have steps left

@@ -7,9 +7,9 @@ namespace distrain::membership {
 namespace {
 
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
-constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop
+constexpr auto kLoopTimeout = std::chrono::seconds(1);   // timeout for an answer of the loop
 
-// Listens at the name where ranks of this host look for rank 0.
+// Listens at the unix socket at which ranks of this host try to join.
 net::Fd listen_at_meeting(const std::string& name) {
   auto socket = net::listen_unix(name);
   if (socket.ok()) return std::move(socket.unchecked());
@@ -25,7 +25,7 @@ wire::Trust trust_of(const Options& options) {
   return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
 }
 
-// Returns the job's id. If the job has no name, rank 0 makes a random id.
+// Returns the job's id: derived from its name, or random if the options contain no name.
 wire::JobId own_job_id(const Options& options) {
   wire::JobId id{};
   if (!options.job_id.empty()) return job_id_of(options.job_id);
@@ -95,7 +95,7 @@ std::optional<base::Promise<uint64_t>> ControlPlaneImpl::take_round_on_loop() {
   return std::exchange(round_, std::nullopt);
 }
 
-// Fails the current round of the end and all later ones.
+// Fails the current shutdown round and all later ones.
 void ControlPlaneImpl::fail_rounds_on_loop(const Error& error) {
   if (!rounds_failed_) rounds_failed_ = error;
   if (auto round = take_round_on_loop()) round->fail(*rounds_failed_);
@@ -126,7 +126,7 @@ std::optional<Wait> ControlPlaneImpl::wait() {
 void ControlPlaneImpl::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // Rank 0 has put this rank off: its protocol has ended, and the next attempt has not begun.
+    // True if rank 0 has refused the last attempt to join for now: that attempt's protocol is over.
     const bool is_put_off =
         self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
     if (self->protocol_ && !is_put_off) {
@@ -174,7 +174,7 @@ void ControlPlaneImpl::note_of_use(int rank) {
   });
 }
 
-// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
+// Waits until all streams are closed, because the loop drops unsent messages when it ends.
 void ControlPlaneImpl::wait_until_flushed() {
   std::unique_lock lock(mutex_);
   stream_closed_.wait_for(lock, std::chrono::seconds(1), [this] { return open_streams_ == 0; });
@@ -286,8 +286,8 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
   if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
   const int rank = peer.rank;
-  // Others reach a rank at the address that rank 0 sees, unless the rank gives another one. A rank
-  // seen on loopback or on a unix socket is on rank 0's host, so its address is rank 0's.
+  // Other ranks connect to the address that rank 0 sees, unless the rank gives another one. A rank
+  // seen on loopback or a unix socket is on rank 0's host, so its address is rank 0's.
   const std::string& seen = stream->peer_name();
   const size_t colon = seen.rfind(':');
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
@@ -317,7 +317,7 @@ std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr
     note_closed_on_loop();
     return refusal;
   }
-  // The process only keeps the connection open.
+  // The process sends nothing here. If it closes the connection, the reservation ends.
   stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
                                              [self = shared_from_this(), link](const Error&) {
                                                if (self->coordinator_)
@@ -338,7 +338,7 @@ void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stre
   if (is_new && options_.on_refused) options_.on_refused(why);
 }
 
-// Replaces the endpoint of `entry` by one that this rank can use.
+// Replaces the endpoint in `entry` by one that this rank can connect to.
 wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::Entry entry) const {
   wire::Endpoint& address = entry.endpoint;
   if (host_key_.empty() || address.host_key != host_key_) address.unix_name.clear();
@@ -351,7 +351,7 @@ wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::En
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
   if (address.host.empty()) address.host = known;
-  // The interface of a link-local address is named by this host, whatever its name on the other.
+  // Replaces the zone of a link-local address, because it names an interface of the local host.
   const size_t theirs = address.host.find('%'), own = known.find('%');
   if (theirs != std::string::npos && own != std::string::npos) {
     address.host.replace(theirs, std::string::npos, known, own);
@@ -377,7 +377,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
                           return done(base::Unit{});
                         }
                         stream->close(false);
-                        // One of the two processes is lost; rank 0 is about to say which.
+                        // Rank 0 will report which of the two processes of this rank is lost.
                         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                                    "rank " + std::to_string(hello.rank) + " is there" +
                                        (is_it ? ", but another process of it" : ""),
@@ -440,7 +440,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
     reported.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + reported.message;
   }
   if (is_put_off_on_loop(error)) {
-    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // not from inside it
+    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // it is running now
     if (reported.kind == ErrorKind::kRendezvous) reported.kind = ErrorKind::kOverloaded;
     return finish_joining_on_loop(reported);
   }
@@ -462,7 +462,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
   try {
     callbacks_.on_new_devices(rank, devices);
   } catch (const Exception& e) {
-    // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
+    // The new process's devices do not fit those of the other ranks. Rank 0 declares it lost.
     if (coordinator_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {
         self->report_on_loop(rank, error);

@@ -18,8 +18,8 @@
 
 namespace distrain::membership {
 
-/// Runs this rank's ControlProtocol: provides its sockets, its timer and the threads that wait for
-/// it. The ControlProtocol and all connections belong to the loop.
+/// Runs this rank's ControlProtocol: provides its sockets and its timer, and blocks the threads
+/// that wait for it. Only the loop uses the ControlProtocol and the connections.
 class ControlPlaneImpl final : public ControlPlane,
                                public std::enable_shared_from_this<ControlPlaneImpl>,
                                private ControlTransport {
@@ -51,7 +51,7 @@ class ControlPlaneImpl final : public ControlPlane,
                             std::function<void(base::Status believed)> done) override;
 
  private:
-  // ControlTransport
+  // Implements ControlTransport for `protocol_`:
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
   void on_joined(int rank) override;
@@ -108,18 +108,18 @@ class ControlPlaneImpl final : public ControlPlane,
   const std::string unix_name_;
   const std::shared_ptr<Acceptor> acceptor_;
   uint16_t port_ = 0;
-  net::Fd rank_0_socket_;    // rank 0, until run()
-  net::Fd meeting_socket_;   // likewise, for ranks of this host
+  net::Fd rank_0_socket_;    // on rank 0, until run()
+  net::Fd meeting_socket_;   // on rank 0, until run(): for ranks of this host
   std::string hint_;         // rank 0: why other hosts cannot reach it, if they cannot
-  std::string rank_0_host_;  // as this rank reaches it, numeric; set before protocol_
-  bool listens_ = false;     // a member accepts connections
+  std::string rank_0_host_;  // the numeric address that this rank uses
+  bool listens_ = false;     // this member accepts connections
   std::string listen_host_;  // sent to others, numeric; empty: the address that rank 0 sees
 
   const Identity initial_identity_;  // this rank's identity before it has met rank 0
 
-  // Loop thread only.
+  // Used only on the loop thread:
   Identity identity_;  // with rank 0's job id and generation, once rank 0 has proved itself
-  std::unique_ptr<ControlProtocol> protocol_;  // from joining until the end
+  std::unique_ptr<ControlProtocol> protocol_;  // null before joining and after close()
   uint64_t attempt_ = 0;                // number of the current protocol_: joining may take several
   Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
   net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
@@ -127,9 +127,9 @@ class ControlPlaneImpl final : public ControlPlane,
   std::map<Link, net::StreamPtr> streams_;
   Link last_link_ = 0;
   bool is_leaving_ = false;                       // abort() was called
-  bool is_closed_ = false;                        // no protocol_ exists, nor will exist
+  bool is_closed_ = false;                        // joining has failed or close() was called
   std::map<int, std::string> seen_hosts_;         // rank 0: addresses of other ranks
-  std::optional<base::Promise<uint64_t>> round_;  // the current round of the end
+  std::optional<base::Promise<uint64_t>> round_;  // the current shutdown round
   std::optional<Error> rounds_failed_;            // fails later rounds
 
   std::atomic<bool> has_begun_{false};

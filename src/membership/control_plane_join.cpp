@@ -1,4 +1,4 @@
-// The part of ControlPlaneImpl that runs until all ranks have joined and can be called.
+// The part of ControlPlaneImpl that joins the job, until all ranks accept calls.
 #include <algorithm>
 #include <utility>
 
@@ -15,17 +15,17 @@ constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
 constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0's first report
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kShortestTry = std::chrono::seconds(1);  // shorter attempts do not update the reason
+constexpr auto kShortestTry = std::chrono::seconds(1);  // shorter attempts keep the previous reason
 constexpr auto kRank0Grace = std::chrono::seconds(1);   // extra wait for rank 0's error
 constexpr base::Duration kAnswers = std::chrono::seconds(5);  // timeout for a peer's hello
 constexpr char kThisHost[] = "127.0.0.1";
 constexpr char kWhereToLook[] =
     "; rank 0 is not there yet, or has failed: see its output, and whether --master-addr and "
     "--master-port (MASTER_ADDR and MASTER_PORT) are the same on all ranks";
-// Practically infinite, but small enough to add to a time point.
+// Practically infinite, but small enough that adding it to a time point does not overflow.
 constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
-// Errors after which this rank retries: rank 0 does not answer, or has no place for this rank.
+// Errors after which this rank retries: rank 0 does not answer, or has no free rank.
 constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
 constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
 
@@ -34,7 +34,7 @@ bool is_wildcard(const std::string& host) {
   return host.empty() || host == "0.0.0.0" || host == "::" || host == "*";
 }
 
-// Throws `invalid` if the options are too long for a join message, which rank 0 limits.
+// Throws `invalid` if the encoded options exceed the size of a join message.
 void check_options(const std::map<std::string, std::string>& options) {
   size_t bytes = 0;
   for (const auto& [name, value] : options) bytes += name.size() + value.size() + 8;
@@ -62,7 +62,7 @@ void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
     began_ = base::Clock::now();
     begin_as_member(deadline);
   }
-  // Rank 0's join timeout ends at about the same time, and only its error names the missing ranks.
+  // Other ranks wait a little longer than rank 0, because only its error names the missing ranks.
   const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0Grace;
   wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
@@ -109,7 +109,7 @@ void ControlPlaneImpl::begin_as_coordinator() {
     self->begin_on_loop(std::move(coordinator));
     self->coordinator_->begin();
   });
-  // Begins to listen after the coordinator is posted, because ranks in the backlog connect at once.
+  // Starts listening after the coordinator is posted, because waiting ranks connect at once.
   if (meeting_socket_.valid()) acceptor_->listen(std::move(meeting_socket_));
   acceptor_->listen(std::move(rank_0_socket_));
 }
@@ -142,7 +142,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
       throw Exception(rendezvous_error(
           "rank 0 " + what + " within the join timeout (--join-timeout): " + reason, 0));
     }
-    // Reports an unknown host name at once, because it may be misspelled, but keeps trying.
+    // Reports an unknown host name at once, because it may be misspelled, but still retries.
     if (now >= next_report || (is_unknown && is_first)) {
       if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), reason);
       next_report = now + kWaitingInterval;
@@ -155,7 +155,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
 base::Result<net::Fd> ControlPlaneImpl::connect_to_rank_0(base::TimePoint connected_by) const {
   if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
   if (const std::string name = meeting_name(); !name.empty()) {
-    // Another user may have taken the name; that socket is not rank 0's.
+    // If another user's process has taken the name, its socket is not rank 0's.
     auto socket = net::connect_unix(name);
     if (socket.ok() && net::peer_user(socket.unchecked().get()) == geteuid()) return socket;
   }
@@ -180,13 +180,13 @@ base::Status ControlPlaneImpl::try_to_join(base::TimePoint connected_by, base::T
   return Error{kTryAgain, rank_0_text() + ": it does not answer", 0};
 }
 
-// Listens for other ranks. Only the first call does, because a retry uses the same interface.
+// Listens for other ranks. A retry does nothing, because the first attempt already listens.
 void ControlPlaneImpl::listen_as_member(const net::Fd& to_rank_0) {
   if (std::exchange(listens_, true)) return;
   listen_by_unix_socket();
   if (!options_.rank_0_unix_name.empty()) return;
   rank_0_host_ = net::remote_name(to_rank_0.get()).host;
-  const bool is_same_host = rank_0_host_.empty();  // connected by a unix socket
+  const bool is_same_host = rank_0_host_.empty();  // empty for a unix socket
   const std::string& given = options_.listen_addr;
   std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
   if (host.empty()) {
@@ -225,7 +225,7 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
                                           (is_strange ? ": another program may listen there" : "");
                           joins = Error{error.kind, error.message, 0, "join"};
                         }
-                        if (joins.ok()) return;  // rank 0's answer follows
+                        if (joins.ok()) return;  // rank 0 will answer
                         stream->close();
                         self->finish_joining_on_loop(joins);
                       });
@@ -240,8 +240,8 @@ void ControlPlaneImpl::on_joined(int rank) {
   finish_joining_on_loop(base::Unit{});
 }
 
-// Returns true if this rank is to retry after rank 0's refusal: rank 0 may still belong to the
-// previous start of the job, or no rank is free now for a process without a rank.
+// Returns true if this rank is to retry after rank 0 has refused it. Either the rank 0 that
+// answered belongs to the job's previous start, or no rank is free for a process without a rank.
 bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
   const bool is_gone = error.kind == kTryAgain;
   const bool may_pass = options_.rank == wire::kUnassignedRank
@@ -279,8 +279,8 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
   const base::Future<void> met = directory_known_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
-  // A launcher (`listen_fd`) reports ranks that fail, so without one, rank 0 reports earlier which
-  // ranks are missing.
+  // A launcher (which sets `listen_fd`) reports ranks that fail. Without a launcher, rank 0 reports
+  // the missing ranks earlier.
   auto pause = options_.rank == 0 && options_.listen_fd < 0 ? kFirstWait : kWaitingInterval;
   for (;; pause = kWaitingInterval) {
     const base::Future<void>& next = is_prepared ? ready : met;
@@ -307,7 +307,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
       abort(error);
       throw Exception(std::move(error));
     }
-    // Only rank 0 knows which ranks are missing.
+    // Only rank 0 knows which ranks are missing. Other ranks wait for rank 0.
     const auto& waited_for = options_.rank == 0 ? ranks : std::vector<int>{0};
     if (options_.on_waiting && !waited_for.empty()) {
       options_.on_waiting(waited_for, rank_0_text(), why);
@@ -315,7 +315,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
   }
 }
 
-// Returns why rank 0 still waits for `ranks`: some were refused, the others have not connected.
+// Returns why `ranks` are missing: rank 0 refused some, the others have not connected.
 std::string ControlPlaneImpl::why_missing(std::vector<int> ranks) {
   std::lock_guard lock(mutex_);
   const std::string why = refusals_.text();
@@ -337,14 +337,14 @@ ControlSettings ControlPlaneImpl::settings() const {
   ControlSettings settings{
       options_, {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key}, {}};
   if (options_.rank == 0) settings.secret = random_bytes(32);
-  // Rank 0 sends no heartbeats on a connection that only reserves a rank, so silence is no loss.
+  // Rank 0 sends no heartbeats on a connection that only reserves a rank, so there is no timeout.
   const bool judges = options_.rank != wire::kUnassignedRank;
   settings.peer_timeout = judges ? std::min<base::Duration>(options_.peer_timeout, kForEver)
                                  : std::chrono::nanoseconds(0);
   return settings;
 }
 
-// After its hello the peer may have accepted this rank, so its proof may take longer.
+// The proof may take longer than the hello, because the peer may be accepting this rank by then.
 HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);

@@ -82,7 +82,7 @@ bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
 // ---- connections for calls ----
 
 void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
-  if (state_ == State::kOver) {  // it was opened while the last message was sent to the others
+  if (state_ == State::kOver) {  // opened while this rank sent its last messages
     transport_.send(link, last_message_);
     transport_.close(link, true);
     return;
@@ -94,8 +94,8 @@ bool ControlProtocol::is_here(int rank) const {
   return state_ == State::kRunning && presence(rank) == Presence::kHere;
 }
 
-// Accepts connections as soon as this rank is prepared, because the coordinator sends go to one
-// rank after the other, and the connecting rank may have received it first.
+// Accepts connections as soon as this rank is prepared, even before kGo. The coordinator sends kGo
+// to one rank after the other, so the connecting rank may have received it earlier.
 std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
@@ -176,7 +176,7 @@ void ControlProtocol::closed(Link link, const Error& error) {
     }
     on_control_lost(from.rank, why);
   }
-  // The stream is open, but this rank does not use it any more, and tells the other end why.
+  // The stream is still open. This rank no longer uses it and sends the other end the reason.
   if (connections_.contains(link)) close_with_reason(link, loss(from.rank, error), true);
 }
 
@@ -215,7 +215,7 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   if (state_ == State::kOver) return base::kNever;
   const base::Duration limit = settings_.peer_timeout;
   const bool judges = limit > base::Duration::zero();
-  // This process was stopped or starved, so it cannot tell which peers were silent meanwhile.
+  // If this process was stopped or starved, it could not read, so no peer counts as silent.
   const bool overslept = now - wake_at_ > interval_;
   std::vector<Link> silent;
   for (auto& [link, connection] : connections_) {
@@ -224,7 +224,7 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   }
   for (const Link link : silent) {
     const auto found = connections_.find(link);
-    if (found == connections_.end()) continue;  // closed with its rank
+    if (found == connections_.end()) continue;  // closed together with its rank
     const auto seconds =
         std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
     const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) +
@@ -318,7 +318,7 @@ void Member::on_control(int, const Message& message) {
       return set_directory(std::move(directory));
     }
     case FrameKind::kGo:
-      // The first go counts, because other ranks rely on it.
+      // Ignores a repeated kGo, because other ranks rely on the first one.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
       begin_running(wire::decode_all_devices(message.body));
@@ -348,8 +348,8 @@ void Member::on_control(int, const Message& message) {
   wire::Reader::fail("an unexpected word of rank 0");
 }
 
-// Counts all other ranks as lost if the coordinator is, because then no rank learns who leaves and
-// why.
+// If the coordinator is lost, declares all other ranks lost too, because no rank learns of later
+// losses without it.
 void Member::declare_lost(int rank, const Error& error) {
   if (rank != 0) {
     disconnect(rank, error);

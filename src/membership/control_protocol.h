@@ -55,10 +55,10 @@ using wire::FrameKind;
 //   running    until it leaves, or is told that it is lost itself
 //   over       nothing is sent or reported any more
 
-/// A connection of this rank, as numbered by ControlTransport.
+/// The number that ControlTransport gives to a connection of this rank.
 using Link = uint64_t;
 
-/// Bytes of a message. Copies share them, because rank 0 sends the same message to all ranks.
+/// The bytes of a message. Copies share the bytes, because rank 0 sends one message to all ranks.
 class Body {
  public:
   Body() = default;
@@ -67,14 +67,14 @@ class Body {
   operator std::span<const uint8_t>() const {  // NOLINT
     return bytes_ ? std::span<const uint8_t>(*bytes_) : std::span<const uint8_t>();
   }
-  /// Null for an empty body.
+  /// Returns the bytes; null if the body is empty.
   const std::shared_ptr<const wire::Bytes>& shared() const { return bytes_; }
 
  private:
   std::shared_ptr<const wire::Bytes> bytes_;
 };
 
-/// A frame without payload. `a` and `b` are its call_id and context_id.
+/// A frame without payload. `a` and `b` are the header's call_id and context_id.
 struct Message {
   FrameKind kind = FrameKind::kHeartbeat;
   uint64_t a = 0;
@@ -82,39 +82,39 @@ struct Message {
   Body body = {};
 };
 
-/// Performs the effects of a ControlProtocol; its functions must not call the ControlProtocol.
+/// Performs the I/O and the callbacks of a ControlProtocol. Must not call the ControlProtocol.
 class ControlTransport {
  public:
   virtual ~ControlTransport() = default;
-  /// Sends without confirmation of delivery.
+  /// Sends a message, without confirmation of delivery.
   virtual void send(Link link, Message message) = 0;
-  /// Closes the connection; closed() is not called. If `flush`, sends queued messages first.
+  /// Closes the connection without a call of closed(). If `flush`, first sends queued messages.
   virtual void close(Link link, bool flush) = 0;
   /// Member: called when rank 0 has admitted this process as `rank`.
   virtual void on_joined(int rank) = 0;
-  /// Called once, with the ranks and how to reach them.
+  /// Called once, when this rank knows all ranks and their endpoints.
   virtual void on_directory(const wire::Directory& directory) = 0;
-  /// Called once, when all ranks can be called. An exception ends the job for all.
+  /// Called once, when every rank accepts calls. An exception ends the job for all ranks.
   virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
   /// Called instead of on_go() if the job does not begin.
   virtual void on_failed(const Error& error) = 0;
-  /// Called after go, once for each lost process. A rank that joins a running job also gets the
-  /// earlier losses, before go.
+  /// Called after on_go(), once for each lost process. A rank that joins a running job also gets
+  /// the earlier losses, before on_go().
   virtual void on_lost(const Loss& loss) = 0;
-  /// Called when a new process has replaced a lost rank: directory() contains its endpoint.
+  /// Called when a new process has replaced a lost rank. directory() then has the new endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
-  /// Called when all ranks have entered `round` of the end, with the sum of their numbers.
+  /// Called when all ranks have entered the shutdown round `round`. `sum` adds their numbers.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
 struct ControlSettings : Options {
   wire::Endpoint endpoint;  ///< how other ranks reach this one
-  std::string secret;       ///< Coordinator: the job's
+  std::string secret;       ///< Coordinator: the job's secret
 };
 
 Error rendezvous_error(std::string message, int rank = -1);
 
-/// A rank's part in the control plane: Note [Control plane]. Not thread-safe.
+/// A rank's state machine of the control plane: see Note [Control plane]. Not thread-safe.
 class ControlProtocol {
  public:
   ControlProtocol(ControlSettings settings, ControlTransport& transport, base::TimePoint now);
@@ -122,39 +122,39 @@ class ControlProtocol {
   ControlProtocol(ControlProtocol&&) = delete;
 
   virtual void prepared(wire::RankDevices devices) = 0;
-  /// Enters `round` of the end: the first, or the one after the last on_round().
+  /// Enters the shutdown round `round`: round 0, or the one after that of the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
-  /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
+  /// Leaves the job and sends `error` to all others. Before on_go(), also calls on_failed().
   void abort(const Error& error);
-  /// Leaves the job; called when all ranks have entered the last round.
+  /// Leaves the job. Called when all ranks have entered the last shutdown round.
   void leave();
-  /// Called when a connection to `rank` is open. Not for a lost rank: see is_here().
+  /// Called when a connection to `rank` is open. The rank must not be lost: see is_here().
   void open(int rank, Link link, base::TimePoint now);
-  /// Returns true if this rank is running, and `rank` has neither left nor been lost.
+  /// Returns true if this rank is running, and `rank` has neither left the job nor been lost.
   bool is_here(int rank) const;
-  /// Returns true if `rank` seems lost and rank 0 has not decided yet.
+  /// Returns true while this rank suspects that `rank` is lost, until rank 0 has decided.
   virtual bool is_suspected(int rank) const = 0;
-  /// Called when this rank could not reach `rank`, or could not read what it sent.
+  /// Called if this rank cannot reach `rank`, or has received malformed data from it.
   void report(int rank, Error error);
-  /// Returns an error if a connection that `rank` has made is refused.
+  /// Returns an error if this rank refuses a connection that `rank` has opened.
   std::optional<Error> check_peer(int rank, uint32_t incarnation) const;
 
   void receive(Link link, const Message& message);
-  /// Called when bytes of any kind were received.
+  /// Called when any bytes have arrived on `link`.
   void heard(Link link, base::TimePoint when);
   void closed(Link link, const Error& error);
-  /// Sends heartbeats and finds silent peers. Returns the time of the next call.
+  /// Sends heartbeats and declares silent peers lost. Returns the time for the next call.
   base::TimePoint tick(base::TimePoint now);
 
   bool is_running() const { return state_ == State::kRunning; }
   bool is_over() const { return state_ == State::kOver; }
-  /// Returns an empty directory before it is known.
+  /// Returns the directory, which is empty until rank 0 has sent it.
   const wire::Directory& directory() const { return directory_; }
   const wire::Directory::Entry& entry(int rank) const {
     return directory_.ranks[static_cast<size_t>(rank)];
   }
   const std::string& secret() const { return directory_.secret; }
-  /// Returns the ranks that this one waits for, as far as it knows.
+  /// Returns the ranks that this rank waits for, as far as it knows.
   virtual std::vector<int> missing() const = 0;
 
  protected:
@@ -168,7 +168,7 @@ class ControlProtocol {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  /// Called if a control connection is lost before go; later that is the loss of its rank.
+  /// Called if a control connection breaks before on_go(). Later, that is the loss of its rank.
   virtual void on_control_lost(int rank, const Error& error) = 0;
   /// Called when this rank has found that `rank` is lost.
   virtual void declare_lost(int rank, const Error& error) = 0;
@@ -178,20 +178,20 @@ class ControlProtocol {
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
   }
-  /// Returns false, after abort(), if the job cannot begin.
+  /// Calls on_go(). If that throws, calls abort() and returns false.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void set_directory(wire::Directory directory);
   /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
   void mark_lost(int rank, const Error& error, bool job_goes_on);
-  /// Closes all connections of `rank`, and tells it why.
+  /// Closes all connections to `rank`, and sends it the reason.
   void disconnect(int rank, const Error& why);
-  /// Replaces a lost rank by a new process.
+  /// Records that a new process has replaced a lost rank.
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
   Error loss(int rank, const Error& error) const;
-  /// Returns the reason that `rank` sent. If it says that this rank is lost, the message names
-  /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
+  /// Returns the error that `rank` sent. If the error claims that this rank is lost, adds `rank` to
+  /// its message, because a rank that was stopped for a while may claim this wrongly.
   Error reason_of(int rank, const Message& message) const;
-  /// Returns "rank 3 (trainer 2)", without the name if it is not known.
+  /// Returns "rank 3 (trainer 2)", or "rank 3" while the name is unknown.
   std::string text_of(int rank) const;
 
   Presence presence(int rank) const { return presence_[static_cast<size_t>(rank)]; }
@@ -200,38 +200,38 @@ class ControlProtocol {
   ControlTransport& transport_;
   State state_ = State::kMeeting;
   std::map<Link, Connection> connections_;
-  std::vector<Presence> presence_;  // when the ranks are known
+  std::vector<Presence> presence_;  // by rank; empty until the ranks are known
   std::map<int, Error> losses_;     // the error of each lost rank
   wire::Directory directory_;
 
  private:
   void send_to_all(Message message);
   Error why_over() const;
-  /// Tells the other end why its connection is closed; if `flush`, waits until that is sent.
+  /// Sends the reason and closes the connection: if `flush`, only after the reason is sent.
   void close_with_reason(Link link, const Error& why, bool flush);
 
-  Message last_message_;           // set when it is over
-  const base::Duration interval_;  // of heartbeats
+  Message last_message_;           // set when the state is kOver
+  const base::Duration interval_;  // between heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;
 };
 
-/// Rank 0's ControlProtocol: Note [Control plane].
+/// Rank 0's state machine: see Note [Control plane].
 class Coordinator final : public ControlProtocol {
  public:
   using ControlProtocol::ControlProtocol;
-  /// Admits `rank` on `link`. Returns an error with the first mismatch if the rank is refused.
+  /// Admits the process on `link` as `rank`. Returns the first mismatch if it is refused.
   std::optional<Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
-  /// Reserves a free rank for the process on `link`: until it joins as that rank, for a minute at
-  /// most, or until release_reservation(). Returns why not: `overloaded` if no rank is free now.
+  /// Reserves a free rank for the process on `link`. The reservation ends when the process joins,
+  /// after a minute, or by release_reservation(). Returns `overloaded` if no rank is free now.
   std::optional<Error> reserve_rank(Link link, const wire::Join& join, base::TimePoint now);
   void release_reservation(Link link) {
     std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
   }
-  /// Called once, when rank 0 itself can take part; a job of one rank begins here.
+  /// Called once, when rank 0 is ready to join. A job of one rank begins here.
   void begin() { begin_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
-  /// No longer tolerates all failures of the new process of `rank`.
+  /// Ends the trial of `rank`'s new process, during which any of its failures is tolerated.
   void note_of_use(int rank) { on_trial_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override { note_prepared(0, std::move(devices)); }
@@ -240,7 +240,7 @@ class Coordinator final : public ControlProtocol {
   }
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
-  /// Returns the number of times that a rank was checked for being free or missing. For tests.
+  /// For tests: returns how often the coordinator has checked whether a rank is free or missing.
   uint64_t looks() const { return looks_; }
 
  private:
@@ -248,15 +248,15 @@ class Coordinator final : public ControlProtocol {
     Link link = 0;
     wire::Endpoint endpoint;
   };
-  /// A rank reserved for a process that is yet to join.
+  /// A rank that is reserved for a process which has not joined yet.
   struct Reservation {
     Link link = 0;
     base::TimePoint since;
   };
-  /// A new process of a lost rank, until it receives go.
+  /// A new process of a lost rank, from its join until the coordinator sends kGo to it.
   struct Newcomer {
     bool is_prepared = false;
-    std::set<int> unconfirmed;  ///< the others that have not confirmed it, once it is prepared
+    std::set<int> unconfirmed;  ///< once prepared: ranks that have not confirmed it
   };
 
   void on_control(int rank, const Message& message) override;
@@ -289,18 +289,18 @@ class Coordinator final : public ControlProtocol {
   std::map<int, Joined> joined_;
   std::map<int, Reservation> reservations_;
   int next_to_reserve_ = 1;                   // the next rank that reserve_rank() checks
-  std::map<int, wire::RankDevices> devices_;  // of the ranks that are, or were, prepared
+  std::map<int, wire::RankDevices> devices_;  // of all ranks that have been prepared
   Tolerance tolerance_;
   bool job_goes_on_ = true;  // false after a loss that is not tolerated: then all ranks leave
   std::map<int, Newcomer> newcomers_;
-  std::set<int> on_trial_;            // new processes that have not been useful yet
-  uint64_t round_ = 0;                // the current round of the end
-  std::map<int, uint64_t> in_round_;  // the numbers of the ranks that have entered it
+  std::set<int> on_trial_;            // new processes before note_of_use()
+  uint64_t round_ = 0;                // the current shutdown round
+  std::map<int, uint64_t> in_round_;  // by rank that has entered it: its number
   int awaited_ = 0;                   // a rank that was missing when last checked
   mutable uint64_t looks_ = 0;
 };
 
-/// The ControlProtocol of each rank but 0: Note [Control plane].
+/// The state machine of every other rank: see Note [Control plane].
 class Member final : public ControlProtocol {
  public:
   /// `coordinator` is the connection to rank 0, on which this rank joins.
@@ -311,7 +311,7 @@ class Member final : public ControlProtocol {
   void enter_round(uint64_t round, uint64_t number) override {
     if (is_here(0)) transport_.send(coordinator_, {FrameKind::kFlush, round, number});
   }
-  std::vector<int> missing() const override { return {}; }  // only rank 0 knows
+  std::vector<int> missing() const override { return {}; }  // only rank 0 knows the missing ranks
   bool is_suspected(int rank) const override { return reported_lost_.contains(rank); }
 
  private:

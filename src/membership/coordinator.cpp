@@ -2,7 +2,7 @@
 
 namespace distrain::membership {
 
-// How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
+// A reserved rank is free again after this time. A process that can run joins much sooner.
 constexpr auto kReservationTimeout = std::chrono::minutes(1);
 
 // ---- meeting ----
@@ -43,7 +43,7 @@ std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join
   return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
 }
 
-// Returns an error if the join is refused. reserve_rank() itself checks whether a rank is free.
+// Returns an error to refuse the join. For reserve_rank(), does not check if a rank is free.
 std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
@@ -59,7 +59,7 @@ std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) c
   if (!is_unassigned && (rank < 1 || rank >= size)) {
     return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
   }
-  // After round 0 of the end, no rank waits for a new process.
+  // After shutdown round 0, no rank waits for a new process, so none is admitted.
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }
@@ -113,8 +113,8 @@ bool Coordinator::is_free(int rank) const {
          !newcomers_.contains(rank) && entry(rank).incarnation + 1 < kMaxIncarnations;
 }
 
-// Sends the directory to a new process. The coordinator's own one changes when that process is
-// prepared.
+// Sends a new process a directory that already contains it. The coordinator's own directory changes
+// later, when that process reports that it is prepared.
 void Coordinator::send_directory(int rank) {
   wire::Directory directory = directory_;
   for (size_t each = 0; each < directory.ranks.size(); ++each) {
@@ -198,16 +198,16 @@ void Coordinator::on_control(int rank, const Message& message) {
       return note_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
-      // Nothing has begun: the rank is free again when the connection closes.
+      // Before the directory is sent, an abort only frees the rank, when its connection closes.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
-      // A member that reports the loss of rank 0 is itself lost to rank 0.
+      // A member that reports the loss of rank 0 cannot reach rank 0, so the member itself is lost.
       if (message.a == 0) return declare_lost(rank, reason_of(rank, message));
-      // The report may concern the previous process of a rank that has a new one.
+      // The report may concern a process that has been replaced; then it is ignored.
       const auto lost = static_cast<int>(message.a);
       if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
       return declare_lost(lost, wire::decode_error(message.body));
@@ -233,7 +233,7 @@ void Coordinator::on_control_lost(int rank, const Error& error) {
   }
 }
 
-// Decides about a loss and reports it, unless it is of a new process that no rank knows yet.
+// Declares `rank` lost. Reports the loss to all ranks if they know the lost process already.
 void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -260,11 +260,11 @@ void Coordinator::forget(int rank) {
   newcomers_.erase(rank);
   on_trial_.erase(rank);
   in_round_.erase(rank);
-  // The rank stays in joined_: before go its loss ends the job, so nobody can replace it.
+  // Keeps the rank in joined_, because its loss before kGo ends the job: no process replaces it.
 }
 
-// Returns true if the job continues without `rank`. Tolerates a lost rank, exhausted resources, and
-// any failure of a replacement before note_of_use(). Other errors, such as NaN, concern all ranks.
+// Returns true if the job continues without `rank`: after a lost rank, after exhausted resources,
+// and after any failure of a replacement until note_of_use(). Other errors concern all ranks.
 bool Coordinator::tolerates(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||
@@ -286,9 +286,9 @@ void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
   end_round_if_complete();
 }
 
-// Ends the round if all ranks have entered it; lost ranks need not, but new processes must. The
-// check stops at the first missing rank and resumes there later, so a round takes at most two
-// checks of each rank (the second finds none missing).
+// Ends the shutdown round if all ranks have entered it, except lost ranks without a new process.
+// The check stops at the first missing rank and resumes there, so each rank is checked at most
+// twice in a round.
 void Coordinator::end_round_if_complete() {
   if (state_ != State::kRunning || in_round_.empty()) return;
   const auto size = static_cast<int>(settings_.names.size());

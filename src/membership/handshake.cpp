@@ -9,9 +9,9 @@ namespace distrain::membership {
 namespace {
 
 constexpr auto kFullTimeout =
-    std::chrono::milliseconds(100);                      // until the oldest connection is closed
+    std::chrono::milliseconds(100);                      // then the oldest connection is closed
 constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message
-// Each open connection uses a descriptor that this process needs for other purposes.
+// Limits unproved connections, because each of them uses a file descriptor.
 constexpr rlim_t kMaxUnproved = 64;
 
 size_t max_unproved() {
@@ -20,11 +20,11 @@ size_t max_unproved() {
   return std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMaxUnproved);
 }
 
-// Additional time before a deadline of a handshake takes effect. After a process was stopped, its
-// loop runs timers before it reads sockets, which may already hold the awaited bytes.
+// Additional time before a handshake times out. When a stopped process continues, its loop runs
+// timers before it reads sockets, which may already hold the awaited bytes.
 constexpr auto kReadGrace = std::chrono::milliseconds(50);
 
-// Sends a frame. If the stream is broken, its on_close is called.
+// Sends a frame. If the stream is broken, the stream's on_close handler runs.
 void send_frame(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
   net::OutFrame frame;
   frame.header.kind = kind;
@@ -89,7 +89,7 @@ void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
   if (handshake.stage == Stage::kJoin && error.kind == ErrorKind::kProtocol) {
     report_on_loop(handshake, error);  // a proved rank's frame was corrupted
   }
-  // A process with a token does not prove it to a rank that has none, and closes instead.
+  // A peer with a token does not send its proof to a rank without one; it closes the connection.
   if (handshake.stage == Stage::kProof) {
     const wire::Hello& other = handshake.responder->other();
     const auto credentials = callbacks_.credentials(other.purpose);
@@ -159,9 +159,9 @@ void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
         return;
     }
   } catch (const Exception& e) {
-    // This process is about to end.
+    // `cancelled` means that this process is about to end, so nothing is reported.
     if (e.error().kind == ErrorKind::kCancelled) return drop_on_loop(number);
-    const auto handshake = handshakes_.find(number);  // it may have been removed
+    const auto handshake = handshakes_.find(number);  // null if it was removed
     if (handshake != handshakes_.end()) refuse_on_loop(handshake->second, e.error());
   }
 }
@@ -297,9 +297,9 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     const wire::Proof proof = initiator.answer(frame.meta);
     has_answered = true;
     end_after_on_loop(timeouts.proof);
-    is_trusted = is_trusted_on_loop();  // before the other side can close
+    is_trusted = is_trusted_on_loop();  // checked before the other side can close
     const bool is_distrusted = is_trusted == false;
-    // Without a secret the proof reveals nothing, and the other side can report whom it refuses.
+    // Without a token, a proof reveals nothing. The other side can then report the refused rank.
     if (!is_distrusted || identity.trust != wire::Trust::kToken) {
       send_frame(stream, wire::FrameKind::kProof, {proof.begin(), proof.end()});
     }
@@ -315,7 +315,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
 
   void on_reject_on_loop(const net::InFrame& frame) {
     if (has_answered) distrust();
-    // Only the message is used, because the other side has proved nothing.
+    // Uses only the message of the error, because the other side has proved nothing.
     std::string words = wire::decode_error(frame.meta).message;
     std::ranges::replace_if(
         words, [](char letter) { return letter < ' ' || letter > '~'; }, '?');
@@ -327,7 +327,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     throw Exception(ErrorKind::kAuth, why_not_trusted(identity, initiator.other()));
   }
 
-  // Returns nothing if the peer's user is unknown: it is on another host, or has closed.
+  // Returns nothing if the user of the peer is unknown (peer on another host, or closed).
   std::optional<bool> is_trusted_on_loop() const {
     if (initiator.other().trust != identity.trust) return false;
     if (identity.trust != wire::Trust::kSameUser || purpose != wire::HelloPurpose::kJoin) {

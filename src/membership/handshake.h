@@ -16,23 +16,23 @@
 
 namespace distrain::membership {
 
-/// The reasons for which rank 0 refused ranks, by the claimed rank. Since an unproved peer can
-/// claim any, ranks outside the job share the last entry, and an entry holds eight reasons at most.
+/// Reasons for refusals by rank 0, by the claimed rank. An unproved peer can claim any rank, so all
+/// ranks outside the job share the last entry, and an entry keeps at most eight reasons.
 /// Not thread-safe.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
-  /// Adds a refusal, and `text` for text(). Returns true if `reason` is new and to be reported.
+  /// Adds a refusal; text() will contain `text`. Returns true if the caller is to report `reason`.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);
     return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
   }
-  /// Removes the refusals of `rank`, which has joined, but not those of ranks outside the job: a
-  /// missing rank may have been started with such a number.
+  /// Removes the refusals of `rank`, which has joined. Refusals of ranks outside the job stay,
+  /// because they may come from a missing rank that was started with a wrong number.
   void forget(int rank) { entries_.erase(key(rank)); }
   bool has(int rank) const { return entries_.contains(rank); }
-  /// Returns the newest text of each entry, for the first entries if there are many.
+  /// Returns the newest text of each entry, cut off after about 1000 characters.
   std::string text() const {
     std::string all;
     for (const auto& [rank, entry] : entries_) {
@@ -52,13 +52,13 @@ class Refusals {
   }
 
   const size_t world_size_;
-  std::map<size_t, Entry> entries_;  // by rank; the last entry has the numbers of no rank
+  std::map<size_t, Entry> entries_;  // by rank; the last is for ranks outside the job
 };
 
-/// Accepts connections to this rank and lets them prove their identity: the responder of Note
-/// [Identity]. An unproved connection may send a hello and a proof, for two seconds. If too many
-/// are open, others wait in the kernel's backlog and the oldest is closed after a moment. Works on
-/// the loop; listen() and close() are for any thread.
+/// Accepts connections to this rank and authenticates the peers: the responder of Note [Identity].
+/// An unproved connection may send a hello and a proof, within two seconds. If too many are open,
+/// new ones wait in the kernel's backlog and the oldest is closed after a moment. Runs on the loop;
+/// listen() and close() are thread-safe.
 class Acceptor : public std::enable_shared_from_this<Acceptor> {
  public:
   /// A process that has proved its identity.
@@ -70,11 +70,11 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   };
   /// Called on the loop.
   struct Callbacks {
-    /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
+    /// Returns this rank's credentials for a purpose, or nothing to refuse such connections.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
-    /// Takes a connection and sets its handler, or returns an error to refuse it.
+    /// Takes over the connection and sets its handler, or returns an error to refuse it.
     std::function<std::optional<Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)> admit;
-    /// Called when a process that claims to be `rank` is refused before admit().
+    /// Called if a process that claims to be `rank` is refused before admit() is called.
     std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
   };
   Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
@@ -84,7 +84,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  /// The next frame that is expected from the connection; kRefused: only its end.
+  /// The next frame that the connection must send. After kRefused, it may only close.
   enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;
@@ -97,7 +97,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
-  /// Removes the connection `number` and returns its stream, or null if it was removed before. The
+  /// Removes the connection `number` and returns its stream, or null if it is already removed. The
   /// stream of a closed connection may still deliver frames.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
@@ -118,7 +118,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   const Callbacks callbacks_;
   const size_t max_unproved_;  // limit of connections without a proof
 
-  // Loop thread only.
+  // Used only on the loop thread:
   std::map<uint64_t, IncomingHandshake> handshakes_;  // by number, in order of arrival
   uint64_t last_number_ = 0;
   bool is_full_ = false;
@@ -129,17 +129,17 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
 
-/// Timeouts for the other side's hello and proof. The proof's is longer, because by then the other
-/// side may have accepted the connection.
+/// Timeouts for receiving the hello and the proof. The proof's timeout is longer, because the other
+/// side may have accepted the connection by then.
 struct HandshakeTimeouts {
   base::Duration hello;
   base::Duration proof;
 };
 
-/// Proves this rank's identity on a connection that it has made: the initiator of Note [Identity].
-/// Calls `done` once: with the proved hello of the other side, when the stream needs a new handler;
-/// or with an error, when the stream is closed. After `peer_lost` (the other side closed without a
-/// message, or did not answer in time) the caller may retry.
+/// Proves this rank's identity on a connection that it has opened: the initiator of Note
+/// [Identity]. Calls `done` once. On success, `done` gets the other side's proved hello and sets
+/// the stream's handler. On failure, the stream is already closed. The caller may retry after
+/// `peer_lost`: the other side closed the stream without a message or did not answer in time.
 void shake_hands_on_loop(net::Loop& loop, const net::StreamPtr& stream,
                          const Credentials& credentials, wire::HelloPurpose purpose,
                          HandshakeTimeouts timeouts,

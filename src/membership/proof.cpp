@@ -50,11 +50,11 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    // With no option at all, OpenSSL would not register its handler.
+    // Without any option, OpenSSL would not register its exit handler.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
       gate().is_closed = true;  // first, so that no new thread delays the lock below
-      // With a timeout, because threads inside OpenSSL do not exist in a forked process.
+      // Waits with a timeout, because a forked process lacks the threads that held the lock.
       const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
     });
     return *new Gate;  // never destroyed, because threads may use it
@@ -94,7 +94,7 @@ std::string both_generations(const Identity& self, const wire::Hello& other) {
          " of " + std::to_string(self.generation);
 }
 
-// A late message of an earlier generation has no valid proof, but it names its generation.
+// Names the other side's generation if it differs, because that explains an invalid proof.
 std::string claimed_generation(const Identity& self, const wire::Hello& other) {
   if (!is_other_generation(self, other)) return {};
   return " (it says that it is " + both_generations(self, other) + ")";

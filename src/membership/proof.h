@@ -14,22 +14,22 @@ namespace distrain::membership {
 /// A key for HMAC-SHA256.
 using Key = std::array<uint8_t, 32>;
 
-/// Initializes OpenSSL. Static objects constructed after this call are destroyed at exit while
-/// OpenSSL still works: Note [OpenSSL at exit].
+/// Initializes OpenSSL. OpenSSL still works when static objects that are constructed after this
+/// call are destroyed: see Note [OpenSSL at exit].
 void set_up_openssl();
-/// Fills `out`, of 256 bytes at most, with random bytes. Throws `resources` if the system has none.
+/// Fills `out`, at most 256 bytes, with random bytes. Throws `resources` if the system has none.
 void fill_random(std::span<uint8_t> out);
-/// Returns `count` random bytes, 256 at most.
+/// Returns `count` random bytes; `count` is at most 256.
 std::string random_bytes(size_t count);
 /// Returns `bytes` in hexadecimal digits.
 std::string hex(std::string_view bytes);
-/// Returns the HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, with `use` as info.
+/// Returns the HKDF-SHA256 (RFC 5869) of `secret`, with `use` as info. `secret` may be empty.
 Key derive_key(std::string_view secret, std::string_view use);
 /// Returns the HMAC-SHA256 of the concatenated `parts`.
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts);
-/// Compares in constant time.
+/// Compares two proofs in constant time.
 bool is_equal(const wire::Proof& a, const wire::Proof& b);
-/// Returns the number of a job out of its name: the first bytes of the name's SHA-256.
+/// Returns the job id for a job's name: the first bytes of the name's SHA-256 hash.
 wire::JobId job_id_of(std::string_view name);
 
 using base::Error;
@@ -61,7 +61,7 @@ using base::Exception;
 // A responder tells an unproved peer only its hello, which is not secret, and the protocol version:
 // refusal_without_reason(). A proved rank of another job or generation is told why: mismatch().
 
-/// A rank's identity, as its hellos state it.
+/// A rank's identity as it states it in its hello.
 struct Identity {
   int rank = 0;
   wire::Trust trust = wire::Trust::kSameUser;
@@ -70,7 +70,7 @@ struct Identity {
   uint32_t incarnation = 0;  ///< 0 when joining, because rank 0 assigns it
 };
 
-/// The identity of a side, and the secret that it proves to know.
+/// The identity of one side of a connection, and the secret that this side proves to know.
 struct Credentials {
   Identity self;
   std::string secret;  ///< may be empty
@@ -81,7 +81,7 @@ class Side {
  public:
   /// Returns the hello to send.
   const wire::Bytes& hello() const { return own_; }
-  /// Returns the other side's hello; to be trusted only after check() has returned.
+  /// Returns the other side's hello, which is not trustworthy before check() has returned.
   const wire::Hello& other() const { return other_; }
 
  protected:
@@ -95,12 +95,12 @@ class Side {
   wire::Hello other_;
 };
 
-/// The side that connects.
+/// The side that opened the connection.
 class Initiator : public Side {
  public:
   Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
   /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
-  /// no hello, `auth` if the hello is for another purpose.
+  /// no valid hello, `auth` if the hello is for another purpose.
   wire::Proof answer(std::span<const uint8_t> hello);
   /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
   void check(std::span<const uint8_t> proof) const;
@@ -109,20 +109,20 @@ class Initiator : public Side {
   wire::HelloPurpose purpose_;
 };
 
-/// The side that accepts the connection.
+/// The side that accepted the connection.
 class Responder : public Side {
  public:
-  /// `hello` is the initiator's; `credentials` are those for its purpose.
+  /// `hello` is the initiator's; `credentials` are this rank's for the purpose in `hello`.
   Responder(const Credentials& credentials, const wire::Hello& hello);
-  /// Checks the initiator's proof and returns the proof to send. Throws `auth` if it is wrong.
+  /// Returns the proof to send. Throws `auth` if `proof`, the initiator's, is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;
 };
 
-/// Returns an error if `other`, which knows the secret, is of another job or generation.
+/// Returns an error if `other`, which has proved the secret, belongs to another job or generation.
 std::optional<Error> mismatch(const Identity& self, const wire::Hello& other);
-/// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
+/// Returns an explanation: why this rank does not trust `other`, and how the user can fix that.
 std::string why_not_trusted(const Identity& self, const wire::Hello& other);
-/// Returns the only error that an unproved peer is sent.
+/// Returns the only error that this rank sends to a peer without a valid proof.
 Error refusal_without_reason();
 
 }  // namespace distrain::membership

@@ -14,7 +14,7 @@
 namespace distrain::net {
 namespace {
 
-// Throws `resources`: libuv's calls fail here only if file descriptors or memory are exhausted.
+// Throws `resources` on failure: libuv's calls fail here only without descriptors or memory.
 void check_uv(int code) {
   if (code >= 0) return;
   throw base::Exception(base::ErrorKind::kResources,
@@ -48,10 +48,10 @@ void Loop::Impl::stop() {
     stopping = true;
   }
   thread.join();
-  // Wait for all post() calls: the task that led to this stop() may run before its post() returns.
+  // Wait until all post() calls have returned: a task may cause stop() before its post() returns.
   while (wakers.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   uv_loop_close(&uv);
-  // Destroy the tasks that never ran: streams in them hold this object, which holds the tasks.
+  // Destroy the tasks that never ran: tasks hold streams, and streams hold this object (a cycle).
   std::vector<base::Task> dropped;
   {
     std::lock_guard lock(mutex);
@@ -68,7 +68,7 @@ void Loop::Impl::assert_in_loop() const {
 void Loop::Impl::run() {
   thread_id = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "dt-loop");
-  // libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
+  // Block SIGPIPE: libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
   const sigset_t signals = base::signal_set({SIGPIPE});
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   base::thread_state().must_not_wait = true;
@@ -128,8 +128,8 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   return id;
 }
 
-// If the timer is not found, it has run or its addition is still posted. cancelled_early suppresses
-// that addition, and the task posted here cleans up after it.
+// Cancels a timer. If the timer is not found, it has run, or the task that adds it is still queued.
+// An entry in `cancelled_early` suppresses the addition, and the posted task removes the entry.
 void Loop::Impl::cancel(uint64_t id) {
   if (!in_loop()) {
     post([this, id] { remove_timer_on_loop(id); });

@@ -23,7 +23,7 @@ namespace distrain::net {
 /// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
 /// `rendezvous`. The message is "`what`: " and the reason.
 base::Error socket_error(const std::string& what, int code);
-/// Opens a stream socket that does not block, and that a new program does not inherit.
+/// Opens a non-blocking stream socket that is closed on exec.
 Fd open_socket(int family);
 /// Returns an option of the socket, or 0 if it has no such option.
 int socket_option(int fd, int level, int name);
@@ -42,7 +42,7 @@ base::Result<UnixAddress> unix_address(const std::string& path);
 /// range, the kernel may choose that port for the connecting socket.
 bool is_connected_to_itself(int fd);
 
-/// An object with open libuv handles, which are closed when the loop ends.
+/// An object with open libuv handles, which shut_down_on_loop() closes when the loop ends.
 class LoopResource {
  public:
   virtual ~LoopResource() = default;
@@ -63,8 +63,8 @@ struct Loop::Impl {
   void hold_on_loop(std::shared_ptr<LoopResource> resource);
   void release_on_loop(LoopResource* resource);
   void note_activity_on_loop() { ++activity; }
-  /// Returns the buffer into which streams read before they know a frame's size. All share it,
-  /// because each stream consumes its bytes before another one reads.
+  /// Returns the buffer into which streams read before they know a frame's size. All streams share
+  /// it, because each stream consumes its bytes before another stream reads.
   std::span<uint8_t> scratch_on_loop() {
     constexpr size_t kBytes = 64 * 1024;
     if (!scratch) scratch = std::make_unique_for_overwrite<uint8_t[]>(kBytes);
@@ -115,8 +115,8 @@ struct Loop::Impl {
 class PendingFrame {
  public:
   explicit PendingFrame(OutFrame frame);
-  /// Writes until about `limit` bytes are written. Returns false if the socket takes no more for
-  /// now or has failed; the next write meets the error again.
+  /// Writes until about `limit` bytes are written. Returns false if the socket accepts no more now
+  /// or has failed. If the socket has failed, the next write reports the error.
   bool write_to(int fd, size_t limit);
   /// Returns the pieces for the next uv_write(). They point into the frame.
   std::vector<uv_buf_t> next_pieces() const;

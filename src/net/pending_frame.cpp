@@ -101,7 +101,7 @@ std::vector<uv_buf_t> PendingFrame::next_pieces() const {
     pieces.push_back(uv_buf_init(reinterpret_cast<char*>(data),
                                  static_cast<unsigned>(std::min(size, kMaxPieceBytes))));
   });
-  // The bytes after a truncated piece belong to a later write.
+  // Stop after a truncated piece, because its remaining bytes must be written before other pieces.
   for (size_t i = 0; i < pieces.size(); ++i) {
     if (pieces[i].len == kMaxPieceBytes) pieces.resize(i + 1);
   }

@@ -69,7 +69,7 @@ SocketName name_of(int fd, Ask ask) {
   // getnameinfo() adds the interface of a link-local address: fe80::1%eth0.
   char text[NI_MAXHOST] = {};
   getnameinfo(any, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
-  // Report an IPv4-mapped address as IPv4, because other hosts connect to that.
+  // Report an IPv4-mapped address as IPv4, the form in which other hosts connect to it.
   const std::string host = text;
   const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);  // IPv6 has its port there, too
   return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v4.sin_port)};
@@ -123,7 +123,7 @@ Place place_of(const sockaddr_storage& address) {
   } else {
     std::memcpy(words.data(), &v6.sin6_addr, sizeof v6.sin6_addr);
   }
-  // Both families have the port at the same offset.
+  // sockaddr_in and sockaddr_in6 have the port at the same offset.
   const std::string v4_text = fmt::format("{:08X}:{:04X}", words[3], ntohs(v4.sin_port));
   const bool is_v4 = words[0] == 0 && words[1] == 0 && words[2] == htonl(0xffff);
   return {fmt::format("{:08X}{:08X}{:08X}", words[0], words[1], words[2]) + v4_text,
@@ -161,13 +161,13 @@ std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local)
   socklen_t size = sizeof remote;
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &size) != 0) return std::nullopt;
   const Place here = place_of(local), there = place_of(remote);
-  // Either end may be an IPv6 socket with an IPv4-mapped address.
+  // Look in tcp6 first: either end may be an IPv6 socket with an IPv4-mapped address.
   if (const auto user = owner_in("/proc/self/net/tcp6", there.v6, here.v6)) return user;
   if (here.v4.empty()) return std::nullopt;
   return owner_in("/proc/self/net/tcp", there.v4, here.v4);
 }
 
-// Returns true if `user` is the overflow uid, which stands for all users outside this namespace.
+// Returns true if `user` is the overflow uid, which stands for users outside this user namespace.
 bool is_of_outside(uint32_t user) {
   uint32_t overflow = 0, first = 0, outside = 0, count = 0;
   std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;
@@ -254,7 +254,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
     return Error{addresses.error().kind, where + ": " + addresses.error().message};
   }
   Error error{ErrorKind::kRendezvous, where + ": no address"};
-  // For all interfaces: prefer IPv6, because such a socket accepts IPv4, too.
+  // To listen on all interfaces, prefer an IPv6 socket, because it accepts IPv4 connections, too.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
       // A name such as localhost has both families: prefer IPv4, so that all clients can connect.
@@ -274,7 +274,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       }
       const int code = errno;
       error = socket_error(where, code);
-      // Do not try other addresses of the name: clients would reach the server that has this one.
+      // Do not try other addresses of the name: clients would reach the server that uses this one.
       if (code == EADDRINUSE) return error;
     }
   }
@@ -318,7 +318,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
     Fd fd = open_socket(a->ai_family);
-    // Each address gets a share of the time, so that a silent one leaves time for the next ones.
+    // Each address gets a share of the time, so that a silent address leaves time for the others.
     const base::TimePoint now = base::Clock::now();
     const base::TimePoint until = now + (deadline - now) / addresses_left;
     int code = fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, until) : errno;

@@ -9,7 +9,7 @@
 namespace distrain::net {
 namespace {
 
-// The retry interval, because poll() does not report room in the backlog of a unix listener.
+// Retry after this time, because poll() does not report room in the backlog of a unix listener.
 constexpr auto kBacklogPause = std::chrono::milliseconds(5);
 
 /// One attempt to connect to one address. States: trying → waiting (socket or backlog) → ended.
@@ -124,7 +124,7 @@ void connect_unix_on_loop(Loop& loop, const std::string& path, base::TimePoint d
   connect_on_loop(loop, "connecting to " + path, &address, size, deadline, std::move(done));
 }
 
-// If no descriptor is left, the connection stays in the backlog and the socket stays readable.
+// If no descriptor is left, accepting pauses this long: the listening socket stays readable.
 constexpr auto kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 
 struct Listener::State final : LoopResource, std::enable_shared_from_this<Listener::State> {

@@ -40,7 +40,7 @@ c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   return c10::kCPU;
 }
 
-// Replaces aten::native_dropout on accelerators, whose kernel takes no generator.
+// Replaces aten::native_dropout on accelerators, because its kernel there takes no generator.
 void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
   const bool train = stack.back().toOptional<bool>().value_or(true);
   const double p = stack[stack.size() - 2].toDouble();
@@ -54,7 +54,7 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
 
 void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
-  // Null on a thread to which torch has copied the thread-local dispatch keys.
+  // Torch copies the dispatch keys, but not `t_random`, to other threads. Those draw as usual.
   if (KeyedRandom* random = t_random) {
     const auto& arguments = op.schema().arguments();
     const size_t first = stack->size() - arguments.size();

@@ -28,7 +28,7 @@ class KeyedRandom {
   KeyedRandom(const KeyedRandom&) = delete;
   KeyedRandom& operator=(const KeyedRandom&) = delete;
 
-  /// Registers the fallback. The first call must come before other threads call torch.
+  /// Registers the dispatcher fallback. The first call must come before other threads call torch.
   static void install();
 
   at::Generator generator(c10::Device device);

@@ -10,7 +10,7 @@ namespace distrain::nn {
 
 // Checks of modules that several ranks use as a RemoteModule. They throw `invalid` with the reason.
 
-/// A parameter or buffer of a module. A tensor with several names has its first one.
+/// A parameter or buffer of a module. If a tensor has several names, `name` is the first.
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
@@ -22,12 +22,12 @@ std::string text_of(const at::Tensor& tensor);
 /// Refuses modules with running statistics. SharedModule::check_unchanged() might miss them,
 /// because some of torch's kernels write the statistics without incrementing the tensor's version.
 void refuse_running_statistics(const torch::nn::Module& root, const std::string& name);
-/// Refuses parameters and buffers that no update can replace. `module` is the module's name.
+/// Refuses parameters and buffers that an update cannot replace. `module` is the module's name.
 void refuse_parameters(const std::vector<NamedTensor>& parameters,
                        const std::vector<NamedTensor>& buffers, const std::string& module);
 /// Returns true if a table in `root` has sparse gradients. Refuses tables with max_norm.
 bool has_row_gradients(const torch::nn::Module& root, const std::string& name);
-/// Refuses a replica `again` whose tensors differ from those of the first one.
+/// Refuses a replica whose tensors `again` differ from those of the first replica.
 void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
                  const std::string& module);
 /// Calls `check` with the row numbers and the table if `module` is, or begins with, a table.

@@ -47,7 +47,7 @@ bool reaches(const at::Tensor& output, const Node* node) {
 }  // namespace
 
 // The steps of a stage in one batch. A step belongs to the batch of its forward pass. If the step
-// comes after a later batch has begun, it does not affect that batch.
+// comes after a later batch has begun, it does not affect the later batch.
 struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
   Batch(std::string function_in, std::vector<PipelineStep> row)
       : function(std::move(function_in)), steps(row), order(std::make_shared<StageOrder>(row)) {}
@@ -93,7 +93,7 @@ struct StagePasses::State {
   std::shared_ptr<Batch> batch;  // guarded by `mutex`
 };
 
-// Fails waiting steps when the agent ends, because they would keep their stages alive for ever.
+// Fails waiting steps when the agent ends. Otherwise the steps would keep their stages alive.
 class StagePasses::OfAgent {
  public:
   ~OfAgent() {

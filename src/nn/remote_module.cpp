@@ -95,7 +95,6 @@ class Modules {
   std::map<std::string, std::shared_ptr<Entry>> entries_;
 };
 
-/// Returns true if nn::install() was called.
 bool is_installed(rpc::Agent& agent) {
   try {
     agent.local<Modules>();
@@ -243,7 +242,7 @@ AnyNet any_net(AnyModule module) {
           }};
 }
 
-// SequentialImpl::forward() takes separate arguments, so do here what it does with `inputs`.
+// Runs the modules one by one, because SequentialImpl::forward() takes separate arguments.
 AnyNet any_net(torch::nn::Sequential module) {
   if (module->is_empty()) base::invalid("make() gave a Sequential without modules");
   return {module.ptr(), [module](const std::vector<at::Tensor>& inputs) mutable {

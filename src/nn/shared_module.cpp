@@ -72,7 +72,7 @@ std::string inputs_text(const std::vector<at::Tensor>& inputs) {
   return text;
 }
 
-/// If `net` is a plain Table, returns a function that makes further ones without memory for values.
+/// If `net` is a plain Table, returns a function that makes such tables without memory for values.
 template <class Table>
 std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   const torch::nn::Module& module = *net.module;
@@ -102,7 +102,7 @@ struct SharedModule::Replica {
 };
 
 // Returns true if a graph has saved a parameter. The copies at the end acquire the use counts, so
-// that a graph's uses of the parameters happen before the next pass.
+// that a released graph has finished reading the parameters before the next pass.
 bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i].use_count() != replica.handles[i]) return true;
@@ -180,7 +180,7 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
   for (auto& [its_name, parameter] : parameters_) {
     own_storage_on(parameter, agent_.device());
     empty_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
-    // A new tensor with the same storage, because `net` becomes the first replica.
+    // Use new tensors with the same storage, because `net` becomes the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
   for (auto& [its_name, buffer] : buffers_)
@@ -205,7 +205,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
   return replica_of(std::move(net));
 }
 
-// Makes a replica of `net` with parameters without memory; renew() points them to this module's.
+// Makes a replica of `net` without parameter memory. renew() makes it share this module's memory.
 std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet net) {
   auto replica = std::make_unique<Replica>();
   replica->net = std::move(net);
@@ -223,7 +223,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet n
     replica->parameters.push_back(std::move(parameter));
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
-    // `parameters`, which is destroyed on return, holds one handle.
+    // Do not count the handle in `parameters`, which is destroyed on return.
     replica->handles.push_back(replica->parameters[i].use_count() - 1);
   }
   return replica;
@@ -289,7 +289,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
     if (input.defined()) input = rpc::to_device(input, agent_.device());
   }
   BorrowedReplica borrowed(*this);
-  // Updates of a table write rows in place, so they wait for the whole lookup.
+  // Updates of a table write rows in place, so hold `read` during the whole lookup.
   std::optional<autograd::ParameterRead> read(std::in_place, agent_);
   renew(*borrowed, *read);
   if (!has_rows_) read.reset();

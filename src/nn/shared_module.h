@@ -39,7 +39,7 @@ class SharedModule final : public autograd::VersionKeeper {
   struct Replica;
   class BorrowedReplica;
 
-  // Whether state_of() copies parameters or takes versions, which row-wise updates would change.
+  // Whether state_of() copies parameters or shares their memory, which row-wise updates change.
   enum class Keep { kCopies, kVersions };
 
   rpc::NamedTensors state_of(const std::string& prefix, Keep keep);

@@ -35,10 +35,10 @@ class StageOrder : public std::enable_shared_from_this<StageOrder> {
 
   explicit StageOrder(std::vector<PipelineStep> row) : row_(std::move(row)) {}
 
-  /// The future completes when all earlier steps of the row have ended. Fails with `invalid` if the
-  /// step is not left in the row or waits.
+  /// Returns a future that completes when all earlier steps of the row have ended. The future fails
+  /// with `invalid` if the row has no such step left or the step already waits.
   base::Future<AdmissionPtr> admit(PipelineStep::Kind kind, int64_t micro_batch);
-  /// Fails the waiting and all later steps.
+  /// Fails all waiting steps and all later ones.
   void fail(const base::Error& error);
 
  private:

@@ -67,8 +67,8 @@ RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
   return context.agent.make_rref(flatten(names, updater.local_value().state()));
 }
 
-// Addresses a rank, without a deadline if `waits`. A call that waits for other participants or
-// moves a whole state may take any time; the loss of the owner or of a participant ends it.
+// Returns the address of a rank, without a deadline if `waits`: a call that waits for participants
+// or moves a whole state may take any time. The loss of the owner or a participant ends the call.
 rpc::To to(int rank, bool waits) {
   rpc::To owner(rank);
   if (waits) owner.without_deadline();
@@ -87,8 +87,8 @@ void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indic
   for (size_t i = 0; i < indices.size(); ++i) into[indices[i]] = std::move(states.at(i));
 }
 
-// Throws `invalid` if `value` is a DDP replica. As a shared parameter its steps would wait for
-// other trainers, but each of those steps its own replica.
+// Throws `invalid` if `value` is a DDP replica. Steps of a shared parameter wait for other
+// trainers, which never step this replica, because each steps its own.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
@@ -254,7 +254,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
     }
     Step& step = steps.emplace_back();
     step.where = fmt::format("rank {}{}", agent_.rank(), which);
-    // A local failure becomes a failed future, so that the remote steps are still waited for.
+    // A local failure becomes a failed future, so that step() still waits for the remote steps.
     try {
       step.done =
           owner.local->step(how, gradients_of(agent_, *owner.local, contexts), own_process(agent_));
@@ -278,8 +278,8 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   return steps.empty() ? 0 : steps.front().done.wait();
 }
 
-// Describes, after a failure, where the step was made, failed or is in flight. Waits for the
-// owners' results, unless owners may be waiting for other participants.
+// Describes, after a failure, on which ranks the step was made, failed or is in flight. Waits for
+// the owners' results, unless owners may be waiting for other participants.
 std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
   std::string made, failed, open;
   for (const Step& step : steps) {
@@ -293,7 +293,7 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Sums in the order of the owners, so that all participants get bitwise equal scales.
+// Sums in the order of the owners' ranks, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
   const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;
@@ -315,7 +315,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   for (const auto& norms : all) shared += norms.wait().shared;
   const double total = shared + (all.empty() ? own : all.front().wait().own);
   const double scale = clip_scale(total, max_norm);
-  // Outside kSync, `total` differs between participants, but all must scale replicas equally.
+  // Outside kSync, `total` differs between participants, so it must not scale the replicas.
   const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
 }

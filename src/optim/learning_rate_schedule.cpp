@@ -215,7 +215,7 @@ double LearningRateSchedule::factor(int64_t step, int64_t epoch) const {
     return unit == ScheduleUnit::kEpochs ? epoch : step;
   };
   const int64_t warming = behind(warm_up_.unit);
-  // The units are equal if there is a warm-up, see the constructor.
+  // If there is a warm-up, its unit is that of the shape: see the constructor.
   const int64_t since = behind(unit_of(shape_).value_or(warm_up_.unit)) - warm_up_.length;
   const double shaped = shape_factor(shape_, state_, std::max<int64_t>(since, 0));
   if (warming >= warm_up_.length) return shaped;

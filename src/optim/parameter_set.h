@@ -32,7 +32,7 @@ class ParameterSet {
   void set_lr_factor(double factor) {
     for (const auto& rule : rules_) rule->set_lr_factor(factor);
   }
-  /// Throws `invalid` if apply() would not take one of `gradients`.
+  /// Throws `invalid` if apply() would reject one of `gradients`.
   void check(const Gradients& gradients) const {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
@@ -44,7 +44,7 @@ class ParameterSet {
     rule_of(i).apply(i, parameters_[i], scale == 1 ? gradient : gradient * scale);
   }
 
-  /// Returns the tensors of the state themselves, which the next update changes.
+  /// Returns the state without copying, so the next update changes the returned tensors.
   std::vector<ParameterState> state() const {
     std::vector<ParameterState> states;
     for (size_t i = 0; i < parameters_.size(); ++i) states.push_back(rule_of(i).state(i));

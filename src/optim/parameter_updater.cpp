@@ -81,7 +81,7 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tens
 }
 
 void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
-  // step() will throw; an onlooker does not step.
+  // Do not throw here: step() throws if `participant` is invalid, and an onlooker does not step.
   if (participant < 0 || participant >= options_.participants) return;
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
@@ -94,9 +94,9 @@ void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
   its.state = Participant::State::kStepping;
 }
 
-// Collects all participants' gradients in `gathering`. The last participant calls `compute` on them
-// once, for the result of all. `others` is the gathering of the other kind (norms or steps). If a
-// participant waits there, some participants clip and some do not: all calls fail with `invalid`.
+// Collects all participants' gradients in `gathering`. The last participant calls `compute` once to
+// get the result for all. `others` is the gathering of the other kind (norms or steps). If `others`
+// has a participant, only some participants clip their gradients: all calls fail with `invalid`.
 template <class R, class Arguments, class Others, class Compute>
 base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
                                            const Arguments& arguments, Gradients gradients,
@@ -175,8 +175,8 @@ base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
   return future;
 }
 
-// Completes the steps in `waiting_steps_` whose participants may begin their next step, and fails
-// those whose participant is lost or that wait for a participant that has left.
+// Completes the steps in `waiting_steps_` whose participants may begin their next step. Fails the
+// steps whose participant is lost and those that wait for a participant that has left.
 void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
   for (auto it = waiting_steps_.begin(); it != waiting_steps_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
@@ -199,7 +199,7 @@ void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
   }
 }
 
-// Returns an error if a participant for which `is_needed` returns true has left.
+// Returns an error if a participant has left for which `is_needed` returns true.
 template <class IsNeeded>
 std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& is_needed) const {
   for (int number = 0; number < options_.participants; ++number) {
@@ -265,8 +265,8 @@ void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOption
   if (updates_) updates_->fetch_add(1);
 }
 
-// Returns the number of steps of the slowest participant, ignoring participant `but` and those that
-// rest or are lost. If no other participant is left, returns the steps of the fastest one.
+// Returns the number of steps of the slowest participant, ignoring `but` and participants that rest
+// or are lost. If no participant is left, returns the number of steps of the fastest participant.
 int64_t ParameterUpdater::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;
@@ -365,7 +365,7 @@ std::vector<ParameterState> ParameterUpdater::state() const {
   for (const at::Tensor& parameter : parameters()) read.version(parameter);
   std::vector<ParameterState> all = set_.state();
   for (ParameterState& state : all) {
-    // The next step writes to these tensors, so return copies, on the CPU as checkpoints need them.
+    // The next step writes to these tensors, so return copies. Checkpoints need them on the CPU.
     for (auto& [name, value] : state) value = value.is_cpu() ? value.clone() : value.cpu();
   }
   return all;

@@ -11,7 +11,7 @@
 
 namespace distrain::optim {
 
-/// A parameter group's share of a ParameterUpdater's parameters. Groups are contiguous.
+/// The part of a parameter group that is in one ParameterUpdater, where groups are contiguous.
 struct GroupOptions {
   OptimizerFields options;
   uint64_t parameters = 0;  ///< number of parameters
@@ -85,11 +85,11 @@ class ParameterUpdater {
 
   /// Handles the loss of a rank. If the mode is not kSync and the job continues, no participant
   /// waits for the lost process any more and none of its steps is applied. Otherwise every current
-  /// and later wait for other participants fails with the loss's error.
+  /// and later wait for other participants fails with the rank-loss error.
   void on_rank_lost(const rpc::Loss& loss);
   /// Notes that `process` pauses: no participant waits for it until its next step.
   void rest(rpc::ProcessNumber process);
-  /// Notes that `process` makes no more steps. In kSync and kSsp waits for them fail (`peer_lost`).
+  /// Notes that `process` has stopped. In kSync and kSsp, waits for its steps fail (`peer_lost`).
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const {
@@ -111,11 +111,11 @@ class ParameterUpdater {
     return std::nullopt;
   }
 
-  /// Returns what steps wait for. Reports a running update instead of waiting for it.
+  /// Returns what each step waits for. If an update runs, reports the update instead of blocking.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
-  /// Throws `bad_data`, without any change, if `state` does not fit.
+  /// Loads `state`. Throws `bad_data` and changes nothing if `state` does not fit.
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const {
     const std::unique_lock guard = lock();
@@ -158,7 +158,7 @@ class ParameterUpdater {
     }
   };
 
-  // Counts as blocked while it waits: the holder may wait for readers that need a pool thread.
+  // Counts the thread as blocked: the holder of mutex_ may wait for readers that need a thread.
   std::unique_lock<std::mutex> lock() const {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock) return lock;

@@ -70,8 +70,8 @@ void SingleProcessOptimizer::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does. Each update is clipped by the norm of its own gradients and
-// the replicas' gradients; the replicas by the same norm if there is one update, else by their own.
+// Clips as DistributedOptimizer does: each update by the norm of its own and the replicas'
+// gradients. The replicas use the norm of the update if there is only one, otherwise their own.
 void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

@@ -5,7 +5,7 @@
 
 namespace distrain::optim {
 
-/// Exposed function by which the calling process leaves all updaters of this rank.
+/// Exposed function: removes the calling process from all updaters of this rank.
 void leave_here(rpc::CallContext& call);
 
 /// The ParameterUpdaters of one agent, indexed by their parameters.
@@ -46,7 +46,7 @@ class UpdaterRegistry final : public rpc::Layer {
     for (const auto& updater : all) updater->on_rank_lost(loss);
   }
 
-  /// Calls ParameterUpdater::leave() on the owners that note_steps() has recorded.
+  /// Makes this process leave the updaters of the ranks that note_steps() has recorded.
   void on_shutdown() override {
     std::unique_lock lock(mutex_);
     const std::set<int> owners = std::exchange(owners_, {});
@@ -78,7 +78,7 @@ class UpdaterRegistry final : public rpc::Layer {
     for (const int owner : owners) serves ? owners_.erase(owner) : owners_.insert(owner).second;
   }
 
-  /// Keeps the existing updaters until the agent ends.
+  /// Keeps the existing updaters until the agent ends, even if no optimizer uses them.
   void keep_all() {
     std::lock_guard lock(mutex_);
     kept_ = all_locked();

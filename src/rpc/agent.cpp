@@ -42,10 +42,10 @@ Agent::Agent(AgentOptions options)
 
 Agent::Agent(AgentCore& core) : core_(std::shared_ptr<AgentCore>(), &core) {}
 
-// Ends the core on a new thread if this is a thread of the agent, which cannot wait for its own
-// end. If no thread can be started, the core leaks.
+// Ends the core. A thread of the agent cannot wait for its own end, so a new thread does this
+// instead. If no thread can be started, the core leaks.
 Agent::~Agent() {
-  if (core_.use_count() == 0) return;  // it is the core's own handle
+  if (core_.use_count() == 0) return;  // this is the core's own handle
   if (!core_->runs_here()) {
     core_->close();
     return;

@@ -13,10 +13,10 @@ namespace distrain::rpc {
 
 namespace {
 
-// The largest credit that a peer may grant or request: twice that of the largest call.
+// The most credit that a peer may grant or request: twice the cost of the largest call.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
-// Limit for the meta of a call without credit: the texts of an error, and 4 KiB for other fields.
+// Maximum bytes of metadata in a call without credit: an error's texts and 4 KiB for the rest.
 constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
 
 uint64_t credit_of_call(const wire::FrameHeader& header) {
@@ -24,7 +24,7 @@ uint64_t credit_of_call(const wire::FrameHeader& header) {
   return kCallCost + header.meta_bytes + header.payload_bytes;
 }
 
-// The state of a worker thread when it started, which is restored after each task.
+// A worker thread's state when the thread started. It is restored after each task.
 const TorchState& worker_state() {
   thread_local const TorchState state;
   return state;
@@ -45,8 +45,8 @@ base::Task WorkerExecutor::bind(base::Task task) {
 AgentCore::AgentCore(AgentOptions given)
     : options(std::move(given)),
       devices(options.rank, options.device, options.device_maps),
-      // Without at::init_num_threads(), oneDNN would use all cores in a worker, whatever number was
-      // set, because OpenMP keeps the number of intra-op threads for each thread.
+      // at::init_num_threads() applies the set number of intra-op threads to a new worker. Without
+      // it, oneDNN would use all cores there, because OpenMP keeps this number for each thread.
       shared_executor(std::make_shared<WorkerExecutor>(
           base::ThreadPool::Options{.name = "dt-work",
                                     .size = options.worker_threads,
@@ -67,7 +67,7 @@ AgentCore::AgentCore(AgentOptions given)
       rrefs(std::make_shared<RRefContext>(
           agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-            static_cast<void>(send_control(to, kind, id, fork, parent));  // a lost owner needs none
+            static_cast<void>(send_control(to, kind, id, fork, parent));  // fails for a lost owner
           },
           executor)),
       control(membership::ControlPlane::make(
@@ -128,8 +128,8 @@ void AgentCore::close() {
     disconnecting_ = std::thread::id();
     disconnected_.set();
   }
-  // A function, or a continuation of a call that disconnect() fails, may end its own agent. stop()
-  // would wait for that thread, so a later close() does the rest, at the latest the destructor's.
+  // This thread may be running a function or a continuation of the agent. stop() would wait for the
+  // thread, so a later close(), at the latest the destructor's, calls stop().
   if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);
@@ -139,7 +139,7 @@ void AgentCore::close() {
   stop();
 }
 
-// Fails all waits for other ranks.
+// Closes the connections and fails all waits for other ranks.
 void AgentCore::disconnect() {
   last_live_rrefs_ = rrefs->live();
   last_live_contexts_ = hook ? hook->live_contexts() : 0;
@@ -159,7 +159,7 @@ void AgentCore::disconnect() {
   stager.stop_waiting();
 }
 
-// Ends all threads but the loop, and releases user objects.
+// Ends all threads except the loop's, and releases user objects.
 void AgentCore::stop() {
   layers.wait_until_notified();
   pool.stop();  // handlers that wait for others have failed; one may be in disconnect()
@@ -201,12 +201,12 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   send_grants(budget->open(peers.process(options.rank)));
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
-  if (options.rank == 0) return;  // rank 0 knows both, and another thread may be reading them
+  if (options.rank == 0) return;  // rank 0 has set both; other threads may read them
   job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// Makes the window for one process of `rank`; its requests reach no later process.
+// Creates the window for the newest process of `rank`. Later processes get no requests from it.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
@@ -226,7 +226,7 @@ void AgentCore::send_grants(const Budget::Grants& grants) {
     if (rank == options.rank) {
       windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
-      // A lost rank needs no grant.
+      // An error means that the rank is lost. Then it needs no grant.
       static_cast<void>(send_control(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(),
                                      0, incarnation_of(grant.to)));
     }
@@ -278,14 +278,14 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
   try {
     dispatch_on_loop(rank, std::move(frame));
   } catch (...) {
-    // An unreadable frame is the sender's fault. Any other error is this rank's.
+    // The sender is at fault for an unreadable frame, this rank for any other error.
     Error error = error_in_flight(ErrorKind::kInternal);
     if (error.rank < 0) error.rank = error.kind == ErrorKind::kProtocol ? rank : options.rank;
     control->report_on_loop(rank, std::move(error));
   }
 }
 
-// Checks a frame's header, before memory is allocated for the rest of the frame.
+// Checks a frame's header before memory is allocated for its body.
 base::BufferPtr AgentCore::admit_on_loop(int rank, const wire::FrameHeader& header) {
   const bool is_call = header.kind == wire::FrameKind::kCall;
   const uint64_t credit = is_call ? credit_of_call(header) : credit_of_transfer(header);
@@ -324,7 +324,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         answer(*call, {nullptr, std::move(frame), device_receive, rank});
-      } else {  // its caller has given up
+      } else {  // the caller has given up this call
         release({nullptr, std::move(frame), device_receive, rank});
       }
       return;
@@ -369,20 +369,20 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   peers.lose_on_loop(loss);
   windows_.at(rank).fail(error);
   send_grants(budget->lose(rank));
-  // The caller is lost: nobody waits for the results.
+  // The caller is lost, so nobody waits for the results of its calls.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
   notify_channels(rank, error);
   layers.on_rank_lost(loss);
   rrefs->on_peer_lost(loss.process(), error);
-  // Device memory must not be freed on the loop.
+  // Drops the transfers on a worker, because the loop must not free device memory.
   if (auto& transfers = peers.device_receive_on_loop(rank)) {
     pool.post([transfers = std::move(transfers)] { transfers->drop_incomplete(); });
   }
 }
 
-// Replaces a lost process. Threads that still work for it notice, because its calls, credit and
-// references name its incarnation.
+// Replaces a lost process. Threads that still handle its calls, credit or references notice the
+// change, because these name its incarnation.
 void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entry) {
   if (closed_) return;
   layers.on_rank_returned(rank);
@@ -412,7 +412,7 @@ std::vector<Wait> AgentCore::waits_of_layers() {
   return all;
 }
 
-// `reported` contains the start times of the waits that have been reported.
+// Reports long waits. `reported` has the start times of the waits that were already reported.
 void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> reported) {
   if (closed_) return;
   const base::TimePoint now = base::Clock::now();
@@ -440,9 +440,9 @@ std::vector<Wait> AgentCore::waits() {
 
 // ---- the end ----
 
-// Enters rounds with all ranks: first until all have called shutdown(), then until none counts a
-// live reference or context. Messages in transit need no extra count, because their sender or
-// receiver counts the references and contexts that they concern.
+// Enters shutdown rounds: the first until all ranks have called shutdown(), then more until no rank
+// counts a live reference or context. Messages in transit need no extra count, because their sender
+// or receiver counts the references and contexts in them.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;

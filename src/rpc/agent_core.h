@@ -21,8 +21,8 @@ using base::Error;
 using base::ErrorKind;
 using base::Exception;
 
-/// The worker pool. A continuation keeps the context of the thread that registered it. A task
-/// begins with the rank's device as current device, and is dropped if the pool has stopped.
+/// The worker pool. A continuation runs with the context of the thread that registered it. Each
+/// task starts with the rank's device as current device. A stopped pool drops tasks.
 class WorkerExecutor final : public base::Executor {
  public:
   explicit WorkerExecutor(base::ThreadPool::Options options)
@@ -35,7 +35,7 @@ class WorkerExecutor final : public base::Executor {
     index_ = device.index();
     type_ = device.type();
   }
-  /// Makes the rank's device current on this thread, which need not be a worker.
+  /// Makes the rank's device current on this thread, even if it is not a worker.
   void enter_device() const noexcept { make_current({type_, index_}); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
@@ -52,20 +52,20 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// The function that is called instead if a remote() call cannot be sent: its value then fails.
+/// The function that ranks call on the owner if a remote() call cannot be sent: fails its value.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
-/// Gives replies access to their agent until it ends; a reply may outlive its agent. Thread-safe.
+/// Gives replies access to their agent until the agent ends. Replies may outlive it. Thread-safe.
 class ReplyGate {
  public:
   explicit ReplyGate(AgentCore& core) : core_(&core) {}
-  /// Calls `use(core)` if the agent has not ended, and delays its end meanwhile.
+  /// Calls `use(core)` unless the agent has ended. The agent cannot end during the call.
   template <class F>
   void enter(const F& use) {
     std::shared_lock lock(mutex_);
     if (core_) use(*core_);
   }
-  /// Ends the access; returns when no enter() is running.
+  /// Makes later enter() calls do nothing. Waits until no `use` is running.
   void close() {
     std::lock_guard lock(mutex_);
     core_ = nullptr;
@@ -78,9 +78,9 @@ class ReplyGate {
 
 /// The implementation of Agent.
 ///
-/// Threads: frames arrive on the loop, which only reads their headers and finds the waiting call or
-/// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or
-/// on the pool. Lock order: a class that holds its lock calls no class that locks, except Budget,
+/// Threads: the loop receives frames. It only reads their headers, then finds the waiting call or
+/// posts the work to the pool. The calling thread or the pool encodes, decodes and runs user
+/// functions. Lock order: a class that holds its lock calls no class that locks, except Budget,
 /// SerialThread and the loop, which call none.
 class AgentCore {
  public:
@@ -94,9 +94,9 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const Error& error);
-  /// Ends the agent. If called on one of the agent's threads, leaves joining them to a later call.
+  /// Ends the agent. On one of the agent's threads, leaves joining the threads to a later call.
   void close();
-  /// Returns true on the agent's own threads, which cannot wait for their own end.
+  /// Returns true on the agent's own threads, which cannot wait for themselves to end.
   bool runs_here() const {
     return pool.runs_here() || layers.notifies_here() || given_up_.runs_here() || loop.in_loop();
   }
@@ -105,25 +105,25 @@ class AgentCore {
                               const std::function<void(Encoder&)>& fill,
                               const std::shared_ptr<RRefHandle>& target);
   std::shared_ptr<InMessage> open(const RawReply& reply);
-  /// Releases the contents of a reply that is never opened.
+  /// Releases the contents of a reply that will never be opened.
   void release(RawReply reply);
-  /// Sends the reply to the call `call_id` of rank `to`.
+  /// Sends the reply to the call `call_id` that rank `to` has made.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, Error error);
-  /// Sends each grant to its rank, or gives it to this rank's own window.
+  /// Sends each grant to its rank. A grant to this rank goes to its own window.
   void send_grants(const Budget::Grants& grants);
 
   void set_device(c10::Device device) {
     devices.set_home(device);
     enter_device();
   }
-  /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
+  /// Makes the rank's device current here and, from their next task on, on the agent's threads.
   void enter_device() {
     executor.set_device(devices.home());
     executor.enter_device();
   }
-  /// Fails with `peer_lost`, or with the reason that the peer sent when it left.
+  /// Fails with `peer_lost`, or with the reason that a leaving peer has sent.
   base::Status send(int to, net::OutFrame frame);
   ChannelImpl& open_channel(uint16_t number);
 
@@ -131,7 +131,7 @@ class AgentCore {
   AgentOptions options;
   DeviceTable devices;
   DeviceStager stager;
-  // Shared, because continuations of futures outlive the agent.
+  // Shared, because continuations of futures may use the executors after the agent's end.
   const std::shared_ptr<WorkerExecutor> shared_executor;
   const std::shared_ptr<base::InlineExecutor> shared_inline_executor =
       std::make_shared<base::InlineExecutor>();
@@ -146,7 +146,7 @@ class AgentCore {
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
-  // The functions that this agent exposes, and the names of the functions that it can call.
+  // Functions that this agent exposes, and names of functions that it can call.
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;
@@ -158,14 +158,14 @@ class AgentCore {
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
-  /// Returns true if `process` is the newest one of its rank and not lost. True for this process.
+  /// Returns true if `process` is the newest of its rank and not lost, or is this process.
   bool is_here(ProcessNumber process) const {
     return rank_of(process) == options.rank || peers.is_here(process);
   }
   uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
   std::vector<Wait> waits();
-  /// Return the current counts. After close(): the counts before close() began, which show leaks.
+  /// Return the current counts. After close(), they return the counts at its start, to show leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
     return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;
@@ -176,14 +176,14 @@ class AgentCore {
                              bool was_sent);
   base::Status send_from_device(int to, DeviceSend& device_send,
                                 const DeviceSend::StillWanted& still_wanted = {});
-  /// An encoded message.
+  /// A message that has been encoded but not sent.
   struct OutgoingMessage {
     wire::FrameHeader header;
     std::vector<RRefTicket> tickets;
-    // Exactly one of these is set.
-    std::shared_ptr<InMessage> own;           // to this rank itself
-    std::shared_ptr<DeviceSend> device_send;  // with device tensors
-    net::OutFrame frame;                      // any other
+    // Exactly one of these three members is set.
+    std::shared_ptr<InMessage> own;           // a message to this rank itself
+    std::shared_ptr<DeviceSend> device_send;  // a message with device tensors
+    net::OutFrame frame;                      // any other message
   };
   OutgoingMessage encode(int to, wire::FrameHeader header,
                          const std::function<void(Encoder&)>& fill);
@@ -201,13 +201,13 @@ class AgentCore {
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
-  /// Returns 0 before the ranks are known. For any thread.
+  /// Returns 0 before the ranks are known. Thread-safe.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
-  /// Sends a reply. While too many replies to a rank are unwritten, its calls do not begin.
+  /// Sends a reply and counts it as unwritten. While a rank has too many, its calls do not begin.
   base::Status send_answer(int to, net::OutFrame frame);
   void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
@@ -215,7 +215,7 @@ class AgentCore {
   void disconnect();
   void stop();
   void cancel_call(int from, uint64_t id);
-  /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
+  /// Runs a call, or fails it if its caller has given up. Does nothing after this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
@@ -230,7 +230,7 @@ class AgentCore {
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
-  // Created when the ranks are known. What this rank may send to each rank, itself included.
+  // Credit for calls to each rank, this rank included. Created when the ranks are known.
   PerRank<Window> windows_;
   std::shared_ptr<UnwrittenReplies> unwritten_;
   std::atomic<bool> windows_are_known_{false};
@@ -243,15 +243,15 @@ class AgentCore {
   std::atomic<uint64_t> calls_{0};
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};
-  std::atomic<bool> closed_{false};  // nothing more is sent
+  std::atomic<bool> closed_{false};  // true: nothing more is sent
   std::atomic<std::thread::id> disconnecting_{};
   base::Promise<void> disconnected_;  // set when disconnect() has failed all waits
-  // Held by one thread at a time. Recursive, because destructors of user objects may call close().
+  // Held by the thread that ends the agent. Recursive: user destructors may call close() again.
   std::recursive_mutex stopping_;
   bool stopped_ = false;  // guarded by stopping_: no thread but the loop runs anything
 
  public:
-  /// Last, so that its thread ends before the members that its handlers use are destroyed.
+  /// Last member, so the loop's thread ends before the members that its handlers use are destroyed.
   net::Loop loop;
 };
 

@@ -20,7 +20,7 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_ = nullptr;
     idle_.wait(lock, [this] { return running_ == 0; });
     early.swap(early_);
-    // Until the early messages are delivered, new messages must be queued behind them.
+    // While the new handler gets the earlier messages, newer ones are queued behind these.
     handler_set_ = next == nullptr;
   }
   for (;;) {

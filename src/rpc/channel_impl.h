@@ -23,7 +23,7 @@ class ChannelImpl final : public Channel {
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) override;
 
-  /// Throws `overloaded` if too many messages wait for channels that are not open yet.
+  /// Handles or queues a message. Throws `overloaded` if too many wait for unopened channels.
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const Error& error);
   void on_peer_returned(int rank) {
@@ -33,10 +33,10 @@ class ChannelImpl final : public Channel {
   std::vector<Wait> waits();
 
  private:
-  // A handler runs without the lock; set_handler() waits until `running_` is 0.
+  // Ends a handler's call. Handlers run without mutex_; set_handler() waits until none is running.
   struct Leave {
     ChannelImpl* channel = nullptr;
-    std::shared_ptr<Handler> handler;  // set_handler() may replace it meanwhile
+    std::shared_ptr<Handler> handler;  // held, because set_handler() may replace it
     void operator()(Handler*) const noexcept {
       std::lock_guard lock(channel->mutex_);
       if (--channel->running_ == 0) channel->idle_.notify_all();
@@ -55,7 +55,7 @@ class ChannelImpl final : public Channel {
   std::shared_ptr<Handler> handler_;
   bool handler_set_ = false;
   int running_ = 0;
-  std::vector<ChannelMessage> early_;  // counted in early_messages of the core
+  std::vector<ChannelMessage> early_;  // counted in AgentCore::early_messages
   std::vector<std::pair<int, Error>> lost_;
 };
 

@@ -8,10 +8,10 @@ base::Error error_in_flight(base::ErrorKind otherwise) {
   try {
     throw;
   } catch (const c10::OutOfMemoryError& e) {
-    // The message's first sentence has the failed operation and the size; the rest are hints.
+    // The first sentence names the failed operation and the size. The rest of the text gives hints.
     const std::string text = e.what_without_backtrace();
     return base::Error{base::ErrorKind::kResources, text.substr(0, text.find(". "))};
-  } catch (const c10::AcceleratorError& e) {  // only its first line is not a hint
+  } catch (const c10::AcceleratorError& e) {  // the first line of its text is the error
     const std::string text = e.what_without_backtrace();
     return base::Error{base::ErrorKind::kResources, text.substr(0, text.find('\n'))};
   } catch (const c10::Error& e) {

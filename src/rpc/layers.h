@@ -14,7 +14,7 @@
 
 namespace distrain::rpc {
 
-/// Returns when `thread` has run, or dropped, all tasks posted before.
+/// Returns when `thread` has run or dropped all tasks that were posted before this call.
 template <class Thread>
 void wait_for_posted(Thread& thread) {
   base::Promise<void> promise;
@@ -23,25 +23,25 @@ void wait_for_posted(Thread& thread) {
   static_cast<void>(reached.wait_result());
 }
 
-/// The layers of an agent. Notifies them of losses on a thread of its own. Thread-safe.
+/// The layers of an agent. Notifies the layers of losses on its own thread. Thread-safe.
 class Layers {
  public:
-  /// Calls `before_each` on the notifying thread before each notification.
+  /// `before_each` runs before each notification, on the notifying thread.
   explicit Layers(std::function<void()> before_each = {})
       : notifier_("dt-lost", std::move(before_each)) {}
-  /// Notifies `layer` of losses, including earlier ones.
+  /// Notifies `layer` of losses from now on, and of all earlier losses.
   void add(const std::weak_ptr<Layer>& layer) {
     std::lock_guard lock(mutex_);
     layers_.push_back(layer);
     for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
   }
-  /// Notifies all layers, unless `loss.rank` is lost already; an agent that ends reports all ranks.
+  /// Notifies all layers, unless `loss.rank` is already lost. An ending agent reports all ranks.
   void on_rank_lost(const Loss& loss) {
     std::lock_guard lock(mutex_);
     if (!losses_.emplace(loss.rank, loss).second) return;
     for (const auto& layer : layers_) notify_locked(layer, loss);
   }
-  /// Forgets the loss of `rank`, which has a new process.
+  /// Forgets the loss of `rank`, which now has a new process.
   void on_rank_returned(int rank) {
     std::lock_guard lock(mutex_);
     losses_.erase(rank);
@@ -49,9 +49,9 @@ class Layers {
   void on_shutdown() {
     for (const auto& layer : living()) layer->on_shutdown();
   }
-  /// Returns when the layers have been notified of all losses so far.
+  /// Returns when the layers have been notified of all losses reported so far.
   void wait_until_notified() { wait_for_posted(notifier_); }
-  /// Returns true if notifications of losses are outstanding.
+  /// Returns true if a notification is queued or running.
   bool is_notifying() const { return outstanding_ > 0; }
   bool notifies_here() const { return notifier_.runs_here(); }
   std::vector<Wait> waits() const;
@@ -62,8 +62,8 @@ class Layers {
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::map<int, Loss> losses_;       // of ranks that are lost now
-  std::atomic<int> outstanding_{0};  // notifications that are outstanding
+  std::map<int, Loss> losses_;       // by rank; only of ranks that are lost now
+  std::atomic<int> outstanding_{0};  // notifications queued or running
   base::SerialThread notifier_;      // not a worker, because all workers may be busy
 };
 

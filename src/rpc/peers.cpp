@@ -7,10 +7,10 @@ namespace distrain::rpc {
 using base::Error;
 using base::ErrorKind;
 
-// All ranks listen before they learn of each other, and the kernel accepts for a busy process. So a
-// rank that is not reached in this time is behind something that drops packets.
+// All ranks listen before they learn each other's addresses, and the kernel accepts connections
+// even if a process is busy. So if a connection takes longer, something on the path drops packets.
 constexpr auto kLongestReach = std::chrono::seconds(20);
-// A rank that refuses connections has probably just died or left, and rank 0 is about to tell why.
+// A rank that refuses connections has probably ended, and rank 0 will report why within this time.
 constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
@@ -31,14 +31,14 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   }
   base::Status sent = peer.stream->send(std::move(frame));
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
-  // The connection just broke. Pending calls fail if rank 0 reports a loss, so this is no error.
+  // The connection has just broken. This is no error: if rank 0 reports a loss, the calls fail.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to, peer);
 }
 
 base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
-  // Checked here, because a queued frame cannot report an error later.
+  // Checks the frame now, because an error of a queued frame could not be returned later.
   if (const base::Status fits = net::check_limits(frame); !fits.ok()) return fits;
   State state = State::kUnconnected;
   {
@@ -103,12 +103,12 @@ void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
 }
 
 void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
-  if (!is_connecting_on_loop(rank, peer)) return;  // lost in the meantime
+  if (!is_connecting_on_loop(rank, peer)) return;  // `rank` was lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.authenticate_on_loop(
       rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
         if (!is.ok()) {
-          // If the peer closed without a message, it is busy, or rank 0 will report its loss.
+          // A peer that closes without a message is busy, or is lost and rank 0 will report that.
           const base::TimePoint next = base::deadline_after(kRetry);
           const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < deadline;
           if (!may_retry) return on_unreachable_on_loop(rank, peer, is.error());
@@ -124,7 +124,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
       });
 }
 
-// Sends the queued frames. Other threads append frames to the queue until it is empty.
+// Sends the queued frames. Other threads append frames until the queue is empty.
 void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
   Peer& peer = at(rank);
   peer.stream = std::move(stream);
@@ -159,7 +159,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   return std::nullopt;
 }
 
-// Returns a handler that ignores what a replaced process still sends.
+// Returns a handler that drops messages of a process that has been replaced.
 net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
   Peer& peer = at(rank);
   return control_.watch_peer_on_loop(
@@ -173,7 +173,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// Queues frames until rank 0 has decided, if a loss is suspected; otherwise a side is leaving.
+// If this rank suspects a loss, queues frames until rank 0 decides. Otherwise the peer has left.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

@@ -14,9 +14,9 @@
 
 namespace distrain::rpc {
 
-/// An object for the newest process of each rank. Objects of earlier processes (some hundred bytes
-/// each) are kept until the end, because threads may still use them. One thread fills and changes
-/// it; when it is filled, any thread may read it.
+/// One object for the newest process of each rank. Objects of earlier processes (some hundred bytes
+/// each) are kept until the end, because threads may still use them. Only one thread may add or
+/// replace objects; once filled, any thread may read them.
 template <class T>
 class PerRank {
  public:
@@ -24,7 +24,7 @@ class PerRank {
     current_.push_back(std::make_unique<std::atomic<T*>>(object.get()));
     all_.push_back(std::move(object));
   }
-  /// Replaces the object of `rank` by that of the rank's next process.
+  /// Replaces the object of `rank` by `object`, which is for the rank's next process.
   void replace(int rank, std::unique_ptr<T> object) {
     T* const next = object.get();
     all_.push_back(std::move(object));
@@ -54,7 +54,7 @@ class Peers {
   /// Called on the loop.
   struct Callbacks {
     std::function<void(int rank, net::InFrame frame)> on_frame;
-    /// As net::Stream::Handler::allocate, with the sending rank.
+    /// Allocates a frame's buffer, as net::Stream::Handler::allocate does. `rank` is the sender.
     std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)> allocate;
     std::function<void(int rank)> on_open;  ///< called when a connection is ready
   };
@@ -62,17 +62,17 @@ class Peers {
   Peers(net::Loop& loop, int rank, membership::ControlPlane& control, Callbacks callbacks)
       : loop_(loop), rank_(rank), control_(control), callbacks_(std::move(callbacks)) {}
 
-  /// Sets the ranks and how to reach them. Called once, before all other functions.
+  /// Sets the ranks and their addresses. Called once, before all other functions.
   void learn_on_loop(const wire::Directory& directory);
-  /// Returns 0 before learn_on_loop(). For any thread.
+  /// Returns the number of ranks; 0 before learn_on_loop(). Thread-safe.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).entry.name; }
-  /// Returns the rank of that name, or -1 if no rank has it.
+  /// Returns the rank with this name, or -1 if there is none.
   int find_rank(const std::string& name) const {
     const auto found = ranks_.find(name);
     return found == ranks_.end() ? -1 : found->second;
   }
-  /// Returns how the peers are reached: "unix", "tcp", "mixed" or "none".
+  /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
   std::string transport() const {
     bool tcp = false, local = false;
     for (int rank = 0; rank < size(); ++rank) {
@@ -86,12 +86,12 @@ class Peers {
   /// Returns the incarnation of the newest process of `rank` that this rank knows.
   uint32_t incarnation(int rank) const { return at(rank).entry.incarnation; }
   ProcessNumber process(int rank) const { return process_number(rank, incarnation(rank)); }
-  /// Returns true if `process` is the newest one of its rank and not lost.
+  /// Returns true if `process` is the newest process of its rank and is not lost.
   bool is_here(ProcessNumber process) const {
     const Peer& peer = at(rank_of(process));
     return peer.entry.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
-  /// Takes a connection that `rank` has made. Returns an error if it is refused.
+  /// Takes a connection that `rank` has opened. Returns an error to refuse it.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
   void lose_on_loop(const Loss& loss);
@@ -99,11 +99,11 @@ class Peers {
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
-  /// Replaces a lost rank by a new process.
+  /// Replaces the lost process of `rank` by a new one.
   void renew_on_loop(int rank, const wire::Directory::Entry& entry) {
     peers_.replace(rank, std::make_unique<Peer>(entry));
   }
-  /// Returns the incomplete transfers of `rank`. Loop thread only.
+  /// Returns the transfers that `rank` has not completed. Must run on the loop.
   std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
     return at(rank).device_receive;
   }
@@ -115,19 +115,19 @@ class Peers {
     const wire::Directory::Entry entry;
     std::atomic<State> state{State::kUnconnected};
     std::atomic<bool> is_done_without{false};  // written before kLost
-    net::StreamPtr stream;  // to send on; written before kConnected, read after it
+    net::StreamPtr stream;  // for sending; written before kConnected, read after it
     mutable std::mutex mutex;
     std::deque<net::OutFrame> waiting;  // guarded by mutex, while connecting
     base::Error loss;                   // guarded by mutex, once lost
-    // Loop thread only.
-    net::StreamPtr accepted;  // made by the peer
+    // Used only on the loop thread:
+    net::StreamPtr accepted;  // the connection that the peer opened
     std::shared_ptr<DeviceReceive> device_receive;
   };
 
   Peer& at(int rank) const { return peers_.at(rank); }
   base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  /// Returns true if `peer` is the newest process of its rank, and connecting.
+  /// Returns true if `peer` is its rank's newest process and the connection is being opened.
   bool is_connecting_on_loop(int rank, const Peer& peer) const {
     return &at(rank) == &peer && peer.state == State::kConnecting;
   }
@@ -144,7 +144,7 @@ class Peers {
   const Callbacks callbacks_;
   std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
-  std::atomic<int> size_{0};  // of peers_, when it is filled
+  std::atomic<int> size_{0};  // of peers_, after it is filled
 };
 
 }  // namespace distrain::rpc

@@ -23,7 +23,7 @@ constexpr size_t kStepDigits = 12;
 constexpr const char* kLock = ".lock";
 constexpr std::string_view kDigits = "0123456789";
 
-// Returns the step in `name` if it has this prefix.
+// Returns the step in `name`, or nullopt if `name` does not have this prefix.
 std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
   const std::string_view digits = name.substr(prefix.size());
@@ -31,7 +31,7 @@ std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   return base::number<int64_t>(digits);
 }
 
-// Creates the folder and its parents first if `missing` says so.
+// Opens a folder. If it does not exist and `missing` is kMake, creates it and its parents first.
 OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missing) {
   if (auto folder = OpenFolder::at(disk, path)) return *std::move(folder);
   if (missing == Missing::kRefuse || errno != ENOENT || path == ".") {
@@ -45,7 +45,7 @@ OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missi
   return open_or_make(disk, path, Missing::kRefuse);
 }
 
-// Reads all checkpoints, because a job may resume from one that is not the newest.
+// Returns the highest generation of all checkpoints; that of the newest one may be lower.
 int64_t highest_generation(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -59,7 +59,7 @@ int64_t highest_generation(const OpenFolder& folder) {
   return highest;
 }
 
-// Returns " (process 1234)", or "" if the kernel does not tell. Lines of /proc/locks look like
+// Returns " (process 1234)", or "" if the owner is unknown. Lines of /proc/locks look like
 //   1: FLOCK  ADVISORY  WRITE 1234 08:01:131075 0 EOF
 std::string owner_of_lock(int fd) {
   struct stat info {};
@@ -106,7 +106,7 @@ std::optional<Saves> find_saves(const OpenFolder& folder) {
     if (!step) continue;
     const auto kind = folder.kind_of(name);
     const bool is_link = kind == OpenFolder::Kind::kLink;
-    // The least name, because names() has no order.
+    // Keeps the smallest name, because names() returns the names in no particular order.
     if (is_link && (!saves.link || name < *saves.link)) saves.link = name;
     if (is_link || kind == OpenFolder::Kind::kFolder) {
       (whole ? saves.whole : saves.replaced).insert(*step);
@@ -156,7 +156,7 @@ void FolderClaim::check() {
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
-  // If the lock file was removed, another job could lock a new one.
+  // If the lock file was removed, locks a new one, because another job could lock it otherwise.
   if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
   if (highest <= highest_expected_) return;

@@ -35,11 +35,11 @@ inline constexpr std::string_view kOld = ".old-step-";
 
 std::string name_of(std::string_view prefix, int64_t step);
 
-/// Returns true if `name` is that of a complete checkpoint.
+/// Returns true if `name` is the folder name of a complete checkpoint.
 bool is_checkpoint(std::string_view name);
 
-/// The folders of saves. A symbolic link in place of a checkpoint is included, so that opening it
-/// reports it; a file is not.
+/// The folders of saves in a folder of checkpoints. Includes symbolic links that are named like
+/// checkpoints, so that opening them reports an error. Excludes regular files.
 struct Saves {
   std::set<std::string> remains;  ///< names of unfinished folders and of those being removed
   std::set<int64_t> whole;
@@ -48,11 +48,11 @@ struct Saves {
 
   /// Returns the folder name of the checkpoint of `step`.
   std::string name(int64_t step) const;
-  /// Returns the steps that can be loaded.
+  /// Returns the steps of the checkpoints that can be loaded.
   std::set<int64_t> steps() const;
 };
 
-/// Returns nullopt and sets errno if the folder cannot be read.
+/// Finds the saves in `folder`. Returns nullopt and sets errno if the folder cannot be read.
 std::optional<Saves> find_saves(const OpenFolder& folder);
 
 /// Opens the folder of a checkpoint. Throws `bad_data` if it is not a folder or is a symbolic link.
@@ -72,13 +72,13 @@ struct Manifest {
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
 };
 
-/// Throws `invalid` for a manifest that parse_manifest would refuse.
+/// Returns a manifest's text. Throws `invalid` if parse_manifest() would refuse the manifest.
 std::string manifest_text(const Manifest& manifest);
 
-/// Throws `bad_data`; error messages show `path`.
+/// Parses a manifest. Throws `bad_data` if it is invalid; error messages show `path`.
 Manifest parse_manifest(std::string_view text, const std::string& path);
 
-/// Reads the manifest of a checkpoint. Throws `bad_data`.
+/// Reads the manifest of a checkpoint. Throws `bad_data` if it is missing or invalid.
 Manifest read_manifest(const OpenFolder& checkpoint);
 
 // Note [One job saves in a folder]
@@ -97,25 +97,25 @@ Manifest read_manifest(const OpenFolder& checkpoint);
 // before each save, before it renames the save, and before each removal. Between a check and the
 // action that follows, and before the new job's first save, only the lock protects the folder.
 
-/// Decides on a folder that does not exist.
+/// The treatment of a folder that does not exist: create it or throw.
 enum class Missing { kMake, kRefuse };
 
-/// A claim of a job on its folder of checkpoints. A forked child would keep the folder locked.
+/// A job's claim to be the only one that saves in a folder. A forked child would keep the lock.
 class FolderClaim {
  public:
-  /// Throws `bad_data` if another job has it, `resources` if it cannot be opened or created.
+  /// Locks the folder. Throws `bad_data` if another job owns it, `resources` if opening it fails.
   FolderClaim(Disk::Probe before_system_call, const std::string& path, Missing missing);
 
   const OpenFolder& folder() const { return folder_; }
   int64_t generation() const { return generation_; }
 
-  /// The error message of a file system without locks.
+  /// Returns the error message if the file system has no locks.
   const std::optional<std::string>& why_no_lock() const { return why_no_lock_; }
 
   /// Must be called before each change in the folder. Throws `bad_data` if another job has taken
   /// over the folder, and `resources` if the path no longer leads to it.
   void check();
-  /// Must be called when a checkpoint of this generation has been renamed to its final name.
+  /// Must be called when a checkpoint of this job has been renamed to its final name.
   void has_saved() { highest_expected_ = generation_; }
 
  private:

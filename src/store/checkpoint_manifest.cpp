@@ -21,7 +21,7 @@ constexpr const char* kGeneration = "generation";  // missing in manifests of ol
 constexpr size_t kMaxBytes = size_t{64} << 20;
 constexpr int64_t kMaxStep = 999'999'999'999;  // twelve digits; for the generation, too
 constexpr size_t kMaxDepth = 64;
-// An ordered_json object is a list, so its insertions take quadratic time.
+// Limits the keys of an object, because each insertion into an ordered_json takes linear time.
 constexpr size_t kMaxKeys = 4096;
 constexpr size_t kMaxFileName = 255;
 
@@ -67,7 +67,7 @@ class Parser {
 
  private:
   Json parse_json(std::string_view text) const {
-    // The JSON parser would skip a byte order mark and stop at a NUL.
+    // Refuses a byte order mark, which the JSON parser would skip, and a NUL, where it would stop.
     if (!text.starts_with('{') || text.find('\0') != std::string_view::npos) fail("not JSON");
     std::vector<std::set<std::string>> open;  // keys seen in each open object or array
     const auto look = [&](int, Json::parse_event_t event, Json& value) {

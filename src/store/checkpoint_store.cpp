@@ -25,7 +25,7 @@ std::string without_slashes(std::string path) {
   return path;
 }
 
-// A path from the user, which may contain symbolic links; a checkpoint at its end must not be one.
+// A user-supplied path. Its folders may be symbolic links, but a checkpoint at its end must not be.
 struct UserPath {
   explicit UserPath(const std::string& path) : folder(without_slashes(path)) {
     const std::filesystem::path split(folder);
@@ -94,7 +94,7 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
 
 constexpr size_t kPiece = size_t{4} << 20;  // small enough to be hashed and written from the cache
 
-// Throws `bad_data` if a checkpoint is a symbolic link.
+// Returns the saves in a folder. Throws `bad_data` if a checkpoint is a symbolic link.
 Saves real_saves(const OpenFolder& folder) {
   auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -135,7 +135,7 @@ class Save {
       write();
       publish();
     } catch (const Exception&) {
-      // Frees disk space, but keeps what another job has written under this name.
+      // Frees disk space, unless another job has put its own folder under this name.
       const std::string name = own_name(kUnfinished);
       if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
       throw;
@@ -174,7 +174,7 @@ class Save {
     unfinished_->sync();
   }
 
-  // Returns the hash of the file.
+  // Writes a file of the checkpoint and returns its hash.
   uint64_t write_file(const std::string& name, std::string_view begin,
                       const rpc::NamedTensors& tensors) const {
     OutputFile file = unfinished_->create(name);
@@ -215,7 +215,7 @@ class Save {
     }
   }
 
-  // Newer checkpoints belong to another run: they are neither counted nor removed.
+  // Removes old checkpoints. Ignores newer ones than the saved one: they belong to another run.
   void remove_old() const {
     auto others = real_saves(folder()).whole;
     others.erase(others.lower_bound(checkpoint_.step), others.end());
@@ -226,8 +226,8 @@ class Save {
     }
   }
 
-  // Ignores errors, because the new checkpoint is safe in any case and the next save tries again.
-  // Throws only if another job has taken over the folder.
+  // Removes an old checkpoint. Ignores errors, because the new checkpoint is safe already and the
+  // next save retries. Throws only if another job has taken over the folder.
   void retire(const std::string& name, int64_t step) const {
     claim_.check();
     const std::string old = name_of(kOld, step);
@@ -248,7 +248,7 @@ class Save {
 // Checks that the folder can be written.
 void try_folder(const OpenFolder& folder) {
   real_saves(folder);
-  // If the process dies here, the next save removes this name.
+  // If the process dies after this line, the next save removes the trial folder.
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);

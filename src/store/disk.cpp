@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
-// Returns true if `name` in `folder` is the open file `fd`. Otherwise errno is 0 for another file.
+// Returns true if `name` in `folder` is the open file `fd`. If it is another file, sets errno to 0.
 bool leads(int folder, const std::string& name, int flags, int fd) {
   struct stat open {};
   struct stat there {};
@@ -31,7 +31,7 @@ void Disk::fail(const char* what, const std::string& path) {
                         std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
-// O_EXCL prevents following a link.
+// Creates the file. O_EXCL prevents open() from following a symbolic link.
 OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path)
     : disk_(disk), path_(std::move(path)), fd_(disk.call("openat", [&] {
         return ::openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);

@@ -198,7 +198,7 @@ std::vector<Entry> read_header(std::span<const uint8_t> begin, int64_t size,
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
-  // The JSON parser would skip a byte order mark and stop at a NUL.
+  // Refuses a byte order mark, which the JSON parser would skip, and a NUL, where it would stop.
   if (!header.starts_with('{')) fail("not a safetensors file: its header does not begin with '{'");
   if (header.find('\0') != header.npos) fail("not a safetensors file: a NUL in its header");
   HeaderReader reader(name);
@@ -236,7 +236,7 @@ void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-// Checks the header before it allocates the rest: the file may be a large one of another format.
+// Checks the header before it allocates memory for the rest: a file of another format may be large.
 rpc::NamedTensors read_safetensors(const std::string& path) {
   return with_memory_for(path, [&] {
     InputFile file(path, InputFile::Kind::kRegular);

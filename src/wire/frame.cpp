@@ -6,18 +6,18 @@
 namespace distrain::wire {
 namespace {
 
-// Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): eleven
-// independent multiplications. Flipping one or two bits of the words changes the sum by ±k << a or
-// ±k << a ± l << b. With these constants, the digits of pi, that change is never within 2^32 of a
-// multiple of 2^64, so the upper half of the sum changes. Nor is a change of ±k << a within 2^32 of
-// ±2^(32 + j), so flipping a bit of the magic as well does not hide it.
+// Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+// Flipping one or two bits of the words changes the sum by ±k << a or ±k << a ± l << b, where the
+// factors k and l are digits of pi. For these factors, no such change is within 2^32 of a multiple
+// of 2^64, so the upper half of the sum changes. A change of ±k << a is also not within 2^32 of
+// ±2^(32 + j), so flipping a bit of the magic as well does not hide the change.
 constexpr uint64_t kFactors[] = {
     0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89,
     0x452821E638D01377, 0xBE5466CF34E90C6C, 0xC0AC29B7C97C50DD, 0x3F84D5B5B5470917,
     0x9216D5D98979FB1B, 0xD1310BA698DFB5AC, 0x2FFD72DBD01ADFB7,
 };
 
-// A header in registers: reading bytes just written with another width would stall the CPU.
+// A header in 64-bit words: the CPU would stall if it read just-written bytes at another width.
 using Words = std::array<uint64_t, kHeaderBytes / sizeof(uint64_t)>;
 
 constexpr uint64_t pack(uint64_t low, uint64_t high) { return low | high << 32; }

@@ -89,7 +89,7 @@ Bytes encode_all(const T&... values) {
   return bytes;
 }
 
-// Reads all of a message. Throws `protocol` for another protocol version, or if bytes follow.
+// Reads a whole message. Throws `protocol` for another protocol version or surplus bytes.
 template <class... T>
 void decode_all(std::span<const uint8_t> bytes, T&... values) {
   Reader in(bytes);

@@ -8,7 +8,7 @@
 
 namespace distrain::app {
 
-/// A subcommand that runs a job. Its table also has the options that all jobs share.
+/// A subcommand that runs a job. Its option table includes the options that all jobs share.
 struct JobCommand : job::JobInfo {
   template <class Options>
   JobCommand(const job::Definition<Options>& definition)  // NOLINT: implicit by design

@@ -32,8 +32,8 @@ void install(rpc::Agent& agent);
 /// releases the context on all ranks.
 class Context {
  public:
-  /// A kExplicit context never becomes the thread's current context by itself: only an
-  /// rpc::ContextScope with its id does that. It serves concurrent passes, such as micro-batches.
+  /// A kExplicit context becomes the thread's current context only within an rpc::ContextScope with
+  /// its id. Use it for concurrent passes, such as micro-batches.
   enum class Scope { kThread, kExplicit };
   explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread);
   ~Context();
@@ -46,7 +46,6 @@ class Context {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
   /// Returns an undefined tensor if the context has no gradient for `variable`.
   at::Tensor gradient(const at::Tensor& variable) const;
-  /// Replaces the gradient of `variable`.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
 
   /// Registers `fn` for the next pass. It is called once with this rank's final gradient of
@@ -75,7 +74,7 @@ class ContextRef {
   explicit ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass = 0);
 
   /// Returns this thread's current context, if any. Throws `invalid` if the context has ended or
-  /// its agent is unknown (see rpc::ContextScope), and the loss's error if its creator is lost.
+  /// its agent is unknown (see rpc::ContextScope), or the rank-loss error if its creator is lost.
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
@@ -94,8 +93,8 @@ class ContextRef {
   std::weak_ptr<ContextState> state_;
 };
 
-/// A post-accumulate hook that is also called in passes of a context, in which AccumulateGrad does
-/// not run. Post-accumulate hooks of other types make such a pass fail.
+/// A post-accumulate hook that passes of a context also call, although they do not run
+/// AccumulateGrad. A pass fails if a leaf has a post-accumulate hook of another type.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
   /// Called once per pass with this rank's final gradient, on the thread that computed it, after
@@ -106,8 +105,8 @@ class LeafHook : public torch::autograd::PostAccumulateGradHook {
 
 struct PassOptions {
   bool retain_graph = false;
-  /// Time limit for each message with gradients and all work that follows from the message. max()
-  /// waits until the peer is lost.
+  /// Time limit for each message with gradients and all work that follows from the message. With
+  /// max(), a sender waits until the receiver replies or is lost.
   std::chrono::nanoseconds timeout = rpc::kAgentsTimeout;
 };
 
@@ -125,21 +124,21 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options = {});
 
-/// Fails the in-flight pass over `context` on all ranks that take part in it. Also drops the hooks
-/// for the next pass and calls the `on_failure` of its guards.
+/// Fails the in-flight pass over `context` on all ranks that take part in the pass. Drops the hooks
+/// for the next pass and calls the `on_failure` of each of the context's guards.
 void fail_passes(const Context& context, const base::Error& error);
 
 /// Returns the gradient of `variable` in context `id` on the rank of `agent`, or an undefined
 /// tensor. For handlers that receive a context's id, such as an optimizer's.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 
-/// Moves the gradients of context `from` on the rank of `agent` into context `to` by addition, so
-/// that many micro-batches keep one set of gradients. Throws `invalid` if `to` is unknown here.
+/// Adds the gradients of context `from` to those of `to` on the rank of `agent` and clears `from`,
+/// so that micro-batches share one set of gradients. Throws `invalid` if `to` is unknown.
 void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 
 /// Callbacks of one rank for the next pass over a context.
 struct PassGuard {
-  /// Called when gradients arrive from another rank; they enter the pass when the future is done.
+  /// Called when gradients arrive from another rank. The pass uses them when the future is done.
   std::function<base::Future<void>()> admit;
   /// Called when this rank's part of the pass has run, after all Context::on_pass_end hooks.
   std::function<void()> on_end;
@@ -147,9 +146,9 @@ struct PassGuard {
   std::function<void(const base::Error&)> on_failure;
 };
 
-/// Sets the guard of the current context; throws `invalid` without one. The functions must own what
-/// they use: they are kept until the pass or the context ends on this rank, perhaps after the last
-/// RRef to the handler's object is gone.
+/// Sets the guard of the current context. Throws `invalid` if there is no current context. The
+/// functions must own all that they use, because they are kept until the pass or the context ends
+/// on this rank, perhaps after the last RRef to the handler's object is gone.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

@@ -35,8 +35,8 @@ class Runtime;
 
 /// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
-/// (base::BlockingScope). A reader that is blocked elsewhere, such as in a nested call, may depend
-/// on a later reader: while it is blocked, new readers do not queue behind waiting writers.
+/// (base::BlockingScope). While a reader is blocked elsewhere, such as in a nested call, new
+/// readers do not queue behind writers, because the blocked reader may depend on a new one.
 class ParameterLock {
  public:
   void lock_shared() {
@@ -101,7 +101,8 @@ class ParameterRead final : base::BlockObserver {
   /// The version requires a gradient if `parameter` does and gradients are enabled.
   at::Tensor version(const at::Tensor& parameter) const;
 
-  /// Makes `version`, saved by no graph, share the storage of `parameter`; keeps its gradient edge.
+  /// Makes `version` share the storage of `parameter` and keep its gradient edge. No graph may have
+  /// saved `version`.
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
@@ -113,7 +114,7 @@ class ParameterRead final : base::BlockObserver {
   base::BlockObserver* const outer_;  // of this thread
 };
 
-/// Returns a consistent snapshot of versions: no update happens between them.
+/// Returns versions of `parameters` as a consistent snapshot, with no update in between.
 std::vector<at::Tensor> current_versions(rpc::Agent& agent,
                                          const std::vector<at::Tensor>& parameters);
 
@@ -121,11 +122,11 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 class VersionKeeper {
  public:
   virtual ~VersionKeeper() = default;
-  /// Releases the storage of versions that no pass uses. Called with the parameters locked.
+  /// Releases the storage of versions that no pass uses. The caller holds the ParameterLock.
   virtual void release_versions() = 0;
 };
 
-/// Registers `keeper`: release_versions() is called before each update as long as the object lives.
+/// Registers `keeper`. While the keeper lives, each update calls its release_versions() first.
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper);
 
 /// Locks the agent's parameters for writing while it lives.
@@ -135,8 +136,8 @@ class ParameterUpdate {
   ParameterUpdate(const ParameterUpdate&) = delete;
   ParameterUpdate& operator=(const ParameterUpdate&) = delete;
 
-  /// Makes it safe to write `parameter` in place: moves it to a copy if an in-flight pass has saved
-  /// a version of it. Returns true if it was moved.
+  /// Makes it safe to write `parameter` in place: if an in-flight pass has saved a version of the
+  /// parameter, moves the parameter to new memory and returns true.
   bool unshare(const at::Tensor& parameter) const;
 
  private:

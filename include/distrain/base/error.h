@@ -9,8 +9,8 @@
 
 namespace distrain::base {
 
-/// The kind of an error. Code decides by the kind, never by an error's text. The numbers are part
-/// of the wire format: append, never renumber.
+/// The kind of an error. Code tests the kind, never the message. The numbers are part of the wire
+/// format: append new ones, never renumber.
 enum class ErrorKind : uint16_t {
   kInternal = 1,
   kInvalid = 2,       ///< a wrong argument or option
@@ -42,7 +42,7 @@ struct Error {
   std::string op{};   ///< the function or phase that failed; may be empty
 };
 
-/// `Error` as an exception. The API throws nothing else for failures of the runtime.
+/// `Error` as an exception. If the runtime fails, the API throws no other exception.
 class Exception : public std::runtime_error {
  public:
   explicit Exception(Error error) : std::runtime_error(error.message), error_(std::move(error)) {}
@@ -58,10 +58,10 @@ class Exception : public std::runtime_error {
 // These throw an `Exception` of kind kInvalid or kBadData.
 [[noreturn]] void invalid(std::string message);
 [[noreturn]] void bad_data(std::string message);
-/// In a catch block: returns the exception as an Error, of kind `otherwise` if it has no kind.
+/// Returns the caught exception as an Error, whose kind is `otherwise` if the exception has none.
 Error current_error(ErrorKind otherwise);
 
-/// A value in place of `void`: `Result<Unit>`, `Future<Unit>`.
+/// Stands for `void` where a type needs a value, as in `Result<Unit>`.
 struct Unit {};
 
 /// A value or an error. (GCC 12 in C++20 mode has no std::expected.)

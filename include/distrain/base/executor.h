@@ -14,8 +14,8 @@ namespace distrain::base {
 template <class Signature>
 class UniqueFunction;
 
-/// A move-only std::function, for closures that own values that cannot be copied. Small closures
-/// are stored inline, without an allocation, because every call makes some.
+/// A move-only std::function, for closures that own values that cannot be copied. Stores small
+/// closures without an allocation, because each RPC creates several closures.
 template <class R, class... Args>
 class UniqueFunction<R(Args...)> {
  public:
@@ -38,7 +38,7 @@ class UniqueFunction<R(Args...)> {
   UniqueFunction(UniqueFunction&& other) noexcept { take(other); }
   UniqueFunction& operator=(UniqueFunction&& other) noexcept {
     if (this == &other) return *this;
-    // The old closure's destructor may use this function, so it runs when the new one is in place.
+    // Destroy the old closure last, because its destructor may use this UniqueFunction.
     UniqueFunction old(std::move(*this));
     take(other);
     return *this;
@@ -89,23 +89,23 @@ class UniqueFunction<R(Args...)> {
 class QueuedWork {
  public:
   virtual ~QueuedWork() = default;
-  /// Orders device work that this thread enqueues from now on after this work. Does not block.
+  /// Makes device work that this thread enqueues from now on wait for this work. Does not block.
   virtual void precede_this_thread() const noexcept = 0;
 };
 using QueuedWorkPtr = std::shared_ptr<const QueuedWork>;
 
-/// Returns the calling thread's device work that futures have to carry; null if there is none.
+/// Returns the device work that the calling thread has enqueued; null if there is none.
 using FindQueuedWork = QueuedWorkPtr (*)() noexcept;
 
 namespace detail {
-// Global, because a future knows no agent and accelerators belong to the process.
+// Global, because a future has no pointer to an agent and all agents share the accelerators.
 inline constinit std::atomic<FindQueuedWork> find_queued_work{nullptr};
 }  // namespace detail
 
-/// Sets the function behind queued_work(). Called when a device is first used. Thread-safe.
+/// Sets the function that queued_work() calls. Called when a device is first used. Thread-safe.
 inline void set_queued_work_finder(FindQueuedWork find) { detail::find_queued_work = find; }
 
-/// Returns this thread's device work so far; null if no device is in use.
+/// Returns the device work that this thread has enqueued; null if no device is in use.
 inline QueuedWorkPtr queued_work() {
   const FindQueuedWork find = detail::find_queued_work.load(std::memory_order_acquire);
   return find ? find() : nullptr;
@@ -123,8 +123,8 @@ inline Task behind(QueuedWorkPtr work, Task task) {
   };
 }
 
-/// Runs continuations and handlers. If shared pointers own an executor, a future that has one of
-/// the executor's continuations keeps the executor alive until the future is done.
+/// Runs continuations and handlers. A future keeps the executor of its continuation alive until the
+/// future is done, if a shared pointer owns that executor.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   virtual ~Executor() = default;
@@ -135,15 +135,15 @@ class Executor : public std::enable_shared_from_this<Executor> {
     post(behind(std::move(work), std::move(task)));
   }
 
-  /// Returns `task` wrapped with the thread-local state that it needs (the autograd context,
-  /// torch's own). Called on the thread that registers a continuation.
+  /// Returns `task` wrapped with the thread-local state that it needs: the autograd context and
+  /// torch's own state. Called on the thread that registers a continuation.
   virtual Task bind(Task task) { return task; }
-  /// Returns the exception that a continuation threw as an Error, of kind `otherwise` unless it is
-  /// a base::Exception. Called in a catch block.
+  /// Call it in a catch block around a continuation. Returns the caught exception as an Error,
+  /// whose kind is `otherwise` if the exception has no kind of its own.
   virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }
 };
 
-/// Runs each task at once on the completing thread: for a few instructions that take no lock.
+/// Runs each task inside post(). Use it only for tasks of a few instructions that take no lock.
 class InlineExecutor final : public Executor {
  public:
   void post(Task task) override { task(); }

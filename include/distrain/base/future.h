@@ -33,7 +33,7 @@ struct IsFuture<Future<T>> : std::true_type {
   using Value = T;
 };
 
-/// The state shared by a promise and its futures. Written once; callbacks run outside the lock.
+/// The state shared by a promise and its futures. The result is set once. Callbacks run unlocked.
 template <class V>
 class FutureState {
  public:
@@ -41,8 +41,8 @@ class FutureState {
   using OnCancel = UniqueFunction<void()>;
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
-  /// Completes the future and returns true, or returns false if it was complete before. A value
-  /// becomes valid when the device work of this thread so far is done.
+  /// Completes the future and returns true; returns false if the future is already complete. A
+  /// value becomes valid when the device work that this thread has enqueued so far is done.
   bool complete(Result<V> result) {
     QueuedWorkPtr before = result.ok() ? base::queued_work() : nullptr;
     return complete(std::move(result), std::move(before));
@@ -104,16 +104,16 @@ class FutureState {
   // The following functions may be called only if ready().
 
   Result<V>& result() { return *result_; }
-  /// Returns the result and orders this thread's device work after queued_work().
+  /// Returns the result. Device work that this thread enqueues later waits for queued_work().
   Result<V>& use_result() {
     if (queued_work_) queued_work_->precede_this_thread();
     return *result_;
   }
-  /// Returns the device work that produces the value, mostly null.
+  /// Returns the device work that produces the value; null for most values.
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
-  /// Moves the cancel function to `tell`, so that the caller runs or destroys it outside the lock.
+  /// Completes the future. Moves the cancel function to `tell`, to be run or destroyed unlocked.
   bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
     std::vector<Callback> callbacks;
     {
@@ -167,7 +167,7 @@ class [[nodiscard]] Future {
   /// Blocks until the future is done and returns its value; throws `Exception` if it has an error.
   /// Aborts the process on the loop thread. A thread pool can grow while its threads wait.
   T wait() const { return static_cast<T>(wait_for_use().value()); }
-  /// Waits as wait() does, then moves the value out. Call it once, if nobody else reads the value.
+  /// Waits as wait() does, then moves the value out. Nothing else may read the value.
   Stored take() const { return std::move(wait_for_use().value()); }
   /// Blocks until the future is done and returns its result, a value or an error.
   const Result<Stored>& wait_result() const { return wait_for_use(); }
@@ -277,7 +277,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
-    // The error was passed on already, or this future was cancelled.
+    // The promise is complete: the error was passed on already, or this future was cancelled.
     if (!result.ok() || promise->future().done()) return;
     try {
       if constexpr (kNested) {

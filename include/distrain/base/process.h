@@ -24,8 +24,8 @@ double peak_rss_mb();
 std::vector<pid_t> other_threads();
 
 sigset_t signal_set(std::initializer_list<int> numbers);
-/// Blocks the signals in all existing threads. The kernel may deliver a signal to any thread that
-/// does not block it, so such a thread would take it from sigwait() or a signalfd.
+/// Blocks the signals in all existing threads. Otherwise the kernel could deliver a signal to a
+/// thread that does not block it, and sigwait() or a signalfd would not receive the signal.
 void block_in_all_threads(const sigset_t& set);
 
 /// The CPUs that this process may use.
@@ -38,10 +38,10 @@ struct Cpus {
 /// ancestors. `root` is a prefix of each path that is read, for tests.
 Cpus available_cpus(const std::string& root = {});
 
-/// A file or folder that is removed with this object, or by remove_all() when the process exits.
+/// A file or folder that the destructor removes, or remove_all() when the process exits.
 class TemporaryPath {
  public:
-  /// Takes ownership of `path`, which exists or is about to be created. No other object has it.
+  /// Owns `path`, which exists or is about to be created. No other object may own the same path.
   explicit TemporaryPath(std::string path);
   ~TemporaryPath();
   TemporaryPath(TemporaryPath&&) = delete;

@@ -57,8 +57,8 @@ class ThreadPool final : public Executor, private BlockObserver {
   std::deque<Task> queue_;
   std::vector<std::thread> finished_;  // have exited and are to be joined
   std::vector<std::thread> threads_;
-  // Threads that wait for a task. The last one to become idle is woken first, because its working
-  // set is still in the caches of its core.
+  // Threads that wait for a task. The pool first wakes the thread that became idle last, because
+  // that thread's working set is still in its core's caches.
   struct Idle {
     std::condition_variable wake;
     bool woken = false;
@@ -68,8 +68,8 @@ class ThreadPool final : public Executor, private BlockObserver {
   int alive_ = 0;
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;
-  // True while a thread that has just run a task polls for the next one before it blocks
-  // (AdaptivePoll), because calls tend to come one after the other.
+  // True while a thread that has just run a task polls for the next task before it blocks (see
+  // AdaptivePoll). The next call often comes at once.
   bool polling_ = false;
   std::atomic<bool> called_{false};  // a task is queued for the polling thread
 };

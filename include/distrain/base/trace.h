@@ -18,7 +18,7 @@
 
 namespace distrain::base {
 
-/// A recorded time span. Texts are literals or come from Tracer::intern().
+/// A recorded time span. Its texts are literals or come from Tracer::intern().
 struct TraceEvent {
   enum class Kind : uint8_t {
     kSlice,    ///< work of one thread; slices of a thread are nested or disjoint
@@ -73,8 +73,8 @@ class Tracer {
   /// Starts recording. After `limit` events, further events are only counted, in dropped().
   void start(size_t limit = kLimit);
   void stop() { on_.store(false, std::memory_order_relaxed); }
-  /// Waits, after stop(), until the open slices have ended and are recorded. Returns false if some
-  /// are still open after `limit`. Must not be called within a slice.
+  /// Call it after stop(). Waits until the open slices have ended and are recorded. Returns false
+  /// if slices are still open after `limit`. Must not be called within a slice.
   bool wait_until_closed(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
   /// Returns the time of base::Clock in ns, as events store it.

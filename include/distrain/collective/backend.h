@@ -19,8 +19,8 @@ class Core;
 class Operation;
 struct OpSpec;
 
-/// A group of ranks. `ranks` has their numbers in the job, in the same order on all ranks; a rank's
-/// index in it is its rank within the group. `id` identifies the group on the wire.
+/// A group of ranks. `ranks` lists the members' job ranks in the same order on all members. The
+/// index in `ranks` is the rank within the group. `id` identifies the group in messages.
 struct Group {
   uint32_t id = 0;
   std::vector<int> ranks;
@@ -32,8 +32,8 @@ struct BackendSettings {
   int64_t direct_bytes = -1;
 };
 
-/// The sequence of an operation, and its pass. The n-th operation of a sequence on one rank belongs
-/// to the n-th operation of that sequence on every other rank.
+/// An operation's sequence and backward pass. The n-th operation of a sequence on one rank is
+/// matched with the n-th operation of that sequence on every other rank.
 struct OperationOptions {
   uint32_t sequence = 0;
   PassNumber pass = {};  ///< must agree on all ranks
@@ -92,7 +92,7 @@ class Backend final : public c10d::Backend {
   Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings = {});
   ~Backend() override;
 
-  // Wrong arguments throw `invalid` and start no operation. Pending::wait throws other failures.
+  // The functions below throw `invalid` for wrong arguments; Pending::wait() throws other errors.
 
   using ReduceOp = c10d::ReduceOp::RedOpType;
   static constexpr std::chrono::milliseconds kDefault{-1};  ///< BackendSettings::timeout
@@ -104,25 +104,25 @@ class Backend final : public c10d::Backend {
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
                     std::chrono::milliseconds timeout = kDefault,
                     const OperationOptions& options = {});
-  /// `root` is a rank within the group.
+  /// Copies `tensor` of group rank `root` into `tensor` of the other ranks.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
                     std::chrono::milliseconds timeout = kDefault,
                     const OperationOptions& options = {});
-  /// `outputs[i]`, of the size and dtype of `input`, receives the input of group rank i.
+  /// Copies the input of group rank i into `outputs[i]`. Sizes and dtypes must be equal.
   Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
                     std::chrono::milliseconds timeout = kDefault);
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
-  /// Refuses the next `count` operations of a sequence, for a rank that cannot take part: they fail
-  /// on the other ranks with `error`, which then names this rank.
+  /// Makes the next `count` operations of a sequence fail on the other ranks with `error` and this
+  /// rank's number. Called by a rank that cannot take part in these operations.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
 
   int world_rank(int rank) const;
 
-  /// Returns the error of all further operations if the group has failed or is closed.
+  /// Returns the error with which all further operations fail, or nullopt if the group is usable.
   std::optional<base::Error> failure() const;
 
-  // c10d's interface. c10d::Work::wait() throws base::Exception.
+  // The functions below implement c10d::Backend. c10d::Work::wait() throws base::Exception.
 
   const std::string getBackendName() const override { return "distrain"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }

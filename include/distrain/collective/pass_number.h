@@ -9,8 +9,8 @@
 namespace distrain::collective {
 
 /// Identifies the backward pass whose gradients a rank averages. Ranks send it with the gradients,
-/// because all ranks must average the same pass. The order of the members is that of the wire.
-/// Steps and forwards count from 1; 0 is unknown.
+/// because all ranks must average the same pass. The members are sent in the declared order. Steps
+/// and forward passes count from 1; 0 means unknown.
 struct PassNumber {
   uint64_t step = 0;     ///< step of the job
   uint64_t forward = 0;  ///< forward of the replica, counted apart in and out of autograd contexts
@@ -18,8 +18,9 @@ struct PassNumber {
   uint64_t context = 0;  ///< id of the autograd context; 0: none
   friend bool operator==(const PassNumber&, const PassNumber&) = default;
 
-  /// Returns true if no number that both sides know differs. For passes of the same context the
-  /// forwards may differ, because calls of another rank may arrive in any order.
+  /// Returns true if the numbers that both passes know are equal, with two exceptions. `forward`
+  /// may differ in one context, because calls from another rank may arrive in any order. If only
+  /// one pass is in a context, only `step` is compared.
   bool agrees_with(const PassNumber& other) const;
   /// Returns the known numbers as text: "the backward pass of forward 3 in step 7".
   std::string text() const;
@@ -29,7 +30,7 @@ struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// Returns `invalid` if the passes disagree. Names the rank that is ahead: it has left out a pass.
+/// Returns `invalid` if the passes disagree. Names the rank ahead, because it has skipped a pass.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

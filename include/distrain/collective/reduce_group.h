@@ -16,7 +16,7 @@ class ReduceWork {
  public:
   virtual ~ReduceWork() = default;
 
-  /// Orders this thread's current stream of the tensor's device after the result; on the CPU,
+  /// Makes this thread's current stream of the tensor's device wait for the result. On the CPU,
   /// blocks until the result is in the tensor. Throws as Pending::wait does.
   virtual void wait() = 0;
 };
@@ -38,24 +38,24 @@ class ReduceGroup {
   /// Returns the rank in the job of group rank `rank`.
   virtual int world_rank(int rank) const = 0;
 
-  /// Returns a group of the same ranks whose operations have an order of their own, or null if the
-  /// group supports one order only. All ranks call it in the same order.
+  /// Returns a group of the same ranks whose operations are ordered independently, or null if the
+  /// group does not support this. All ranks call duplicate() in the same order.
   virtual std::shared_ptr<ReduceGroup> duplicate() = 0;
 
-  /// Starts to replace `bucket` by its mean. Fails with `invalid` if the ranks' passes disagree.
+  /// Starts to average `bucket` in place. Fails with `invalid` if the ranks' passes disagree.
   virtual WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) = 0;
   WorkPtr average_async(const at::Tensor& bucket) { return average_async(bucket, PassNumber{}); }
-  /// `root` is a rank within the group.
+  /// Starts to copy `tensor` of group rank `root` into `tensor` of the other ranks.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
-  /// Refuses the next `count` operations: they fail with `error` on the other ranks.
+  /// Makes the next `count` operations fail with `error` on the other ranks.
   virtual void refuse(int count, const base::Error& error) = 0;
-  /// Returns the error of a device operation that failed after its wait() had returned, until the
-  /// next device operation has thrown that error. Call it after waiting for the device on the host,
-  /// before results are kept. Any thread.
+  /// Returns the error of a device operation that failed after its wait() had returned. The next
+  /// device operation throws the error and clears it. Before results are kept, wait for the device
+  /// on the host and call failure(). Any thread may call it.
   virtual std::optional<base::Error> failure() const = 0;
 
-  /// Waits until `device` has done all its work, then throws failure() if there is one. Call it
-  /// before averaged results are kept or evaluated. Does nothing on the CPU.
+  /// Waits until `device` has done all its work, then throws failure() if there is one. Does
+  /// nothing on the CPU. Call check() before averaged results are kept or evaluated.
   void check(c10::Device device) const {
     if (!rpc::is_accelerator(device)) return;
     rpc::StreamPoint::mark(device).wait_on_host();

@@ -21,12 +21,12 @@ class BackendQueue {
   using Call = std::function<Pending(const at::Tensor&)>;
   Call average(const PassNumber& pass) const;
   Call broadcast(int root) const;
-  /// Calls `call` with `tensor`, which is on the CPU.
+  /// Runs `call` with the CPU tensor `tensor`, at once if the queue is empty.
   ReduceGroup::WorkPtr run(Call call, const at::Tensor& tensor);
 
   void refuse(int count, const base::Error& error);
 
-  /// Queues `call`, which runs when `copied` is reached. If the copy fails, refuses one operation.
+  /// Queues `call`, to run after `copied` is reached. If the copy fails, refuses one operation.
   base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
   /// Queues `task` for the queue's thread. `task` must not throw.
   void post(base::Task task) { queue_.post(std::move(task)); }
@@ -43,7 +43,7 @@ class BackendQueue {
 /// delays the operations behind it. The destructor runs all operations that have been called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  /// `sequence` numbers the operations in `backend`; 0 shares the order of direct calls to it.
+  /// Runs its operations in `sequence` of `backend`. Direct calls to `backend` use sequence 0.
   explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
   ~StagedReduceGroup() override;
 
@@ -55,7 +55,7 @@ class StagedReduceGroup final : public ReduceGroup {
   WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override { queue_.refuse(count, error); }
-  /// Always empty, because wait() throws all failures.
+  /// Returns nullopt, because wait() throws all errors.
   std::optional<base::Error> failure() const override { return std::nullopt; }
 
  private:

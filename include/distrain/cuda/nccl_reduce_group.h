@@ -10,9 +10,9 @@
 namespace distrain::cuda {
 
 struct NcclTimeouts {
-  /// How long the ranks wait for each other in a new communicator, once all have agreed to make it.
+  /// Time limit for all ranks to join a new communicator, after they have agreed to create it.
   std::chrono::milliseconds join{60000};
-  /// How long an error of NCCL is held back, so that the group can report a lost rank as its cause.
+  /// Delay before an NCCL error is reported. A rank that is lost by then is reported as the cause.
   std::chrono::milliseconds loss_grace{1000};
 };
 
@@ -29,7 +29,7 @@ std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
     c10::intrusive_ptr<collective::Backend> control, const Plugin& plugin,
     NcclTimeouts timeouts = {});
 
-/// A ReduceGroup for the devices of a group's ranks.
+/// A ReduceGroup for the ranks' devices, and the name of its transport.
 struct DeviceReduceGroup {
   std::shared_ptr<collective::ReduceGroup> group;
   std::string how;  ///< `nccl`, `staged` (over the CPU), or empty if this rank is on the CPU

@@ -13,25 +13,25 @@ namespace distrain::cuda {
 /// Identifies a communicator. One rank creates the id and sends it to the other ranks of the group.
 using NcclId = std::array<char, 128>;
 
-/// One rank's part of a group of GPUs, over NCCL. Only one thread at a time calls its functions,
-/// except abort(). Operations only enqueue work on `stream`.
+/// One rank's NCCL communicator. Only one thread at a time calls its functions, except abort().
+/// Operations only enqueue work on `stream`.
 class NcclCommunicator {
  public:
-  /// Waits some seconds for enqueued work to end. May block for as long as NCCL does.
+  /// Waits some seconds for enqueued work to end. May block longer inside NCCL.
   virtual ~NcclCommunicator() = default;
 
-  /// Returns true if all ranks have joined. Call it until it does, before any operation. Does not
-  /// block. Throws `resources` if creating the communicator has failed.
+  /// Returns true if all ranks have joined. Poll it until it returns true, before any operation.
+  /// Does not block. Throws `resources` if creating the communicator has failed.
   virtual bool joined() = 0;
 
   /// Replaces `tensor`, which is dense and contiguous, by its mean over the group.
   virtual void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) = 0;
-  /// `root` is a rank within the group.
+  /// Copies `tensor` of group rank `root` into `tensor` of the other ranks.
   virtual void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) = 0;
-  /// Returns an error that NCCL has met outside of these calls, if any.
+  /// Returns NCCL's asynchronous error, if any.
   virtual std::optional<std::string> failure() = 0;
-  /// Ends all work of this communicator for good, even if other ranks never join. Any thread may
-  /// call it. May block as NCCL does; other functions do not wait for it.
+  /// Cancels all work, even if other ranks never join, and makes the communicator unusable. Any
+  /// thread may call abort(). It may block inside NCCL, but other functions do not wait for it.
   virtual void abort() noexcept = 0;
 };
 
@@ -50,7 +50,7 @@ class Plugin {
   virtual std::string versions() const = 0;
 
   virtual NcclId new_nccl_id() const = 0;
-  /// Called by all `size` ranks with the same `id`. Does not block: see NcclCommunicator::joined().
+  /// Creates this rank's communicator without blocking; see joined(). All ranks pass one `id`.
   virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
                                                               int device_index) const = 0;
 };

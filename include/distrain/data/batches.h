@@ -21,7 +21,7 @@ struct Batch {
   int64_t size() const { return targets.numel(); }
 };
 
-/// Returns the batch of the examples with these indices in `dataset`, in this order.
+/// Returns a batch of the examples of `dataset` at the indices `examples`, in their order.
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
 
 /// The part of an epoch that trainer `trainer` of `trainers` trains on.
@@ -38,12 +38,12 @@ struct Shard {
 /// trainer therefore has the same number of examples: `batch_size`, or fewer in the last step.
 class EpochSampler {
  public:
-  /// Throws `invalid` for arguments out of range, `bad_data` for fewer examples than trainers.
+  /// Throws `invalid` if an argument is out of range, `bad_data` if `examples` < `shard.trainers`.
   EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples, int64_t batch_size);
 
   int64_t steps() const { return (std::ssize(examples_) + batch_size_ - 1) / batch_size_; }
 
-  /// Returns the examples of step `step` in [0, steps()); valid as long as this object.
+  /// Returns the examples of step `step` in [0, steps()). The span is valid as long as this object.
   std::span<const int64_t> batch(int64_t step) const;
 
  private:
@@ -54,10 +54,10 @@ class EpochSampler {
 /// Throws `bad_data`, naming `path`, if there are fewer examples than trainers.
 void check_enough(const std::string& path, int64_t examples, int trainers);
 
-/// Returns the steps() of an EpochSampler with these arguments.
+/// Returns EpochSampler::steps() for these arguments.
 int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size);
 
-/// The batches of all epochs and shards, each by an EpochSampler.
+/// The batches of every trainer (shard) in every epoch, as an EpochSampler computes them.
 class Sampler {
  public:
   Sampler(uint64_t seed, int trainers, int64_t examples, int64_t batch_size)
@@ -66,7 +66,7 @@ class Sampler {
   int64_t steps_per_epoch() const {
     return data::steps_per_epoch(examples_, trainers_, batch_size_);
   }
-  /// The span is valid until a batch of another epoch is requested.
+  /// Returns the examples of a step. The span is valid until a batch of another epoch is requested.
   std::span<const int64_t> batch(int64_t epoch, int shard, int64_t step);
 
  private:

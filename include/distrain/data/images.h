@@ -10,7 +10,7 @@
 
 namespace distrain::data {
 
-/// Images with an optional class each; grey, as in MNIST's IDX files, or of several channels.
+/// A set of images: grey, as in MNIST's IDX files, or with several channels. Labels are optional.
 struct ImageSet {
   int64_t count = 0;
   int64_t channels = 1;
@@ -31,8 +31,8 @@ struct ImageFolder {
   std::optional<ImageSet> test;
 };
 
-/// Reads images to evaluate: the `t10k-…` pair of a folder, or a file and the labels beside it
-/// (`labels-idx1` for `images-idx3`). Without labels the file may be a pipe. Throws as read_idx().
+/// Reads images to evaluate: a folder's `t10k-…` pair, or an image file or pipe and, if it exists,
+/// the labels file beside it (`labels-idx1` for `images-idx3`). Throws as read_idx().
 ImageSet read_images(const std::string& path);
 
 /// Reads `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and, if they exist, the `t10k-…`
@@ -43,18 +43,18 @@ ImageFolder read_image_folder(const std::string& folder);
 /// Returns true if `folder` or its `cifar-10-batches-bin` has any of data_batch_1.bin to _5.bin.
 bool has_cifar10(const std::string& folder);
 
-/// Reads the binary version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html): data_batch_1.bin to
-/// _5.bin for training and test_batch.bin, if it exists, from `folder` or its
-/// `cifar-10-batches-bin`; each plain or gzip. A record is a label from 0 to 9 and the red, green
-/// and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason, for a
-/// missing, unreadable, damaged or empty file, a partial record, another label, and more than 8
-/// GiB.
+/// Reads the binary version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html) from `folder` or its
+/// `cifar-10-batches-bin`: data_batch_1.bin to _5.bin for training and, if it exists,
+/// test_batch.bin. Each file is plain or gzip. A record is a label from 0 to 9 and the red, green
+/// and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason, if a file is
+/// missing, unreadable, damaged or empty, has a partial record or another label, or if a set
+/// exceeds 8 GiB.
 ImageFolder read_cifar10(const std::string& folder);
 
 /// Reads a file or pipe of records, or the test_batch.bin of a folder. Throws as read_cifar10().
 ImageSet read_cifar10_images(const std::string& path);
 
-/// How pixels become numbers for a net: (pixel - mean) / std per channel, with pixels from 0 to 1.
+/// The conversion of pixels to a net's input: (pixel - mean) / std per channel, pixels in [0, 1].
 struct ImageForm {
   std::vector<double> mean, std;
   int64_t channels = 1;  ///< a single channel is repeated
@@ -66,11 +66,11 @@ struct ImageBatch {
   at::Tensor labels;  ///< int64 [n]; -1 if the images have no labels
 };
 
-/// Returns the batch of the images with these indices in `images`, in this order.
+/// Returns a batch of the images of `images` at the indices `examples`, in their order.
 ImageBatch make_batch(const ImageSet& images, std::span<const int64_t> examples,
                       const ImageForm& form);
 
-/// Reads training images in `folder`: CIFAR-10's binary files or IDX files. Throws `bad_data`.
+/// Reads the training images of a CIFAR-10 or IDX folder. Throws `bad_data` if `folder` is neither.
 ImageSet read_training_images(const std::string& folder);
 
 }  // namespace distrain::data

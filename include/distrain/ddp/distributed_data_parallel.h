@@ -9,14 +9,14 @@
 
 namespace distrain::ddp {
 
-/// Throws `invalid` on all ranks unless the names, shapes, dtypes and requires_grad of `tensors`,
-/// and which of them share a device, are equal on all ranks. The error names the first rank and
-/// tensor that differ from rank 0's. A collective call.
+/// Checks that all ranks have `tensors` with the same names, shapes, dtypes and requires_grad, and
+/// the same grouping by device. Otherwise throws `invalid` on all ranks, naming the first rank and
+/// tensor that differ from rank 0. A collective call.
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
                            collective::ReduceGroup& group);
 
-/// Copies the values of dense `tensors` from group rank 0 to the other ranks, in the order of this
-/// thread's current streams, hidden from autograd. A collective call; one message for each device.
+/// Copies the values of dense `tensors` from group rank 0 to the other ranks in the current
+/// streams, without autograd. A collective call with one message per device.
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group);
 
 /// A replica of `Module` on each rank of a group, kept equal by averaging the gradients.
@@ -45,7 +45,7 @@ class DistributedDataParallel {
         group_(std::move(group)),
         has_buffers_(!module_->buffers().empty()),
         reducer_(make_equal(), group_, options) {}
-  /// Averages by a StagedReduceGroup over `backend`.
+  /// Averages the gradients by a StagedReduceGroup over `backend`.
   DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
                           Reducer::Options options = {})
       : DistributedDataParallel(std::move(module),

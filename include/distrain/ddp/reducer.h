@@ -55,29 +55,29 @@ class Reducer {
   /// not a dense leaf or already has a post-accumulate hook.
   Reducer(const std::vector<NamedParameter>& parameters,
           std::shared_ptr<collective::ReduceGroup> group, Options options = {});
-  /// Averages by a StagedReduceGroup over `backend`.
+  /// Averages the gradients by a StagedReduceGroup over `backend`.
   Reducer(const std::vector<NamedParameter>& parameters,
           c10::intrusive_ptr<collective::Backend> backend, Options options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Announces `context`: reduces the gradients of its passes that reach the parameters. The next
-  /// pass, which may be a plain backward() in the context, fails with `invalid` if it reaches none.
-  /// If the context ends before that pass on all ranks, there is no error. If it ends on this rank
-  /// only, backward() of the other ranks throws `remote_failed` with this rank, when this rank
-  /// begins its next pass or calls expect(). Thread-safe.
+  /// Announces a pass over `context` and reduces the gradients that it computes for the parameters.
+  /// The context's next pass, which may be a plain backward() in it, fails with `invalid` if it
+  /// reaches no parameter. If the context ends before that pass on all ranks, nothing fails. If it
+  /// ends only here, the other ranks' backward() throws `remote_failed`, naming this rank, when
+  /// this rank begins its next pass or calls expect(). Thread-safe.
   void expect(const autograd::ContextRef& context);
 
-  /// Counts a forward outside of contexts, to which the plain passes until the next call belong.
-  /// Called on all ranks or on none. Thread-safe.
+  /// Counts a forward pass outside of contexts. The plain backward passes until the next call
+  /// belong to this forward pass. Either all ranks call it or none. Thread-safe.
   void count_forward();
 
-  /// Sets the job's step of later passes, from 1; 0 is unknown. With known steps, a rank that
-  /// leaves out a forward and its backward is detected, too. Thread-safe.
+  /// Sets the job's step number of later passes, from 1; 0 means unknown. If the steps are known,
+  /// also detects a rank that skips a forward pass and its backward pass. Thread-safe.
   void set_step(uint64_t step);
 
-  /// Returns a duplicate of the constructor's group, or that group if it cannot be duplicated.
+  /// Returns a duplicate of the constructor's `group`, or `group` itself if it has no duplicate.
   collective::ReduceGroup& group() const;
 
   /// Returns the names of the parameters in each bucket, for tests and diagnosis.

@@ -20,14 +20,14 @@ struct PartName {
   bool each_own = false;  ///< each trainer has a part of its own; otherwise the first one's is kept
   static constexpr auto kFields = std::tuple(&PartName::name, &PartName::file, &PartName::each_own);
 
-  /// Returns true if the stored name `tensor` belongs to this part (of `trainer`, if `each_own`).
+  /// Returns true if the stored `tensor` belongs to this part and, if `each_own`, to `trainer`.
   bool has(const std::string& tensor, int trainer) const;
   /// Returns the name under which the checkpoint stores a tensor of `trainer`.
   std::string stored(const std::string& tensor, int trainer) const;
   bool operator==(const PartName&) const = default;
 };
 
-/// A snapshot of tensors, which nothing writes to. They are fetched while training continues.
+/// A snapshot of tensors. Nothing writes to them, so training can continue while they are fetched.
 struct Held {
   rpc::NamedTensors here;
   std::vector<rpc::RRef<rpc::NamedTensors>> elsewhere;  ///< tensors that other ranks hold
@@ -35,22 +35,22 @@ struct Held {
   static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere, &Held::trained);
 
   Held() = default;
-  /// Adds the tensors that require a gradient to `trained`.
+  /// Sets `trained` to the names of the tensors that require a gradient.
   Held(rpc::NamedTensors tensors);                       // NOLINT: implicit by design
   Held(std::vector<rpc::RRef<rpc::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
 
-  /// Moves `here` to references in `elsewhere` that `agent` holds until they are fetched.
+  /// Moves the tensors in `here` to `agent` and adds references to them to `elsewhere`.
   void leave_at(rpc::Agent& agent);
 };
 
-/// A part of a checkpoint.
+/// A part of a checkpoint, and the functions that save and load it.
 struct Part : PartName {
   bool once = false;  ///< the trainers share one object, which the first trainer saves and loads
-  /// Takes a snapshot while all trainers wait; store::copies_on_host copies tensors that will
-  /// change.
+  /// Takes a snapshot while all trainers wait. Must copy tensors that training will change, as
+  /// store::copies_on_host does.
   std::function<Held(int trainer)> take;
-  /// Loads saved tensors. Throws `bad_data` if they do not fit.
+  /// Loads the saved tensors of this part. Throws `bad_data` if their names or shapes do not match.
   std::function<void(int trainer, const rpc::NamedTensors& saved)> give;
 };
 
@@ -58,7 +58,7 @@ struct Part : PartName {
 Part part_of(rpc::NamedTensors live, std::string file = "model");
 /// Returns a part for each trainer's own tensors, which `live` returns at each save and load.
 Part part_of_each(std::function<rpc::NamedTensors(int trainer)> live);
-/// Returns a part with the model's vocabulary: named lists of words, which have no line breaks.
+/// Returns a part with the model's vocabulary: named lists of words. A word has no line breaks.
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
 
 namespace detail {
@@ -77,14 +77,14 @@ void give_parameters(const rpc::RRef<T>& object, const rpc::NamedTensors& saved)
 }  // namespace detail
 
 /// Enables Training::keep() for references to a T on another rank. T needs named_parameters(),
-/// which returns rpc::NamedTensors. Call it on every rank before it joins.
+/// which returns rpc::NamedTensors. Call this function on every rank before the rank joins.
 template <class T>
 void expose_parameters(rpc::Agent& agent, const std::string& name) {
   agent.expose<&detail::hold_parameters<T>>(name + ".hold_parameters");
   agent.expose<&detail::give_parameters<T>>(name + ".give_parameters");
 }
 
-/// `--checkpoint`, `--checkpoint-every`, `--resume`, `--keep` and `--on-save-error` of every job.
+/// The checkpoint options that every job has, such as `--checkpoint` and `--resume`.
 struct CheckpointOptions {
   std::string dir;     ///< empty: nothing is saved
   int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch
@@ -94,7 +94,7 @@ struct CheckpointOptions {
   std::string on_save_error = "continue";  ///< or "stop"
 };
 
-/// The file of words, beside `model`, `optimizer` and `state`.
+/// The file of the vocabulary, in addition to the files `model`, `optimizer` and `state`.
 inline constexpr const char* kVocabulary = "vocabulary";
 
 /// The end of messages about a checkpoint that does not fit the job's options.
@@ -113,21 +113,21 @@ struct Snapshot : store::Checkpoint {
   void expect_cmd(const std::string& cmd) const;
   /// Returns the saved value of an option in canonical form, if there is one.
   std::optional<std::string> option(const std::string& name) const;
-  /// Throws unless the saved value is `value`: "saved with --trainers 2, not 3: leave --trainers
-  /// out", and `otherwise`.
+  /// Throws unless the saved value is `value`. The message says "saved with --trainers 2, not 3:
+  /// leave --trainers out", followed by `otherwise`.
   void expect_option(const std::string& name, const std::string& value,
                      const std::string& otherwise = kTrainAnew) const;
-  /// Returns the value of TrainingPlan::agree().
+  /// Returns the saved value that a trainer passed to TrainingPlan::agree() with this `name`.
   std::string agreed(const std::string& name) const;
   const rpc::NamedTensors& file(const std::string& name) const;
-  /// Returns a list of part_of_words().
+  /// Returns the words that part_of_words() saved under the name `list`.
   std::vector<std::string> words(const std::string& list) const;
 };
 
-/// Reads a checkpoint, or the newest one in a folder. Throws `bad_data`; if the checkpoint is
-/// damaged, the message says to give the intact one before it to `use`.
+/// Reads a checkpoint, or the newest one in a folder. Throws `bad_data`. If the checkpoint is
+/// damaged, the message recommends the option `use` with the newest intact older checkpoint.
 Snapshot read_checkpoint(const std::string& path, const char* use = "--resume");
-/// As read_checkpoint(), but quickly and without tensors.
+/// Does the same as read_checkpoint(), but reads no tensors, which is fast.
 Snapshot read_manifest(const std::string& path, const char* use = "--resume");
 
 /// Returns the checkpoint that the job resumes from, if any.
@@ -137,13 +137,13 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
 /// the job continues.
 class Checkpoints {
  public:
-  /// Called on that thread when a save fails, except with `resources` errors such as a full disk:
-  /// these end the job only if `on_save_error` is "stop".
+  /// Called on the writing thread when a save fails. Not called for `resources` errors, such as a
+  /// full disk, unless `on_save_error` is "stop".
   using Failed = std::function<void(const base::Error&)>;
 
   /// Locks the folder and checks that it can be written. Throws `bad_data` if another job saves
-  /// there, and `invalid` if it has checkpoints that are not those of this job or newer ones than
-  /// the one that this job resumes from.
+  /// there. Throws `invalid` if it has checkpoints of another run, or newer checkpoints than the
+  /// one that this job resumes from.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {});
   /// Waits for the current save, because it is newer than all checkpoints on disk.
   ~Checkpoints();
@@ -152,13 +152,13 @@ class Checkpoints {
 
   /// Returns the checkpoint that the job resumes from, if any, and emits a `checkpoint` line.
   std::optional<Snapshot> load(const char* use = "--resume");
-  /// Begins to save, and emits a `checkpoint` line when the checkpoint is on disk. `fill`, if any,
-  /// fetches further tensors; nothing may write to the snapshot's. Training has paused since
-  /// `since`. Call it after idle() is done, on one thread at a time.
+  /// Starts a save, and emits a `checkpoint` line when the checkpoint is on disk. `fill`, if set,
+  /// fetches further tensors. Nothing may write to the tensors of `snapshot`. Training has paused
+  /// since `since`. Call save() after idle() has completed, on one thread at a time.
   void save(Snapshot snapshot, std::function<void(Snapshot&)> fill, base::TimePoint since);
   /// Completes when no save is in progress, even if the save failed.
   base::Future<void> idle() const;
-  /// Waits for idle(). Throws the error of the last save, if it failed.
+  /// Waits until no save is in progress. Throws the error of the last save, if it failed.
   void finish() const;
   /// Returns a message about the last save; empty if there was none.
   std::string last_saved() const;

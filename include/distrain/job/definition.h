@@ -25,14 +25,14 @@ struct Preflight {
   std::function<void(const std::string&)> warn = [](const std::string&) {};
   Roles roles = {};  ///< for starts()
 
-  /// Returns true if a rank of this role is this process or its child.
+  /// Returns true if this process or one of its children runs a rank of `role`.
   bool starts(const std::string& role) const;
   bool given(std::string_view option) const { return options.given(option); }
   /// Returns the value of any option, including those that every job has.
   std::string text(std::string_view option) const { return options.text(option); }
 };
 
-/// The part of a job's definition that does not depend on its options.
+/// The part of a job's definition that does not depend on the type of its options.
 struct JobInfo {
   std::string name;
   std::string summary;      ///< one line
@@ -41,7 +41,7 @@ struct JobInfo {
   std::vector<Example> examples;
   std::vector<Event> events;  ///< the job's own events, and fields it adds to common_events()
   OptionTable table;
-  /// Changes rows of the whole table, including options that every job has; may be empty.
+  /// Changes rows of the full option table, including options that every job has; may be empty.
   std::function<void(OptionTable&)> change;
   std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option that sets the number of ranks of one role
@@ -53,7 +53,7 @@ struct JobInfo {
   std::string mistake;
 };
 
-/// Definition<Options> without the type of the options.
+/// The interface of Definition<Options> that does not depend on the type Options.
 class AnyDefinition {
  public:
   virtual ~AnyDefinition() = default;
@@ -61,11 +61,11 @@ class AnyDefinition {
   const JobInfo& info() const { return info_; }
   /// Derives the defaults that depend on other options.
   virtual void complete(ParsedOptions& parsed) const = 0;
-  /// Throws if options conflict or name something that does not exist.
+  /// Throws if options conflict or name something, such as a file, that does not exist.
   virtual void check(const Preflight& preflight) const = 0;
   /// Returns a text to print instead of running the job, if the options ask for one.
   virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
-  /// Returns N if the rank uses GPUs 0 to N - 1 (0: the CPU), or none if its `--device` applies.
+  /// Returns N if the rank uses GPUs 0 to N - 1, 0 for the CPU, or nullopt if `--device` decides.
   virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
 
@@ -82,7 +82,7 @@ class AnyDefinition {
   JobInfo info_;
 };
 
-/// The job-specific parts of run_rank(); see Definition::run().
+/// The job-specific functions and settings that run_rank() needs; see Definition::run().
 struct RankBody {
   std::string cmd;
   Roles roles;  ///< by this rank's options; rank 0's take precedence
@@ -102,7 +102,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(SingleProcess&)>& run);
 
-/// Returns the options of `values` that checkpoints store, and those that must agree.
+/// Returns a Known with only `options` and `must_agree` set. `values` are the options' values.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
 
 /// Defines a job: its options, its roles and the function of each role. The command line has the
@@ -154,7 +154,7 @@ class Definition final : public AnyDefinition {
                                {{std::move(name), std::move(when), std::move(fields)}});
     return *this;
   }
-  /// Declares a metric of the job's evaluations: see Evaluation. Call it after events().
+  /// Declares a metric of the job's evaluations (see Evaluation). Call metric() after events().
   Definition& metric(const std::string& name, std::string what) {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }
@@ -194,8 +194,8 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// Calls `prepare` on every rank while it joins. It reads inputs, so that errors in them are
-  /// found before other ranks wait, and provides objects that exposed functions need.
+  /// Calls `prepare` on every rank while the rank joins. `prepare` reads inputs, so that their
+  /// errors are reported early, and provides the objects that exposed functions need.
   Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
   /// Adds the option `--local`, which calls `run`.
@@ -204,8 +204,8 @@ class Definition final : public AnyDefinition {
     return set(local_, std::move(run));
   }
   /// Adds the command `predict`, which calls `predict` with a checkpoint of the job and an input
-  /// file. The options are the checkpoint's, without those that may change. `fields` are the fields
-  /// of `prediction` lines. Call it after events().
+  /// file. Its options come from the checkpoint, except options that are may_change(). `fields` are
+  /// the fields of `prediction` lines. Call predict() after events().
   Definition& predict(std::function<void(Predictions&, const Options&)> predict,
                       std::vector<Field> fields = label_fields()) {
     info_.has_predict = true;
@@ -217,7 +217,7 @@ class Definition final : public AnyDefinition {
     return set(derive_defaults_, std::move(derive_defaults));
   }
 
-  // The next functions set the functions of the same names in AnyDefinition.
+  // Each of the next functions implements AnyDefinition's function of the same name.
 
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
     return set(check_, std::move(check));
@@ -262,7 +262,7 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// Runs one rank without a command line. `adopt` makes another rank's options from rank 0's.
+  /// Runs one rank without a command line. `adopt` derives other ranks' options from rank 0's.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {
@@ -301,7 +301,7 @@ class Definition final : public AnyDefinition {
     Main main;
   };
 
-  /// Stores the message of an exception, because definitions are made before main() can catch it.
+  /// Calls `part` and stores the first exception's message, because main() cannot catch it yet.
   Definition& declare(const auto& part) {
     try {
       part();

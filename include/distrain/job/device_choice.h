@@ -36,7 +36,7 @@ struct DeviceChoice {
 /// The value of `--device`: one device, or ROLE=DEVICE[,…], which leaves other roles on the CPU.
 class DeviceSpec {
  public:
-  /// Throws `invalid` for a malformed `text` or unknown role. `accelerator` is the non-CPU type.
+  /// Throws `invalid` if `text` is malformed or has an unknown role. `accelerator`: the GPUs' type.
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
   DeviceChoice of(const std::string& rank_name) const;
@@ -56,9 +56,9 @@ class DeviceSpec {
   std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
 };
 
-/// Returns the device that `choice` means. Without an index, ranks take this host's GPUs in turn:
-/// `place` numbers the ranks that do so. Calls `count_gpus` only for a GPU; it throws `resources`
-/// if there is none. Throws `resources` if there is no GPU with the index.
+/// Returns the device for `choice`. If it names a GPU without an index, the ranks of a host take
+/// its GPUs in turn, and `place` is this rank's number among them. Calls `count_gpus`, which throws
+/// if there is no GPU, only for a GPU. Throws `resources` if there is no GPU with the index.
 c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
                            int place);
 
@@ -66,7 +66,7 @@ c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()
 /// the message names the rank already.
 base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 
-/// Calls `choose`. Rethrows its exceptions as error_of_rank().
+/// Calls `choose`. If it throws, applies error_of_rank() to the error and rethrows it.
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 

@@ -4,9 +4,9 @@
 
 namespace distrain::job {
 
-// The fields of a job's JSON lines, declared once for the schema, the man pages and tests.
+// A job's JSON lines are declared once, for the schema, the man pages and tests.
 
-/// The unit of the losses. Results in words have a perplexity, others an accuracy.
+/// The examples that a job counts. With kWords it reports perplexity, otherwise accuracy.
 enum class Unit : uint8_t { kSamples, kWords };
 const char* counted(Unit unit);  ///< "samples" or "words"
 
@@ -14,7 +14,7 @@ const char* counted(Unit unit);  ///< "samples" or "words"
 /// Returns an empty object if there are no samples.
 Json fields_of(const Evaluation& evaluation, Unit unit);
 
-/// A kNumber and an element of kNumbers may be null, because JSON has neither NaN nor infinity.
+/// The type of a field. Numbers, but not integers, may be null: JSON has neither NaN nor infinity.
 enum class FieldType {
   kFlag,
   kInteger,
@@ -40,7 +40,7 @@ struct Field {
 Field sometimes(Field field);
 Field or_null(Field field);
 
-/// A kind of JSON line. `fields` are those beside the common v, ts, run, event, cmd, rank, role.
+/// A kind of JSON line. `fields` excludes the common v, ts, run, event, cmd, rank and role.
 struct Event {
   std::string name;
   std::string when;  ///< when it is printed; empty if `fields` extend an existing event
@@ -54,15 +54,15 @@ std::vector<Event> common_events();
 Event step_event(std::vector<Field> more);
 Event eval_event(std::string when, Unit unit = Unit::kSamples);
 /// Returns the default events of a job whose trainers train in epochs. `may_lose`: the job can
-/// continue when a trainer is lost.
+/// continue after the loss of a trainer.
 std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);
 
 /// Adds a job's own metric to the event `eval` and the field `eval` of `end`. Throws `invalid` if
 /// there is no event `eval` or if it already has a field `name`.
 void add_metric(std::vector<Event>& events, const std::string& name, std::string what);
 
-/// Merges `more` into `events`: adds the fields of existing events, and new events. Fields of `end`
-/// are added to `rank_end`, too.
+/// Merges `more` into `events`: adds new events, and adds fields to existing events. Fields of
+/// `end` are also added to `rank_end`.
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more);
 
 }  // namespace distrain::job

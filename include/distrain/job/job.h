@@ -23,23 +23,23 @@
 
 namespace distrain::job {
 
-/// Signals to end within this time count as one, because a process may get one signal twice:
+/// Termination signals within this time count as one, because a process may get the same one twice:
 /// timeout(1), Slurm and systemd signal a process and its group, a closed terminal and its shell
 /// both signal, and the launcher forwards signals to its ranks.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it
-/// save and continue, and SIGQUIT asks for its waits. Thread-safe except for heeds().
+/// save and continue, and SIGQUIT makes it report its waits. Thread-safe except for heeds().
 class StopSignal {
  public:
-  /// Notes that the job checks requested() at every step and ends by itself. Without arm(), a
-  /// signal ends the process at once. Has no effect after disarm().
+  /// Notes that the job checks requested() at every step and ends by itself. Before arm(), a signal
+  /// ends the process at once. Has no effect after disarm().
   void arm() {
     State expected = State::kUnarmed;
     state_.compare_exchange_strong(expected, State::kArmed);
   }
-  /// Notes that everything is saved. Later signals end the process at once, unless the job was
-  /// `stopped` by a signal, which this rank may receive late. Returns requested().
+  /// Notes that everything is saved, so that later signals end the process at once. If a signal has
+  /// `stopped` the job, this rank may get that signal late, and ignores it. Returns requested().
   bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
@@ -57,8 +57,8 @@ class StopSignal {
     if (on_request_) on_request_();
     return true;
   }
-  /// Calls `tell` when the first request() succeeds, on its thread, or at once if one has. `tell`
-  /// must not wait. If `tell` is empty, the former function is not called after this returns.
+  /// Makes the first successful request() call `tell`, which must not block; calls it now if a stop
+  /// is requested already. After on_request({}), the former function is not called any more.
   void on_request(std::function<void()> tell) {
     std::lock_guard lock(mutex_);
     on_request_ = std::move(tell);
@@ -69,17 +69,17 @@ class StopSignal {
     std::lock_guard lock(mutex_);
     if (armed() && on_save_) on_save_();
   }
-  /// Calls `tell` in each request_save(). Otherwise as on_request().
+  /// Makes request_save() call `tell`, which must not block. on_save({}) removes the function.
   void on_save(std::function<void()> tell) {
     std::lock_guard lock(mutex_);
     on_save_ = std::move(tell);
   }
-  /// Returns what this rank waits for (SIGQUIT), by the function of on_question(), if any.
+  /// Returns this rank's pending waits, for SIGQUIT. Empty unless on_question() has set a function.
   std::vector<rpc::Wait> waits() {
     std::lock_guard lock(question_mutex_);
     return on_question_ ? on_question_() : std::vector<rpc::Wait>();
   }
-  /// Sets the function that answers waits(); the former one is not called after this returns.
+  /// Sets the function that answers waits(). After this returns, the former one is not called.
   void on_question(std::function<std::vector<rpc::Wait>()> waits) {
     std::lock_guard lock(question_mutex_);
     on_question_ = std::move(waits);
@@ -125,21 +125,21 @@ class EventSink {
   virtual ~EventSink() = default;
   /// Writes a JSON line with `fields` and the common fields (v, ts, run, event, cmd, rank, role).
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Called before joined() if the process asked for any rank: with the assigned rank, or with
-  /// membership::kUnassignedRank if the process lost that rank and asks again.
+  /// Called before joined() if rank 0 assigns this process a rank: with that rank, or with
+  /// membership::kUnassignedRank if another process took that rank and this one requests another.
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// Called when all ranks have joined, with rank 0's options and this rank's role.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
-  /// Called on any thread when this rank is to end because of another rank's `error`. A running
-  /// computation may delay the end; a process that must end in time exits without waiting for it.
+  /// Called on any thread when another rank's `error` must end this rank. A running computation may
+  /// delay the end, so a process that must end in time exits without waiting for it.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
-  /// Called about twice a second by each trainer, for displays: `step` of `steps` that the trainer
-  /// makes (0 if unknown) of `trainers`, `epoch` of `epochs`, `loss`, `lr` and the fields of
-  /// Result::progress; or a `note`, one line of text. Never waits for a reader.
+  /// Called about twice a second by each trainer, for displays. `fields` has `step`, `steps` (the
+  /// total; 0 if unknown), `trainers`, `epoch`, `epochs`, `loss`, `lr` and the fields of
+  /// Result::progress, or only `note`, a line of text. Does not block.
   virtual void progress(const Json& fields) { static_cast<void>(fields); }
   /// Notes that the job continues if this rank is lost, so the launcher must not end the others.
   virtual void may_be_lost() {}
-  /// Records values of options that depend on the job's data, by their names in `config`.
+  /// Records the option values that depend on the job's data, under their names in `config`.
   virtual void used(const Json& config) { static_cast<void>(config); }
   /// Called repeatedly by the saving thread while a save makes progress.
   virtual void saving() {}
@@ -149,15 +149,15 @@ class EventSink {
   }
 };
 
-/// A rank's progress, for its last line if a signal or an error ends the rank. Thread-safe.
+/// A rank's progress, for its last JSON line if a signal or an error ends the rank. Thread-safe.
 class Progress {
  public:
-  /// Adds completed steps. `begun` is when the rank's first step began.
+  /// Adds completed steps. The rank's first step began at `begun`.
   void add(int64_t steps, base::TimePoint begun) {
     steps_ += steps;
     train_s_ = base::seconds_since(begun);
   }
-  /// Makes fields() call `more`. If `more` is empty, fields() keeps its current result.
+  /// Makes fields() call `more`. An empty `more` freezes the result of fields().
   void report(std::function<void(Json& fields)> more) {
     Json now = more ? Json::object() : fields();
     std::lock_guard lock(mutex_);
@@ -186,7 +186,7 @@ struct Injection {
   double call_delay_s = 0;      ///< delay before each call that this rank sends
   double stage_sleep_s = 0;     ///< a pipeline stage sleeps instead of computing a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  /// Called repeatedly by the thread that saves, until it returns false: simulates a slow disk.
+  /// Called repeatedly by the saving thread until it returns false. Simulates a slow disk.
   std::function<bool()> before_save;
 };
 
@@ -200,7 +200,7 @@ struct Job : membership::Contact {
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
   Injection inject;
-  /// The devices on which this rank computes. Only ps's server uses more than the first.
+  /// The devices on which this rank computes. Only the server of the job `ps` uses more than one.
   std::vector<c10::Device> devices = {c10::kCPU};
   /// If not null, returns the devices once this rank's name and rank 0's options are known.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
@@ -209,9 +209,9 @@ struct Job : membership::Contact {
   std::function<void(Json& fields)> add_usage;
   /// Sets the threads per operation for `ranks` ranks that share this rank's CPUs; may be null.
   std::function<void(int ranks)> share_cpus;
-  /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
+  /// Receives this process's signals, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
-  /// For the last line of a process that ends before the job does. Never null.
+  /// The last JSON line's fields if the process ends before the job does. Never null.
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options with their defaults, and kRunId; rank 0 sends its own
@@ -231,8 +231,8 @@ struct Outcome {
   std::optional<base::Error> afterwards;
 };
 
-/// Runs a job in one process (`--local`): chooses its devices, calls `run` and writes the trace if
-/// `--trace` is given. Throws the exceptions of `run`.
+/// Runs a job in one process (`--local`): chooses its devices, calls `run` and, if `--trace` is
+/// given, writes the trace. Rethrows exceptions of `run`.
 Outcome run_local_job(const Job& job, EventSink& sink,
                       const std::function<Outcome(const Job& placed)>& run);
 

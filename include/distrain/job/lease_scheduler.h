@@ -31,7 +31,7 @@ struct Task {
                  &Task::partial, &Task::stopped, &Task::part, &Task::parts);
 };
 
-/// A trainer, and the number of its earlier processes, to recognize late requests of a lost one.
+/// A trainer and the number of its earlier processes, which identifies requests of lost processes.
 struct Seat {
   Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
       : trainer(trainer_number), before(taken_before) {}
@@ -47,7 +47,7 @@ struct Position {
   int64_t total = 0;           ///< steps of all trainers since the job's beginning
 
   Json to_json() const;
-  /// Throws `bad_data` if `json` is not a position of a job with so many trainers.
+  /// Throws `bad_data` if `json` is not the position of a job with `trainers` trainers.
   static Position from_json(const Json& json, int trainers);
 };
 
@@ -78,8 +78,8 @@ class LeaseScheduler {
     int64_t epochs = 1;
     int64_t steps = 0;  ///< steps of each trainer; 0: as many as the epochs have
     int64_t steps_per_epoch = 1;
-    /// If true, a trainer that has finished its shard takes over steps of the shard with the most
-    /// steps left, so that slow trainers do not delay the epoch. Otherwise all make equally many.
+    /// If true, a trainer that has finished its shard makes steps of the shard with the most steps
+    /// left, so that slow trainers do not delay the epoch. If false, it makes only its own steps.
     bool take_over = false;
     bool save = false;
     int64_t save_every = 0;  ///< steps of each trainer between saves; 0: at the end of each epoch
@@ -91,41 +91,41 @@ class LeaseScheduler {
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
     std::function<void(bool stopped)> on_end = [](bool) {};
-    /// A trainer was lost during an evaluation or a save, which the others repeat:
+    /// A trainer was lost during an evaluation or a save. The remaining trainers repeat it, so the
     /// reports since its start do not count.
     std::function<void()> on_again = [] {};
-    /// `trainer` waits for a task while others may make steps, so they must not wait for its steps.
+    /// `trainer` has no task. Other trainers may still make steps and must not wait for its steps.
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 
   LeaseScheduler(Options options, Hooks hooks);
 
-  /// Sets the position, before the first next(). Throws `bad_data` if it is impossible in this job.
+  /// Sets the position at which the job resumes, before next(). Throws `bad_data` if it is invalid.
   void resume(Position position);
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
   /// Completes the trainer's task and returns a future of its next task, of at most `wanted` steps.
   /// If `stop` is true and the job saves checkpoints, all trainers save and end. The future fails
-  /// if a hook throws. Throws `peer_lost` if another process has taken the seat.
+  /// if a hook throws. Throws `peer_lost` if the trainer's process is lost or replaced.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
-  /// Gives a lost trainer's place to a new process.
+  /// Replaces a lost trainer by a new process and returns the new process's seat.
   Seat take_seat(int trainer);
-  /// The effect of a loss on the lost trainer's lease.
+  /// The effect of a loss on the lost trainer's current task.
   struct Lost {
     int64_t made = 0;      ///< steps that the lost process is known to have made
     int64_t back = 0;      ///< steps that will be handed out again
     int64_t in_doubt = 0;  ///< those of `back` that may have been made
   };
-  /// Notes that a trainer is lost after `made` steps of its process, if they are known. Call
-  /// go_on() afterwards, on a thread that may block.
+  /// Notes that a trainer is lost. `made` is the number of steps that its process made, if known.
+  /// Call go_on() afterwards, on a thread that may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
   int trainers_left() const;  ///< trainers that are not lost
-  /// Returns the mean number of steps of a trainer since the job's beginning.
+  /// Returns the mean number of steps per trainer since the job's beginning.
   int64_t steps_of_each() const;
-  /// Returns the steps in this run that trainers which are not lost have completed.
+  /// Returns the total number of steps that the current processes of the trainers have completed.
   int64_t steps_made() const;
   /// Makes all trainers save as soon as possible and continue, if the job saves at all.
   void request_save();
@@ -189,7 +189,7 @@ class LeaseScheduler {
   bool is_advancing_ = false;    // a thread runs hooks or hands out tasks
   bool again_ = false;           // a trainer with a part in this phase was lost
   int64_t saved_ = 0;            // steps of each trainer at the last checkpoint
-  // Limits in steps of each trainer, by next(), request_save() and finish(); kNever if not set.
+  // The numbers of steps of each trainer at which to stop, save and finish; kNever if not set.
   int64_t stop_at_ = kNever;
   int64_t save_at_ = kNever;
   int64_t finish_at_ = kNever;

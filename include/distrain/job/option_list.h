@@ -10,7 +10,7 @@ namespace distrain::job {
 
 enum class ValueKind { kFlag, kInteger, kIntegers, kReal, kText, kChoice };
 
-/// Which processes an option applies to.
+/// The processes that an option applies to.
 enum class Scope {
   kJob,        ///< all ranks have rank 0's value; another rank may only be given the same value
   kInput,      ///< as kJob, but another rank may be given a value of its own (a path)
@@ -56,7 +56,7 @@ struct Option {
   bool each_own = false;         ///< each rank has its own default unless rank 0's user sets it
   std::string initial_in_words;  ///< shown instead of `initial`
 };
-/// Returns true if `value` of a path option names a path.
+/// Returns true if `value` is a path: it is neither empty nor the option's `path_word`.
 inline bool is_path(const Option& option, const std::string& value) {
   return !value.empty() && value != option.path_word;
 }
@@ -65,14 +65,14 @@ using OptionTable = std::vector<Option>;
 /// Returns the option with this name or old name; null if there is none.
 const Option* find_option(const OptionTable& table, std::string_view name);
 
-/// Returns the form of a value that is compared and sent ("5e-2" → "0.05"). Throws `invalid`, with
-/// `where` (an option or environment variable) in the message, if the option does not accept it.
+/// Returns a value in the canonical form that is compared and sent ("5e-2" → "0.05"). If the option
+/// does not accept it, throws `invalid` with `where`, an option or environment variable.
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
 
 /// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
 std::string allowed_values(const Option& option);
 
-/// Returns true for options of the job, which `start` lines show.
+/// Returns true if the option belongs to the job, not to a process. `start` lines show it.
 inline bool is_job_option(const Option& option) {
   return option.scope == Scope::kJob || option.scope == Scope::kInput;
 }
@@ -83,7 +83,7 @@ std::string json_name(const Option& option);
 /// Returns a canonical value as JSON: numbers as numbers, an empty text as null.
 Json json_value(const Option& option, const std::string& canonical);
 
-/// The values of the options: those that the user gave, otherwise the defaults of the table.
+/// The values of all options: given by the user, taken from a checkpoint, or the defaults.
 class ParsedOptions {
  public:
   explicit ParsedOptions(const OptionTable& table) : table_(&table) {}
@@ -96,11 +96,11 @@ class ParsedOptions {
   }
   double real(std::string_view name) const { return base::number<double>(text(name)).value_or(0); }
 
-  /// `value` must be canonical.
+  /// Sets an option's value, which counts as given. `value` must be in canonical form.
   void set(const std::string& name, std::string value) { values_[name] = std::move(value); }
   /// Sets a default that depends on other options; the option still counts as not given.
   void derive(const std::string& name, std::string value) { derived_[name] = std::move(value); }
-  /// Sets a value from a checkpoint: the option counts as not given but as decided().
+  /// Sets a value from a checkpoint: decided() is then true, but given() is not.
   void take(const std::string& name, std::string value) {
     derive(name, std::move(value));
     taken_.insert(name);
@@ -108,8 +108,8 @@ class ParsedOptions {
   /// Returns true if the option was given or taken from a checkpoint.
   bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
   const OptionTable& table() const { return *table_; }
-  /// Returns these options with rank 0's values for kJob options, and for kInput options that were
-  /// not given here. Throws `invalid` if rank 0's value is not allowed.
+  /// Returns a copy with rank 0's values for all kJob options and for those kInput options that
+  /// were not given to this rank. Throws `invalid` if a value of rank 0 is not allowed.
   ParsedOptions adopting(const OptionMap& of_rank_0) const;
 
  private:
@@ -121,9 +121,9 @@ class ParsedOptions {
 
 namespace detail {
 
-// These functions convert between canonical values and members of an options structure. `first` and
-// `second` are the words for true and false of a bool, or for no value and 0 of an optional.
-// Without these words an optional without a value is an empty text, as is an empty list.
+// These functions convert between an option's canonical text and a member of an options structure.
+// `first` and `second` are the words for true and false (bool), or for no value and 0 (optional).
+// An optional without a value and an empty list are by default an empty text.
 
 template <class T>
 void read_value(const std::string& text, T& value, const std::string& first = {},
@@ -170,7 +170,7 @@ std::string write_value(const T& value, const std::string& first = {},
 
 inline constexpr double kMaxInt = 2147483647.0;
 
-/// Sets further fields of a declared Option. Each function returns the row, for chaining.
+/// Sets further fields of a declared Option. Each function returns *this, for chaining.
 class OptionRow {
  public:
   explicit OptionRow(Option& option) : option_(option) {}
@@ -182,11 +182,11 @@ class OptionRow {
   }
   /// Allows values from `min` to below `max`.
   OptionRow& below(double min, double max) { return set(option_.below_max, true).range(min, max); }
-  /// Sets the text that the help shows as the default, if the default is not one value.
+  /// Sets the text that the help shows as the default, if the default is not a single value.
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
-  /// Requires rank 0's user to give the option, unless the job resumes from a checkpoint with it.
+  /// Requires a value on rank 0, from the user or from the checkpoint that the job resumes from.
   OptionRow& required() { return set(option_.is_required, true); }
   OptionRow& random_only() { return set(option_.random_only, true); }
   OptionRow& data_only() { return set(option_.data_only, true); }
@@ -194,14 +194,14 @@ class OptionRow {
   OptionRow& may_be_empty() { return set(option_.may_be_empty, true); }
   OptionRow& may_change() { return set(option_.may_change, true); }
   OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
-  /// Also accepts `word` instead of a path. ./WORD names a file that is called `word`.
+  /// Also accepts `word` instead of a path. `./WORD` still means a file with that name.
   OptionRow& or_word(const std::string& word) {
     set(option_.path_word, word).value_name(option_.value_name + '|' + word);
     return offers({word});
   }
   OptionRow& of_training() { return set(option_.of_training, true); }
-  /// Marks the option as the step that ends the run (0: none). A job that resumes from
-  /// a checkpoint that has reached the limit does not inherit it.
+  /// Marks the option as the job's limit of steps (0: no limit). If a checkpoint has reached its
+  /// limit, a job that resumes from it does not inherit the limit.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Makes the option apply to this process only.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
@@ -239,13 +239,13 @@ class OptionList {
   void group(std::string name) { group_ = std::move(name); }
 
   // `member` is a pointer to a member of Options or of its base, or a function that returns a
-  // reference into an Options. An empty optional means no value.
+  // reference into an Options. If the member is a std::optional, empty means no value.
 
   /// Declares a whole number, at least 0 unless a range is set.
   OptionRow integer(std::string name, auto member, std::string help) {
     return add(std::move(name), ValueKind::kInteger, "N", member, std::move(help));
   }
-  /// Declares a std::optional<int>: as integer(), or `word` for an empty optional.
+  /// Declares a std::optional<int>: a whole number, or `word`, which means an empty optional.
   OptionRow integer_or(std::string name, auto member, const std::string& word, std::string help) {
     return add(std::move(name), ValueKind::kInteger, "N|" + word, member, std::move(help), word)
         .offers({word});
@@ -266,7 +266,7 @@ class OptionList {
   OptionRow file(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
   }
-  /// Declares the path of an input folder, as file() does.
+  /// Declares the path of an input folder, with the same rules as file().
   OptionRow folder(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "DIR", std::move(help), Option::Path::kFolder);
   }
@@ -275,7 +275,7 @@ class OptionList {
     return add(std::move(name), ValueKind::kChoice, "NAME", member, std::move(help))
         .offers(choices);
   }
-  /// Declares a std::optional<double>: a number, `off` (0), or `on` (empty: the job's own default).
+  /// Declares a std::optional<double>: a number, `off` (0), or `on`, the job's own default (empty).
   OptionRow on_off_or_real(std::string name, auto member, std::string help) {
     return add(std::move(name), ValueKind::kReal, "on|off|X", member, std::move(help), "on", "off")
         .offers({"on", "off"})
@@ -286,7 +286,7 @@ class OptionList {
   }
 
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
-  /// Returns a declared option, which may be changed. Throws `internal` if there is none.
+  /// Returns a declared option, so that it can be changed. Throws `internal` if there is none.
   Option& find(std::string_view name) {
     for (Row& row : rows_) {
       if (row.option.name == name) return row.option;

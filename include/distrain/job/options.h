@@ -65,7 +65,7 @@ and --epochs, may be given another value; a `warn` line reports the change.)")
 };
 
 struct RuleOptions : optim::RuleText {
-  /// Returns the help of `--lr-schedule`; `more` has the schedules that need evaluations.
+  /// Returns the help of `--lr-schedule`. `more` names the schedules that need evaluations.
   static std::string lr_schedule_help(const std::string& lengths, const std::string& more = {}) {
     return "vary the learning rate: constant, step:SIZE[,GAMMA]" + more +
            " or cosine:LENGTH[,FLOOR]; lengths are in " + lengths;
@@ -94,7 +94,7 @@ ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
         .of_training();
   }
 
-  /// Leaves out rules that the job does not offer from the help of the options above.
+  /// Removes the update rules that the job does not offer from the help of the options above.
   static void name_rules(OptionTable& table);
 };
 

@@ -24,12 +24,12 @@ class Predictions {
   /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);
   /// Emits a line with the best label and the softmax for each row of `scores` [n, labels].
-  /// `targets` [n] are the expected labels or below 0. Without `labels`, labels are numbers.
+  /// `targets` [n] are the expected labels; below 0: unknown. If `labels` is empty, prints numbers.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
   /// Adds a field, which the job declares, to the last line.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
-  /// Sets the evaluation for the last line, if tell_labels() does not compute it.
+  /// Sets the evaluation in the last line, unless tell_labels() computes it.
   void evaluated(const Evaluation& evaluation, Unit unit);
 
   /// Returns the fields of the last line.
@@ -46,9 +46,9 @@ class Predictions {
   Unit unit_ = Unit::kSamples;
 };
 
-/// Returns the fields of tell_labels()'s lines.
+/// Returns the fields of the lines that tell_labels() emits.
 std::vector<Field> label_fields();
-/// Returns the events of `predict`: `prediction` with `fields`, and further fields of `end`.
+/// Returns the events of `predict`: `prediction` with `fields`, and `end` with its extra fields.
 std::vector<Event> prediction_events(std::vector<Field> fields);
 
 /// Runs a job's `predict` function with a checkpoint and the examples in `input`.

@@ -21,7 +21,7 @@ class Roles {
 
   void add(const std::string& name, int count, bool numbered);
   int world_size() const;
-  /// Throws `internal` if there is no such role.
+  /// Returns the role of this name. Throws `internal` if there is none.
   const Role& named(const std::string& name) const;
   const Role& of(int rank) const;
   std::string name_of(int rank) const;  ///< also the name of its RPC worker
@@ -54,8 +54,8 @@ class Process {
   /// Returns the fields that this process adds to its last line. If several ranks set a field that
   /// is not summed up, the job's last line has the value of the lowest rank.
   Json& fields() { return fields_; }
-  /// Notes on rank 0 that the job ends normally but misses its goal: exit code 11, with `message`.
-  /// Has no effect if a signal stops the job.
+  /// Notes on rank 0 that the job misses its goal: it ends normally, with `message` and exit code
+  /// 11. Has no effect if a signal stops the job.
   void miss_goal(std::string message) { missed_goal_ = std::move(message); }
   const std::string& missed_goal() const { return missed_goal_; }
 
@@ -80,8 +80,8 @@ class Rank : public Process {
   int count() const { return role_.count; }             ///< number of ranks of its role
 
   /// Returns the group of `role`, which must be this rank's role. The first call is collective: all
-  /// ranks of the role make it before they use each other in any other way and before
-  /// Training::run(). The group exists until the role's function returns.
+  /// ranks of the role make it before they communicate in any other way and before Training::run().
+  /// The group exists until the role's function returns.
   const Group& group(const std::string& role);
   bool has_group() const { return !groups_.empty(); }
 

@@ -29,13 +29,13 @@ struct Result {
   Json progress = Json::object();  ///< further fields of EventSink::progress()
 };
 
-/// A trainer's share of an evaluation: the examples from `first(n)` to before `end(n)` of n.
+/// A trainer's share of an evaluation: the examples `first(n)` to `end(n)` - 1 of n examples.
 struct Share {
   int index = 0;
   int count = 1;
   int64_t first(int64_t n) const { return n * index / count; }
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
-  /// Calls `use` with the examples' numbers, `batch_size` at a time.
+  /// Calls `use` with the numbers of the share's examples, `batch_size` at a time.
   void each_batch(int64_t n, int64_t batch_size,
                   const std::function<void(std::span<const int64_t> examples)>& use) const;
 };
@@ -64,22 +64,22 @@ struct Evaluation {
   double loss() const { return loss_sum / static_cast<double>(samples); }
 };
 
-/// Prints the lines of steps as `--log-interval` says: of every Nth step or, by time, of the first
-/// step, the last one, and at most one step every 5 s between them.
+/// Prints step lines as `--log-interval N` says: a line for every Nth step or, if N is unset, for
+/// the first step, the last step, and at most one step every 5 s in between.
 ///
 ///   StepLines lines(sink, "step", options.log_interval);
 ///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
 ///   lines.end();
 class StepLines {
  public:
-  /// `interval`: steps from one line to the next; 0: no lines; unset: by time.
+  /// `interval`: the N of `--log-interval`; 0: no lines; unset: at most one line every 5 s.
   StepLines(EventSink& sink, std::string event, std::optional<int> interval)
       : sink_(sink), event_(std::move(event)), interval_(interval) {}
 
   /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
   /// Otherwise keeps `fields` for end(), because the step may be the last one.
   bool add(int64_t number, std::function<Json()> fields);
-  /// Ends the run: emits the last step's line if there is none yet. Another run may follow.
+  /// Emits the last step's line if it has none yet, and ends the run. add() may begin another run.
   void end();
 
  private:

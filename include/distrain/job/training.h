@@ -11,7 +11,7 @@
 
 namespace distrain::job {
 
-/// The length of the training, and settings of its output.
+/// The length of the training and the settings of its output.
 struct Plan : LeaseScheduler::Options {
   bool eval_only = false;  ///< evaluates only, without training or saving
   double lr = 0;
@@ -23,7 +23,7 @@ struct Plan : LeaseScheduler::Options {
   int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
   std::string what_must_agree = "the files";  ///< for the error if trainers' data differ
 
-  // Set by TrainingPlan.
+  // TrainingPlan sets the following members.
   int first_rank = 0;                         ///< the rank of the first trainer
   std::map<std::string, std::string> agreed;  ///< TrainingPlan::agree()
   std::map<std::string, std::string> alike;
@@ -35,14 +35,14 @@ struct Plan : LeaseScheduler::Options {
                  &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
                  &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts);
 
-  /// More steps than any job can make: `steps_per_epoch` of a plan without epochs.
+  /// The `steps_per_epoch` of a plan without epochs: more steps than any job can make.
   static constexpr int64_t kEndless = 1'000'000'000'000;
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
-  /// Returns a plan with one trainer and without epochs and `step` lines. If `steps` is 0, training
-  /// has no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning
-  /// rate schedule needs epochs or evaluations.
+  /// Returns a plan with one trainer, no epochs and no `step` lines. If `steps` is 0, training has
+  /// no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning rate
+  /// schedule needs epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
 };
 
@@ -50,7 +50,7 @@ using SingleProcessOptimizer = optim::SingleProcessOptimizer;
 class TrainingHost;
 struct Report;
 
-/// The common part of Training and SingleProcessTraining, which configures the training of a job.
+/// The base of Training and SingleProcessTraining. It configures the training of a job.
 class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
@@ -59,12 +59,12 @@ class TrainingPlan {
   /// checkpoint that the job resumes from. A `name` that begins with `--` is an option with
   /// Option::each_own.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// As above. If `used_as` is not empty, `value` is recorded as this field of `config`.
+  /// Requires a number to be equal, as above. If not empty, `used_as` is its field in `config`.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
   }
-  /// Requires `value` to be equal on all trainers, but not in the checkpoint.
+  /// Requires `value` to be equal on all trainers. It may differ from the checkpoint's value.
   void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 
   /// Adds a part to each checkpoint. All trainers add the same names, in the same order.
@@ -83,15 +83,15 @@ class TrainingPlan {
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
   /// Prints, on trainer 0, a `warn` line that all training data in `path` has the label `label`.
   void warn_of_one_label(const std::string& path, const std::string& label);
-  /// Adds a field to the last line: the greatest `value` of all trainers.
+  /// Adds the field `name` to the last line, with the greatest `value` of all trainers.
   void note_max(const std::string& name, int64_t value);
 
   bool stopped() const { return stopped_; }      ///< after run(): the job was told to stop early
   int64_t steps_made() const { return total_; }  ///< since the job's beginning
 
  protected:
-  /// `own` are the trainers of this process. It calls the TrainingHost on rank 0 by `agent` or, if
-  /// `agent` is null, `host` directly.
+  /// `own`: the trainers of this process. The object calls the TrainingHost on rank 0 by `agent`
+  /// or, if `agent` is null, calls `host` directly.
   TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
                TrainingHost* host);
   ~TrainingPlan() = default;
@@ -99,7 +99,7 @@ class TrainingPlan {
   /// Sends the plan to rank 0 and loads the checkpoint that the job resumes from, if any.
   void attach();
   bool reached() const { return reached_ && reached_(); }
-  /// Makes a step with its learning rate, and reports it.
+  /// Sets the step's learning rate, calls `step`, and reports its result.
   void make(const Step& what, const std::function<Result()>& step);
   Seat seat(int trainer) const { return seats_.at(trainer); }
   void meet(const Task& task);  ///< runs a task other than training
@@ -108,7 +108,7 @@ class TrainingPlan {
   std::vector<int> own_;
   TrainingHost* const host_;
   optim::LearningRateSchedule lr_schedule_;
-  /// Functions, one for each optimizer, that are called before a step. `number` counts from 1.
+  /// Functions that are called before each step, one for each optimizer. `number` counts from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:
@@ -118,7 +118,7 @@ class TrainingPlan {
   int64_t processes() const { return plan_.trainers / static_cast<int64_t>(own_.size()); }
   /// Counts a step, and emits its `step` line if it is due.
   void log_step(const Result& result, double loss, double lr);
-  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step;
+  /// Emits the `epoch` line if an epoch has begun. If `is_last`, emits the last step's line first.
   /// `is_partial`: the job ends within the epoch.
   void end_epoch(bool is_last, bool is_partial = false);
   Report close_epoch(const Task& task);
@@ -193,9 +193,9 @@ class Training : public TrainingPlan {
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(store::named_tensors(name, *module.module())));
   }
-  /// Adds the state of `optimizer` to each checkpoint. `parameters` are the names of its
-  /// parameters, in the order of DistributedOptimizer::state(); those without a name are numbered.
-  /// Its learning rate follows the plan's schedule.
+  /// Adds the state of `optimizer` to each checkpoint. `parameters` names its parameters in the
+  /// order of DistributedOptimizer::state(); parameters without a name are numbered. The learning
+  /// rate of `optimizer` follows the plan's schedule.
   void keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters = {});
 
   /// Trains to the end of the job. Throws `not_finite` for a loss that is NaN or infinite.

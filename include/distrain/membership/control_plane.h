@@ -14,77 +14,77 @@
 
 namespace distrain::membership {
 
-/// A rank's membership in its job: it joins, monitors the other ranks, learns of losses and ends
-/// together with the others, by Note [Control plane] in src/membership/control_protocol.h.
+/// A rank's membership in its job. Lets the rank join, monitors the other ranks, reports losses and
+/// ends the job: see Note [Control plane] in src/membership/control_protocol.h.
 ///
-/// Threads: run() blocks the joining thread. Functions without `_on_loop` are for any thread. The
-/// loop must be destroyed before the objects that the callbacks use.
+/// Threads: run() blocks the joining thread. Functions without `_on_loop` are thread-safe. The loop
+/// must be destroyed before the objects that the callbacks use.
 class ControlPlane {
  public:
   /// Called on the loop.
   struct Callbacks {
-    /// `directory` has the endpoints as this rank reaches them: by `unix_name` if that is not
-    /// empty, otherwise by TCP. If `host` is empty, TCP is not used.
+    /// Called with the endpoints at which this rank reaches the others: the unix socket `unix_name`
+    /// if that is set, otherwise TCP. An endpoint without `host` has no TCP address.
     std::function<void(const wire::Directory& directory)> on_directory;
-    /// Called once, when every rank can be called. An exception ends the job for all ranks.
+    /// Called once, when every rank accepts calls. An exception ends the job for all ranks.
     std::function<void(std::vector<std::string> names, std::vector<wire::RankDevices> devices)>
         on_go;
-    /// Called instead of on_go() if this rank does not join, or after it if this rank ends.
+    /// Called if this rank does not join: instead of on_go(), or after an on_go() that threw.
     std::function<void(const base::Error& error)> on_failed;
     std::function<void(const Loss& loss)> on_lost;
-    /// Called before on_returned(), with the devices of the new process. Throws if they do not fit
-    /// the other ranks'.
+    /// Called before on_returned(), with the devices of the new process of `rank`. Throws if these
+    /// devices do not fit those of the other ranks.
     std::function<void(int rank, const wire::RankDevices& devices)> on_new_devices;
-    /// Called when a new process has replaced a lost rank: its entry, as in on_directory().
+    /// Called when a new process has replaced a lost rank. `entry` is its new directory entry.
     std::function<void(int rank, const wire::Directory::Entry& entry)> on_returned;
-    /// Called when another rank has connected for calls. Returns an error to refuse it.
+    /// Called when another rank has connected for calls. Returns an error to refuse the connection.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };
-  /// Rank 0 binds its socket here.
+  /// Creates the control plane. On rank 0, also binds the listening socket.
   static std::shared_ptr<ControlPlane> make(net::Loop& loop, const Options& options,
                                             Callbacks callbacks);
   virtual ~ControlPlane() = default;
-  /// Returns when every rank can be called, otherwise throws. `prepare` returns this rank's
-  /// devices. It is called when rank 0's options are known, before another rank can call this one.
+  /// Joins the job; returns when every rank accepts calls, or throws. `prepare` returns this rank's
+  /// devices; it runs when rank 0's options are known, before another rank can call this rank.
   virtual void run(const std::function<wire::RankDevices()>& prepare) = 0;
-  /// For wire::kUnassignedRank, instead of run(): returns a free rank, which rank 0 reserves until
-  /// this process has joined or close() is called. Retries until the join timeout.
+  /// Called instead of run() by a process without a rank. Returns a free rank, which rank 0
+  /// reserves until this process has joined or calls close(). Retries until the join timeout.
   virtual int reserve_rank() = 0;
-  /// Returns true when rank 0 has admitted this rank, which then waits for the others.
+  /// Returns true if rank 0 has admitted this rank. run() may still wait for other ranks.
   virtual bool is_admitted() const = 0;
   virtual uint16_t port() const = 0;
-  /// Enters `round` of the end. The result is the sum of all ranks' `number`, once all have
-  /// entered. Fails if a rank is lost, or if this rank has not joined or has ended.
+  /// Enters the shutdown round `round`, a barrier of all ranks. The result is the sum of all ranks'
+  /// `number`. Fails if a rank is lost, or if this rank has not joined or has left.
   virtual base::Future<uint64_t> enter_round(uint64_t round, uint64_t number) = 0;
-  /// Returns the ranks that this one waits for, as far as it knows. Not on the loop.
+  /// Returns the ranks that this rank waits for, as far as it knows. Must not run on the loop.
   virtual std::vector<int> missing() = 0;
-  /// Returns the wait for ranks to join or to end, if there is one.
+  /// Returns the join or shutdown that is waiting for other ranks, if any.
   virtual std::optional<Wait> wait() = 0;
-  /// Tells all ranks that this one leaves, with or without an error, then closes the connections.
+  /// Both tell all ranks that this rank leaves (abort(): because of `error`), then disconnect.
   virtual void abort(const base::Error& error) = 0;
   virtual void leave() = 0;
   /// Closes all connections and refuses new ones.
   virtual void close() = 0;
-  /// Rank 0: sets the tolerated losses. The result is complete when they are in effect.
+  /// Rank 0: sets the tolerated losses. The future completes when the setting is in effect.
   virtual base::Future<void> tolerate(Tolerance tolerance) = 0;
-  /// Rank 0: no longer tolerates all failures of the new process of `rank`.
+  /// Rank 0: ends the trial of `rank`'s new process, in which any of its failures is tolerated.
   virtual void note_of_use(int rank) = 0;
-  /// Waits until the last messages are sent, for a second at most.
+  /// Waits until the last messages are sent, for one second at most.
   virtual void wait_until_flushed() = 0;
 
   // Connections for calls, on the loop:
 
-  /// Monitors the other end. Returns the stream's new handler, which passes calls to `handler`.
+  /// Monitors the connection to `rank`. Returns its new handler, which passes calls to `handler`.
   virtual net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                   net::Stream::Handler handler) = 0;
-  /// Returns true if `rank` seems lost and rank 0 has not decided yet.
+  /// Returns true while this rank suspects that `rank` is lost, until rank 0 has decided.
   virtual bool is_suspected_on_loop(int rank) const = 0;
-  /// Reports that `rank` cannot be reached, or that it has sent malformed data.
+  /// Reports to rank 0 that `rank` is unreachable or has sent malformed data.
   virtual void report_on_loop(int rank, base::Error error) = 0;
-  /// Runs the handshake with `rank` on a connection that this rank has made for calls. Calls `done`
-  /// once: with success, when the stream needs a new handler; or with an error, when the stream is
-  /// closed. After `peer_lost` (the other side closed without a message, or did not answer in time)
-  /// the caller may retry.
+  /// Runs the handshake with `rank` on a connection that this rank has opened for calls. Calls
+  /// `done` once. On success, `done` sets the stream's handler. On failure, the stream is already
+  /// closed. The caller may retry after `peer_lost`: the other side closed the stream without a
+  /// message or did not answer in time.
   virtual void authenticate_on_loop(int rank, const net::StreamPtr& stream,
                                     std::function<void(base::Status believed)> done) = 0;
 };

@@ -26,7 +26,7 @@ namespace distrain::membership {
 //  - the hello on a connection between ranks contains both numbers: Note [Identity].
 
 inline constexpr int kMaxRanks = 4095;
-/// The number of processes that can have the same rank, one after the other.
+/// The maximum number of processes that can have the same rank, one after the other.
 inline constexpr uint32_t kMaxIncarnations = 4096;
 
 /// Identifies one process of a job: its incarnation and its rank in one number.
@@ -62,7 +62,7 @@ struct Tolerance {
   bool may_return = false;  ///< new processes may replace lost ranks
 };
 
-/// An operation that a rank waits for, described for people: see rpc::Agent::waits().
+/// An operation that waits for other ranks, described for people: see rpc::Agent::waits().
 struct Wait {
   std::string what;  ///< names the ranks that are waited for
   base::TimePoint since;

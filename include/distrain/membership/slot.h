@@ -8,23 +8,23 @@
 
 namespace distrain::membership {
 
-/// The rank in the options of a process to which rank 0 assigns a free rank.
+/// A process with this rank in its options asks rank 0 to assign a free rank.
 inline constexpr int kUnassignedRank = wire::kUnassignedRank;
 
 class ControlPlane;
 
-/// A slot of a job, reserved for a process that was not assigned a rank: for example the rank of a
-/// lost process, in a job that continues without it. Rank 0 gives the rank to no other process
-/// until this process has joined as that rank or this object is destroyed.
+/// Reserves a free rank for a process without a rank: for example the rank of a lost process, in a
+/// job that continues without it. Rank 0 gives the rank to no other process until this process has
+/// joined as that rank or this object is destroyed.
 class Slot {
  public:
   /// `options` are the options of the agent that is going to join; their `rank` is ignored.
   explicit Slot(Options options);
   ~Slot();
-  /// Returns a free rank, given by rank 0. Retries until the join timeout. Blocks; call it once.
-  /// Throws the errors of rpc::Agent::join(), and `rendezvous` if no rank was free.
+  /// Returns the free rank that rank 0 has reserved. Blocks; retries until the join timeout. Must
+  /// be called once only. Throws as rpc::Agent::join(), and `rendezvous` if no rank was free.
   int reserve();
-  /// Returns the wait of reserve(), if reserve() is running. Thread-safe.
+  /// Describes what a running reserve() waits for; otherwise returns none. Thread-safe.
   std::vector<Wait> waits() const;
 
  private:

@@ -26,7 +26,7 @@ class Loop {
 
   void post(base::Task task);
   /// Runs `task` at `when` or soon after; returns an id for cancel(). Cancelling a timer that has
-  /// run has no effect. A timer that is cancelled on the loop thread does not run any more.
+  /// run has no effect. If cancel() is called on the loop thread, the timer does not run any more.
   uint64_t call_at(base::TimePoint when, base::Task task);
   void cancel(uint64_t timer);
 

@@ -35,8 +35,8 @@ class Fd {
   int fd_ = -1;
 };
 
-/// Returns a listening TCP socket. Empty `host`: all interfaces; `port` 0: any free port. Returns
-/// `rendezvous` if the port is taken, `resources` without descriptors. Starts no thread.
+/// Returns a TCP socket that listens on `host` (empty: all interfaces) and `port` (0: any). Fails
+/// by `rendezvous` if the port is taken and `resources` if no descriptor is left. Starts no thread.
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port);
 base::Result<Fd> listen_tcp(const std::string& host, PortRange ports);
 /// Listens on a unix socket. If `path` begins with '@', it is an abstract name, without a file.
@@ -46,7 +46,7 @@ inline constexpr const char* kResolve = "resolve";
 /// Connects to TCP `host:port` and blocks until `deadline` at the latest. Tries all addresses of
 /// the name in turn. An error whose `op` is kResolve means that the name could not be resolved.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
-/// Connects to a unix socket without blocking: fails if that is not possible at once.
+/// Connects to a unix socket without blocking. Fails if it cannot connect at once.
 base::Result<Fd> connect_unix(const std::string& path);
 
 /// Connects on the loop thread; `host` must be numeric. Calls `done` unless the loop ends first.
@@ -68,11 +68,11 @@ SocketName remote_name(int fd);
 std::optional<uint32_t> peer_user(int fd);
 /// Returns true if `host` resolves to loopback addresses only. Blocks, unless `host` is numeric.
 bool is_loopback(const std::string& host);
-/// Returns the host to pass to listen_tcp() so that clients reach the server at `host`. That is
-/// `host` itself, or empty (all interfaces) for a name that resolves to another machine (a service
-/// of Kubernetes) or to loopback only here (Debian's /etc/hosts maps the own name to 127.0.1.1).
-/// Returns `rendezvous` if the name does not resolve, or if `host` is the numeric address of
-/// another machine. Blocks, unless `host` is numeric.
+/// Returns the host to pass to listen_tcp() so that clients reach the server at `host`: `host`
+/// itself, or "" (all interfaces) if the name resolves to another machine, as for a Kubernetes
+/// service, or only to loopback, as Debian's /etc/hosts maps the own name to 127.0.1.1. Returns
+/// `rendezvous` if the name does not resolve, or if `host` is another machine's numeric address.
+/// Blocks, unless `host` is numeric.
 base::Result<std::string> host_to_bind(const std::string& host);
 /// Returns "10.0.0.2:4711" or "[::1]:4711".
 std::string endpoint_text(const std::string& host, uint16_t port);
@@ -80,14 +80,14 @@ std::string endpoint_text(const std::string& host, uint16_t port);
 /// and inode), which can share unix sockets if they see the same folders. Empty if unknown.
 std::string host_key();
 
-/// Accepts connections on the loop and owns the socket. Destroying the listener on the loop thread
-/// stops it at once; elsewhere, `on_connection` may still run for a moment.
+/// Accepts connections on the loop thread and owns the socket. If another thread destroys the
+/// listener, `on_connection` may still run for a moment.
 class Listener {
  public:
   /// Calls `on_connection` with each connected, non-blocking socket on the loop thread.
   Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection);
   ~Listener();
-  /// Pauses or resumes. While paused, connections wait in the kernel's backlog. On the loop thread.
+  /// Pauses or resumes accepting. In a pause, connections wait in the backlog. Loop thread only.
   void set_accepting_on_loop(bool accepts);
   Listener(Listener&&) = delete;
 

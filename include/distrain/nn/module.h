@@ -46,11 +46,11 @@ requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Hol
   return any_net(holder.ptr());
 }
 
-/// How to make a module, with the arguments that a rank has sent.
+/// A module's creation function and the arguments that a rank has sent for it.
 struct Recipe {
   std::function<AnyNet()> make;
   std::any arguments;
-  /// Returns how the arguments `asked` differ from `made`, or "".
+  /// Describes how the arguments `asked` differ from `made`; "" if they are equal.
   std::string (*difference)(const std::any& made, const std::any& asked) = nullptr;
 };
 using Factory = std::function<Recipe(rpc::Decoder&)>;

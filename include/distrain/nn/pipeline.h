@@ -22,7 +22,7 @@ struct PipelineStep {
   enum class Kind : uint8_t { kForward = 0, kBackward = 1 };
   Kind kind = Kind::kForward;
   int64_t micro_batch = 0;  ///< from 0
-  /// The autograd context of the micro-batch, which also identifies the batch; 0: any context.
+  /// The autograd context of the micro-batch, which identifies the batch; 0 matches any context.
   uint64_t context = 0;
   static constexpr auto kFields =
       std::tuple(&PipelineStep::kind, &PipelineStep::micro_batch, &PipelineStep::context);
@@ -31,8 +31,8 @@ struct PipelineStep {
 
 /// The steps of each stage of a pipeline in one batch.
 ///
-/// A stage begins a step when the step before it in its row is done and the input has arrived: the
-/// output of the previous stage's forward pass, or the gradients of the next stage's backward pass.
+/// A stage begins a step when the row's previous step is done and the input has arrived: the output
+/// of the previous stage's forward pass, or the gradients of the next stage's backward pass.
 struct PipelineSchedule {
   std::string name;
   int64_t micro_batches = 0;
@@ -66,7 +66,7 @@ std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stage
 
 /// Statistics of one stage in one batch.
 struct StageReport {
-  /// Time in which a step ran, in seconds. Unset on an accelerator, where a step only queues work.
+  /// Seconds that the stage spent in steps. Unset on an accelerator, where a step only queues work.
   std::optional<double> compute_s;
   int64_t activations = 0;  ///< maximum number of micro-batches between their two passes
   static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
@@ -82,22 +82,22 @@ struct StageReport {
 /// its input fails with `invalid`; the error has the rank.
 class StagePasses {
  public:
-  /// Prepares `agent` for stages. Call it before join().
+  /// Prepares `agent` for pipeline stages. Call it before join().
   static void install(rpc::Agent& agent);
 
-  /// `function` is the name of the function in errors of a forward pass.
+  /// Errors of a forward pass name `function` as the function that failed.
   explicit StagePasses(std::string function);
 
-  /// Begins a batch whose steps run in the order of `row`. The gradients of the micro-batches'
-  /// contexts are moved to the current context.
+  /// Begins a batch whose steps run in the order of `row`. Moves the gradients from the contexts of
+  /// the micro-batches to the current context.
   void begin(rpc::Agent& agent, std::vector<PipelineStep> row);
   /// Waits until the device has finished its queued work, updates included, and returns the report.
   StageReport end();
 
-  /// Computes the stage's output. Kept until the forward pass is done or the agent has ended.
+  /// Computes the stage's output. Destroyed after the forward pass or when the agent ends.
   using Compute = std::function<at::Tensor(const at::Tensor& input)>;
-  /// Fetches the micro-batch's input, computes the output and returns it as `next_rank` accepts it.
-  /// Call it in the micro-batch's autograd context. Gradients that arrive start the backward pass.
+  /// Fetches the input, computes the output and returns it on a device that `next_rank` accepts.
+  /// Call it in the micro-batch's autograd context. Arriving gradients start the backward pass.
   base::Future<at::Tensor> forward(rpc::Agent& agent, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch, int next_rank, Compute compute);
 
@@ -133,7 +133,7 @@ class Pipeline {
  public:
   explicit Pipeline(rpc::Agent& agent) : agent_(agent) {}
 
-  /// Creates the next stage on `rank`.
+  /// Creates the next stage of the model on `rank`.
   template <class... Args>
   void add(int rank, const Args&... args) {
     stages_.push_back(agent_.remote_new<Stage>(rpc::To(rank).without_deadline(), args...));
@@ -145,7 +145,7 @@ class Pipeline {
   auto call(size_t stage, const Args&... args) const {
     return agent_.rpc_async<F>(to(stage), stages_[stage], args...);
   }
-  /// Calls F of all stages concurrently and returns the results in order.
+  /// Calls member function F of all stages concurrently and returns the results in stage order.
   template <auto F, class... Args>
   auto call_all(const Args&... args) const {
     std::vector<decltype(call<F>(0, args...))> calls;
@@ -158,7 +158,7 @@ class Pipeline {
       return results;
     }
   }
-  /// Calls F of each stage with the result of the stage before, and fetches the last result.
+  /// Calls F of each stage with the previous stage's result, and fetches the last stage's result.
   template <auto F, class... Args>
   base::Future<at::Tensor> chain(const at::Tensor& input, const Args&... args) const {
     rpc::RRef<at::Tensor> value = agent_.make_rref(input);
@@ -166,12 +166,12 @@ class Pipeline {
     return value.to_here_async(std::chrono::nanoseconds::max());
   }
 
-  /// Runs the forward and backward passes of all micro-batches; the stages order them by
-  /// `schedule`. `loss` computes, from the last stage's output, the micro-batch's share of the
-  /// batch's loss. The gradients are accumulated in the current context. Returns the outputs of the
-  /// last stage, on this rank's device. `loss` must own what it uses, because other passes may
-  /// still run when this throws. Throws `invalid` if `schedule` has another number of stages or
-  /// micro-batches or cannot run, or if a stage's or `loss`'s result does not depend on its input.
+  /// Runs the forward and backward passes of all micro-batches in the order of `schedule`. `loss`
+  /// computes a micro-batch's share of the batch's loss from the last stage's output. Adds the
+  /// gradients to the current context. Returns the outputs of the last stage, on this rank's
+  /// device. `loss` must own all that it uses, because passes may still run after train() has
+  /// thrown. Throws `invalid` if `schedule` does not fit the stages or micro-batches, or if an
+  /// output or loss does not depend on its input.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,
                                 const detail::Loss& loss) const {

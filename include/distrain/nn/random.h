@@ -22,9 +22,9 @@ class Dropout {
   explicit Dropout(std::initializer_list<uint64_t> key);
 
   bool on() const { return on_; }
-  /// As torch.nn.functional.dropout: zeroes with probability `p`, divides the rest by 1 - p.
+  /// Zeroes with probability `p` and divides the rest by 1 - p, as torch.nn.functional.dropout.
   at::Tensor operator()(const at::Tensor& x, double p);
-  /// As torch.nn.functional.dropout2d: drops whole channels of [n, channels, height, width].
+  /// Drops whole channels of [n, channels, height, width], as torch.nn.functional.dropout2d.
   at::Tensor channels(const at::Tensor& x, double p);
 
  private:

@@ -61,7 +61,7 @@ enum class ArgumentKind : uint8_t { kBool = 0, kInteger = 1, kReal = 2, kText = 
 
 namespace detail {
 
-/// Throws `invalid` because argument `number` (from 1) is `given`, not of type `wanted`.
+/// Throws `invalid`: argument `number`, counted from 1, is `given` instead of type `wanted`.
 [[noreturn]] void refuse_argument(size_t number, const std::string& given,
                                   const std::type_info& wanted);
 [[noreturn]] void refuse_count(size_t given, size_t wanted);
@@ -193,9 +193,9 @@ struct ForwardOptions {
                                              &ForwardOptions::seed, &ForwardOptions::number);
 };
 
-/// Numbers the passes of a handle, for their random numbers. Copies share the count. A series that
-/// is sent to another rank gets a new key, derived from the sender's key and count, so that no two
-/// ranks draw the same numbers. Thread-safe.
+/// Numbers the passes of a RemoteModule, to give each its random numbers. Copies share the count.
+/// If a RandomSeries is sent to another rank, the received one gets a new key, derived from the
+/// sender's key and count, so that no two ranks draw the same numbers. Thread-safe.
 class RandomSeries {
  public:
   explicit RandomSeries(uint64_t key = 0) : key_(key) {}
@@ -239,15 +239,15 @@ class RemoteModule<ByName> {
   at::Tensor forward_all(const std::vector<at::Tensor>& inputs) const;
   base::Future<at::Tensor> forward_all_async(const std::vector<at::Tensor>& inputs) const;
 
-  /// As torch::nn::Module::train(), for the passes of this handle. The default is training.
+  /// Sets the mode of this handle's passes, as torch::nn::Module::train(). The default is training.
   void train(bool on = true) { training_ = on; }
   void eval() { train(false); }
   bool is_training() const { return training_; }
 
   /// Makes the random numbers of the following passes (dropout, for instance) depend only on `key`
-  /// and the number of passes since then by this handle and its copies. The default key depends on
-  /// the seed of torch's default generator and on this rank. Sending the handle to another rank
-  /// counts as a pass; the handle there has a series of its own.
+  /// and the number of passes since this call by this handle and its copies. The default key
+  /// depends on the seed of torch's default generator and on this rank. Sending the handle to
+  /// another rank counts as a pass, and the received handle uses a new key.
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
   /// Returns references to the parameters that require a gradient, in torch's order, each once.
@@ -257,9 +257,9 @@ class RemoteModule<ByName> {
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   rpc::NamedTensors state() const;
-  /// Copies the state on the module's rank, with `prefix` before each name.
+  /// Copies the state on the module's rank and puts `prefix` before each name.
   rpc::RRef<rpc::NamedTensors> snapshot(const std::string& prefix) const;
-  /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
+  /// Loads `state`. Throws `bad_data` and changes nothing if names, shapes or dtypes differ.
   void load_state(const rpc::NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }

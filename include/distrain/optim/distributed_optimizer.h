@@ -15,7 +15,7 @@ class ParameterUpdater;
 struct Sharing {
   /// kAsync: each participant's update is applied when it arrives. kSync: each step is one update
   /// with the mean of all participants' gradients. kSsp (stale synchronous parallel; Ho et al.,
-  /// NIPS 2013): as kAsync, but no participant is more than `staleness` steps ahead of the slowest.
+  /// NIPS 2013): like kAsync, but no participant is over `staleness` steps ahead of the slowest.
   enum class Mode : uint8_t { kAsync = 0, kSync = 1, kSsp = 2 };
   static constexpr int kOnlooker = -1;
 
@@ -43,22 +43,22 @@ UpdateCount install(rpc::Agent& agent);
 
 // The next three functions are for jobs that go on without a lost participant (go_on_without()).
 
-/// Keeps this rank's existing parameter updaters until `agent` ends, whichever ranks are lost.
+/// Keeps this rank's existing parameter updaters until `agent` ends, even if ranks are lost.
 void keep_updaters(rpc::Agent& agent);
 /// Notes that `process` pauses: in kSsp other participants do not wait for it until its next step.
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// Returns the number (DistributedOptimizer::set_step_number) of the last step of `process` that
 /// was applied to this rank's parameters. Returns none if `process` is unknown here or does not
-/// number its steps, if the mode is kSync, or if this rank's updaters differ. No step of a lost
-/// process is applied after a layer that was added after install() is notified of the loss.
+/// number its steps, if the mode is kSync, or if this rank's updaters differ. When a layer that was
+/// added after install() is notified of a lost process, no more steps of that process are applied.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
-/// Returns the progress of the updater of this rank's `parameter`. Throws `not_found` without one.
+/// Returns a participant's progress in `parameter`'s updater. Throws `not_found` if none exists.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
 /// Parameters with the same options.
 struct ParameterGroup {
-  /// Parameters on any rank, including this one, that all participants train as `Sharing` says.
+  /// Parameters on any rank, including this one, that all participants train (see Sharing).
   std::vector<rpc::RRef<at::Tensor>> shared;
   /// Tensors on this rank that only this rank's steps update, such as parameters under DDP.
   std::vector<at::Tensor> own;
@@ -135,13 +135,13 @@ class DistributedOptimizer {
   /// Returns copies of the parameters' states on the CPU, group by group, `shared` before `own`.
   /// The result is a consistent snapshot only if no participant steps during the call.
   std::vector<ParameterState> state() const;
-  /// Copies the states on the ranks that hold them, and returns references to the copies: maps with
-  /// the keys of flatten(). `names` has a name for each parameter, in the order of state().
+  /// Copies each state on its owner's rank and returns references to the copies, which are maps
+  /// with the keys of flatten(). `names` has a name for each parameter, in the order of state().
   std::vector<rpc::RRef<rpc::NamedTensors>> snapshot(const std::vector<std::string>& names) const;
-  /// Loads `state` on one owner after the other, this rank last. Throws `bad_data` if the state
-  /// does not fit; each owner checks its whole part before it changes anything.
+  /// Loads `state` on the owners one by one, on this rank last. Throws `bad_data` if the state does
+  /// not fit. Each owner checks its whole part before it changes anything.
   void load_state(const std::vector<ParameterState>& state);
-  /// As state() and load_state(), but for the `own` parameters only.
+  /// Return or load the states of the `own` parameters only, like state() and load_state().
   std::vector<ParameterState> own_state() const;
   void load_own_state(const std::vector<ParameterState>& state);
 

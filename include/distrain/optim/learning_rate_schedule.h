@@ -45,7 +45,7 @@ struct Plateau {
 
 /// Raises the rate linearly from 1/length of the initial rate to the initial rate in `length` steps
 /// or epochs, as torch's LinearLR with start_factor = 1 / length and total_iters = length - 1. The
-/// schedule that follows counts from the end of the warm-up. Length 0: no warm-up.
+/// main schedule counts from the end of the warm-up. Length 0 means no warm-up.
 struct WarmUp {
   int64_t length = 0;
   ScheduleUnit unit = ScheduleUnit::kSteps;

@@ -21,8 +21,8 @@ NamedParameters named(const std::vector<std::string>& names,
 ///   training.run(optimizer, [&](const job::Step& step) { ...; return job::Result{loss, n}; });
 class SingleProcessOptimizer {
  public:
-  /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
-  /// otherwise with each trainer's in turn. `replicated` is updated with the mean, as under DDP.
+  /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients,
+  /// otherwise once with each trainer's gradients. It updates `replicated` with the mean.
   SingleProcessOptimizer(const Rule& rule, const std::string& mode, NamedParameters shared,
                          NamedParameters replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
@@ -32,9 +32,9 @@ class SingleProcessOptimizer {
                          const std::string& mode = {});
   ~SingleProcessOptimizer();
 
-  /// Takes the `.grad` of every parameter. Call it after each trainer's backward().
+  /// Takes the `.grad` out of every parameter. Call it after each trainer's backward().
   void gather();
-  /// Updates the parameters with the gathered gradients and clears them.
+  /// Updates the parameters with the gathered gradients and clears these gradients.
   void step();
   void set_lr_factor(double factor);
 
@@ -42,7 +42,7 @@ class SingleProcessOptimizer {
   std::vector<ParameterState> state() const;
   void load_state(const std::vector<ParameterState>& state);
   bool has_replicas() const;
-  /// Returns true if no update needs several trainers' gradients, so each trainer calls step().
+  /// Returns true if no update combines several trainers' gradients, so each trainer calls step().
   bool each_trainer_steps() const { return !sync_ && !has_replicas(); }
   int64_t updates() const { return updates_; }  ///< number of updates of the shared parameters
 

@@ -16,37 +16,37 @@ namespace distrain::rpc {
 
 class AgentCore;
 
-/// Pairs of a device of this rank and the device of `peer` where its tensors arrive. Pairs are one
-/// to one; replies and gradients use them in reverse. CPU tensors arrive on the CPU.
+/// Maps a device of this rank to the device of `peer` on which its tensors arrive. The maps to one
+/// peer are one to one; replies and gradients use them in reverse. CPU tensors arrive on the CPU.
 struct DeviceMap {
   std::string peer;  ///< a rank's name
   std::vector<std::pair<c10::Device, c10::Device>> devices;
 };
 
-/// How an agent joins its job (the members of membership::Options), and makes and runs calls.
+/// Options for joining a job (the members of membership::Options) and for running calls.
 struct AgentOptions : membership::Options {
-  /// Called once for each operation, such as a collective, that has waited for other ranks for
-  /// `long_wait`. Runs on the loop thread: must not block.
+  /// Called once for each operation, such as a collective, that has waited for other ranks for at
+  /// least `long_wait`. Runs on the loop thread: must not block.
   std::function<void(const Wait& wait)> on_long_wait;
   std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
-  /// This rank's device. A tensor on it arrives on the receiving rank's device, which must be an
-  /// accelerator too. Sending from other devices needs a map, otherwise throws `invalid`: nothing
-  /// is copied to the CPU implicitly. Without an index, the device is the rank modulo the number of
-  /// devices. It becomes current on the thread of join() and the agent's threads.
+  /// This rank's device, current on the thread of join() and the agent's threads. Its default index
+  /// is the rank modulo the number of devices. Its tensors arrive on the receiving rank's device,
+  /// which must be an accelerator too. Other devices need a map to send tensors, otherwise sending
+  /// throws `invalid`: nothing is copied to the CPU implicitly.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
   /// Fault injection: delays each call to another rank.
   std::chrono::nanoseconds call_delay{0};
-  /// Records this rank's trace, once started. Set on all ranks or on none; null: no trace.
+  /// Records this rank's trace after the tracer is started. Set on all ranks or on none (null).
   std::shared_ptr<base::Tracer> tracer;
-  /// Limits for the bytes of calls that wait here to be run, of one other rank and of all;
-  /// `total_budget` also limits calls that have begun and are not answered. A caller beyond them
-  /// waits, and its call fails with `overloaded` at its deadline. One call may be larger. Each rank
-  /// may always use its share of half the total, which is raised to 32 KiB for each rank.
+  /// Byte limits for received calls that have not begun: of one other rank, and of all ranks.
+  /// `total_budget` also limits unanswered calls that have begun. At a limit, callers wait, and
+  /// fail with `overloaded` at their deadline. One call may be larger. Each rank may always use its
+  /// share of half of `total_budget`, which is raised to 32 KiB per rank.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
-  int worker_threads = 4;  ///< that may run; threads waiting for a reply do not count
+  int worker_threads = 4;  ///< not counting threads that wait for a reply
 };
 
 /// A component that is built on an agent and keeps state about other ranks, such as autograd
@@ -54,13 +54,13 @@ struct AgentOptions : membership::Options {
 class Layer {
  public:
   virtual ~Layer() = default;
-  /// Called once for each lost process of another rank, before any call of the rank's next process
-  /// is run; when this agent ends, for each remaining rank, with `cancelled`. Releases the state
-  /// kept for it and fails its waits with `loss.error`. Must be quick: one thread calls all layers.
+  /// Called once for each lost process of another rank, before calls of its next process run; and
+  /// for each remaining rank, with `cancelled`, when this agent ends. Releases the rank's state and
+  /// fails waits for it with `loss.error`. Must be quick: one thread calls all layers.
   virtual void on_rank_lost(const Loss& loss) = 0;
-  /// Called in Agent::shutdown() when this rank's calls have been answered. May call other ranks.
+  /// Called by Agent::shutdown() when all calls of this rank are answered. May call other ranks.
   virtual void on_shutdown() {}
-  /// Returns current waits, for Agent::waits(). Called on any thread; must neither block nor throw.
+  /// Returns this layer's waits, for Agent::waits(). Runs on any thread; must not block or throw.
   virtual std::vector<Wait> waits() const { return {}; }
 };
 
@@ -70,7 +70,7 @@ struct WorkerInfo {
   uint32_t incarnation = 0;  ///< number of earlier processes of this rank: Note [Incarnations]
 };
 
-/// The rank, or its name, that a call goes to, and the call's timeout.
+/// The rank, or the name of the rank, to which a call goes, and the call's timeout.
 class To {
  public:
   To(int rank) : rank_(rank) {}                         // NOLINT: implicit by design
@@ -78,12 +78,12 @@ class To {
   To(std::string name) : name_(std::move(name)) {}      // NOLINT
   To(const WorkerInfo& worker) : rank_(worker.rank) {}  // NOLINT
 
-  /// Replaces the agent's rpc_timeout.
+  /// Sets a timeout for this call instead of the agent's rpc_timeout.
   To& timeout(std::chrono::nanoseconds limit) {
     timeout_ = limit;
     return *this;
   }
-  /// Lets the call last as long as its peer, for calls as long as the job.
+  /// Removes the timeout: the call fails only if its peer is lost. For calls as long as the job.
   To& without_deadline() { return timeout(std::chrono::nanoseconds::max()); }
 
  private:
@@ -100,7 +100,7 @@ struct CallContext {
 };
 
 struct Traffic {
-  uint64_t calls = 0;  ///< made by this rank
+  uint64_t calls = 0;  ///< calls that this rank has made
   uint64_t bytes_out = 0;
   uint64_t bytes_in = 0;
 };
@@ -114,26 +114,26 @@ struct RawReply {
   uint64_t context = 0;
   uint64_t sent = 0;  ///< autograd id of the call's arguments, in `context`
   std::string function;
-  /// Releases the contents if the reply is never opened. Null: nothing to release.
+  /// Releases the contents if the reply is never opened. Null if there is nothing to release.
   std::shared_ptr<class UnopenedReply> unopened;
 
-  /// Marks the reply as opened. Returns false if it was opened or given up before.
+  /// Marks the reply as opened. Returns false if it was already opened or given up.
   bool open() const;
-  /// Releases the contents and gives up the call, unless the reply was opened.
+  /// Unless the reply was opened, releases its contents and gives up the call.
   void give_up() const;
 };
 
-/// The answer to one call, on the rank that runs the function. Only the first completion counts; a
-/// reply that is destroyed without one answers `cancelled`. May outlive the agent. Thread-safe.
+/// Answers one call, on the rank that runs the function. Only the first answer counts. Destroying
+/// an unused reply answers `cancelled`. May outlive the agent. Thread-safe.
 class Reply {
  public:
   virtual ~Reply() = default;
-  /// Sends what `fill` encodes. Tensors must not be sent on the loop thread.
+  /// Sends the values that `fill` encodes. Must not send tensors on the loop thread.
   virtual void send(const std::function<void(Encoder&)>& fill) = 0;
   virtual void fail(base::Error error) = 0;
-  /// Returns the value that a remote() call creates here; null for other calls.
+  /// Returns the value that a remote() call creates on this rank; null for other calls.
   virtual const std::shared_ptr<OwnedValue>& target() const = 0;
-  /// Stores `value` as the target, then answers.
+  /// Stores `value` as target(), then answers the call.
   void store(std::shared_ptr<void> value, std::type_index type, OwnedValue::EncodeFunction encode);
 };
 using ReplyPtr = std::shared_ptr<Reply>;
@@ -148,26 +148,26 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. On an agent's
-  /// own thread, the agent ends soon after on another one. Need not run before the process exits.
+  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. If an agent's
+  /// own thread calls it, a new thread ends the agent. Need not run before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  /// Makes `F` callable under `name`: a function, a member function or a lambda without captures,
-  /// with Serializable parameters and result. The result may be a Future, which holds no thread. A
-  /// first parameter CallContext& is filled in here. Callers name the same `F`, so a lambda must be
-  /// a constant that both see: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F` starts
-  /// with torch's default thread-local state; its changes to that state end with it.
+  /// Makes `F` callable under `name`: a function, member function or lambda without captures, with
+  /// Serializable parameters and result. A function that returns a Future occupies no thread while
+  /// it waits. The agent provides a first parameter CallContext&. Callers use the same `F`, so a
+  /// lambda must be a shared constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F`
+  /// starts with torch's default thread-local state; its changes to that state end with it.
   template <auto F>
   void expose(const std::string& name);
-  /// Lets remote_new() create objects of T. T::Constructor gives the constructor's parameters:
+  /// Lets remote_new() create objects of T. T::Constructor declares the constructor's parameters:
   /// `using Constructor = EmbeddingTable(int64_t rows, int64_t dim);`
   template <class T>
   void expose_class(const std::string& name);
 
-  /// Provides one object for each type to exposed functions, as `context.agent.local<T>()`, which
-  /// throws `not_found` if there is none.
+  /// Provides one object for each type. Exposed functions get it by `context.agent.local<T>()`,
+  /// which throws `not_found` if there is none.
   template <class T>
   void provide(std::shared_ptr<T> object) {
     provide_erased(typeid(T), std::move(object));
@@ -176,45 +176,45 @@ class Agent {
   T& local() const {
     return *static_cast<T*>(local_erased(typeid(T)));
   }
-  /// Returns the provided T, or creates and provides one. T's constructor must not block.
+  /// Returns the provided T, or creates and provides a T. The constructor must not block.
   template <class T, class... Args>
   std::shared_ptr<T> shared(const Args&... args) {
     return std::static_pointer_cast<T>(
         shared_erased(typeid(T), [&] { return std::make_shared<T>(args...); }));
   }
 
-  /// Replaces AgentOptions::device; allowed until `prepare` of join() has returned.
+  /// Replaces AgentOptions::device. Must not be called after `prepare` of join() has returned.
   void set_device(c10::Device device);
   c10::Device device() const;
   /// Returns the device of any rank, with that rank's device index. Waits for join().
   std::string device_of(int rank) const;
 
-  /// Joins the job; returns when every rank can be called. Throws rendezvous, protocol, ….
-  /// `prepare` runs when job_options() are known, before any other rank can call this one. Throws
+  /// Joins the job; returns when every rank accepts calls. Throws rendezvous, protocol, ….
+  /// `prepare` runs when job_options() are known, before any other rank can call this rank. Throws
   /// `invalid` if join() has been called before, even without success.
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types here,
   /// without loss: a double for an integer does not compile, an integer out of range throws
-  /// `invalid`. Gradients flow through a call in an autograd::Context only. Otherwise, or under the
-  /// caller's NoGradGuard or InferenceMode, tensors are sent without requires_grad, as in
+  /// `invalid`. Gradients flow through the call if it is made in an autograd::Context, with
+  /// gradients enabled. Otherwise tensors are sent without requires_grad, as in
   /// torch.distributed.rpc.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
-  /// Does the same without waiting; returns a Future of F's result (Future<void> if it has none).
+  /// Like rpc_sync(), but returns a Future of F's result at once (Future<void> if F returns void).
   /// Tensor arguments are not copied: until the result arrives, do not write to them in place, or
   /// pass `x.clone()`. (Optimizers of this rank do not write to parameters that are being sent.)
-  /// The same holds for a tensor that an exposed function returns and keeps.
+  /// Nor may an exposed function write to a tensor that it has returned.
   template <auto F, class... Args>
   auto rpc_async(const To& to, Args&&... args);
-  /// Calls F on `to`, leaves the result there and returns an RRef to it at once. Tensor arguments
-  /// are read as by rpc_async(), until to_here(), or a call through the RRef, has been answered.
+  /// Calls F on `to`, keeps the result there and returns an RRef to it at once. Do not write to
+  /// tensor arguments in place before to_here() or a call through the RRef has been answered.
   template <auto F, class... Args>
   auto remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result>;
-  /// Creates a T on `to`.
+  /// Creates an object of class T on `to` and returns an RRef to it at once.
   template <class T, class... Args>
   RRef<T> remote_new(const To& to, Args&&... args);
-  /// Creates an RRef to a value of this rank.
+  /// Moves `value` into an RRef that this rank owns.
   template <class T>
   RRef<T> make_rref(T value) {
     return make_rref(std::make_shared<T>(std::move(value)));
@@ -223,45 +223,45 @@ class Agent {
   RRef<T> make_rref(std::shared_ptr<T> value);
 
   int rank() const;
-  /// Returns true when rank 0 has admitted this rank, even if join() still waits. Not for rank 0.
+  /// Returns true if rank 0 has admitted this rank, even if join() still waits. Not for rank 0.
   bool is_admitted() const;
   int world_size() const;
   const std::string& name() const;
-  /// Return a rank's info. Throw `not_found`, with the names of the ranks, if it does not exist.
+  /// Return information on a rank. Throw `not_found`, with a list of the ranks, if none matches.
   WorkerInfo worker(const std::string& name) const;
   WorkerInfo worker(int rank) const;
   /// Returns the number of earlier processes of this rank in this job.
   uint32_t incarnation() const;
-  /// Returns true unless the rank's newest process is lost, as far as this rank knows.
+  /// Returns true unless the newest known process of `rank` is lost.
   bool is_here(int rank) const;
   /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const;
-  /// Returns rank 0's options; known after join().
+  /// Returns the job options that rank 0 has sent. Valid after join().
   const std::map<std::string, std::string>& job_options() const;
-  /// Returns the port that this rank listens on. Rank 0 knows it before join().
+  /// Returns the port that this rank listens on. On rank 0, valid before join().
   uint16_t port() const;
   /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
   std::string transport() const;
 
-  /// Serves calls until every rank has called shutdown(), waits until all ranks have released
+  /// Serves calls until every rank has called shutdown(), waits until all ranks have released their
   /// references and contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
-  /// after abort(). No call may follow. `on_waiting` gets the ranks that are still missing, as in
-  /// AgentOptions. `at_rest` runs when all have arrived; it may call other ranks,
-  /// which wait for it. Call shutdown() once.
+  /// after abort(). Must be called once; no call may follow. `on_waiting` gets the missing ranks,
+  /// like AgentOptions::on_waiting. `at_rest` runs when all ranks have called shutdown(); it may
+  /// call other ranks, because they wait for it.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
-  /// Sends `error` to all peers as the reason, and disconnects. All waits for other ranks fail,
-  /// including shutdown(). On an agent's thread, the destructor does the rest.
+  /// Sends `error` to all peers as the reason, then disconnects. All waits for other ranks fail,
+  /// including shutdown(). If an agent's thread calls it, the destructor joins the threads.
   void abort(const base::Error& error);
 
-  /// On rank 0, after all have joined: lets the job continue when a rank of `ranks` is lost
-  /// (peer_lost) or out of resources, as long as `least` of them remain. If fewer remain, the job
-  /// ends, and `if_too_few` is appended to its error. If `may_return`, a new process can replace a
-  /// lost rank. Returns when this is in effect.
+  /// Called on rank 0, after all ranks have joined: lets the job continue when one of `ranks` is
+  /// lost (peer_lost) or out of resources, as long as `least` of them remain. If fewer remain, the
+  /// job ends, and `if_too_few` is appended to its error. If `may_return`, a new process can
+  /// replace a lost rank. Returns when the setting is in effect.
   void go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
                      bool may_return);
-  /// On rank 0: marks the new process of a replaced rank as useful. Until then the job continues
-  /// after any failure of that process.
+  /// Called on rank 0 when the new process of a replaced rank has done useful work. Until then the
+  /// job continues after any failure of that process.
   void note_of_use(int rank);
 
   /// Return the numbers of RRefs and contexts that this rank holds: 0 after a clean shutdown.
@@ -270,12 +270,12 @@ class Agent {
   Traffic traffic() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 
-  /// Returns the current waits of this rank (replies, collectives, ranks that join or end, …), the
-  /// longest first: to report a stuck program. For any thread at any time.
+  /// Returns what this rank waits for now (replies, collectives, ranks that join or end, …), the
+  /// longest wait first, to report a stuck program. Thread-safe at any time.
   std::vector<Wait> waits() const;
 
-  /// Returns the worker pool. Its continuations keep the autograd context and torch's thread-local
-  /// state of the thread that registered them.
+  /// Returns the worker pool. A continuation that runs there has the autograd context and torch's
+  /// thread-local state of the thread that registered the continuation.
   base::Executor& executor();
 
   // ---- for the layers above ----
@@ -283,26 +283,26 @@ class Agent {
   /// Returns an executor that runs tasks on the thread that completes the future, often the loop.
   base::Executor& inline_executor();
 
-  /// Notifies `layer` of lost ranks, including those lost before, while the layer lives.
+  /// Notifies `layer` of lost ranks, including earlier ones, as long as the layer exists.
   void add_layer(const std::weak_ptr<Layer>& layer);
 
-  /// Opens the channel `number` for one-way messages: 1 autograd, 2 collectives, from 16 on jobs.
+  /// Opens a channel for one-way messages. Numbers: 1 autograd, 2 collectives, from 16 on jobs.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;
   void expose_raw(const std::string& name, Handler handler);
-  /// Calls `function`; `fill` encodes its arguments. If `target` is set, the call creates it.
+  /// Calls `function` with the arguments that `fill` encodes. The result becomes `target`, if set.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
                                   const std::function<void(Encoder&)>& fill,
                                   const std::shared_ptr<RRefHandle>& target = nullptr);
-  /// Decodes a reply, and records its receive node for autograd. Not on the loop.
+  /// Decodes a reply, and records its receive node for autograd. Must not run on the loop.
   std::shared_ptr<InMessage> open(const RawReply& reply);
-  /// Returns the one value of a reply. Not on the loop if that has tensors.
+  /// Returns the single value of a reply. Must not run on the loop if the reply has tensors.
   template <class R>
   R finish(const RawReply& reply);
   AgentCore& core() { return *core_; }
-  /// Returns a handle of this agent that stays valid while the agent's threads run, even after this
-  /// object was destroyed on one of them.
+  /// Returns a reference to this agent that is valid as long as the agent's threads run, even if
+  /// one of them has destroyed this object.
   Agent& lasting();
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
 
-// Templates of agent.h and rref.h.
+// Definitions of the templates in agent.h and rref.h.
 
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/error.h"
@@ -34,7 +34,7 @@ void answer(const ReplyPtr& reply, R value) {
   }
 }
 
-// For a member function the object's RRef comes before the arguments.
+// A call of a member function encodes an RRef to the object before the arguments.
 template <class Self>
 using Object = std::conditional_t<std::is_void_v<Self>, std::tuple<>, std::tuple<RRef<Self>>>;
 
@@ -62,7 +62,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
             static_cast<void>(object);  // keeps the object alive until the call is answered
             if (!result.ok()) {
               base::Error error = result.error();
-              // A continuation failed here; errors of other ranks already have their kinds.
+              // Without a rank, the error is from a continuation on this rank: the function failed.
               if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
                 error.kind = base::ErrorKind::kRemoteFailed;
               }
@@ -81,7 +81,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
       answer<typename Traits::Result>(reply, invoke(bound...));
     }
   };
-  // The decoded RRef keeps the object alive during the call.
+  // Holding the decoded RRef keeps the object alive during the call.
   std::apply([&](const auto&... object) { run(object.local_pointer()...); },
              rpc::decode<Object<typename Traits::Self>>(decoder));
 }
@@ -195,7 +195,7 @@ base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
     const auto known = source.lock();
     if (!known) return;
     known->cancel();
-    // The reply may have arrived and be queued for a thread that decodes it.
+    // Releases a reply that has arrived but still waits for a thread that decodes it.
     if (known->result().ok()) known->result().unchecked().give_up();
   });
   return result;
@@ -221,7 +221,7 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
 template <auto F, class... Args>
 auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
   std::shared_ptr<RRefHandle> handle = new_handle(rank_of(to));
-  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // the handle gets its error
+  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // the handle gets the error
   return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
 }
 
@@ -231,7 +231,7 @@ RRef<T> Agent::remote_new(const To& to, Args&&... args) {
   const auto fill = [&](Encoder& encoder) {
     detail::EncodeConstructor<T>::encode_all(encoder, args...);
   };
-  // The handle gets the call's error.
+  // The future is ignored, because the handle receives the call's error.
   static_cast<void>(call_raw(to, name_of(&kClassTag<T>, "this class"), fill, handle));
   return RRef<T>(std::move(handle));
 }
@@ -286,7 +286,7 @@ auto RRef<T>::remote(Args&&... args) const {
   return handle_->agent().template remote<F>(To(owner()), *this, std::forward<Args>(args)...);
 }
 
-/// A function to expose and to call, for a member function of an object that each rank provides:
+/// Lets agents expose and call a member function of an object that each rank provides:
 ///
 ///   agent.provide(std::make_shared<Counter>());
 ///   agent.expose<of_local<&Counter::add>>("Counter.add");

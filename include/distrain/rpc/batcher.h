@@ -22,7 +22,7 @@ namespace distrain::rpc {
 template <class Request, class Answer>
 class Batcher {
  public:
-  /// Returns one answer for each request, in the same order. Never runs concurrently with itself.
+  /// Returns one answer for each request, in the same order. Calls never overlap.
   using Pass = std::function<std::vector<Answer>(const std::vector<Request>&)>;
 
   Batcher(base::Executor& executor, Pass pass) : executor_(executor), pass_(std::move(pass)) {}
@@ -41,7 +41,7 @@ class Batcher {
   }
 
  private:
-  /// Owned by the task of the next pass: cancels the waiting requests if the task is dropped.
+  /// Deleter of a pass that is queued: cancels the waiting requests if the executor drops the task.
   struct GiveUp {
     void operator()(Batcher* batcher) const { batcher->cancel_waiting(); }
   };
@@ -68,7 +68,7 @@ class Batcher {
       more = !requests_.empty();
       is_running_ = more;
     }
-    // Without the lock, because an executor that has stopped destroys the task at once.
+    // Unlocked, because a stopped executor destroys the task at once, and that locks mutex_.
     if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
     if (error) {
       for (auto& promise : promises) promise.fail(*error);

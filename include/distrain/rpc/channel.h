@@ -10,7 +10,7 @@
 
 namespace distrain::rpc {
 
-// The types and functions of layer `membership` that belong to the interface of an agent.
+// The types and functions of layer `membership` that are part of an agent's interface.
 using membership::incarnation_of;
 using membership::kMaxIncarnations;
 using membership::kMaxRanks;
@@ -38,31 +38,31 @@ struct ChannelMessage {
   base::BufferPtr body;
 };
 
-/// Sends one-way messages between the ranks of a job, in order for each pair of ranks, and delivers
-/// them on the loop thread without a worker in between. Collectives are built on it. Obtained from
-/// Agent::open_channel(); owned by the agent. Thread-safe.
+/// Sends one-way messages between the ranks of a job, in order for each pair of ranks. Received
+/// messages are handled directly on the loop thread, not by a worker. Collectives use channels.
+/// Obtained from Agent::open_channel(); owned by the agent. Thread-safe.
 class Channel {
  public:
   struct Handler {
-    /// Must be quick and neither block nor throw. Called on the loop thread, on the sender's for a
-    /// message to itself, or in set_handler() for messages that came earlier.
+    /// Must return quickly, and neither block nor throw. Called on the loop thread; for a message
+    /// to this rank itself, on the sending thread; for earlier messages, inside set_handler().
     std::function<void(ChannelMessage)> on_message;
-    /// Called when `rank` is lost, with peer_lost or the reason that it sent; nothing can be sent
-    /// to it or comes from it afterwards. On the loop, in set_handler() or when the agent ends.
+    /// Called when `rank` is lost, with peer_lost or the rank's own error. Afterwards no message is
+    /// sent to or comes from it. Runs on the loop, in set_handler() or when the agent ends.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
-    /// Returns the waits of the layer above the channel. May be unset. Called on any thread.
+    /// Returns what the layer above the channel waits for. May be unset. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};
   };
 
   virtual ~Channel() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// Returns the tracer of this rank; may be null.
+  /// Returns this rank's tracer; null if there is none.
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
-  /// Replaces the handler, and delivers messages that came before the first one to it. With an
-  /// empty handler the channel drops messages. Returns when no previous handler is running.
+  /// Replaces the handler. The first handler also gets all earlier messages. If the new handler is
+  /// empty, the channel drops messages. Returns when no previous handler is running.
   virtual void set_handler(Handler handler) = 0;
-  /// Sends `pieces`, concatenated, as one payload. Returns when it is written or queued;
+  /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued;
   /// `keep_alive` is held until the kernel has taken it. Throws peer_lost, which names the rank.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
                     std::shared_ptr<const void> keep_alive) = 0;

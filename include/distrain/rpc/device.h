@@ -27,34 +27,34 @@ namespace distrain::rpc {
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 
-/// Makes `device` this thread's current device; does nothing for the CPU. Every thread calls this
-/// first, because CUDA would create a context of hundreds of megabytes on device 0. Ignores errors,
-/// which later work reports.
+/// Makes `device` this thread's current device; does nothing for the CPU. Each thread must call
+/// this first, because CUDA would otherwise create a context of hundreds of megabytes on device 0.
+/// Ignores errors, because later device work reports them.
 void make_current(c10::Device device) noexcept;
 
 /// Returns the current stream of this thread on `device`, which must be an accelerator.
 c10::Stream current_stream(c10::Device device);
 
-/// Returns a stream of `device`, out of a small pool, that runs beside the current stream.
+/// Returns a stream from a small pool. Its work runs concurrently with the current stream.
 c10::Stream side_stream(c10::Device device);
 
 /// A point in the work of a stream, such as an event. Copies refer to the same point. Thread-safe.
 class StreamPoint {
  public:
-  /// Creates a point that counts as reached.
+  /// Creates a point that has already been reached.
   StreamPoint() = default;
-  /// Returns the point after all work in this thread's current stream of `device`. CPU: reached.
+  /// Returns the point after all work in this thread's current stream; for the CPU, a reached one.
   static StreamPoint mark(c10::Device device);
   /// Returns the point after all work in `stream`.
   static StreamPoint mark(const c10::Stream& stream);
   /// Makes later work in `stream` wait for this point.
   void make_wait(const c10::Stream& stream) const;
-  /// Does the same for this thread's current stream of `device`; does nothing for the CPU.
+  /// Makes this thread's current stream of `device` wait for this point. Does nothing for the CPU.
   void make_current_wait(c10::Device device) const;
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;
-  /// Does the same for destructors: failed work counts as done, and the thread pool does not grow.
+  /// Blocks until the point is reached or device work has failed. Starts no thread in the pool.
   void wait_in_destructor() const noexcept;
   bool reached() const;
 
@@ -66,11 +66,11 @@ class StreamPoint {
 /// its memory: once freed, the memory is not reused before `stream` has run its current work.
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
 
-/// Returns a CPU tensor of pinned memory, to which devices of this type copy asynchronously.
+/// Returns a CPU tensor in pinned memory, which this type of device copies asynchronously.
 at::Tensor pinned_bytes(c10::Device device, int64_t bytes);
 
-/// Returns CPU copies, row-major, of device tensors, which pass through two small pinned buffers in
-/// turn, and CPU tensors as they are. Blocks until the copies are complete.
+/// Copies device tensors to the CPU in row-major order, through two small pinned buffers in turn.
+/// Returns CPU tensors as they are. Blocks until the copies are complete.
 std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors);
 
 /// Returns the peak memory of this process's tensors on `device` in bytes; 0 for the CPU.

@@ -9,7 +9,7 @@ namespace distrain::rpc {
 
 struct CallContext;
 
-/// Deduces the parameters and the result of an exposed function from its type.
+/// Deduce the parameter and result types of an exposed function from the function's type.
 namespace detail {
 
 template <class R>
@@ -66,7 +66,7 @@ struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
 template <auto F>
 using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
-/// The address, the same in all translation units, is the registry key of F, or of T.
+/// Their addresses, equal in all translation units, are registry keys for function F and class T.
 template <auto F>
 inline constexpr char kFunctionTag = 0;
 template <class T>

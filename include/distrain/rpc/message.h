@@ -20,12 +20,12 @@ class DeviceReceive;
 class DeviceStager;
 class RRefHandle;
 
-/// Returns the wire's number of an element type. Throws `invalid` if it cannot be sent (quantized).
+/// Returns the wire number of an element type. Throws `invalid` for types that cannot be sent.
 wire::DType to_dtype(at::ScalarType type);
-/// Returns the element type for a wire format's number. Throws `protocol` if the number is unknown.
+/// Returns the element type for a wire number. Throws `protocol` if the number is unknown.
 at::ScalarType to_scalar_type(wire::DType dtype);
 
-/// Returns a description such as "a nested tensor" if `tensor` cannot be sent; otherwise "".
+/// If `tensor` cannot be sent, returns what it is, such as "a nested tensor"; otherwise "".
 std::string kind_that_cannot_be_sent(const at::Tensor& tensor);
 
 // Note [Tensors of devices]
@@ -37,8 +37,7 @@ std::string kind_that_cannot_be_sent(const at::Tensor& tensor);
 // copies on both sides overlap with sending. In the message's meta, each transfer's number (u64; 0
 // if it has no chunks) follows the gradient bits, in the order in which descriptors name devices.
 
-/// A reference to an RRef inside a message: see Note [RRef protocol] in
-/// src/rpc/rref/rref_context.h.
+/// An RRef as encoded in a message: see Note [RRef protocol] in src/rpc/rref/rref_context.h.
 struct RRefTicket {
   uint64_t id = 0;
   uint32_t owner = 0;  ///< the owning process: Note [Incarnations]
@@ -48,17 +47,17 @@ struct RRefTicket {
 };
 
 /// A message to send: a body, and the tensors and RRefs that the body refers to by position. The
-/// tensors are dense and without gaps, so a view is sent without the rest of its storage.
+/// tensors are dense and without gaps: only the elements of a view are sent, not its storage.
 struct OutMessage {
   wire::Bytes body;
   std::vector<at::Tensor> tensors;
-  std::vector<wire::DeviceRef> devices;  ///< for each tensor: where it arrives
+  std::vector<wire::DeviceRef> devices;  ///< for each tensor, the device on which it arrives
   std::vector<bool> requires_grad;       ///< for each tensor, on the sender
   std::vector<RRefTicket> rrefs;
 };
 
-/// A received message. Its CPU tensors share the receive buffer and keep it alive; a tensor that is
-/// only a small part of the buffer has memory of its own.
+/// A received message. Its CPU tensors share the receive buffer and keep it alive, except small
+/// tensors in a large buffer, which have their own memory.
 struct InMessage {
   wire::FrameHeader header;
   int from = -1;
@@ -66,10 +65,10 @@ struct InMessage {
   std::vector<at::Tensor> tensors;
   std::vector<bool> requires_grad;  ///< for each tensor; empty without an autograd id
   std::vector<RRefTicket> tickets;
-  /// Handles of `tickets`, once received. Handles that are not decoded end with the message.
+  /// Handles for `tickets`, set on receipt. Handles that are not decoded end with the message.
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
   std::shared_ptr<const void> storage;  ///< owns the memory of `body`
-  /// For each device: the point after which its tensors are complete.
+  /// For each device, the point at which the tensors on it are complete.
   std::vector<std::pair<c10::Device, StreamPoint>> completed_at;
   uint64_t credit_of_transfers = 0;  ///< of transfers that preceded a call
   /// Makes this thread's current streams wait until the device tensors are complete.
@@ -80,21 +79,21 @@ struct InMessage {
 bool has_device_tensors(const OutMessage& message);
 std::vector<wire::TensorDesc> describe(const OutMessage& message);
 
-/// Encodes a frame. Its meta contains the tensors' descriptors; with an autograd id, a bit for each
-/// tensor (whether it requires a gradient); the numbers of `transfers`; the RRefs (u32 count, for
-/// each u64 id · u32 owner · u8 mode · u64 fork · i32 parent); the body. `rests` contains the last
-/// bytes of the transfers (Note [Tensors of devices]). The frame keeps the tensors alive.
+/// Encodes a frame, which keeps the tensors alive. Its meta contains the tensors' descriptors; with
+/// an autograd id, a bit for each tensor (whether it requires a gradient); the numbers of
+/// `transfers`; the RRefs (u32 count; for each u64 id · u32 owner · u8 mode · u64 fork · i32
+/// parent); the body. `rests` are the last bytes of the transfers: see Note [Tensors of devices].
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<uint64_t>& transfers = {},
                        const std::vector<base::BufferPtr>& rests = {});
 
-/// Decodes a frame. Throws `protocol` if descriptors and payload do not match. Allocates tensors,
-/// so it must not run on the loop. Takes the message's transfers out of `device_receive` (null:
-/// rank `from` has sent none), and its RRefs into `receiver`, if given, even if it throws later.
+/// Decodes a frame of rank `from`. Throws `protocol` if descriptors and payload do not match. Not
+/// for the loop, because it allocates tensors. Takes transfers out of `device_receive` (null:
+/// none), and passes RRefs to `receiver` (null: none), even if it throws afterwards.
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
                      DeviceReceive* device_receive, class RRefContext* receiver = nullptr);
 
-/// Converts a message that a rank sends to itself. The tensors are copied, as sending would do.
+/// Converts a message that a rank sends to itself. Copies the tensors, as sending would do.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);
 
 }  // namespace distrain::rpc

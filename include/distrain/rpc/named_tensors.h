@@ -7,7 +7,7 @@
 
 namespace distrain::rpc {
 
-/// Tensors by name, as in "fc.weight".
+/// Tensors by name, such as "fc.weight".
 using NamedTensors = std::map<std::string, at::Tensor>;
 
 }  // namespace distrain::rpc

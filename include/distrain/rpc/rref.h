@@ -16,21 +16,21 @@ namespace distrain::rpc {
 class Agent;
 class RRefContext;
 
-/// A timeout that stands for the agent's rpc_timeout.
+/// Stands for the agent's rpc_timeout.
 inline constexpr std::chrono::nanoseconds kAgentsTimeout{-1};
 
-/// A value that this rank owns, or will own when the call that creates it has run. Type-erased.
+/// A type-erased value that this rank owns, or will own after the call that creates it has run.
 struct OwnedValue {
   using EncodeFunction = void (*)(Encoder&, const void*);
 
   base::Promise<std::shared_ptr<void>> value;
-  // Both are written before `value` is set and read after it is set.
+  // Both members are written before `value` is set and read only after that.
   std::type_index type = typeid(void);
   EncodeFunction encode = nullptr;  ///< null if the type is not serializable
 };
 
-/// One fork of an RRef on this rank, shared by copies of the RRef<T>. The destructor notifies the
-/// owner, unless this rank is the owner. See Note [RRef protocol] in src/rpc/rref/rref_context.h.
+/// One fork (counted reference) of an RRef, shared by this rank's copies of the RRef<T>. Destroying
+/// it notifies the owner, if that is another rank: see Note [RRef protocol].
 class RRefHandle {
  public:
   RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,
@@ -47,14 +47,14 @@ class RRefHandle {
   uint64_t id() const { return id_; }
   uint64_t fork() const { return fork_; }
   int owner() const { return rank_of(owner_); }
-  /// Returns the process that owns the value. The value is lost with that process.
+  /// Returns the process that owns the value. If that process is lost, the value is lost too.
   ProcessNumber owning_process() const { return owner_; }
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
-  /// Returns the value, waiting until it exists. Throws `invalid` unless it is here and of `type`.
+  /// Waits for the value. Throws `invalid` if another rank owns it or its type is not `type`.
   std::shared_ptr<void> local(std::type_index type) const;
-  /// Sets the error of the call that was to create the value. to_here() then throws it.
+  /// Sets the error of the call that should have created the value. to_here() then throws it.
   void set_creation_error(base::Error error) {
     std::lock_guard lock(mutex_);
     creation_status_ = std::move(error);
@@ -77,8 +77,8 @@ class RRefHandle {
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder);
 
-/// A reference to a value on one rank, its owner. The value lives while any rank holds a copy of
-/// the reference. An RRef can be an argument or a result of any call. A cheap handle; thread-safe.
+/// A reference to a value on one rank, its owner. The value lives as long as any rank holds a copy
+/// of the reference. Any call can have RRefs as arguments and result. Cheap to copy; thread-safe.
 template <class T>
 class RRef {
  public:
@@ -88,20 +88,20 @@ class RRef {
   bool valid() const { return handle_ != nullptr; }
   int owner() const { return handle_->owner(); }
   bool is_owner() const { return handle_->is_owner(); }
-  /// Returns a copy of the value, fetched from its owner. Inside an autograd context, gradients
-  /// flow through the tensors in it. Throws the error of the call that was to create the value.
+  /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
+  /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Does the same without waiting. `timeout` is as in To::timeout(); the owner ignores it.
+  /// Like to_here(), but returns a future. `timeout` is as in To::timeout(); the owner ignores it.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 
-  /// Returns the value itself, waiting until it exists. Throws `invalid` unless this is its owner.
+  /// Waits until the value exists and returns it. Throws `invalid` if this rank is not its owner.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }
-  /// Returns the value as a shared pointer, which keeps it alive after the RRef is destroyed.
+  /// Like local_value(), but returns a pointer that keeps the value alive without this RRef.
   std::shared_ptr<T> local_pointer() const {
     return std::static_pointer_cast<T>(handle_->local(typeid(T)));
   }
-  // Call a member function of the value on its owner, like Agent's functions of the same names.
+  // Call a member function of the value on its owner, like Agent's functions with these names.
   template <auto F, class... Args>
   auto rpc_sync(Args&&... args) const;
   template <auto F, class... Args>

@@ -31,10 +31,10 @@ struct Encoder {
   OutMessage& message;
   wire::Writer out;
   RRefContext* rrefs;          ///< of the sending agent
-  const DeviceTable* devices;  ///< likewise; null: CPU tensors only
+  const DeviceTable* devices;  ///< of the sending agent; null: CPU tensors only
   int to;                      ///< the rank that will read the message
   bool is_argument = false;    ///< the message is a call, which keeps `holds` until its reply
-  /// Objects that must live until the call is answered.
+  /// Objects that the sender of a call keeps alive until the call is answered.
   std::vector<std::shared_ptr<const void>> holds;
 };
 
@@ -122,7 +122,7 @@ struct Serializer<at::Scalar> {
   static at::Scalar decode(Decoder& decoder);
 };
 
-/// Standard containers.
+/// Encodes a standard container: the number of items, then the items.
 template <class Items>
 requires requires(Items items, typename Items::value_type item) {
   items.insert(items.end(), std::move(item));
@@ -134,7 +134,7 @@ struct Serializer<Items> {
     for (const Item& item : value) rpc::encode<Item>(encoder, item);
   }
   static Items decode(Decoder& decoder) {
-    // Every type but an empty struct takes a byte, so a count is at most the bytes that are left.
+    // Each item takes a byte or more (except empty structs), which limits a plausible count.
     const uint32_t count = decoder.in.get_count(1);
     Items value;
     for (uint32_t i = 0; i < count; ++i) value.insert(value.end(), rpc::decode<Item>(decoder));
@@ -154,7 +154,7 @@ struct Serializer<std::array<T, N>> {
   }
 };
 
-/// Tuples and pairs, such as the items of a map, whose keys are const.
+/// Encodes tuples and pairs, such as the items of a map, whose keys are const.
 template <class T>
 requires detail::kIsTuple<T>
 struct Serializer<T> {
@@ -163,7 +163,7 @@ struct Serializer<T> {
   }
   static T decode(Decoder& decoder) {
     return [&]<size_t... I>(std::index_sequence<I...>) {
-      // Braces evaluate from left to right.
+      // Uses braces, because they guarantee evaluation from left to right.
       return T{rpc::decode<std::remove_const_t<std::tuple_element_t<I, T>>>(decoder)...};
     }
     (std::make_index_sequence<std::tuple_size_v<T>>());

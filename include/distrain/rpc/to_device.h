@@ -16,10 +16,10 @@ namespace distrain::rpc {
 at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
 
 /// Throws torch's IndexError, as CPU lookups do, if an element of `index` is not a row of `table`.
-/// A wrong index makes a GPU unusable for all ranks of this process, so the values are checked on
-/// the CPU, where `index` should still be. Does nothing for a table on the CPU.
+/// Does nothing for a CPU table. On a GPU, a wrong index would make the device unusable for this
+/// process, so the CPU checks the values; `index` should be on the CPU already.
 void check_rows(const at::Tensor& index, const at::Tensor& table);
-/// Does the same for a table on any device. Does nothing if `index` is not of an integer dtype.
+/// Like check_rows(), but checks a CPU table too. Ignores an `index` without an integer dtype.
 void expect_rows(const at::Tensor& index, const at::Tensor& table);
 
 /// Returns `tensor` on a device from which it can be sent to `rank`: this rank's device if `rank`

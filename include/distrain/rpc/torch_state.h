@@ -4,16 +4,16 @@
 
 namespace distrain::rpc {
 
-/// A copy of the current thread's LibTorch state that user code can change: grad mode, inference
-/// mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. Restoring
-/// writes only a state that has changed, because comparing takes less time than writing.
+/// A copy of that LibTorch state of the current thread which user code can change: grad mode,
+/// inference mode, autocast, dispatch keys, saved-tensor hooks, number of intra-op threads.
+/// Restoring it writes only what has changed, because comparing is faster than writing.
 class TorchState {
  public:
-  /// Sets the state of this thread, which must be the one that this object was made on.
+  /// Restores the state. Must be called on the thread that created this object.
   void restore() const;
 
  private:
-  /// The part that C++ code can change.
+  /// The part of the state that C++ code can change.
   struct Flags {
     Flags();
     friend bool operator==(const Flags&, const Flags&) = default;

@@ -5,33 +5,33 @@
 
 namespace distrain::rpc {
 
-/// The offset between another rank's clock and rank 0's, from one exchange of messages.
+/// One measurement of the offset between another rank's clock and rank 0's.
 struct ClockReading {
   int64_t at = 0;          ///< ns on the other rank's clock
   int64_t offset = 0;      ///< ns to add to the other rank's clock for rank 0's
   int64_t round_trip = 0;  ///< ns of the exchange: the error of `offset` is at most half of it
 };
 
-/// The readings of one rank's clock.
+/// All measurements of one rank's clock.
 struct RankClock {
   std::string domain;                  ///< ranks with the same domain share a clock
   std::vector<ClockReading> readings;  ///< in order of time; empty: the clock is rank 0's
 };
 
-/// Converts the times of all ranks to one clock: first by the readings, then so that no flow ends
-/// before it starts. `clocks` has the order of `ranks`. Events of one rank keep their order. See
-/// Note [One clock] in src/rpc/trace/trace_align.cpp.
+/// Converts the times of all ranks to one clock: first by the readings, then by corrections so that
+/// no flow ends before it starts. `clocks` has the order of `ranks`. Keeps the order of each rank's
+/// events. See Note [One clock] in src/rpc/trace/trace_align.cpp.
 void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClock>& clocks);
 
-/// Gathers the traces of all ranks, on rank 0 of a job whose agents all have a tracer.
+/// Gathers the traces of all ranks on rank 0. The agents of all ranks must have a tracer.
 ///
-/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): both
-/// read the clocks of the other ranks. Throws the errors of its calls, and `protocol` if an answer
-/// is malformed; the message names the rank.
+/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): the
+/// constructor and collect() read the other ranks' clocks. Throws errors of its calls, and
+/// `protocol` if an answer is malformed; the message names the rank.
 class TraceCollector {
  public:
   explicit TraceCollector(Agent& agent);
-  /// Stops the tracers of all ranks and returns their traces. Texts live as long as this tracer.
+  /// Stops the tracers of all ranks and returns their traces, whose texts rank 0's tracer owns.
   std::vector<base::RankTrace> collect();
 
  private:

@@ -42,10 +42,10 @@ struct LoadedCheckpoint {
 };
 
 /// The folder in which a job saves its checkpoints. From prepare() or the first save() until its
-/// end this object owns the folder: saving by another job, in any process, throws `bad_data`,
-/// "another job saves in this folder: …". The folder itself may be a symbolic link; links inside it
-/// are refused as `bad_data`, by load() as well. Must not be forked, because the child would keep
-/// the folder locked. Not thread-safe.
+/// end this object owns the folder: a save by another job, in any process, throws `bad_data`,
+/// "another job saves in this folder: …". The folder itself may be a symbolic link. If there is a
+/// link inside it, save() and load() throw `bad_data`. The process must not fork, because the child
+/// would keep the folder locked. Not thread-safe.
 class CheckpointStore {
  public:
   /// Called before each system call of a save, with its name. Tests end the process in it.
@@ -61,8 +61,8 @@ class CheckpointStore {
   /// `bad_data` if another job saves in it or a file in it is a symbolic link.
   void prepare();
 
-  /// Returns the error message of a file system without locks, on which another job can save in the
-  /// folder until one of the two finds the checkpoint of the other. Returns nullopt if there is a
+  /// Returns the file system's error message if it has no locks. Two jobs can then save in the
+  /// folder until one of them finds the other's checkpoint. Returns nullopt if this object has a
   /// lock, or before the first use of the folder.
   std::optional<std::string> why_no_lock() const;
 
@@ -80,7 +80,7 @@ class CheckpointStore {
   /// has an object of more than 4096 keys, or exceeds 64 MiB.
   std::string save(const Checkpoint& checkpoint);
 
-  /// Returns true if `path` is `folder` or could be a checkpoint in it.
+  /// Returns true if `path` is `folder` itself or has the form of a checkpoint's path in it.
   static bool holds(const std::string& folder, const std::string& path);
 
   /// Returns the checkpoint of the highest step in `folder`, or nullopt if there is none. Throws
@@ -91,9 +91,9 @@ class CheckpointStore {
   /// file and the reason, if the manifest is invalid, or if a file is missing, differs from the
   /// manifest in size or hash, or is not a safetensors file.
   static LoadedCheckpoint load(const std::string& path);
-  /// As load(), but reads only the manifest, which is fast.
+  /// Does the same as load(), but reads only the manifest, which is fast.
   static LoadedCheckpoint look(const std::string& path);
-  /// Returns the newest intact checkpoint that is older than the one load() would read from `path`.
+  /// Returns the newest intact checkpoint that is older than the one that load(path) would read.
   static std::optional<std::string> intact_before(const std::string& path);
 
  private:

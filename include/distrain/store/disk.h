@@ -21,7 +21,7 @@ class Disk {
   explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
   Disk(const Disk&) = delete;
 
-  /// Returns the result of `function`; -1 means failure, with errno. Retries if interrupted.
+  /// Calls `function`, again if a signal interrupts it. Returns its result; if -1, errno is set.
   auto call(const char* name, auto function) const {
     for (;;) {
       if (probe_) probe_(name);
@@ -52,15 +52,15 @@ class OutputFile {
   net::Fd fd_;
 };
 
-/// An open folder. Names in it are relative to it, contain no '/', and are never followed as links:
-/// another user who can write to the folder could otherwise redirect the job by a link at any time.
-/// Failures are as those of Disk.
+/// An open folder. File names are relative to it and contain no '/'. Symbolic links are not
+/// followed, because another user who can write to the folder could redirect the job by a link at
+/// any time. Failures throw as in Disk.
 class OpenFolder {
  public:
   /// Opens a user-supplied path. Follows links, because a folder of checkpoints may be a link to a
-  /// large disk. Returns nullopt with errno if it cannot be opened.
+  /// large disk. Returns nullopt and sets errno if it cannot be opened.
   static std::optional<OpenFolder> at(const Disk& disk, const std::string& path);
-  /// Opens a folder in this one. Returns nullopt with errno if it cannot be opened.
+  /// Opens a folder in this one. Returns nullopt and sets errno if it cannot be opened.
   std::optional<OpenFolder> open(const std::string& name) const;
 
   int fd() const { return fd_.get(); }
@@ -69,9 +69,9 @@ class OpenFolder {
 
   enum class Kind { kNothing, kFolder, kLink, kOther };
   Kind kind_of(const std::string& name) const;
-  /// Lists the folder. Returns nullopt with errno if it cannot be read.
+  /// Lists the folder. Returns nullopt and sets errno if it cannot be read.
   std::optional<std::vector<std::string>> names() const;
-  /// Returns true if the path still leads to this folder. If it leads to another, errno is 0.
+  /// Returns true if path() still leads to this folder. Sets errno to 0 if it leads to another one.
   bool is_at_its_path() const;
   /// Returns true if `name` is the file that is open as `fd`.
   bool leads_to(const std::string& name, int fd) const;
@@ -81,10 +81,10 @@ class OpenFolder {
   bool make_folder(const std::string& name) const;
   /// Renames a file or folder. Returns false if `from` does not exist.
   bool rename(const std::string& from, const std::string& to) const;
-  /// Syncs the folder, so that what was created, renamed or removed in it stays so after a crash.
+  /// Syncs the folder, so that earlier creations, renames and removals in it survive a crash.
   void sync() const;
-  /// Removes a folder of files, as much of it as possible, without an error. If the folder or a
-  /// file is a link, removes the link itself.
+  /// Removes a folder and its files as far as possible, and ignores errors. If `name` or a file in
+  /// the folder is a symbolic link, removes only the link.
   void remove_folder(const std::string& name) const;
 
  private:

@@ -20,10 +20,10 @@ namespace distrain::store {
 
 class OpenFolder;
 
-/// Throws `bad_data`: `path` cannot be opened, for the reason in errno.
+/// Throws `bad_data`: the message says that `path` cannot be opened, with the reason from errno.
 [[noreturn]] void fail_open(const std::string& path);
 
-/// The end of the error message for a link.
+/// The end of the error message if a file is a symbolic link.
 inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
 
 /// A file open for reading. Failures throw `bad_data` with the path and the reason.
@@ -34,7 +34,7 @@ class InputFile {
     kRegular,  ///< anything else is refused, and never waited for
   };
   explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
-  /// Opens a regular file in `folder`. Refuses a link.
+  /// Opens a regular file in `folder`. Throws if it is a symbolic link.
   InputFile(const OpenFolder& folder, const std::string& name);
 
   /// Reads `bytes` bytes, or fewer at the end, and returns their number.
@@ -43,7 +43,7 @@ class InputFile {
   /// the end.
   size_t read_some(void* out, size_t bytes) const;
 
-  /// The size of a regular file; 0 for a pipe.
+  /// Returns the size of a regular file, or 0 for a pipe.
   uint64_t size() const { return size_; }
   const std::string& path() const { return path_; }
 
@@ -64,12 +64,12 @@ class GzipReader {
     std::string whose;  ///< explains the limit in messages, as in "that its header says"
   };
 
-  /// Throws `bad_data`, as read() does.
+  /// Opens the file. Throws `bad_data` as read() does.
   GzipReader(const std::string& path, Limit limit,
              InputFile::Kind kind = InputFile::Kind::kRegular);
   ~GzipReader();
 
-  /// Limits the bytes that follow.
+  /// Replaces the limit. The new limit counts only the bytes read after this call.
   void limit(Limit limit);
   /// Reads `bytes` bytes. Reads fewer only at the end of the file, when all checksums have been
   /// verified. Throws `bad_data` if the file is damaged, or if `bytes` reaches beyond the limit and

@@ -9,7 +9,7 @@ struct XXH64_state_s;
 
 namespace distrain::store {
 
-/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by it.
+/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by this hash.
 uint64_t content_hash(std::string_view bytes);
 
 /// Computes the content_hash() of data that arrives in pieces.

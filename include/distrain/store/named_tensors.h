@@ -11,7 +11,7 @@
 
 namespace distrain::store {
 
-/// Returns the tensors detached, on the CPU; those that are there already share their memory.
+/// Returns the tensors detached and on the CPU. Tensors already on the CPU share their memory.
 rpc::NamedTensors on_host(const rpc::NamedTensors& tensors);
 /// Returns copies on the CPU, which later updates do not change. Copies keep requires_grad.
 rpc::NamedTensors copies_on_host(const rpc::NamedTensors& tensors);

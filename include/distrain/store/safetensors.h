@@ -17,7 +17,7 @@ namespace distrain::store {
 /// that overlap, leave gaps, are out of bounds or do not match dtype and shape, and bytes after
 /// the last tensor.
 rpc::NamedTensors read_safetensors(const std::string& path);
-/// As read_safetensors(), for bytes in memory; error messages show `name` as the path.
+/// Does the same as read_safetensors() for bytes in memory. Errors show `name` as the path.
 rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name);
 
 /// Returns the header of a file with these tensors, preceded by its length and padded with blanks

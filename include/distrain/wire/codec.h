@@ -24,22 +24,22 @@ struct Limits {
 };
 
 /// Limits before a peer has proved its identity: a hello and a proof, at most 256 bytes with their
-/// headers. A later version's hello may be longer.
+/// headers. They admit the longer hello of a later version.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
 /// Limits for a proved rank that has not joined yet.
 inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
-/// Limits for a rank that has joined, on its connection to rank 0: directories may be large.
+/// Limits for a joined rank on its connection to rank 0, which may send a large directory.
 inline constexpr Limits kControlLimits{uint32_t{16} << 20, 0, 0};
 
-/// Each text of an error is truncated to this many bytes, so that every receiver accepts it.
+/// The strings of an error are truncated to this many bytes, so that every receiver accepts them.
 inline constexpr size_t kMostErrorText = 64 * 1024;
 
 inline constexpr size_t kMaxDimensions = 64;
 
-/// Tensors start at multiples of this in a frame's body, and the receive buffer is aligned to it.
+/// In a frame's body, each tensor starts at a multiple of this. Receive buffers are aligned to it.
 inline constexpr size_t kPayloadAlignment = 64;
 
 constexpr uint64_t align_payload(uint64_t bytes) {
@@ -76,8 +76,8 @@ class Writer {
   Bytes& out_;
 };
 
-/// Reads values in the format of Writer. Throws `protocol` if the bytes do not fit. A length is
-/// checked against the bytes that are left before memory is allocated for it.
+/// Reads values in the format of Writer. Throws `protocol` if the bytes do not fit. Checks each
+/// length against the number of bytes left before it allocates memory.
 class Reader {
  public:
   explicit Reader(std::span<const uint8_t> in) : in_(in) {}

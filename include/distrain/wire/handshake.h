@@ -64,16 +64,16 @@ using JobId = std::array<uint8_t, 16>;
 using Nonce = std::array<uint8_t, 32>;
 using Proof = std::array<uint8_t, 32>;
 
-/// The rank of a process to which rank 0 assigns a free rank.
+/// Stands for the rank of a process to which rank 0 has not assigned a rank yet.
 inline constexpr int32_t kUnassignedRank = -1;
 
-/// The generation of a rank that does not know it yet and takes rank 0's.
+/// The generation that a rank sends if it accepts any generation of rank 0.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 
 // Each struct lists its fields in wire order. A vector or map is a u32 count and its items; a u32
 // protocol version precedes Hello and Directory.
 
-/// Both ends send the purpose of the end that connects. 66 bytes with the version.
+/// Both ends send the purpose of the connecting end. A hello has 66 bytes with the version.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
@@ -122,7 +122,7 @@ struct Directory {
       std::tuple(&Directory::ranks, &Directory::options, &Directory::secret);
 };
 
-/// The devices of a rank, and the devices of peers to which it maps its own.
+/// A rank's devices, and the peers' devices to which the rank maps its own devices.
 struct RankDevices {
   struct Map {
     std::string peer;  ///< a rank's name
@@ -146,15 +146,15 @@ struct Returned {
   static constexpr auto kFields = std::tuple(&Returned::endpoint, &Returned::devices);
 };
 
-/// The body of kPrepared.
+/// Encodes the body of kPrepared.
 Bytes encode(const RankDevices& devices);
-/// The body of kGo: u32 count · count × RankDevices, by rank.
+/// Encodes the body of kGo: u32 count · count × RankDevices, by rank.
 Bytes encode(const std::vector<RankDevices>& devices);
 Bytes encode(const Hello& hello);
 Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
 Bytes encode(const Returned& returned);
-/// The body of kReject, kError, kAbort and kLost: u16 kind · i32 rank · string message · string op.
+/// Encodes a kReject, kError, kAbort or kLost: u16 kind · i32 rank · string message · string op.
 Bytes encode(const base::Error& error);
 
 // The decode functions throw `protocol` for malformed bytes or another protocol version.

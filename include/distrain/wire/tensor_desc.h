@@ -55,7 +55,7 @@ struct DeviceRef {
 };
 
 void encode(DeviceRef device, Writer& out);
-/// Throws `protocol` if the type is unknown or a CPU has an index.
+/// Reads a device. Throws `protocol` if the type is unknown or a CPU has an index.
 DeviceRef decode_device(Reader& in);
 
 /// Describes a dense tensor without gaps. On the wire:
@@ -83,8 +83,8 @@ size_t decode_dimensions(Reader& in);
 /// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if `bytes` times the sizes
 /// other than 0 overflows an int64, because torch computes strides from that product.
 std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
-/// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout for
-/// another number of dimensions, or sizes that decode_sizes() refuses.
+/// Reads a descriptor. Throws `protocol` for an unknown dtype, layout or device, too many
+/// dimensions, sizes that decode_sizes() refuses, or a layout that does not fit the dimensions.
 TensorDesc decode_tensor_desc(Reader& in);
 
 /// Byte offsets of consecutive tensors, each a multiple of 64, and their total length.

@@ -19,8 +19,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortRange, first, last)
 
 namespace distrain::app {
 
-// Must name every field of Contact except those that rank_image() and run_spawned() set (token,
-// generation, meeting_name): a rank that exec starts gets the defaults of other fields.
+// Must name every field of Contact except token, generation and meeting_name, which rank_image()
+// and run_spawned() set. If exec starts a rank, a field that is missing here has its default.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
                                    master_port, listen_addr, ports, transport, insecure, run_id,
                                    rank_0_unix_name, job_id, rejoins, shows_progress, resume)
@@ -228,7 +228,7 @@ std::optional<SpawnedRank> take_spawned_rank() {
     unsetenv(kVariable);
     if (told.at("launcher") != getppid()) return std::nullopt;
     told.get_to(rank);
-    // All processes of a machine share the steady clock.
+    // The launcher's time is valid here, because all processes of a machine share the steady clock.
     rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
     if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
     const net::Fd token(told.at("token_fd"));

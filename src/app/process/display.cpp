@@ -67,7 +67,7 @@ std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ")
   return text;
 }
 
-/// Formats the quality metrics that are among the fields.
+/// Formats the quality metrics that `fields` contains.
 std::string quality_in(const Json& fields, const char* before = "  ") {
   std::string text;
   if (const auto accuracy = number_in(fields, "accuracy")) {
@@ -113,7 +113,7 @@ std::string broken(std::string text, size_t width) {
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
   std::shared_ptr<OutputQueue> output(&lines, [](OutputQueue*) {});
   if (!plan.pretty) {
-    // A new open file, because O_NONBLOCK must not affect the shell's. Never closed.
+    // Open stderr anew and keep it open: O_NONBLOCK must not affect the shell's open file.
     constexpr int kFlags = O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     struct stat info {};
     const bool may_block =
@@ -288,8 +288,8 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the lines of epochs that all trainers have completed, or of all epochs if `all`.
-/// `is_next`: training has passed the point of the newest epoch's evaluation.
+/// Writes the lines of epochs that seem complete, or of all epochs if `all`. `is_next` means that
+/// the evaluation of the newest epoch is over.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {
@@ -323,7 +323,7 @@ void Display::stay(const std::string& line, const char* colour) {
   show(true);
 }
 
-/// Writes the first lines of a kind, then at most one a second; keeps the newest unwritten one.
+/// Writes the first lines of a kind, then at most one a second. Keeps the newest unwritten line.
 void Display::thin(Thinned& kind, const std::string& line) {
   const base::TimePoint now = screen_.now();
   kind.held = line;
@@ -334,7 +334,7 @@ void Display::thin(Thinned& kind, const std::string& line) {
   stay(std::exchange(kind.held, {}));
 }
 
-/// Describes the wait for ranks. If too long, drops the address, then the end of the reason.
+/// Describes the wait for ranks. If the text is too long, drops the address, then the reason's end.
 std::string Display::waiting(size_t width) const {
   const double waited = since(begun_);
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);

@@ -11,7 +11,7 @@ using job::Json;
 
 class OutputQueue;
 
-/// Output of a Display. No function waits for a reader.
+/// The functions by which a Display writes. None of them waits for a reader.
 struct Screen {
   std::function<void(std::string text)> write;
   /// Returns true if lines may be written now; otherwise the Display queues them.

@@ -86,7 +86,7 @@ class Launcher {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
 
-  /// Returns true if a restart may succeed. Resources may be back if all ranks had joined before.
+  /// Returns true if a restart may help. If all ranks had joined, missing resources may be back.
   bool may_restart(const Verdict& verdict) const {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
@@ -95,7 +95,7 @@ class Launcher {
     return may_pass && can_go_on && !verdict.by_signal && restarts_ < plan_.max_restarts && !ends();
   }
 
-  /// Reports the restart and waits. Returns false after a signal, or if stdout's reader is gone.
+  /// Reports the restart and pauses. Returns false after a signal, or if stdout's reader is gone.
   bool prepare_restart(Verdict& verdict) {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
@@ -132,7 +132,7 @@ class Launcher {
 
   // ---- lost ranks that the job continues without ----
 
-  /// Schedules the restart of a lost rank, after a pause that grows while its processes fail early.
+  /// Schedules a lost rank's restart after a pause. The pause grows while restarts fail early.
   void on_lost(int rank) {
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
     Lost& its = lost_[rank];
@@ -149,7 +149,7 @@ class Launcher {
     return std::ranges::any_of(lost_, [](auto& its) { return its.second.at != base::kNever; });
   }
 
-  /// Starts the lost ranks whose pause is over, unless the job has ended, as it may after a loss.
+  /// Starts the lost ranks whose pause is over. Starts none and forgets the pauses if the job ends.
   void start_lost_again() {
     const bool goes_on = !group_->is_ending() && !group_->is_over() && !ends();
     for (auto& [rank, its] : lost_) {
@@ -194,7 +194,7 @@ class Launcher {
     group_->on_time();
   }
 
-  /// Returns true to read the ranks' lines. Ranks that are ending must not wait for a slow reader.
+  /// Returns true if the ranks' lines may be read. Ending ranks must not wait for a slow reader.
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {
@@ -226,7 +226,7 @@ class Launcher {
   }
 
   /// Stops the ranks, which are not in the terminal's foreground group, and this process until
-  /// SIGCONT. If SIGTSTP is ignored, or this group is orphaned, all continue at once.
+  /// SIGCONT. If the kernel ignores SIGTSTP (orphaned group, or SIG_IGN), all continue at once.
   void stop_for_a_while() {
     const base::TimePoint since = base::Clock::now();
     group_->stop();
@@ -250,7 +250,7 @@ class Launcher {
 
   // ---- end ----
 
-  /// Takes rank 0's run id and options from the ranks' lines, if another launcher runs rank 0.
+  /// Takes the run id and the options from the ranks' lines, in case another launcher has rank 0.
   void hear_of_run() {
     for (const Child& child : group_->ranks()) {
       if (run_id_.empty()) run_id_ = child.run_id;
@@ -288,7 +288,7 @@ class Launcher {
     pump();
     await_reader();
     display_.finish(end);
-    // The signal may also have ended stdout's reader, or a closed terminal may have caused both.
+    // After a signal, ignore a lost reader: the signal or a closed terminal may have ended it.
     const bool is_reader_gone = write_error_ == EPIPE || write_error_ == EIO;
     const bool by_signal = cause && ended_by_signal_ && is_reader_gone;
     if (write_error_ && !by_signal) return exit_code_of_write_error(write_error_);
@@ -315,7 +315,7 @@ class Launcher {
   void print(const Json& event, std::string line) {
     if (write_error_) return;
     const std::string name = text_in(event, "event");
-    // A rank that ends on the signal before rank 0 does is not lost.
+    // After a signal, a rank may end before rank 0 does, so do not show that rank as lost.
     if (!ended_by_signal_ || name != "lost") display_.on_event(event);
     if (!display_.pretty() && name != kProgress) output_.push(std::move(line));
   }

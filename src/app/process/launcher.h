@@ -6,7 +6,7 @@
 
 namespace distrain::app {
 
-/// Settings of a spawned rank, beside those on the launcher's command line, which the rank shares.
+/// The settings of a spawned rank that are not in its command line, which is the launcher's.
 struct SpawnedRank : membership::Contact {
   base::TimePoint started;      ///< when the launcher started
   int out_fd = -1;              ///< the descriptor for the rank's JSON lines
@@ -16,9 +16,9 @@ struct SpawnedRank : membership::Contact {
 };
 
 /// Returns a function that executes this program again as `rank`, with the launcher's arguments and
-/// the settings in the environment; if exec fails, it returns an exit code. Use it in a forked
-/// child if the parent has other threads, for which OpenMP would wait without exec. It does not
-/// allocate memory, because such a thread may have held the heap's lock. Throws `resources`.
+/// the settings in the environment. It returns an exit code if exec fails. A forked child of a
+/// parent with threads needs exec, because OpenMP would wait for the missing threads. It allocates
+/// no memory, because a missing thread may have held the heap's lock. Throws `resources`.
 std::function<int()> rank_image(const SpawnedRank& rank);
 
 /// Returns the settings if this process was started by rank_image(), otherwise null. Removes them
@@ -35,7 +35,7 @@ struct LaunchPlan {
   /// Runs the rank in its process and returns the exit code.
   std::function<int(const SpawnedRank&)> rank_main;
   double peer_timeout_s = 5;
-  /// Time to end after a signal without progress of a save; 0 if the job does not save.
+  /// Time to end after a signal or after the last progress of a save; 0 if the job does not save.
   std::chrono::seconds save_grace{0};
   int max_restarts = 0;
   /// Returns the newest checkpoint. Unset if another launcher has rank 0 or the job does not save.

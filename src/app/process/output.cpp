@@ -20,7 +20,7 @@ namespace {
 
 double rounded(double value, double parts) { return std::round(value * parts) / parts; }
 
-/// Adds each field to the sum of the same name, if there is one.
+/// Adds each field's value to the sum of the same name, if `sums` has one.
 void sum_up(const Json& fields, Json& sums) {
   for (const auto& [name, sum] : sums.items()) {
     const auto value = fields.find(name);
@@ -79,7 +79,7 @@ OutputQueue::OutputQueue(int fd) : fd_(fd) {
 
 int OutputQueue::pump() {
   while (!lines_.empty() && is_writable(fd_)) {
-    // A writable pipe takes PIPE_BUF bytes without blocking, and an empty pipe its capacity.
+    // A writable pipe accepts PIPE_BUF bytes without blocking; an empty pipe accepts its capacity.
     int waiting = 0;
     const bool is_empty = ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0;
     const size_t at_once = pipe_ == 0 ? std::string::npos : is_empty ? pipe_ : PIPE_BUF;
@@ -112,7 +112,7 @@ Json json_event(std::string_view event, const std::string& run_id, const std::st
 }
 
 std::string line_of(const Json& event) {
-  // File names and messages may contain invalid UTF-8, which dump() would throw for.
+  // File names and messages may contain invalid UTF-8, for which dump() would throw.
   return event.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n';
 }
 

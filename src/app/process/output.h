@@ -18,7 +18,7 @@ void say(std::string_view message);
 /// closed the pipe, otherwise 9. If `say_so`, reports errors other than a closed pipe on stderr.
 int exit_code_of_write_error(int error, bool say_so = true);
 
-/// How long a process that a signal ends waits for a reader that reads nothing.
+/// How long a process that a signal ends waits for a reader that does not read.
 inline constexpr auto kReaderGrace = std::chrono::seconds(2);
 
 /// Queues lines, so that a slow reader does not block the writing thread, which also handles
@@ -35,7 +35,7 @@ class OutputQueue {
   bool empty() const { return lines_.empty(); }
   /// Returns true if the queue is above its limit: push nothing before pump() has written some.
   bool full() const { return bytes_ > kMaxBytes; }
-  /// Returns when to give up the reader: kReaderGrace after `since` or the last write.
+  /// Returns when to stop waiting for the reader: kReaderGrace after `since` or the last write.
   base::TimePoint given_up_at(base::TimePoint since) const {
     return std::max(since, taken_at_) + kReaderGrace;
   }
@@ -91,12 +91,12 @@ struct Cause {
 };
 
 Cause cause_of(const base::Error& error);
-/// Returns the cause if signal `number` ends this process. `rank`: this process's, if it has one.
+/// Returns the cause if signal `number` ends this process, whose rank is `rank` if known.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
 /// Returns "rank 1 (trainer1)", or "rank 1" if `role` is empty.
 std::string rank_name(int rank, const std::string& role);
-/// Returns the message for a person. It begins with the name of the rank unless it contains the
+/// Returns the message for a person. The message begins with the rank's name unless it names the
 /// rank, the job has one rank (`local`), a signal ended the job, or the job missed its goal.
 std::string message_of(const Cause& cause);
 

@@ -40,7 +40,7 @@ bool is_directory_gone = false;
   try {
     if (std::current_exception()) throw;
   } catch (const std::bad_alloc&) {
-    // say() would allocate and fail too, and this handler would recurse until the stack overflows.
+    // say() would allocate and fail, and this handler would recurse until the stack overflows.
     constexpr std::string_view kLine = ": out of memory: is ulimit -v too small?\n";
     const char* const name = program_invocation_short_name;
     if (write(STDERR_FILENO, name, strlen(name)) > 0) write_all(STDERR_FILENO, kLine);
@@ -53,9 +53,9 @@ bool is_directory_gone = false;
   std::abort();
 }
 
-// Called before the constructors of shared libraries. oneMKL's ends the process if the working
-// directory was deleted, so this function leaves the directory, and main() reports the error. It
-// avoids the sanitizers, which may not be initialized yet.
+// Called before the constructors of shared libraries. If the working directory was deleted,
+// oneMKL's constructor ends the process, so this function changes to "/" and main() reports the
+// error. Sanitizers are excluded, because they may not be initialized yet.
 __attribute__((no_sanitize("address"))) __attribute__((no_sanitize("thread"))) void
 begin_before_libraries() {
   std::set_terminate(end_unhandled);
@@ -78,7 +78,7 @@ void expect_threads(int count) {
 constexpr size_t kSmallest = size_t{64} << 10;  // malloc handles smaller blocks well
 
 /// Returns the limit of idle bytes: an eighth of the machine's or container's memory, at least 256
-/// MiB. It has to be large, because a ResNet stage frees some GB of activations in each batch.
+/// MiB. A ResNet stage frees some GB in each batch, which a lower limit would not hold.
 size_t max_idle() {
   auto memory = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L)) *
                 static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -224,8 +224,8 @@ void set_up_process() {
   // there, because the page faults of new blocks halve ResNet50's speed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
-  // Uses one heap, because glibc returns other threads' heaps to the kernel whenever 64 MiB are
-  // free: half a million page faults in 150 steps of a ConvNet, against 60,000 with one heap.
+  // Use one heap. glibc returns the heaps of other threads to the kernel whenever 64 MiB are free:
+  // 500,000 page faults in 150 steps of a ConvNet, against 60,000 with one heap.
   mallopt(M_ARENA_MAX, 1);
   reuse_tensor_memory();
 }

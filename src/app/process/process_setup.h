@@ -12,8 +12,8 @@ using base::peak_rss_mb;
 
 /// Throws `invalid` if the working directory did not exist any more when this process began.
 void expect_working_directory();
-/// Returns the time when this process began to load its libraries, which is most of a small job's
-/// startup time. Call it first in main().
+/// Returns the time when this process began to load its libraries, because loading takes most of a
+/// small job's startup time. Call it first in main().
 base::TimePoint process_start();
 /// Opens /dev/null as each closed descriptor of 0, 1 and 2. Returns false if stdout was closed.
 bool secure_standard_fds();
@@ -30,8 +30,8 @@ inline constexpr int kQuestionSignal = SIGQUIT;  ///< makes a rank report its wa
 /// of exiting, because a shell loop stops only if SIGINT killed its command.
 [[noreturn]] void leave_process(int exit_code);
 
-/// Sets and returns the number of LibTorch's intra-op threads. If `wanted` is 0: OMP_NUM_THREADS if
-/// set, otherwise the CPUs divided by `ranks`. Throws if a thread cannot be started.
+/// Sets the number of LibTorch's intra-op threads and returns it. `wanted` 0 means OMP_NUM_THREADS
+/// if set, otherwise the CPUs divided by `ranks`. Throws if a thread cannot be started.
 int set_up_threads(int wanted, int ranks);
 
 /// Makes large CPU tensors of this process reuse the memory blocks of freed tensors of about the

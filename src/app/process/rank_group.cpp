@@ -111,7 +111,7 @@ std::vector<int> RankGroup::reap() {
       on_failure(child);
     }
   }
-  // Kills successors that have not joined before the end, because rank 0 is gone.
+  // When the job is over, kill replacement processes that have not joined, as rank 0 is gone.
   const auto is_there = [](const Child& child) {
     return child.alive() && (!child.is_successor || child.ready);
   };
@@ -132,7 +132,7 @@ bool RankGroup::is_spared(const Child& child) const {
   return is_cut_off || code == exit_code(ErrorKind::kResources);
 }
 
-/// Returns true for a successor that could not join the job any more.
+/// Returns true if `child` replaces a lost process and could not join the job in time.
 bool RankGroup::never_met(const Child& child) const {
   return child.is_successor && !child.ready &&
          (child.exit_code() == exit_code(ErrorKind::kRendezvous) || child.killed);
@@ -152,7 +152,7 @@ base::TimePoint RankGroup::next_deadline() const {
 void RankGroup::on_time() {
   if (base::Clock::now() >= kill_blamed_at_) {
     kill_blamed_at_ = base::kNever;
-    // The blamed rank is stopped or cut off, so it will not report an error by itself.
+    // The blamed rank is stopped or cut off, so it cannot report an error: kill it.
     if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
   }
   for (Child& child : children_) {
@@ -185,8 +185,8 @@ Child* RankGroup::blamed_by_all() {
   return by_all ? &*blamed : nullptr;
 }
 
-/// Returns when the launcher kills a stopped rank; kNever if `child` is not stopped. The other
-/// ranks do not notice a stopped rank while they join, or when they have left at the end.
+/// Returns when the launcher kills `child` if it is stopped; otherwise kNever. Other ranks cannot
+/// detect a stopped rank while they join, or after they have disconnected.
 base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const nanoseconds limit = as_time(plan_.peer_timeout_s);
   const bool counts = child.alive() && !child.killed && child.stopped_since && limit.count() > 0;
@@ -197,19 +197,19 @@ void RankGroup::on_failure(const Child& child) {
   if (blamed_by_all()) kill_blamed_at_ = base::deadline_after(kBlamedGrace);
   if (!child.stopped_by()) {
     if (phase_ == Phase::kKilled) return;
-    // There will be no save now, so its longer grace period is cut short.
+    // After a failure no rank saves, so shorten a grace period that was set for a save.
     phase_ = std::max(phase_, Phase::kGrace);
     const nanoseconds grace = failure_grace();
     if (base::deadline_after(grace) < deadline_) enter(phase_, grace);
   } else if (phase_ == Phase::kRunning) {
-    // A signal stopped this rank, so the others stop too, after rank 0 has saved.
+    // A signal made this rank stop in good order. The others stop after rank 0 has saved.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
   }
 }
 
 /// Returns how long the other ranks may take to notice that a rank failed.
 nanoseconds RankGroup::failure_grace() const {
-  // False if a living rank is blamed, which is about to report its own error.
+  // False if a failed rank blames a living rank, which is about to report its own error.
   const bool told = std::ranges::none_of(children_, [this](const Child& child) {
     const Child* const blamed = find(blamed_rank(child));
     return child.failed() && blamed && blamed->alive();
@@ -236,14 +236,14 @@ void RankGroup::end_unheard() {
 
 // ---- verdict ----
 
-/// Returns null if this launcher does not run the rank.
+/// Returns the child that runs `rank`; null if this launcher has no such child.
 const Child* RankGroup::find(std::optional<int> rank) const {
   const auto child = std::ranges::find(children_, rank, &Child::rank);
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// Returns true if no signal of the launcher ended the rank. A failed save and a crash count even
-/// after such a signal, which may have arrived during the core dump.
+/// Returns true if `child` failed and the launcher's signal was not the cause. A failed save or a
+/// crash counts even after a signal, which may have arrived during the core dump.
 bool RankGroup::failed_itself(const Child& child) const {
   if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {
@@ -257,7 +257,7 @@ bool RankGroup::failed_itself(const Child& child) const {
 
 /// Returns the rank whose failure is the root cause; null if no rank failed by itself.
 const Child* RankGroup::root_cause() const {
-  // A rank that blames a rank of this launcher with a reason of its own comes after that rank.
+  // If a rank blames another rank that failed for a reason of its own, sort the other rank first.
   const auto blames = [this](const Child& child) {
     const Child* const other = find(blamed_rank(child));
     return other && failed_itself(*other) && !is_secondary(*other);
@@ -282,7 +282,7 @@ std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
   }
   if (!number) return std::nullopt;
   Verdict verdict{cause_by_signal(number), true, {}};
-  // Rank 0's message says where it saved.
+  // If `first` is rank 0, its message says where it saved.
   if (first) verdict.cause.message = first->rank_end.value("message", verdict.cause.message);
   return verdict;
 }
@@ -308,7 +308,7 @@ Cause RankGroup::cause_from(const Child& child) const {
   } else if (told.contains("kind") && told.contains("message")) {
     cause.kind = told.value("kind", "");
     cause.message = told.value("message", "");
-    // The rank reported its error before the signal killed it.
+    // A signal killed the rank after it had reported its error, so use the reported exit code.
     if (child.signal()) cause.exit_code = told.value("exit_code", cause.exit_code);
     if (const auto other = blamed_rank(child)) {
       cause.rank = other;
@@ -335,7 +335,7 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   }
   if (!child || all_stopped) return verdict_by_signal(ended_by);
   Verdict verdict{cause_from(*child), false, {}};
-  // Prefers the `error` line of the rank that is the cause.
+  // Prefer the `error` line of the rank that is the cause.
   const Child* const named = find(verdict.cause.rank);
   const Child* teller = named && !named->error.empty() ? named : child;
   // If the job could have continued without `child`, another rank's error says why it did not.

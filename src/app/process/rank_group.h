@@ -17,7 +17,7 @@ class LinePipe {
   net::Fd open();
   int fd() const { return fd_.get(); }  ///< the read end; -1 after the end of the stream
   /// Calls `take` with each complete line, newline included. Never blocks. Reads at most 4 MiB, so
-  /// that a rank that always writes does not delay the handling of signals. A pipe holds less.
+  /// that a rank that writes without pause does not delay the handling of signals.
   void read(const std::function<void(std::string)>& take);
   /// Closes the pipe and returns the incomplete line after the last newline.
   std::string close();
@@ -40,18 +40,18 @@ class Child {
 
   /// Forks a process that exits with the result of `body`. Throws `resources` if fork() fails.
   void start(const std::function<int()>& body);
-  /// Reads the pipes without blocking, that of JSON lines only if `lines`.
+  /// Reads the pipes without blocking. Skips the pipe of JSON lines unless `lines`.
   void read_pipes(bool lines);
   /// Returns true if the process has just ended, after reading its remaining output.
   bool reap();
-  /// Signals the process group. Its end is then `ended_by_us`, unless it has reported an error.
+  /// Signals the process group. Sets `ended_by_us` unless the rank has reported an error.
   void send(int signal);
   /// Stops the process group, or lets it continue if `stopped` is false.
   void stop(bool stopped) {
     if (alive()) ::kill(-pid_, stopped ? SIGSTOP : SIGCONT);
   }
   /// Sends a signal that does not end the rank. The rank's process group does not get the signal,
-  /// because it could end processes that the rank has started.
+  /// because the signal could end processes that the rank has started.
   void tell(int signal) {
     if (alive()) ::kill(pid_, signal);
   }
@@ -68,7 +68,7 @@ class Child {
   bool may_be_lost() const { return may_be_lost_ || is_successor; }
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// Returns the signal after which the rank ended in good order, from its last line; 0 if none.
+  /// Returns the signal that, by the rank's last line, made it end in good order; 0 if none.
   int stopped_by() const;
   int signal() const;  ///< that killed the process; 0 if none
 
@@ -145,7 +145,7 @@ class RankGroup {
 
   // ---- called by the launcher's event loop ----
 
-  /// Adds the pipes to poll; those of JSON lines only if `lines`.
+  /// Adds the pipes to `items` for poll(), but the pipes of JSON lines only if `lines`.
   void add_to(std::vector<pollfd>& items, bool lines) const;
   void read(bool lines);
   /// Handles ranks that have ended. Returns the lost ranks that the job continues without.
@@ -161,7 +161,7 @@ class RankGroup {
     send_to_all(signal);
     enter(Phase::kTerminating, grace);
   }
-  /// Makes the ranks save and end because stdout's reader is gone, unless they were told to end.
+  /// Makes the ranks save and end, unless a signal has told them to, as stdout's reader is gone.
   void end_unheard();
   void kill() {
     send_to_all(SIGKILL);

@@ -20,7 +20,7 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalExitCode = 11;
-// Time for a failed rank to end by itself. Most need a tenth of it.
+// A failed rank has this time to unwind. Most ranks need a tenth of this time.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
 constexpr auto kDisplayTick = std::chrono::milliseconds(500);
 constexpr int kLookAgainMs = 100;  // a blocked write checks this often whether to stop
@@ -37,8 +37,8 @@ bool run_aside(std::function<void()> what) {
   return true;
 }
 
-/// Writes a rank's JSON lines. emit() waits for a slow reader, but once the job is to stop it only
-/// queues lines that the reader does not take, so that the job can save.
+/// Writes a rank's JSON lines. emit() waits for a slow reader. When the job stops, emit() only
+/// queues the lines that the reader does not accept, so that the job can save.
 class JsonSink : public job::EventSink {
  public:
   explicit JsonSink(const RankRun& run)
@@ -97,10 +97,10 @@ class JsonSink : public job::EventSink {
   }
 
  protected:
-  /// Called with the errno of a failed write. If it returns, the queued lines are lost.
+  /// Called with the errno of a failed write to stdout, after the queued lines are dropped.
   virtual void on_unheard(int error) = 0;
 
-  /// Calls `what` with the display, unless another thread is writing.
+  /// Calls `what` with the display. Does nothing while another thread writes lines.
   void show(const std::function<void(Display&)>& what) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return;
@@ -121,18 +121,18 @@ class JsonSink : public job::EventSink {
     return identity_;
   }
 
-  /// Returns the wait for the reader of the lines, if a write is waiting.
+  /// Returns the wait for the reader of the lines; null if no write is waiting.
   std::optional<rpc::Wait> wait() const {
     const base::TimePoint since = writing_since_;
     if (since == base::TimePoint{}) return std::nullopt;
     return rpc::Wait{"the reader of standard output", since};
   }
 
-  /// Returns true to the first caller only, which then reports on stderr why the process ends.
+  /// Returns true to the first caller only. That caller reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
   /// Writes the last line. Returns false if another thread wrote it or ends the process. Waits for
-  /// the reader; after a signal, for at most kReaderGrace unless the reader is the launcher.
+  /// the reader, but at most for kReaderGrace if a stop is requested and the reader is no launcher.
   bool write_last(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -166,7 +166,7 @@ class JsonSink : public job::EventSink {
     if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line_of(whole));
   }
 
-  /// Writes what the reader takes without blocking; waits for the rest while `waits` returns true.
+  /// Writes the lines that the reader accepts now. While `waits` returns true, waits for the rest.
   void write_locked(const std::function<bool()>& waits = [] { return false; }) {
     writing_since_ = base::Clock::now();
     int error = lines_.pump();
@@ -301,8 +301,8 @@ class RankProcess final : public JsonSink {
     return is_short ? job::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Writes the last line, on rank 0 with `others`, then the cause to stderr. Returns false if
-  /// another thread ends the process.
+  /// Reports the fields of `others`, if any, writes the last line, and prints the cause on stderr.
+  /// Returns false if another thread ends the process.
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;
@@ -319,7 +319,7 @@ class RankProcess final : public JsonSink {
     const auto [run_id, rank, role, of_rank_0, used] = identity();
     const char* const scope = !spawned && rank == 0 ? "job" : "rank";
     Json end = summary.end_fields(scope, run_.job.started, cause);
-    // The launcher of rank 0 knows `config`, except values that depend on the data.
+    // Report `config` unless the launcher has it: a launcher of rank 0 lacks only `used`.
     const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!spawned || !known || (rank == 0 && !used.empty())) {
       Json config = run_.config(of_rank_0);
@@ -384,8 +384,8 @@ class RankProcess final : public JsonSink {
     if (!run_aside(say_so)) telling_ = false;
   }
 
-  /// Exits after kReaderGrace, because a write that waits for stdout's reader holds the sink's
-  /// lock. A thread that is reporting the end gets more time.
+  /// Exits after kReaderGrace, because a blocked write to stdout may hold the sink's lock. If
+  /// another thread is reporting the end, that thread gets more time.
   void leave_in_time(const Cause& cause) {
     run_aside([this, cause] {  // without a thread there is no time limit
       std::this_thread::sleep_for(kReaderGrace);
@@ -395,7 +395,7 @@ class RankProcess final : public JsonSink {
   }
 
   void on_unheard(int error) override {
-    // A job that saves stops as after a signal, so that its work is not lost.
+    // If the job saves, stop it as a signal would, so that its work is not lost.
     if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
     int none = 0;
     write_error_.compare_exchange_strong(none, error);
@@ -404,7 +404,7 @@ class RankProcess final : public JsonSink {
   /// Returns the errno of the failed write to stdout; 0 if none, or if a signal is the cause.
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
-  /// Exits because stdout cannot be written. A pending signal is the cause instead, because Ctrl-C
+  /// Exits because stdout cannot be written. Reports a pending signal as the cause instead: Ctrl-C
   /// also ends stdout's reader, and a terminal that closes also closes stdout.
   [[noreturn]] void leave_unheard(int error) {
     const sigset_t set = ending_signals();
@@ -416,8 +416,8 @@ class RankProcess final : public JsonSink {
     leave(cause.exit_code);
   }
 
-  /// Reports the cause on stderr. Returns false if another thread does. A spawned rank reports
-  /// nothing, because its launcher reports the root cause.
+  /// Reports the cause on stderr. Returns false if another thread reports it. A spawned rank
+  /// reports nothing, because its launcher reports the root cause.
   bool tell(const Cause& cause) {
     if (run_.job.spawned) return true;
     if (!may_tell()) return false;

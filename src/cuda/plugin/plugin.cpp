@@ -32,7 +32,7 @@ using std::chrono::seconds;
 
 static_assert(sizeof(ncclUniqueId) == sizeof(NcclId));
 
-/// How long the destructor lets the last work run, here and on the other ranks.
+/// How long the destructor lets enqueued work run, here and on the other ranks.
 constexpr seconds kDrainTimeout{10};
 
 /// Returns NCCL's name for an element type. Throws `invalid` if a mean of that type makes no sense.
@@ -66,7 +66,7 @@ class Communicator final : public NcclCommunicator {
     config.blocking = 0;
     check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
                "making an event for NCCL");
-    // joined() reports an error; the destructor aborts a partial communicator.
+    // Ignore an error: joined() reports it, and the destructor aborts a partial communicator.
     made_ = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
   }
 
@@ -168,7 +168,7 @@ class Communicator final : public NcclCommunicator {
     return text;
   }
 
-  /// Calls `start`, which enqueues work on the stream that it gets, and waits until that is done.
+  /// Calls `start`, which enqueues work on its stream, and waits until NCCL has enqueued the work.
   template <typename Start>
   void call(const char* what, const c10::Stream& stream, Start start) {
     const c10::DeviceGuard guard(device_);
@@ -198,7 +198,7 @@ class Communicator final : public NcclCommunicator {
   }
 
   /// Ends the communicator gracefully, because work of this rank may still be in flight to other
-  /// ranks. Throws, or returns early, if that is not possible.
+  /// ranks. Throws or returns early if NCCL cannot finish.
   void finish() {
     {
       const std::lock_guard lock(mutex_);

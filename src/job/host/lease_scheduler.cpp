@@ -66,8 +66,8 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.lease = {};
     its.has_task = false;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
-    // Answers at once if no other thread is handing out tasks, or, in kEnding, if a new trainer has
-    // come while the others end.
+    // In training, answers at once unless another thread is handing out tasks. In kEnding, always
+    // answers at once, because a replacement may have joined while the other trainers end.
     if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
       if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
     }
@@ -101,8 +101,8 @@ int64_t LeaseScheduler::steps_made() const {
   return made;
 }
 
-// Enters the next phase while all trainers wait. The hooks run without the lock, which is safe
-// because then only this thread, losses, joins and outside requests change the state.
+// Enters the next phase while all trainers wait. The hooks run without the lock. This is safe,
+// because only this thread, losses, joins and outside requests can then change the state.
 void LeaseScheduler::advance() {
   for (;;) {
     Phase before{};
@@ -124,8 +124,8 @@ void LeaseScheduler::advance() {
   }
 }
 
-// Notifies all ranks of the trainers that wait here for a task, so that no rank waits for a step of
-// these trainers. Needed only after a loss, because trainers then make different numbers of steps.
+// Notifies all ranks of the trainers that wait for a task, so that no rank waits for a step of one
+// of them. Needed only after a loss, because trainers then make different numbers of steps.
 void LeaseScheduler::tell_who_rests() {
   if (options_.take_over) return;
   std::vector<int> resting;
@@ -163,7 +163,7 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
   return lost;
 }
 
-// Hands out returned steps first, because other trainers may wait for them.
+// Hands out a lost trainer's remaining steps first, because other trainers may wait for them.
 void LeaseScheduler::go_on() {
   const auto may_hand_out = [this] {
     std::lock_guard lock(mutex_);
@@ -201,7 +201,7 @@ int64_t LeaseScheduler::next_save() const {
   return (saved_ / options_.save_every + 1) * options_.save_every;
 }
 
-// Returns the number of steps at which all trainers wait for each other next: to save or to end.
+// Returns the next number of steps at which all trainers wait for each other, to save or to end.
 int64_t LeaseScheduler::gate_locked() const {
   const int64_t last = options_.steps > 0 ? options_.steps : kNever;
   const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
@@ -332,8 +332,8 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (phase_ == Phase::kEnding) hooks_.on_end(stopped());
 }
 
-// Assigns all tasks before it delivers any, because a trainer may finish its task before the next
-// trainer has one.
+// Assigns all tasks before it delivers any, because a trainer that has its task may finish it and
+// request another before the rest have theirs.
 void LeaseScheduler::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
   {

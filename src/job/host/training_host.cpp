@@ -11,7 +11,7 @@ namespace distrain::job {
 
 namespace {
 
-/// Returns how the plan of `rank` differs from the first one; empty if it does not.
+/// Describes how the plan of `rank` differs from the first one; empty if they are equal.
 std::string difference(const Plan& first, const Plan& other, int rank) {
   const std::string who = "trainer " + std::to_string(rank);
   const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
@@ -66,7 +66,7 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` for each rank that the job does not continue without, and waits for the answers.
+/// Calls `ask` for each rank but lost ones that the job continues without. Awaits the answers.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -78,8 +78,8 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
   }
 }
 
-/// Ends the training on all ranks: from now on a signal ends a rank at once, unless a signal has
-/// already stopped the job (`stopped`) or does so concurrently on any rank.
+/// Disarms the StopSignal of all ranks, so that a later signal ends a rank at once, unless a signal
+/// has already stopped the job (`stopped`) or stops it concurrently.
 void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (!agent) {
     stop.disarm(stopped);
@@ -93,7 +93,7 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (any && !stopped) end_on_all(agent, stop, true);  // a signal came after the last check
 }
 
-/// Throws if the checkpoint has a tensor of no part of `plan`, which means another model.
+/// Throws if a tensor is in no part of `plan`, because the checkpoint is then of another model.
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
     for (const PartName& part : plan.parts) {
@@ -122,8 +122,8 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
       sink_(sink),
       stop_(job.stop),
       checkpoints_(known_.checkpoint, job, sink, [this](const base::Error& error) {
-        // A save that fails because a rank is lost does not end the job: the loss is handled
-        // elsewhere. If no save follows, the end reports the failure.
+        // A save that fails because a rank is lost does not end the job: on_rank_lost() handles the
+        // loss. If no save follows, Checkpoints::finish() throws the error at the end.
         if (error.kind == base::ErrorKind::kPeerLost) {
           sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
         } else if (LeaseScheduler* const scheduler = current_) {
@@ -189,7 +189,7 @@ void TrainingHost::begin(const Plan& plan) {
       std::lock_guard lock(mutex_);
       resumed_.reset();
     }
-    // From here on a signal stops the job in order, because there is something to save.
+    // From here on a signal makes the job save and end, because there is something to save.
     if (plan_->save && !agent_) stop_->arm();
     if (plan_->save && agent_) {
       ask_all(*agent_, [this](int rank) {
@@ -197,7 +197,7 @@ void TrainingHost::begin(const Plan& plan) {
       });
     }
     if (!may_lose_) return;
-    // From here on a loss does not end the job.
+    // From here on the job survives the loss of a trainer.
     ask_all(*agent_, [this](int rank) {
       return agent_->rpc_async<rpc::of_local<&LossPreparation::prepare>>(
           rank, rank != 0 && trainer_of(rank).has_value());
@@ -249,8 +249,8 @@ void TrainingHost::go_on_without_any(bool may_return) const {
                         may_return);
 }
 
-/// Tells all ranks not to wait for a trainer's steps until it makes one. Ignores the answers: a
-/// lost rank sends none, and ranks that wait for its steps are notified of its loss.
+/// Tells all ranks not to wait for `trainer` until its next step. Ignores the answers: if a call
+/// fails, the called rank is lost and waits for nobody.
 void TrainingHost::rest(int trainer) const {
   if (!may_lose_) return;
   const int rank = plan_->first_rank + trainer;
@@ -274,7 +274,7 @@ void TrainingHost::load() {
   for (const auto& [name, value] : agreed.items()) {
     if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
   }
-  // Checks the data first, because other data implies other options.
+  // Checks the data before the options, because other data leads to other values of some options.
   const auto data = plan_->agreed.find("data");
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
     const auto now = known_.options.find("data");
@@ -307,7 +307,7 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   const Position position = Position::from_json(state.value("position", Json()), plan_->trainers);
   const Json lr = state.value("lr", Json());
   if (!lr.is_number()) snapshot.refuse("no lr");
-  // If the user has changed --lr or --lr-schedule, the schedule starts anew.
+  // If the user has changed --lr or --lr-schedule, does not load the schedule's saved state.
   if (lr == Json(plan_->lr) && state.value("lr_schedule", Json()) == Json(plan_->lr_schedule)) {
     const Json kept = state.value("lr_state", Json());
     if (!kept.is_object() || !kept.value("factor", Json()).is_number() ||
@@ -335,7 +335,7 @@ rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   return found;
 }
 
-// Refuses late calls from a lost trainer, even if it has been replaced.
+// Throws if `seat` is of a lost process of the trainer, even if a new process has replaced it.
 void TrainingHost::check_seat_locked(Seat seat) const {
   const auto its = trainers_.find(seat.trainer);
   if (its != trainers_.end() && its->second.before == seat.before) return;
@@ -350,7 +350,7 @@ base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // A replacement has finished its first task when it makes its second request.
+    // On its second request a replacement has finished its first task, so it counts as useful.
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);
@@ -375,7 +375,7 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     if (!scheduler_) return;
   }
   if (!trainer) return scheduler_->fail(loss.error);
-  // Its last step that was applied to parameters of this rank; nullopt if unknown.
+  // The lost trainer's last step that was applied to this rank's parameters; nullopt if unknown.
   const auto made = optim::last_step_of(*agent_, loss.process());
   bool was_there = false;  // false: it was lost before it attached
   {
@@ -391,7 +391,7 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     std::lock_guard lock(mutex_);
     lost_steps_ += lost.made;
   }
-  // Posted, because the output and the next phase may take long.
+  // Runs on the executor, because writing the line and entering the next phase may take long.
   agent_->executor().post([this, self = shared_from_this(), loss, lost] {
     sink_.emit("lost", {{"lost_rank", loss.rank},
                         {"lost_role", agent_->worker(loss.rank).name},
@@ -422,7 +422,7 @@ void TrainingHost::report(Seat seat, const Report& report) {
   }
 }
 
-/// Adds the mean loss of the steps since the last evaluation, if there were any.
+/// Adds the mean loss of the steps since the last evaluation to `fields`, if there were any steps.
 void TrainingHost::add_loss(Json& fields) const {
   if (total_.steps == 0) return;
   const double loss = total_.loss / static_cast<double>(total_.steps);
@@ -439,7 +439,7 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
     base::invalid("--eval-only: the job has no data to evaluate on");
   }
   if (total_.valid.samples > 0) {
-    // An evaluation at an interruption must not affect the schedule of the resumed job.
+    // Only the evaluation of a whole epoch counts, so that a stop does not affect the schedule.
     if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
   } else if (lr_schedule_.observes() && whole_epoch && !told_of_schedule_) {
     told_of_schedule_ = true;
@@ -458,7 +458,7 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   }
   Json fields = fields_of(evaluation, plan_->unit);
   fields["set"] = set;
-  // Without a step in this epoch, after a resume or at the end, the previous epoch was evaluated.
+  // If this epoch has no step, after a resume or at the end, the previous epoch was evaluated.
   const bool between = std::ranges::max(position.steps) == 0;
   fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
   fields["step"] = position.total / plan_->trainers;

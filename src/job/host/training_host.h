@@ -28,7 +28,7 @@ struct NextTask {
   static constexpr auto kFields = std::tuple(&NextTask::task, &NextTask::schedule);
 };
 
-/// The result of a trainer's epoch, and its share of an evaluation.
+/// A trainer's results of an epoch and of its share of an evaluation.
 struct Report {
   double loss = 0;  ///< mean of its steps
   int64_t steps = 0;
@@ -47,46 +47,46 @@ struct HeldPart {
       std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
 };
 
-/// Runs a training from rank 0: leases, learning rate, evaluation, checkpoints. Thread-safe.
+/// Controls the training from rank 0: leases, learning rate, evaluation, checkpoints. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
   /// Checks that checkpoints can be written. `agent` is null if all trainers are in this process.
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
-  /// Exposes the functions that trainers call on rank 0, and those by which rank 0 tells the `sink`
-  /// of each rank that the job may continue without it. Must be called before join().
+  /// Exposes the functions that trainers call on rank 0, and one by which rank 0 tells each rank's
+  /// `sink` that the rank may be lost. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
-  /// Registers a trainer, process `incarnation` of its rank. The first call creates the scheduler
-  /// and reads the checkpoint to resume from, if any.
+  /// Registers a trainer, whose rank had `incarnation` earlier processes. The first call creates
+  /// the scheduler and reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Returns a part of the checkpoint that the job resumes from.
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Completes when no save is in progress. A new save waits for it, so that only one is in memory.
+  /// Completes when no save is in progress. The next save waits, so that only one is in memory.
   base::Future<void> await_save() { return checkpoints_.idle(); }
   /// Adds the parts of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
 
   // Note [Who waits on rank 0]
   //
-  // Trainers wait on rank 0 for each other's next step. A call fails only if the called rank is
-  // lost. Here the lost rank may be a third one, and the waiting trainer may be on rank 0 itself.
-  // The host therefore receives each loss. It then fails all waiting trainers or, if the job
-  // continues without the lost rank, stops waiting for it: Note [Leases].
+  // A trainer's call to rank 0 waits for other trainers' steps. The call fails only if rank 0 is
+  // lost, so it would wait forever if another trainer is lost. The host therefore handles each
+  // loss: it fails all waiting calls or, if the job continues without the lost rank, no longer
+  // waits for that rank: Note [Leases].
   void on_rank_lost(const rpc::Loss& loss) override;
 
   /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
-  /// write of a line under the lock may call it.
+  /// write of a JSON line may call this function while the lock is held.
   void request_save();
   std::vector<rpc::Wait> waits() const override {
     const LeaseScheduler* const scheduler = current_;
     return scheduler ? scheduler->waits() : std::vector<rpc::Wait>();
   }
-  /// Adds the metrics of the training so far, and the steps of all trainers if `all_steps`. May be
-  /// called by any thread.
+  /// Adds the metrics of the training so far to `fields`, and the steps of all trainers if
+  /// `all_steps`. May be called by any thread.
   void add_to(Json& fields, bool all_steps = false) const;
   std::string last_saved() const { return checkpoints_.last_saved(); }
 

@@ -39,8 +39,8 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   return options;
 }
 
-/// Ends this rank, even within a step, when the job fails because another rank is lost: a step of a
-/// large net may take longer than the other ranks should wait.
+/// Ends this rank when the job fails because another rank is lost. Does not wait for the end of a
+/// step, because a step of a large net may take too long for the other ranks.
 class LossWatch final : public rpc::Layer {
  public:
   explicit LossWatch(EventSink& sink) : sink_(sink) {}
@@ -55,7 +55,7 @@ class LossWatch final : public rpc::Layer {
   std::atomic<bool> is_over_{false};
 };
 
-/// Returns the statistics of the called rank so far, as JSON.
+/// Returns the current statistics of the called rank, as JSON.
 std::string figures(rpc::CallContext& call) {
   const Json fields = call.agent.local<Job>().progress->fields();
   return fields.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -64,7 +64,7 @@ std::string figures(rpc::CallContext& call) {
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct SlotIsTaken {};
 
-/// On rank 0: another rank received a signal to stop.
+/// Called on rank 0 when another rank has received a signal to stop.
 void request_stop(rpc::CallContext& call) {
   auto& stop = call.agent.local<StopSignal>();
   stop.arm();  // rank 0 may not be armed yet
@@ -83,13 +83,13 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
       });
     };
   };
-  // Rank 0 checks its own signals when a trainer requests a task.
+  // Rank 0 forwards no stop: it checks its own stop signal when a trainer requests a task.
   if (agent.rank() != 0) stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
   stop.on_save(
       on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
 
-/// Removes the signal handlers and freezes the progress when it goes out of scope.
+/// Its destructor removes the callbacks of `stop` and freezes `progress`.
 struct Untold {
   StopSignal& stop;
   Progress* progress = nullptr;
@@ -101,7 +101,7 @@ struct Untold {
   }
 };
 
-/// Adds to `outcome` how the job ended.
+/// Sets the fields, the message and the kind of end (stopped, goal missed) of `outcome`.
 void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   outcome.fields.update(process.fields());
   if (host) host->add_to(outcome.fields);
@@ -111,11 +111,11 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   if (outcome.goal_missed) outcome.message = process.missed_goal();
 }
 
-/// One rank of a job: its agent, and what all jobs do before and after the work of the rank.
+/// One rank of a job: its agent, and the work of every job before and after the rank's own work.
 class RankRunner {
  public:
-  /// `slot` is the reservation of `job.rank` if rank 0 assigned it; run() may then throw
-  /// SlotIsTaken. Null if the user gave the rank.
+  /// If rank 0 assigned `job.rank`, `slot` is the reservation, and run() may throw SlotIsTaken. If
+  /// the user gave the rank, `slot` is null.
   RankRunner(const Job& job, EventSink& sink, const RankBody& body,
              std::unique_ptr<membership::Slot> slot)
       : job_(job),
@@ -155,7 +155,7 @@ class RankRunner {
   Outcome run() {
     Outcome outcome;
     {
-      // At the end of this scope the agent has ended, so no fetch from another rank is pending.
+      // Waits for the current save. The agent has ended by then, so no fetch of tensors is pending.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });
@@ -173,7 +173,7 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // Slot::reserve() would have received any other reason for a refusal.
+        // For any other reason, rank 0 would have refused this process in Slot::reserve() already.
         const bool is_refused =
             !agent_->is_admitted() && error.kind == base::ErrorKind::kRendezvous;
         if (has_asked_ && is_refused) throw SlotIsTaken();
@@ -200,7 +200,7 @@ class RankRunner {
       agent_->provide(std::make_shared<Job>(job_));
       body_.prepare(*rank_);
       if (job_.rank != 0) return;
-      // Before the other ranks join, so that a problem with the folder is reported at once.
+      // Created before the other ranks join, so that a problem with the folder is reported at once.
       host_ = std::make_shared<TrainingHost>(body_.cmd, known, agent_.get(), job_, sink_);
       agent_->provide(host_);
       agent_->add_layer(host_);
@@ -216,7 +216,7 @@ class RankRunner {
     trace_.begin(*agent_);
   }
 
-  /// Sets what `job_.progress` reports: `own` and, at each call, this rank's current statistics.
+  /// Makes `job_.progress` report `own` and, at each call, this rank's current statistics.
   void report(const Json& own) {
     job_.progress->report([this, own](Json& fields) {
       fields.update(own);
@@ -225,7 +225,7 @@ class RankRunner {
     });
   }
 
-  /// Adds the statistics of this rank so far. May be called by any thread.
+  /// Adds the current statistics of this rank to `fields`. May be called by any thread.
   void add_to(Json& fields) const {
     const rpc::Traffic traffic = agent_->traffic();
     fields["rpc"] = {
@@ -235,7 +235,7 @@ class RankRunner {
   }
 
   void finish(Outcome& outcome) {
-    // Stops the watch, because shutdown() notices losses and may take as long as others work.
+    // Ends the watch, because shutdown() handles losses itself while it waits for the other ranks.
     loss_watch_->end();
     agent_->shutdown({}, [&] {
       add_to(outcome.fields);  // first, so that the calls below are not counted
@@ -263,7 +263,7 @@ class RankRunner {
     return told;
   }
 
-  /// Adds the causing rank to an error, and its name to the message of a `resources` error.
+  /// Adds the causing rank to an error, and the rank's name to the message of a `resources` error.
   base::Error with_rank(base::Error error) const {
     if (error.rank < 0) error.rank = agent_->rank();
     const int rank = error.rank;
@@ -342,7 +342,7 @@ Outcome run_local_job(const Job& job, EventSink& sink,
     rpc::make_current(placed.device());
     outcome = run(placed);
   } catch (...) {
-    // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
+    // Ignores errors of the trace. If no event was recorded, keeps an existing trace file.
     if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
     throw;
   }

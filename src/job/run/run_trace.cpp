@@ -32,9 +32,9 @@ std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// The format requires that slices ("X") of one thread nest or do not overlap. The ends of a flow,
-// "s" and "f" (with bp "e"), belong to the slice of their thread that is open at their time. Events
-// of equal time count in file order, so each end directly follows its slice.
+// Writes trace events. The format requires that slices ("X") of one thread nest or do not overlap.
+// An end of a flow, "s" or "f" (with bp "e"), belongs to the slice that is open on its thread at
+// its time. Equal times count in file order, so each end directly follows its slice.
 class Writer {
  public:
   Writer(store::OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
@@ -52,8 +52,8 @@ class Writer {
 
   void write(const std::vector<RankTrace>& ranks) {
     text_ += "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
-    // Thread numbers start above all process numbers: a viewer takes a thread with its process's
-    // number for the main thread.
+    // Thread numbers start above all process numbers, because a viewer takes a thread with the
+    // number of its process for the main thread.
     thread_ = static_cast<int64_t>(ranks.size());
     for (const RankTrace& rank : ranks) {
       rank_ = rank.rank;
@@ -145,7 +145,7 @@ class Writer {
     return fmt::format(R"(,"args":{{{}:{}}})", text_of(event.key), event.value);
   }
 
-  // Caches quoted texts by address: there are few, and each has one address.
+  // Returns `text` in quotes. Caches the result by address, because there are few different texts.
   const std::string& text_of(const char* text) {
     std::string& known = texts_[text];
     if (known.empty()) known = quoted(text);
@@ -172,8 +172,8 @@ class Writer {
   std::unordered_map<const char*, std::string> texts_;
 };
 
-// Follows `path` through symbolic links, even to a file that does not exist, as a shell's `>` does.
-// The initial stat() lets the kernel decide whether the links may be followed.
+// Resolves symbolic links in `path`, even if the target does not exist, as a shell's `>` does.
+// stat() comes first, so that the kernel decides whether the links may be followed.
 std::string target_of(std::string path) {
   constexpr int kMostLinks = 40;  // the limit of the kernel
   struct stat info {};
@@ -188,7 +188,7 @@ std::string target_of(std::string path) {
   store::Disk::fail("cannot write", path);
 }
 
-// Returns a path beside `target`. Its file name is at most NAME_MAX long, whatever the process id.
+// Returns the path of a temporary file beside `target`. Its name has at most NAME_MAX bytes.
 std::string temporary(const std::string& target) {
   const std::string ending = fmt::format(".tmp-{:07}", getpid());
   const std::filesystem::path path(target);
@@ -197,8 +197,7 @@ std::string temporary(const std::string& target) {
 }
 
 // In a sticky folder only the owner can replace a file, and nobody can replace an immutable one.
-// rmdir() makes the same checks before it fails because a regular file is not a folder, so it
-// removes nothing.
+// rmdir() makes the same checks and then fails, because a file is not a folder. It removes nothing.
 void check_replaceable(const std::string& target) {
   struct statx info {};
   if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
@@ -246,7 +245,7 @@ void RunTrace::start(const OptionMap& options, int world_size) {
   const auto path = options.find("trace");
   if (path == options.end() || path->second.empty()) return;
   path_ = path->second;
-  // A million events take about 150 MB, and viewers fail at one or two GB.
+  // Limits the file's size: a million events take about 150 MB, and viewers fail at 1 to 2 GB.
   constexpr size_t kEventsOfAFile = 4 * base::Tracer::kLimit;
   tracer_->start(std::min(base::Tracer::kLimit, kEventsOfAFile / static_cast<size_t>(world_size)));
 }

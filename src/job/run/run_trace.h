@@ -19,23 +19,23 @@ void write_trace(const std::string& path, const std::vector<base::RankTrace>& ra
 /// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
 class RunTrace {
  public:
-  /// If the file lacks dropped events, warns `sink`.
+  /// `sink` receives a warning if events were dropped because the trace was full.
   explicit RunTrace(EventSink& sink) : sink_(sink) {}
 
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
-  /// Starts recording if rank 0's options have `--trace`; `world_size` ranks share its size limit.
+  /// Starts recording if `options` have `--trace`. The `world_size` ranks share the size limit.
   void start(const OptionMap& options, int world_size);
-  /// Must be called when all ranks have joined.
+  /// Prepares collect(). Must be called when all ranks have joined.
   void begin(rpc::Agent& agent);
-  /// As begin(), for a run without other ranks.
+  /// Replaces begin() in a run without other ranks.
   void begin_alone() { begun_ = true; }
   /// Gathers all traces on rank 0 while the others wait in Agent::shutdown. Keeps errors for
   /// write().
   void collect();
   /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
   std::optional<base::Error> write();
-  /// Writes rank 0's own trace, for a run that failed or has no other ranks. Returns as write().
+  /// Writes rank 0's own trace if the run failed or has no other ranks. Returns the error, if any.
   std::optional<base::Error> write_own(int rank, const std::string& role);
 
  private:

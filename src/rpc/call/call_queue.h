@@ -15,7 +15,7 @@
 
 namespace distrain::rpc {
 
-/// A call that has arrived and not begun.
+/// A call that has arrived but has not begun.
 struct QueuedCall {
   int from = -1;
   uint32_t incarnation = 0;  ///< of the calling rank
@@ -24,13 +24,13 @@ struct QueuedCall {
   std::shared_ptr<InMessage> message{};  ///< if this rank called itself
   net::InFrame frame{};                  ///< otherwise
   std::shared_ptr<DeviceReceive> device_receive{};
-  uint64_t credit = 0;       ///< that the call took
-  bool is_given_up = false;  ///< by its caller: the call only has to be released
-  bool is_parked = false;    ///< in its queue, until its caller has read more replies
+  uint64_t credit = 0;       ///< credit that the call took
+  bool is_given_up = false;  ///< the caller has given up: only release the call
+  bool is_parked = false;    ///< waits until its caller has read more replies
 };
 
-/// The calls that wait for a thread, in order of arrival. Calls of ranks that do not read their
-/// replies are parked, for each rank. Thread-safe.
+/// Calls that wait for a thread, in order of arrival. If a rank does not read its replies, its
+/// calls are parked in a queue of that rank. Thread-safe.
 class CallQueue {
  public:
   void push(QueuedCall&& call) {
@@ -43,7 +43,7 @@ class CallQueue {
     }
     if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
-  /// Takes the first call whose rank is not `blocked(rank)`, and parks the calls before it.
+  /// Removes and returns the first call whose rank is not blocked. Parks the calls before it.
   template <class F>
   std::optional<QueuedCall> pop(const F& blocked) {
     std::lock_guard lock(mutex_);
@@ -57,7 +57,7 @@ class CallQueue {
     }
     return std::nullopt;
   }
-  /// Takes the first parked call of rank `from`, unless blocked; also returns if more are parked.
+  /// Pops the first parked call of rank `from`, unless blocked. `second` tells if more are parked.
   template <class F>
   std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
     std::lock_guard lock(mutex_);
@@ -66,7 +66,7 @@ class CallQueue {
     std::optional<QueuedCall> call = take_locked(parked->second.begin());
     return {std::move(call), parked_.contains(from)};
   }
-  /// Takes the call `id` of rank `from`, if it is queued.
+  /// Removes and returns the call `id` of rank `from`, if it is queued.
   std::optional<QueuedCall> take(int from, uint64_t id) {
     std::lock_guard lock(mutex_);
     if (!has_index_) {
@@ -108,7 +108,7 @@ class CallQueue {
     if (has_index_) {
       auto& positions = index_[call->from];
       const auto known = positions.find(call->id);
-      // A faulty peer may have used one id twice.
+      // Compares positions, because a faulty peer may have used the same id for two calls.
       if (known != positions.end() && known->second == position) positions.erase(known);
     }
     std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
@@ -129,7 +129,7 @@ class CallQueue {
   std::list<QueuedCall> calls_;
   std::list<QueuedCall> spare_;                            // empty nodes for reuse
   std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
-  // By rank and id. Built when the first call is cancelled, and kept while calls wait.
+  // By rank and call id. Built at the first cancellation; dropped when no call is queued.
   std::unordered_map<int, std::unordered_map<uint64_t, Position>> index_;
   bool has_index_ = false;
 };

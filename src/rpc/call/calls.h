@@ -23,14 +23,14 @@ namespace distrain::rpc {
 
 enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
-/// Returns `timeout` as a call encodes it.
+/// Returns `timeout` in milliseconds, as it is encoded in a call; 0 means no timeout.
 inline uint32_t wait_ms(base::Duration timeout) {
   if (timeout == base::Duration::max()) return 0;
   const auto ms = std::chrono::ceil<std::chrono::milliseconds>(timeout).count();
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
-/// Returns `error` with this rank and function as origin, unless it has another origin.
+/// Returns `error` with this rank and function as origin, if its origin was not set.
 inline base::Error with_origin(base::Error error, int rank, const std::string& op) {
   if (error.rank < 0) error.rank = rank;
   if (error.op.empty()) error.op = op;
@@ -47,12 +47,12 @@ inline base::Tracer* tracer_of(const std::shared_ptr<base::Tracer>& tracer,
   return tracer.get();
 }
 
-/// Returns the id of a call in the trace, which both of its sides can compute.
+/// Returns a call's flow id in the trace, which both ranks of the call can compute.
 inline uint64_t flow_id(int caller, uint64_t call_id) {
   return (static_cast<uint64_t>(caller) << 40) | call_id;
 }
 
-/// Records one side of a call as a slice of this thread, with that side's end of the flow.
+/// Records one side of a call in the trace: a slice of this thread and one end of the call's flow.
 class CallSlice : public base::TraceSlice {
  public:
   explicit CallSlice(base::Tracer* tracer)
@@ -73,8 +73,8 @@ class CallSlice : public base::TraceSlice {
   explicit operator bool() const { return lane_ != nullptr; }
 };
 
-/// The calls of this rank that wait for their reply. Each ends once: by its reply, its deadline or
-/// the loss of its peer, whichever is first. Thread-safe.
+/// This rank's calls that wait for a reply. Each ends exactly once: by its reply, its deadline or
+/// the loss of its peer. Thread-safe.
 class PendingCalls {
  public:
   struct Call {
@@ -84,14 +84,14 @@ class PendingCalls {
     base::TimePoint started;
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
-    uint64_t autograd_id = 0;         // of its arguments, in the context
-    bool is_remote = false;           // its reply has no value
+    uint64_t autograd_id = 0;         // of the arguments' send node in `context`
+    bool is_remote = false;           // a remote() call: the reply has no value
     const char* traced_as = nullptr;  // the function's name if the call is traced, else null
     std::vector<std::shared_ptr<const void>> holds;  // keeps alive what the arguments refer to
   };
 
-  /// Called for each call that fails, before its future fails. May be called on the loop.
-  /// `given_up`: this rank no longer waits, but the peer may still run the call.
+  /// Called before a failed call's future fails; may run on the loop. If `given_up`, this rank no
+  /// longer waits, but the peer may still run the call.
   using OnFailure = std::function<void(uint64_t id, const Call& call, bool given_up)>;
 
   PendingCalls(net::Loop& loop, base::Executor& executor, int rank,
@@ -102,18 +102,18 @@ class PendingCalls {
         tracer_(std::move(tracer)),
         on_failure_(std::move(on_failure)) {}
 
-  /// Returns false, and fails the call, after fail_all().
+  /// Adds a waiting call. After fail_all(), fails the call and returns false instead.
   bool add(uint64_t id, Call call);
-  /// Take out, or fail, the call `id` if it went to `from` and still waits.
+  /// Both remove the call `id`, if it went to `from` and still waits. fail() also fails the call.
   std::optional<Call> take(uint64_t id, int from);
   void fail(uint64_t id, int from, base::Error error);
-  /// Sets the deadline of the call `id`, which had none, if it still waits.
+  /// Sets the deadline of the call `id`, which has none, if the call still waits.
   void set_deadline(uint64_t id, base::TimePoint deadline);
   bool is_waiting(uint64_t id) const {
     std::lock_guard lock(mutex_);
     return calls_.contains(id);
   }
-  /// Ends the call `id`, whose future nobody waits for any more.
+  /// Ends the call `id`, because nobody waits for its future any more.
   void give_up(uint64_t id, int to) {
     if (const auto call = take(id, to)) on_failure_(id, *call, true);
   }
@@ -121,9 +121,9 @@ class PendingCalls {
   std::vector<Wait> waits();
 
   void fail_all_to(int rank, const base::Error& error);
-  /// Also makes later calls fail at once.
+  /// Fails all waiting calls and, from now on, each new call.
   void fail_all(const base::Error& error);
-  /// Returns a future that is complete when no call waits. One at a time.
+  /// Returns a future that completes when no call waits. Only one may be in use at a time.
   base::Future<void> drained();
 
  private:
@@ -131,11 +131,11 @@ class PendingCalls {
 
   void expire_on_loop(base::TimePoint when);
   void arm_locked();
-  /// Takes a call out of `calls_` and ends it in the trace.
+  /// Removes a call from `calls_` and ends its slice in the trace.
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
-  /// Takes out the calls to `rank`; if it is -1, all calls.
+  /// Removes and returns the calls to `rank`, or all calls if `rank` is -1.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
-  /// Called with `mutex_` locked. Unlocks it before it completes the promise.
+  /// Must be called with `mutex_` locked. Unlocks it before completing the promise.
   void complete_if_drained(std::unique_lock<std::mutex> lock);
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false) {
     on_failure_(id, call, given_up);

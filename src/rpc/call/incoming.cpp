@@ -1,4 +1,4 @@
-// How AgentCore queues, runs and answers the calls of other ranks and of its own.
+// How AgentCore queues and runs calls, from other ranks and from itself, and answers them.
 #include <chrono>
 
 #include <fmt/format.h>
@@ -46,12 +46,12 @@ class ReplyImpl final : public Reply {
 
   const std::shared_ptr<OwnedValue>& target() const override { return created; }
 
-  std::shared_ptr<OwnedValue> created;  // by a remote() call
+  std::shared_ptr<OwnedValue> created;  // the value of a remote() call
   std::string function;                 // added to errors without one
   Budget::Work work;
 
  private:
-  /// Calls `answer(core)` if the caller is not lost, and returns the call's credit.
+  /// Calls `answer(core)` unless the caller is lost. Then releases the call's credit.
   template <class F>
   void end_call(const F& answer) {
     gate_->enter([&](AgentCore& core) {
@@ -83,14 +83,14 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
 void AgentCore::queue_call(QueuedCall&& call) {
   call.arrived = base::Clock::now();
   queued_calls_.push(std::move(call));
-  // Posts one task for each call. A task may find no call, because calls are cancelled or parked.
+  // Posts one task for each call. If calls were cancelled or parked, some tasks find no call.
   pool.post([this] {
     auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
     if (next) execute(std::move(*next));
   });
 }
 
-// Runs one parked call of rank `from`, and then the next, while there is room for replies.
+// Runs one parked call of rank `from` and posts the next one, while there is room for replies.
 void AgentCore::run_parked_call(int from) {
   auto [call, has_more] =
       queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
@@ -109,12 +109,12 @@ void AgentCore::cancel_call(int from, uint64_t id) {
 }
 
 void AgentCore::execute(QueuedCall&& call) {
-  if (closed_) return;  // callers learn of this rank's loss
+  if (closed_) return;  // callers are notified that this rank is lost
   const int from = call.from;
   std::shared_ptr<InMessage> message = std::move(call.message);
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;  // nobody waits for the result
-  // Before a call of a new process, the layers must have released the state of the lost one.
+  // Before the first call of a new process runs, layers must have released the lost one's state.
   if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
@@ -185,7 +185,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
     if (sent.ok()) return;
     rrefs->retract(reply.tickets);
     if (hook) hook->on_failed(context, reply.header.autograd_id);
-    // A lost caller needs no error.
+    // If the caller is lost, no error needs to be sent.
     if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
   } catch (...) {
     rrefs->retract(reply.tickets);

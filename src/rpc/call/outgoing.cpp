@@ -1,4 +1,4 @@
-// How AgentCore sends calls and takes their replies.
+// How AgentCore sends calls and receives their replies.
 #include <cstring>
 #include <functional>
 
@@ -20,7 +20,7 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
 
 }  // namespace
 
-/// Releases a reply that nobody opens because its caller gave up as it arrived. Thread-safe.
+/// Releases a reply that arrived while its caller gave up, so nobody opens it. Thread-safe.
 class UnopenedReply {
  public:
   UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
@@ -45,11 +45,11 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
   base::TimePoint deadline;
   uint64_t credit = kCallCost;
   Window* window = nullptr;
-  std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
-  size_t behind_wait = 0;  // bytes of the body from the caller's timeout to the end
+  std::shared_ptr<std::atomic<bool>> was_sent;  // set for a remote() call
+  size_t behind_wait = 0;                       // bytes of the body from its timeout field on
   bool has_credit = false;
 
-  // Replaces the timeout in `bytes`, which end with the body, by the time that is left.
+  // Overwrites the timeout in `bytes`, which end with the call's body, by the remaining time.
   void set_wait(wire::Bytes& bytes) const {
     if (deadline == base::kNever) return;
     const uint32_t left = wait_ms(deadline - base::Clock::now());
@@ -101,7 +101,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   return reply;
 }
 
-// Throws if the call cannot be encoded. Sets what `waiting` needs of the encoded call.
+// Encodes a call, or throws. Sets the members of `waiting` that depend on the encoded call.
 AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                                                const std::function<void(Encoder&)>& fill,
                                                const RRefHandle* target) {
@@ -128,7 +128,7 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   const bool is_control = call.function == kFailFunction;
   wire::FrameHeader header{.kind = wire::FrameKind::kCall, .call_id = call.id};
   if (is_control) header.channel = wire::kWithoutCredit;
-  // With gradients disabled, the caller records nothing, so the call is not part of its context.
+  // With gradients disabled, autograd records nothing, so the call belongs to no context.
   header.context_id = at::GradMode::is_enabled() ? current_context() : 0;
   try {
     static_cast<OutgoingMessage&>(call) = encode(call.to, header, std::cref(fill_call));
@@ -148,8 +148,8 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   return call;
 }
 
-// Encodes what `fill` puts as a message to rank `to`, and records its send node. If that throws,
-// the message has left no trace.
+// Encodes the values that `fill` writes as a message to rank `to`, and records its send node. If
+// encoding throws, undoes its side effects.
 AgentCore::OutgoingMessage AgentCore::encode(int to, wire::FrameHeader header,
                                              const std::function<void(Encoder&)>& fill) {
   const uint64_t context = header.context_id;
@@ -169,7 +169,7 @@ AgentCore::OutgoingMessage AgentCore::encode(int to, wire::FrameHeader header,
       return encoded;
     }
     for (at::Tensor& tensor : message.tensors) {
-      // Protects parameters from updates while their frame waits to be sent.
+      // Holds parameters, so that no update changes them while their frame waits to be sent.
       if (hook && tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
     }
     if (has_device_tensors(message)) {
@@ -187,7 +187,7 @@ AgentCore::OutgoingMessage AgentCore::encode(int to, wire::FrameHeader header,
   }
 }
 
-// Returns false, and fails the call, if this agent has ended.
+// Adds the call to `pending`. If this agent has ended, fails the call and returns false.
 bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
                               const std::shared_ptr<RRefHandle>& target) {
   const base::Future<RawReply> reply = waiting.promise.future();
@@ -229,7 +229,7 @@ void AgentCore::send_call(OutgoingCall call) {
               .credit = call.credit});
 }
 
-// Waits for the call's credit. Returns false if the call has failed or is no longer wanted.
+// Waits for the call's credit. Returns false if the call has failed or was given up.
 bool AgentCore::await_credit(OutgoingCall& call) {
   base::Status taken = base::Unit{};
   try {
@@ -241,7 +241,7 @@ bool AgentCore::await_credit(OutgoingCall& call) {
                       membership::rank_text(call.to, peers.name(call.to)), taken.error().message),
           call.to};
     }
-  } catch (const Exception& e) {  // no thread is left that could wait
+  } catch (const Exception& e) {  // the thread pool has no thread left to wait
     taken = e.error();
   }
   if (!taken.ok()) {
@@ -258,7 +258,7 @@ bool AgentCore::await_credit(OutgoingCall& call) {
   return true;
 }
 
-// Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
+// Sends a call from a worker or a timer. If the caller gives up meanwhile, also sends a cancel.
 void AgentCore::send_deferred(OutgoingCall& call) {
   if (!pending.is_waiting(call.id)) {
     call.window->give_back(call.credit);
@@ -280,13 +280,13 @@ void AgentCore::send_deferred(OutgoingCall& call) {
   if (sent.ok() && !pending.is_waiting(call.id)) send_cancel(call.id, call.to);
 }
 
-// Sends the error of a remote() call to its owner, which may not know of the call, but may have
-// received its RRef from ranks that now wait for the value.
+// Sends the error of a failed remote() call to the owner of its value. The owner may not have got
+// the call, but ranks to which the RRef was sent may wait for the value there.
 void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                                       bool was_sent) {
   const bool is_given_up =
       error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
-  if (was_sent && is_given_up) return;  // the owner has the call
+  if (was_sent && is_given_up) return;  // the owner has received the call
   if (target->is_owner() || error.kind == ErrorKind::kPeerLost) return;
   executor.post([this, target, error] {
     try {
@@ -310,8 +310,8 @@ void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sen
   pending.fail(call.id, call.to, std::move(error));
 }
 
-// Sends a message with device tensors. A device failure counts as this rank's, whichever rank made
-// the call.
+// Sends a message with device tensors. A device failure is this rank's error, even if the message
+// is a reply to another rank.
 base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
                                          const DeviceSend::StillWanted& still_wanted) {
   try {
@@ -327,7 +327,7 @@ base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
 
 void AgentCore::send_cancel(uint64_t id, int to) {
   if (to == options.rank) return cancel_call(to, id);
-  // A lost rank needs no message.
+  // If the rank is lost, no cancel needs to be sent.
   static_cast<void>(send_control(to, wire::FrameKind::kCancel, id));
 }
 

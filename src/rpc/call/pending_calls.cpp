@@ -28,8 +28,8 @@ void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
   arm_locked();
 }
 
-// Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
-// the usual timeout is due later than the current timer, so it does not wake up the loop.
+// Sets a timer for the earliest deadline, unless a timer is set for an earlier time. So a call with
+// the usual timeout does not wake up the loop. Replaced timers still expire, without effect.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;
@@ -106,7 +106,7 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
     fail_taken(id, call, {base::ErrorKind::kDeadline, text, call.to, call.function}, true);
   }
   if (expired.empty()) return;
-  // Arguments may own user objects, which must not be destroyed on the loop.
+  // Destroys the calls on a worker, because their arguments may own user objects.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
   complete_if_drained(std::unique_lock(mutex_));
 }

@@ -24,7 +24,7 @@ void make_current(c10::Device device) noexcept {
   try {
     const VirtualGuardImpl devices(device.type());
     if (devices.getDevice() != device) devices.setDevice(device);
-  } catch (...) {  // the work that follows fails, too
+  } catch (...) {  // later device work reports the error
   }
 }
 
@@ -40,8 +40,8 @@ StreamPoint StreamPoint::mark(c10::Device device) {
   return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
 }
 
-// Uses DeviceGuards because CUDA events restore the thread's device by cudaSetDevice, and a query
-// uses the thread's device. On a thread that has set no device, both create a context on cuda:0.
+// Uses DeviceGuards, because CUDA events restore the thread's current device and event queries use
+// it. On a thread that has set no device, both would create a context on cuda:0.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
   const c10::DeviceGuard guard(stream.device());
   StreamPoint point;
@@ -190,7 +190,7 @@ namespace {
 
 std::atomic<c10::DeviceType> type_in_use{c10::DeviceType::CPU};  // CPU: none in use
 
-// Returns this thread's current streams, without those that are their device's default stream.
+// Returns this thread's current stream of each device, unless it is the default stream.
 std::vector<c10::Stream> own_streams() {
   const c10::DeviceType type = type_in_use;
   if (type == c10::DeviceType::CPU) return {};
@@ -253,7 +253,7 @@ base::Task under_this_thread(base::Task task) {
   std::vector<c10::Stream> streams = own_streams();
   if (streams.empty()) return task;
   return [streams = std::move(streams), task = std::move(task)]() mutable {
-    // The worker's default stream already follows the work that completed the future.
+    // The worker's default stream already waits for the work that completed the future.
     follow_default_streams(streams);
     const c10::MultiStreamGuard guard(streams);
     task();

@@ -38,7 +38,7 @@ int count_of(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
-// Returns `device` with an index: its own, or one chosen by `rank`.
+// Returns `device` with its own index or, if it has none, with an index computed from `rank`.
 c10::Device with_index(c10::Device device, int rank) {
   if (device.is_cpu() || device.has_index()) return device;
   const int count = count_of(device.type());
@@ -57,7 +57,7 @@ std::string who(const std::vector<std::string>& names, size_t rank) {
   return membership::rank_text(static_cast<int>(rank), names[rank]);
 }
 
-// Returns the first map for `peer` whose `member` is `device`, or null.
+// Returns the first map for `peer` whose device `member` equals `device`; null if none does.
 const RankDevices::Map* find_map(const RankDevices& of, const std::string& peer,
                                  DeviceRef RankDevices::Map::*member, DeviceRef device) {
   const auto map = std::ranges::find_if(of.maps, [&](const RankDevices::Map& entry) {
@@ -70,8 +70,8 @@ bool maps_to(const RankDevices& from, const std::string& peer) {
   return std::ranges::find(from.maps, peer, &RankDevices::Map::peer) != from.maps.end();
 }
 
-// Returns true if each rank's own device is mapped to the other's by default: both are
-// accelerators, and no map between the two ranks names either.
+// Returns true if the two ranks' own devices are mapped to each other by default: both are
+// accelerators, and no map between the two ranks names one of them.
 bool homes_meet(const RankDevices& a, const std::string& a_name, const RankDevices& b,
                 const std::string& b_name) {
   if (a.home.is_cpu() || b.home.is_cpu()) return false;
@@ -105,7 +105,7 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
       return refuse("another entry has one of the two: maps are one to one");
     }
   }
-  // A reply uses the peer's map for this rank, if there is one; otherwise this map in reverse.
+  // A reply uses the peer's map for this rank. Without such a map, it uses this map in reverse.
   if (maps_to(devices[peer], names[rank]) &&
       !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
     return refuse(fmt::format("no way back for a reply, as the map of {} for '{}' has no {}",
@@ -136,8 +136,8 @@ std::string device_text(DeviceRef device) {
   return c10::Device(c10_type(device.type), static_cast<c10::DeviceIndex>(device.index)).str();
 }
 
-// Returns the first error in the device maps of a job, if any: a device that does not exist, two
-// devices mapped to one, or no way back for a reply.
+// Returns the first error in a job's device maps, if any: a device that does not exist, two devices
+// mapped to the same one, or a missing way back for a reply.
 static std::optional<Error> check_device_maps(const std::vector<std::string>& names,
                                               const std::vector<RankDevices>& devices) {
   for (size_t rank = 0; rank < devices.size(); ++rank) {
@@ -173,7 +173,7 @@ RankDevices DeviceTable::freeze() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
-  // Other ranks' maps may name devices of this rank, even if it has no device or map of its own.
+  // Without an own device or map, uses any available type: other ranks' maps may name its devices.
   for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
     if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
   }

@@ -5,9 +5,9 @@
 
 namespace distrain::rpc {
 
-/// Converts a device of this process. Throws `protocol` if it does not exist.
+/// Converts a wire device to a device of this process. Throws `protocol` if it does not exist.
 c10::Device to_c10(wire::DeviceRef device);
-/// Converts a device. Throws `invalid` if tensors on such a device cannot be sent.
+/// Converts a device for the wire. Throws `invalid` if tensors on the device cannot be sent.
 wire::DeviceRef to_wire(c10::Device device);
 std::string device_text(wire::DeviceRef device);
 
@@ -17,13 +17,13 @@ class DeviceTable {
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);
   /// Sets this rank's device. Throws `invalid` after freeze().
   void set_home(c10::Device home);
-  /// Fixes this rank's device and maps, and returns what the other ranks need to know. Queries this
-  /// process's devices, so it must not run on the loop. Throws `invalid` if tensors on a device of
-  /// this type cannot be sent.
+  /// Fixes this rank's device and maps, and returns what the other ranks must know about them. Must
+  /// not run on the loop, because it queries the devices. Throws `invalid` if tensors on a device
+  /// of this type cannot be sent.
   wire::RankDevices freeze();
-  /// Sets the devices of all ranks, once; functions that need them wait until then.
+  /// Sets the devices of all ranks, once. Functions that need these devices wait until then.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
-  /// Replaces the devices of `rank`, which has a new process. Throws as learn() does.
+  /// Replaces the devices of `rank`, which has a new process. Throws in the same cases as learn().
   void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
@@ -31,7 +31,7 @@ class DeviceTable {
     std::lock_guard lock(mutex_);
     return home_;
   }
-  /// Returns the device of any rank. Waits for learn().
+  /// Returns the own device of any rank. Waits for learn().
   wire::DeviceRef home_of(int rank) const {
     known_.wait();
     return all()->at(static_cast<size_t>(rank)).home;
@@ -42,7 +42,7 @@ class DeviceTable {
 
  private:
   using All = std::vector<wire::RankDevices>;
-  /// The result is never modified.
+  /// Returns an immutable snapshot of the devices of all ranks.
   std::shared_ptr<const All> all() const {
     std::lock_guard lock(mutex_);
     return all_;
@@ -63,14 +63,14 @@ class DeviceTable {
 // [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// Makes these functions, and futures that are completed, consider the streams of devices of this
-/// type. A process uses accelerators of one type.
+/// Sets the type of the devices whose streams these functions, and completed futures, keep in
+/// order. All accelerators that a process uses have the same type.
 void use_streams_of(c10::DeviceType type);
 
-/// Wraps a continuation so that it runs with the streams of the thread that registers it.
+/// Wraps a continuation so that it runs with the current streams of the thread that calls this.
 base::Task under_this_thread(base::Task task);
 
-/// Orders this thread's own streams after the work that workers put into the default streams.
+/// Makes this thread's own streams wait for the work that workers put into the default streams.
 void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

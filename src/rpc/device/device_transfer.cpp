@@ -16,11 +16,11 @@ namespace distrain::rpc {
 
 // ---- DeviceStager ----
 
-constexpr size_t kMaxIdleBlocks = 256;  // kept for reuse
-constexpr size_t kMaxRestocked = 64;    // for received chunks
-constexpr size_t kMaxReleased = 16;     // before release_at() looks for completed copies
+constexpr size_t kMaxIdleBlocks = 256;  // blocks kept for reuse
+constexpr size_t kMaxRestocked = 64;    // blocks allocated for received chunks
+constexpr size_t kMaxReleased = 16;     // above it, release_at() looks for completed copies
 
-/// The idle host blocks, kept because pinned memory is expensive to allocate and to free.
+/// Idle host blocks, kept because allocating and freeing pinned memory is expensive.
 struct DeviceStager::Shelf {
   std::mutex mutex;
   std::vector<at::Tensor> idle;  // uint8 [kChunkBytes] each
@@ -81,7 +81,7 @@ void DeviceStager::restock(c10::Device device, size_t frames) {
       static_cast<void>(
           Shelf::lend(shelf_, pinned_bytes(device, static_cast<int64_t>(kChunkBytes)), 0));
     }
-  } catch (const c10::Error&) {  // pageable memory serves as well
+  } catch (const c10::Error&) {  // received chunks will use pageable memory
   }
 }
 
@@ -138,7 +138,7 @@ base::Task DeviceReceive::add_chunk_on_loop(net::InFrame frame) {
   std::shared_ptr<IncomingTransfer> transfer;
   {
     std::lock_guard lock(mutex_);
-    if (header.payload_bytes == 0) {  // the sender has given up on it
+    if (header.payload_bytes == 0) {  // the sender has given up the transfer
       auto given_up = open_.extract(header.call_id);
       if (given_up.empty()) return {};
       return [transfer = std::move(given_up.mapped())]() mutable { transfer.reset(); };
@@ -249,7 +249,7 @@ DeviceSend::DeviceSend(DeviceStager& stager, OutMessage message, wire::FrameHead
       message_(std::move(message)),
       header_(header),
       sending_(stager.new_blocks_sent()) {
-  // Aliases that autograd does not record.
+  // Turns autograd off, because it must not record the aliases made here.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   std::vector<Piece> rests;
   for (DeviceGroup& group : group_by_device(describe(message_))) {
@@ -287,7 +287,7 @@ DeviceSend::Transfer DeviceSend::make_transfer(DeviceGroup group) const {
   Transfer transfer{std::move(group), 0, device, {}};
   for (const size_t i : transfer.group.tensors) {
     const at::Tensor& tensor = message_.tensors[i];
-    if (tensor.device() != device) {  // only `device` is waited for
+    if (tensor.device() != device) {  // the caller waits only for `device`
       throw base::Exception(base::ErrorKind::kInternal,
                             fmt::format("tensors of {} and of {} are to go to the same device",
                                         device.str(), tensor.device().str()));

@@ -14,17 +14,17 @@
 
 namespace distrain::rpc {
 
-/// Size of the pieces in which device tensors are sent. One is copied while another is being sent.
+/// Size of the chunks of a device tensor. One chunk is copied while another is being sent.
 inline constexpr uint64_t kChunkBytes = uint64_t{1} << 20;
 
-/// Returns the bytes of a transfer that precede the message in chunks. The rest, at most a chunk,
-/// is in the message's payload.
+/// Returns how many of a transfer's bytes are sent in chunks before the message. The rest, at most
+/// one chunk, is in the message's payload.
 constexpr uint64_t chunked_bytes(uint64_t bytes) {
   return bytes == 0 ? 0 : (bytes - 1) / kChunkBytes * kChunkBytes;
 }
 
-/// The tensors of a message for one device of the receiver. They are packed into one transfer, each
-/// at a multiple of 64 bytes.
+/// A message's tensors for one device of the receiver. They are packed into one transfer, each at
+/// an offset that is a multiple of 64 bytes.
 struct DeviceGroup {
   wire::DeviceRef device;       ///< of the receiver
   std::vector<size_t> tensors;  ///< indices in the message
@@ -32,17 +32,17 @@ struct DeviceGroup {
 };
 std::vector<DeviceGroup> group_by_device(const std::vector<wire::TensorDesc>& tensors);
 
-/// Counts a message's host blocks that the network still uses.
+/// Counts the host blocks of one message that the network still uses.
 class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
  public:
-  /// Shared by all messages of one stager.
+  /// Shared by all messages of one DeviceStager.
   struct Gate {
     std::mutex mutex;
     std::condition_variable returned;
-    bool open = false;  // true: nobody waits any more
+    bool open = false;  // true: await_fewer_than() returns at once
   };
   explicit BlocksSent(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
-  /// Counts `block` until the last copy of the result is destroyed. The result owns the block.
+  /// Counts `block`, which the result owns, until the last copy of the result is destroyed.
   std::shared_ptr<const void> count(base::BufferPtr block) {
     {
       std::lock_guard lock(gate_->mutex);
@@ -56,7 +56,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
               self->gate_->returned.notify_all();
             }};
   }
-  /// Blocks this thread. Throws `overloaded` if the thread pool has no other thread left.
+  /// Blocks until fewer blocks are counted. Throws `overloaded` if the thread pool is exhausted.
   void await_fewer_than(size_t number) {
     const auto may_go_on = [&] { return number_ < number || gate_->open; };
     {
@@ -73,12 +73,12 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
   size_t number_ = 0;  // guarded by the gate's mutex
 };
 
-/// Copies between devices and network buffers, on streams of their own. One for each agent.
-/// Thread-safe; no function blocks the loop.
+/// Copies between devices and network buffers, on its own streams. Each agent has one. Thread-safe;
+/// no function blocks the loop.
 class DeviceStager {
  public:
   DeviceStager();
-  /// Waits for copies in progress, because they use host blocks that this object keeps.
+  /// Waits for copies in progress, because they use host blocks that this object owns.
   ~DeviceStager() {
     for (const auto& [point, memory] : released_) point.wait_in_destructor();
   }
@@ -86,16 +86,16 @@ class DeviceStager {
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
   /// Returns pinned memory of `size` bytes, at most a chunk. Throws `resources`. Not for the loop.
   base::BufferPtr host_block(c10::Device device, size_t size);
-  /// Returns an idle block, or null if there is none. For the loop.
+  /// Returns an idle block, or null if there is none. May run on the loop.
   base::BufferPtr idle_host_block(size_t size);
-  /// Keeps `memory` until a device has reached `point`.
+  /// Keeps `memory` alive until the device has reached `point`.
   void release_at(StreamPoint point, base::BufferPtr memory);
-  /// Allocates a block, up to a limit, for each of the last `frames` chunks that were received
-  /// without an idle block. On a worker.
+  /// Allocates blocks, up to a limit: one for each of the last `frames` chunks that were received
+  /// when no block was idle. Must run on a worker.
   void restock(c10::Device device, size_t frames);
 
   std::shared_ptr<BlocksSent> new_blocks_sent() { return std::make_shared<BlocksSent>(sending_); }
-  /// Ends all waits of await_fewer_than(), when the agent ends.
+  /// Ends all waits in await_fewer_than(), because the agent ends.
   void stop_waiting() {
     std::lock_guard lock(sending_->mutex);
     sending_->open = true;
@@ -126,15 +126,15 @@ class DeviceStager {
   const std::shared_ptr<BlocksSent::Gate> sending_ = std::make_shared<BlocksSent::Gate>();
 };
 
-/// The limit for one rank's unfinished transfers; a call with one more fails with `overloaded`.
+/// Maximum number of one rank's unfinished transfers. One more call fails with `overloaded`.
 inline constexpr size_t kMaxOpenTransfers = 1024;
 
 /// A transfer that is being received: its chunks are copied to the device as they arrive.
 class IncomingTransfer {
  public:
-  /// Returns credit of a call that will not begin.
+  /// Called to release the credit of a call that will not begin.
   using Return = std::function<void(uint64_t bytes)>;
-  /// With an `error`, which finish() throws, its chunks are dropped.
+  /// If `error` is set, drops all chunks, and finish() throws the error.
   IncomingTransfer(DeviceStager& stager, wire::DeviceRef device, uint64_t bytes,
                    std::optional<base::Error> error = {})
       : stager_(stager), device_(device), bytes_(bytes), error_(std::move(error)) {}
@@ -144,23 +144,23 @@ class IncomingTransfer {
   IncomingTransfer(const IncomingTransfer&) = delete;
   IncomingTransfer& operator=(const IncomingTransfer&) = delete;
 
-  /// Holds `bytes` of credit until take_credit(), or returns it when destroyed.
+  /// Holds credit until take_credit(). If nobody takes it, the destructor calls `give_back`.
   void hold_credit(uint64_t bytes, Return give_back) {
     credit_ = bytes;
     return_ = std::move(give_back);
   }
   uint64_t take_credit() { return std::exchange(credit_, 0); }
-  /// Returns true if copy_queued() has to be called. On the loop.
+  /// Adds a chunk. Returns true if copy_queued() must be called. Runs on the loop.
   bool add_on_loop(net::InFrame frame) {
     received_ += frame.payload.size();
     std::lock_guard lock(queue_mutex_);
     queue_.push_back(std::move(frame));
     return !std::exchange(copying_, true);
   }
-  /// Enqueues the copies of received chunks in the device's stream. On a worker.
+  /// Enqueues the copies of received chunks in the device's stream. Must run on a worker.
   void copy_queued();
-  /// Takes the last bytes, which came with the message. Returns the whole transfer as bytes, and
-  /// the point after which it is complete. Throws the error of a failed copy.
+  /// Takes the last bytes, which came with the message. Returns the whole transfer as a byte tensor
+  /// and the point at which it is complete. Throws the error of a failed copy.
   std::pair<at::Tensor, StreamPoint> finish(std::span<const uint8_t> rest);
 
   wire::DeviceRef device() const { return device_; }
@@ -189,24 +189,24 @@ class IncomingTransfer {
   std::optional<base::Error> error_;  // guarded by copy_mutex_
 };
 
-/// Returns the credit that a frame takes as the first of a transfer; 0 for any other frame.
+/// If a frame is the first of a transfer, returns the credit that the transfer takes; else 0.
 uint64_t credit_of_transfer(const wire::FrameHeader& header);
 
-/// The transfers of one rank that precede their messages. Owned by the connection and by each
-/// message of that rank that is not decoded yet. So it is destroyed, with unclaimed transfers, when
-/// the rank is lost and the last of these messages is decoded.
+/// One rank's transfers that precede their messages. Owned by the connection and by that rank's
+/// undecoded messages. So the unclaimed transfers are destroyed when the rank is lost and the last
+/// of these messages is decoded.
 class DeviceReceive {
  public:
-  /// `give_back` is called on workers.
+  /// `give_back` is called on worker threads.
   DeviceReceive(DeviceStager& stager, int from, IncomingTransfer::Return give_back = {})
       : stager_(stager), from_(from), return_(std::move(give_back)) {}
 
-  /// Takes a chunk. Throws `protocol` if it does not fit its transfer. Returns a task for a worker,
-  /// if one is needed: the loop neither copies nor frees device memory.
+  /// Takes a chunk. Throws `protocol` if it does not fit its transfer. May return a task to run on
+  /// a worker, because the loop must not copy or free device memory.
   base::Task add_chunk_on_loop(net::InFrame frame);
   /// Takes out the transfer `id`. Throws `protocol` if it is incomplete, or not as described.
   std::shared_ptr<IncomingTransfer> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
-  /// Releases incomplete transfers, when no more chunks will come.
+  /// Releases incomplete transfers. Called when no more chunks can arrive.
   void drop_incomplete();
 
  private:
@@ -217,31 +217,31 @@ class DeviceReceive {
   std::map<uint64_t, std::shared_ptr<IncomingTransfer>> open_;
 };
 
-/// Limits for the blocks of one message: those being copied to, and those queued in the network.
+/// Limits for one message's blocks: being copied to, and queued in the network.
 inline constexpr size_t kCopiesAhead = 8;
 inline constexpr size_t kMaxSending = 8;
 
-/// Sends a message with tensors on devices.
+/// Sends a message with device tensors.
 class DeviceSend {
  public:
-  /// Enqueues the first copies, after the work in this thread's current streams. `new_transfer`
+  /// Enqueues the first copies, behind the work in this thread's current streams. `new_transfer`
   /// returns the number of a new transfer. Throws `invalid` if a transfer is too large.
   DeviceSend(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
              const std::function<uint64_t()>& new_transfer);
   DeviceSend(const DeviceSend&) = delete;
   DeviceSend& operator=(const DeviceSend&) = delete;
 
-  /// Returns the bytes that are not sent yet, as the receiver counts them for credit.
+  /// Returns the unsent bytes, as the receiver counts them for credit.
   uint64_t bytes_left() const { return bytes_left_; }
-  /// Called before the message itself is sent, whose body it may change; false cancels the message.
+  /// Called before the message itself is sent. May change its body. Returns false to cancel it.
   using StillWanted = std::function<bool(wire::Bytes& body)>;
-  /// Sends the chunks as their copies complete, then the message. Blocks, so it must not run on the
-  /// loop. Returns `cancelled` if `still_wanted` is false. Throws the error of a failed copy.
+  /// Sends the chunks as their copies complete, then the message. Must not run on the loop, because
+  /// it blocks. Returns `cancelled` if `still_wanted` is false. Throws the error of a failed copy.
   base::Status send(const std::function<base::Status(net::OutFrame)>& send,
                     const StillWanted& still_wanted = {});
 
  private:
-  // A part of a transfer. Waits in its destructor because a copy uses the tensors and the block.
+  // A part of a transfer. The destructor waits, because a copy uses the tensors and the block.
   struct Piece {
     ~Piece() { copied.wait_in_destructor(); }
     size_t transfer = 0;

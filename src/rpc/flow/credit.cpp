@@ -47,7 +47,7 @@ void Window::dequeue(const Waiter& waiter) {
   send_requests();
 }
 
-// Takes all or nothing, because a thread that sees a part taken for a moment would wait in vain.
+// Takes all or nothing: taking a part for a moment could make another thread wait in vain.
 bool Window::take_at_once(uint64_t bytes) {
   uint64_t available = available_.load();
   while (available >= bytes) {
@@ -56,7 +56,7 @@ bool Window::take_at_once(uint64_t bytes) {
   return false;
 }
 
-// Returns nothing if the other rank is up to date.
+// Returns the next request to send, or nothing if the other rank already knows this state.
 std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = last_request_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
@@ -78,7 +78,7 @@ std::optional<Window::Request> Window::next_request_locked() {
   return last_request_;
 }
 
-// Sends requests on one thread, which checks again afterwards, so the last request is current.
+// Sends requests on one thread, which checks the state again after each, so the last is current.
 void Window::send_requests() {
   std::unique_lock lock(mutex_);
   if (std::exchange(is_sending_, true)) return;
@@ -146,7 +146,7 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   return grants;
 }
 
-// Keeps the credit of a call beyond the limit, unless no other call has begun.
+// Takes back the credit of a call that begins, unless other begun calls leave no room for it.
 Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
   Grants grants;
   work.from = from;
@@ -225,7 +225,7 @@ void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) 
   serve_pool_locked(grants);
 }
 
-// Grants credit within the rank's window, or puts a rank that waits for the pool into the order.
+// Grants credit within the rank's window, or queues the rank if it waits for the pool.
 void Budget::update_locked(int rank, Grants& grants) {
   Peer& peer = at(rank);
   leave_order_locked(rank);

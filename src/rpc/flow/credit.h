@@ -64,21 +64,21 @@ namespace distrain::rpc {
 // reply must get it. But a call begins only while less than W bytes of replies to its caller are
 // unwritten. So a rank keeps at most N*W bytes of replies, and one more for each running function.
 
-/// The cost of a call in addition to its bytes, which limits the number of small calls.
+/// Added to a call's bytes to get its cost. This limits the number of small calls.
 inline constexpr uint64_t kCallCost = 1024;
-/// The initial credit for calls to one rank. A budget for N ranks has at least 2 * N times as much.
+/// Initial credit for calls to one rank. A budget for N ranks is at least 2 * N times as large.
 inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 
-/// The credit of this rank for calls to one other rank. Thread-safe.
+/// This rank's credit for calls to one other rank: see Note [Credit]. Thread-safe.
 class Window {
  public:
-  /// Bytes since the beginning: spent or returned; wanted (0: no call waits); returned unused.
+  /// Totals in bytes: spent or returned; wanted (0: no call waits); returned without being used.
   struct Request {
     uint64_t spent = 0;
     uint64_t target = 0;
     uint64_t returned = 0;
   };
-  /// Sends a request to the other rank. May call this object.
+  /// Sends a request to the other rank. May call this Window again.
   using Ask = std::function<void(const Request&)>;
 
   struct Waiter {
@@ -88,14 +88,14 @@ class Window {
   };
 
   explicit Window(Ask ask) : ask_(std::move(ask)) {}
-  /// Takes `bytes` if they are available and no call waits.
+  /// Takes `bytes` and returns true, if they are available and no call waits; else returns false.
   bool try_take(uint64_t bytes) {
     return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
   }
-  /// Takes `bytes`, waiting until `deadline`. Fails with `overloaded` or the error of fail();
-  /// throws `overloaded` if the thread pool has no other thread left.
+  /// Takes `bytes`, or waits for them until `deadline`. Fails with `overloaded`, or with the error
+  /// of fail(). Throws `overloaded` if the thread pool has no other thread left to wait.
   base::Status take(uint64_t bytes, base::TimePoint deadline);
-  /// Returns credit that was taken for a call that is not sent.
+  /// Adds back credit that was taken for a call that was not sent after all.
   void give_back(uint64_t bytes) {
     if (bytes == 0) return;
     {
@@ -104,7 +104,7 @@ class Window {
     }
     send_requests();
   }
-  /// Takes a grant of `bytes` from the other rank, whose windows have `size` bytes.
+  /// Adds the `bytes` that the other rank has granted. Each window of that rank has `size` bytes.
   void grant(uint64_t bytes, uint64_t size) {
     {
       std::lock_guard lock(mutex_);
@@ -115,15 +115,15 @@ class Window {
     }
     send_requests();
   }
-  /// Fails all waiting and later calls of take().
+  /// Fails all calls of take(), those that wait and later ones.
   void fail(const base::Error& error);
-  /// Returns when the first waiting call began to wait.
+  /// Returns when the first waiting call began to wait, or nothing if no call waits.
   std::optional<base::TimePoint> waiting_since() const {
     std::lock_guard lock(mutex_);
     if (waiters_.empty()) return std::nullopt;
     return waiters_.front()->since;
   }
-  // The steps of take(). The address of `waiter` must stay valid from enqueue() to dequeue().
+  // The steps of take(). `waiter` must not move between enqueue() and dequeue().
   void enqueue(Waiter& waiter) {
     {
       std::lock_guard lock(mutex_);
@@ -132,7 +132,7 @@ class Window {
     }
     send_requests();
   }
-  /// Returns true if `waiter` was the first and has taken its credit.
+  /// If `waiter` is the first and its credit is available, takes the credit and returns true.
   bool try_serve(const Waiter& waiter) {
     std::lock_guard lock(mutex_);
     return try_serve_locked(waiter);
@@ -151,25 +151,25 @@ class Window {
   std::atomic<uint64_t> available_{kFirstCredit};
   std::atomic<bool> is_contended_{false};  // a call waits, or fail() was called: use the lock
   mutable std::mutex mutex_;
-  std::deque<Waiter*> waiters_;      // in order of service
-  uint64_t granted_ = kFirstCredit;  // since the beginning
-  uint64_t returned_ = 0;            // unused, since the beginning
+  std::deque<Waiter*> waiters_;      // the first is served next
+  uint64_t granted_ = kFirstCredit;  // total since the beginning
+  uint64_t returned_ = 0;            // total that was returned unused
   uint64_t size_ = kFirstCredit;
   Request last_request_;
   bool is_sending_ = false;  // one thread at a time sends requests
   std::optional<base::Error> failed_;
 };
 
-/// Grants credit to all ranks for calls to this one. Thread-safe.
+/// Grants credit to all ranks for calls to this rank: see Note [Credit]. Thread-safe.
 class Budget {
  public:
   struct Grant {
     ProcessNumber to = 0;
     uint64_t bytes = 0;
   };
-  /// To be sent to those ranks. Usually empty.
+  /// Grants that the caller must send. Usually empty.
   using Grants = std::vector<Grant>;
-  /// The credit of a call that has begun. Must not move until end().
+  /// The credit of a call that has begun. Must not move before end().
   struct Work {
     ProcessNumber from = 0;
     uint64_t credit = 0;
@@ -183,25 +183,25 @@ class Budget {
   Budget(int ranks, uint64_t total, uint64_t per_peer);
 
   uint64_t window() const { return window_; }
-  /// Returns the credit that all ranks hold.
+  /// Returns the total credit that all ranks hold.
   uint64_t held() const {
     std::lock_guard lock(mutex_);
     return held_;
   }
-  /// Called when the rank is connected: grants its window.
+  /// Called when the rank is connected. Grants the rank its window.
   Grants open(ProcessNumber process);
-  /// Called when a call of `bytes` arrives. Returns false if its rank holds less credit.
+  /// Called when a call of `bytes` arrives. Returns false if the calling rank holds less credit.
   bool arrive(int rank, uint64_t bytes) {
     std::lock_guard lock(mutex_);
     Peer& peer = at(rank);
-    if (!peer.is_here) return true;  // its calls are not run
+    if (!peer.is_here) return true;  // a lost rank's calls are not run
     if (bytes > peer.held() - peer.used) return false;
     peer.used += bytes;
     return true;
   }
-  /// Throws `protocol` for a request that no Window sends.
+  /// Handles a request. Throws `protocol` if it is one that no Window would send.
   Grants ask(int rank, const Window::Request& request);
-  /// Returns the credit of a call that will not begin.
+  /// Takes back the credit of a call that was received but will not begin.
   Grants drop(ProcessNumber from, uint64_t bytes) {
     Grants grants;
     std::lock_guard lock(mutex_);
@@ -210,9 +210,9 @@ class Budget {
   }
   Grants begin(Work& work, ProcessNumber from, uint64_t credit);
   Grants end(Work& work);
-  /// Called when the rank is lost: takes its credit back.
+  /// Called when the rank is lost. Takes back the credit that it holds.
   Grants lose(int rank);
-  /// Called when a new process replaces the rank.
+  /// Called when a new process replaces the process of a lost rank.
   void renew(ProcessNumber process);
 
  private:
@@ -223,11 +223,11 @@ class Budget {
     bool is_hungry = false;
     bool is_in_order = false;
     uint64_t tag = 0;
-    uint64_t used = 0;  // by calls that have arrived
-    // Since the beginning:
+    uint64_t used = 0;  // credit of calls that have arrived
+    // Totals since the beginning:
     uint64_t granted = kFirstCredit;
     uint64_t returned = 0;
-    uint64_t unused = 0;  // returned unused
+    uint64_t unused = 0;  // total that was returned unused
     uint64_t spent = 0;
     uint64_t target = 0;
 
@@ -256,27 +256,27 @@ class Budget {
   const uint64_t total_;
   const uint64_t window_;
   const uint64_t pool_;
-  const uint64_t most_;  // limit of the credit of one rank
+  const uint64_t most_;  // maximum credit of one rank
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
   uint64_t held_;
   uint64_t pooled_ = 0;                       // the part of held_ beyond windows
   uint64_t now_ = 0;                          // tag of the last request that the pool served
   std::set<std::pair<uint64_t, int>> order_;  // ranks that wait for the pool, by tag
-  uint64_t begun_ = 0;                        // returned by calls that are not answered
+  uint64_t begun_ = 0;                        // credit returned by unanswered calls
   std::list<Work*> kept_;
 };
 
-/// Counts each rank's bytes of replies that the kernel has not taken yet. Thread-safe.
+/// Counts the reply bytes for each rank that the kernel has not accepted yet. Thread-safe.
 class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
  public:
-  /// Called on any thread when the unwritten reply bytes to `rank` have fallen below `limit`.
+  /// Called on any thread when the unwritten bytes for `rank` have fallen below `limit`.
   using OnRoom = std::function<void(int rank)>;
 
   UnwrittenReplies(int ranks, uint64_t limit, OnRoom on_room)
       : limit_(limit), on_room_(std::move(on_room)), bytes_(static_cast<size_t>(ranks)) {}
 
-  /// Counts `bytes` until the last copy of the result ends, which also keeps `also` alive.
+  /// Counts `bytes` until the result's last copy is destroyed. The result keeps `also` alive.
   std::shared_ptr<const void> count(int rank, uint64_t bytes, std::shared_ptr<const void> also);
   bool is_full(int rank) const { return bytes_[static_cast<size_t>(rank)] >= limit_; }
 

@@ -40,8 +40,8 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 
 using TransferPtr = std::shared_ptr<IncomingTransfer>;
 
-// Reads the numbers of the transfers and takes all of them before decoding, because after an error
-// no code would take the others.
+// Takes all transfers of a message before anything is decoded. If decoding failed first, nobody
+// would take the remaining transfers.
 std::vector<TransferPtr> take_transfers(const std::vector<DeviceGroup>& groups, wire::Reader& meta,
                                         DeviceStager& stager, DeviceReceive* device_receive) {
   std::vector<TransferPtr> taken;
@@ -72,12 +72,12 @@ std::vector<RRefTicket> read_tickets(wire::Reader& meta) {
   return tickets;
 }
 
-// Makes the device tensors of a message out of its transfers.
+// Builds the device tensors of a message from its transfers.
 void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& descs,
                     const std::vector<DeviceGroup>& groups,
                     const std::vector<TransferPtr>& transfers, std::span<const uint8_t> payload,
                     uint64_t begin) {
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // aliases that autograd does not record
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // autograd must not record aliases
   for (size_t g = 0; g < groups.size(); ++g) {
     const DeviceGroup& group = groups[g];
     const TransferPtr& transfer = transfers[g];
@@ -196,7 +196,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
   message.from = from;
   const uint32_t count = frame.header.tensor_count;
   wire::Reader meta(frame.meta);
-  // A larger count cannot be right; found before memory is allocated for it.
+  // Checks the count before memory is allocated for it: each descriptor has a minimum size.
   if (count > frame.meta.size() / wire::kMinTensorDescBytes) {
     wire::Reader::fail("more tensors than the message has room for");
   }
@@ -223,16 +223,16 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
   }
   const std::vector<TransferPtr> taken = take_transfers(groups, meta, stager, device_receive);
   message.tickets = read_tickets(meta);
-  // Before tensors are allocated, because RRefs must be received even if a device has no memory.
+  // Receives the RRefs first, so that this happens even if a device has no memory for tensors.
   if (receiver) receiver->receive(message);
   if (layout.bytes != frame.payload.size()) {
     wire::Reader::fail(
         fmt::format("a payload of {} bytes for tensors of {}", frame.payload.size(), layout.bytes));
   }
   message.tensors.resize(count);
-  // A small tensor of a large message is copied, so that keeping it does not keep the message.
-  // Copying 4 KiB takes no longer than making a tensor; of larger tensors, up to 64 KiB each, at
-  // most a sixteenth of the message is copied.
+  // Copies small tensors of a large message, so that a tensor that is kept does not keep the whole
+  // buffer. A copy of 4 KiB takes no longer than creating a tensor. Larger tensors, up to 64 KiB,
+  // are copied until the copies reach a sixteenth of the message.
   const uint64_t message_bytes = frame.header.body_bytes(), small_part = message_bytes / 16;
   uint64_t copied = 0;
   const auto is_copied = [&](uint64_t bytes) {

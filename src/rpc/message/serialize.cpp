@@ -14,7 +14,7 @@ namespace {
 
 using wire::DType;
 
-// The most common types first, because find() is a linear search.
+// The most common types come first, because find() searches linearly.
 constexpr std::pair<at::ScalarType, DType> kDTypes[] = {
     {at::kFloat, DType::kFloat32},
     {at::kLong, DType::kInt64},
@@ -67,7 +67,7 @@ std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
     return c10::str("a tensor of dtype ", tensor.scalar_type());
   }
   if (tensor.is_meta()) return "a tensor on the device meta";
-  // For example functorch's wrappers, lazily allocated zeros, and storage that was resized to 0.
+  // True for functorch's wrappers, lazily allocated zeros, and storage that was resized to 0.
   if (!is_sparse && (!tensor.has_storage() || (tensor.numel() > 0 && !tensor.storage().data()))) {
     return "a tensor without memory";
   }
@@ -76,17 +76,17 @@ std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
 
 namespace {
 
-// u8 that precedes a tensor in the body. Its elements are the message's next one or two tensors.
+// Precedes a tensor in the body (u8). The tensor's parts are the message's next 1 or 2 tensors.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
-// Returns `tensor` without gaps, row-major or channels-last, and not lazily conjugated or negated.
+// Returns `tensor` without gaps (row-major or channels-last) and without lazy conj or neg bits.
 at::Tensor make_plain(const at::Tensor& tensor) {
   const bool has_layout =
       tensor.is_contiguous() ||
       (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
       (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
   if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
-  // Autograd records these operations in the caller's grad mode, so gradients pass through them.
+  // Autograd records these operations, unless the caller disabled it, so gradients pass through.
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 
@@ -97,7 +97,7 @@ wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices,
   base::invalid("a tensor on " + tensor.device().str() + " where only the CPU's travel");
 }
 
-// Returns true if each index is within its dimension, which torch's own kernels do not check.
+// Returns true if each index is in the range of its dimension. Torch's kernels do not check this.
 bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
   const int64_t count = indices.size(1);
   const int64_t* at = indices.const_data_ptr<int64_t>();
@@ -110,7 +110,7 @@ bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
   return true;
 }
 
-// Returns true if indices are unique and sorted, as kernels that write in parallel rely on.
+// Returns true if the indices are sorted and unique. Kernels that write in parallel need this.
 bool are_increasing(const at::Tensor& indices) {
   const int64_t count = indices.size(1);
   const int64_t* at = indices.const_data_ptr<int64_t>();
@@ -139,7 +139,7 @@ void Encoder::put_tensor(const at::Tensor& tensor) {
     out.put(TensorTag::kDense);
     return add(make_plain(tensor), requires_grad);
   }
-  // The gradient flows through the values, which autograd provides for coalesced tensors only.
+  // Gradients flow through values(), which autograd provides only for coalesced tensors.
   const at::Tensor sparse = requires_grad ? tensor.coalesce() : tensor;
   out.put(TensorTag::kSparse);
   out.put(sparse.is_coalesced());
@@ -164,7 +164,7 @@ at::Tensor Decoder::get_tensor() {
       const std::vector<int64_t> sizes = wire::decode_sizes(in, wire::decode_dimensions(in), 1);
       const at::Tensor& indices = take();
       const at::Tensor& values = take();
-      // The checks of torch's own constructor, at less cost.
+      // Makes the same checks as torch's own constructor, at lower cost.
       const auto dims = static_cast<int64_t>(sizes.size());
       bool fits = indices.device() == values.device() && indices.dim() == 2 &&
                   indices.scalar_type() == at::kLong && values.dim() >= 1 &&
@@ -178,7 +178,7 @@ at::Tensor Decoder::get_tensor() {
       if (!are_in_range(readable, sizes)) {
         wire::Reader::fail("a sparse tensor with an index beyond its size");
       }
-      const c10::OptionalDeviceGuard guard(at::device_of(values));  // the current device gets it
+      const c10::OptionalDeviceGuard guard(at::device_of(values));  // for the tensor below
       const at::AutoGradMode recording(values.requires_grad());
       return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
                                            values.options().layout(at::kSparse),
@@ -188,7 +188,7 @@ at::Tensor Decoder::get_tensor() {
   wire::Reader::fail("an unknown kind of tensor");
 }
 
-// Format: u8 wire::DType · the value, 8 bytes for each part.
+// Format: u8 wire::DType, then the value: 8 bytes for the real and for any imaginary part.
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
   if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
   encoder.out.put(to_dtype(value.type()));

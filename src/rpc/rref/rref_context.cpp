@@ -6,8 +6,8 @@
 
 namespace distrain::rpc {
 
-// Limit for values that are referred to, but whose creating calls have not arrived. By default, the
-// credit of a rank (AgentOptions::peer_budget) admits fewer calls at a time.
+// Limit for values with references whose creating call has not arrived. By default, a rank's credit
+// (AgentOptions::peer_budget) admits fewer calls than this at a time.
 constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 // ---- RRefHandle ----
@@ -38,7 +38,7 @@ void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   encoder.rrefs->encode(encoder, handle);
 }
 
-// Reads the position among the message's RRefs (u32). Each RRef can be decoded once.
+// Reads an RRef's position among the message's RRefs (u32) and takes its handle out.
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
   const auto position = decoder.in.get<uint32_t>();
   auto& received = decoder.message.rrefs;
@@ -56,7 +56,7 @@ void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
     if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
     return;
   }
-  // close() waits for this send, because `send_` must not be used after it.
+  // The lock lets close() wait for this send, because `send_` is invalid after close().
   std::shared_lock lock(closing_);
   if (!closed_) send_(to, kind, id, fork, parent);
 }
@@ -83,17 +83,17 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   Record& record = entry->second;
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
-    // The last holder's deleter removes the entry. It locks, so it must not run under the lock.
+    // The deleter locks mutex_ to remove the entry, so no value may be released under the lock.
     value =
         std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
           delete v;
           if (const auto self = weak.lock()) self->sweep(id);
         });
     record.value = value;
-    // The creating call came from a lost rank, so it will not be run.
+    // If the creating call's rank is lost, the call will not run, so the value fails.
     const auto lost = record.made ? lost_.end() : lost_.find(maker_of(id));
     if (lost != lost_.end()) value->value.fail(lost->second);
-    if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
+    if (ended_ && !record.made) value->value.fail(*ended_);  // creating calls no longer run
   }
   return value;
 }
@@ -101,7 +101,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
 bool RRefContext::is_freed_locked(uint64_t id) const {
   const auto it = owned_.find(id);
   if (it == owned_.end()) return freed_.contains(id);
-  // The value may be expired but still in `owned_`, while its deleter waits for this lock.
+  // An expired value stays in `owned_` while its deleter waits for this lock.
   return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 
@@ -115,7 +115,7 @@ void RRefContext::sweep(uint64_t id) {
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
-  // No fork is added for a call to oneself, which has a local hold, nor for a lost process.
+  // Adds no fork for this rank's own call, whose handle holds the value, nor for a lost process.
   const auto is_lost = [&] {
     std::lock_guard lock(mutex_);
     return lost_.contains(maker_of(id));
@@ -149,7 +149,7 @@ void RRefContext::drop_forks(uint64_t id,
     if (!record.forks.empty()) return;
     released = std::move(record.kept);
   }
-  // User code may run in the value's destructor, so a worker runs it: this may be the loop thread.
+  // Destroys the value on a worker, because its destructor is user code and this may be the loop.
   if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
 }
 
@@ -160,7 +160,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     std::lock_guard lock(mutex_);
     const ProcessNumber process = handle->owning_process();
     const auto lost = lost_.find(process);
-    // The new process of the owner would wait for ever for a value of that id.
+    // Throws, because the owner's new process would wait for ever for a value of the lost process.
     if (lost != lost_.end() && newest_locked(owner) != process) throw base::Exception(lost->second);
   }
   Mode mode;
@@ -176,7 +176,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     } else {
       mode = encoder.to == owner ? Mode::kLocalHoldAccept : Mode::kUnconfirmed;
       std::lock_guard lock(mutex_);
-      // The owner of a lost value sends no Accept, and there is nothing to keep alive.
+      // For a lost value, the owner sends no Accept and no handle needs to be kept alive.
       if (!lost_.contains(handle->owning_process())) {
         pending_children_.emplace(fork, std::pair(handle, encoder.to));
       }
@@ -245,7 +245,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& tic
     why.kind = base::ErrorKind::kNotFound;
     why.message =
         "the value of this RRef is gone: its last reference ended before this call was looked at";
-    // It was freed when a rank was lost that had shared it before the owner knew of the new fork.
+    // If a rank was lost, that freed the value before this owner knew of the new fork.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
   auto gone = std::make_shared<OwnedValue>();
@@ -280,8 +280,8 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     std::lock_guard lock(mutex_);
     lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
-    // If the receiver or the owner is lost, no Accept will come: the owner sends the Accept when it
-    // has received the receiver's Fork.
+    // If the receiver or the owner is lost, no Accept will come, because the owner sends the Accept
+    // only after the receiver's Fork.
     std::erase_if(pending_children_, [&](auto& entry) {
       auto& [handle, receiver] = entry.second;
       if (receiver != rank && handle->owner() != rank) return false;
@@ -316,7 +316,7 @@ void RRefContext::fail_unset(const base::Error& error,
   for (const auto& value : values) {
     if (!value->value.future().done()) value->value.fail(error);
   }
-  // One of these may be the last owner of a user's value, which must not be destroyed on the loop.
+  // Destroys the values on a worker, because destructors of user objects must not run on the loop.
   if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
 }
 

@@ -44,7 +44,7 @@ namespace distrain::rpc {
 // exist, or the caller may have given up) are released with the message. If a message is not sent
 // after all, its forks are retracted.
 
-/// The last few thousand numbers that were inserted.
+/// The last few thousand numbers that were inserted; forgets older ones.
 class RecentSet {
  public:
   bool contains(uint64_t number) const { return numbers_.contains(number); }
@@ -59,13 +59,13 @@ class RecentSet {
  private:
   static constexpr size_t kRemembered = 8192;
   std::unordered_set<uint64_t> numbers_;
-  std::queue<uint64_t> order_;  // of insertion
+  std::queue<uint64_t> order_;  // order of insertion
 };
 
-/// All RRefs that one agent owns or holds. Thread-safe.
+/// All RRefs that an agent owns or holds. Thread-safe.
 class RRefContext : public std::enable_shared_from_this<RRefContext> {
  public:
-  /// Sends a control message: its kind and three numbers (see on_control()).
+  /// Sends a control message with a kind and three numbers: see on_control().
   using Send = std::function<void(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
                                   uint64_t parent)>;
 
@@ -77,22 +77,22 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     }
     return *agent_;
   }
-  /// Sets the incarnation of this rank's process, before any id is made.
+  /// Sets the incarnation of this rank's process. Must be called before any id is created.
   void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
-  /// Records the newest process of another rank.
+  /// Records that `process` is the newest process of its rank.
   void know_process(ProcessNumber process) {
     std::lock_guard lock(mutex_);
     newest_[rank_of(process)] = process;
   }
 
-  /// Returns a handle of a value of this rank that does not exist yet.
+  /// Creates a handle for a value of this rank that does not exist yet.
   std::shared_ptr<RRefHandle> new_local() {
     const uint64_t id = next_id();
     std::lock_guard lock(mutex_);
     owned_[id].made = true;
     return owner_handle(id, value_locked(id));
   }
-  /// Does the same for a value that a remote() call to `owner` will create.
+  /// Creates a handle for a value that a remote() call to `owner` will create.
   std::shared_ptr<RRefHandle> new_remote(int owner) {
     if (owner == rank_) return new_local();
     const auto process = [&] {
@@ -102,21 +102,21 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     const uint64_t id = next_id();
     return user_handle(id, next_id(), process());
   }
-  /// Returns the value that a remote() call of `caller` with this id and fork creates on this rank.
+  /// Returns the value with this id, which a remote() call of `caller` with this fork creates here.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
 
   void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
-  /// Undoes encode() for a message that was not sent.
+  /// Undoes encode() for the RRefs of a message that was not sent.
   void retract(const std::vector<RRefTicket>& tickets);
   /// Creates a handle for each ticket of `message`. Throws `protocol` if a ticket is invalid: for
   /// example, if it names a rank that does not exist.
   void receive(InMessage& message);
-  /// Takes kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
+  /// Handles kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
   void on_peer_lost(ProcessNumber process, const base::Error& error);
-  /// Fails the values that do not exist yet, when this agent ends.
+  /// Fails all values that do not exist yet, because this agent ends.
   void fail_unset(const base::Error& error);
-  /// Ends all use of the agent: later, nothing is sent and agent() throws.
+  /// Detaches this object from the ending agent. Then nothing more is sent, and agent() throws.
   void close();
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
   size_t live() const {
@@ -128,11 +128,11 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   friend class RRefHandle;
   struct Record {
     std::weak_ptr<OwnedValue> value;
-    std::shared_ptr<OwnedValue> kept;         // while there are forks
+    std::shared_ptr<OwnedValue> kept;         // set while there are forks
     std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
-    bool made = false;  // its creating call has arrived, and not only references to it
+    bool made = false;                        // the call that creates the value has arrived
   };
-  /// As on the wire.
+  /// These values are encoded in messages.
   enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept, kConfirmed, kUnconfirmed };
 
   uint64_t next_id() { return make_id(self_, ++counter_); }
@@ -154,7 +154,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
-  /// Removes the entry of a value that was destroyed.
+  /// Removes the entry of a value that has been destroyed.
   void sweep(uint64_t id);
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
@@ -164,21 +164,21 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   const Send send_;
   base::Executor& executor_;
   const std::shared_ptr<base::Executor> kept_executor_ = executor_.weak_from_this().lock();
-  mutable std::shared_mutex closing_;  // shared by threads that send
+  mutable std::shared_mutex closing_;  // locked shared by threads that send
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> counter_{0};
   std::atomic<size_t> user_handles_{0};
 
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, Record> owned_;
-  size_t unmade_ = 0;  // entries of owned_ that are not made yet
-  // Forks for other ranks that wait for an Accept: the handle kept alive, and the receiving rank.
+  size_t unmade_ = 0;  // number of entries of owned_ without `made`
+  // Forks sent to other ranks, until their Accept arrives: the handle kept alive, and the receiver.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
-  std::map<int, ProcessNumber> newest_;        // by rank; rank's first process if missing
+  std::map<int, ProcessNumber> newest_;        // by rank; if missing: its first process
   std::map<ProcessNumber, base::Error> lost_;  // all processes that were lost
-  std::optional<base::Error> ended_;           // set when no value is created any more
-  RecentSet deleted_;                          // forks
-  RecentSet freed_;                            // values
+  std::optional<base::Error> ended_;           // set when values are no longer created
+  RecentSet deleted_;                          // deleted forks
+  RecentSet freed_;                            // ids of freed values
 };
 
 }  // namespace distrain::rpc

@@ -16,11 +16,10 @@ using Kind = base::TraceEvent::Kind;
 
 constexpr int64_t kChunk = 1 << 16;  // 4 MiB
 
-// How long a rank waits, when its trace is read, for threads to end the slices of calls that have
-// been answered already.
+// Timeout for threads to end the slices of already answered calls when a rank's trace is read.
 constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
 
-/// Encodes the events of this rank as chunks.
+/// Encodes this rank's events as chunks.
 class TraceExport {
  public:
   TraceChunk chunk(base::Tracer& tracer, uint64_t first) {
@@ -82,7 +81,7 @@ ClockAnswer read_trace_clock(CallContext& call) {
   return {tracer.clock_domain(), tracer.shown(base::Tracer::now())};
 }
 
-/// Returns the events from index `first` on. If `first` is 0, stops the tracer before that.
+/// Returns the events from index `first` on. If `first` is 0, stops the tracer first.
 TraceChunk read_trace(CallContext& call, uint64_t first) {
   return call.agent.local<TraceExport>().chunk(*call.agent.tracer(), first);
 }
@@ -123,7 +122,7 @@ void TraceImport::add(const at::Tensor& events) {
     while (track_ < tracks_.size() && tracks_[track_].events.size() == wanted_[track_]) ++track_;
     const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
     const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
-    // A flow must leave during its slice.
+    // The start of a flow must lie within its slice.
     const bool leaves_later =
         row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
     if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {
@@ -140,15 +139,15 @@ void TraceImport::add(const at::Tensor& events) {
 
 namespace {
 
-// Rethrows the current exception, and names `rank`, whose trace was being collected.
+// Rethrows the current exception and adds `rank`, whose trace was being read, to its message.
 [[noreturn]] void rethrow_naming(int rank) {
   base::Error error = error_in_flight(base::ErrorKind::kInternal);
   error.message = fmt::format("the trace of rank {}: {}", rank, error.message);
-  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // its answer is malformed
+  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent a malformed answer
   throw base::Exception(error);
 }
 
-// Reads a clock as NTP does: the exchange with the shortest round trip is the most exact one.
+// Reads a clock as NTP does: of several exchanges, the one with the shortest round trip counts.
 ClockReading read_clock(Agent& agent, int rank) try {
   const base::Tracer& tracer = *agent.tracer();
   constexpr int kExchanges = 16;
@@ -197,7 +196,7 @@ TraceCollector::TraceCollector(Agent& agent)
   read_clocks();
 }
 
-// Reads each clock but rank 0's, by calls to the first rank that has it.
+// Reads each clock except rank 0's. Ranks that share a clock use one rank's readings.
 void TraceCollector::read_clocks() {
   for (size_t rank = 1; rank < clocks_.size(); ++rank) {
     RankClock& clock = clocks_[rank];
@@ -221,7 +220,7 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   std::vector<RankClock> clocks = {clocks_[0]};
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
     try {
-      if (agent_.is_done_without(rank)) continue;  // its trace is lost
+      if (agent_.is_done_without(rank)) continue;  // the trace was lost with the rank
       ranks.push_back(collect_from(agent_, rank));
       clocks.push_back(clocks_[static_cast<size_t>(rank)]);
     } catch (const base::Exception&) {

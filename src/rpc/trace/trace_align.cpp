@@ -36,8 +36,8 @@ using base::RankTrace;
 using base::TraceEvent;
 using Kind = TraceEvent::Kind;
 
-// Limit of aligned times, so that sums do not overflow. Other ranks may send any clock values
-// within kMostTime; beyond this limit their times are meaningless anyway.
+// Limits aligned times, so that sums do not overflow. Another rank may send any times within
+// kMostTime; times that exceed this limit after alignment are meaningless anyway.
 constexpr int64_t kMostAligned = 2 * kMostTime;
 int64_t clamped(int64_t time) { return std::clamp(time, -kMostAligned, kMostAligned); }
 
@@ -75,7 +75,7 @@ struct Flow {
   int64_t arrived = 0;
 };
 
-/// Returns the flows between different clocks whose both ends are known.
+/// Returns the flows whose ends are both known and on different clocks.
 std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
                                 const std::vector<size_t>& domains) {
   std::unordered_map<uint64_t, Flow> begun;
@@ -100,7 +100,7 @@ std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
   return flows;
 }
 
-/// Step 2. Returns false if there is no solution, or none within kMostAligned.
+/// Step 2 (repair). Returns false if no corrections within kMostAligned satisfy all flows.
 bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   const size_t domains = corrections.size();
   constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
@@ -125,7 +125,7 @@ bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   return false;
 }
 
-/// A correction that applies from time `from` on.
+/// A correction that applies from the time `from` on.
 struct Step {
   int64_t from = 0;
   int64_t correction = 0;
@@ -136,7 +136,7 @@ int64_t correction_at(const std::vector<Step>& steps, int64_t time) {
   return after == steps.begin() ? 0 : std::prev(after)->correction;
 }
 
-/// Step 3: returns the steps of each domain.
+/// Step 3. Returns each domain's correction as a step function.
 std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t domains) {
   struct End {
     int64_t time;
@@ -163,7 +163,7 @@ std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t dom
         if (end.leaves) {
           left[end.flow] = clamped(end.time + correction);
         } else if (left[end.flow] == std::numeric_limits<int64_t>::max()) {
-          break;  // its departure has not been processed yet
+          break;  // the flow's start has not been processed yet
         } else if (left[end.flow] > end.time + correction) {
           steps[d].push_back({end.time, left[end.flow] - end.time});
         }
@@ -182,7 +182,7 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
     const auto [it, is_new] = known.try_emplace(clocks[r].domain, known.size());
     domains.push_back(it->second);
   }
-  // Ranks that share a clock use the same readings, so they stay aligned to each other.
+  // Ranks that share a clock use the same readings, so their times stay consistent.
   for (size_t r = 0; r < ranks.size(); ++r) {
     estimate(ranks[r], *std::ranges::find(clocks, clocks[r].domain, &RankClock::domain));
   }

@@ -4,16 +4,16 @@
 
 namespace distrain::rpc {
 
-/// A reading of this rank's clock, for rank 0.
+/// The answer to rank 0's query of this rank's clock.
 struct ClockAnswer {
   std::string domain;
   int64_t now = 0;
   static constexpr auto kFields = std::tuple(&ClockAnswer::domain, &ClockAnswer::now);
 };
 
-/// A part of a rank's events: int64 [n, kTraceColumns] with the columns kind · name · category ·
-/// key · value · start · end · id. Name, category and key are indices into `texts`; a key may be
-/// -1. The first chunk contains the texts, and the names and event counts of the tracks, in order.
+/// Some of a rank's events as int64 [n, kTraceColumns]. Columns: kind, name, category, key, value,
+/// start, end, id. Name, category and key are indices into `texts`; -1 means no key. The first
+/// chunk also contains the texts and, in order, the tracks' names and numbers of events.
 struct TraceChunk {
   uint64_t dropped = 0;
   std::vector<std::string> texts;
@@ -24,18 +24,18 @@ struct TraceChunk {
 };
 inline constexpr int64_t kTraceColumns = 8;
 
-/// Limit for the times of a peer, ns on either side of 0: 36 years, longer than any monotonic clock
+/// Limit for a peer's times: 2^60 ns (36 years) before or after 0, longer than any monotonic clock
 /// has run. Sums and differences of up to seven such times do not overflow.
 inline constexpr int64_t kMostTime = int64_t{1} << 60;
 inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 
-/// Exposes the functions that rank 0 calls, on an agent with a tracer.
+/// Exposes the functions by which rank 0 reads the trace. The agent must have a tracer.
 void expose_trace(Agent& agent);
 
-/// Assembles the tracks of a rank from its chunks. Throws `protocol` if they do not fit together.
+/// Builds a rank's tracks from its chunks. Throws `protocol` if the chunks are inconsistent.
 class TraceImport {
  public:
-  /// `tracer` owns the texts.
+  /// `tracer` owns the texts of the events.
   TraceImport(base::Tracer& tracer, const TraceChunk& first);
 
   void add(const at::Tensor& events);

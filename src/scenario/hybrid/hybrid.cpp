@@ -23,7 +23,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 
-/// State of the master. `table` is set from the first trainer's request to the last trainer's.
+/// State of the master. Holds `table` from the first trainer's request to the last trainer's.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;
@@ -168,7 +168,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
   predictions.add("unknown_words", data.unknown_words());
-  // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
+  // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::Batch& batch) {
       predictions.tell_labels(model.forward(batch), batch.targets, data.labels());

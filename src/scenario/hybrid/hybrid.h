@@ -35,8 +35,8 @@ struct HybridOptions : job::TrainerOptions {
   bool has_teacher() const { return data == kTeacher; }
   bool has_text() const { return !data.empty() && !has_teacher(); }
 
-  /// Bound of the uniform initial values of the table; 0: standard normal, as in the tutorial. With
-  /// data it is fastText's bound, so that the sum over a long text does not dominate.
+  /// Bound of the uniform initial values of the table; 0 means standard normal, as in the tutorial.
+  /// With `data`, uses fastText's bound, so that the sum over a long text does not dominate.
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
 
@@ -47,7 +47,7 @@ struct RandomBags {
   int64_t classes = 8;
   bool has_teacher = false;  ///< targets follow from the indices; false: random
 
-  /// Returns 20 to 50 indices in bags of 1 to 10, and targets: always the same for a step.
+  /// Returns 20 to 50 indices in bags of 1 to 10, and targets. A step always gets the same batch.
   data::Batch batch(int trainer, int64_t epoch, int64_t step) const;
   /// Returns the label that the hidden teacher gives to `bag`. The teacher draws a class and a
   /// weight for each index; the label is the class with the largest total weight. A sum of
@@ -80,14 +80,14 @@ class HybridData {
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const data::Batch&)>& forward) const;
   bool evaluates_text() const { return words_ && (valid_ || test_); }
-  /// Counts the words of validation and test data that the training data does not have.
+  /// Returns how many words of the validation and test data are not in the training data.
   int64_t unknown_words() const;
-  /// The test examples. Must not be called without any.
+  /// Returns the test examples. Call it only if there are test examples.
   const data::TextDataset& test() const { return *test_; }
   /// Calls `use` with batches of the examples of `share`.
   static void each_batch(const data::TextDataset& set, const job::Share& share,
                          const std::function<void(const data::Batch&)>& use);
-  /// Must not be called without a file.
+  /// Returns the labels of the classes. Call it only if the data come from a file.
   const std::vector<std::string>& labels() const { return words_->labels; }
 
  private:
@@ -103,12 +103,12 @@ class HybridData {
 /// Its gradient is sparse: only the rows that were looked up travel and change.
 class EmbeddingTable {
  public:
-  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range, on `device`.
+  /// If `range` is 0, draws rows from N(0, 1), as torch.nn.EmbeddingBag; else uniformly in ±range.
   using Constructor = EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
                                      std::string device);
   EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed, const std::string& device);
 
-  /// int64 indices [n], offsets [bags] → float [bags, dim].
+  /// Maps int64 `indices` [n] and `offsets` [bags] to float [bags, dim].
   at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
   at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
@@ -118,7 +118,7 @@ class EmbeddingTable {
   at::Tensor weight_;
 };
 
-/// The trainers' module, torch.nn.Linear, on any device; the same for the same seed.
+/// The trainers' module: torch.nn.Linear with initial values that depend only on the seed.
 class DenseImpl : public torch::nn::Module {
  public:
   DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device);

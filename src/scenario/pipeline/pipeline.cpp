@@ -57,7 +57,7 @@ class Pipeline final : public PipelineModel {
   std::vector<std::string> parameter_names() {
     return joined<&PipelineStage::parameter_names>(stages_);
   }
-  /// The reference stays valid after begin(), and then refers to the optimizer of the new model.
+  /// Returns the optimizer. After begin(), the same reference refers to the new model's optimizer.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }
   void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
@@ -131,7 +131,7 @@ class LocalModel final : public PipelineModel {
     optimizer_.emplace(options_.rule(), "async", module_->parameters());
   }
 
-  /// The reference stays valid after begin(), and then refers to the optimizer of the new model.
+  /// Returns the optimizer. After begin(), the same reference refers to the new model's optimizer.
   job::SingleProcessOptimizer& optimizer() { return *optimizer_; }
   void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
@@ -159,7 +159,7 @@ class LocalModel final : public PipelineModel {
     });
     rpc::StreamPoint::mark(device_).wait_on_host();
     result.batch_s = base::seconds_since(begun);
-    // A device computes asynchronously, so the host time says nothing about it.
+    // Do not report the host's time for a device, because the device computes asynchronously.
     result.stage_s = {rpc::is_accelerator(device_) ? std::nullopt : std::optional(compute_s)};
     result.activations = {1};
     return result;

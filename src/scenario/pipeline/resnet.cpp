@@ -19,7 +19,7 @@ namespace distrain::scenario {
 namespace {
 
 constexpr int kLayers = 4;
-// Multiply-adds that take as long as batch norm, addition and ReLU of one element on a CPU.
+// Batch norm, addition and ReLU of one element take as long on a CPU as this many multiply-adds.
 constexpr double kElementCost = 60;
 constexpr int64_t kImagesForOneDnn = 16;
 
@@ -302,7 +302,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
 }
 
 void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
-  // As torchvision: He initialization by fan-out, for layers followed by a ReLU.
+  // Initialize as torchvision: He initialization by fan-out, for layers followed by a ReLU.
   const std::string weight = layer.conv_name + ".weight", norm = layer.norm_name + '.';
   const double fan_out = static_cast<double>(layer.out * layer.kernel * layer.kernel);
   const at::Tensor drawn = empty({layer.out, layer.in, layer.kernel, layer.kernel}, device_)

@@ -83,7 +83,7 @@ struct ResidualBlock {
 /// [n, h, w, channels], so they need no copy.
 class ResNetStage {
  public:
-  /// Initializes as torchvision, from `seed` and each name. Tensors on c10::kMeta have no values.
+  /// Initializes as torchvision, from `seed` and tensor names. Tensors on kMeta have no values.
   ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
               c10::Device device = c10::kCPU);
 

@@ -12,8 +12,8 @@
 
 namespace distrain::scenario {
 
-/// Returns the examples of batch `index` in a sequence of epochs, each shuffled by `seed` and its
-/// number. All batches are full: the next epoch fills up the last batch of an epoch.
+/// Returns the examples of batch `index` in a sequence of epochs. Each epoch is shuffled by `seed`
+/// and the epoch's number. All batches are full: the next epoch fills up an epoch's last batch.
 std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
 
 /// The batches of the job and its initial weights: random images without `data`, otherwise images
@@ -32,21 +32,21 @@ class PipelineData {
 
   /// Returns batch `index`, from 0, which always has `batch_size` images.
   data::ImageBatch batch(int64_t index) const;
-  /// Returns the number of full batches per epoch, at least 1. Not for random data.
+  /// Returns the number of full batches per epoch, at least 1. Do not call it for random data.
   int64_t batches_per_epoch() const;
 
-  /// The images to evaluate after each epoch and at the end; may be empty.
+  /// Return the images to evaluate after each epoch (valid) and at the end (test); may be empty.
   const data::ImageSet& valid() const { return valid_; }
   const data::ImageSet& test() const { return test_; }
-  /// Calls `use` with batches of the share; labels are -1 if the images have none.
+  /// Calls `use` with each batch of the share. Labels are -1 if the images have no labels.
   void each_batch(const data::ImageSet& images, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
   /// Returns the format (random, cifar10, idx), and the number and normalisation of images.
   job::Json describe() const;
-  /// The hash of the files; 0 for random data.
+  /// Returns the hash of the files; 0 for random data.
   uint64_t content_hash() const { return images_.content_hash; }
-  /// The initial weights; empty: the model initialises itself.
+  /// Returns the initial weights. If empty, the model initialises itself.
   const rpc::NamedTensors& weights() const { return weights_; }
 
  private:
@@ -56,18 +56,17 @@ class PipelineData {
   rpc::NamedTensors weights_;
 };
 
-/// The result of training on one batch.
 struct BatchResult {
   double loss = 0;
   std::optional<double> accuracy;  ///< nullopt for random data
   double batch_s = 0;              ///< passes and update, until devices have finished
-  /// Compute time of each stage; nullopt if a device computes.
+  /// Compute time of each stage; nullopt on an accelerator.
   std::vector<std::optional<double>> stage_s;
   std::vector<int64_t> activations;  ///< most micro-batches that each stage held
 };
 
-/// Returns the part of a micro-batch in the loss of its batch of `batch_size`. The parts sum up to
-/// the mean over the batch, and so do their gradients. `scores` is [n, classes], on any device.
+/// Returns a micro-batch's part of the loss of its batch of `batch_size`. The sum of the parts is
+/// the mean over the batch, also for gradients. `scores` is [n, classes], on any device.
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& labels);
 
@@ -82,23 +81,23 @@ class PipelineModel {
   virtual ~PipelineModel() = default;
   /// Starts a new model, for batches of `num_split` micro-batches.
   virtual void begin(int64_t num_split) = 0;
-  /// Makes one update by batch `index`, from 0. Micro-batches are cut as by tensor_split: their
-  /// sizes differ by at most one, larger ones first.
+  /// Makes one update by batch `index`, from 0. Splits it into micro-batches as tensor_split does:
+  /// their sizes differ by at most one, larger ones first.
   virtual BatchResult train(const data::ImageBatch& batch, int64_t index) = 0;
   /// Returns the scores [n, classes], using the running statistics of batch norm.
   virtual at::Tensor scores(const at::Tensor& images) = 0;
   virtual void set_lr_factor(double factor) = 0;
   /// Returns a snapshot of parameters and buffers under the names of torchvision.
   virtual job::Held state() = 0;
-  /// Loads a complete state that has been checked.
+  /// Loads a complete state that check_weights() has accepted.
   virtual void load(const rpc::NamedTensors& state) = 0;
 };
 
-/// The training on the first rank or in one process: trains a new model for each number of
-/// micro-batches in turn, and prints its lines.
+/// Trains on the first rank or in one process: a new model for each number of micro-batches in
+/// `num_split`. Prints the output lines.
 class PipelineRun {
  public:
-  /// Begins the first model.
+  /// Begins the model of the first `num_split`.
   PipelineRun(const PipelineOptions& options, const PipelineData& data, PipelineModel& model,
               job::EventSink& sink);
 
@@ -106,7 +105,7 @@ class PipelineRun {
   /// Adds the model and its evaluations to `training`.
   void keep_in(job::TrainingPlan& training);
   job::Result step(const job::Step& step);
-  /// Ends the last split and adds the fields of the `end` line.
+  /// Ends the last model's training and adds the fields of the `end` line.
   void add_to(job::Json& fields);
 
  private:
@@ -123,7 +122,7 @@ class PipelineRun {
   int64_t steps_ = 0;
   base::TimePoint begun_;
   double train_s_ = 0;
-  // State of the current split.
+  // State of the current model, which uses `num_split[*split_]` micro-batches.
   std::optional<size_t> split_;
   base::TimePoint split_begun_;
   std::vector<BatchResult> results_;

@@ -42,7 +42,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == whole_resnet(model).last) {}
 
-// Copies only buffers, which passes write to in place; an update replaces a held parameter instead.
+// Copies buffers, because passes write to them in place. An update never writes held parameters.
 rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   rpc::NamedTensors all = store::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
@@ -69,7 +69,7 @@ base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {
   if (sleep_s_ > 0) return sleep(input, sleep_s_ * static_cast<double>(input.size(0)));
   if (is_first_ || input.dim() != 2) return module_.forward(input);
-  // A previous stage that sleeps instead of computing returns an output of another shape.
+  // A stage that sleeps instead of computing sends a small output. Expand it to the input's shape.
   const int64_t channels = module_.parameters()[0].second.size(1);
   return module_.forward(
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());

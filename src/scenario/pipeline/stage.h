@@ -27,7 +27,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch);
 
-  /// Runs `input` through the stage outside of a context, by the running statistics of batch norm.
+  /// Runs `input` through the stage without a context, with the running statistics of batch norm.
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
@@ -36,7 +36,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   rpc::NamedTensors gradients(rpc::CallContext& call);
   /// Returns a snapshot of parameters and buffers on the CPU.
   rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
-  /// Loads the part of this stage in a complete state_dict.
+  /// Loads this stage's part of a complete state_dict.
   void load(const rpc::NamedTensors& weights) { module_.load(weights); }
 
   static void expose(rpc::Agent& agent);

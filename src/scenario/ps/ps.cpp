@@ -154,7 +154,8 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     if (options.verify_grads) verify_gradients(net, context, rank.number());
     const uint64_t updates = optimizer.step(context);
     training.note_max("staleness", forward.staleness);
-    // Counts updates by others since the forward pass: none in sync mode, where all share one.
+    // `delay` is the number of other trainers' updates since the forward pass. It is 0 in sync
+    // mode, because all trainers share one update.
     return job::Result{loss,
                        batch.labels.numel(),
                        {{"staleness", forward.staleness},
@@ -194,7 +195,7 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   const PsData data(options, predictions.input());
   const ConvNet net(options.seed, {predictions.device()});
   predictions.load(net.named_parameters());
-  // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
+  // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::ImageBatch& batch) {
       const auto& parameters = net.parameters();

@@ -44,9 +44,9 @@ class PsData {
   /// `forward` returns the log-probabilities of a batch. This object must outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
-  /// The test images. Must not be called without any.
+  /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
-  /// Calls `use` with batches of `share`, which take no more memory than training batches.
+  /// Calls `use` with each batch of `share`. A batch takes no more memory than a training batch.
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
@@ -71,16 +71,16 @@ struct PsForward {
       std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
 };
 
-/// The parameter server's model: the net of PyTorch's MNIST example. It has no training mode that
-/// trainers could disturb; each pass is a training or an evaluation pass.
+/// The parameter server's model: the net of PyTorch's MNIST example. It has no training mode, which
+/// trainers would share: each call runs either a training or an evaluation pass.
 class ConvNet {
  public:
   /// Initializes as torch.nn does. Convolutions are on the first device, linear layers on the last.
   explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU});
 
   /// Computes log-probabilities [n, 10] of images [n, 1, 28, 28]. `parameters` are in the order of
-  /// names(), on any devices; the result is on the last one's. `rate` is the rate of both dropouts;
-  /// the default is the example's: 0.25 of the channels and 0.5 of the elements.
+  /// names(), on any devices. The result is on the last parameter's device. `rate` is the rate of
+  /// both dropouts; the example's default is 0.25 of the channels and 0.5 of the elements.
   static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             nn::Dropout dropout, std::optional<double> rate = {});
 

@@ -35,7 +35,7 @@ class CartPole {
   Observation reset(base::Random random);
   /// Starts an episode from `state`.
   Observation begin(const State& state);
-  /// Must not be called after the end of the episode.
+  /// Makes one step. Do not call it after the end of the episode.
   Step step(int action);
 
  private:

@@ -23,7 +23,7 @@ using Row = Policy::Row;
 /// Returns the probability of action 1. `preference` is its score minus that of action 0.
 double probability(double preference) { return 1 / (1 + std::exp(-preference)); }
 
-/// Returns log(probability(preference)), also if the probability is almost 0.
+/// Returns log(probability(preference)) accurately even if the probability is almost 0.
 double log_probability(double preference) {
   return preference > 0 ? -std::log1p(std::exp(-preference))
                         : preference - std::log1p(std::exp(preference));
@@ -111,7 +111,7 @@ Policy::Loss loss_on_device(const std::vector<at::Tensor>& values,
 }  // namespace
 
 Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
-  // As torch.nn.Linear, but without uniform_(), which rounds differently on different processors.
+  // Initialize as torch.nn.Linear, without uniform_(), whose rounding depends on the processor.
   base::Random random({seed});
   const auto layer = [&](int64_t inputs, int64_t outputs) {
     const double bound = 1 / std::sqrt(static_cast<double>(inputs));
@@ -192,7 +192,7 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
     const Activations at = forward(parameters_, step.input, random);
     const double taken = step.action == 1 ? at.preference : -at.preference;
     loss.value -= log_probability(taken) * step.advantage;
-    // The derivative of the loss by the preference.
+    // The derivative of the loss with respect to the preference.
     const double slope = (probability(at.preference) - step.action) * step.advantage;
     const auto by_score = static_cast<float>(slope);
     const Observation& x = step.input.observation;

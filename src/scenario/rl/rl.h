@@ -34,7 +34,7 @@ struct ActionRequest {
   EnvironmentStates states;  ///< in ascending order of environments
 };
 
-/// Returns for each reward the sum of it and all later ones, discounted by `gamma` per step.
+/// Returns for each reward its sum with all later rewards, discounted by `gamma` per step.
 std::vector<double> discounted_returns(const std::vector<double>& rewards, double gamma);
 /// Normalises to mean 0 and sample deviation 1; a single value becomes 0.
 void normalise(std::vector<double>& values);
@@ -51,11 +51,11 @@ class Learner {
 
   /// Starts episode number `episode`, from 1.
   void begin_episode(int64_t episode);
-  /// Throws `invalid` if choose() must not get the request: it has no valid observer, or an
-  /// environment that does not exist or occurs twice. May be called by any thread at any time.
+  /// Throws `invalid` if `request` is not valid for choose(): its observer is unknown, or one of
+  /// its environments does not exist or occurs twice. Any thread may call it at any time.
   void check(const ActionRequest& request) const;
-  /// Chooses actions by one pass over all requests, and records what learning needs. An observer
-  /// must not send another request before it has its answer.
+  /// Chooses actions by one pass over all requests, and records the data for the update. An
+  /// observer must not send another request before it has received its actions.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// Records the end states of an observer's episode.
   void report(int observer, const EnvironmentStates& ends);
@@ -63,10 +63,10 @@ class Learner {
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }
-  /// Prints the last `episode` line, if it is not printed yet, and adds the fields of `end` to
+  /// Prints the last `episode` line if it was not printed, and adds the `end` line's fields to
   /// `fields`. `episodes` includes the episodes before a resume.
   void add_to(job::Json& fields, int64_t episodes);
-  /// Returns the message of a missed goal.
+  /// Returns the error message for a goal that was not reached.
   std::string what_is_missing(int64_t episodes) const;
 
   const Policy& policy() const { return policy_; }
@@ -79,7 +79,7 @@ class Learner {
     std::vector<double> rewards;
   };
 
-  // Counts in this run up to the time `at`.
+  // Counts of this run up to the time `at`.
   struct Counts {
     int64_t steps = 0;  // of all environments
     int64_t requests = 0;

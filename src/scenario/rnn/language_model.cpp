@@ -20,7 +20,7 @@ LanguageModel::LanguageModel(const RnnOptions& options, c10::Device device, Ends
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,
                                         LstmState& state) {
   const base::TraceScope scope("forward");
-  // Each epoch starts the text again. A resumed job restores the state.
+  // Each epoch starts the text again with a zero state. A resumed job restores the state.
   if (step.number == 0) state = lstm_->zero_state(batch.inputs.size(1));
   nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
@@ -43,7 +43,7 @@ void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data
 
 job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
   constexpr int64_t kColumns = 10;  // as in PyTorch's word language model
-  // Not 0: each line has at least a word and an end, so a text has at least two tokens.
+  // `all` is not 0: each line has at least a word and an end, so a text has at least two tokens.
   const int64_t all = std::min(kColumns, std::ssize(text.tokens) / 2);
   const int64_t first = share.first(all), count = share.end(all) - first;
   job::Evaluation evaluation;

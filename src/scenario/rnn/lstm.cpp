@@ -19,7 +19,7 @@ constexpr double kInitialRange = 0.1;
 enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
 
 /// Suppresses cuDNN's warning that it copies LSTM weights which are not in one block of memory.
-/// Here they never are, because each weight is a parameter of its own.
+/// Here the weights never are in one block, because each weight is a parameter of its own.
 class NoWordOfCopies final : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override {
@@ -99,7 +99,7 @@ LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout
 }
 
 at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
-  // cuDNN saves what the backward pass needs only if `train`, which has no other effect here.
+  // cuDNN saves data for the backward pass only if `train` is set. It has no other effect here.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
   NoWordOfCopies quiet;
   std::optional<c10::WarningUtils::WarningHandlerGuard> guard;

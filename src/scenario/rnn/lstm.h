@@ -10,7 +10,7 @@
 
 namespace distrain::scenario {
 
-/// The embedding table on the parameter server. Its gradients are sparse: the rows looked up.
+/// The embedding table on the parameter server. Its gradients are sparse: only rows in the batch.
 class WordEmbedding {
  public:
   WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
@@ -35,7 +35,7 @@ class Decoder {
   /// Returns scores [n, words] for float `hidden` [n, hidden], without recording gradients.
   at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
 
-  // The same for one version of parameters().
+  // As loss() and scores(), but for one version of parameters().
   static at::Tensor loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
                             const at::Tensor& targets);
   static at::Tensor scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden);

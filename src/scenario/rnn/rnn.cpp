@@ -26,7 +26,7 @@ rpc::NamedTensors named(const LstmState& state) {
   return {{"hidden", state.hidden}, {"cell", state.cell}};
 }
 
-/// References to the ends of the model on the server.
+/// References to the embedding and the decoder on the server.
 struct RemoteEnds {
   rpc::RRef<WordEmbedding> embedding;
   rpc::RRef<Decoder> decoder;
@@ -66,7 +66,6 @@ LanguageModel::Ends over_rpc(rpc::Agent& agent, const RemoteEnds& remote) {
 
 constexpr int64_t kLikeliest = 5;
 
-/// The whole model in this process.
 struct WholeModel {
   WholeModel(const RnnOptions& options, int64_t words, c10::Device device)
       : embedding(words, options.emsize, options.seed, device),
@@ -190,7 +189,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));
   }
-  // Uses the shares of the trainers, as the evaluation did, because sums depend on them.
+  // Evaluates the trainers' shares one by one, as the job did, because sums depend on the shares.
   job::Evaluation evaluation;
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     evaluation.add(model.evaluate(data.test(), {trainer, options.trainers}));

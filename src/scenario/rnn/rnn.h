@@ -13,7 +13,7 @@
 namespace distrain::scenario {
 
 /// Options of `distrain rnn`. The defaults are those of the PyTorch RPC tutorial, for random
-/// batches. With `data` the command line uses those of PyTorch's word language model.
+/// batches. With `data`, the command line uses the defaults of PyTorch's word language model.
 struct RnnOptions : job::TrainerOptions {
   RnnOptions() {
     trainers = 1;
@@ -39,7 +39,7 @@ struct RnnOptions : job::TrainerOptions {
 using WordBatch = data::TokenColumns::Batch;
 
 /// The text of the job, read in columns: trainer t of T reads batch_size of the T · batch_size
-/// columns. Random words without a file.
+/// columns. Without a file, the words are random.
 class RnnData {
  public:
   /// Reads the files. Throws `bad_data`.
@@ -54,11 +54,11 @@ class RnnData {
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
   WordBatch batch(const job::Step& step) const;
 
-  /// The texts to evaluate after each epoch and at the end; the second constructor reads test().
+  /// Return the texts to evaluate after each epoch (valid) and at the end (test).
   const data::Corpus& valid() const { return valid_; }
   const data::Corpus& test() const { return test_; }
 
-  /// Must not be called without a file.
+  /// Returns the vocabulary. Call it only if the text comes from a file.
   const data::Vocabulary& vocabulary() const { return *vocabulary_; }
 
  private:
@@ -79,22 +79,22 @@ class LanguageModel {
     std::function<at::Tensor(const at::Tensor& hidden)> scores;
   };
 
-  /// With a `group`, its trainers replicate the LSTM by DistributedDataParallel.
+  /// If `group` is given, its trainers replicate the LSTM by DistributedDataParallel.
   LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
                 const job::Group* group = nullptr);
 
   /// Returns the loss of a training batch, and updates the state for the next batch.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
-  /// Adds the evaluations of both texts. This object and `data` must outlive the training.
+  /// Adds evaluations of valid() and test(). This object and `data` must outlive the training.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
   /// Evaluates a share of `text` from a zero state, without gradients.
   job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
-  /// Prints the `text` line, if --generate asks for it and there is a vocabulary.
+  /// Prints the `text` line if --generate is given and there is a vocabulary.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
   /// Returns the probability of each word of the vocabulary to follow `words`.
   at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const;
-  /// Returns `text` (as tokens: `words`) and `--generate` more words, sampled by probability.
+  /// Returns `text`, whose tokens are `words`, and `--generate` more words, sampled by probability.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 
