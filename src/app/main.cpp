@@ -1,13 +1,11 @@
 #include "distrain/app/main.h"
 
-#include <algorithm>
 #include <cctype>
 #include <filesystem>
 
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include "distrain/base/text.h"
 #include "process/output.h"
 #include "process/process_setup.h"
 #include "program.h"

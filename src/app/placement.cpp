@@ -1,14 +1,10 @@
 #include "placement.h"
 
 #include <numeric>
-#include <set>
 
 #include "distrain/base/process.h"
-#include "distrain/base/text.h"
 #include "distrain/cuda/load.h"
-#include "distrain/membership/options.h"
 #include "distrain/membership/slot.h"
-#include "distrain/rpc/device.h"
 #include "program.h"
 
 namespace distrain::app {

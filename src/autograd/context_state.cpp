@@ -1,11 +1,7 @@
 #include "context_state.h"
 
-#include <algorithm>
-
 #include <ATen/SparseTensorImpl.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
-
-#include "distrain/rpc/error.h"
 
 namespace distrain::autograd {
 

@@ -7,9 +7,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/trace.h"
-#include "distrain/rpc/device.h"
-#include "distrain/rpc/error.h"
 #include "distrain/rpc/torch_state.h"
 #include "runtime.h"
 

@@ -1,12 +1,8 @@
 #include "runtime.h"
 
-#include <algorithm>
 #include <iterator>
 
 #include <torch/csrc/autograd/functions/utils.h>
-
-#include "distrain/rpc/error.h"
-#include "distrain/wire/handshake.h"
 
 namespace distrain::autograd {
 

@@ -1,13 +1,10 @@
 #include "distrain/base/thread_pool.h"
 
-#include <algorithm>
-#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <list>
 #include <system_error>
-#include <utility>
 
 #include <pthread.h>
 

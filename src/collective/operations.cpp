@@ -1,10 +1,5 @@
 #include "operations.h"
 
-#include <array>
-#include <cstring>
-#include <type_traits>
-#include <utility>
-
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
 

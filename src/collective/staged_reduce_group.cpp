@@ -1,7 +1,5 @@
 #include "distrain/collective/staged_reduce_group.h"
 
-#include <mutex>
-
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 

@@ -1,6 +1,5 @@
 #include "communicator_set.h"
 
-#include <utility>
 #include <vector>
 
 #include <pthread.h>

@@ -1,14 +1,9 @@
 #include "distrain/cuda/nccl_reduce_group.h"
 
-#include <algorithm>
-#include <cstring>
-#include <set>
-
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include "communicator_set.h"
-#include "distrain/base/future.h"
 #include "distrain/collective/staged_reduce_group.h"
 #include "distrain/cuda/load.h"
 

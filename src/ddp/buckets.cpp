@@ -1,10 +1,8 @@
 #include "buckets.h"
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <tuple>
-#include <utility>
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>

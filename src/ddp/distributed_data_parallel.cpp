@@ -1,12 +1,9 @@
 #include "distrain/ddp/distributed_data_parallel.h"
 
-#include <algorithm>
-
 #include <ATen/ATen.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/base/text.h"
 

@@ -1,10 +1,7 @@
 #include "distrain/ddp/reducer.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <unordered_set>
-#include <utility>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -12,7 +9,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "distrain/collective/staged_reduce_group.h"
-#include "distrain/rpc/error.h"
 #include "reducer_impl.h"
 
 namespace distrain::ddp {

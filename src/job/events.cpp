@@ -1,6 +1,5 @@
 #include "distrain/job/events.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace distrain::job {

@@ -1,6 +1,5 @@
 #include "distrain/job/options.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include <fmt/format.h>

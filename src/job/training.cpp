@@ -1,6 +1,5 @@
 #include "distrain/job/training.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -8,7 +7,6 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/trace.h"
 #include "distrain/job/single_process_training.h"
 #include "distrain/rpc/to_device.h"
 #include "host/training_host.h"

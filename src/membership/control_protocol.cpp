@@ -1,7 +1,5 @@
 #include "control_protocol.h"
 
-#include <algorithm>
-
 namespace distrain::membership {
 namespace {
 

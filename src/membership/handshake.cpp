@@ -1,7 +1,5 @@
 #include "handshake.h"
 
-#include <algorithm>
-
 #include <sys/resource.h>
 #include <unistd.h>
 

@@ -1,13 +1,11 @@
 #include "proof.h"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <vector>
 
 #include <fmt/ranges.h>
 #include <openssl/core_names.h>

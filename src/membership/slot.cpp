@@ -1,7 +1,5 @@
 #include "distrain/membership/slot.h"
 
-#include <utility>
-
 #include <unistd.h>
 
 #include "distrain/membership/control_plane.h"

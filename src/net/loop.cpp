@@ -6,7 +6,6 @@
 
 #include <pthread.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
 #include "net_impl.h"

@@ -1,13 +1,7 @@
 #include "distrain/net/stream.h"
 
-#include <algorithm>
-#include <array>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
-#include <mutex>
-#include <string_view>
-#include <utility>
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>

@@ -1,16 +1,9 @@
 #include "distrain/nn/pipeline.h"
 
-#include <algorithm>
-#include <unordered_set>
-
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/base/clock.h"
-#include "distrain/base/trace.h"
-#include "distrain/rpc/device.h"
-#include "distrain/rpc/error.h"
 #include "distrain/rpc/to_device.h"
 #include "stage_order.h"
 

@@ -3,16 +3,12 @@
 #include "distrain/nn/remote_module.h"
 
 #include <any>
-#include <array>
-#include <map>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/Type.h>
 
-#include "distrain/base/error.h"
-#include "distrain/base/thread_state.h"
 #include "distrain/rpc/to_device.h"
 #include "keyed_random.h"
 #include "shared_module.h"

@@ -1,21 +1,10 @@
 #include "shared_module.h"
 
-#include <algorithm>
-#include <cstring>
-#include <optional>
-#include <set>
-#include <typeinfo>
-#include <utility>
-
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/embedding.h>
 
-#include "distrain/base/error.h"
-#include "distrain/base/thread_state.h"
-#include "distrain/rpc/device.h"
-#include "distrain/rpc/error.h"
 #include "distrain/rpc/to_device.h"
 #include "keyed_random.h"
 

@@ -1,7 +1,5 @@
 #include "stage_order.h"
 
-#include <algorithm>
-
 namespace distrain::nn {
 
 StageOrder::Admission::~Admission() {

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "distrain/rpc/channel.h"
-#include "distrain/rpc/error.h"
 #include "updater_registry.h"
 #include "validate.h"
 

@@ -1,7 +1,5 @@
 #include "parameter_set.h"
 
-#include <map>
-
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"

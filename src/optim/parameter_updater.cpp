@@ -1,15 +1,11 @@
 #include "parameter_updater.h"
 
 #include <limits>
-#include <thread>
-#include <type_traits>
-#include <utility>
 
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/base/thread_state.h"
 
 namespace distrain::optim {
 

@@ -1,8 +1,6 @@
 #include "distrain/rpc/agent.h"
 
-#include <algorithm>
 #include <system_error>
-#include <thread>
 
 #include <fmt/format.h>
 

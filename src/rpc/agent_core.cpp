@@ -1,7 +1,5 @@
 #include "agent_core.h"
 
-#include <algorithm>
-
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <fmt/format.h>

@@ -1,7 +1,5 @@
 #include "channel_impl.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
 
 namespace distrain::rpc {

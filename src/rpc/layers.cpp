@@ -1,7 +1,5 @@
 #include "layers.h"
 
-#include <algorithm>
-
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {

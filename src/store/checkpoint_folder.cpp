@@ -1,10 +1,8 @@
 #include "checkpoint_folder.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <utility>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -12,7 +10,6 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/text.h"
 #include "distrain/store/file.h"
 

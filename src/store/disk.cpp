@@ -1,14 +1,11 @@
 #include "distrain/store/disk.h"
 
 #include <cstring>
-#include <memory>
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include "distrain/base/error.h"
 
 namespace distrain::store {
 namespace {

@@ -1,8 +1,5 @@
 #include "distrain/wire/frame.h"
 
-#include <cstring>
-#include <string>
-
 namespace distrain::wire {
 namespace {
 

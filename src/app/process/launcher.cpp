@@ -3,13 +3,10 @@
 #include <errno.h>
 #include <fmt/format.h>
 #include <poll.h>
-#include <signal.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
-#include "distrain/base/clock.h"
 #include "process/output.h"
-#include "process/process_setup.h"
 #include "process/rank_group.h"
 
 namespace distrain::app {

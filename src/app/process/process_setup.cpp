@@ -8,10 +8,8 @@
 #include <fstream>
 #include <future>
 #include <map>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/core/Allocator.h>
@@ -26,7 +24,6 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
-#include "distrain/base/process.h"
 #include "process/output.h"
 
 namespace distrain::app {

@@ -1,7 +1,5 @@
 #include "process/rank_group.h"
 
-#include <tuple>
-
 #include <fmt/format.h>
 
 namespace distrain::app {

@@ -7,9 +7,6 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "distrain/base/trace.h"
-#include "distrain/rpc/device.h"
-
 namespace distrain::job {
 
 Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {

@@ -1,7 +1,5 @@
 #include "distrain/job/lease_scheduler.h"
 
-#include <algorithm>
-
 namespace distrain::job {
 
 Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }

@@ -1,6 +1,5 @@
 #include "host/training_host.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
 

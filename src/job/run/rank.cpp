@@ -1,10 +1,8 @@
 #include "distrain/job/rank.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include "distrain/base/error.h"
 #include "distrain/cuda/nccl_reduce_group.h"
 
 namespace distrain::job {

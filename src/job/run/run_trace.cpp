@@ -1,11 +1,9 @@
 #include "run/run_trace.h"
 
-#include <algorithm>
 #include <filesystem>
 #include <iterator>
 #include <limits>
 #include <system_error>
-#include <unordered_map>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -14,7 +12,6 @@
 #include <unistd.h>
 
 #include "distrain/base/process.h"
-#include "distrain/rpc/error.h"
 #include "distrain/store/disk.h"
 
 namespace distrain::job {

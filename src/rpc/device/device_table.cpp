@@ -1,12 +1,7 @@
 #include "device/device_table.h"
 
-#include <algorithm>
-
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
-
-#include "distrain/membership/loss.h"
-#include "distrain/rpc/device.h"
 
 namespace distrain::rpc {
 

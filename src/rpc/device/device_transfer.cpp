@@ -1,8 +1,5 @@
 #include "device/device_transfer.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>

@@ -1,9 +1,6 @@
 #include "flow/credit.h"
 
-#include <algorithm>
-
 #include "distrain/base/thread_state.h"
-#include "distrain/wire/codec.h"
 
 namespace distrain::rpc {
 

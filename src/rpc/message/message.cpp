@@ -1,8 +1,5 @@
 #include "distrain/rpc/message.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/strides.h>

@@ -1,7 +1,5 @@
 #include "distrain/rpc/serialize.h"
 
-#include <algorithm>
-
 #include <ATen/DeviceGuard.h>
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>

@@ -1,11 +1,8 @@
 #include "distrain/rpc/trace.h"
 
-#include <algorithm>
-
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
-#include "distrain/rpc/error.h"
 #include "trace/trace_export.h"
 
 namespace distrain::rpc {

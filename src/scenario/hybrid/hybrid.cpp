@@ -5,14 +5,11 @@
 #include "hybrid.h"
 
 #include <cmath>
-#include <mutex>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 
-#include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/base/trace.h"
 #include "distrain/nn/random.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"

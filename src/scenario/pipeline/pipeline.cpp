@@ -2,15 +2,11 @@
 
 #include "pipeline.h"
 
-#include <algorithm>
 #include <iterator>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/autograd/context.h"
-#include "distrain/base/trace.h"
-#include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
 #include "resnet.h"
 #include "run.h"

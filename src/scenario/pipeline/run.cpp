@@ -1,12 +1,9 @@
 #include "run.h"
 
-#include <utility>
-
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/base/trace.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"
 #include "resnet.h"

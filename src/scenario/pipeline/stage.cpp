@@ -1,12 +1,8 @@
 #include "stage.h"
 
-#include <algorithm>
-#include <thread>
-
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/base/trace.h"
 #include "distrain/job/job.h"
 #include "distrain/rpc/to_device.h"
 #include "distrain/store/named_tensors.h"

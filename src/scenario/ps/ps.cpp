@@ -10,9 +10,7 @@
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/base/trace.h"
 #include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {

@@ -17,8 +17,6 @@
 
 #include "rl.h"
 
-#include <memory>
-
 #include "distrain/rpc/batcher.h"
 
 namespace distrain::scenario {

@@ -8,7 +8,6 @@
 
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/nn/sized_by.h"
-#include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {

@@ -4,10 +4,6 @@
 
 #include "rnn.h"
 
-#include <algorithm>
-#include <map>
-
-#include "distrain/autograd/context.h"
 #include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
