@@ -1,6 +1,4 @@
 // Files on a disk: IDX files, plain or gzip, and gzip alone.
-#include "distrain/data/images.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -10,6 +8,7 @@
 #include <zlib.h>
 
 #include "distrain/base/error.h"
+#include "distrain/data/images.h"
 #include "distrain/store/file.h"
 #include "targets.h"
 

@@ -1,9 +1,9 @@
 // Tests the texts that a program generates: help, man pages, completions, schema.
 #include <string>
 
-#include "../src/app/program.h"
 #include "../src/app/placement.h"
 #include "../src/app/process/output.h"
+#include "../src/app/program.h"
 #include "distrain/job/definition.h"
 #include "support/catch.h"
 #include "support/event_check.h"
