@@ -94,7 +94,7 @@ Limit smallest_quota(const std::string& root) {
   return smallest;
 }
 
-/// The owned paths. Never destroyed, because threads may still run when the process exits.
+/// What TemporaryPaths own. Never destroyed, because threads may still run when the process exits.
 struct Paths {
   std::mutex mutex;
   std::set<std::string> all;

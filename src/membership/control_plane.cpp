@@ -351,7 +351,7 @@ wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::En
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
   if (address.host.empty()) address.host = known;
-  // Replaces the zone of a link-local address, because it names an interface of the local host.
+  // The zone of a link-local address names an interface of the peer's host: use this host's zone.
   const size_t theirs = address.host.find('%'), own = known.find('%');
   if (theirs != std::string::npos && own != std::string::npos) {
     address.host.replace(theirs, std::string::npos, known, own);

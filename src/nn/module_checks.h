@@ -30,7 +30,7 @@ bool has_row_gradients(const torch::nn::Module& root, const std::string& name);
 /// Refuses a replica whose tensors `again` differ from those of the first replica.
 void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
                  const std::string& module);
-/// Calls `check` with the row numbers and the table if `module` is, or begins with, a table.
+/// Calls `check` with the indices and the weight if `module` is, or begins with, an Embedding(Bag).
 void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
                   void (*check)(const at::Tensor& index, const at::Tensor& table));
 

@@ -69,9 +69,9 @@ class UpdaterRegistry final : public rpc::Layer {
     return waits;
   }
 
-  /// Records that the calling thread steps updaters on `owners`, so that on_shutdown() notifies
-  /// these ranks. If the thread is a pool worker, removes the record instead: a worker still serves
-  /// calls during shutdown(), so it may make more steps.
+  /// Makes on_shutdown() leave the updaters on `owners`, which the calling thread steps. For a pool
+  /// worker, makes on_shutdown() not leave them: a worker serves calls during shutdown(), so it may
+  /// make more steps.
   void note_steps(const std::set<int>& owners) {
     const bool serves = base::thread_state().observer != nullptr;
     std::lock_guard lock(mutex_);

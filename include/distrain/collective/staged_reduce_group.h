@@ -15,7 +15,7 @@ namespace distrain::collective {
 /// Thread-safe; the caller determines the order of calls. The destructor runs all queued calls.
 class BackendQueue {
  public:
-  /// `name` is the thread's name, of at most 15 characters; `sequence` is used for all calls.
+  /// `name`, of at most 15 characters, names the thread. Operations use `sequence` of `backend`.
   BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
 
   using Call = std::function<Pending(const at::Tensor&)>;

@@ -72,7 +72,7 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
 /// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
 std::string allowed_values(const Option& option);
 
-/// Returns true if the option belongs to the job, not to a process. `start` lines show it.
+/// Returns true for an option of the job, not of a process. `start` lines show the job's options.
 inline bool is_job_option(const Option& option) {
   return option.scope == Scope::kJob || option.scope == Scope::kInput;
 }

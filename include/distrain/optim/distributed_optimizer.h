@@ -128,7 +128,7 @@ class DistributedOptimizer {
   /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
   /// negative or not finite. In kSync step() throws `invalid` if the participants' factors differ.
   void set_lr_factor(double factor);
-  /// Sets the number that last_step_of() returns for the next steps.
+  /// Sets the number of the following steps, which last_step_of() returns; 0: they have no number.
   void set_step_number(int64_t number) { *step_number_ = number; }
   bool has_own() const { return own_.local != nullptr; }
   size_t size() const { return parameters_; }

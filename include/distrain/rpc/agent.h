@@ -54,9 +54,9 @@ struct AgentOptions : membership::Options {
 class Layer {
  public:
   virtual ~Layer() = default;
-  /// Called once for each lost process of another rank, before calls of its next process run; and
-  /// for each remaining rank, with `cancelled`, when this agent ends. Releases the rank's state and
-  /// fails waits for it with `loss.error`. Must be quick: one thread calls all layers.
+  /// Called once for each lost process of another rank, before any call from its next process runs.
+  /// When this agent ends, called for each remaining rank, with `cancelled`. Releases the rank's
+  /// state and fails waits for it with `loss.error`. Must be quick: one thread calls all layers.
   virtual void on_rank_lost(const Loss& loss) = 0;
   /// Called by Agent::shutdown() when all calls of this rank are answered. May call other ranks.
   virtual void on_shutdown() {}

@@ -66,7 +66,7 @@ struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
 template <auto F>
 using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
-/// Their addresses, equal in all translation units, are registry keys for function F and class T.
+/// Tags whose addresses, equal in all translation units, are the registry keys of F and T.
 template <auto F>
 inline constexpr char kFunctionTag = 0;
 template <class T>

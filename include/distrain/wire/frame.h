@@ -58,8 +58,8 @@ enum class FrameKind : uint16_t {
   kOneway = 19,
   kChunk = 20,   // a part of a message to come: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // the caller of call `call_id` no longer waits
-  // Note [Credit] in src/rpc/flow/credit.h. A request has totals in bytes: `call_id` spent or
-  // returned, `context_id` wanted (0 if no call waits), `autograd_id` returned unused.
+  // Note [Credit] in src/rpc/flow/credit.h. kCreditRequest has totals in bytes: `call_id` is spent
+  // or returned, `context_id` is wanted (0: no call waits), `autograd_id` is returned unused.
   kCredit = 22,  // grants `call_id` more bytes and sets the window to `context_id` bytes
   kCreditRequest = 23,
   // Liveness of connections and ranks (handshake.h)

@@ -288,8 +288,8 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the lines of epochs that seem complete, or of all epochs if `all`. `is_next` means that
-/// the evaluation of the newest epoch is over.
+/// Writes the lines of epochs that two of three signs show to be complete, or of all if `all`.
+/// `is_next` means that the job is past the evaluation of the newest epoch.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {

@@ -134,7 +134,7 @@ class RankGroup {
   bool start_again(const SpawnedRank& told, int rank);
 
   bool any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
-  /// Returns true if all ranks of the job have joined.
+  /// Returns true if all ranks of the job have joined: before that, no rank is `ready`.
   bool has_met() const { return std::ranges::any_of(children_, &Child::ready); }
   /// Returns true if the ranks are to end, for any reason.
   bool is_ending() const { return phase_ != Phase::kRunning; }

@@ -301,8 +301,8 @@ class RankProcess final : public JsonSink {
     return is_short ? job::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Reports the fields of `others`, if any, writes the last line, and prints the cause on stderr.
-  /// Returns false if another thread ends the process.
+  /// Writes the last line and prints the cause on stderr. `others` has the fields of other ranks,
+  /// for the job's last line. Returns false if another thread ends the process.
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;

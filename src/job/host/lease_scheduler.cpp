@@ -100,7 +100,7 @@ int64_t LeaseScheduler::steps_made() const {
 }
 
 // Enters the next phase while all trainers wait. The hooks run without the lock. This is safe,
-// because only this thread, losses, joins and outside requests can then change the state.
+// because no other thread changes `phase_` or `position_` while `is_advancing_`.
 void LeaseScheduler::advance() {
   for (;;) {
     Phase before{};
@@ -308,6 +308,7 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (before == Phase::kBeginning) hooks_.on_begin();
   if (before == Phase::kEvaluating) hooks_.on_evaluated(position_, epoch_over());
   if (before == Phase::kSaving) hooks_.on_save(position_);
+  bool is_stopped = false;
   {
     std::lock_guard lock(mutex_);
     switch (before) {
@@ -326,8 +327,9 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
       case Phase::kEnding:
         break;
     }
+    is_stopped = stopped();
   }
-  if (phase_ == Phase::kEnding) hooks_.on_end(stopped());
+  if (phase_ == Phase::kEnding) hooks_.on_end(is_stopped);
 }
 
 // Assigns all tasks before it delivers any, because a trainer that has its task may finish it and

@@ -47,7 +47,7 @@ class LossWatch final : public rpc::Layer {
   void on_rank_lost(const rpc::Loss& loss) override {
     if (!is_over_ && !loss.job_goes_on) sink_.failing(loss.error);
   }
-  /// Ignores losses from now on.
+  /// Ignores lost ranks from now on.
   void end() { is_over_ = true; }
 
  private:
@@ -173,7 +173,7 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // For any other reason, rank 0 would have refused this process in Slot::reserve() already.
+        // The rank was taken: rank 0 refuses for all other reasons earlier, in Slot::reserve().
         const bool is_refused =
             !agent_->is_admitted() && error.kind == base::ErrorKind::kRendezvous;
         if (has_asked_ && is_refused) throw SlotIsTaken();

@@ -115,7 +115,7 @@ void RRefContext::sweep(uint64_t id) {
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
-  // Adds no fork for this rank's own call, whose handle holds the value, nor for a lost process.
+  // Adds no fork if this rank is the caller (its RRefHandle holds the value) or the caller is lost.
   const auto is_lost = [&] {
     std::lock_guard lock(mutex_);
     return lost_.contains(maker_of(id));
