@@ -161,6 +161,8 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kAbort) == 34);
   CHECK(static_cast<int>(FrameKind::kLost) == 35);
   CHECK(static_cast<int>(FrameKind::kLeave) == 36);
+  CHECK(static_cast<int>(FrameKind::kReturned) == 37);
+  CHECK(static_cast<int>(FrameKind::kKnown) == 38);
   CHECK(static_cast<int>(FrameKind::kRRefFork) == 48);
   CHECK(static_cast<int>(FrameKind::kRRefAccept) == 49);
   CHECK(static_cast<int>(FrameKind::kRRefDelete) == 50);
