@@ -7,6 +7,7 @@
 
 #include "distrain/nn/random.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/named_tensors.h"
 
 namespace distrain::scenario {
 
