@@ -71,7 +71,7 @@ int main(int argc, char** argv) {
   int port[2];
   if (pipe(port) != 0) return 1;
   const pid_t child = fork();
-  // After the fork, because replacing the thread pool of the parent is not safe in two threads.
+  // Set after the fork, because a child cannot safely use a thread pool that its parent created.
   at::set_num_threads(1);
   if (child == 0) {
     options.rank = 1;

@@ -1,9 +1,9 @@
 // RPC echo of a tensor: compares LibTorch's TensorPipeAgent, distrain and a raw socket.
 //
-// Each implementation is a pair of processes, a caller and a server. They are measured in short
-// turns, so that other load on the machine affects all of them equally. The others are stopped
-// during a turn because TensorPipe's shared memory transport polls even when idle. Prints one JSON
-// line for each implementation and size, then the ratios of the medians.
+// Each implementation is a pair of processes, a caller and a server. The pairs are measured in
+// short turns, so that other load on the machine affects all of them equally. During a turn all
+// other pairs are stopped, because TensorPipe's shared memory transport polls even when idle.
+// Prints one JSON line for each implementation and size, then the ratios of the medians.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -59,7 +59,7 @@ std::vector<Implementation> implementations() {
           {"distrain-tcp", "tcp", make_peer<DistrainEcho>}};
 }
 
-// The ratios that issue 3 requires, with their limits.
+// An upper limit, required by issue 3, of the ratio of two implementations' median times.
 struct Comparison {
   const char* impl;
   const char* reference;
@@ -68,7 +68,7 @@ struct Comparison {
 constexpr Comparison kComparisons[] = {{"distrain-unix", "torch-shm", 1.0 / 3},
                                        {"distrain-tcp", "torch-tcp", 1.0 / 8}};
 
-// The parameters of one turn, as the caller process receives them.
+// The parameters of one turn of measurement, sent to the caller process.
 struct Turn {
   int64_t bytes;
   int64_t calls;
@@ -76,7 +76,7 @@ struct Turn {
   int64_t in_flight;
 };
 
-// Runs the turns of the caller process until the coordinator closes the connection.
+// Runs in the caller process: measures each requested turn until the parent closes `control`.
 void run_caller(EchoPeer& peer, int control) {
   constexpr double kWarmUpUs = 20'000;
   const char ready = 1;
@@ -113,7 +113,7 @@ int listen_on_localhost(uint16_t& port) {
   return fd;
 }
 
-// The two processes of an implementation, controlled by the coordinator, which has no threads.
+// The two processes of an implementation. The parent has no threads, so forking them is safe.
 class Pair {
  public:
   Pair(Implementation implementation, const std::string& folder)
@@ -153,7 +153,7 @@ class Pair {
 
   const std::string& name() const { return implementation_.name; }
 
-  /// Returns the time of each call in µs, then the time of the flood.
+  /// Returns the time of each single call in µs, then the duration of all concurrent calls.
   std::vector<double> measure(const Turn& turn) {
     signal_both(SIGCONT);
     write_all(control_, &turn, sizeof turn);
@@ -198,7 +198,7 @@ class Pair {
   int control_ = -1;
 };
 
-// Rounds to ten nanoseconds.
+// Rounds a time in µs to ten nanoseconds.
 double rounded(double us) { return std::round(us * 100) / 100; }
 
 double quantile(const std::vector<double>& sorted, double q) {
@@ -233,13 +233,13 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
 void print(const Json& line) { std::printf("%s\n", line.dump().c_str()); }
 
 void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Options& options) {
-  // For large tensors, enough calls to move about 1 GiB each way and for a median.
+  // Limits the calls to about 1 GiB each way, but makes at least 11, enough for a median.
   const int64_t affordable =
       std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
   const int64_t total = std::min(options.iterations, affordable);
   const int64_t rounds = std::min(options.rounds, total);
   Turn turn{bytes, (total + rounds - 1) / rounds, 0, options.in_flight};
-  // Concurrent calls with tensors of several MiB would measure only the memory.
+  // Makes no concurrent calls with larger tensors, because memory bandwidth would dominate them.
   if (bytes <= (int64_t{1} << 20)) turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
   std::map<std::string, Samples> all;
   for (int64_t round = 0; round < rounds; ++round) {

@@ -34,7 +34,7 @@ job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& soc
   return cmd::rl_job().run(options, job, sink);
 }
 
-// Each rank is a process, as in a launched job; this process is the agent.
+// Runs a job with a process for each rank, as a launcher would; this process is the agent.
 bool measure(int observers, int64_t episodes, const char* name, const char* speed) {
   scenario::RlOptions options;
   options.observers = observers;

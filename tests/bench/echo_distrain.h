@@ -1,4 +1,4 @@
-// The echo with our own agent.
+// An echo over distrain's own RPC agent.
 #pragma once
 
 #include "bench/echo_peer.h"
@@ -37,7 +37,7 @@ class DistrainEcho final : public EchoPeer {
     options.transport = setup.transport;
     options.master_port = setup.port;
     if (setup.rank == 0) options.listen_fd = setup.listen_fd;
-    // No timeout, because the process is stopped while others are measured.
+    // No timeout, because this process is stopped while other implementations are measured.
     options.peer_timeout = std::chrono::nanoseconds(0);
     return options;
   }

@@ -50,7 +50,7 @@ class EchoPeer {
   }
 };
 
-/// The loop of flood(): `send()` returns a pending call, `finish(call)` waits for it.
+/// Implements flood(): `send()` returns a pending call, `finish(call)` waits for it.
 template <class Send, class Finish>
 double keep_in_flight(int64_t calls, int64_t in_flight, Send send, Finish finish) {
   std::deque<decltype(send())> pending;
@@ -77,7 +77,7 @@ inline void write_all(int fd, const void* data, size_t size) {
   }
 }
 
-/// Returns false at the end of the stream.
+/// Reads `size` bytes. Returns false at the end of the stream.
 inline bool read_all(int fd, void* data, size_t size) {
   char* at = static_cast<char*>(data);
   while (size > 0) {

@@ -1,4 +1,4 @@
-// The lower bound of every echo: blocking reads and writes on a socket, without threads or format.
+// The lower bound of every echo: blocking socket reads and writes, no threads, no serialization.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The echo with LibTorch's TensorPipeAgent, called from C++.
+// An echo over LibTorch's TensorPipeAgent, called from C++.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>

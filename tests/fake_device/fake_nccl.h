@@ -22,9 +22,9 @@
 
 namespace distrain::testing {
 
-/// Only streams wait for other ranks: a collective is enqueued on the given stream and blocks it
-/// until all ranks have arrived or the communicator is aborted, which leaves the tensor unchanged.
-/// Ranks are not notified of each other's failures.
+/// Host threads never wait for other ranks. A collective is enqueued on the given stream and blocks
+/// the stream until all ranks have arrived or the communicator is aborted. An abort leaves the
+/// tensor unchanged. Ranks are not notified of each other's failures.
 class FakeNccl final : public cuda::Plugin {
  public:
   int device_count() const override { return 0; }
@@ -54,14 +54,14 @@ class FakeNccl final : public cuda::Plugin {
     return std::make_unique<Communicator>(world_, room, rank);
   }
 
-  /// Makes the next communicator of `rank` fail at once, or in fail_joining() when it joins others.
+  /// Makes creating the next communicator of `rank` fail; fail_joining() makes joining it fail.
   void fail_making(int rank) {
     with_lock([&] { world_->fails_making.insert(rank); });
   }
   void fail_joining(int rank) {
     with_lock([&] { world_->fails_joining.insert(rank); });
   }
-  /// Sets whether ranks never see the others join.
+  /// If `never`, every communicator waits forever for the other ranks to join.
   void never_join(bool never) {
     with_lock([&] { world_->never_join = never; });
   }
@@ -222,7 +222,7 @@ class FakeNccl final : public cuda::Plugin {
         if (!*ended && world->broken.count(rank)) throw std::runtime_error("the device is broken");
         const auto points = meeting->points;
         lock.unlock();
-        // Runs the streams of the other ranks, because possibly no thread waits for them.
+        // Runs the streams of the other ranks, because perhaps no thread waits for those streams.
         for (const auto& [other, point] : points) other->run_to(point);
         lock.lock();
         return *ended || int(meeting->values.size()) == size;

@@ -26,7 +26,7 @@ inline Tensors leaves(const Tensors& tensors, c10::Device device) {
   return moved;
 }
 
-/// Returns the largest difference between two elements; infinite if the sizes differ.
+/// Returns the largest difference of corresponding elements; infinite if the sizes differ.
 inline double difference(const Tensors& a, const Tensors& b) {
   double largest = a.size() == b.size() ? 0 : INFINITY;
   for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
@@ -65,7 +65,7 @@ inline Net perceptron() {
           }};
 }
 
-/// Returns the net of the ps job.
+/// Returns a model and a batch like those of the ps job.
 inline Net conv_net() {
   const scenario::ConvNet model(1);
   return {"conv net",
@@ -77,7 +77,7 @@ inline Net conv_net() {
           }};
 }
 
-/// Returns the net of the hybrid job: a table that is looked up by bags, and a dense layer.
+/// Returns a net like that of the hybrid job: a table that is looked up by bags, and a dense layer.
 inline Net bags(bool sparse = true) {
   return {sparse ? "bags, sparse" : "bags, dense",
           {at::randn({20, 6}), at::randn({4, 6}), at::randn({4})},
@@ -91,7 +91,7 @@ inline Net bags(bool sparse = true) {
           }};
 }
 
-/// Returns the net of the rnn job: words, two layers of LSTM, a decoder.
+/// Returns a net like that of the rnn job: an embedding, two LSTM layers, a decoder.
 inline Net language_model(bool sparse = true) {
   const int64_t words = 11, size = 5, hidden = 7;
   Net net{sparse ? "language model, sparse" : "language model, dense", {}, {}, {}, {}};
@@ -118,8 +118,8 @@ inline Net language_model(bool sparse = true) {
   return net;
 }
 
-/// Returns the parts of a ResNet, channels last: a stem, a block with a shortcut, pooling, a head.
-/// Its state is the statistics of batch norm.
+/// Returns a small ResNet, channels last: a stem, a block with a shortcut, pooling, a head. Its
+/// state holds the running statistics of batch norm.
 inline Net residual_net() {
   const auto conv = [](int64_t out, int64_t in, int64_t kernel) {
     return (at::randn({out, in, kernel, kernel}) * 0.2).contiguous(at::MemoryFormat::ChannelsLast);

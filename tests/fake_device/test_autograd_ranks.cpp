@@ -1,5 +1,5 @@
-// Tests distributed autograd with tensors on devices: the gradients of the oracle's graphs equal
-// the CPU's for any devices of the ranks and streams of the caller.
+// Tests distributed autograd with device tensors: the gradients of the oracle's graphs equal those
+// on the CPU, whichever devices the ranks use and whichever streams the caller uses.
 // ctest: timeout=240
 #include <algorithm>
 #include <thread>
@@ -24,7 +24,7 @@ at::Tensor to_cpu(const at::Tensor& tensor) {
   return at::sparse_coo_tensor(tensor._indices().cpu(), tensor._values().cpu(), tensor.sizes());
 }
 
-// Compares to 1e-6 of the largest gradient, as the oracle's tests do.
+// Compares with a tolerance of 1e-6 of the largest gradient, as the oracle's tests do.
 void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -47,7 +47,7 @@ Graph ready_on(const Graph& graph, c10::Device device) {
   return moved;
 }
 
-/// Runs each operation on its own stream and adds the waits that any program must add.
+/// Runs each operation on a new stream, with the stream waits that any user program needs.
 class HoppingOps final : public RemoteOps {
  public:
   explicit HoppingOps(RemoteOps& ops) : ops_(ops) {}

@@ -1,4 +1,4 @@
-// Tests which device a rank uses, and that none of its threads creates a context on another device.
+// Tests which device a rank uses, and that its threads create device contexts on no other device.
 #include <ATen/ATen.h>
 
 #include "distrain/autograd/context.h"

@@ -1,5 +1,5 @@
-// Tests values that one thread computes and another uses, each on its own stream: the devices keep
-// the order, whether the value or the continuation comes first.
+// Tests values that one thread computes and another uses, each on its own stream. The consumer's
+// stream waits for the producer's, even if the continuation is added after the value is complete.
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -23,7 +23,7 @@ at::Tensor numbers(int64_t n, c10::Device device) {
 }
 at::Tensor expected(int64_t n) { return (numbers(n, c10::kCPU) + 1) * 2; }
 
-/// Returns x + 1, computed on a new stream that no other stream waits for; x itself is ready.
+/// Returns x + 1, computed on a new stream. Runs all pending work first, so `x` is ready there.
 base::Future<at::Tensor> completed_elsewhere(const at::Tensor& x) {
   run_all_fake_streams();
   const c10::StreamGuard guard(rpc::side_stream(x.device()));
@@ -138,8 +138,8 @@ TEST_CASE("values may be used on their owner on any stream") {
   ranks.shutdown();
 }
 
-// Rank 1 of the next test. Its process has a device only through rank 0's map. Without the
-// environment variable it does nothing.
+// Runs rank 1 of the next test in a child process. This rank uses a device only because rank 0's
+// device map names one. Does nothing if the environment variable is unset.
 TEST_CASE("the other rank of a job in two processes", "[.]") {
   const char* const port = std::getenv("DISTRAIN_TEST_PORT");
   if (!port) return;

@@ -205,7 +205,7 @@ TEST_CASE("gradients on several streams are in order") {
         last = pass.gradient(parameters[size_t(i)].tensor);
         RANK_CHECK((last * 2).eq(double(step) * (2 * i + 1)).all().item<bool>());
       }
-      // Earlier work on the buckets' memory has ended.
+      // After this wait, all earlier work on the memory of the buckets has run.
       rpc::StreamPoint::mark(begun_in).wait_on_host();
       RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
       if (again) continue;
@@ -248,7 +248,7 @@ TEST_CASE("means are copied out of a bucket before the next pass fills it") {
         steps.back().means.push_back(std::exchange(p.tensor.mutable_grad(), at::Tensor()));
       }
     }
-    // No thread has waited for any result yet.
+    // Reads all results only now, so that no thread has waited for a result before.
     for (size_t step = 0; step < steps.size(); ++step) {
       const c10::StreamGuard guard(steps[step].stream);
       for (const at::Tensor& mean : steps[step].means) {

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kTimes = 20;
 
-// Starts a test without pending work.
+// Runs the pending work of earlier tests and resets the counters.
 struct Drained {
   Drained() {
     run_all_fake_streams();

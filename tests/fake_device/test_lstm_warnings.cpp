@@ -17,7 +17,7 @@ class Collector final : public c10::WarningHandler {
   std::vector<std::string> heard;
 };
 
-/// Raises a warning as cuDNN does, and another one, within the operator.
+/// Raises two warnings when aten::lstm is called: cuDNN's about the weights, and an unrelated one.
 std::unique_ptr<at::ObserverContext> warn(const at::RecordFunction& function) {
   if (std::string_view(function.name()) == "aten::lstm") {
     TORCH_WARN(

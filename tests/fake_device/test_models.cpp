@@ -9,7 +9,7 @@
 namespace distrain::testing {
 namespace {
 
-// Returns the loss, gradients and changed state of one pass.
+// Returns the loss, the gradients and the updated state of one pass.
 Tensors pass(const Net& net, c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);
   const Tensors state = to_device(net.state, device);

@@ -1,5 +1,5 @@
-// Tests plain modules on the fake device: they behave as on the CPU, on whatever streams
-// their parameters are read and changed.
+// Tests ordinary torch modules on the fake device: they behave as on the CPU, whichever streams
+// read and change their parameters.
 // ctest: timeout=120
 #include <thread>
 
@@ -38,7 +38,7 @@ struct ShiftedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Shifted);
 
-// Writes its buffer as some of torch's kernels do, without a change of the version counter.
+// Writes its buffer without incrementing the version counter, as some of torch's kernels do.
 struct UncountedImpl : torch::nn::Module {
   UncountedImpl() { passes = register_buffer("passes", at::zeros({3})); }
   at::Tensor forward(const at::Tensor& x) {

@@ -34,7 +34,7 @@ void check_mean(ReduceGroup& reduce) {
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
 }
 
-/// Waits for `condition`, because other threads detect failures and abort communicators.
+/// Polls, until a time limit, whether `condition` holds, and returns whether it holds.
 bool comes(const std::function<bool()>& condition) {
   const auto limit = std::chrono::steady_clock::now() + kGroupLimit;
   while (!condition() && std::chrono::steady_clock::now() < limit) {
@@ -55,7 +55,7 @@ void run_nccl_ranks(FakeNccl& nccl, int size,
   });
 }
 
-/// Two ranks with a communicator. A short `timeout` may fail any of NCCL's work.
+/// Two ranks with a communicator. If `timeout` is short, any NCCL operation may exceed it.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {
@@ -68,7 +68,7 @@ struct Pair {
     });
   }
 
-  /// Starts an operation that rank 1 ignores, although wait() returns. Returns rank 0's tensor.
+  /// Starts an operation that never completes because rank 1 ignores it. Returns rank 0's tensor.
   at::Tensor begin_and_stall() {
     nccl.stall(1, true);
     const at::Tensor x = filled(5, fake(0));
@@ -153,7 +153,7 @@ TEST_CASE("memory that NCCL still uses is not reused") {
         reduce.average_async(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
-      // Another value on each rank, because NCCL's work may use it by mistake.
+      // The value differs between ranks, so the check fails if NCCL's work still uses this memory.
       const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
       reduce.average_async(kept)->wait();  // runs NCCL's stream
@@ -396,7 +396,7 @@ TEST_CASE("a rank that arrives but does not take part is detected at the deadlin
     CHECK(thrown_by([&] { pair.work->wait(); }).kind == ErrorKind::kDeadline);
   }
   run_ranks(2, [&](int rank) {
-    // One rank has communicators, the other has none: both start anew.
+    // Only one of the ranks has a communicator, so both begin to create new communicators.
     const base::Error error = pair.next_error(rank);
     RANK_CHECK(error.kind == (told_by_wait ? ErrorKind::kCancelled : ErrorKind::kDeadline));
     RANK_CHECK(contains(error.message,

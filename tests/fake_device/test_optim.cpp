@@ -31,7 +31,7 @@ at::Tensor sparse(const at::Tensor& rows, const at::Tensor& values, at::IntArray
   return at::_sparse_coo_tensor_unsafe(rows, values, shape);
 }
 
-// A parameter and its rule on one device.
+// A parameter and its update rule on one device.
 struct Side {
   explicit Side(c10::Device device, const OptimizerOptions& options, const at::Tensor& initial)
       : device(device),
@@ -175,7 +175,7 @@ TEST_CASE("an update on the device keeps the version that a pass in flight uses"
   cluster.shutdown();
 }
 
-// Trains as a server does: passes use versions, steps update the parameters.
+// Trains as a server does: a pass reads versions of the parameters, a step updates the parameters.
 Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options,
               c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);

@@ -15,7 +15,7 @@ using scenario::RnnOptions;
 
 namespace {
 
-/// Checks that all ranks end with the error, whichever rank requested the memory.
+/// Checks that all ranks fail with the out-of-memory error of `rank`, the only rank with a device.
 template <class Options>
 void check_names_rank(const Options& options, int rank, const std::string& name) {
   const FakeDeviceMemoryLimit none(0);

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests the end of a pipeline's batch on devices, and the reported times.
+// Tests how a pipeline stage on a device ends a batch, and the times that the stage reports.
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/device.h"

@@ -1,5 +1,5 @@
-// Tests calls with tensors of devices on the fake device, where a missing wait, an extra
-// copy or memory that is freed too early is detected every time.
+// Tests calls with device tensors on the fake device, which detects every missing wait, every extra
+// copy and all memory that is freed too early.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -54,14 +54,14 @@ at::Tensor host_to_fake1(int64_t n) { return at::ones({n}).to(fake(1)); }
 struct Gate {
   base::Promise<void> entered, open;
 };
-/// Completes when the test opens the gate or the rank ends.
+/// Returns `x` after the test opens the gate; the future fails if the rank ends earlier.
 base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
   Gate& gate = call.agent.local<Gate>();
   gate.entered.set();
   return gate.open.future().then(call.agent.executor(), [x] { return x; });
 }
 
-/// Occupies the thread that runs it until the test releases it.
+/// hold() occupies a worker thread until the test sets g_may_go; g_held counts the held threads.
 std::atomic<int> g_held{0};
 std::atomic<bool> g_may_go{false};
 void hold() {
@@ -186,7 +186,7 @@ TEST_CASE("a call waits for the caller's stream, which then waits for the reply"
     const auto future = ranks[0].rpc_async<&doubled>(1, x).then(
         ranks[0].executor(), [](at::Tensor& y) { return y + 1; });
     CHECK(same_values(future.wait() * 2, ((numbers_on(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
-    // A call to the own rank.
+    // Rank 0 calls itself.
     CHECK(same_values(ranks[0].rpc_sync<&doubled>(0, x) + 1,
                       (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
   }
@@ -218,7 +218,7 @@ TEST_CASE("a sent tensor may be overwritten after the reply and freed at once") 
 TEST_CASE("copies for a call that cannot be sent do not write to reused memory") {
   DeviceCluster ranks(3);
   ranks.kill(1);
-  // First until the loss is known, then with the copies enqueued but not run.
+  // The first call fails when rank 0 detects the loss; the others fail before their copies run.
   for (int i = 0; i < 3; ++i) {
     CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(2 * kChunk, fake(0))); }).kind ==
           base::ErrorKind::kPeerLost);
@@ -300,10 +300,10 @@ TEST_CASE("a device without a map is an error that says how to add one") {
   CHECK(error.kind == base::ErrorKind::kInvalid);
   CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
                                 Catch::Contains("fake:0") && Catch::Contains(".cpu()"));
-  // Nor from a device that is not the rank's own.
+  // A tensor on a device that is not the rank's own is refused, too.
   CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, fake(2))); }).kind ==
         base::ErrorKind::kInvalid);
-  // A reply cannot be sent, either.
+  // A device tensor in a reply is refused, too.
   CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
   CHECK(same_values(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, fake(0)).cpu()),
                     at::tensor({0.F, 2.F, 4.F})));
@@ -486,7 +486,7 @@ TEST_CASE("tensors of calls use no more device memory than the receiver's budget
     return std::ranges::any_of(
         waits, [](const auto& wait) { return wait.what.starts_with("room on rank 1"); });
   };
-  // Calls that have begun use the budget once, and waiting calls as much again.
+  // Running calls use at most the budget, and calls that wait to run use at most the same again.
   while (sent < kCalls && !(sent * 3 * kChunk / 2 > kBudget && waits_for_room())) {
     CHECK(fake_bytes_in_use(1) <= before + 2 * kBudget);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

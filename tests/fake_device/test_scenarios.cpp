@@ -1,6 +1,6 @@
 // ctest: timeout=180
-// Tests whole jobs whose ranks compute on fake devices: they learn what they learn on the
-// CPU, and no tensor is copied unnecessarily.
+// Tests whole jobs whose ranks compute on fake devices: their losses equal those on the CPU, and no
+// tensor is copied unnecessarily.
 #include "support/fake_device.h"
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
@@ -69,7 +69,7 @@ Finished run_on(const DevicesOf& devices, const Options& options, Place place = 
   return run_job(place, options, placed<Options>(devices));
 }
 
-/// Checks that a job's steps and its end equal the CPU's for each choice of devices.
+/// Checks for each choice of devices that a job's losses equal those of the same job on the CPU.
 template <class Options>
 void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, size_t steps) {
   options.log_interval = 1;
@@ -81,7 +81,7 @@ void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, 
                     run_on(only_cpu, options, Place::kLocal), steps);
 }
 
-/// Checks that a job saved on devices resumes exactly on the CPU, and the other way round.
+/// Checks that a job saved on devices resumes exactly on the CPU, and vice versa.
 template <class Options>
 void check_goes_on_elsewhere(Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -148,7 +148,7 @@ std::ostream& operator<<(std::ostream& out, const Copies& copies) {
   return out << copies.out << " out, " << copies.in << " in, " << copies.across << " across";
 }
 
-/// Returns the copies of one step: the difference of a long and a short job.
+/// Returns the copies per step, computed from the difference between a long and a short job.
 template <class Options>
 Copies copies_a_step(const DevicesOf& devices, Options options) {
   constexpr int64_t kShort = 2, kLong = 7;
@@ -174,10 +174,10 @@ Copies copies_a_step(const DevicesOf& devices, Options options) {
 
 TEST_CASE("a step of hybrid or ps makes no unnecessary copy") {
   const Folder folder;
-  // Each of two trainers copies out the embedding, its gradient and a bucket, and in these and the
-  // parts of the batch.
+  // Each of two trainers copies the embedding, its gradient and a bucket to the host. It copies the
+  // same three tensors and three tensors of the batch to its device.
   CHECK(copies_a_step(each_its_own, hybrid()) == Copies{2 * 3, 2 * (3 + 3), 0});
-  // Out: scores and their gradient. In: these, the images, the targets and two dropout masks.
+  // Out: scores and their gradient. In: both again, the images, the targets and two dropout masks.
   CHECK(copies_a_step(each_its_own, ps(folder)) == Copies{2 * 2, 2 * (2 + 4), 0});
   // The server copies only the scores and their gradient; the trainers compute on the CPU.
   CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
@@ -251,7 +251,7 @@ TEST_CASE("pipeline on devices learns what it learns on the CPU") {
     const Finished job = run_on(devices, options);
     const auto mine = losses(job).at(0), theirs = losses(expected).at(0);
     REQUIRE(mine.size() == 3);
-    // Batch norm over a few values amplifies rounding: PyTorch's own CPU kernels differ as much.
+    // Tolerates 1e-3 because batch norm over few values amplifies differences in rounding.
     for (size_t i = 0; i < 3; ++i) CHECK(mine[i] == Approx(theirs[i]).epsilon(1e-3));
   }
 }

@@ -48,7 +48,7 @@ TEST_CASE("many concurrent means of device tensors are right") {
     }
   });
   const FakeDeviceCounters counters = fake_device_counters();
-  // Each operation copies its values to the device, out, back in, and the result out for the check.
+  // Each operation makes four copies: input to device, to host, back, result to host (this test).
   CHECK(counters.host_to_device.number == 3 * 12 * 2);
   CHECK(counters.device_to_host.number == 3 * 12 * 2);
 }
@@ -136,7 +136,7 @@ TEST_CASE("earlier work still sees the values that a broadcast replaces") {
       const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(device));
       const at::Tensor before = x + 1;
       reduce.broadcast(x, 0)->wait();
-      // Runs on another stream, which finds the new values before the earlier work has run.
+      // `x` has the new values before the earlier `x + 1` has run, which still reads the old ones.
       RANK_CHECK(x.sum().item<double>() == 0);
       RANK_CHECK(before.sum().item<double>() == 100 * (rank + 1));
     }

@@ -14,7 +14,7 @@
 namespace distrain::testing {
 namespace {
 
-/// A group of one rank whose last operation fails on its device; the failure is known from then on.
+/// A group of one rank. Its failure() reports an error once `operation_` has failed on the device.
 class FailsOnTheDevice final : public collective::ReduceGroup {
  public:
   void fail_behind(rpc::StreamPoint operation) { operation_ = std::move(operation); }

@@ -1,4 +1,4 @@
-// Tests one end of device transfers: invalid chunks, failing devices, and when memory is freed.
+// Tests each end of a transfer alone: invalid chunks, failing devices, and when memory is freed.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -25,7 +25,7 @@ at::Tensor numbers_to_send(int64_t n, int device = 0) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(fake(device));
 }
 
-/// Returns a chunk of ones of a transfer of `bytes` bytes.
+/// Returns a chunk, filled with ones, of a transfer of `bytes` bytes in total.
 net::InFrame chunk(uint64_t id, uint64_t begin, uint64_t bytes, uint64_t size = kChunkBytes) {
   static const auto ones = [] {
     auto memory = std::make_shared<std::vector<uint8_t>>(2 * kChunkBytes, uint8_t{1});
@@ -264,7 +264,7 @@ TEST_CASE("a message has only few blocks in the network at a time") {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return network.size() == rpc::kMaxSending || over; });
   }
-  // A sender that did not wait would continue in this time.
+  // If the sender did not wait for the network, it would send more chunks during this sleep.
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   {
     std::unique_lock lock(mutex);

@@ -1,4 +1,4 @@
-// Checks a run that must succeed and prints how to repeat it if it fails.
+// Runs a simulation that must satisfy the invariants; if it fails, prints how to repeat the run.
 #pragma once
 
 #include <filesystem>

@@ -1,4 +1,4 @@
-// Checks the invariants of a run: Note [Simulation].
+// Checks the invariants of a run: see Note [Simulation].
 #include <algorithm>
 #include <cstdio>
 
@@ -8,7 +8,7 @@ namespace distrain::fake_network {
 
 namespace {
 
-// Jobs of this size have ended by then, and ranks that wait for others have given up.
+// The limit for a whole job. It includes the time in which ranks give up waiting for other ranks.
 constexpr auto kLongestJob = std::chrono::seconds(120);
 
 bool is_one_of_many(const Fault& fault) {
@@ -72,9 +72,9 @@ void Simulation::check_counts() {
   }
 }
 
-// Returns the latest time at which the rank must have ended: a second after the fault must be
-// noticed. One of several faults may hide another, and a rank that was stopped cannot tell which
-// ranks were silent during that time.
+// Returns the latest time at which the rank may end: one second after it must notice the last
+// fault. With several faults, one may hide another, and a rank that was stopped cannot tell which
+// ranks were silent while it was stopped. In both cases, the limit is one timeout later.
 TimePoint Simulation::latest_end(const Rank& rank) const {
   const Event* last = nullptr;
   for (const Event& event : events_) {
@@ -88,7 +88,7 @@ TimePoint Simulation::latest_end(const Rank& rank) const {
   return std::max(last->began + noticed, rank.resumed() + awake) + std::chrono::seconds(1);
 }
 
-// ---- who is blamed ----
+// ---- blame ----
 
 void Simulation::check_blame(const Rank& rank) {
   const Error& error = *rank.error();
@@ -98,12 +98,12 @@ void Simulation::check_blame(const Rank& rank) {
   for (const Event& event : events_) {
     if (event.began <= rank.ended()) before.push_back(event);
   }
-  // The rank may not have been admitted at all, because its place was taken or the job had ended.
+  // Rank 0 may have refused this rank because its place was taken or because the job had ended.
   if (!rank.has_joined() && error.rank == 0) {
     if (before.empty()) on_violation(rank, said);
     return;
   }
-  // Faults that are harmless alone may add up.
+  // Several faults together may break a job, even if each of them alone is harmless.
   const auto many = std::count_if(before.begin(), before.end(),
                                   [](const Event& event) { return is_one_of_many(event.fault); });
   const auto is_cause = [&](const Event& event) { return !event.is_harmless || many > 1; };
@@ -118,7 +118,7 @@ void Simulation::check_blame(const Rank& rank) {
   }
 }
 
-// Returns true if `rank` had not joined at the join timeout, or if the error names no rank.
+// Returns true if `rank` is -1 (no rank), never started, or ended by `when` without joining.
 bool Simulation::is_missing(int rank, TimePoint when) const {
   if (rank < 0) return true;
   return std::any_of(ranks_.begin(), ranks_.end(), [&](const auto& each) {
@@ -146,8 +146,8 @@ bool Simulation::may_be_blamed(const Event& event, const Rank& by, int rank) con
       return rank == fault.a || rank == fault.b;
     case FaultKind::kIsolate:
     case FaultKind::kPartition: {
-      // Blames a rank on the side without rank 0. If only messages to that side are lost, its ranks
-      // are still heard, and they report the rank that they cannot hear.
+      // Connected ranks blame a rank that is cut off from rank 0. A cut-off rank that is still
+      // heard (only messages to it are lost) may report any rank that it cannot hear.
       const bool has_coordinator = fault.group.contains(0);
       const auto is_cut_off = [&](int each) {
         return fault.group.contains(each) != has_coordinator;

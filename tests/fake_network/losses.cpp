@@ -1,4 +1,4 @@
-// Checks the invariants of jobs that continue without lost ranks: Note [Simulation].
+// Checks the invariants of jobs that continue without lost ranks: see Note [Simulation].
 #include <algorithm>
 
 #include "simulation.h"
@@ -9,12 +9,12 @@ using base::ErrorKind;
 
 namespace {
 
-// Includes all replacement processes.
+// The limit for a whole job, including its replacement processes.
 constexpr auto kLongestTolerantJob = std::chrono::seconds(120);
 
 }  // namespace
 
-// A broken connection between two ranks may be reported by either of them.
+// Records that the fault hits `rank`, and also rank `b` of a cut: rank 0 may drop either of them.
 void Simulation::note_hit(const Event& event, Rank& rank) {
   if (event.is_harmless) return;
   const Fault& fault = event.fault;
@@ -62,7 +62,7 @@ void Simulation::on_directory(const Rank& rank, const wire::Directory& directory
   Hearing& hearing = hearings_[&rank];
   const auto welcomed = welcomed_.find(rank.process());
   if (welcomed == welcomed_.end()) {
-    here_[rank.rank()] = &rank;  // the first process of its rank
+    here_[rank.rank()] = &rank;  // the rank's first process
     return;
   }
   hearing.next = welcomed->second;
@@ -101,7 +101,7 @@ void Simulation::on_change(const Rank& rank, const Change& change, const Error& 
   ++hearing.next;
 }
 
-// Checks whether the job may continue, from the simulation's record of living ranks.
+// Checks rank 0's decision whether the job continues, using the simulation's list of live ranks.
 void Simulation::check_loss(const Change& change, const Error& why) {
   const Job& job = scenario_.job;
   const Rank* const lost = process(change.rank, change.incarnation);
@@ -135,7 +135,7 @@ void Simulation::on_refused(const Rank& by, int rank, uint32_t incarnation, cons
   on_violation(*caller, "is refused by " + std::to_string(by.rank()) + ": " + why.message);
 }
 
-// Rank 0 is notified first. Ranks with a connection to rank 0 are alive or have been admitted.
+// Checks that the sum of a round includes all ranks that are members when rank 0 ends the round.
 void Simulation::check_tolerant_round(const Rank& rank, uint64_t round, uint64_t sum) {
   Round& over = rounds_[round];
   if (rank.rank() == 0) {
@@ -193,7 +193,7 @@ void Simulation::check_tolerant_end(const Rank& rank) {
   }
 }
 
-// A replacement that was not admitted came too early or too late.
+// Checks how the rank ended. Rank 0 may refuse a replacement that starts too early or too late.
 void Simulation::check_tolerant_outcome(const Rank& rank) {
   if (rank.outcome() == Outcome::kEndedWell || hit_.contains(&rank) || is_spoiled_) return;
   const Error& error = *rank.error();
@@ -203,7 +203,7 @@ void Simulation::check_tolerant_outcome(const Rank& rank) {
     if (error.rank != 0) on_violation(rank, said + ", though it was not even let in");
   } else if (!end_) {
     on_violation(rank, said + ", though the job goes on");
-  } else if (!error.message.ends_with(end_->error.message)) {  // after a prefix of rank 0
+  } else if (!error.message.ends_with(end_->error.message)) {  // rank 0 may add a prefix
     on_violation(rank, said + ", not with '" + end_->error.message + "'");
   }
 }

@@ -31,7 +31,7 @@ void Network::connect(Host& from, Host& to, TimePoint deadline, OnConnected on_c
   try_to_connect(from, to, deadline, std::chrono::seconds(1), std::move(on_connected));
 }
 
-// Retries as a kernel does: after a second, and then after twice the time of the previous retry.
+// Connects, unless a cut is in the way: then retries like a kernel, with delays that double.
 void Network::try_to_connect(Host& from, Host& to, TimePoint deadline, Duration retry,
                              OnConnected on_connected) {
   if (time_.now() >= deadline) return on_connected(std::nullopt);
@@ -85,7 +85,7 @@ void Network::reset(size_t connection) {
   }
 }
 
-// Discards data that has not been received, as a kernel that resets a connection does.
+// Closes all connections of `host`. May discard sent data, like a kernel that sends a reset.
 void Network::close_all_of(Host& host) {
   for (const End end : ends_[&host]) {
     Side& here = side(end);
@@ -132,7 +132,7 @@ void Network::schedule(End to) {
   });
 }
 
-// Messages that are blocked by a cut or a stop are delivered after heal() or resume().
+// Delivers the next message, unless a cut or a stop blocks it until heal() or resume().
 void Network::deliver(End to) {
   Side& there = side(to);
   if (!there.is_open || there.coming.empty()) return;
@@ -172,7 +172,7 @@ void Network::resume(Host& host) {
   for (const End end : ends_[&host]) {
     Side& here = side(end);
     if (!here.is_open || here.coming.empty()) continue;
-    const Duration look = std::chrono::nanoseconds(random_.below(200'000));  // it is received
+    const Duration look = std::chrono::nanoseconds(random_.below(200'000));  // delay until read
     here.coming.front().due = std::max(here.coming.front().due, time_.now() + look);
     schedule(end);
   }

@@ -27,16 +27,15 @@ struct End {
   auto operator<=>(const End&) const = default;
 };
 
-/// A process, as the network sees it.
+/// A process that has connections in the simulated network.
 class Host {
  public:
   virtual ~Host() = default;
-  /// Returns its place. A cut separates two places.
+  /// Returns the place of the process in the network; cut() takes two such places.
   virtual int place() const = 0;
-  /// Returns false while the process is stopped or dead; its kernel keeps or discards messages
-  /// then.
+  /// Returns false if the process is stopped or dead. Messages to a stopped process wait.
   virtual bool is_reading() const = 0;
-  /// Returns true if its kernel accepts connections.
+  /// Returns true if the process accepts connections.
   virtual bool is_listening() const = 0;
   virtual bool is_stopped() const = 0;
   virtual void on_connection(End end) = 0;
@@ -56,29 +55,29 @@ class Network {
   /// Calls `on_connected` with `from`'s end, or nullopt if `to` does not answer until `deadline`.
   void connect(Host& from, Host& to, TimePoint deadline, OnConnected on_connected);
   void send(End from, Message message);
-  /// Closes an end after its sent messages; without `flush`, messages that are held up may be lost.
+  /// Closes an end after its sent messages. Without `flush`, messages behind a cut may be lost.
   void close(End end, bool flush);
   /// Breaks the connection and notifies both ends.
   void reset(size_t connection);
   /// Closes all connections of a dead process.
   void close_all_of(Host& host);
 
-  /// Holds messages from one place to another back until each cut() has had a heal().
+  /// Blocks messages from place `from` to place `to` until heal() has undone each cut().
   void cut(int from, int to) { ++cuts_[{from, to}]; }
   void heal(int from, int to);
-  /// Delivers messages again that `host` did not read while it was stopped.
+  /// Delivers the messages that arrived while `host` was stopped.
   void resume(Host& host);
 
   Host& host_of(End end) { return *side(end).host; }
   bool is_open(End end) { return side(end).is_open; }
   TimePoint last_heard(End end) { return side(end).heard; }
-  /// Returns the ends that their processes have not closed, in the order of their creation.
+  /// Returns all open ends in the order of their creation.
   std::vector<End> open_ends() const;
 
  private:
   struct Item {
     TimePoint due;
-    std::optional<Message> message;  // nullopt: the end of the connection
+    std::optional<Message> message;  // nullopt: the sender has closed the connection
   };
   struct Side {
     Host* host = nullptr;
@@ -105,7 +104,7 @@ class Network {
   base::Random random_;
   const Duration longest_delay_;
   std::deque<Connection> connections_;
-  std::map<const Host*, std::vector<End>> ends_;  // for look-ups only: unordered
+  std::map<const Host*, std::vector<End>> ends_;  // for look-ups only, never iterated
   std::map<std::pair<int, int>, int> cuts_;
 };
 

@@ -12,7 +12,7 @@ using wire::FrameKind;
 namespace {
 
 constexpr auto kLongestTry = std::chrono::seconds(5);
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as in ControlPlane
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // kRank0Grace in ControlPlane
 constexpr auto kDoorTimeout = std::chrono::seconds(2);
 constexpr auto kAnswers = std::chrono::seconds(5);
 constexpr auto kLastLook = std::chrono::milliseconds(50);
@@ -30,7 +30,7 @@ Rank::Rank(VirtualTime& time, Network& network, Observer& observer, const Job& j
       bug_(bug),
       random_({seed, static_cast<uint64_t>(rank), static_cast<uint64_t>(place), 0x72616e6b}) {}
 
-// ---- its process ----
+// ---- process ----
 
 void Rank::after(Duration delay, std::function<void()> what) {
   time_.after(delay, [this, what = std::move(what)] {
@@ -60,7 +60,7 @@ void Rank::stop() {
   is_stopped_ = true;
 }
 
-// Handles messages and timers of the time in which the process was stopped, in any order.
+// Continues the process, which then handles pending messages and timers in a random order.
 void Rank::resume() {
   if (!is_stopped_) return;
   is_stopped_ = false;
@@ -138,7 +138,7 @@ void Rank::begin_as_coordinator() {
   prepare();
 }
 
-// Rank 0 may be prepared before the others have joined.
+// Simulates a preparation of random length, which rank 0 begins before other ranks have joined.
 void Rank::prepare() {
   after(up_to(job_.longest_prepare), [this] {
     if (!is_over_) protocol_->prepared({});
@@ -180,7 +180,7 @@ membership::ControlSettings Rank::common_settings() const {
   return settings;
 }
 
-// A rank that has joined first gives rank 0 some time to report the missing ranks.
+// Aborts at the join timeout. A member waits longer, because rank 0 may report missing ranks.
 void Rank::give_up_joining() {
   if (has_gone_ || is_over_) return;
   if (rank_ != 0 && protocol_ && !std::exchange(waits_for_rank_0_, true)) {
@@ -226,7 +226,7 @@ std::optional<size_t> Rank::connection_to(int rank, bool is_control) const {
   return std::nullopt;
 }
 
-// A dead process has no connections.
+// Connects to `to`, but closes the new connection if this process has ended in the meantime.
 void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
   network_.connect(*this, to, time_.now() + limit,
                    [this, then = std::move(then)](std::optional<End> end) {
@@ -241,7 +241,7 @@ membership::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
           joins ? std::string() : protocol_->secret()};
 }
 
-// As membership::shake_hands_on_loop() does.
+// Simulates membership::shake_hands_on_loop().
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
   membership::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
@@ -279,7 +279,7 @@ void Rank::end_introduction(End end, bool is_believed) {
   then(is_believed ? std::optional(end) : std::nullopt);
 }
 
-// From here to refuse(): as Acceptor does.
+// Simulates Acceptor, as do the functions below up to refuse().
 void Rank::on_connection(End end) {
   strangers_.emplace(end, Stranger{});
   const auto show_the_door = [this, end] {

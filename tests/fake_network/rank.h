@@ -27,19 +27,19 @@ inline constexpr const char* kTooFewLeft = "too few are left";
 /// How a process has ended.
 enum class Outcome { kNone, kEndedWell, kFailed, kDied };
 
-/// A deliberate bug in the simulated surroundings of the control plane; the checks must detect it.
+/// A deliberate bug in the simulated environment of the control plane; the checks must detect it.
 enum class Bug {
   kNone,
-  kLossIsNotSpread,      ///< rank 0 does not send the reasons for which ranks leave
+  kLossIsNotSpread,      ///< rank 0 sends neither losses nor its reason to abort
   kSilenceIsNotJudged,   ///< a silent rank counts as heard
   kRoundIsCountedTwice,  ///< a rank's message that it has entered a round is counted twice
-  kAccuserIsBlamed,      ///< rank 0 takes the rank that reports a loss for the lost one
+  kAccuserIsBlamed,      ///< rank 0 blames the rank that reports a loss
   kLastWordIsKept,       ///< a rank that aborts does not send its reason
   kNothingIsClosed,      ///< connections stay open
-  kNewcomerGoesEarly,    ///< rank 0 starts a newcomer before the others know of it
+  kNewcomerGoesEarly,    ///< rank 0 starts a replacement before other ranks know of it
 };
 
-/// Until when new processes may replace lost ranks, as rank 0's program decides.
+/// When rank 0's program stops admitting processes that replace lost ranks.
 enum class Door { kClosesInTheMidst, kClosesAtEnd, kStaysOpen };
 
 /// The parameters that all ranks of a run share.
@@ -50,14 +50,14 @@ struct Job {
   Duration longest_delay{};
   Duration longest_prepare{};
   Duration longest_work{};
-  Duration longest_reaction{};  ///< from a rank's first notice of a loss to its end
-  double calls_per_rank = 0;    ///< to random other ranks
-  std::set<int> tolerated;      ///< the job continues without them while `least` of them are left
+  Duration longest_reaction{};  ///< longest time from an untolerated loss to a rank's abort
+  double calls_per_rank = 0;    ///< average number of calls to random ranks
+  std::set<int> tolerated;      ///< ranks that may be lost while at least `least` of them are left
   size_t least = 1;
   Door door = Door::kClosesInTheMidst;
 };
 
-/// The loss of a process, or its replacement, as ranks are notified of it.
+/// The loss of a process or the arrival of its replacement, as rank 0 announces it to the ranks.
 struct Change {
   int rank = 0;
   uint32_t incarnation = 0;
@@ -68,7 +68,7 @@ struct Change {
   std::string text() const;
 };
 
-/// Phases of the job, as rank 0 reaches them; faults are timed relative to them.
+/// The phases of a job, which begin when rank 0 reaches them. Each fault is timed from one of them.
 enum class Phase { kMeeting, kPreparing, kRunning, kEnding };
 
 class Rank;
@@ -81,10 +81,10 @@ class Observer {
   virtual void on_sent(const Rank& from, int to, const Message& message) = 0;
   virtual void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) = 0;
   virtual void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) = 0;
-  /// Not called for losses that a rank sees after it has lost rank 0.
+  /// Called when a rank is notified of a change; no longer called once the rank has lost rank 0.
   virtual void on_change(const Rank& rank, const Change& change, const Error& why) = 0;
   virtual void on_directory(const Rank& rank, const wire::Directory& directory) = 0;
-  /// `by` refuses the connection for calls that this process of `rank` has made.
+  /// Called when `by` refuses a connection from process `incarnation` of `rank`.
   virtual void on_refused(const Rank& by, int rank, uint32_t incarnation, const Error& why) = 0;
   /// Reports a violated invariant.
   virtual void on_violation(const Rank& rank, const std::string& what) = 0;
@@ -94,8 +94,8 @@ class Observer {
   virtual Rank* at(int place) = 0;
 };
 
-/// A process of the job. Simulates the surroundings of a ControlProtocol (ControlPlane, Peers,
-/// AgentCore and a job's program) as events of virtual time.
+/// A process of the job: a real ControlProtocol whose environment (ControlPlane, Peers, AgentCore
+/// and the job's program) is simulated as events of virtual time.
 class Rank final : public Host, private ControlTransport {
  public:
   static constexpr const char* kNotAllThere = "not all ranks were there within the join timeout";
@@ -110,22 +110,22 @@ class Rank final : public Host, private ControlTransport {
   void stop();
   void resume();
   void abort(const Error& error);
-  /// Makes the next message to rank 0, or from rank 0 to some rank, invalid.
+  /// Sends an invalid message on a random control connection of this rank.
   void send_garbage();
-  /// Makes on_go throw.
+  /// Makes on_go() throw `error`.
   void fail_at_go(const Error& error) { fails_at_go_ = error; }
-  /// Calls `what` a time of `delay` after go.
+  /// Makes the rank run `what` when `delay` has passed after on_go().
   void after_go(Duration delay, std::function<void()> what) { after_go_ = {delay, what}; }
-  /// Returns the connection with `rank`: for calls, or the control connection with rank 0.
+  /// Returns the connection with `rank`: the control connection or a connection for calls.
   std::optional<size_t> connection_to(int rank, bool is_control) const;
 
   int rank() const { return rank_; }
   bool is_stopped() const override { return is_stopped_; }
   bool is_started() const { return is_started_; }
   TimePoint started() const { return started_; }
-  /// Returns the time at which the process was last resumed; the clock's epoch if never.
+  /// Returns when the process was last resumed, or the clock's epoch if it never was.
   TimePoint resumed() const { return resumed_; }
-  /// Returns true if the process is running.
+  /// Returns true if the process has started and has not ended. It may be stopped.
   bool is_alive() const { return is_started_ && outcome_ == Outcome::kNone; }
   bool has_met() const { return has_gone_; }
   bool has_joined() const { return has_directory_; }
@@ -135,11 +135,11 @@ class Rank final : public Host, private ControlTransport {
   membership::ProcessNumber process() const {
     return membership::process_number(rank_, incarnation_);
   }
-  /// Returns true if this process has lost rank 0, and with it all other ranks.
+  /// Returns true if this process has been notified of the loss of rank 0.
   bool is_cut_off() const { return is_cut_off_; }
   /// Returns true if the process has ended or will abort because of a loss.
   bool is_leaving() const { return is_over_ || loss_.has_value(); }
-  /// Rank 0: returns the ranks that have a connection to rank 0.
+  /// Returns the ranks that have a control connection to this rank, which must be rank 0.
   std::set<int> members() const;
   /// Returns true if the process failed because the join timeout of some rank passed.
   bool has_given_up() const { return error_ && error_->message.starts_with(kNotAllThere); }
@@ -148,7 +148,7 @@ class Rank final : public Host, private ControlTransport {
   TimePoint ended() const { return ended_; }
   uint64_t live() const { return live_; }
 
-  // Host
+  // Overrides of Host.
   int place() const override { return place_; }
   bool is_reading() const override { return is_started_ && !is_stopped_ && !is_gone_; }
   bool is_listening() const override { return is_listening_; }
@@ -160,7 +160,7 @@ class Rank final : public Host, private ControlTransport {
   enum class PeerState { kUnconnected, kConnecting, kConnected, kGone };
   struct Peer {
     PeerState state = PeerState::kUnconnected;
-    std::optional<Link> own;       // made by this rank, or used for sending
+    std::optional<Link> own;       // used for sending; may equal `accepted`
     std::optional<Link> accepted;  // made by the peer
     int waiting = 0;               // calls to be sent once connected
     int under_way = 0;             // calls that have not arrived
@@ -172,7 +172,7 @@ class Rank final : public Host, private ControlTransport {
     bool is_control = false;
   };
 
-  // ControlTransport
+  // Overrides of ControlTransport.
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
   void on_joined(int rank) override;
@@ -238,9 +238,9 @@ class Rank final : public Host, private ControlTransport {
   TimePoint resumed_{};
   bool is_stopped_ = false;
   bool is_listening_ = false;
-  bool is_over_ = false;                     // its protocol has ended
+  bool is_over_ = false;                     // the protocol has ended
   bool is_gone_ = false;                     // the process has ended, too
-  std::vector<std::function<void()>> held_;  // tasks that became due while it was stopped
+  std::vector<std::function<void()>> held_;  // tasks that became due during a stop
 
   std::unique_ptr<ControlProtocol> protocol_;
   Coordinator* coordinator_ = nullptr;
@@ -268,13 +268,13 @@ class Rank final : public Host, private ControlTransport {
   std::pair<Duration, std::function<void()>> after_go_;
   std::set<membership::ProcessNumber> lost_;
   bool is_cut_off_ = false;
-  std::optional<Error> loss_;  // the first loss
+  std::optional<Error> loss_;  // the first loss that the job does not tolerate
   std::optional<Error> fails_at_go_;
   bool is_working_ = false;
   bool is_ending_ = false;
   int calls_under_way_ = 0;
   uint64_t held_values_ = 0;  // values that other ranks refer to
-  uint64_t live_ = 0;         // as last reported
+  uint64_t live_ = 0;         // the number that this rank reported in its last round
   uint64_t round_ = 0;
   bool is_in_round_ = false;
 

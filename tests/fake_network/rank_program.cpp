@@ -11,7 +11,7 @@ using wire::FrameKind;
 
 namespace {
 
-constexpr auto kLongestReach = std::chrono::seconds(20);  // as in Peers, and the next two
+constexpr auto kLongestReach = std::chrono::seconds(20);  // these three limits are those of Peers
 constexpr auto kRank0Tells = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 constexpr uint64_t kLastRound = 24;  // as in AgentCore::shutdown()
@@ -40,7 +40,7 @@ void Rank::call(int to) {
   reach(to, peer.incarnation, time_.now() + kLongestReach);
 }
 
-// As Peers does: retries, because a rank that closes without a message may accept this rank later.
+// Connects like Peers: retries after a close without a message, because `to` may accept later.
 void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   const Peer& peer = peers_[static_cast<size_t>(to)];
   Rank* callee = nullptr;
@@ -58,7 +58,7 @@ void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   });
 }
 
-// Ignores a connection to a process that has been replaced in the meantime.
+// Handles a new connection, or closes it if the callee has been replaced in the meantime.
 void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   Peer& peer = peers_[static_cast<size_t>(to)];
   if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !protocol_) {
@@ -68,7 +68,7 @@ void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   if (end) {
     const Link link = hold(*end, to, false);
     protocol_->open(to, link, time_.now());
-    if (!streams_.contains(link)) return;  // this rank is leaving
+    if (!streams_.contains(link)) return;  // open() has closed it because this rank is leaving
     return begin_to_send(to, link);
   }
   after(kRank0Tells, [this, to, incarnation] {
@@ -101,7 +101,7 @@ std::optional<Error> Rank::accept(int rank, End end) {
   return std::nullopt;
 }
 
-// A call whose callee is lost does not count because it has failed already.
+// Counts down the calls in flight, unless the call has failed because its connection was closed.
 void Rank::call_has_come(End end) {
   const auto link = links_.find(end);
   if (link == links_.end()) return;
@@ -110,9 +110,9 @@ void Rank::call_has_come(End end) {
   end_if_done();
 }
 
-// ---- its program ----
+// ---- program ----
 
-// As the job's Training does: ranks are tolerated from the first step to the last.
+// Tolerates losses like Training in a job. `may_return`: rank 0 admits replacements.
 void Rank::tolerate(bool may_return) {
   if (!job_.tolerated.empty()) {
     coordinator_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
@@ -229,13 +229,13 @@ void Rank::on_go(std::vector<wire::RankDevices>) {
   is_working_ = true;
   Duration work = up_to(job_.longest_work);
   if (coordinator_ != nullptr && !job_.tolerated.empty()) {
-    work = job_.longest_work / 2 + work / 2;  // gives others time to return
+    work = job_.longest_work / 2 + work / 2;  // gives replacements time to join
     if (job_.door == Door::kClosesInTheMidst) after(up_to(work), [this] { tolerate(false); });
   }
   for (double calls = job_.calls_per_rank; calls > random_.unit(); calls -= 1) {
     after(up_to(work), [this] { call_somebody(); });
   }
-  if (incarnation_ > 0 && job_.calls_per_rank > 0) {  // calls others at once
+  if (incarnation_ > 0 && job_.calls_per_rank > 0) {  // a replacement calls other ranks at once
     for (int i = 0; i < 3; ++i) after(up_to(seconds(0.01)), [this] { call_somebody(); });
   }
   after(work, [this] { finish_work(); });
@@ -247,14 +247,14 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-// Calls the new process with a probability of 1/4, like a program that has been waiting for it.
+// Sometimes calls the new process at once, like a program that has been waiting for it.
 void Rank::on_returned(int rank, const wire::RankDevices&) {
   const uint32_t incarnation = protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};
   trace(change.text());
   if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
-  if (coordinator_ != nullptr) {  // from now on each error of it ends the job
+  if (coordinator_ != nullptr) {  // ends the trial of the new process
     after(Duration::zero(), [this, rank] { coordinator_->note_of_use(rank); });
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];

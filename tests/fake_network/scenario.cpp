@@ -30,7 +30,7 @@ int draw_size(base::Random& random) {
   }
 }
 
-// Draws the unspecified properties of the fault, too.
+// Returns a fault of this kind and phase. All its other properties are random.
 Fault draw_fault(base::Random& random, const Scenario& scenario, FaultKind kind, Phase phase) {
   const Job& job = scenario.job;
   Fault fault;
@@ -111,7 +111,7 @@ Scenario draw_job(base::Random& random, const std::string& way, uint64_t seed, i
   return scenario;
 }
 
-// A silence that must be noticed is long enough for all ranks to agree on the silent rank.
+// Returns a fault of tolerated ranks. Silences are harmless or so long that all ranks notice them.
 Fault draw_tolerated_fault(base::Random& random, const Scenario& scenario) {
   const Job& job = scenario.job;
   const std::vector<int> tolerated(job.tolerated.begin(), job.tolerated.end());
@@ -173,7 +173,7 @@ Scenario Scenario::many(uint64_t seed, int ranks) {
   return scenario;
 }
 
-// Sometimes all ranks of a machine die and return together; sometimes a fault ends the job.
+// Draws losses and replacements. Sometimes many ranks die at once; sometimes a fault ends the job.
 Scenario Scenario::tolerant(uint64_t seed, int ranks) {
   base::Random random({seed, 0x746f6c});
   Scenario scenario = draw_job(random, "tolerant", seed, ranks);

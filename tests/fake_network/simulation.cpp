@@ -11,7 +11,7 @@ using wire::FrameKind;
 
 namespace {
 
-// All work of any run has ended by then.
+// The limit for the virtual time of a run. Events that are left then violate an invariant.
 constexpr auto kLongestRun = std::chrono::seconds(300);
 
 const char* name_of(FrameKind kind) {
@@ -133,7 +133,6 @@ Rank* Simulation::at(int place) {
   return nullptr;
 }
 
-// Returns the latest process that has joined as this rank.
 Rank* Simulation::current(int rank) {
   Rank* found = nullptr;
   for (const auto& each : ranks_) {
@@ -151,7 +150,7 @@ void Simulation::on_phase(Phase phase) {
   }
 }
 
-// Before the ranks have met, only the join timeout reveals a fault such as a death.
+// Applies and records the fault. Before all ranks have joined, ranks may fail to notice it.
 void Simulation::begin(const Fault& fault) {
   Event event{fault, time_.now()};
   const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut ||
@@ -167,7 +166,7 @@ void Simulation::begin(const Fault& fault) {
   }
 }
 
-// Returns false if the fault has no effect.
+// Applies the fault. Returns false if it has no effect.
 bool Simulation::apply(Event& event) {
   const Fault& fault = event.fault;
   Rank* const joined = current(fault.a);
@@ -207,7 +206,7 @@ bool Simulation::apply(Event& event) {
     case FaultKind::kResetCalls:
       return reset_calls(rank, event);
     case FaultKind::kCut:
-      if (is_tolerant()) {  // a replacement process is at another place
+      if (is_tolerant()) {  // a replacement process has a place of its own
         const Rank* const other = current(fault.b);
         if (other == nullptr) return false;
         separate({rank.place()}, {other->place()}, fault);
@@ -285,7 +284,7 @@ void Simulation::replace(const Fault& fault) {
   time_.after(*fault.replacement, [&next] { next.start(); });
 }
 
-// The replacement may die while it joins, while it prepares, or just after go.
+// Starts a replacement that may die while it joins, while it prepares, or just after go.
 void Simulation::replace_lost(int rank, int more_deaths) {
   Rank& next = add(rank, scenario_.job.size + static_cast<int>(ranks_.size()));
   next.start();

@@ -39,11 +39,11 @@ Error out_of_memory(int rank);
 
 struct Result {
   std::vector<std::string> violations;
-  uint64_t digest = 0;  ///< a hash of all messages and their times: equal for equal runs
+  uint64_t digest = 0;  ///< a hash of all messages and their times, to compare runs
   std::map<wire::FrameKind, uint64_t> frames;
   int ended_well = 0;
   int failed = 0;
-  std::map<int, int> blamed;  ///< number of ranks by the rank that they blame; -1: none
+  std::map<int, int> blamed;  ///< blamed rank (-1: none) to the number of ranks that blame it
   int lost = 0;               ///< processes without which the job continued
   int returned = 0;           ///< processes that replaced lost ones
   double seconds = 0;         ///< virtual time until the last rank has ended
@@ -54,7 +54,7 @@ struct Result {
 
 class Simulation final : private Observer {
  public:
-  /// Called with a text for each event.
+  /// Called with one line of text for each event.
   using Trace = std::function<void(const std::string& line)>;
 
   explicit Simulation(Scenario scenario, Bug bug = Bug::kNone, Trace trace = {});
@@ -66,12 +66,12 @@ class Simulation final : private Observer {
   struct Event {
     Fault fault;
     TimePoint began;
-    bool is_harmless = false;  // all ranks must end well nevertheless
-    bool is_certain = false;   // must be noticed, from `began` on
+    bool is_harmless = false;  // all ranks must end well despite the fault
+    bool is_certain = false;   // ranks must notice the fault within a time from `began`
     bool is_seen_at_once = false;
   };
 
-  // Observer
+  // Overrides of Observer.
   void on_phase(Phase phase) override;
   void on_sent(const Rank& from, int to, const Message& message) override;
   void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) override;
@@ -85,7 +85,7 @@ class Simulation final : private Observer {
   Rank& rank_to_join() override { return *ranks_[0]; }
   Rank* at(int place) override;
 
-  /// Returns null before the rank has joined.
+  /// Returns the latest process that has joined as `rank`, or null if there is none.
   Rank* current(int rank);
   Rank& add(int rank, int place);
   void start_all();
@@ -99,7 +99,7 @@ class Simulation final : private Observer {
   bool is_tolerant() const { return !scenario_.job.tolerated.empty(); }
   void send_stranger(int to);
 
-  // in invariants.cpp
+  // Defined in invariants.cpp.
   void check();
   void check_end(const Rank& rank);
   void check_counts();
@@ -109,12 +109,12 @@ class Simulation final : private Observer {
   bool is_missing(int rank, TimePoint when) const;
   void violation(const std::string& what);
 
-  // in losses.cpp
+  // Defined in losses.cpp.
   struct Hearing {
-    std::set<int> earlier;  // losses before it joined, which it must be told of at go
+    std::set<int> earlier;  // losses before this rank joined, announced to it at go
     size_t next = 0;        // index into history_
   };
-  struct JobEnd {  // of a job that cannot continue
+  struct JobEnd {  // why and when the job became unable to continue
     Error error;
     TimePoint when;
   };
@@ -139,18 +139,18 @@ class Simulation final : private Observer {
   std::vector<std::unique_ptr<Host>> strangers_;
   std::vector<Event> events_;
   struct Round {
-    std::map<int, uint64_t> numbers;  // of the newest process of each rank
+    std::map<int, uint64_t> numbers;  // the number that the newest process of each rank reported
     std::set<const Rank*> entered;
-    uint64_t sum = 0;    // of the ranks that count, set when the round ends
+    uint64_t sum = 0;    // the expected sum, set when the round ends
     size_t changes = 0;  // number of changes before the end of the round
   };
   std::map<uint64_t, Round> rounds_;
   std::vector<Change> history_;      // in the order in which rank 0 reports them
-  std::map<int, const Rank*> here_;  // tolerated ranks that are alive, as rank 0 sees them
-  std::map<membership::ProcessNumber, size_t> welcomed_;  // size of history_ at the time
+  std::map<int, const Rank*> here_;  // ranks that rank 0 considers alive
+  std::map<membership::ProcessNumber, size_t> welcomed_;  // history_.size() at the admission
   std::map<const Rank*, Hearing> hearings_;
   std::map<const Rank*, TimePoint> lost_at_;
-  std::set<const Rank*> hit_;  // ranks with a fault
+  std::set<const Rank*> hit_;  // ranks that a fault hits
   bool is_spoiled_ = false;    // true after a fault that no job survives
   std::optional<JobEnd> end_;
   Result result_;

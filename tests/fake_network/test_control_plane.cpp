@@ -1,5 +1,5 @@
 // ctest: labels=rpc
-// Tests whole jobs of simulated ranks: Note [Simulation].
+// Tests whole jobs of simulated ranks: see Note [Simulation].
 #include <numeric>
 #include <utility>
 
@@ -37,11 +37,11 @@ TEST_CASE("20 jobs with losses and returns satisfy the invariants") {
   CHECK(returned > 25);
 }
 
-// Recipes that once failed. The first has a rank that sends malformed messages; the next two a rank
-// 0 that is stopped or cut off while others try to join; then some have ranks that connect to a
-// leaving rank. The last four tolerate losses: a late notice of a loss whose place a newcomer had
-// by then, two newcomers that refused each other, a newcomer that came when the rounds of the end
-// had begun, and losses of ranks that left because the job could not continue.
+// In the first recipe a rank sends malformed messages. In the next two, rank 0 is stopped or cut
+// off while other ranks try to join. In some later ones, ranks connect to a rank that is leaving.
+// "tolerant 25": a loss is reported after a replacement has joined. "tolerant 37": two
+// replacements refuse each other. "tolerant 5": a replacement joins during the last rounds.
+// "tolerant 58": ranks leave because the job cannot continue.
 TEST_CASE("runs that once failed satisfy the invariants") {
   for (const char* recipe :
        {"one 1 100 4 2", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0",
@@ -61,7 +61,7 @@ TEST_CASE("each kind of fault alone, in each phase, satisfies the invariants") {
   }
 }
 
-// A rank that is stopped forever or dead reports no cause itself.
+// A rank that is dead, stopped forever or never started reports no error, so 99 ranks fail.
 TEST_CASE("all others name the rank that fails") {
   for (const FaultKind kind : {FaultKind::kDie, FaultKind::kStop, FaultKind::kComesLate}) {
     Scenario scenario = Scenario::one(7, 100, kind, Phase::kRunning);
@@ -112,7 +112,7 @@ TEST_CASE("a deliberate bug is detected by a seed that passes without it") {
   }
 }
 
-// The end of the job takes further frames: kFlush, one per round and direction, and kLeave.
+// The shutdown sends more frames: kFlush, one per round and direction, and kLeave.
 TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
   scenario.job.calls_per_rank = 0;
@@ -131,7 +131,7 @@ TEST_CASE("1,000 ranks meet with five frames each") {
 
 namespace {
 
-// Counts the calls that rank 0 of a large job makes to its surroundings.
+// Counts the frames, bytes and rounds of rank 0 of a large job, without a network.
 class Counts final : public ControlTransport {
  public:
   void send(Link, membership::Message message) override {
@@ -165,7 +165,7 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   for (int rank = 0; rank < kRanks; ++rank) settings.names.push_back("w" + std::to_string(rank));
   Coordinator coordinator(settings, counts, {});
   coordinator.begin();
-  // Each process asks for a rank, then joins as that rank.
+  // Each process reserves a rank and then joins as that rank.
   for (int rank = 1; rank < kRanks; ++rank) {
     REQUIRE_FALSE(
         coordinator.reserve_rank(static_cast<Link>(kRanks + rank), {kSimulatedJob, 0, {}, {}}, {}));

@@ -54,7 +54,7 @@ class VirtualTime {
     }
   };
 
-  // Never zero, as the time since a machine was started.
+  // The start of virtual time. It is not zero, because a real monotonic clock is never zero.
   static constexpr TimePoint kStart{std::chrono::hours(1)};
 
   TimePoint now_ = kStart;

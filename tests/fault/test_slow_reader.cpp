@@ -110,7 +110,8 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Returns a condition: each trainer has made `count` more pushes, the stopped one only if `of_all`.
+// Returns a predicate: true after `count` more pushes of each trainer, including kStopped if
+// `of_all`.
 std::function<bool()> more_pushes(int count, bool of_all) {
   std::vector<int> goals;
   for (const auto& each : g_shared->pushes) goals.push_back(each + count);

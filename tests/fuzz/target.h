@@ -12,12 +12,12 @@ namespace distrain::fuzz {
 using Bytes = std::vector<uint8_t>;
 using Input = std::span<const uint8_t>;
 
-/// A decoder of untrusted bytes, and valid inputs for it.
+/// A fuzz target: a decoder of untrusted bytes, and valid inputs for it.
 struct Target {
   std::string_view name;
-  /// Decodes the input. Ends the program by check() if a guarantee does not hold.
+  /// Decodes the input. Aborts the program by check() if the decoder violates a guarantee.
   void (*run)(Input);
-  /// Returns valid inputs, made by our encoders, as a start for mutations.
+  /// Returns valid inputs from our encoders. The fuzzer mutates them.
   std::vector<Bytes> (*seeds)();
 };
 
@@ -25,10 +25,10 @@ std::span<const Target> targets();
 /// Returns the target that the command line names. Valid after LLVMFuzzerInitialize.
 const Target& chosen_target();
 
-/// Ends the program with a message about `promise` unless `holds`.
+/// Aborts the program and prints `promise` if `holds` is false.
 void check(bool holds, const char* promise);
 
-/// Limits the heap use of this thread to `limit` bytes; `why` says what the limit is derived from.
+/// Limits the heap use of this thread to `limit` bytes; `why` says how the limit is chosen.
 class MemoryLimit {
  public:
   MemoryLimit(size_t limit, const char* why);
@@ -41,7 +41,7 @@ class MemoryLimit {
   const char* const why_;
 };
 
-/// The memory that a decoder needs in addition to a multiple of its input: error texts, tables.
+/// The memory that a decoder may use in addition to a multiple of its input, as for error texts.
 inline constexpr size_t kSmall = size_t{256} << 10;
 
 }  // namespace distrain::fuzz

@@ -11,7 +11,7 @@ namespace distrain::testing {
 /// Returns the first GPU; throws if there is none.
 inline c10::Device gpu() { return test_device(0); }
 
-/// Returns ranks that share the first GPU.
+/// Returns a cluster whose ranks share the first GPU.
 inline Cluster gpu_cluster(int size, const Cluster::Setup& setup, rpc::AgentOptions options = {}) {
   options.device = gpu();
   return Cluster(size, setup, options);

@@ -18,7 +18,7 @@ namespace {
 
 const c10::Device kGpu(c10::kCUDA, 0);
 
-/// Returns when all ranks have joined.
+/// Creates a communicator and returns it when all ranks have joined.
 std::unique_ptr<cuda::NcclCommunicator> join(const cuda::NcclId& id, int size, int rank) {
   auto communicator = cuda::load().make_communicator(id, size, rank, 0);
   while (!communicator->joined()) std::this_thread::yield();

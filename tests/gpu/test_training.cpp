@@ -53,7 +53,7 @@ struct Result {
   at::Tensor table, weight, local;
 };
 
-/// Makes steps with the model on rank 1, followed by a layer on rank 0.
+/// Trains the model, which is on rank 1, and a layer on rank 0 that takes the model's output.
 Result train(testing::Cluster& cluster, c10::Device device,
              const optim::OptimizerOptions& options) {
   at::manual_seed(7);

@@ -10,7 +10,7 @@ using namespace distrain::testing;
 
 namespace {
 
-// Returns the positions of an event's lines of `step` among all lines.
+// Returns the indices, among all lines of the job, of the `event` lines of step `step`.
 std::vector<size_t> places_of(const Finished& job, const std::string& event, int64_t step) {
   std::vector<size_t> places;
   for (size_t i = 0; i < job.lines.size(); ++i) {
@@ -93,14 +93,14 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   for (const int64_t step : {4, 5, 6}) CHECK(places_of(job, "step", step).at(0) < first_saved);
   CHECK(saves[0]["step"] == 3);
   CHECK(saves[1]["step"] == 6);
-  // A job that has ended has written its last checkpoint.
+  // The job ends only after its last checkpoint is written.
   CHECK(newest_checkpoint(folder.path()).step == 6);
   CHECK(contains(job.outcomes.at(0).message, "step 6"));
 }
 
 namespace {
 
-/// Removes the checkpoint folder after the first save until a save has failed.
+/// Moves the checkpoint folder away after the first save, and back after a save has failed.
 template <class Options>
 Hooks<Options> without_folder(const Folder& folder) {
   Hooks<Options> hooks;

@@ -23,7 +23,7 @@ Trained train_hybrid(Place place, HybridOptions options) {
   return trained;
 }
 
-// The results differ at most by the order of the sum over trainers. 1e-5 is the limit of the issue.
+// Only the order of the sum over trainers may change results; the required tolerance is 1e-5.
 void check_as_local(const Trained& trained, const HybridOptions& options) {
   check_close(trained.parameters, train_hybrid(Place::kLocal, options).parameters, 1e-5);
 }
@@ -175,7 +175,7 @@ TEST_CASE("a hybrid job that is stopped saves, and resumes to the same end") {
   options.batches = 7;
   options.steps = 120;
   options.optimizer = "adagrad";
-  // Any rank may get the signal: a trainer, the master or the server.
+  // The signal goes to a trainer, the master or the server.
   SECTION("ranks") {
     check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2, 3), 12, 0.003);
   }

@@ -42,7 +42,7 @@ struct Rows {
   at::Tensor ids, labels;
 };
 
-// Rows with an even number are liked.
+// Returns random rows for a step. A row is labelled 1 ("liked") if its ID is even.
 Rows rows_of(const job::Step& step) {
   base::Random random({static_cast<uint64_t>(step.epoch), static_cast<uint64_t>(step.shard),
                        static_cast<uint64_t>(step.number)});
@@ -104,8 +104,8 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
     evaluation.means["mean_id"] = ids.sum().item<double>();
     return evaluation;
   };
-  // Do not evaluate if the fault makes parameters not finite, because the evaluation would fail
-  // before the save.
+  // Skips evaluations if the fault makes parameters NaN or infinite, because an evaluation would
+  // fail before the save that the test checks.
   if (!options.fault.ends_with(".weight")) training.evaluate_epochs(evaluate);
   training.run([&](const job::Step& step) {
     const Rows rows = rows_of(step);
@@ -261,13 +261,13 @@ TEST_CASE("a mistake of a job's author is reported in one line") {
     options.fault = fault;
     return error_of_job(kind, Place::kRanks, options).message;
   };
-  // Uses DDP's parameters in a pass of a context without calling its forward().
+  // The fault: calls the module's own forward() instead of DDP's in an autograd context.
   CHECK(contains(told("forward", base::ErrorKind::kInvalid), "forward"));
-  // Calls a plain backward() on the result of a call.
+  // The fault: calls torch's backward() on a loss that depends on a remote result.
   CHECK(contains(told("backward", base::ErrorKind::kInvalid), "autograd::backward"));
-  // Exposes a module with running statistics.
+  // The fault: exposes a module with running statistics.
   CHECK(contains(told("buffers", base::ErrorKind::kInvalid), "BatchNorm"));
-  // Puts a parameter into two groups.
+  // The fault: puts a parameter into two groups.
   CHECK(contains(told("twice", base::ErrorKind::kInvalid), "group"));
 }
 

@@ -13,7 +13,7 @@ PipelineOptions small() { return small_pipeline(2, 9); }
 
 using Gradients = std::vector<NamedTensors>;
 
-/// Returns the gradients of each batch of each split, and the job's `split` lines.
+/// Trains once per entry of `num_split`; returns all batches' gradients and the `split` lines.
 std::pair<Gradients, std::vector<Json>> train_pipeline(Place place, PipelineOptions options) {
   Gradients gradients;
   options.on_gradients = [&gradients](const NamedTensors& batch) {

@@ -106,8 +106,8 @@ TEST_CASE("a backward pass that throws fails the other micro-batches, too") {
         [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the hook broke"); });
     return scores;
   });
-  // The pass failed on the master, before any stage had its turn. The failed pass notifies the
-  // stages, and these fail the micro-batches that wait behind it.
+  // The pass fails on the master before any stage runs its backward pass. The master notifies the
+  // stages, and each stage fails the micro-batches that wait behind the failed one.
   for (const auto& one : done) {
     const base::Error error = error_of([&] { one.wait(); });
     CAPTURE(error.message);

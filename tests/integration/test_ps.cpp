@@ -138,13 +138,13 @@ TEST_CASE_METHOD(PsImages, "with ssp 2 fast trainers are at most two steps ahead
     const auto staleness = step["staleness"].get<int64_t>();
     CHECK(staleness >= 0);
     CHECK(staleness <= 2);
-    // The other two trainers are at most two steps behind, and `version` counts their updates, too.
+    // Both other trainers are at most two steps behind; `version` counts the updates of all three.
     CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1 - 2));
     greatest = std::max(greatest, staleness);
   }
   CHECK(greatest > 0);
   CHECK(job.fields(0)["staleness"] == greatest);
-  // Trainer 2 is the slowest, except for moments in which another trainer had no CPU.
+  // Trainer 2 is nearly always the slowest; another trainer may be slower if it gets no CPU time.
   const std::vector<Json> slow = job.all("step", 2);
   REQUIRE(slow.size() == 20);
   CHECK(std::count_if(slow.begin(), slow.end(),

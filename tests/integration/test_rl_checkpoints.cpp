@@ -143,7 +143,7 @@ TEST_CASE("before all ranks have joined, signals are not deferred and a bad fold
   RlOptions options = saving_rl(folder, 3);
   Hooks<RlOptions> hooks;
   hooks.heard = [](const Job& job, const Line& line) {
-    // An observer may have begun to play when its line is printed.
+    // Checks only rank 0, because an observer may have begun to play when its line is printed.
     if (line.event == "ready" && job.rank == 0) CHECK_FALSE(job.stop->armed());
   };
   run_job(Place::kRanks, options, hooks);

@@ -127,7 +127,7 @@ TEST_CASE_METHOD(RnnText, "the language model learns, and its lines show it") {
 
 TEST_CASE_METHOD(RnnText, "validation covers all columns, however many trainers share them") {
   RnnOptions options = on_text();
-  // A text of two words has one word to predict, so with several trainers some have no share.
+  // A text of two words has one word to predict, so with several trainers all but one have no data.
   if (GENERATE(false, true)) options.valid_data = folder.write("few.txt", "w1 w2\n");
   options.lr = kNothing;
   options.epochs = 1;

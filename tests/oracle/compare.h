@@ -9,8 +9,8 @@
 
 namespace distrain::oracle {
 
-/// Checks that both lists have the same gradients: the same ones are defined, have the same layout,
-/// and are equal to within `tolerance` in every element.
+/// Checks that the same elements of both lists are defined, and that corresponding gradients have
+/// the same layout, size and type and differ by at most `tolerance` in every element.
 inline void check_same_gradients(const std::vector<at::Tensor>& actual,
                                  const std::vector<at::Tensor>& expected, double tolerance = 1e-6) {
   REQUIRE(actual.size() == expected.size());

@@ -14,7 +14,7 @@ namespace distrain::oracle {
 /// both in one process. With a third rank, results of chain() stay on that rank.
 class DistrainRuntime {
  public:
-  /// `each` as for Cluster.
+  /// `each` may change the options of each rank before its agent is created.
   explicit DistrainRuntime(int world_size,
                            const std::function<void(rpc::AgentOptions&)>& each = {});
   ~DistrainRuntime();

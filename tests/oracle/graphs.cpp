@@ -19,7 +19,7 @@ at::Tensor bag_offsets(const at::Tensor& beside) {
   return numbers({0, 4, 8, 12, 16}).to(beside.device());
 }
 
-// Multiplies every element of `y` by another weight, so that swapped gradients are detected.
+// Returns a sum of `y` in which every element has a different weight, to detect swapped gradients.
 at::Tensor weighted_sum(const at::Tensor& y) {
   return (y * at::arange(1, y.numel() + 1, y.options()).view(y.sizes())).sum();
 }

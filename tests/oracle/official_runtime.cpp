@@ -36,7 +36,7 @@ at::Tensor call_add(official::rpc::RpcAgent& agent, const at::Tensor& x, const a
   return call(agent, "aten::add", "Tensor", {x, y, 1}).toTensor();
 }
 
-// Registers an operator in the namespace aten, the only one that a ScriptCall may call.
+// Registers an operator in the namespace aten, because a ScriptCall may call no other namespace.
 class Handler {
  public:
   Handler(const char* schema, torch::jit::Operation run) {

@@ -10,7 +10,7 @@
 namespace distrain::oracle {
 
 /// Runs the graphs with PyTorch's distributed autograd (TensorPipeAgent and DistEngine), driven
-/// from C++, in this process alone. Its only worker calls itself; every call uses a connection and
+/// from C++, in this process alone. The only worker calls itself. Every call uses a connection and
 /// has send and recv nodes on both sides, as between two workers.
 ///
 /// At most one OfficialRuntime at a time, because torch's agent and contexts are globals.

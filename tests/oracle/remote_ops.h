@@ -14,7 +14,7 @@ class RemoteOps {
   virtual at::Tensor mul(const at::Tensor& x, const at::Tensor& y) = 0;
   virtual at::Tensor add(const at::Tensor& x, const at::Tensor& y) = 0;
 
-  /// Runs nested_value() on the other rank; its addition is a call back to this rank (A→B→A).
+  /// Runs nested_value() on the other rank, which calls back to this rank for the sum (A→B→A).
   virtual at::Tensor nested(const at::Tensor& x, const at::Tensor& y) = 0;
 
   /// Computes ((x * y) + x) * y in three calls whose results stay on the other rank until the last
@@ -28,17 +28,17 @@ class RemoteOps {
   virtual at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
                                    const at::Tensor& offsets, bool sparse) = 0;
 
-  /// As embedding_bag() with the table on the other rank; its gradient is sparse and stays there.
+  /// Acts as embedding_bag(), but on a table of the other rank. The sparse gradient stays there.
   virtual at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) = 0;
 };
 
-/// The computation of nested(): uses x before and after the call, and y in two places.
+/// Computes nested(): uses x before and after the call, and y in two places.
 template <class Add>
 at::Tensor nested_value(const at::Tensor& x, const at::Tensor& y, Add add) {
   return add(x * y, x) * y;
 }
 
-/// The computation of embedding_bag() and lookup() (mode sum).
+/// Computes embedding_bag() and lookup() (mode sum).
 inline at::Tensor embedding_bag_value(const at::Tensor& weight, const at::Tensor& indices,
                                       const at::Tensor& offsets, bool sparse) {
   constexpr int64_t kSum = 0;
@@ -48,7 +48,7 @@ inline at::Tensor embedding_bag_value(const at::Tensor& weight, const at::Tensor
 /// Runs all operations locally with plain autograd, as the reference for every runtime.
 class LocalOps final : public RemoteOps {
  public:
-  /// `table` is read by lookup().
+  /// lookup() reads `table`.
   explicit LocalOps(at::Tensor table) : table_(std::move(table)) {}
 
   at::Tensor mul(const at::Tensor& x, const at::Tensor& y) override { return x * y; }

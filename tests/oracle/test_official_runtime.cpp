@@ -1,5 +1,5 @@
 // Tests the oracle itself: torch's distributed gradients equal those of plain autograd on every
-// graph. Tests of our engine compare with the same lists.
+// graph. The tests of our engine use the same graphs.
 #include "oracle/compare.h"
 #include "oracle/graphs.h"
 #include "oracle/official_runtime.h"

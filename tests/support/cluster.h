@@ -19,8 +19,8 @@ class Cluster {
  public:
   using Setup = std::function<void(rpc::Agent&)>;
 
-  /// `each` changes the options of one rank, whose number they contain. Unless the test sets a
-  /// peer_timeout, a rank that gets no processor for some seconds is not lost.
+  /// `each` may change the options of each rank; `options.rank` is the rank. Cluster disables the
+  /// default peer_timeout, because a rank that gets no CPU time for seconds must not count as lost.
   explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {},
                    const std::function<void(rpc::AgentOptions&)>& each = {}) {
     if (options.peer_timeout == rpc::AgentOptions{}.peer_timeout) {
@@ -72,11 +72,11 @@ class Cluster {
 
   /// Ends the rank as if its process had died.
   void kill(int rank) { agents_[static_cast<size_t>(rank)].reset(); }
-  /// Returns the agent of a rank that the test ends in another way.
+  /// Removes the agent of `rank` from the cluster and returns it; the test destroys it.
   std::unique_ptr<rpc::Agent> take_out(int rank) {
     return std::move(agents_[static_cast<size_t>(rank)]);
   }
-  /// Starts a new process in the place of a lost rank; see Agent::go_on_without().
+  /// Replaces a lost rank by a new agent, which joins the job; see Agent::go_on_without().
   void bring_back(int rank, const std::function<void()>& prepare = {}) {
     rpc::AgentOptions options = options_;
     options.rank = rank;

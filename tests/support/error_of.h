@@ -6,7 +6,7 @@
 
 namespace distrain::testing {
 
-/// Returns the error that `fn` throws, or one of kind internal with "(no error)" if it throws none.
+/// Returns the error that `fn` throws, or an `internal` error "(no error)" if `fn` throws none.
 inline base::Error error_of(const std::function<void()>& fn) {
   try {
     fn();

@@ -44,7 +44,7 @@ inline bool has_type(const job::Json& value, job::FieldType type) {
   return false;
 }
 
-/// Returns the problem of an object that must have exactly these fields, or an empty string.
+/// Returns how `object` differs from the `declared` fields, or an empty string.
 inline std::string problem_of(const std::vector<job::Field>& declared, const job::Json& object) {
   for (const job::Field& field : declared) {
     const auto value = object.find(field.name);
@@ -63,7 +63,7 @@ inline std::string problem_of(const std::vector<job::Field>& declared, const job
   return {};
 }
 
-/// Throws `internal`, which fails the job and its test, for a line that matches no event.
+/// Throws `internal` if a line matches no declared event; this fails the job and its test.
 inline void check_declared(const std::vector<job::Event>& events, std::string_view name,
                            const job::Json& fields) {
   const auto event = std::find_if(events.begin(), events.end(),
@@ -75,7 +75,7 @@ inline void check_declared(const std::vector<job::Event>& events, std::string_vi
                         "line '" + std::string(name) + "': " + problem + ": " + fields.dump());
 }
 
-/// As check_declared, for the fields that a rank adds to its last line.
+/// Checks the fields that a rank adds to its last line, as check_declared() does for a whole line.
 inline void check_outcome(std::vector<job::Event> events, const job::Json& fields) {
   for (job::Event& event : events) {
     for (job::Field& field : event.fields) field.is_sometimes = true;

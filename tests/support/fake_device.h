@@ -40,7 +40,7 @@ struct FakeDeviceCopies {
   bool operator==(const FakeDeviceCopies&) const = default;
 };
 
-/// Operations since the last reset, on all threads and devices.
+/// Counts operations since the last reset, on all threads and devices.
 struct FakeDeviceCounters {
   FakeDeviceCopies host_to_device;
   FakeDeviceCopies device_to_host;
@@ -57,7 +57,7 @@ void reset_fake_device_counters();
 /// Runs all work that is enqueued on any stream of any device.
 void run_all_fake_streams();
 
-/// Makes allocations fail that exceed `bytes` of tensors on a device, during its lifetime.
+/// During its lifetime, an allocation fails if the tensors on its device would exceed `bytes`.
 class FakeDeviceMemoryLimit {
  public:
   explicit FakeDeviceMemoryLimit(int64_t bytes);

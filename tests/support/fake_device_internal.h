@@ -50,7 +50,7 @@ class Queue {
  public:
   void add(std::vector<Block*> touched, std::function<void()> work);
   void add_wait(Queue& other, uint64_t point);
-  /// Blocks later work until `open`, which every waiting thread calls under the Lock, returns true.
+  /// Blocks later work until `open` returns true. Every waiting thread calls `open` under the Lock.
   void add_gate(std::function<bool()> open);
 
   /// Returns the point after all work that has been enqueued.
@@ -58,7 +58,7 @@ class Queue {
   bool reached(uint64_t point) const { return done_ >= point; }
 
   /// Runs the work before `point`. Returns false if a gate is closed, or if the work depends on a
-  /// stream that is being run further up the call stack.
+  /// stream whose run_to() is active further up the call stack.
   bool run_to(uint64_t point);
   /// Runs the next piece of work, which must exist.
   bool run_one();
@@ -103,16 +103,16 @@ char* host_of(const void* pointer);
 Block* block_of(const void* pointer);
 void record_use(const void* pointer, const c10::Stream& stream);
 
-/// Throws during the lifetime of a FakeDeviceFailure.
+/// Throws if a FakeDeviceFailure exists.
 void check_health();
 
-/// Returns true if the current wait is the one that a test omits on purpose.
+/// Returns true if a test omits this wait on purpose.
 bool wait_is_dropped();
 
-// Counters, guarded by the Lock.
+// The caller holds the Lock.
 FakeDeviceCounters& counters();
 
-/// Returns a tensor in the memory of `tensor`, which it does not keep alive, for work on streams.
+/// Returns a CPU tensor that shares the memory of a device tensor but does not keep it alive.
 at::Tensor host_alias(const at::Tensor& tensor);
 
 /// Enqueues work with some tensors on the current stream of their device.
@@ -126,7 +126,7 @@ class Launch {
   c10::Device device() const;
   void set_device(c10::Device device) { device_ = device; }
   void submit(std::function<void()> work);
-  /// Runs the work that was enqueued on the stream before.
+  /// Runs all work that was enqueued on the stream before this call.
   void synchronize() const;
 
  private:

@@ -114,7 +114,7 @@ void copy_from_host(const at::Tensor& dst, const at::Tensor& src, bool non_block
   if (!non_blocking) launch.synchronize();
 }
 
-// Runs on the sender's current stream; the streams of sender and receiver wait for each other.
+// Copies on the sender's current stream, between waits that order it with the receiver's stream.
 void copy_between(const at::Tensor& dst, const at::Tensor& src) {
   count(&FakeDeviceCounters::device_to_device, src);
   const Lock lock;
@@ -333,7 +333,7 @@ class Call {
            arguments_[i].toTensor().defined() && arguments_[i].toTensor().numel() == 0;
   }
 
-  // Enqueues the operator. `shapes`: the shapes of the results, empty if the results are arguments.
+  // Enqueues the operator. `shapes` is empty if the results are arguments of the operator.
   Values submit(Values shapes) {
     Launch launch;
     Values aliases = map_all(arguments_, [&](const at::Tensor& t) { return launch.operand(t); });
@@ -369,8 +369,8 @@ class Call {
     return results;
   }
 
-  // Computes at once, with the operands at this point of the stream, because shapes or random
-  // numbers depend on their values. The results are still written by the stream.
+  // Computes at once, after the earlier work of the stream, because shapes or random numbers depend
+  // on the operands' values. The results are still written by work on the stream.
   Values now() {
     const Lock lock;
     Launch launch;

@@ -19,7 +19,7 @@ using c10::CachingAllocator::StatType;
 constexpr size_t kArenaBytes = size_t{4} << 30;  // of address space
 constexpr int kPoison = 0xFF;
 
-// The memory of one device: a memory file that is mapped twice. It never shrinks.
+// The memory of one device: a memory file, mapped for the device and for the host. Never shrinks.
 class Arena {
  public:
   Arena() {
@@ -41,7 +41,7 @@ class Arena {
     return after == blocks_.begin() ? nullptr : std::prev(after)->second;
   }
 
-  // Returns null if there is no room.
+  // Returns a new block, or null if the arena is full.
   Block* carve(size_t size) {
     if (used_ + size > kArenaBytes) return nullptr;
     auto* const block = new Block;
@@ -70,7 +70,7 @@ class Arena {
   std::map<const char*, Block*> blocks_;
 };
 
-// Eight sizes for each power of two, so that a freed block is soon reused.
+// Rounds up to one of eight sizes per power of two, so that a freed block is soon reused.
 size_t size_class(size_t bytes) {
   constexpr size_t kSmallest = 512;
   size_t step = kSmallest;
@@ -138,7 +138,7 @@ class FakeAllocator final : public c10::DeviceAllocator {
     devices_.at(static_cast<size_t>(device)).bytes.reset_peak();
   }
 
-  // Returns null for other memory.
+  // Returns the arena that contains `pointer`, or null if it is not device memory.
   Arena* find(const char* pointer) const {
     for (const Device& device : devices_) {
       if (device.arena && device.arena->contains(pointer)) return device.arena.get();
@@ -184,7 +184,7 @@ class FakeAllocator final : public c10::DeviceAllocator {
     device.free[{block.owner, block.size}].push_back(&block);
   }
 
-  // Frees the blocks that recorded streams have finished with, without running those streams.
+  // Frees each block after every recorded stream has finished with it; does not run the streams.
   static void reclaim(Device& device) {
     std::erase_if(device.deferred, [&](const Deferred& deferred) {
       const bool done = std::all_of(deferred.until.begin(), deferred.until.end(),

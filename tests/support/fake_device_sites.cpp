@@ -1,4 +1,4 @@
-// Lists the waits for streams in a test program, or omits one, for tests/fake_device/mutants.sh.
+// Lists the stream waits that a test program makes, or omits one; for tests/fake_device/mutants.sh.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -45,7 +45,7 @@ class Sites {
       drop_ = std::strtoull(site, nullptr, 16);
   }
 
-  /// Returns true if this wait is the one to omit; records its callers.
+  /// Returns true if the program must omit this wait; otherwise lists the call stack of the wait.
   bool visit() {
     if (!list_ && drop_ == 0) return false;
     std::array<void*, kFrames> frames;

@@ -71,7 +71,7 @@ Tensor& mul_(Tensor& self, const Tensor& other) {
   return self;
 }
 
-// The host must know the number of rows, so it waits, as on CUDA.
+// Waits for the stream, as on CUDA, because the host needs the number of distinct rows.
 Tensor coalesce(const Tensor& self) {
   const Lock lock;
   Launch launch;
@@ -95,7 +95,7 @@ Tensor clone(const Tensor& self, std::optional<at::MemoryFormat>) {
 
 Tensor& zero_(Tensor& self) { return at::native::zero_sparse_(self); }
 
-// A new sparse tensor is on the current device.
+// The functions below make `device` current, because torch creates sparse tensors there.
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
              std::optional<at::Layout> layout, std::optional<at::Device> device,

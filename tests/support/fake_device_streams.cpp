@@ -169,7 +169,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  /// Switches to a device and back, both by setDevice, as CUDA's event functions do.
+  /// Switches to a device and back with setDevice(), as CUDA's event functions do.
   class Visit {
    public:
     Visit(const Guard& guard, c10::Device device) : guard_(guard), before_(guard.getDevice()) {
@@ -186,7 +186,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device.has_index() ? checked(device.index()) : device_now;
   }
 
-  // Returns true if the point is reached; otherwise runs one piece of work, so that polling ends.
+  // Returns true if `point` is reached; if not, runs one piece of work, so that polling ends.
   static bool step(Queue& queue, uint64_t point) {
     if (queue.reached(point)) return true;
     queue.run_one();
@@ -268,8 +268,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::register_privateuse1_backend("fake");
   c10::SetAllocator(kFake, &device_allocator());
-  // One thread, because the work is small and ranks are threads of this process: threads of a
-  // kernel would mostly wait for each other.
+  // Each kernel uses one thread: the work is small and the ranks are threads of this process, so
+  // more threads would compete for the CPU.
   at::set_num_threads(1);
   return true;
 }();
@@ -342,7 +342,7 @@ bool Queue::run_one() {
     uint64_t& count;
   } done(done_);
   if (!item.work) return true;
-  // Freed memory may be overwritten early unless its owner's stream was told to wait for this one.
+  // Worst case: a freed block is overwritten before this work, unless its stream must wait for it.
   for (const Block* const block : item.touched) {
     if (block->owner != this) block->owner->run_to(block->poisoned_at);
   }

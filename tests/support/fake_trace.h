@@ -12,7 +12,7 @@
 
 namespace distrain::testing {
 
-/// Answers a request for a rank's trace from event `first` on.
+/// Returns the part of a rank's trace that begins at event number `first`.
 using TraceAnswer = std::function<rpc::TraceChunk(uint64_t first)>;
 
 namespace detail {
@@ -30,7 +30,7 @@ inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
 
 }  // namespace detail
 
-/// Exposes a fake trace on an agent without a tracer. A clock without a domain is this machine's.
+/// Exposes a fake trace on an agent without a tracer. An empty clock domain means this machine's.
 inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockAnswer clock = {}) {
   if (clock.domain.empty()) clock.domain = base::Tracer().clock_domain();
   agent.provide(

@@ -44,7 +44,7 @@ void read_files(const std::filesystem::path& path, std::vector<Bytes>& inputs) {
   }
 }
 
-// Returns mostly short inputs, half of them of small values, which get further into a decoder.
+// Returns mostly short inputs. Half have mostly small byte values, which a decoder rarely rejects.
 Bytes random_bytes(Random& random) {
   const bool small = random() % 2 == 0;
   Bytes bytes(random() % (random() % 16 == 0 ? 4096 : 128));

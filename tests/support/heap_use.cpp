@@ -51,7 +51,7 @@ void install_hooks() {
 
 #else
 
-// Replaces the C library's functions for all libraries of the program.
+// Replaces the C library's allocation functions for all libraries of the program.
 extern "C" {
 
 void* __libc_malloc(size_t);

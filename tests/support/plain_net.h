@@ -11,7 +11,7 @@
 
 namespace distrain::testing {
 
-/// A typical user-defined module: not cloneable, its layers in members. [n, 8] → [n, 3].
+/// A typical user-defined module from [n, 8] to [n, 3]: not cloneable, layers as data members.
 struct PlainNetImpl : torch::nn::Module {
   explicit PlainNetImpl(int64_t width = 16) {
     using namespace torch::nn;

@@ -21,10 +21,9 @@ namespace distrain::testing {
 
 using namespace std::chrono_literals;
 
-/// Returns the body of kPrepared of a rank without devices.
+/// Returns the body of the kPrepared frame that a rank without devices sends.
 inline wire::Bytes no_devices() { return wire::encode(wire::RankDevices{}); }
 
-// A rank that the test implements: it sends frames over a blocking socket.
 class RawRank {
  public:
   explicit RawRank(uint16_t port)
@@ -83,8 +82,8 @@ class RawRank {
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
   }
-  /// Authenticates as rank 0 to a joining rank, whose Join it returns, and assigns `place` or, by
-  /// default, the rank's own number.
+  /// Acts as rank 0 towards a joining rank: authenticates, assigns it `place` (default: its own
+  /// number) and returns its Join message.
   wire::Join be_joined(std::optional<uint64_t> place = {}) {
     REQUIRE(hear(wire::FrameKind::kHello));
     const wire::Hello hello = wire::decode_hello(heard);
@@ -96,7 +95,7 @@ class RawRank {
     send(wire::FrameKind::kJoined, {}, place.value_or(static_cast<uint64_t>(hello.rank)));
     return wire::decode_join(heard);
   }
-  /// The body of the last frame.
+  /// The body of the last frame that was received.
   wire::Bytes heard;
 
  private:
@@ -122,8 +121,8 @@ class RawRank {
   net::Fd fd_;
 };
 
-// Waits until rank 0 has handled all earlier frames and disconnects. Its loop reads earlier frames
-// no later than the probe, and notices closed connections one iteration later.
+// Waits until rank 0 has handled all earlier frames and disconnects. Rank 0's loop reads those
+// frames before the probe's frame, and notices a closed connection one iteration later.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
   probe.send(wire::FrameKind::kPrepared, no_devices());  // invalid here: rank 0 closes

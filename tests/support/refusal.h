@@ -32,7 +32,7 @@ std::string written_to(int stream, F call) {
   return text;
 }
 
-/// Checks that a command line is refused before a rank starts: on stderr, by `error` and `end`.
+/// Checks that a command line is refused before any rank starts, with exit code 2 and one error.
 inline void check_refused(const app::JobCommand& command, const std::vector<std::string>& arguments,
                           const std::string& told) {
   CAPTURE(command.name, arguments, told);

@@ -64,7 +64,7 @@ inline void write_cifar10(const testing::Folder& folder, int64_t train, int64_t 
   write_file("test_batch.bin", test);
 }
 
-/// Returns lines of up to nine of thirty words; each word is likely to be followed by the next one.
+/// Returns lines of up to nine words out of thirty. Word i + 1 follows word i with probability 3/4.
 inline std::string make_text(int lines, uint64_t seed) {
   base::Random random({seed});
   std::string text;
@@ -81,7 +81,7 @@ inline std::string make_text(int lines, uint64_t seed) {
 
 /// Two files of text, and jobs that train a language model on them.
 struct RnnText {
-  /// About 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
+  /// Returns options for 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
   scenario::RnnOptions on_text() const {
     scenario::RnnOptions options;
     options.data = train;
@@ -99,7 +99,7 @@ struct RnnText {
     return options;
   }
 
-  /// The tutorial's model, on random batches.
+  /// Returns options for the model of the PyTorch RPC tutorial, on random batches.
   static scenario::RnnOptions on_random() {
     scenario::RnnOptions options;
     options.mode = "sync";
@@ -124,7 +124,7 @@ inline std::string make_examples(int count) {
   return text;
 }
 
-/// Returns a quick pipeline job: 33 pixels are still 2 x 2 at the end, as batch norm requires.
+/// Returns a quick pipeline job. Its 33 x 33 images end as 2 x 2 values, enough for batch norm.
 inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
   scenario::PipelineOptions options;
   options.model = "narrow_resnet18";

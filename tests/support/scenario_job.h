@@ -42,13 +42,13 @@ struct Line {
   Json fields;
 };
 
-/// Callbacks of a test for the ranks of a job.
+/// Callbacks that a test sets to act on the ranks of a job.
 template <class Options>
 struct Hooks {
   std::function<void(Job&)> job;                       ///< before the rank starts
   std::function<void(int rank, Options&)> options;     ///< changes the options of the rank
   std::function<void(const Job&, const Line&)> heard;  ///< called for each line, one at a time
-  /// As `heard`, but called concurrently for several ranks, so it may wait for another rank.
+  /// Called for each line, concurrently for several ranks, so it may wait for another rank.
   std::function<void(const Job&, const Line&)> heard_at_once;
 };
 
@@ -60,7 +60,7 @@ inline std::function<bool()> slow_by(double seconds) {
   };
 }
 
-/// Returns hooks that delay the calls of one rank; with a long delay it is certainly the slowest.
+/// Returns hooks that delay the calls of `rank`. With a long delay, this rank is the slowest.
 template <class Options>
 Hooks<Options> slow_rank(int rank, double delay_s) {
   Hooks<Options> hooks;
@@ -86,8 +86,8 @@ struct Finished {
   const Json& fields(int rank) const { return outcomes.at(rank).fields; }
 };
 
-/// Passes the lines of a rank to `hear`, after a check that they are declared in `events`. `placed`
-/// gets the rank number that a process without one was assigned.
+/// Checks that each line of a rank is declared in `events` and passes the line to `hear`. Passes an
+/// assigned rank number to `placed`.
 class Listener final : public job::EventSink {
  public:
   explicit Listener(
@@ -137,9 +137,8 @@ inline void await_connections(int listening, unsigned count) {
   }
 }
 
-/// Runs a job until it ends or fails. A `--local` run is rank 0. Rank 0 starts after the others
-/// have connected, because a rank that started after a failure of rank 0 would look for it until
-/// the join timeout.
+/// Runs a job until it ends or fails; a `--local` run is rank 0. Starts rank 0 after all others
+/// have connected: if rank 0 had failed already, they would retry until the join timeout.
 template <class Options>
 Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished;
@@ -195,7 +194,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
-/// As try_job, for a job that must succeed.
+/// Runs a job with try_job() and checks that all ranks succeed.
 template <class Options>
 Finished run_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished = try_job(place, options, hooks);
@@ -224,7 +223,7 @@ inline void check_evaluated(const Finished& job, const char* counted, int64_t va
   CHECK(job.fields(0)["eval"] == lines[2]);
 }
 
-/// Fails unless all ranks failed with this kind of error; returns that of the lowest rank.
+/// Checks that all ranks fail with an error of `kind`; returns the error of the lowest rank.
 template <class Options>
 base::Error error_of_job(base::ErrorKind kind, Place place, const Options& options,
                          const Hooks<Options>& hooks = {}) {
@@ -237,8 +236,8 @@ base::Error error_of_job(base::ErrorKind kind, Place place, const Options& optio
   return finished.errors.begin()->second;
 }
 
-/// Returns the error of a job whose trainer 2 has read other data. Repeats the job with longer
-/// delays until trainer 2 reports after trainer 1.
+/// Returns the error of a job whose trainer 2 has different data from the others. Repeats the job
+/// with longer delays until trainer 2 is the last to report its data.
 template <class Options>
 std::string refusal_of_other_data(const Options& options,
                                   std::function<void(Options&)> read_other) {
@@ -324,8 +323,8 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
-/// Checks that a job with slow saves, each `every` steps, saves the state of the step at which a
-/// save begins, although it trains on: the state of a job that ends there.
+/// Checks that a slow save contains the state of the step at which the save began, although the job
+/// trains on. Compares each save with the final state of a job that ends at that step.
 template <class Options>
 void check_saved_as_it_was(Place place, Options options, int64_t every,
                            int64_t Options::*steps = &Options::steps) {
@@ -352,7 +351,7 @@ void check_saved_as_it_was(Place place, Options options, int64_t every,
 /// The stop signals of a job's ranks, for a test that requests stops at run time.
 class StopSignals {
  public:
-  /// Must be called before the rank starts.
+  /// Stores the stop signal of a rank. Call before the rank starts.
   void keep(const Job& job) {
     std::lock_guard lock(mutex_);
     signals_[job.rank] = job.stop;
@@ -384,8 +383,8 @@ inline void check_stopped(const Finished& job, const std::string& folder) {
   CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder));
 }
 
-/// Checks that a job whose rank `rank` is told to stop at step `at` (0: before it begins) ends
-/// normally, and that a resumed job ends as one without a stop. `call_delay_s` slows the job down.
+/// Requests a stop of `rank` at step `at` (0: before the job begins). Checks that the job ends and
+/// resumes to the state of a job without a stop. `call_delay_s` slows the job down.
 template <class Options>
 void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
                           double call_delay_s = 0) {
@@ -415,14 +414,14 @@ void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
-/// Returns the error of a job that must not resume from the newest checkpoint of `folder`.
+/// Returns the error with which a job refuses to resume from the newest checkpoint of `folder`.
 template <class Options>
 std::string refusal_of(Place place, Options options, const std::string& folder) {
   options.checkpoint = {folder, kSaveAtEndOnly, "auto"};
   return error_of_job(base::ErrorKind::kBadData, place, options).message;
 }
 
-/// Checks that the error names the checkpoint and the reason.
+/// Checks that a job refuses to resume, and that its error names the checkpoint and the reason.
 template <class Options>
 void check_resume_refused(Place place, const Options& options, const std::string& folder,
                           const std::string& why) {
@@ -438,7 +437,7 @@ struct Spoilt {
   std::string why;
 };
 
-/// Checks that the newest checkpoint of `folder` is refused after each of these changes.
+/// Makes each change to the newest checkpoint and checks that a job refuses to resume from it.
 template <class Options>
 void check_spoilt_refused(Place place, const Options& options, const std::string& folder,
                           const std::vector<Spoilt>& cases) {

@@ -4,10 +4,9 @@
 
 namespace distrain::testing {
 
-/// Returns the device with this index for the suites of tests/fake_device that run on any device: a
-/// fake device in the program `fake_device`, a GPU in the program `gpu`. If there are fewer GPUs,
-/// several indices share a GPU. A case that needs two different devices has the tag
-/// [two].
+/// Returns device number `index`: a fake device in the program `fake_device`, a GPU in the program
+/// `gpu`. Several indices share a GPU if there are too few GPUs. Test cases that need two different
+/// devices have the tag [two].
 c10::Device test_device(int index = 0);
 
 }  // namespace distrain::testing

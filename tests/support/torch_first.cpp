@@ -1,4 +1,4 @@
-// distrain as a program whose main() uses torch first, so OpenMP's threads exist already.
+// Runs distrain in a program whose main() has used torch, so OpenMP's threads exist already.
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 

@@ -9,7 +9,7 @@
 
 namespace distrain::testing {
 
-/// A path for a trace file, which is removed at the end.
+/// A path for a trace file; the destructor removes the file.
 class TracePath {
  public:
   TracePath()

@@ -18,7 +18,7 @@ void run_collective(Input input) {
     std::array<uint8_t, collective::kHeaderBytes> again;
     collective::encode_header(*spec, input[7], again.data());
     check(collective::decode_header(again) == spec, "an encoded operation decodes to itself");
-    // The other bytes are reserved for later versions.
+    // Bytes 12 to 15 are not compared, because they are reserved for later versions.
     check(std::equal(again.begin(), again.begin() + 12, input.begin()),
           "the header is what was read");
     check(std::equal(again.begin() + 16, again.begin() + 24, input.begin() + 16),

@@ -51,7 +51,7 @@ void check_inside(const at::Tensor& tensor, Input payload) {
   check(lies_in(payload.data(), payload.size()) ||
             lies_in(tensor.storage().data(), tensor.storage().nbytes()),
         "a tensor lies in what was received, or in memory of its own");
-  // Address sanitizer checks that the memory is valid.
+  // Reads the first and the last byte so that address sanitizer detects invalid memory.
   static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(begin));
   static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(end - 1));
   check(begin % wire::kPayloadAlignment == 0, "tensors are aligned");
@@ -74,7 +74,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   const Input meta = rest.first(header.meta_bytes);
   const auto descs = read_descs(meta, header.tensor_count);
   header.payload_bytes = std::min<uint64_t>(header.payload_bytes, kMostPayload);
-  // One in eight inputs keeps the payload size of its header.
+  // Sets the payload size that the descriptors need. One input in eight keeps that of its header.
   if (descs && is_on_cpu(descs->first) && descs->second <= kMostPayload &&
       header.call_id % 8 != 0) {
     header.payload_bytes = descs->second;
@@ -106,7 +106,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
   } catch (const std::exception&) {
-    // Torch throws because there is no such device here.
+    // Torch throws because this machine does not have the device of a descriptor.
     check(descs && !is_on_cpu(descs->first), "nothing but our own errors, but for devices");
   }
   return std::nullopt;

@@ -1,4 +1,4 @@
-// Conversion of received bytes to messages with tensors, and back.
+// Converts received bytes to messages with tensors, and back.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@ namespace distrain::fuzz {
 
 /// Reads a frame as the runtime does. Lengths in the header that do not match the input are
 /// corrected, because otherwise hardly any mutated frame would pass the first checks. Returns
-/// nullopt for a refused frame; ends the program if a tensor is outside of the frame's memory.
+/// nullopt for a refused frame. Aborts the program if a tensor is outside of the frame's memory.
 std::optional<rpc::InMessage> read_frame(Input input);
 
 /// Returns all bytes of a frame. The tensors of `message` must be on the CPU.

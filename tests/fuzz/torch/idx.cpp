@@ -1,4 +1,4 @@
-// Files on a disk: IDX files, plain or gzip, and gzip alone.
+// Fuzz targets for files: pairs of IDX files, plain or compressed, and gzip files.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kMostContent = size_t{1} << 20;
 
-// A file in memory with a path for readers.
+// A file in memory that readers can open by its path().
 class MemoryFile {
  public:
   explicit MemoryFile(Input bytes) : fd_(memfd_create("fuzz", MFD_CLOEXEC)) {
@@ -54,7 +54,7 @@ Bytes gzip(Input content) { return deflate(content, 16 + MAX_WBITS); }
 
 struct Inflated {
   Bytes content;
-  size_t taken = 0;  // bytes of the input
+  size_t taken = 0;  // number of input bytes read
 };
 
 // Inflates a raw deflate stream. Returns nullopt if it is incomplete or its content too large.
@@ -74,7 +74,7 @@ std::optional<Inflated> inflate_raw(Input input) {
   return Inflated{std::move(out), taken};
 }
 
-// Returns the gzip member of a raw deflate stream, with the checksum and length of its content.
+// Wraps a raw deflate stream as a gzip member, with the checksum and length of its content.
 Bytes gzip_member(Input raw, Input content) {
   Bytes member = {0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3};
   member.insert(member.end(), raw.begin(), raw.end());
@@ -107,8 +107,8 @@ std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   }
 }
 
-// Input: u8 (bits 0 to 3: log2 of the read size; bits 6 and 7: additional copies of the gzip
-// member), then a file or a raw deflate stream.
+// Input: u8 (bits 0 to 3: log2 of the read size; bits 6 and 7: number of additional copies of the
+// gzip member), then a file or a raw deflate stream.
 void run_gzip(Input input) {
   if (input.empty()) return;
   const size_t piece = size_t{1} << (input[0] & 15);
@@ -146,8 +146,8 @@ std::vector<Bytes> gzip_seeds() {
   return seeds;
 }
 
-// Input: u8 flags · u16 size of the image file · that file · the label file. Flag bit 0 compresses
-// the image file first, bit 1 the label file.
+// Input: u8 flags · u16 size of the image file · image file · label file. If flag bit 0 (bit 1) is
+// set, the target compresses the image file (the label file).
 void run_idx(Input input) {
   if (input.size() < 3) return;
   const Input files = input.subspan(3);
@@ -159,7 +159,7 @@ void run_idx(Input input) {
   };
   const MemoryFile images_file(as_stored(images, (input[0] & 1) != 0));
   const MemoryFile labels_file(as_stored(labels, (input[0] & 2) != 0));
-  // A header alone allocates at most 1 MiB. The input itself may be gzip and expand 1000-fold.
+  // A header alone may allocate 1 MiB. The input itself may be gzip data that expands 1000-fold.
   const MemoryLimit limit((size_t{8} << 20) + 4096 * input.size(), "what the files hold");
   try {
     const data::ImageSet set = data::read_idx(images_file.path(), labels_file.path());

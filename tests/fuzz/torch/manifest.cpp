@@ -12,9 +12,9 @@ namespace {
 
 using store::Manifest;
 
-// Checks that an accepted manifest can be saved again without a change.
+// Parses a manifest. If it is accepted, checks that saving and parsing it again changes nothing.
 void parse_text(std::string_view text) {
-  // A JSON value of two bytes takes some dozens when parsed, and a copy of it is compared.
+  // A JSON value of two bytes takes dozens of bytes once parsed, and a second copy is parsed below.
   const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
   try {
     const Manifest manifest = store::parse_manifest(text, "fuzz");
@@ -30,7 +30,7 @@ void parse_text(std::string_view text) {
   }
 }
 
-// Returns `text` without its '}' and with its hash, as the format requires.
+// Appends to `text` its hash and the closing '}', as the format requires.
 std::string with_hash(std::string text) {
   char end[40];
   std::snprintf(end, sizeof end, ",\"xxh64\":\"%016llx\"}\n",
@@ -38,7 +38,7 @@ std::string with_hash(std::string text) {
   return text + end;
 }
 
-// The input is the text before the hash.
+// Parses the input as a whole manifest, and as the part of a manifest before its hash.
 void run_manifest(Input input) {
   const std::string text(input.begin(), input.end());
   parse_text(text);

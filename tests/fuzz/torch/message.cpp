@@ -1,4 +1,4 @@
-// Calls and replies: frames to messages to values, and back.
+// Fuzz target for calls and replies: decodes frames to values and encodes the values again.
 #include <map>
 #include <optional>
 #include <string>
@@ -24,7 +24,7 @@ struct Point {
   std::optional<int64_t> number;
   static constexpr auto kFields = std::tuple(&Point::x, &Point::on, &Point::number);
 };
-// The decoded types: each kind of value, some of them nested.
+// The types that messages are decoded as: each kind of value, some of them nested.
 using Values = std::tuple<std::string, at::Tensor, Tensors>;
 using Nested = std::tuple<std::map<std::string, std::optional<at::Tensor>>, std::vector<Point>,
                           std::variant<int64_t, std::string, at::Tensor>>;
@@ -32,7 +32,7 @@ using Maps = std::vector<std::map<int32_t, std::pair<std::array<float, 2>, std::
 
 constexpr int64_t kMostElements = 1 << 14;  // larger tensors are not inspected
 
-// Checks the indices, because torch's kernels use them unchecked.
+// Checks the indices of a sparse tensor, because torch's kernels use them unchecked.
 void check_sparse(const at::Tensor& tensor) {
   const at::Tensor indices = tensor._indices().contiguous();
   const int64_t count = indices.size(1);
@@ -87,14 +87,14 @@ void decode_values(rpc::InMessage message) {
         "nothing is left over");
 }
 
-// A single tensor is only decoded and inspected, not encoded again.
+// Only decodes and inspects a single tensor; does not encode it again.
 template <>
 void decode_values<at::Tensor>(rpc::InMessage message) {
   rpc::Decoder decoder(message);
   look_at(rpc::decode<at::Tensor>(decoder));
 }
 
-// The context ID in the header selects the type that the message is decoded as.
+// Decodes a message as one of four types, which the context ID in the header selects.
 void run_message(Input input) {
   const MemoryLimit limit((size_t{8} << 20) + 256 * input.size(), "a multiple of the message");
   auto message = read_frame(input);

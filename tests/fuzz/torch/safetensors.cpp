@@ -17,7 +17,7 @@ const std::string kHeader =
     R"({"__metadata__":{"k":"v"},"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]},)"
     R"("b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})";
 
-// Checks that the file is either parsed with every byte accounted for or refused with `bad_data`.
+// Checks that a file either yields tensors that do not overlap or is refused with `bad_data`.
 void parse_safetensors(const Bytes& bytes) {
   const MemoryLimit limit(kSmall + 64 * bytes.size(), "a multiple of the file");
   try {
@@ -48,11 +48,11 @@ void run_safetensors(Input input) {
   const size_t size = input.size();
   parse_safetensors({input.begin(), input.end()});
   if (size == 0) return;
-  // With a valid length: the first byte determines how much of the rest is the header.
+  // Prepends a header length that fits the text. The first byte of the input selects the length.
   const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
   parse_safetensors(with_length(text, text.size() * data[0] / 255));
 
-  // Random bytes are hardly ever JSON, so a valid file is changed or gets an inserted piece.
+  // Random bytes are hardly ever JSON, so a valid header is changed at up to four places.
   static const std::vector<std::string> kPieces = {"[",
                                                    "]",
                                                    "{",

@@ -1,4 +1,4 @@
-// The targets of this program, one per file.
+// The fuzz targets that need LibTorch.
 #pragma once
 
 #include "../target.h"

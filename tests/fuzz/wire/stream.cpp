@@ -1,4 +1,4 @@
-// A connection with arbitrary bytes in pieces of any size: checks the frames of the stream.
+// Fuzz target for a stream: sends arbitrary bytes in pieces and checks the received frames.
 #include "distrain/net/stream.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct Received {
   friend bool operator==(const Received&, const Received&) = default;
 };
 
-// Parses the bytes as the format requires, without a connection.
+// Returns the frames that a stream must deliver for these bytes. Parses them without a connection.
 Received parse(Input bytes) {
   Received all;
   while (bytes.size() >= wire::kHeaderBytes) {
@@ -56,7 +56,7 @@ Received parse(Input bytes) {
     all.frames.push_back(std::move(frame));
     bytes = bytes.subspan(head.body_bytes());
   }
-  all.end = base::ErrorKind::kPeerLost;  // the end may be within a frame
+  all.end = base::ErrorKind::kPeerLost;  // the bytes may end within a frame
   return all;
 }
 
@@ -101,7 +101,7 @@ void add_hashes(std::span<uint8_t> bytes) {
   }
 }
 
-// Input: u8 length of the pieces · the bytes of the connection.
+// Input: u8 that selects the length of the pieces · the bytes of the connection.
 void run_stream(Input input) {
   if (input.empty()) return;
   Bytes bytes(input.begin() + 1, input.end());
@@ -119,7 +119,7 @@ std::vector<Bytes> stream_seeds() {
                                    .call_id = 7};
     std::array<uint8_t, wire::kHeaderBytes> head;
     encode_header(header, head);
-    std::memcpy(head.data(), &wire::kMagic, sizeof wire::kMagic);  // valid after any change
+    std::memcpy(head.data(), &wire::kMagic, sizeof wire::kMagic);  // add_hashes() corrects the hash
     bytes.insert(bytes.end(), head.begin(), head.end());
     bytes.resize(bytes.size() + header.body_bytes(), 9);
   }

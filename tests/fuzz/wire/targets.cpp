@@ -1,4 +1,4 @@
-// Messages between ranks without tensors: a target for each kind.
+// Fuzz targets for messages without tensors, one for each kind of message.
 #include "targets.h"
 
 #include <algorithm>
@@ -10,10 +10,10 @@ namespace distrain::fuzz {
 
 namespace {
 
-// Strings, options and descriptors are objects that take more memory than their few bytes.
+// A decoder may use this multiple of its input: strings and options are larger once decoded.
 constexpr size_t kFactor = 64;
 
-// Decodes the input; decoders.h checks accepted messages. Fails for errors except `protocol`.
+// Decodes the input; `try_decode` checks an accepted message. Fails for errors except `protocol`.
 template <class Try>
 void decode(Input input, Try try_decode) {
   const MemoryLimit limit(kSmall + kFactor * input.size(), "a multiple of the message");
@@ -37,7 +37,7 @@ void run_hello(Input input) { decode(input, wire::try_hello); }
 void run_error(Input input) { decode(input, wire::try_error); }
 void run_all_devices(Input input) { decode(input, wire::try_all_devices); }
 
-// Options are sent in any order, and we encode them sorted: a second round trip changes nothing.
+// The first round trip may sort the options of a message; the second must change nothing.
 void run_join(Input input) {
   decode(input, [](Input in) {
     const Bytes again = encode(wire::decode_join(in));
@@ -56,7 +56,7 @@ void run_directory(Input input) {
   });
 }
 
-// The body of kPrepared.
+// Decodes the body of a kPrepared frame.
 void run_rank_devices(Input input) {
   decode(input, [](Input in) {
     const Bytes again = wire::encode(wire::decode_rank_devices(in));
@@ -142,7 +142,7 @@ std::vector<Bytes> all_devices_seeds() {
   return {encode(std::vector<wire::RankDevices>{kDevices, {}, kDevices})};
 }
 
-// The body of kReject, kAbort and the error reply of a call.
+// Returns bodies of kReject frames, kAbort frames and error replies.
 std::vector<Bytes> error_seeds() {
   return {wire::encode(base::Error{base::ErrorKind::kPeerLost, "rank 3 is gone", 3, "allreduce"}),
           wire::encode(base::Error{base::ErrorKind::kInternal, "", -1, ""})};

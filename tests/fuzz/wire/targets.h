@@ -1,4 +1,4 @@
-// The target of this program that has its own file.
+// Declares the fuzz target that is not in targets.cpp.
 #pragma once
 
 #include "../target.h"

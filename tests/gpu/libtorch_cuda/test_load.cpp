@@ -55,7 +55,7 @@ TEST_CASE("load() names a seed, a backward pass or a query that came before CUDA
 TEST_CASE("a driver that is too old is reported with the required version") {
   const std::string refusal = refusal_after(
       [] {
-        // The runtime uses the library of this name that is loaded already.
+        // The CUDA runtime will use this fake driver because a libcuda.so.1 is already loaded.
         if (!dlopen(DISTRAIN_OLD_DRIVER, RTLD_NOW | RTLD_GLOBAL)) _exit(2);
       },
       [] { cuda::load().device_count(); });

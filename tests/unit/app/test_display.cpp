@@ -35,7 +35,7 @@ struct Shown {
   }
   /// Returns the text that the display has written since the last call.
   std::string take() { return std::exchange(text_, {}); }
-  /// Returns the first line of the live region as it was last drawn.
+  /// Returns the first line of the progress bar as it was last drawn.
   std::string bar() {
     std::string text = take();
     const size_t at = text.rfind("\x1b[J");

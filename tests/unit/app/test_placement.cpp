@@ -105,7 +105,7 @@ TEST_CASE("the launcher's job ID and restart count are those of the job") {
   });
 }
 
-// Neither 29500 nor the port of torchrun's agent, because two jobs on a host would collide there.
+// A fixed port (29500, or that of torchrun's agent) would collide when two jobs share a host.
 TEST_CASE("a job with an ID has its own port, which each of its ranks can derive") {
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=";
   const std::string agents = " TORCHELASTIC_USE_AGENT_STORE=True";
@@ -171,7 +171,7 @@ TEST_CASE("the first source that places a rank wins") {
   });
 }
 
-// By the launcher's local rank, otherwise by its number among the ranks that use a GPU.
+// A rank uses the GPU of its local rank, or else of its index among the ranks that use GPUs.
 TEST_CASE("a rank knows which of the GPUs of its host it uses") {
   check_placed({
       {"", "--device cuda", R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},
@@ -189,7 +189,7 @@ TEST_CASE("a rank knows which of the GPUs of its host it uses") {
        "--device cuda", R"({"gpu_places": {"3": 1}})"},
       {"PMI_RANK=1 PMI_SIZE=5 MPI_LOCALRANKID=3", "--device cuda", R"({"gpu_places": {"1": 3}})"},
       {kSlurm + " SLURM_STEP_ID=0 SLURM_LOCALID=1", "--device cuda", R"({"gpu_places": {"3": 1}})"},
-      // The variable of a batch script, not of a step.
+      // SLURM_LOCALID without a step ID comes from a batch script, so it does not count.
       {"SLURM_LOCALID=1", "--rank 3 --trainers 4 --device cuda", R"({"gpu_places": {"3": 3}})"},
       {"LOCAL_RANK=3", "--spawn --device cuda",
        R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},
@@ -210,7 +210,7 @@ TEST_CASE("an invalid environment is refused, naming the variable") {
       {"RANK=5 WORLD_SIZE=4", "", "there is no rank 5"},
       {"RANK=0 WORLD_SIZE=4", "--trainers 3", "WORLD_SIZE says 4"},
       {"PMI_RANK=0 PMI_SIZE=1", "", "--spawn starts every rank here"},
-      // The ranks could not find rank 0.
+      // Refused because without a master address a rank on another host cannot find rank 0.
       {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2", "",
        "need --master-addr HOST"},
       {"SLURM_PROCID=3 SLURM_NTASKS=6 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2", "",

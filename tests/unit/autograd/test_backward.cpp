@@ -83,7 +83,7 @@ at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   return a * 2;
 }
 
-// The gradients of both inputs are row 1. They share one tensor: of values or of indices.
+// Both inputs get a gradient for row 1. The sparse gradients share their values or their indices.
 struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& y, bool share_values) {
@@ -204,7 +204,7 @@ TEST_CASE("a call under a no-grad guard is outside of the context") {
     CHECK_FALSE(scale.rpc_sync<&Scale::forward>(x).requires_grad());
     CHECK_FALSE(scale.remote<&Scale::forward>(x).to_here().requires_grad());
     CHECK_FALSE(weight.to_here().requires_grad());
-    // The calls that the handler makes are outside of the context, too.
+    // The calls that the remote function makes in turn do not belong to the context either.
     CHECK_FALSE(cluster[0].rpc_sync<&around>(1, x, 2).requires_grad());
   }
   {
@@ -453,7 +453,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     CHECK(token.use_count() == 1);
   }
   {
-    // One of the two results is unused: the error names its function and the loss.
+    // If a result is unused, the error names the function that returned the result, and the loss.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
     static_cast<void>(cluster[0].rpc_sync<&identity>(1, a));
@@ -467,7 +467,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
               "under an at::NoGradGuard");
   }
   {
-    // As the error says.
+    // A call under a NoGradGuard needs no gradient, as the error message of the case above says.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
     {
@@ -477,7 +477,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     autograd::backward(context, {used.sum()});
   }
   {
-    // The initiator has not seen what rank 1 returned to itself.
+    // Rank 1 wastes the result of a call to itself, so rank 0 knows only that rank 1 sent messages.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&wasteful>(1, a);
     const base::Error e = error_of([&] { autograd::backward(context, {used.sum()}); });
@@ -522,7 +522,7 @@ TEST_CASE("contexts that a lost rank began end, contexts that it only joined do 
   };
   while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(over());
-  // Fails once rank 0 knows of the loss: then no rank can tell rank 2 that the context has ended.
+  // Fails once rank 0 detects the loss of rank 1, through which rank 2 joined the context.
   CHECK_THROWS_AS(cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1), base::Exception);
   kept.reset();
   const auto gone = [&] { return cluster[2].live_contexts() == 0; };

@@ -19,8 +19,8 @@ using Scope = autograd::Context::Scope;
 
 namespace {
 
-/// Counts the calls to the guards of passes. The guards own it because they may be notified of a
-/// failure after the initiator, which may have destroyed the stage by then.
+/// Counts the calls to pass guards. The guards share this object, because a failure may reach a
+/// guard after the initiator has received it and destroyed the stage.
 struct Told {
   uint64_t gather_in = 0;
   std::atomic<int> ended{0};
@@ -78,7 +78,7 @@ void setup_gated(Agent& agent) {
   agent.expose<&fetch_later>("fetch_later");
 }
 
-/// One context for each micro-batch, all in flight.
+/// A batch of micro-batches, each with its own context, whose backward passes run concurrently.
 struct Batch {
   Batch(Agent& agent, const RRef<GatedStage>& stage, int micro_batches) {
     for (int m = 0; m < micro_batches; ++m) {
@@ -164,7 +164,7 @@ TEST_CASE("gradients have their own timeout") {
     const base::Error error = error_of(
         [&] { autograd::backward(context, {root}, {.timeout = std::chrono::milliseconds(50)}); });
     CHECK(error.kind == ErrorKind::kDeadline);
-    // The pass of the gradients that arrive late has ended already.
+    // The pass failed at the timeout, so gradients that reach the stage later must not start it.
     for (int i = 0; i < 3000 && stage.rpc_sync<&GatedStage::failures>() == 0; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }

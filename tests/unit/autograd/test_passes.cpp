@@ -38,7 +38,7 @@ void set_up(Agent& agent) {
 
 const base::Error kBroken{ErrorKind::kBadData, "broken", 0, {}};
 
-/// The state of a context, with counts of the calls to a guard of its next pass.
+/// The state of a context whose next pass has a guard. `told` counts the failures that it is told.
 struct Guarded {
   explicit Guarded(Agent& agent_in) : agent(agent_in), state(std::make_shared<ContextState>(1)) {
     guard();
@@ -74,7 +74,7 @@ TEST_CASE("contexts may end in another order than they began, and on another thr
   CHECK(rpc::current_context() == third->id());
   third.reset();
   CHECK(rpc::current_context() == second->id());
-  // Calls belong to the context that is still alive.
+  // Calls belong to `second`, the only context that is still alive.
   autograd::backward(*second, {agent.rpc_sync<&times_two>(1, a).sum()});
   CHECK(at::equal(second->gradient(a), at::full({2}, 2.0, at::kDouble)));
   std::thread([context = std::move(second)]() mutable {
@@ -118,13 +118,13 @@ TEST_CASE("late messages for an ended context do not create it again") {
   std::vector<uint64_t> ended;
   for (int i = 0; i < kContexts; ++i) {
     const auto next = here->create();
-    // Rank 1 is notified at once of a context in which it participates. The next notice covers the
-    // other contexts.
+    // When a context ends, its participants are notified at once. The next notice to rank 1 also
+    // covers the contexts in which rank 1 did not participate.
     if (i % 3 != 0) next->add_participant(1);
     ended.push_back(next->id());
     here->release(next->id());
   }
-  // Releases contexts in another order than their creation.
+  // Releases contexts in an order that differs from the order of their creation.
   std::vector<std::shared_ptr<ContextState>> some;
   for (int i = 0; i < 6; ++i) some.push_back(here->create());
   for (const int i : {4, 1, 3, 0, 5}) {
@@ -213,7 +213,7 @@ TEST_CASE("late messages of a failed pass do not end the next pass") {
     CHECK(context.begin(2) == next);
   }
   CHECK(error_of([&] { context.begin(1); }).kind == ErrorKind::kCancelled);
-  // The failure of the next pass is reported.
+  // The guard is notified when the next pass fails.
   const int before = *context.told;
   CHECK(context.state->fail_pass(2, kBroken));
   CHECK(*context.told == before + 1);
@@ -264,7 +264,7 @@ TEST_CASE("a failed call whose error was caught does not spoil a later backward"
 }
 
 TEST_CASE("an abandoned call that is answered late does not spoil a later backward") {
-  // The handler leaves it to the test to send the answer.
+  // The handler does not reply; it adds a function to `answers` that the test calls to reply.
   std::mutex mutex;
   std::vector<std::function<void()>> answers;
   Cluster cluster(2, [&](Agent& agent) {
@@ -280,7 +280,7 @@ TEST_CASE("an abandoned call that is answered late does not spoil a later backwa
   const int to = GENERATE(0, 1);
   const at::Tensor a = leaf();
   autograd::Context context(agent);
-  // A handler that gets no processor before the timeout does not run at all.
+  // Retries with a longer timeout, because a handler that starts after the timeout does not run.
   std::vector<std::function<void()>> late;
   for (auto timeout = std::chrono::milliseconds(10); late.empty(); timeout *= 2) {
     const auto call = agent.call_raw(rpc::To(to).timeout(timeout), "keep",
@@ -289,7 +289,7 @@ TEST_CASE("an abandoned call that is answered late does not spoil a later backwa
     std::lock_guard lock(mutex);
     late = answers;
   }
-  // On the connection, this call follows the notice that the first call was abandoned.
+  // Rank `to` handles this call after the notice that the first call was abandoned.
   const at::Tensor b = agent.rpc_sync<&times_two>(to, a);
   for (const auto& answer : late) answer();
   autograd::backward(context, {b.sum()});

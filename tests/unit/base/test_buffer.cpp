@@ -134,7 +134,7 @@ TEST_CASE("AdaptivePoll sees an event that is ready or arrives, and gives up aft
     return false;
   }));
   CHECK(looks >= 1);
-  // While polling is disabled, whether or not the load disabled it above, poll() returns at once.
+  // If a busy machine made poll() above pause polling, the next poll() returns false at once.
   looks = 0;
   const TimePoint still_off = Clock::now() + AdaptivePoll::kFirstPause / 2;
   if (!poll.allowed(still_off)) {
@@ -147,7 +147,7 @@ TEST_CASE("a slow yield disables polling, each time for twice as long, at most f
   AdaptivePoll poll;
   Duration pause{};
   for (int i = 0; i < 12; ++i) {
-    // A start time in the past makes the yield look slow.
+    // The start time is in the past so that the yield seems to be slow.
     const TimePoint after = poll.yield(Clock::now() - std::chrono::milliseconds(1));
     CHECK_FALSE(poll.allowed(after));
     const Duration expected = std::min<Duration>(AdaptivePoll::kFirstPause * (1 << std::min(i, 10)),
@@ -157,7 +157,7 @@ TEST_CASE("a slow yield disables polling, each time for twice as long, at most f
     CHECK(expected >= pause);
     pause = expected;
   }
-  // A disabled poll still looks once. Repeats if a slow machine let the pause end before the look.
+  // A paused poll() still checks once. Repeats if the pause ended first because a machine is slow.
   int looks = 0;
   bool seen = false;
   TimePoint until;

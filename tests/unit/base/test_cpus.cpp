@@ -1,4 +1,4 @@
-// Tests CPU quotas of control groups in folders with the layout of the kernel's.
+// Tests CPU quotas of control groups with a fake /proc and a fake /sys.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -14,7 +14,7 @@ using namespace distrain;
 
 namespace {
 
-/// A folder tree in place of the kernel's /proc and /sys.
+/// A temporary folder that replaces the kernel's /proc and /sys.
 class Root {
  public:
   explicit Root(const std::string& groups) {
@@ -35,7 +35,7 @@ class Root {
   std::string path_ = (std::filesystem::temp_directory_path() / "cpus-XXXXXX").string();
 };
 
-/// Returns `count` or the number of CPUs that this process may use, if that is smaller.
+/// Returns `count`, or the number of CPUs in this process's affinity mask if it is smaller.
 int at_most(int count) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -66,7 +66,7 @@ TEST_CASE("the smallest quota among the parent control groups applies (version 2
   CHECK(root.cpus().count == 1);
   if (all.count > 1) {
     CHECK(limited.key != all.key);
-    CHECK(root.cpus().key != limited.key);  // another group has another key
+    CHECK(root.cpus().key != limited.key);  // the group with the smallest quota has changed
   }
 }
 

@@ -139,7 +139,7 @@ TEST_CASE("then returns a future of the function's result") {
   promise.set(12);
   CHECK(text.wait() == "12");
   nothing.wait();
-  // then() also works if the future is complete already.
+  // then() also works on a future that is complete already.
   CHECK(promise.future().then(at_once, [](int n) { return n * 2; }).wait() == 24);
   CHECK(Future<void>::ready({}).then(at_once, [] { return 5; }).wait() == 5);
 }
@@ -237,7 +237,7 @@ TEST_CASE("wait_all throws the first error without waiting for the other futures
     CHECK_FALSE(futures[1].done());
   }
   other.join();
-  promises[1].fail(some_error("second"));  // later than the error that was thrown
+  promises[1].fail(some_error("second"));  // ignored by the wait_all() above
   promises[0].set(1);
   wait_all(std::vector{futures[0], Future<int>::ready(2)});
   wait_all(std::vector<Future<int>>{});
@@ -343,7 +343,7 @@ TEST_CASE("waiting on a thread that must not wait aborts the process") {
     ::close(STDERR_FILENO);         // hides the expected message
     thread_state().must_not_wait = true;
     static_cast<void>(
-        Future<int>::ready(1).wait());  // a completed future needs no waiting: allowed
+        Future<int>::ready(1).wait());  // allowed, because a completed future needs no waiting
     Promise<int> promise;
     static_cast<void>(promise.future().wait_until(Clock::now() + 1ms));
     _exit(0);

@@ -1,4 +1,4 @@
-// libtorch_cpu.so exports another, newer libuv. Our calls must reach our libuv, torch's its own.
+// libtorch_cpu.so exports another version of libuv. Our code must not call torch's version.
 #include <string>
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
 // ctest: labels=notsan
-// Under thread sanitizer a signal handler runs later, and its change of the signal mask is lost.
+// Not run under thread sanitizer: it delays signal handlers and loses their changes of the mask.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -20,7 +20,7 @@ TEST_CASE("signals are blocked in existing threads, too") {
   REQUIRE(pipe(pipe_ends.data()) == 0);
   CHECK(base::other_threads().empty());
   int blocked = -1;
-  std::atomic<bool> runs{false};  // until it runs, a thread has all signals blocked
+  std::atomic<bool> runs{false};  // a new thread blocks all signals until it runs
   std::thread other([&] {
     runs = true;
     char byte = 0;

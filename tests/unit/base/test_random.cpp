@@ -6,7 +6,7 @@
 namespace distrain::base {
 
 TEST_CASE("The sequence of random numbers is fixed") {
-  // SplitMix64 from state 0; the first value is in the test of its authors.
+  // The values of SplitMix64 from state 0. The first one is also in the test of its authors.
   Random random({});
   CHECK(random.next() == 0xE220A8397B1DCDAFULL);
   CHECK(random.next() == 0x6E789E6AA1B965F4ULL);

@@ -91,7 +91,7 @@ TEST_CASE("the pool grows while tasks wait, and shrinks again") {
   const Future<void> opened = gate.future();
   std::vector<Future<void>> waiting;
   for (int i = 0; i < 20; ++i) waiting.push_back(submit(pool, [opened] { opened.wait(); }));
-  // A task still runs while 20 tasks wait.
+  // The pool runs another task while 20 tasks block.
   CHECK(submit(pool, [] { return 7; }).wait() == 7);
   CHECK(pool.threads() >= 21);
   gate.set();

@@ -109,7 +109,7 @@ TEST_CASE("Bindings are nested, and each tracer has its own events", "[trace]") 
       traced("nobody's", [] {});
     }
     traced("c", [] {});
-    // A thread that is bound to another tracer, or to none, has a lane, too.
+    // Events of a thread that is bound to another tracer, or to none, go to the track "thread".
     TraceEvent event;
     event.name = other->intern("call ", "f");
     other->record(event);

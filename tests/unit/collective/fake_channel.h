@@ -59,7 +59,7 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
-  /// Notifies the others that `rank` is lost, because of `cause` if that is not negative.
+  /// Notifies all other ranks that `rank` is lost. `cause` is the rank to blame, by default `rank`.
   void kill(int rank, int cause = -1) {
     {
       std::lock_guard lock(mutex_);

@@ -70,7 +70,7 @@ void check_allreduce(TestGroup& group, ReduceOp op, at::ScalarType dtype, at::In
 TEST_CASE("allreduce equals the serial sum in rank order, bit for bit") {
   const int size = GENERATE(1, 2, 3, 4, 8);
   TestGroup group(size);
-  // On both sides of 16 KiB and of 64 KiB.
+  // The sizes are around the thresholds of 16 KiB and 64 KiB.
   for (int64_t count : {0, 1, 7, 4095, 4096, 4097, 16384, 16385, 1 << 18}) {
     check_allreduce(group, ReduceOp::SUM, at::kFloat, {count});
   }

@@ -62,7 +62,7 @@ TEST_CASE("two ranks that call different operations both get an error") {
       CHECK(contains(error.message, test.first_text));
       CHECK(contains(error.message, test.second_text));
     }
-    // The group is still synchronized.
+    // The ranks are still synchronized, so the next operation succeeds.
     run_ranks(2, [&](int rank) { group[rank].allreduce(at::ones({3})).wait(); });
   }
 }
@@ -80,7 +80,7 @@ TEST_CASE("one of three ranks that calls another operation is named") {
 TEST_CASE("a rank that is missing at the deadline is named") {
   const int64_t count = GENERATE(5, 100000);
   std::vector<base::Error> errors(4);
-  // With a short deadline, a participating rank may be late and named, too.
+  // Retries with longer deadlines, because a participating rank may miss a short one, too.
   for (const int timeout : {80, 1000, 20000}) {
     TestGroup group(4, {.timeout = milliseconds(timeout)});
     run_ranks(4, [&](int rank) {
@@ -310,7 +310,7 @@ TEST_CASE("the wait for the others to begin ends at the deadline or with the gro
   const auto first = group[0].broadcast(x, 0);
   const auto late = group[0].broadcast(x, 0, milliseconds(20));
   CHECK(thrown_by([&] { late.wait(); }).kind == ErrorKind::kDeadline);
-  // Rank 1 gets a refusal instead of the bytes that did not fit.
+  // Rank 1 gets an error instead of the bytes of the second broadcast, which missed its deadline.
   const at::Tensor y = at::empty_like(x);
   group[1].broadcast(y, 0).wait();
   const base::Error refusal = thrown_by([&] { group[1].broadcast(y, 0).wait(); });
@@ -364,7 +364,7 @@ TEST_CASE("malformed messages fail the operation") {
     network.channel(1).send(0, {1, 0, random() % 3}, std::span(&piece, 1), nullptr);
     const bool whole = bytes.size() == collective::kHeaderBytes + 20;
     if (whole) continue;
-    // Bytes 7, 12 to 15 and 24 to 63 of a header are unused; the length is still wrong.
+    // Even if the header is valid (some bytes are unused), the message has an incorrect length.
     CHECK(thrown_by([&] { pending.wait(); }).kind != ErrorKind::kDeadline);
   }
 }

@@ -25,7 +25,7 @@ inline std::string gzip(std::string_view text) {
   return result;
 }
 
-/// Returns the four bytes of `value`, as headers of IDX files have them.
+/// Returns the four bytes of `value`, most significant first, as in the header of an IDX file.
 inline std::string big_endian(uint32_t value) {
   std::string bytes;
   for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);

@@ -1,4 +1,4 @@
-// Tests small files that decompress to, or claim, too much: readers stop at a limit.
+// Tests that readers stop at a limit if a small file decompresses to, or claims, too much data.
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>

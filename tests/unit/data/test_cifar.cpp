@@ -12,7 +12,7 @@ namespace distrain::data {
 using namespace testing;
 namespace {
 
-// Returns a record with planes of `label`, `label` + 1 and `label` + 2, except its first pixel.
+// Returns a record. Plane k is filled with `label` + k, except that its first pixel is `first`.
 std::string record(char label, char first = 100) {
   std::string bytes(1, label);
   for (int plane = 0; plane < 3; ++plane) {

@@ -162,7 +162,7 @@ TEST_CASE("A header's claim alone does not allocate memory") {
         "4294967295 images of 4294967295 x 4294967295 pixels are more than the 8 GiB that are "
         "read");
   CHECK(files.bad_images(images(8193, 1024, 1024, "")).find("8 GiB") != std::string::npos);
-  // The header claims eight GiB, the file has none.
+  // The header claims eight GiB of data, but the file has no data.
   const auto memory = [] {
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);

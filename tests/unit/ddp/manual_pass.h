@@ -27,8 +27,8 @@ class ManualPass {
     context_->pass_or(id_, [] { return nullptr; });
   }
 
-  /// Hands the reducer the final gradient of `variable` on this rank. A gradient that the caller
-  /// does not keep is not copied, so it may have another shape or device than the variable.
+  /// Hands the reducer the final gradient of `variable` on this rank. Does not copy a gradient that
+  /// the caller does not keep, so that gradient may have another shape or device than the variable.
   void give(const at::Tensor& variable, at::Tensor gradient) {
     context_->accumulate(variable, std::move(gradient), id_);
     auto& hook = *torch::autograd::impl::post_acc_grad_hooks(variable);

@@ -220,7 +220,7 @@ TEST_CASE("replicas work in the handlers of another rank's pass") {
   });
   const auto trainers = provide_trainers(cluster);
   rpc::Agent& master = cluster[kTrainers];
-  // The failing pass is last because it ends on a trainer some time after the master is notified.
+  // Step 2, which fails, runs last: a trainer may end that pass after the master sees the error.
   for (const int step : {0, 1, 3, 2}) {
     autograd::Context context(master);
     std::vector<base::Future<at::Tensor>> outputs;

@@ -46,7 +46,7 @@ TEST_CASE("buffers come from rank 0 before each forward in training mode") {
     for (int step = 0; step < 3; ++step) {
       model.forward(at::full({8, 4}, double(rank + 1))).sum().backward();
     }
-    // Two steps with rank 0's data, then one with the rank's own data.
+    // The running mean reflects rank 0's data for two steps, then this rank's data for one step.
     at::Tensor wanted = at::zeros({4});
     for (int step = 0; step < 3; ++step) wanted = 0.9 * wanted + 0.1 * (step < 2 ? 1 : rank + 1);
     RANK_CHECK(at::allclose(model.module()->running_mean, wanted));

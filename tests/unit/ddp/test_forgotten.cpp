@@ -48,7 +48,7 @@ TEST_CASE("using parameters without forward() is an error on all trainers") {
       const int culprit = on_both ? trainer.rank() : 1;
       expect(error.kind == ErrorKind::kInvalid, error.message);
       expect(error.rank == culprit, "rank");
-      // The gradients of the last layer arrive first.
+      // The error names the last layer, whose gradients arrive first.
       expect(contains(error.message, "parameter '2."), error.message);
       expect(contains(error.message, "on rank " + std::to_string(culprit)), error.message);
       expect(contains(error.message, "forward() in that context"), error.message);
@@ -131,7 +131,7 @@ TEST_CASE("a pass that fails before it reaches a parameter notifies the others a
           throw base::Exception(ErrorKind::kBadData, "the user's");
         });
       }
-      // Rank 0 is notified while rank 1 has not ended its context yet.
+      // Rank 0 fails at once, while rank 1's context still exists.
       const base::Error error =
           error_of([&] { autograd::backward(context, {trainer.loss_of(output)}); });
       const bool own = trainer.rank() == 1;
@@ -166,7 +166,7 @@ TEST_CASE("a plain backward over the result of a call names autograd::backward")
           expect(contains(error.message, "on rank " + std::to_string(1 - trainer.rank())),
                  error.message);
         } else if (step == 0) {
-          // All gradients arrived, but rank 1 did not take part in the steps after the first pass.
+          // All gradients arrived, but rank 1 does not reorder its buckets after the first pass.
           expect(error.kind == ErrorKind::kRemoteFailed && error.rank == 1, error.message);
           expect(contains(error.message, "rank 1 failed before its end"), error.message);
         } else {

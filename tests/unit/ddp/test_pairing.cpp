@@ -9,7 +9,7 @@ using namespace distrain::testing;
 
 namespace {
 
-/// Checks the error, on both trainers, that rank 1 has omitted a pass.
+/// Checks that the error, on both trainers, says that rank 1 has omitted a pass.
 void expect_left_out(const base::Error& error, const std::string& its_pass,
                      const std::string& the_others) {
   expect(error.kind == ErrorKind::kInvalid, error.message);

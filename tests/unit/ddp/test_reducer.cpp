@@ -56,7 +56,7 @@ at::Tensor input_of(int rank, int step) {
   return at::randn({5, 4}, generator, at::kFloat);
 }
 
-// Returns the gradients of one process over the mean of the losses.
+// Returns the gradients of the mean of all ranks' losses, computed in one process.
 std::vector<at::Tensor> reference(int size, int step) {
   const PlainModel model;
   at::Tensor total;
@@ -70,7 +70,7 @@ std::vector<at::Tensor> reference(int size, int step) {
   return gradients;
 }
 
-// Compares relative to the largest element, because small elements are differences of large ones.
+// Uses a tolerance relative to the largest element, because small elements come from cancellation.
 bool close(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
          (a - b).abs().max().item<double>() <= 1e-6 * std::max(1.0, b.abs().max().item<double>());
@@ -114,7 +114,7 @@ TEST_CASE("buckets are in reverse order first, then in the order of arrival on r
     RANK_CHECK(reducer.buckets() == before);
     for (int step = 0; step < 3; ++step) {
       ManualPass pass(reducer);
-      // The order of arrival differs between ranks, too.
+      // The gradients arrive in a different order on each rank.
       const std::vector<size_t> order =
           rank == 0 ? std::vector<size_t>{2, 0, 5, 1, 4, 3} : std::vector<size_t>{5, 4, 3, 2, 1, 0};
       std::vector<at::Tensor> variables;
@@ -241,7 +241,7 @@ TEST_CASE("a pass that dies notifies the other ranks at once") {
     if (rank != 1) {
       fails(model.loss(input_of(rank, 0)));
     } else if (kind == 0) {
-      // The hook throws after some of the parameters have their gradients.
+      // The hook throws when some of the parameters already have their gradients.
       const unsigned hook = model[0].register_hook(
           [](const at::Tensor&) -> void { throw std::runtime_error("user's"); });
       bool thrown = false;

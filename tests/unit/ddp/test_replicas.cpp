@@ -33,7 +33,7 @@ base::Error check_against(int64_t bytes, const std::string& text) {
         return theirs;
       };
       const at::Tensor theirs = exchange(at::tensor({int64_t{1}, bytes}, at::kLong));
-      // Only this many bytes are requested from a peer that claims more.
+      // A rank reads at most kMostSent bytes from a peer, even if the peer claims more.
       const int64_t longest = std::min(std::max(bytes, theirs[1].item<int64_t>()), kMostSent);
       const at::Tensor mine = at::zeros({longest}, at::kByte);
       std::copy(text.begin(), text.end(), mine.data_ptr<uint8_t>());

@@ -44,7 +44,7 @@ inline at::Tensor batch(int rank, int step) {
   return at::randn({5, 4}, generator);
 }
 
-/// Counts the refusals of a StagedReduceGroup.
+/// Wraps a StagedReduceGroup and counts the calls to refuse().
 class CountingGroup final : public ReduceGroup {
   using Count = std::shared_ptr<std::atomic<int>>;
   const std::shared_ptr<ReduceGroup> group_;
@@ -83,7 +83,7 @@ inline std::shared_ptr<CountingGroup> join_group(rpc::Agent& agent) {
           agent.open_channel(2), agent.executor(), collective::Group{1, {0, 1}}, settings)));
 }
 
-/// A trainer with its replica.
+/// A trainer rank with its DDP replica of the model.
 struct Trainer {
   explicit Trainer(rpc::Agent& agent_in)
       : agent(agent_in),
@@ -164,8 +164,8 @@ using Values = std::vector<at::Tensor>;
 
 inline at::Tensor doubled(const at::Tensor& x) { return x * 2; }
 
-/// Runs `fn` on both trainers, checks that their replicas have the same bits before and after
-/// another step, and returns their parameters.
+/// Runs `fn` on both trainers and returns their parameters. Checks that both replicas are equal bit
+/// by bit at that time and after one more step.
 inline Values on_trainers(const std::function<void(Trainer&)>& fn) {
   Cluster cluster(kTrainers, [](rpc::Agent& agent) {
     autograd::install(agent);
@@ -193,7 +193,7 @@ inline Values on_trainers(const std::function<void(Trainer&)>& fn) {
   return before[0];
 }
 
-/// Gives each rank but the last a Trainer, which functions of that rank find by `local`.
+/// Gives each rank but the last a Trainer, as a local object that remote functions can find.
 inline std::vector<std::shared_ptr<Trainer>> provide_trainers(Cluster& cluster) {
   std::vector<std::shared_ptr<Trainer>> trainers(kTrainers);
   cluster.on_all([&](rpc::Agent& agent) {

@@ -1,4 +1,4 @@
-// Simulates the trainers of a LeaseScheduler, one event after the other in an order from a seed.
+// Simulates the trainers of a LeaseScheduler: one event at a time, in an order drawn from a seed.
 #pragma once
 
 #include <limits>
@@ -44,7 +44,7 @@ inline std::vector<int64_t> expected_saves(const LeaseScheduler::Options& option
   return saves;
 }
 
-// Returns the position as read back from a checkpoint file.
+// Returns `position` after a round trip through its JSON form, as in a checkpoint.
 inline Position read_back(const Position& position, int trainers) {
   return Position::from_json(Json::parse(position.to_json().dump()), trainers);
 }
@@ -56,7 +56,7 @@ struct Saved {
 
 class Simulation {
  public:
-  // After a step, a trainer waits for those more than `lead` steps behind; 0 means sync mode.
+  // A trainer waits after a step while another one is more than `lead` steps behind; 0: sync mode.
   Simulation(const LeaseScheduler::Options& options, int64_t lead, uint64_t seed)
       : options_(options),
         lead_(options.take_over ? kUnbounded : lead),
@@ -69,7 +69,7 @@ class Simulation {
     schedule_.resume(read_back(saved.position, options_.trainers));
   }
 
-  // Runs the job. From the call number `stop_at` to next(), the calling trainer requests a stop.
+  // Runs the job. The trainer that makes the `stop_at`-th call to next() then requests a stop.
   void run(int64_t stop_at = kUnbounded) {
     INFO(describe(options_) << ", lead " << lead_ << ", stop at call " << stop_at);
     stop_at_ = stop_at;
@@ -195,7 +195,7 @@ class Simulation {
     trainer.asks = true;
   }
 
-  // Makes the step in two events, so that events of other trainers come in between.
+  // Begins or ends the step. These are two events, so that other trainers' events come in between.
   void make_step(Trainer& trainer, const Task& task) {
     const StepKey key(task.epoch, task.shard, task.step);
     if (in_hand_.insert(key).second) {

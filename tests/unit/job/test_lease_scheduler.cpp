@@ -13,7 +13,7 @@ using namespace distrain::job;
 
 namespace {
 
-// Calls `fn` for each job with few trainers, steps and epochs, and for each lead.
+// Calls `fn` for many small jobs, each with several leads (how many steps trainers may be ahead).
 void for_each_job(const std::function<void(const LeaseScheduler::Options&, int64_t lead)>& fn) {
   for (const int trainers : {1, 2, 3}) {
     for (const int64_t steps_per_epoch : {1, 3, 4}) {
@@ -66,7 +66,7 @@ TEST_CASE("every step is handed out once, with an evaluation after each epoch an
       INFO(describe(options));
       REQUIRE_FALSE(job.stopped);
       REQUIRE(totals_of(job.saves, options.trainers) == expected_saves(options));
-      // A job that ends within an epoch evaluates that part of it, too.
+      // If a job ends within an epoch, it also evaluates the incomplete epoch.
       const int64_t whole = steps_of_each(options) / options.steps_per_epoch;
       std::vector<bool> evaluations(static_cast<size_t>(whole), true);
       if (steps_of_each(options) % options.steps_per_epoch > 0) evaluations.push_back(false);

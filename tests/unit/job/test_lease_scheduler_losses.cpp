@@ -1,4 +1,4 @@
-// Tests a schedule whose trainers are lost at any moment and return or not.
+// Tests schedules in which trainers are lost at random times; a lost trainer may return.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -61,7 +61,7 @@ struct Chances {
   bool come_back = true;
 };
 
-// Runs one event after the other, in an order that depends on a seed.
+// Simulates a job with losses: one event at a time, in an order drawn from a seed.
 class LossSimulation {
  public:
   LossSimulation(const LeaseScheduler::Options& options, int64_t lead, const Chances& chances,
@@ -172,7 +172,7 @@ class LossSimulation {
     if (!right) errors_.push_back(what);
   }
 
-  // Checks that no trainer has a lease and that all parts have been brought to the meeting.
+  // Checks that no trainer holds a lease and that each part of the save or evaluation came once.
   void expect_meeting(const std::string& what) {
     for (const Trainer& each : trainers_) {
       expect(each.at == At::kAsking || each.at == At::kGone, what + " while one was at work");
@@ -287,7 +287,7 @@ class LossSimulation {
   void lose_somebody() {
     const int t = static_cast<int>(random_.below(static_cast<uint64_t>(options_.trainers)));
     Trainer& its = trainer(t);
-    // At least one other trainer is left, as rank 0 ensures.
+    // Never loses the last trainer, because a job without any trainer does not continue.
     if (losses_ >= chances_.most_losses || here() < 2 || its.at == At::kGone ||
         its.at == At::kEnded) {
       return;

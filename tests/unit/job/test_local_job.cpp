@@ -23,8 +23,8 @@ class NoSink final : public EventSink {
 TEST_CASE("Training ends at the smaller of two limits that are given") {
   const job::OptionTable table = {{.name = "epochs", .kind = ValueKind::kInteger},
                                   {.name = "steps", .kind = ValueKind::kInteger}};
-  // Returns the number of steps of a plan with 10 steps per epoch, 0 if the epochs are the limit.
-  // `taken`: the options of the checkpoint, or the defaults.
+  // Returns the epochs and steps of a plan with 10 steps per epoch; 0 steps: limited by the epochs.
+  // `taken` has the options of the checkpoint, or the defaults.
   const auto planned = [&](TrainerOptions taken, std::optional<int> epochs,
                            std::optional<int64_t> steps) {
     ParsedOptions parsed(table);

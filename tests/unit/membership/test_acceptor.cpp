@@ -15,7 +15,7 @@ namespace {
 
 using membership::Acceptor;
 
-// Accepts ranks that know the secret and then refuses them with "heard".
+// Returns callbacks that authenticate ranks with `secret` and then refuse them with "heard".
 Acceptor::Callbacks expects(const std::string& secret) {
   Acceptor::Callbacks callbacks;
   callbacks.credentials = [secret](wire::HelloPurpose) {
@@ -41,7 +41,7 @@ struct Door {
   uint16_t port = 0;
 };
 
-// Returns true if the acceptor authenticates this rank.
+// Returns true if the acceptor authenticates `rank`, whose connection it then refuses.
 bool is_heard_as_peer(RawRank& rank) {
   if (!rank.introduce(1, wire::HelloPurpose::kPeer, "the secret")) return false;
   const auto answer = rank.receive();
@@ -53,11 +53,11 @@ bool is_heard_as_peer(RawRank& rank) {
 
 TEST_CASE("a hello that arrived while the process was stopped is handled when it continues") {
   bool is_heard = false;
-  for (const auto patience : {100ms, 2000ms, 8000ms}) {  // for slow machines
+  for (const auto patience : {100ms, 2000ms, 8000ms}) {  // increases for slow machines
     Door door(patience);
     RawRank slow(door.port);
     RawRank quick(door.port);
-    REQUIRE(is_heard_as_peer(quick));  // so the loop has accepted both connections
+    REQUIRE(is_heard_as_peer(quick));  // ensures that the loop has accepted both connections
     std::atomic<bool> is_stopped = false;
     std::atomic<bool> goes_on = false;
     door.loop.post([&] {

@@ -1,4 +1,4 @@
-// Tests each field of the handshake of Note [Identity].
+// Tests the handshake that Note [Identity] describes, and each field of its messages.
 #include <atomic>
 #include <cstdlib>
 #include <set>
@@ -41,7 +41,7 @@ std::string hex(std::span<const uint8_t> bytes) {
   return membership::hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
 }
 
-// The messages of one connection, for a replay on another one.
+// The messages of one handshake, which tests replay on another connection.
 struct Words {
   wire::Bytes initiator_hello, responder_hello;
   wire::Proof initiator_proof, responder_proof;
@@ -60,15 +60,15 @@ Words exchange(HelloPurpose purpose) {
 
 }  // namespace
 
-// Runs in its own process. `look` runs after all exit handlers that were registered later,
-// including OpenSSL's, while a thread keeps authenticating. Without the environment variable (a
-// normal run of all tests) it does nothing.
+// Runs in its own process, which the next test starts; does nothing without the environment
+// variable. A thread keeps authenticating while exit() runs the exit handlers. exit() calls `look`
+// last, after OpenSSL's own handler.
 TEST_CASE("a process exits while a thread uses OpenSSL", "[.][exits]") {
   if (!std::getenv("DISTRAIN_TEST_EXIT")) return;
   static base::Error refused;
   static std::thread thread;
   static bool worked_before = false;
-  static std::atomic<int> rounds_left{-1};  // endless
+  static std::atomic<int> rounds_left{-1};  // negative: endless
   const auto look = [] {
     rounds_left = 100;
     thread.join();
@@ -76,7 +76,7 @@ TEST_CASE("a process exits while a thread uses OpenSSL", "[.][exits]") {
   };
   std::atexit(look);
   membership::set_up_openssl();
-  std::atexit([] {  // stands for the destructor of a static agent
+  std::atexit([] {  // simulates the destructor of a static agent
     worked_before = OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1;
   });
   thread = std::thread([] {
@@ -101,8 +101,8 @@ TEST_CASE("after exit() authentication fails, and OpenSSL is not used") {
   CHECK(WEXITSTATUS(status) == 0);
 }
 
-// The test cases 1 and 2 of RFC 4231; HMAC pads their keys with zeros. HKDF as Python's hmac module
-// computes it, with an empty secret as one zero byte.
+// The HMACs are test cases 1 and 2 of RFC 4231, whose keys HMAC pads with zeros. The derived keys
+// were computed with Python's hmac module. derive_key() replaces an empty secret by one zero byte.
 TEST_CASE("keys and proofs match the RFCs") {
   membership::Key key{};
   std::fill_n(key.begin(), 20, uint8_t{0x0b});
@@ -127,7 +127,7 @@ TEST_CASE("two sides that know the same secret accept each other") {
   for (int i = 0; i < 100; ++i) {
     for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
       const Words words = exchange(purpose);
-      CHECK(hellos.insert(words.initiator_hello).second);  // nonces are fresh
+      CHECK(hellos.insert(words.initiator_hello).second);  // each nonce is new
       CHECK(hellos.insert(words.responder_hello).second);
     }
   }
@@ -150,18 +150,18 @@ TEST_CASE("a side that does not know the secret is refused") {
 TEST_CASE("messages of another connection, or of the other side, are not a proof") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     const Words before = exchange(purpose);
-    // Replayed to a responder, whose nonce differs now.
+    // A responder refuses a replayed proof, because it has sent a new nonce.
     const Responder responder(of(0), wire::decode_hello(before.initiator_hello));
     CHECK(kind_of([&] { responder.check(before.initiator_proof); }) == ErrorKind::kAuth);
-    // Replayed to an initiator.
+    // An initiator refuses a replayed proof.
     Initiator initiator(of(1), purpose);
     initiator.answer(before.responder_hello);
     CHECK(kind_of([&] { initiator.check(before.responder_proof); }) == ErrorKind::kAuth);
-    // Reflected: each side gets its own messages back.
+    // A reflection attack: the initiator receives its own messages.
     Initiator alone(of(1), purpose);
     const wire::Proof own = alone.answer(alone.hello());
     CHECK(kind_of([&] { alone.check(own); }) == ErrorKind::kAuth);
-    // A proof for the other purpose.
+    // An initiator refuses the hello of a handshake for the other purpose.
     const auto other = purpose == HelloPurpose::kJoin ? HelloPurpose::kPeer : HelloPurpose::kJoin;
     Initiator swapped(of(1), other);
     CHECK(kind_of([&] { swapped.answer(before.responder_hello); }) == ErrorKind::kAuth);
@@ -172,7 +172,7 @@ TEST_CASE("each bit of both hellos and of both proofs is checked") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     const size_t bits = exchange(purpose).initiator_hello.size() * 8;
     REQUIRE(bits == 66 * 8);
-    // In the initiator's hello, as the responder receives it.
+    // Flips each bit of the initiator's hello before the responder receives it.
     for (size_t bit = 0; bit < bits; ++bit) {
       Initiator initiator(of(1), purpose);
       wire::Bytes changed = initiator.hello();
@@ -184,7 +184,7 @@ TEST_CASE("each bit of both hellos and of both proofs is checked") {
       const ErrorKind kind = kind_of(accepts);
       REQUIRE((kind == ErrorKind::kAuth || kind == ErrorKind::kProtocol));
     }
-    // In the responder's hello, as the initiator receives it.
+    // Flips each bit of the responder's hello before the initiator receives it.
     for (size_t bit = 0; bit < bits; ++bit) {
       Initiator initiator(of(1), purpose);
       const Responder responder(of(0), wire::decode_hello(initiator.hello()));
@@ -223,20 +223,20 @@ TEST_CASE("another job and another generation are named") {
   const membership::Identity self = of(0).self;
   wire::Hello other{HelloPurpose::kJoin, self.trust, 1, self.generation, 0, self.job_id, {}};
   CHECK_FALSE(membership::mismatch(self, other));
-  other.job_id = {};  // does not know its job ID yet
+  other.job_id = {};  // the rank does not know its job ID yet
   CHECK_FALSE(membership::mismatch(self, other));
   other.job_id = {9};
   CHECK(contains(membership::mismatch(self, other)->message, "rank 1 belongs to job 09000000"));
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(membership::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
-  // Also with a wrong proof, because messages from before a restart may arrive late.
+  // For a wrong proof, the text names the generations, because a restart may have changed them.
   const auto why = [&] { return membership::why_not_trusted(self, other); };
   CHECK(contains(why(),
                  "another token than rank 0 (it says that it is of generation 3, rank 0 of 4)"));
   other.purpose = HelloPurpose::kPeer;
   CHECK(contains(why(), "this job's ranks (it says that it is of generation 3, rank 0 of 4)"));
-  other.generation = wire::kAnyGeneration;  // does not know its generation
+  other.generation = wire::kAnyGeneration;  // the rank does not know its generation
   CHECK_FALSE(membership::mismatch(self, other));
   CHECK_FALSE(contains(why(), "generation"));
 }
@@ -248,7 +248,7 @@ TEST_CASE("claims of strangers use little memory and print few lines") {
     const std::string text = "refused rank " + std::to_string(rank);
     told += refusals.add(rank, text, text) ? 1 : 0;
   }
-  CHECK(told == 8 + 2);  // 8 for unknown ranks, and ranks 1 and 2
+  CHECK(told == 8 + 2);  // 8 unknown ranks, and ranks 1 and 2
   CHECK(refusals.text() == "refused rank 1; refused rank 2; refused rank 4999");
   CHECK_FALSE(refusals.add(1, "refused rank 1", "again"));
   CHECK(refusals.text() == "again; refused rank 2; refused rank 4999");

@@ -1,4 +1,4 @@
-// Connected pairs of each transport, raw sockets, and frames whose content depends on a seed.
+// Creates connected sockets of each transport, and frames whose content depends on a seed.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ namespace distrain::net {
 
 using namespace std::chrono_literals;
 
-// The limit of each wait; reaching it is a failure. CTest's limit of 60 s would not name the wait.
+// The timeout of each wait. It is below CTest's 60 s so that the failure names the wait.
 inline constexpr auto kLongest = 45s;
 
 inline double cpu_seconds() {
@@ -42,7 +42,7 @@ inline double cpu_seconds() {
 }
 
 // Returns true if this process uses almost no CPU time while idle. Tries three times because a
-// virtual machine may charge a process for time in which the processor was away.
+// virtual machine may charge a process for time in which it did not run.
 inline bool uses_no_cpu() {
   for (int i = 0; i < 3; ++i) {
     const double before = cpu_seconds();
@@ -124,7 +124,7 @@ struct Unix {
 
 // ---- frames ----
 
-// Returns `size` bytes from `seed`, in which a shifted, torn or repeated piece is detected.
+// Returns `size` pseudo-random bytes, so that a comparison detects a shifted or repeated piece.
 inline std::vector<uint8_t> pattern(size_t size, uint64_t seed) {
   std::vector<uint8_t> bytes(size);
   uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;
@@ -182,9 +182,9 @@ inline std::vector<uint8_t> wire_bytes(const OutFrame& frame) {
   return bytes;
 }
 
-// ---- the ends of a connection ----
+// ---- ends of a connection ----
 
-// Records the calls of a stream's handler. Shared with the handler, which may outlive the test.
+// Records a stream's calls of its handler. Must outlive the loop, which calls the handler.
 class Record {
  public:
   Stream::Handler handler() {
@@ -268,7 +268,7 @@ void on_loop(Loop& loop, F fn) {
 
 // ---- raw sockets ----
 
-// Returns false if the peer has disconnected.
+// Writes all bytes, at most `step` at a time. Returns false if the peer has disconnected.
 inline bool raw_write(int fd, std::span<const uint8_t> bytes, size_t step = SIZE_MAX) {
   while (!bytes.empty()) {
     const ssize_t n =
@@ -284,7 +284,7 @@ inline bool raw_write(int fd, std::span<const uint8_t> bytes, size_t step = SIZE
   return true;
 }
 
-// Reads `count` bytes, or fewer at the end of the connection.
+// Reads `count` bytes, or fewer if the connection ends first.
 inline std::vector<uint8_t> raw_read(int fd, size_t count) {
   std::vector<uint8_t> bytes(count);
   size_t have = 0;

@@ -1,4 +1,4 @@
-// Pairs of streams for tests: two of one connection, or one against a raw socket.
+// Connects two streams to each other, or one stream to a raw socket.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace distrain::net {
 
-// Two streams of one connection on one loop.
+// Two streams that are connected to each other, on one loop.
 template <class Transport>
 struct Pair {
   Pair() {
@@ -17,11 +17,11 @@ struct Pair {
     b = started(loop, std::move(second), record_b);
   }
   Record record_a, record_b;
-  Loop loop;  // after the records, so that it is destroyed first
+  Loop loop;  // after the records so that the loop is destroyed first
   StreamPtr a, b;
 };
 
-// A stream against a socket that the test reads and writes directly.
+// A stream whose peer is a socket that the test reads and writes directly.
 template <class Transport>
 struct Half {
   explicit Half(const wire::Limits& limits = {}) {
@@ -35,7 +35,7 @@ struct Half {
   StreamPtr stream;
 };
 
-// Sends until the socket's buffer is full; the bytes are too many to fit, so some are queued.
+// Queues frames: sends more than the socket's buffer holds. Returns weak references to the frames.
 inline std::vector<std::weak_ptr<const void>> fill(Stream& stream, size_t frames, size_t bytes) {
   std::vector<std::weak_ptr<const void>> alive;
   for (size_t i = 0; i < frames; ++i) {

@@ -69,7 +69,7 @@ TEST_CASE("a task that a task posts runs after those that wait already") {
 }
 
 TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it") {
-  Record record;  // outlives the loop, which reports the end of the stream to it
+  Record record;  // outlives the loop, which reports the stream's end to it
   Loop loop;
   auto ends = Unix::connected();
   const StreamPtr stream = started(loop, std::move(ends.first), record);
@@ -87,7 +87,7 @@ TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it
     record.take();
     return activity() - before;
   };
-  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // the wake-up of activity()
+  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // activity() itself wakes the loop once
   CHECK(send_and_count(wire::FrameKind::kCall) == 2);
 }
 
@@ -108,7 +108,7 @@ TEST_CASE("timers run in the order of their times and not early") {
   bool early = false;
   base::Promise<void> done;
   const int delays[] = {7, 3, 5, 1, 9, 5, 0};
-  on_loop(loop, [&] {  // on the loop, so that no timer runs before all are set
+  on_loop(loop, [&] {  // on the loop so that no timer runs before all are set
     const base::TimePoint start = base::Clock::now() + 2ms;
     for (int i = 0; i < 7; ++i) {
       const base::TimePoint when = start + delays[i] * 1ms;
@@ -156,7 +156,7 @@ TEST_CASE("a cancelled timer does not run and releases its task") {
   const std::weak_ptr<int> watch = token;
   const uint64_t id = loop.call_at(base::Clock::now() + 1h, [&ran, token] { ran = true; });
   token.reset();
-  // In one task of the loop, so that the timer cannot run before it is cancelled.
+  // One task sets and cancels the timer so that the timer cannot run before it is cancelled.
   on_loop(loop, [&] { loop.cancel(loop.call_at(base::Clock::now() + 3ms, [&] { ran = true; })); });
   loop.cancel(id);
   base::Promise<void> later;
@@ -169,7 +169,7 @@ TEST_CASE("a cancelled timer does not run and releases its task") {
   on_loop(loop, [] {});
 }
 
-// The caller has the ID before the loop has received the timer: a reply may be that quick.
+// A reply may cancel its timeout before the loop has added the timer that call_at() returned.
 TEST_CASE("the loop cancels a timer that is still in its queue") {
   Loop loop;
   std::atomic<bool> ran{false};
@@ -269,7 +269,7 @@ TEST_CASE("a loop may end at once, and while its tasks post tasks") {
   }
 }
 
-// The test sees the task's effect and destroys the loop while post() is still returning.
+// The test destroys the loop as soon as the task has run; post() may not have returned by then.
 TEST_CASE("a loop may be destroyed as soon as a posted task has run") {
   std::atomic<Loop*> mailbox{nullptr};
   std::atomic<int> ran{0};
@@ -283,7 +283,7 @@ TEST_CASE("a loop may be destroyed as soon as a posted task has run") {
   });
   for (int i = 0; i < kRounds; ++i) {
     Loop loop;
-    loop.post([] {});  // so that the loop is awake already
+    loop.post([] {});  // wakes the loop
     mailbox = &loop;
     while (ran <= i) sched_yield();
   }

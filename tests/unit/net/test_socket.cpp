@@ -74,7 +74,7 @@ TEST_CASE("TCP sockets listen and connect") {
     const Fd server = accept_one(listener);
     CHECK(remote_name(client.get()).port == port);
     CHECK(local_name(client.get()).port == remote_name(server.get()).port);
-    CHECK(remote_name(server.get()).host == "127.0.0.1");  // an IPv4 client of an IPv6 socket, too
+    CHECK(remote_name(server.get()).host == "127.0.0.1");  // also for a socket that accepts IPv6
   }
   if (has_ipv6()) {
     const Fd all = std::move(listen_tcp("", 0).value());
@@ -129,7 +129,7 @@ TEST_CASE("connecting to an unknown host fails and names it") {
 }
 
 TEST_CASE("connecting fails at its deadline") {
-  // A listener whose backlog is full accepts no more connections.
+  // Fills the backlog of a listener. A further connect_tcp() then waits until its deadline.
   const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -225,7 +225,7 @@ TEST_CASE("a server listens on the interface of its host name, or on all interfa
   for (const std::string host : {"localhost", "127.0.0.1", "127.8.9.10", "::1", "[::1]"}) {
     CHECK(host_to_bind(host).value() == host);
   }
-  // Other names of the loopback interface, as /etc/hosts may have for the host's own name.
+  // A host's own name may be a loopback name in /etc/hosts. Then a server uses all interfaces.
   for (const char* host : {"ip6-localhost", "localhost.localdomain"}) {
     if (is_loopback(host)) CHECK(host_to_bind(host).value().empty());
   }
@@ -324,7 +324,7 @@ TEST_CASE("a listener may be destroyed while others connect") {
       auto listener = std::make_unique<Listener>(loop, std::move(socket), [&](Fd) { ++accepted; });
       while (accepted <= round % 4) std::this_thread::yield();
       listener.reset();
-      on_loop(loop, [] {});  // on_connection is not called after this
+      on_loop(loop, [] {});  // the listener's callback is not called after this
     }
     client.join();
     CHECK(refused);
@@ -362,8 +362,8 @@ TEST_CASE("a listener may destroy itself inside on_connection, or outlive its lo
   listener.reset();
 }
 
-// Without a free descriptor a connection stays in the backlog and the socket readable. Accepting
-// must pause then instead of spinning, and continue when descriptors are free again.
+// Without a free descriptor, a connection stays in the backlog, so the socket stays readable. The
+// listener must pause instead of spinning, and continue when descriptors are free again.
 TEST_CASE("a listener without free descriptors pauses and continues later") {
   const pid_t child = fork();
   REQUIRE(child >= 0);

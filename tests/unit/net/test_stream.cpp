@@ -1,4 +1,4 @@
-// Tests the frames of a stream over each transport: sizes, order, pieces, several senders.
+// Tests frames over each transport: their sizes and order, partial reads, several senders.
 #include <atomic>
 #include <map>
 #include <random>
@@ -38,7 +38,7 @@ TEMPLATE_TEST_CASE("frames of all sizes are echoed intact", "", Tcp, Unix) {
       ++id;
       REQUIRE(stream->send(make_frame(id, meta, payload, 1 + id % 3)).ok());
       REQUIRE(record.wait_frames(1));
-      // Takes one frame at a time so that the large ones are freed.
+      // Takes one frame at a time so that large frames are freed.
       const InFrame frame = record.take();
       REQUIRE(frame.header.call_id == id);
       REQUIRE(frame.meta.size() == meta);
@@ -196,7 +196,7 @@ TEMPLATE_TEST_CASE("with a slow reader, frames wait in order and stay alive", ""
   }
   CHECK(right);
   CHECK(eventually([&] { return count_alive(alive) == 0; }));
-  // The stream is idle again: the caller writes the next frame itself.
+  // The stream is idle again, so send() writes the next frame itself, on this thread.
   REQUIRE(half.stream->send(make_frame(1, 3, 4)).ok());
   CHECK(raw_read(half.raw.get(), wire_bytes(make_frame(1, 3, 4)).size()).size() == 48 + 64 + 4);
 }
@@ -214,7 +214,7 @@ TEMPLATE_TEST_CASE("frames sent before start arrive", "", Tcp, Unix) {
   for (size_t i = 0; i < kFrames; ++i) CHECK(record_b.frames()[i].header.call_id == i);
 }
 
-// BBR paces its sends, so that large messages take twice as long.
+// BBR paces its packets, so large messages take twice as long on loopback.
 TEST_CASE("a stream on loopback does not use BBR, whatever the system's default is") {
   auto [first, second] = Tcp::connected();
   const int fd = first.get();

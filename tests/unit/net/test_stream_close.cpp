@@ -25,7 +25,7 @@ TEMPLATE_TEST_CASE("close delivers frames that were sent before", "", Tcp, Unix)
   CHECK(pair.record_b.closes() == 1);
 }
 
-// Closing a socket with unread data resets a TCP connection, and unsent data would be lost.
+// Closing a socket with unread data resets a TCP connection, which would discard unsent frames.
 TEMPLATE_TEST_CASE("close delivers all frames even if the other side is sending", "", Tcp, Unix) {
   for (int round = 0; round < 10; ++round) {
     Half<TestType> half;
@@ -61,7 +61,7 @@ TEMPLATE_TEST_CASE("close ends even if the other side never closes", "", Tcp, Un
   REQUIRE(half.record.wait_closed());
   CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
   const auto expected = wire_bytes(make_frame(1, 10, 10));
-  CHECK(raw_read(half.raw.get(), expected.size() + 1) == expected);  // then the end
+  CHECK(raw_read(half.raw.get(), expected.size() + 1) == expected);  // then the connection ends
 }
 
 TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
@@ -70,7 +70,7 @@ TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
   half.stream->close(false);
   REQUIRE(half.record.wait_closed());
   CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
-  // The frames are released at once, not with the last handle of the stream.
+  // The stream releases its frames at once, although the test still holds the stream.
   CHECK(eventually([&] { return count_alive(alive) == 0; }));
   CHECK_FALSE(half.stream->send(make_frame(1, 0, 0)).ok());
   CHECK(raw_read(half.raw.get(), 300 * 66'000).size() < 300 * 65'000);
@@ -138,7 +138,7 @@ TEMPLATE_TEST_CASE("a stream that has ended frees a partial frame", "", Tcp, Uni
   CHECK(body.expired());
 }
 
-// Writing to a closed connection raises SIGPIPE unless the stream prevents it.
+// Writing to a closed connection raises SIGPIPE unless the stream suppresses the signal.
 TEMPLATE_TEST_CASE("the peer may disconnect while much data is queued for it", "", Tcp, Unix) {
   for (int round = 0; round < 5; ++round) {
     Half<TestType> half;
@@ -154,7 +154,7 @@ TEMPLATE_TEST_CASE("the peer may disconnect while much data is queued for it", "
 
 namespace {
 
-// Sends a frame and disconnects while the loop is blocked until `go`; the frame must arrive.
+// Sends a frame and disconnects before `go` unblocks the loop. Checks that the frame arrives.
 void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
   REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(7, 20, 0))));
   half.raw.reset();
@@ -168,7 +168,7 @@ void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
 
 }  // namespace
 
-// An abort names its cause, so it must not be lost because our own writes fail first.
+// The last frame may be an abort with its reason, so a failed write must not discard it.
 TEST_CASE("a peer's last frame is received though the peer left our queue unread") {
   for (int round = 0; round < 10; ++round) {
     Half<Unix> half;
@@ -183,7 +183,7 @@ TEST_CASE("a peer's last frame is received though the peer left our queue unread
 
 TEST_CASE("a late loop still receives a peer's last frame") {
   Half<Unix> half;
-  ::shutdown(half.raw.get(), SHUT_RD);  // our write fails; last frames then have a second
+  ::shutdown(half.raw.get(), SHUT_RD);  // a write fails; the stream still reads for one second
   REQUIRE(half.stream->send(make_frame(1, 0, 0)).ok());
   base::Promise<void> late, go;
   half.loop.call_at(base::deadline_after(300ms), [&late, opened = go.future()] {
@@ -237,7 +237,7 @@ TEMPLATE_TEST_CASE("a loop that ends closes its streams, whether data is queued 
   CHECK(idle_record.closes() == 1);
   CHECK(record.error().kind == base::ErrorKind::kCancelled);
   CHECK(count_alive(alive) == 0);
-  // Calls of a closed stream have no effect.
+  // Calls on a closed stream have no effect.
   CHECK_FALSE(stream->send(make_frame(1, 0, 0)).ok());
   stream->close();
   idle->close(false);
@@ -325,7 +325,7 @@ TEMPLATE_TEST_CASE("streams leave no descriptor open", "", Tcp, Unix) {
     }
     return count;
   };
-  { const Loop first; }  // libuv keeps the pipe of its first loop open
+  { const Loop first; }  // libuv keeps the pipe of the first loop open
   const size_t before = descriptors();
   {
     Loop loop;

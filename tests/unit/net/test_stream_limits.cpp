@@ -1,4 +1,4 @@
-// Tests, over each transport, refused frames, and limits and handlers that are replaced.
+// Tests refused frames, changes of the limits, and replaced handlers, over each transport.
 #include <atomic>
 #include <memory>
 #include <random>
@@ -38,7 +38,7 @@ TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body ar
   huge.payload_bytes = UINT64_MAX;
   for (const wire::FrameHeader& header : {meta, tensors, payload, huge}) {
     Half<TestType> half(limits);
-    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 1000, 1 << 20))));  // the limit
+    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 1000, 1 << 20))));  // at the limit
     std::array<uint8_t, wire::kHeaderBytes> bytes;
     wire::encode_header(header, bytes);
     REQUIRE(raw_write(half.raw.get(), bytes));
@@ -61,7 +61,7 @@ TEMPLATE_TEST_CASE("silent connections use little memory", "", Tcp, Unix) {
       records.push_back(std::make_unique<Record>());
       streams.push_back(started(loop, std::move(first), *records.back()));
       REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 0, 0))));
-      REQUIRE(records.back()->wait_frames(1));  // so the stream is open
+      REQUIRE(records.back()->wait_frames(1));  // ensures that the stream is open
       peers.push_back(std::move(second));
     }
   };
@@ -78,7 +78,7 @@ TEMPLATE_TEST_CASE("sending a frame that no peer would accept is refused", "", T
   meta.meta.resize(size_t{wire::Limits{}.max_meta_bytes} + 1);
   OutFrame tensors;
   tensors.header.tensor_count = wire::Limits{}.max_tensors + 1;
-  OutFrame payload;  // never read: its length alone is too large
+  OutFrame payload;  // only its length is read, which is too large
   payload.payload.assign(2, std::span<const uint8_t>(reinterpret_cast<const uint8_t*>(&payload),
                                                      wire::Limits{}.max_payload_bytes));
   for (OutFrame* frame : {&meta, &tensors, &payload}) {
@@ -102,7 +102,7 @@ TEMPLATE_TEST_CASE("limits that on_frame sets apply from the next frame on", "",
        },
        [&](const base::Error& error) { record.closed(error); }},
       wire::kJoinLimits);
-  // All in one write, so that they are decoded from one buffer.
+  // Writes all frames at once so that the stream decodes them from one buffer.
   std::vector<uint8_t> bytes;
   for (uint64_t id = 0; id < 4; ++id) {
     const auto frame = wire_bytes(make_frame(id, 10, id == 0 ? 0 : 3000));

@@ -16,7 +16,7 @@
 
 namespace distrain::testing {
 
-// Returns a gradient that only the owner of the parameter has.
+// Returns the gradient of a parameter. Must run on the parameter's owner, which holds the gradient.
 inline at::Tensor gradient_of(rpc::CallContext& call, const rpc::RRef<at::Tensor>& parameter,
                               uint64_t context) {
   return autograd::gradient(call.agent, context, parameter.local_value());
@@ -58,14 +58,14 @@ inline std::vector<at::Tensor> gradients_in(const autograd::Context& context,
   return gradients;
 }
 
-/// Sets the parameters and buffers of `module` to `values`.
+/// Sets the parameters of `module` to `values`.
 template <class Holder>
 void give_values(const Holder& module, const rpc::NamedTensors& values) {
   const at::NoGradGuard no_grad;
   for (auto& item : module->named_parameters()) item.value().copy_(values.at(item.key()));
 }
 
-/// Returns torch's gradients of `loss(module(x))` in one process, with these values.
+/// Returns torch's gradients of `loss(module)` in one process, with `values` as the parameters.
 template <class Holder, class Loss>
 std::vector<at::Tensor> oracle_gradients(Holder module, const rpc::NamedTensors& values,
                                          const Loss& loss) {

@@ -111,8 +111,8 @@ TEST_CASE("each of many concurrent passes has the gradients of the parameters th
     DistributedOptimizer optimizer(agent, parameters, optim::Sgd{.lr = 1e-3},
                                    Sharing{Sharing::Mode::kAsync, kTrainers, t});
     for (int step = 0; step < kSteps; ++step) {
-      // Row i of `x` selects element i of the weight and the bias, so the output shows the
-      // parameters that were used; the gradients of the squared output follow from them.
+      // `x` is a scaled identity, so the outputs reveal the parameters that the pass used. The
+      // gradients of the squared outputs follow from the outputs.
       const at::Tensor x = at::eye(4) * (t + 1);
       autograd::Context context(agent);
       const at::Tensor y = net.forward(x);
@@ -181,7 +181,7 @@ TEST_CASE("passes and replicas do not advance torch's generator; its seed gives 
   const RemoteModule other(cluster[0], 1, "net");
   CHECK_FALSE(at::equal(other.forward(x), y));
 
-  // Half of the elements are 0, the others twice their value without dropout.
+  // Dropout sets half of the elements to 0 and doubles the others.
   RemoteModule judge = one;
   judge.eval();
   const at::Tensor whole = judge.forward(x);
@@ -229,7 +229,7 @@ TEST_CASE("transferring a module's whole state has no deadline") {
     agent.expose<&move_states>("move_states");
     nn::expose_module(agent, "net", [] { return torch::nn::Linear(8, 8); });
   };
-  // Every call of rank 2 with the default deadline is late.
+  // With the default deadline, every call of rank 2 exceeds its deadline.
   Cluster cluster(3, setup, {}, [](rpc::AgentOptions& options) {
     options.rpc_timeout = std::chrono::nanoseconds(options.rank == 2 ? 1 : 60'000'000'000);
   });

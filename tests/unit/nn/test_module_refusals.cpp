@@ -25,7 +25,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// Writes a buffer in an unusual way, in training mode only.
+// In training mode, writes a buffer: by the batch_norm kernel if `by_kernel`, otherwise in place.
 struct CounterImpl : torch::nn::Module {
   explicit CounterImpl(bool by_kernel) : by_kernel_(by_kernel) {
     linear = register_module("linear", torch::nn::Linear(8, 4));
@@ -51,7 +51,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 
-// Has parameters of which no versions can be made, such as overlapping ones.
+// Has parameters that cannot be versioned, for example because they overlap in memory.
 struct OddImpl : torch::nn::Module {
   explicit OddImpl(const std::string& how) {
     const at::Tensor whole = at::rand({4, 4});

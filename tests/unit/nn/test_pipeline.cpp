@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kWidth = 5;
 
-// y = tanh(x · w) with w from the stage's number. A negative number detaches the output.
+// Computes tanh(x · w); the stage's number determines w. A negative number detaches the output.
 class TanhStage : public std::enable_shared_from_this<TanhStage> {
  public:
   using Constructor = TanhStage(int number);
@@ -56,7 +56,7 @@ class TanhStage : public std::enable_shared_from_this<TanhStage> {
   nn::StagePasses passes_{"TanhStage.forward"};
 };
 
-/// A value that the test sets.
+/// The test sets g_late to complete the futures that late_value() returns.
 std::shared_ptr<base::Promise<at::Tensor>> g_late;
 base::Future<at::Tensor> late_value() { return g_late->future(); }
 
@@ -185,7 +185,7 @@ TEST_CASE("an impossible batch is refused and ends all its waits") {
 
 namespace {
 
-/// One stage on rank 1, and the micro-batches of two batches of its trainer.
+/// A stage on rank 1 that a test can give two batches of two micro-batches each.
 struct TwoBatches {
   explicit TwoBatches(rpc::Agent& agent_in)
       : agent(agent_in), stage(agent.remote_new<TanhStage>(1, 1)), whole(agent) {}

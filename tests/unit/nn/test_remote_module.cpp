@@ -95,7 +95,7 @@ TEST_CASE("remote_parameters are those of the module, in order, on its rank") {
     CHECK(parameters[0].to_here().sizes() == at::IntArrayRef({3, 2}));
     CHECK(parameters[1].to_here().sizes() == at::IntArrayRef({2}));
 
-    // They share the module's tensors: a pass through the module gives them gradients.
+    // The RRefs share the module's tensors, so a pass through the module gives them gradients.
     const at::Tensor x = at::rand({4, 3}, at::kDouble).requires_grad_();
     autograd::Context context(cluster[0]);
     autograd::backward(context, {module.forward(x).sum()});

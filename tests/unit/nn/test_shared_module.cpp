@@ -33,7 +33,7 @@ torch::nn::Sequential make_sequential() {
 
 at::Tensor loss_of(const at::Tensor& scores) { return scores.pow(2).sum(); }
 
-// All types that a factory may return.
+// One factory for each type that a factory may return.
 torch::nn::AnyModule make_any() { return torch::nn::AnyModule(PlainNet()); }
 std::shared_ptr<PlainNetImpl> make_pointer() { return std::make_shared<PlainNetImpl>(); }
 std::shared_ptr<torch::nn::SequentialImpl> make_sequential_pointer() {
@@ -162,7 +162,7 @@ TEST_CASE("replicas are reused, and an update copies only parameters that a pass
 
 namespace {
 
-// Sums bags of weighted words. Without words, it decodes with the same matrix.
+// Returns weighted sums of word bags. If `ids` is empty, decodes `weights` with the same matrix.
 struct WeightedBagImpl : torch::nn::Module {
   WeightedBagImpl() {
     const at::NoGradGuard no_grad;
@@ -192,7 +192,7 @@ TEST_CASE("a pass that has saved a sparse table keeps its version; a lookup copi
     const rpc::ContextScope inside(context.id());
     return net.forward(words, weights).sum();
   };
-  // Updates as another trainer would: subtracts 100 from every element.
+  // Updates the table as another trainer would: subtracts 100 from every element.
   const auto update = [&] {
     autograd::Context other(agent, Scope::kExplicit);
     autograd::backward(other, {forward(other, ids, at::ones({4})) * 100});
@@ -229,7 +229,7 @@ namespace {
 constexpr int kAtOnce = 4;
 
 // Counts the bytes of CPU tensors that are allocated during its lifetime. A thread that allocates a
-// tensor of `meeting` bytes waits until kAtOnce threads do so.
+// tensor of `meeting` bytes waits until kAtOnce threads have done so.
 class CountedMemory final : public c10::Allocator {
  public:
   explicit CountedMemory(size_t meeting) : meeting_(meeting) { c10::SetCPUAllocator(this); }
@@ -290,7 +290,7 @@ double peak_of_first_forwards(Make make, const at::Tensor& x, size_t meeting = 0
 TEST_CASE("concurrent first passes share the module's memory") {
   std::latch all(kAtOnce);
   CHECK(peak_of_first_forwards([&] { return Big(all); }, at::ones({1})) <= 4 * 2.2);
-  // All passes look up concurrently: they wait for each other when they allocate their results.
+  // Each pass waits when it allocates its result of kResult bytes, until all passes do so.
   constexpr size_t kResult = 3 * 64 * sizeof(float);
   const at::Tensor rows = at::zeros({3}, at::kLong);
   CHECK(peak_of_first_forwards([] { return torch::nn::Embedding(1 << 14, 64); }, rows, kResult) <=
@@ -482,7 +482,7 @@ TEST_CASE("equal names give the same module; a sent handle may outlive the first
     if (rank == 0) first = y;
     CHECK(at::equal(y, first));
   }
-  // The same name on another rank is another module.
+  // On another rank, a module with this name is a different module.
   CHECK_FALSE(
       at::equal(RemoteModule(cluster[0], 0, "net", 12, 2.0, "out", sizes, true).forward(x), first));
 

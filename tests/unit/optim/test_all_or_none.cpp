@@ -1,4 +1,4 @@
-// Tests which values have changed after a step, or the loading of a state, fails.
+// Tests which values have changed after a failed step or a failed load of the optimizer's state.
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 

@@ -32,7 +32,7 @@ namespace {
 
 at::Tensor row(std::vector<double> values) { return at::tensor(values, at::kDouble); }
 
-// Two weights whose owners are rank 1 and rank 2. All participants run on rank 0.
+// Two weights, owned by rank 1 and rank 2. All participants are threads of rank 0.
 struct Shared {
   explicit Shared(Cluster& cluster)
       : agent(cluster[0]),
@@ -115,7 +115,7 @@ TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives l
         shared.step(optimizer, g1[p], g2[p], max_norm, own[at], own_gradient);
       });
       if (threads.size() == 3) break;
-      // Waits until both owners have this participant's part.
+      // To enforce the order of arrival, waits until both owners have this participant's part.
       std::string wanted;
       for (int other = 0; other < 3; ++other) {
         const auto end = order.begin() + static_cast<std::ptrdiff_t>(threads.size());

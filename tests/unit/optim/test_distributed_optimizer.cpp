@@ -273,7 +273,7 @@ TEST_CASE("steps that a lost rank has requested are not applied") {
   REQUIRE(asked().kind == ErrorKind::kNotFound);  // the answer arrives after the step
   cluster[2].abort({ErrorKind::kBadData, "no more", -1, {}});
   second.join();
-  // The call fails with the end of rank 2's own agent, or with the news of it from the others.
+  // The step fails because rank 2's agent ends, or because another rank reports rank 2 as lost.
   CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));
   while (asked().kind == ErrorKind::kNotFound) std::this_thread::yield();
   g_released = true;
@@ -294,7 +294,7 @@ TEST_CASE("async mode applies each update when it arrives") {
       DistributedOptimizer optimizer(cluster[0], {parameter}, optim::Sgd{.lr = 0.5});
       for (int step = 0; step < kSteps; ++step) {
         autograd::Context context(cluster[0]);
-        // The gradient does not depend on the weight, so the order of the updates does not matter.
+        // The gradient does not depend on the weight, so the updates may be applied in any order.
         backward_of(context, layer, 2);
         optimizer.step(context);
       }
@@ -380,7 +380,7 @@ TEST_CASE("parameters have one optimizer; later ones must have the same options"
   CHECK(attach({parameters[2], parameters[0]}, sgd).kind == ErrorKind::kInvalid);
   CHECK(attach({parameters[2]}, optim::Adam{}).message == "(no error)");
   CHECK(attach(two, optim::Sgd{.lr = -1}).kind == ErrorKind::kInvalid);
-  // A participant number out of range, and a repeated one.
+  // A participant number out of range is refused.
   DistributedOptimizer odd(agent, {parameters[3]}, sgd, Sharing{Sharing::Mode::kSync, 2, 5});
   autograd::Context context(agent);
   CHECK(error_of([&] { odd.step(context); }).kind == ErrorKind::kInvalid);
@@ -402,7 +402,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   auto slow = std::make_unique<autograd::Context>(agent);
   const at::Tensor early = table.rpc_sync<&Table::forward>(indices, offsets);
   {
-    // The same rows are updated between the forward and the backward pass of the first context.
+    // Another context updates the same rows between forward and backward of the first context.
     autograd::Context quick(agent);
     const at::Tensor y = table.rpc_sync<&Table::forward>(indices, offsets);
     autograd::backward(quick, {y.pow(2).sum()});

@@ -80,7 +80,7 @@ TEST_CASE("The cosine schedule equals its closed form and stays at its floor") {
   CHECK(schedule.factor(0, 99) == 1);
   for (const int64_t step : {50, 51, 100, 1000}) CHECK(schedule.factor(step, 0) == floor);
 
-  // The recursion of CosineAnnealingLR, as PyTorch documents it.
+  // The recursive formula in PyTorch's documentation of CosineAnnealingLR.
   double lr = kLr;
   for (int64_t t = 1; t < 50; ++t) {
     const auto term = [](int64_t at) {
@@ -92,7 +92,7 @@ TEST_CASE("The cosine schedule equals its closed form and stays at its floor") {
 }
 
 TEST_CASE("A warm-up equals torch's LinearLR, and the schedule after it begins when it ends") {
-  // The recursion of LinearLR, as PyTorch documents it: start_factor 1/8, total_iters 7.
+  // The recursive formula in PyTorch's documentation of LinearLR, start_factor 1/8, total_iters 7.
   const int64_t length = 8, total = length - 1;
   const double start = 1.0 / static_cast<double>(length);
   const LearningRateSchedule alone(Constant{}, {length});
@@ -139,12 +139,12 @@ TEST_CASE("The plateau schedule equals torch's ReduceLROnPlateau") {
   bool reduced = false;
   for (int evaluation = 0; evaluation < 40; ++evaluation) {
     CAPTURE(evaluation);
-    // Torch stores the best metric as a float, so float metrics compare equally.
+    // The metric is a float, because torch rounds its best metric to float before it compares.
     const float metric =
         3.0F / static_cast<float>(1 + evaluation / 3) + at::rand({1}).item<float>();
     schedule.observe(metric);
     reference.step(metric);
-    // Torch stores its lowest rate as a float, too.
+    // The tolerance is that of a float, because torch stores the minimum learning rate as a float.
     CHECK(kLr * schedule.factor(evaluation * 10, evaluation) ==
           Approx(lr_of(*optimizer)).epsilon(1e-6));
     reduced = reduced || schedule.factor(0, 0) < 1;

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests parameters whose participants are lost, rest and return.
+// Tests parameters whose participants are lost, rest (make no steps for a while) and return.
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -25,8 +25,8 @@ using Mode = optim::Sharing::Mode;
 
 namespace {
 
-// One number that participants train, each on its own rank: participant 0 is the first process of
-// rank 1, and so on. Each step subtracts 1 from it.
+// One number that several participants train. Participant p is the process of rank p + 1. Each
+// step subtracts 1 from the number.
 struct OneNumber {
   OneNumber(Mode mode, int participants, int64_t staleness)
       : cluster(1, [](Agent& agent) { autograd::install(agent); }),
@@ -71,7 +71,7 @@ TEST_CASE("in ssp the others continue when the slowest is lost") {
   shared.lose(2);
   CHECK(first.wait() == 3);
   CHECK(second.wait() == 4);
-  // They wait for each other as before.
+  // The two remaining participants wait for each other as before the loss.
   CHECK(shared.step(0).done());
   const auto ahead = shared.step(0);
   CHECK_FALSE(ahead.done());
@@ -90,7 +90,7 @@ TEST_CASE("in ssp a resting participant is not waited for until it makes a step"
   shared.optimizer.rest(OneNumber::process(1));
   CHECK(waits.done());
   for (int i = 0; i < 3; ++i) CHECK(shared.step(0).done());
-  // Participant 1 begins where the others are, after five steps, and has made its sixth now.
+  // Participant 1 resumes at participant 0's count of five steps; this is then its sixth step.
   CHECK(shared.step(1).done());
   CHECK(shared.optimizer.progress(1).lead == 1);
   CHECK(shared.step(0).done());
@@ -129,7 +129,7 @@ TEST_CASE("in ssp a new process begins where the slowest of the others is") {
   CHECK_FALSE(waits.done());  // steps: 5, 4 and 3
   CHECK(shared.step(2, 1).done());
   CHECK(waits.done());
-  // The new process can be lost as its predecessor was.
+  // The new process of participant 2 can be lost, too.
   const auto ahead = shared.step(0);
   CHECK_FALSE(ahead.done());
   CHECK(shared.step(1).done());
@@ -184,7 +184,7 @@ TEST_CASE("the last applied step of each process is reported") {
   CHECK(last(1) == 0);
   CHECK(last(0, 1) == std::nullopt);
   CHECK(last(7) == std::nullopt);
-  // A refused step is not applied.
+  // A step with a gradient of the wrong size is refused and does not count.
   CHECK_THROWS(
       shared.optimizer.step({0, 1, 1, 4}, {at::ones({2}, at::kDouble)}, OneNumber::process(0)));
   CHECK(last(0) == 3);
@@ -278,7 +278,7 @@ struct Factor {
   }
 };
 
-// The factor of rank 0, which other ranks can get as long as the test keeps it here.
+// Holds the factor on rank 0 alive, so that other ranks can get it by shown().
 struct Shown {
   rpc::RRef<Factor> factor;
 };
@@ -296,7 +296,7 @@ void set_up_factor(Agent& agent) {
   agent.provide(std::make_shared<Shown>());
 }
 
-// The training loop of ranks 1 and 2.
+// The training loop that ranks 1 and 2 run.
 class Trainer {
  public:
   explicit Trainer(Agent& agent)
@@ -348,7 +348,7 @@ TEST_CASE("a trainer continues without another, and with the process that replac
     const rpc::ProcessNumber process = rpc::process_number(2, before);
     for (int i = 0; i < 2; ++i) other->step(), stays->step();
     CHECK(optim::last_step_of(cluster[0], process) == 2);
-    // A pass whose context ends with its process. Rank 0 holds gradients of the pass.
+    // This context ends because its process is lost. Until then rank 0 holds gradients of the pass.
     auto context = std::make_unique<autograd::Context>(cluster[2]);
     other->backward(*context);
     CHECK(cluster[0].live_contexts() > 0);

@@ -1,5 +1,5 @@
-// Tests groups of parameters over several ranks, and parameters that their owner trains together
-// with other ranks.
+// Tests parameter groups that span several ranks, and parameters that several ranks train,
+// including the rank that owns them.
 // ctest: timeout=120
 #include <condition_variable>
 #include <mutex>
@@ -32,7 +32,7 @@ using Mode = optim::Sharing::Mode;
 
 namespace {
 
-// Each rank's layer, which it trains together with other ranks.
+// The layer that a rank owns and that all ranks train.
 struct Home {
   std::shared_ptr<Layer> layer = std::make_shared<Layer>(at::zeros({2, 1}, at::kDouble));
 };
@@ -51,7 +51,7 @@ void set_up_homes(Agent& agent) {
 
 at::Tensor leaf(const at::Tensor& value) { return value.clone().requires_grad_(); }
 
-// Makes one step of a participant, with gradients of `scale`.
+// Runs a backward pass with gradients of `scale` and makes one step of a participant.
 void step(Agent& agent, DistributedOptimizer& optimizer, const RRef<Layer>& layer, double scale,
           double max_norm = 0) {
   autograd::Context context(agent);
@@ -67,7 +67,7 @@ TEST_CASE("groups over two owners and local parameters equal torch's parameter g
                    w3 = at::rand({2}, at::kDouble);
   const std::vector<at::Tensor> local = {leaf(w1), leaf(w2), leaf(w3)};
   using torch::optim::AdamWOptions;
-  // The weights have weight decay, the bias has none and another learning rate.
+  // The weights have weight decay. The bias has none, and a different learning rate.
   std::vector<torch::optim::OptimizerParamGroup> reference_groups;
   reference_groups.emplace_back(
       std::vector<at::Tensor>{local[0], local[1]},
@@ -149,11 +149,11 @@ TEST_CASE("two groups of one owner may have rules of different kinds") {
     both();
     optimizer.set_lr_factor(0.5);
     both();
-    // Expected: 1 + 1/2; 1/4 of the first velocity, 1, and 1/8 of the second, 3/2.
+    // Fast: 1 · 1 + 1/2 · 1. Slow, with momentum 1/2: 1/4 · 1 + 1/8 · 3/2.
     CHECK(at::equal(fast.rpc_sync<&Layer::value>(), at::full({2, 1}, -1.5, at::kDouble)));
     CHECK(at::equal(slow.rpc_sync<&Layer::value>(), at::full({2, 1}, -0.4375, at::kDouble)));
 
-    // A later DistributedOptimizer must have the same groups.
+    // A DistributedOptimizer that is created later must have the same groups.
     const auto attach = [&](const std::vector<ParameterGroup>& groups) {
       return error_of([&] { DistributedOptimizer again(agent, groups); });
     };
@@ -197,7 +197,7 @@ TEST_CASE("a repeated parameter is refused, naming the groups") {
           "two of the parameters of group 0 share their memory: give a tied one once");
     CHECK(refused({{{}, {at::Tensor()}, sgd}}) == "a parameter of group 0 is an undefined tensor");
     CHECK(refused({{{}, {}, optim::Sgd{.lr = -1}}}) == "sgd: lr cannot be -1.000000");
-    // The refused constructors have no effect.
+    // A refused constructor does not claim its parameters, so a new optimizer can take them.
     DistributedOptimizer optimizer(agent, {ParameterGroup{{there}, {here}, sgd}});
     DistributedOptimizer nothing(agent, std::vector<ParameterGroup>{});
     autograd::Context context(agent);
@@ -245,7 +245,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: async") 
 }
 
 TEST_CASE("a rank trains its own parameters together with another rank: sync, clipped or not") {
-  // The rank's local parameters are updated by its own steps only.
+  // Only a rank's own steps update its local parameters.
   const double max_norm = GENERATE(0.0, 0.5);
   Cluster cluster(2, set_up_homes);
   {
@@ -269,7 +269,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
         optimizer.step(context);
       }
     });
-    // The shared gradients are the mean of 1 and 2, for two weights; three local ones are 2.
+    // Clipping sees two shared elements with the mean gradient 1.5, and three local ones with 2.
     const double norm = std::sqrt(2 * 1.5 * 1.5 + 3 * 4);
     const double scale = max_norm > 0 ? max_norm / (norm + 1e-6) : 1;
     double rates = 0;

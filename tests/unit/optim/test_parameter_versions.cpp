@@ -25,7 +25,7 @@ using testing::error_of;
 
 namespace {
 
-// tanh(x · w)², whose backward pass needs w: a version of it, or the parameter itself.
+// Computes (tanh(x · w) · wᵀ)². The backward pass needs w: a version of w or the parameter itself.
 struct SquareLayer {
   using Constructor = SquareLayer(at::Tensor weight);
   explicit SquareLayer(at::Tensor w) : weight(w.clone().requires_grad_()) {}
@@ -42,7 +42,7 @@ struct SquareLayer {
   optim::Progress progress(rpc::CallContext& call, int participant) {
     return optim::progress_of(call.agent, weight, participant);
   }
-  // Returns the state of the owner's optimizer, read as an onlooker.
+  // Returns the optimizer state of the weight, read as an onlooker (a rank that makes no steps).
   optim::ParameterState seen(rpc::CallContext& call) {
     const Sharing onlooking{Sharing::Mode::kSync, 1, Sharing::kOnlooker};
     return DistributedOptimizer(call.agent, {parameter(call)}, optim::Adam{}, onlooking).state()[0];
@@ -50,7 +50,7 @@ struct SquareLayer {
   at::Tensor weight;
 };
 
-// Holds a read while updates wait for it, and needs another read and a worker thread to end.
+// read_and_call() holds a read until an update waits for it, then calls read_again().
 std::atomic<bool> g_reading{false}, g_may_call{false};
 void read_again(rpc::CallContext& call) { const autograd::ParameterRead read(call.agent); }
 void read_and_call(rpc::CallContext& call) {
@@ -112,7 +112,7 @@ TEST_CASE("an update keeps the version that a pass in flight was built on") {
     CHECK(layer.rpc_sync<&SquareLayer::address>() != first);
     autograd::backward(*slow, {early.sum()});
     optimizer.step(*slow);
-    // The gradient is that of the first weights, applied to the second ones.
+    // The pass computed its gradient with the first weights; its step changes the second ones.
     CHECK(at::allclose(layer.rpc_sync<&SquareLayer::value>(), between - 0.5 * gradient_at(w, x),
                        1e-12, 1e-12));
   }
@@ -172,7 +172,7 @@ TEST_CASE("overlapping reads do not starve an update") {
         const autograd::ParameterRead read(cluster[0]);
         const int before = reads[other];
         ++reads[own];
-        // The other reader begins its next read before this one ends.
+        // Keeps this read until the other thread begins its next read, so the reads always overlap.
         while (reads[other] == before && !readers[other].is_blocked && !updated) {
           std::this_thread::yield();
         }
@@ -287,7 +287,7 @@ TEST_CASE("clipping uses the norm over all owners, as torch does over one model"
   const at::Tensor x[2] = {at::rand({4, 3}, at::kDouble), at::rand({4, 3}, at::kDouble)};
   const auto first = cluster[0].remote_new<SquareLayer>(2, w1),
              second = cluster[0].remote_new<SquareLayer>(3, w2);
-  // Rank 0 is participant 0, rank 1 participant 1.
+  // Both participants run on rank 0; ranks 2 and 3 each own one parameter.
   const RRef<at::Tensor> parameters[2] = {first.rpc_sync<&SquareLayer::parameter>(),
                                           second.rpc_sync<&SquareLayer::parameter>()};
   std::latch have_gradients(2);  // both ranks have the gradients of their first parameters
@@ -372,7 +372,7 @@ TEST_CASE("an optimizer that loads the state of another continues as that one wo
   CHECK(at::equal(here_again, here));
   CHECK(state[0].at("step").item<int64_t>() == 3);
 
-  // A state that does not fit is refused.
+  // A state that does not match the parameters is refused.
   CHECK(error_of([&] { more.load_state({state[0]}); }).kind == base::ErrorKind::kBadData);
   CHECK(error_of([&] {
           more.load_state({state[1], state[0]});
@@ -390,9 +390,9 @@ TEST_CASE("transferring an optimizer's whole state has no deadline") {
   Agent& agent = cluster[0];
   const auto layer = agent.remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
   DistributedOptimizer optimizer(agent, {layer.rpc_sync<&SquareLayer::parameter>()}, optim::Adam{});
-  // From now on every call with the default deadline is late.
+  // From now on, every call with the default deadline times out.
   const auto timeout = std::exchange(agent.core().options.rpc_timeout, 1ns);
-  // A reply may still arrive before the loop checks the deadline.
+  // Retries, because a reply may arrive before the loop checks the deadline.
   while (error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind !=
          base::ErrorKind::kDeadline) {
   }

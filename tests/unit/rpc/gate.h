@@ -1,5 +1,5 @@
-// Remote functions for any test. wait_at_gate() blocks until the test opens the gate, so that no
-// test depends on the machine's speed.
+// Remote functions that several tests use. wait_at_gate() blocks until the test sets g_gate, so
+// that no test depends on the machine's speed.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ inline int64_t add(int64_t a, int64_t b) { return a + b; }
 inline void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 inline std::atomic<bool> g_gate{false};  // true: open
-inline std::atomic<int> g_at_gate{0};    // number of calls that wait at the gate
+inline std::atomic<int> g_at_gate{0};    // number of calls in wait_at_gate()
 
 inline void wait_at_gate() {
   ++g_at_gate;

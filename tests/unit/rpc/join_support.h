@@ -1,4 +1,4 @@
-// Agents that join, each on its own thread.
+// Starts agents that join a job, each on its own thread.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@ inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0
   options.rank = rank;
   options.world_size = world_size;
   options.master_port = port;
-  // Long limits, so that a slow machine loses no rank. A test of the limits sets its own.
+  // These timeouts must not expire on a slow machine. Tests of the timeouts set shorter ones.
   options.join_timeout = 60s;
   options.peer_timeout = 0s;
   if (rank == 0) {
@@ -64,7 +64,7 @@ class Joining {
   std::optional<base::Error> result_;
 };
 
-// Checks that the job starts normally with rank 1 after the faults that rank 0 has survived.
+// Checks that rank 1 can join rank 0 after a test's faults, and that the job of two works.
 inline void check_comes_up(Joining& zero) {
   Joining one(options_for(1, 2, zero.agent().port()));
   CHECK(one.joined());

@@ -1,4 +1,4 @@
-// A value whose copies are counted, functions that use RRefs to it, and checks that none is left.
+// A class whose instances are counted, functions that use RRefs to it, and checks for leaks.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace distrain::testing {
 
 using namespace std::chrono_literals;
 
-// Counts its living objects over all agents of this process.
+// A value that counts its live instances over all agents of this process.
 struct Tracked {
   using Constructor = Tracked(int64_t value);
   explicit Tracked(int64_t v) : value(v) { ++alive; }
@@ -29,7 +29,7 @@ struct Tracked {
 };
 using Ref = rpc::RRef<Tracked>;
 
-// RRefs that a rank keeps.
+// The RRefs that a rank keeps for a test.
 struct Shelf {
   std::mutex mutex;
   std::vector<Ref> refs;
@@ -71,7 +71,7 @@ bool eventually(F holds, std::chrono::milliseconds limit = 30s) {
   return true;
 }
 
-// Checks that no RRef is left, without a shutdown.
+// Checks that all RRefs and their values are released, while the job still runs.
 inline void check_all_gone(Cluster& cluster) {
   const auto live = [&] {
     std::vector<size_t> counts;
@@ -80,7 +80,7 @@ inline void check_all_gone(Cluster& cluster) {
   };
   const std::vector<size_t> none(static_cast<size_t>(cluster.size()), 0);
   const bool gone = eventually([&] { return live() == none && Tracked::alive == 0; });
-  CAPTURE(live(), Tracked::alive.load());  // a call in flight may create new RRefs after that
+  CAPTURE(live(), Tracked::alive.load());  // these counts may be newer than those in `gone`
   CHECK(gone);
 }
 

@@ -93,7 +93,7 @@ class DroppingExecutor final : public base::Executor {
   int dropped = 0;
 };
 
-/// A batcher whose first pass lasts until the test ends it.
+/// A batcher whose first batch does not complete before the test sets `go`.
 struct HeldBatcher {
   explicit HeldBatcher(base::Executor& executor)
       : batcher(executor, [this](const std::vector<int>& numbers) {

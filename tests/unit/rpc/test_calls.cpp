@@ -60,7 +60,7 @@ std::set<std::string> texts_of(const std::unordered_set<int>& numbers) {
 }
 at::Tensor compressed_rows() { return at::eye(2).to_sparse_csr(); }
 
-// Returns the part of torch's thread-local state that this test changes.
+// Returns as a text the part of torch's thread-local state that the test changes.
 std::string torch_state() {
   std::string state = at::GradMode::is_enabled() ? "grad" : "no grad";
   if (at::autocast::is_autocast_enabled(at::kCPU)) state += ", autocast";
@@ -333,17 +333,17 @@ TEST_CASE("an abandoned call does not run, nor does a call of a closing rank") {
   CHECK(error_of([&] { cluster[0].rpc_sync<&count>(rpc::To(1).timeout(30ms)); }).kind ==
         ErrorKind::kDeadline);
   auto patient = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
-  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer arrives after the abandoned calls
+  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer arrives after the abandoned call
   std::this_thread::sleep_for(31ms);
   g_gate = true;
-  patient.wait();  // runs after the call before it
+  patient.wait();  // runs after the abandoned call would have run
   CHECK(g_counted == 1);
 
   busy.wait();
   busy = occupy();
   auto queued = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
   std::thread killer([&] { cluster.kill(1); });  // returns once the call at the gate has returned
-  CHECK(error_of([&] { busy.wait(); }).rank == 1);  // so rank 1 is closing
+  CHECK(error_of([&] { busy.wait(); }).rank == 1);  // ensures that rank 1 is closing
   g_gate = true;
   killer.join();
   CHECK(error_of([&] { queued.wait(); }).rank == 1);
@@ -359,14 +359,14 @@ TEST_CASE("calls of a lost rank do not run") {
   auto busy = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
   testing::wait_for_call_at_gate();
   auto queued = cluster[2].rpc_async<&count>(rpc::To(1).without_deadline());
-  cluster[1].rpc_sync<&add>(2, 1, 1);  // its answer arrives after that call
+  cluster[1].rpc_sync<&add>(2, 1, 1);  // rank 2's answer arrives after the queued call
   cluster.kill(2);
   CHECK(error_of([&] { queued.wait(); }).kind == ErrorKind::kCancelled);
   while (error_of([&] { cluster[1].rpc_sync<&add>(2, 1, 1); }).kind != ErrorKind::kPeerLost) {
   }
   g_gate = true;
   busy.wait();
-  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);  // runs after that call
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);  // runs after the queued call would have run
   CHECK(g_counted == 0);
 }
 
@@ -435,11 +435,11 @@ TEST_CASE("a rank that dies fails the calls that wait for it") {
   g_gate = false;
   auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   testing::wait_for_call_at_gate();
-  std::thread killer([&] { cluster.kill(2); });  // returns once the call has returned
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call at the gate has returned
   const base::Error e = error_of([&] { waiting.wait(); });
   g_gate = true;
   killer.join();
-  // Rank 2 is named, whether it dies during the call or answers that it is shutting down.
+  // The error names rank 2, which may die during the call or answer that it is shutting down.
   CHECK((e.kind == ErrorKind::kPeerLost || e.kind == ErrorKind::kCancelled));
   CHECK(e.rank == 2);
   CHECK(error_of([&] { cluster[0].rpc_sync<&add>(2, 1, 1); }).kind == ErrorKind::kPeerLost);
@@ -464,7 +464,7 @@ TEST_CASE("a shared object is created by the first thread that asks for it") {
     threads.emplace_back([&, t] { sum += cluster[t % 2].rpc_sync<&draw_shared>(1, 100); });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(sum == 8 * 100 + 36);  // all use one counter, from 101 to 108
+  CHECK(sum == 8 * 100 + 36);  // all calls use one counter, which returns 101 to 108
   CHECK(cluster[1].local<Counter>().get() == 108);
   CHECK(cluster[1].rpc_sync<&draw_shared>(1, 0) == 109);  // later constructor arguments are ignored
   CHECK(cluster[0].rpc_sync<&draw_shared>(0, 7) == 8);

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests the limits of waiting calls and of replies that a rank keeps: Note [Credit].
+// Tests the limits on bytes of waiting calls and of unsent replies: see Note [Credit].
 #include <deque>
 #include <list>
 #include <queue>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// A receiver's budget and the windows of its senders, directly connected.
+// A receiver's budget and the windows of its senders, connected without a network.
 struct Flows {
   Flows(int ranks, uint64_t total, uint64_t per_peer) : budget(ranks, total, per_peer) {
     for (int rank = 0; rank < ranks; ++rank) {
@@ -58,7 +58,7 @@ std::atomic<int> g_runs{0};
 
 void count_run() { ++g_runs; }
 
-// Holds the promises of the calls of keep().
+// Holds the promises of all calls of keep().
 struct Kept {
   std::mutex mutex;
   std::vector<std::shared_ptr<base::Promise<int64_t>>> answers;
@@ -75,7 +75,7 @@ struct Kept {
   }
 };
 
-// Holds its argument, but no thread, until Kept::answer_all().
+// Returns a future that Kept::answer_all() completes. Keeps its argument but no thread until then.
 base::Future<int64_t> keep(rpc::CallContext& call, at::Tensor) {
   const auto answer = std::make_shared<base::Promise<int64_t>>();
   Kept& kept = *call.agent.shared<Kept>();
@@ -97,7 +97,7 @@ bool waits_for_room(const Agent& agent) {
 
 std::atomic<int> g_in_flood{0};
 
-// Occupies all workers of both ranks, then sends its caller far more than the caller has room for.
+// Waits until flood() occupies all workers. Then sends its caller more than the credit allows.
 int64_t flood(rpc::CallContext& call, int workers) {
   for (++g_in_flood; g_in_flood < workers;) std::this_thread::sleep_for(1ms);
   std::vector<base::Future<int64_t>> sizes;
@@ -144,7 +144,7 @@ TEST_CASE("a call larger than the whole pool runs alone, and its credit returns"
     flows.send(rank, 64 * kMiB);
     CHECK_FALSE(flows.has_room(3 - rank, 64 * kMiB));
     CHECK_FALSE(flows.has_room(3 - rank, 3 * kMiB));
-    CHECK(flows.has_room(3 - rank, 2 * kMiB));  // the rank's own window
+    CHECK(flows.has_room(3 - rank, 2 * kMiB));  // fits in the window of that rank
     flows.begin(rank, 64 * kMiB);
   }
   CHECK(flows.budget.held() == 6 * kMiB);
@@ -213,7 +213,7 @@ TEST_CASE("small waiting calls request their credit together") {
   CHECK(window.try_serve(waiters.front()));
   window.dequeue(waiters.front());
   REQUIRE(asked.size() == 2);
-  CHECK(asked[1].target - asked[1].spent == kMiB);  // at most a part of a window
+  CHECK(asked[1].target - asked[1].spent == kMiB);  // the request is for only a part of the window
   for (Window::Waiter& waiter : waiters) window.dequeue(waiter);
 }
 
@@ -227,7 +227,7 @@ TEST_CASE("a large call is not overtaken in the pool by small calls of other ran
   flows[2].enqueue(large);
   flows[1].enqueue(small);
   CHECK_FALSE(flows[2].try_serve(large));
-  CHECK_FALSE(flows[1].try_serve(small));  // although there is room for it
+  CHECK_FALSE(flows[1].try_serve(small));  // although the pool has enough credit for it
   for (int i = 0; i < 3; ++i) flows.begin(1, kMiB);
   CHECK(flows[2].try_serve(large));
   flows[2].dequeue(large);
@@ -239,7 +239,7 @@ TEST_CASE("the credit of a lost rank is free for others, and its successor start
   flows.send(1, 8 * kMiB);
   CHECK_FALSE(flows.has_room(2, 3 * kMiB));
   flows.tell(flows.budget.lose(1));
-  CHECK(flows.budget.arrive(1, 64 * kMiB));  // on its way, and never run
+  CHECK(flows.budget.arrive(1, 64 * kMiB));  // was in flight at the loss and never runs
   CHECK(flows.has_room(2, 8 * kMiB));
   const rpc::ProcessNumber next = rpc::process_number(1, 1);
   flows.budget.renew(next);
@@ -329,9 +329,9 @@ TEST_CASE("many threads with calls of all sizes neither lose nor create credit")
 
 namespace {
 
-// Simulates, in virtual time, senders that always have calls for one receiver, which begins one
-// call after the other. Control messages and calls of one rank keep their order and have the
-// latency of its network.
+// Simulates senders and one receiver in virtual time. Each sender always has more calls; the
+// receiver runs one call at a time. All messages of a sender have the same latency, so they keep
+// their order.
 class Simulation {
  public:
   struct Sender {
@@ -341,7 +341,7 @@ class Simulation {
     uint64_t served = 0;
     uint64_t latency = 0;
     int idle = 0;
-    bool is_hasty = false;  // abandons a waiting call when the next one is ready
+    bool is_hasty = false;  // abandons its last waiting call to begin another
   };
 
   Simulation(int ranks, uint64_t total, uint64_t per_peer, uint64_t seed)
@@ -500,7 +500,7 @@ TEST_CASE("waiting calls stay within a rank's budget, and all of them run") {
   });
   while (!waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
   CHECK(sent == 3);  // 2 MiB each, plus a small overhead
-  // Other calls still work, because replies and control messages need no credit.
+  // A call in the other direction still works, because its reply needs no credit.
   CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
   g_gate = true;
   caller.join();
@@ -524,8 +524,8 @@ TEST_CASE("calls that have begun and wait for others stay within the budget, too
     }
   });
   while (sent < kCalls && !waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
-  CHECK(sent < 20);  // 16 MiB are in work, and the window limits the waiting calls
-  // Messages that need no credit still pass.
+  CHECK(sent < 20);  // calls that have begun hold up to 16 MiB, and a window limits the others
+  // A call in the other direction still works, because its reply needs no credit.
   CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
   cluster[1].shared<Kept>()->answer_all();
   caller.join();
@@ -582,7 +582,7 @@ TEST_CASE("early messages no longer count once their channel is open") {
   for (uint16_t round = 0; round < 4; ++round) {
     const auto number = static_cast<uint16_t>(20 + round);
     for (int i = 0; i < 3; ++i) cluster[0].open_channel(number).send(1, {}, {&piece, 1}, {});
-    CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);  // the messages have arrived
+    CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);  // ensures that the messages have arrived
     std::atomic<int> heard{0};
     cluster[1].open_channel(number).set_handler({[&](rpc::ChannelMessage) { ++heard; }, {}});
     CHECK(heard == 3);
@@ -601,14 +601,14 @@ TEST_CASE("calls that have begun keep their credit when too many hold too much")
     flows.send(rank, bytes);
     flows.tell(flows.budget.begin(work, rpc::process_number(rank, 0), bytes));
   };
-  begin(a, 1, 20 * kMiB);  // larger than the whole pool, but alone
+  begin(a, 1, 20 * kMiB);  // larger than the whole pool, but the only call
   CHECK(has_back(0));
   begin(b, 2, 3 * kMiB);
   begin(c, 3, 3 * kMiB);
   flows.tell(flows.budget.begin(none, rpc::process_number(3, 0), 0));
   CHECK(flows.budget.held() == 9 * kMiB);
   CHECK_FALSE(flows.has_room(2, 3 * kMiB));
-  flows.tell(flows.budget.end(c));  // c had kept its credit
+  flows.tell(flows.budget.end(c));  // call c had kept its credit
   CHECK(flows.budget.held() == 8 * kMiB);
   flows.tell(flows.budget.end(none));
   flows.tell(flows.budget.end(a));
@@ -658,7 +658,7 @@ TEST_CASE("calls of a blocked rank are parked in their order and can be found") 
   blocked.clear();
   push(1, 6);
   push(3, 7);
-  CHECK(queue.pop(is_blocked)->id == 7);  // call 6 is queued behind the parked calls
+  CHECK(queue.pop(is_blocked)->id == 7);  // call 6 waits behind rank 1's parked calls
   for (const uint64_t id : {1, 3, 4, 6}) {
     const auto [call, has_more] = queue.pop_parked(1, is_blocked);
     CHECK(call->id == id);
@@ -737,7 +737,7 @@ TEST_CASE("two ranks that flood each other until no room is left both continue")
     }
     for (const auto& each : floods) expect(each.wait() == 6 << 18, "a wrong size");
   });
-  cluster.shutdown();  // by all ranks: none is lost
+  cluster.shutdown();  // succeeds only if no rank is lost
 }
 
 TEST_CASE("two ranks that flood each other with calls larger than the whole budget both continue") {
@@ -752,7 +752,7 @@ TEST_CASE("two ranks that flood each other with calls larger than the whole budg
     for (int thread = 0; thread < 4; ++thread) {
       threads.emplace_back([&] {
         for (int i = 0; i < 8; ++i) {
-          // Larger than the whole credit, in both directions.
+          // The argument and the result are both larger than the whole budget of a peer.
           right += agent.rpc_sync<&same>(rpc::To(other).without_deadline(), mebibytes(3)).numel() ==
                    3 << 18;
         }
@@ -777,12 +777,12 @@ TEST_CASE("a cancelled call does not run, and its credit is free at once") {
     auto first = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     first.cancel();
     CHECK(error_of([&] { first.wait(); }).kind == ErrorKind::kCancelled);
-    // The credit of `first` is free already while the only worker waits at the gate.
+    // `second` gets the credit of `first` although the only worker is still at the gate.
     auto second = cluster[0].rpc_async<&size_of>(rpc::To(to).without_deadline(), mebibytes(7));
     g_gate = true;
     CHECK(second.wait() == 7 << 18);
     held_up.wait();
-    held_up.cancel();  // the call has finished: no effect
+    held_up.cancel();  // no effect, because the call has finished
     cluster.shutdown();
     CHECK(cluster[0].live_rrefs() == 0);
   }
@@ -790,7 +790,7 @@ TEST_CASE("a cancelled call does not run, and its credit is free at once") {
 
 namespace {
 
-// Rank 0, and a connected rank 1 that the test implements.
+// A real rank 0, and a rank 1 that has joined it and whose messages the test sends.
 struct ByHand {
   explicit ByHand(rpc::AgentOptions options) : zero(options), control(zero.agent().port()) {
     control.join(1);
@@ -823,7 +823,7 @@ TEST_CASE("a rank that exceeds its credit is lost before memory is allocated") {
   ByHand job(options);
   auto call = job.zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
   wire::FrameHeader header;
-  // Only the header of each frame is sent.
+  // Of a large frame, rank 1 sends only the header.
   SECTION("a large call") { header.payload_bytes = uint64_t{60} << 30; }
   SECTION("a large call that claims to need no credit") {
     header.channel = wire::kWithoutCredit;
@@ -879,9 +879,9 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
     job.calls->send(wire::FrameKind::kCall, meta, id);
   }
   while (g_gives == 0) std::this_thread::sleep_for(1ms);
-  // These calls run on the only worker, after the calls of `give` that have arrived by then.
+  // Rank 0's only worker runs these calls after all calls of give() that it may run.
   for (int i = 0; i < kCalls; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
-  CHECK(g_gives <= 3);  // as many replies as the kernel buffers, and one more
+  CHECK(g_gives <= 3);  // the kernel buffers few replies, so later calls wait
   uint64_t next = 1;
   while (next <= kCalls) {
     const auto frame = job.calls->receive();
@@ -895,7 +895,7 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
 
 namespace {
 
-// Clients that call rank 0 repeatedly, until rank 0 has counted enough calls.
+// Counters of clients that call rank 0 repeatedly until it has run 90 calls.
 struct Race {
   std::atomic<int> calling[4] = {};
   std::atomic<int> done[4] = {};
@@ -904,7 +904,7 @@ struct Race {
 };
 Race* g_race = nullptr;
 
-// Waits until every client has a call in flight, so that all seem busy; then counts its call.
+// Waits until every client has a call in flight, and then counts the call of its caller.
 void take_part(rpc::CallContext& call, at::Tensor) {
   Race& race = *g_race;
   while (!race.over && (!race.calling[1] || !race.calling[2] || !race.calling[3])) {

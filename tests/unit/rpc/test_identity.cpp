@@ -1,4 +1,4 @@
-// Tests agents that do not belong together: other tokens, jobs and generations, and a fake rank 0.
+// Tests agents with different tokens, jobs or generations, and a fake rank 0.
 #include <mutex>
 #include <thread>
 
@@ -14,7 +14,7 @@ using wire::HelloPurpose;
 
 namespace {
 
-// Records the errors for which rank 0 refuses ranks.
+// Records the errors with which rank 0 refuses ranks.
 struct Refusals {
   std::mutex mutex;
   std::vector<base::Error> all;  // guarded by `mutex`
@@ -54,7 +54,7 @@ TEST_CASE("a rank that rank 0 refuses gets an error on both sides, and the job s
   AgentOptions options = options_for(0, 2);
   Refusals refusals;
   refusals.listen(options);
-  std::string said;  // by the refused rank
+  std::string said;  // the error of the refused rank
   std::string heard;
   AgentOptions mine = options_for(1, 2);
   SECTION("another token") {
@@ -105,7 +105,7 @@ TEST_CASE("a rank that rank 0 refuses gets an error on both sides, and the job s
 TEST_CASE("rank 0 reports each rank that it refuses, and why it waits for it") {
   base::Error error;
   std::vector<base::Error> told;
-  for (const auto timeout : {1s, 4s, 16s, 64s}) {  // until the ranks come in time
+  for (const auto timeout : {1s, 4s, 16s, 64s}) {  // until the ranks join in time
     AgentOptions options = options_for(0, 4);
     options.token = "the right token of it";
     options.join_timeout = timeout;
@@ -195,7 +195,7 @@ TEST_CASE("a rank of a later generation waits until rank 0 is restarted") {
   AgentOptions mine = options_for(1, 2, reserved.port());
   mine.generation = 1;
   Joining one(mine);
-  while (refusals.first().empty()) std::this_thread::sleep_for(1ms);  // rank 0 has refused it once
+  while (refusals.first().empty()) std::this_thread::sleep_for(1ms);  // for rank 0's first refusal
   if (one.ended()) FAIL(one.result().message);
   old_zero->agent().abort(base::Error{ErrorKind::kCancelled, "started again", 0, {}});
   CHECK_FALSE(old_zero->joined());
@@ -252,7 +252,7 @@ TEST_CASE("a rank that rejoins retries while the old job is still running") {
 
 namespace {
 
-// Acts as a fake rank 0 that does not know the token.
+// Sends a directory as a fake rank 0 that does not know the token.
 void direct_somewhere(RawRank& fake, int variant) {
   REQUIRE(fake.receive());  // the hello
   const membership::Identity self{0, wire::Trust::kToken, 0, {}};
@@ -269,7 +269,7 @@ void direct_somewhere(RawRank& fake, int variant) {
 }  // namespace
 
 TEST_CASE("the directory of a fake rank 0 is not used") {
-  const int variant = GENERATE(0, 1, 2);  // the directory first, after a hello, after a bad proof
+  const int variant = GENERATE(0, 1, 2);  // directory first, after a hello, or after a bad proof
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   const int flags = fcntl(listener.get(), F_GETFL);
   fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);

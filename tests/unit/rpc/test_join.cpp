@@ -80,9 +80,9 @@ TEST_CASE("a rank can be taken only once") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   Joining first(options_for(1, 3, port));
-  // Rank 0 decides which of the two joins; it refuses the other one.
+  // Both processes ask to be rank 1. Rank 0 admits one of them and refuses the other.
   Joining second(options_for(1, 3, port));
-  // Both have arrived before the third one, which completes the job.
+  // Waits until rank 0 has refused one of them. Only then rank 2 starts and completes the job.
   const auto limit = base::deadline_after(45s);
   while (!first.ended() && !second.ended() && base::Clock::now() < limit) {
     std::this_thread::sleep_for(1ms);
@@ -106,13 +106,13 @@ TEST_CASE("ranks of one host meet by the job's ID and port, whatever rank 0's ad
   const uint16_t port = zero.agent().port();
   AgentOptions mine = options_for(1, 2, port);
   mine.job_id = "met";
-  mine.master_addr = "192.0.2.1";  // an address without a listener
+  mine.master_addr = "192.0.2.1";  // nobody listens on this address
   std::atomic<int> sharing{0};
   mine.on_cpus_shared = [&](int ranks) { sharing = ranks; };
   CHECK(Joining(mine).joined());
   CHECK(sharing == 2);
 
-  // Another job with the same ID and port gets an error at once.
+  // Rank 0 of another job with the same ID and port fails at once.
   AgentOptions twin = options_for(0, 2);
   twin.job_id = "met";
   twin.listen_addr = "127.0.0.2";
@@ -185,7 +185,7 @@ TEST_CASE("no files are left on the disk") {
   setenv("TMPDIR", folder.c_str(), 1);
   {
     Cluster cluster(3, setup);
-    CHECK(std::filesystem::is_empty(folder));  // once all are connected
+    CHECK(std::filesystem::is_empty(folder));  // while all ranks are connected
     AgentOptions alone = options_for(0, 2);
     alone.join_timeout = 50ms;
     CHECK(Joining(alone).result().kind == ErrorKind::kRendezvous);

@@ -26,7 +26,7 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     short_one.send_bytes("DT", 2);
   }
   {
-    // A frame that claims to be 4 GiB long.
+    // Sends the header of a frame that claims to have 4 GiB of metadata.
     RawRank huge(port);
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kHello;
@@ -63,7 +63,7 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     REQUIRE(answer);
     CHECK(wire::decode_error(answer->second).kind == ErrorKind::kProtocol);
   }
-  // Peers without a secret: ranks that do not exist, rank 0, and the rank that has not joined.
+  // Peers that do not know the secret claim to be an unknown rank, rank 0 or the missing rank 1.
   for (const int rank : {7, 0, -5, 1}) {
     RawRank peer(port);
     CHECK_FALSE(peer.introduce(rank, wire::HelloPurpose::kPeer));
@@ -138,7 +138,7 @@ TEST_CASE("a rank that has joined is not a peer before all others have joined") 
 TEST_CASE("the join timeout names the missing ranks") {
   base::Error e;
   base::Error told;
-  // Repeated with a longer timeout until rank 2 comes in time on a slow machine.
+  // Tries longer timeouts until rank 2 joins in time on a slow machine.
   for (const auto timeout : {400ms, 4000ms, 16000ms}) {
     AgentOptions options = options_for(0, 4);
     options.join_timeout = timeout;
@@ -153,7 +153,7 @@ TEST_CASE("the join timeout names the missing ranks") {
       contains(e.message,
                "missing: 1, 3; ranks 1, 3 have not connected: see their output; rank 0 listens on "
                "127.0.0.1, which only this host"));
-  // The ranks that had joined get the same error.
+  // Rank 2, which had joined, gets the same error as rank 0.
   CHECK(told.kind == ErrorKind::kRendezvous);
   CHECK(contains(told.message, "1, 3"));
 
@@ -167,7 +167,7 @@ TEST_CASE("the join timeout names the missing ranks") {
 
 TEST_CASE("a joined rank learns from rank 0 which ranks are missing, despite a shorter timeout") {
   base::Error told;
-  for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // repeated until rank 1 comes in time
+  for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // until rank 1 joins in time
     AgentOptions options = options_for(0, 3);
     options.join_timeout = timeout;
     Joining zero(options);
@@ -183,7 +183,7 @@ TEST_CASE("a joined rank learns from rank 0 which ranks are missing, despite a s
 
 TEST_CASE("the join timeout names the ranks that are not prepared") {
   base::Error e;
-  for (const auto timeout : {1s, 4s, 16s}) {  // repeated until the first two come in time
+  for (const auto timeout : {1s, 4s, 16s}) {  // until ranks 1 and 2 join in time
     AgentOptions options = options_for(0, 3);
     options.join_timeout = timeout;
     Joining zero(options);
@@ -241,7 +241,7 @@ TEST_CASE("a rank that joins fails if rank 0 dies") {
     CHECK_FALSE(joining->joined());
     CHECK(joining->result().rank == 0);
   }
-  // A socket that accepts and closes without a message. Another rank 0 may still start there.
+  // Accepts and closes connections without a message. Rank 1 retries until its join timeout.
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
   AgentOptions options = options_for(1, 2, net::local_name(listener.get()).port);
   options.join_timeout = 300ms;
@@ -283,7 +283,7 @@ TEST_CASE("rank 0 may send the devices of all ranks only once") {
   REQUIRE(zero.receive());
   wire::Bytes twice;
   std::vector<wire::RankDevices> devices(2);
-  for (int i = 0; i < 2; ++i) {  // in one write, so that both arrive together
+  for (int i = 0; i < 2; ++i) {  // sends both in one write so that they arrive together
     const wire::Bytes meta = wire::encode(devices);
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kGo;
@@ -300,7 +300,7 @@ TEST_CASE("rank 0 may send the devices of all ranks only once") {
   REQUIRE(one.joined());
   RawRank peer(join.endpoint.port);
   CHECK(peer.introduce(0, wire::HelloPurpose::kPeer, "secret"));
-  peer.send(wire::FrameKind::kCall);  // the reply comes when the rank's loop has handled both
+  peer.send(wire::FrameKind::kCall);  // rank 1 replies after it has handled both kGo frames
   REQUIRE(peer.receive());
   CHECK(one.agent().device_of(0) == "cpu");
 }

@@ -14,7 +14,7 @@ using rpc::Agent;
 
 namespace {
 
-/// Thrown by a user-supplied encoder.
+/// A type whose user-supplied encoder throws.
 struct Unwritable {};
 
 }  // namespace
@@ -59,7 +59,7 @@ void expose_late(Agent& agent) {
   agent.expose<&make_of_text>("make_of_text");
 }
 
-/// Calls rank 1 `calls` times. No call is answered.
+/// Calls rank 1 `calls` times, and waits until each call runs. answer() answers them later.
 std::vector<base::Future<void>> ask(Cluster& cluster, size_t calls) {
   g_promises.clear();
   g_promises.resize(calls);
@@ -78,7 +78,7 @@ std::vector<base::Future<void>> ask(Cluster& cluster, size_t calls) {
   return futures;
 }
 
-/// Answers call `i` in each possible way, including by destroying its promise.
+/// Answers call `i`: with a value, with an error, or by destroying the reply without an answer.
 void answer(size_t i) {
   if (i % 2 == 0) {
     g_promises[i].set(1);

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests a rank that leaves, from any thread and for any reason.
+// Tests how a rank leaves its job, from any thread and for any reason.
 #include <thread>
 
 #include "join_support.h"
@@ -143,7 +143,7 @@ TEST_CASE("a continuation of a call that fails with its agent may end the agent,
 
 namespace {
 
-// Sets a promise when the agent that it was provided to has been destroyed.
+// An object that an agent owns. Sets a promise when the agent has been destroyed.
 struct EndOfAgent {
   explicit EndOfAgent(base::Promise<void>& promise) : told(promise) {}
   ~EndOfAgent() { told.set(); }
@@ -178,7 +178,7 @@ TEST_CASE("an agent whose own thread releases its last owner ends on another thr
   };
   SECTION("a worker, in a continuation") { continuation(agent.executor()); }
   SECTION("a worker, in a function") {
-    static_cast<void>(error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // may be answered
+    static_cast<void>(error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // may succeed or fail
   }
   SECTION("the loop") { continuation(agent.inline_executor()); }
   CHECK(ended.future().wait_until(base::deadline_after(60s)));

@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// Tests connected peers: silent peers and peers that send garbage are lost, idle ones are not.
+// Tests that a peer is lost if it is silent or sends garbage, but not if it is idle.
 #include <chrono>
 #include <thread>
 
@@ -12,7 +12,7 @@ using rpc::AgentOptions;
 
 namespace {
 
-// A rank 1 that the test implements and that has joined rank 0.
+// A rank 1 that has joined rank 0 and whose messages the test sends.
 struct RawPeer {
   RawRank control;
   RawRank calls;
@@ -45,7 +45,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   options.peer_timeout = 500ms;
   Joining zero(options);
   const auto began = std::chrono::steady_clock::now();
-  // The peer is silent after it has joined.
+  // Rank 1 sends nothing after it has joined.
   auto [control, peer] = join_by_hand(zero);
   const base::Error e =
       error_of([&] { zero.agent().rpc_sync<&add>(rpc::To(1).without_deadline(), 1, 2); });
@@ -119,10 +119,10 @@ TEST_CASE("calls that cannot be decoded are answered with an error") {
 
 TEST_CASE("heartbeats keep idle connections alive") {
   AgentOptions options;
-  options.peer_timeout = 3s;  // longer than any rank waits for a processor
+  options.peer_timeout = 3s;  // longer than a busy machine delays any rank
   Cluster cluster(3, setup, options);
   std::this_thread::sleep_for(4s);
-  // A handler that takes longer than the timeout does not make its rank silent.
+  // Rank 1 sends heartbeats while a handler runs longer than the timeout.
   cluster[0].rpc_sync<&nap>(1, 4000);
   for (int rank = 0; rank < 3; ++rank)
     CHECK(cluster[rank].rpc_sync<&add>((rank + 1) % 3, 1, 1) == 2);

@@ -40,7 +40,7 @@ class Losses final : public rpc::Layer {
   std::vector<Loss> heard_;
 };
 
-// Replies that the test sends in any order and at any time.
+// Replies to calls of hold_reply(). The test sends them later, in any order.
 struct HeldReplies {
   std::mutex mutex;
   std::vector<rpc::ReplyPtr> replies;
@@ -80,7 +80,7 @@ void expose_returns(Agent& agent) {
   agent.add_layer(losses);
 }
 
-// Kills `rank`; returns when each remaining rank has been notified.
+// Kills `rank`, waits until each remaining rank has been notified, and returns the loss.
 Loss lose(Cluster& cluster, int rank) {
   const uint32_t incarnation = cluster[rank].incarnation();
   cluster.kill(rank);
@@ -200,7 +200,7 @@ TEST_CASE("references to values of a lost process do not refer to those of its s
   Cluster cluster(3, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
   {
-    // Without the incarnation, the successor's first value would have the same ID.
+    // IDs contain the incarnation. Otherwise the successor's first value would have the same ID.
     const Ref old = cluster[2].make_rref(Tracked(1));
     cluster[2].rpc_sync<&shelve>(0, old);
     cluster[2].rpc_sync<&shelve>(1, old);
@@ -218,7 +218,7 @@ TEST_CASE("references to values of a lost process do not refer to those of its s
     CHECK(error_of([&] { value_of(of_1); }).kind == ErrorKind::kPeerLost);
   };
   check_gone();
-  cluster[0].rpc_sync<&shelve>(1, made);  // a fork of which its owner is not notified
+  cluster[0].rpc_sync<&shelve>(1, made);  // a fork that its dead owner never hears of
   cluster.bring_back(2);
   const Ref fresh = cluster[2].make_rref(Tracked(7));
   const Ref fresh_made = cluster[0].remote_new<Tracked>(2, 8);
@@ -305,7 +305,7 @@ TEST_CASE("an answer to a call of a lost process is not delivered to the new pro
 }
 
 TEST_CASE("a new process has the credit that its predecessor had, and no more") {
-  const bool ends_late = GENERATE(false, true);  // the calls of the lost process
+  const bool ends_late = GENERATE(false, true);  // true: the lost process ends after bring_back()
   CAPTURE(ends_late);
   rpc::AgentOptions options;
   options.peer_budget = 64 << 10;
@@ -315,7 +315,7 @@ TEST_CASE("a new process has the credit that its predecessor had, and no more") 
   cluster[0].go_on_without({2}, 0, "", true);
   const std::string text(20 << 10, 'x');
 
-  // On all ranks, some calls have begun, some have not, and some wait for room.
+  // Each rank has calls that have begun, calls that are queued, and calls that wait for credit.
   g_gate = false;
   std::atomic<int> answered{0};
   std::vector<std::thread> callers;
@@ -424,7 +424,7 @@ TEST_CASE("two ranks that return concurrently can call each other") {
 TEST_CASE("a rank that may not return is refused, and so is a rank whose place is not empty") {
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({2}, 0, "", true);
-  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // rank 2 is alive
+  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // because rank 2 is alive
   CHECK(refusal_of(1, cluster).kind == ErrorKind::kRendezvous);
   cluster[0].go_on_without({2}, 0, "", false);
   CHECK(lose(cluster, 2).job_goes_on);
@@ -454,7 +454,7 @@ TEST_CASE("a process that is lost while it prepares has used its incarnation") {
   const wire::Directory directory = wire::decode_directory(frame->second);
   CHECK(directory.ranks.at(2).incarnation == 1);
   CHECK(directory.ranks.at(2).is_here);
-  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // the place is taken
+  CHECK(refusal_of(2, cluster).kind == ErrorKind::kRendezvous);  // `raw` has joined as rank 2
   for (const int other : {0, 1}) CHECK_FALSE(cluster[other].is_here(2));
 
   SECTION("another process can take the place") {
@@ -519,7 +519,7 @@ TEST_CASE("a job ends with the loss after which too few are left, and reports it
   Cluster cluster(4, expose_returns);
   cluster[0].go_on_without({1, 2, 3}, 2, "fewer than two are left", true);
   CHECK(lose(cluster, 1).job_goes_on);
-  cluster.bring_back(1);  // counts as alive again
+  cluster.bring_back(1);  // counts as alive from now on
   CHECK(lose(cluster, 2).job_goes_on);
   const Loss last = lose(cluster, 3);
   CHECK_FALSE(last.job_goes_on);
@@ -539,7 +539,7 @@ TEST_CASE("the error of an unsuitable new process ends the job only after note_o
   lose(cluster, 2);
   cluster.bring_back(2);
   if (is_of_use) cluster[0].note_of_use(2);
-  CHECK(cluster[2].rpc_sync<&add>(0, 1, 2) == 3);  // so rank 0 has handled note_of_use()
+  CHECK(cluster[2].rpc_sync<&add>(0, 1, 2) == 3);  // ensures that rank 0 has handled note_of_use()
   cluster[2].abort({ErrorKind::kBadData, "other files", -1, {}});
   const Losses& losses = cluster[0].local<Losses>();
   REQUIRE(eventually([&] { return losses.of(2, 1).has_value(); }));

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests RRefs that are passed from rank to rank and values that are released with the last RRef.
+// Tests that RRefs can be passed between ranks and that a value is released with its last RRef.
 #include <atomic>
 #include <map>
 #include <optional>
@@ -67,7 +67,7 @@ TEST_CASE("an RRef is an argument and a result of any call, from any rank to any
         CHECK(agent.remote<&value_of>(to, ref).to_here() == value);
         CHECK(value_of(agent.rpc_sync<&echo>(to, ref)) == value);
         CHECK(value_of(agent.rpc_async<&echo>(to, ref).wait()) == value);
-        // The value of this RRef is an RRef.
+        // remote<&echo>() returns an RRef whose value is an RRef.
         CHECK(value_of(agent.remote<&echo>(to, ref).to_here()) == value);
         const Ref made = agent.rpc_sync<&make>(to, owner, value + 1);
         CHECK(made.owner() == owner);
@@ -121,7 +121,7 @@ TEST_CASE("an RRef may be dropped before the call that creates its value has run
     static_cast<void>(agent.rpc_async<&echo>(other, agent.remote_new<Tracked>(owner, i)));
     static_cast<void>(agent.rpc_async<&make>(other, owner, i));
     static_cast<void>(agent.remote<&make>(other, owner, i));
-    // Used at once, perhaps before the value exists.
+    // Uses an RRef at once, perhaps before its value exists.
     CHECK(agent.remote_new<Tracked>(owner, i).rpc_sync<&Tracked::get>() == i);
     CHECK(agent.rpc_sync<&value_of>(other, agent.remote<&make_by_value>(owner, i)) == i);
   }
@@ -137,10 +137,10 @@ TEST_CASE("a fork may outlive the RRefs that it was forked from") {
     const Ref back =
         cluster[1].rpc_sync<&bring_back>(2, cluster[1].remote_new<Tracked>(owner, 9), path);
     CHECK(value_of(back) == 9);
-    // Each rank keeps one RRef; the creator drops its own.
+    // Each rank keeps one RRef, and `back` is released.
     for (int rank = 0; rank < 4; ++rank) cluster[rank].rpc_sync<&shelve>((rank + 1) % 4, back);
   }
-  CHECK(eventually([] { return Tracked::alive == 4; }));  // those of pass_on are released later
+  CHECK(eventually([] { return Tracked::alive == 4; }));  // pass_on() may release values late
   for (int rank = 0; rank < 4; ++rank) {
     Shelf& shelf = cluster[rank].local<Shelf>();
     std::vector<Ref> kept;

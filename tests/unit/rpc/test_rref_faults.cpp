@@ -65,7 +65,7 @@ TEST_CASE("RRefs of failed calls are released") {
         CHECK(error_of([&] { agent.rpc_sync<&not_exposed_there>(to, ref); }).kind ==
               ErrorKind::kNotFound);
       }
-      // The tensor cannot be sent; the call fails after the RRef has been encoded.
+      // The call fails after its RRef has been encoded, because the tensor cannot be sent.
       const at::Tensor csr = at::eye(2).to_sparse_csr();
       CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, csr); }).kind ==
             ErrorKind::kInvalid);
@@ -91,7 +91,7 @@ TEST_CASE("a call that cannot be sent does not wait for an answer") {
                                             at::empty({2}, at::kBits8));
         }).kind == ErrorKind::kInvalid);
   ref = Ref();
-  cluster.shutdown();  // waits for calls in flight
+  cluster.shutdown();  // waits for all calls in flight
   CHECK(std::chrono::steady_clock::now() - began < 30s);
 }
 
@@ -137,7 +137,7 @@ TEST_CASE("RRefs in a reply are released if the call is abandoned before the rep
   Cluster cluster(2, expose_faults, options);
   const int owner = GENERATE(0, 1);
   g_gate = false;
-  auto held_up = cluster[0].rpc_async<&wait_at_gate>(0);  // the only thread that could read it
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(0);  // occupies the worker that reads replies
   wait_for_call_at_gate();
   {
     const Ref ref = cluster[0].remote_new<Tracked>(1, 1);
@@ -172,7 +172,7 @@ TEST_CASE("remote() that fails throws when its value is used") {
     CHECK(e.kind == ErrorKind::kBadData);
     CHECK(e.message == "cannot be made");
     CHECK(e.rank == to);
-    // The value also fails on a rank that receives the reference.
+    // Using the value also fails on another rank that receives the reference.
     CHECK(error_of([&] { agent.rpc_sync<&value_of>((to + 1) % 3, broken); }).kind ==
           ErrorKind::kBadData);
     if (to == 0) continue;
@@ -195,7 +195,7 @@ TEST_CASE("an owner that dies fails calls that use its values") {
   g_gate = false;
   auto pending = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   wait_for_call_at_gate();
-  std::thread killer([&] { cluster.kill(2); });  // returns once the call has returned
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call at the gate has returned
   CHECK_THROWS_AS(pending.wait(), base::Exception);
   g_gate = true;
   killer.join();
@@ -220,9 +220,9 @@ TEST_CASE("the forks of a dead rank are released") {
     CHECK(value_of(direct) == 1);
     cluster[3].local<Shelf>().refs.push_back(direct);
   }
-  // A value that rank 0 shares with rank 2 is kept.
+  // This value must survive the loss of rank 3, because rank 2 refers to it.
   const Ref kept = cluster[2].rpc_sync<&make>(3, 0, 4);
-  CHECK(value_of(kept) == 4);  // so rank 0 knows of rank 2's reference
+  CHECK(value_of(kept) == 4);  // ensures that rank 0 knows of rank 2's reference
   CHECK(eventually([] { return Tracked::alive == 7; }));
   cluster.kill(3);
   CHECK(eventually([] { return Tracked::alive == 1; }));

@@ -1,4 +1,4 @@
-// Tests reference counting alone: three RRefContexts, with messages delivered in any order.
+// Tests the reference counting of three RRefContexts whose messages the test delivers.
 #include <array>
 #include <deque>
 #include <map>
@@ -25,7 +25,7 @@ struct Control {
   FrameKind kind;
   uint64_t id, fork, parent;
 };
-// A message in flight: a control message, a call with an RRef, its answer, or a result.
+// A message in flight: a control message, a call with an RRef, an answer, or a result with an RRef.
 struct Item {
   std::optional<Control> control;
   std::optional<rpc::InMessage> shared;
@@ -174,7 +174,7 @@ TEST_CASE("repeated control messages, and those for unknown values, have no effe
   Handle handle = net.make(0);
   const uint64_t id = handle->id();
   const uint64_t fork = rpc::make_id(1, 77);
-  owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);  // before its Fork message
+  owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);  // before the kRRefFork of this fork
   owner.on_control(FrameKind::kRRefFork, id, fork, 1, 2);
   owner.on_control(FrameKind::kRRefFork, id, fork, 1, 2);
   owner.on_control(FrameKind::kRRefDelete, id, fork, 1, 0);
@@ -188,7 +188,7 @@ TEST_CASE("repeated control messages, and those for unknown values, have no effe
   owner.on_control(FrameKind::kRRefDelete, id, rpc::make_id(1, 78), 1, 0);
   CHECK(net.alive == 0);
   CHECK(owner.live() == 0);
-  // Also after the value is released.
+  // Messages for a released value have no effect, either.
   owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 79), 1, 2);
   owner.on_control(FrameKind::kRRefDelete, id, rpc::make_id(1, 78), 1, 0);
   CHECK(owner.live() == 0);
@@ -242,7 +242,7 @@ TEST_CASE("a reference to a released value fails; a reference to a future value 
   // Rank 1 dies before it creates the value.
   net.at(0).on_peer_lost(1, base::Error{ErrorKind::kPeerLost, "dead", 1, {}});
   CHECK(error_of([&] { early.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
-  // A value that is first asked for after the loss cannot be created, either.
+  // If the first request for a value comes after the loss, the request fails at once.
   const Handle another = net.at(1).new_remote(0);
   rpc::InMessage after;
   after.tickets.push_back({another->id(), 0, 1, 0, 2});
@@ -260,7 +260,7 @@ TEST_CASE("using a value that was released by a rank's loss fails with the error
   REQUIRE(net.alive == 1);
   net.at(0).on_peer_lost(1, {ErrorKind::kNotFinite, "the loss is NaN", 1, {}});
   REQUIRE(net.alive == 0);
-  rpc::InMessage late;  // from rank 2, whose own message about its reference is late
+  rpc::InMessage late;  // rank 2 uses its reference before rank 0 has heard of it
   late.tickets.push_back({id, 0, 1, 0, 2});
   net.at(0).receive(late);
   const base::Error error = error_of([&] { late.rrefs[0]->local(typeid(int)); });

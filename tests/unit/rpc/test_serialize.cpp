@@ -1,4 +1,4 @@
-// Tests tensors in malformed messages.
+// Tests that malformed tensors in messages are refused.
 #include <cstring>
 #include <limits>
 
@@ -37,8 +37,8 @@ struct SparseParts {
   }
 };
 
-// Returns a message of these tensors with `payload_bytes` of payload. `bits`: the bits that say
-// which tensors require a gradient, if the message belongs to a context.
+// Returns a message of the described tensors with `payload_bytes` of payload. If `bits` is not
+// empty, the message has an autograd context, and `bits` says which tensors require a gradient.
 rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes,
                           const wire::Bytes& bits = {}, uint32_t more_tensors = 0) {
   wire::Bytes meta;
@@ -61,7 +61,7 @@ rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t p
   return rpc::from_frame(std::move(frame), 1, stager, nullptr);
 }
 
-// Returns true if `read` throws a protocol error, and fails for any other exception.
+// Returns true if `read` throws a protocol error; false if it returns or throws anything else.
 template <class F>
 bool is_protocol_error(F read) {
   try {
@@ -96,12 +96,12 @@ TEST_CASE("an index of a sparse tensor must be one of its rows") {
     CAPTURE(bad);
     CHECK(refused(row({0, bad}), {3, 4}));
     CHECK(refused(row({bad, 0}), {3, 4}));
-    // In the second of two sparse dimensions.
+    // The bad index is in the second of two sparse dimensions.
     CHECK(refused(at::cat({row({4, 0}), row({0, bad})}), {5, 3, 4}));
-    // With non-contiguous indices.
+    // The tensor of indices is not contiguous.
     CHECK(refused(at::cat({row({4, 0}), row({0, bad})}).t().contiguous().t(), {5, 3, 4}));
   }
-  CHECK(refused(row({0, 0}), {0, 4}));  // no rows at all
+  CHECK(refused(row({0, 0}), {0, 4}));  // the tensor has no rows
   CHECK_FALSE(refused(at::cat({row({4, 0}), row({0, 2})}), {5, 3, 4}));
 }
 
@@ -117,7 +117,7 @@ TEST_CASE("the coalesced flag of a sparse tensor is checked, not trusted") {
   CHECK(is_coalesced(at::cat({row({0, 1, 1}), row({3, 0, 2})}), {2, 4, 2}, true));
   CHECK_FALSE(is_coalesced(at::cat({row({0, 1, 1}), row({3, 2, 2})}), {2, 4, 2}, true));
   CHECK_FALSE(is_coalesced(at::cat({row({0, 1, 0}), row({3, 2, 2})}), {2, 4, 2}, true));
-  // Repeated indices are summed.
+  // Values with the same index are summed, although the message claims to be coalesced.
   const SparseParts twice{row({1, 1, 0}), values, {2, 2}, true};
   CHECK(at::equal(at::zeros({2, 2}).add(twice.decode()),
                   at::tensor({1.F, 1.F, 2.F, 2.F}).view({2, 2})));
@@ -148,11 +148,11 @@ TEST_CASE("dense tensors of a message match their descriptors or are refused") {
   CHECK(refused(one(DType::kUInt8, {0, int64_t{1} << 32, int64_t{1} << 32}), 0));
   CHECK(refused(one(DType::kInt16, {std::numeric_limits<int64_t>::max()})));
   CHECK(refused(one(DType::kUInt8, std::vector<int64_t>(wire::kMaxDimensions + 1, 1)), 1));
-  // Element types.
+  // Unknown element types are refused.
   for (const int dtype : {0, 22, 255}) {
     CHECK(refused(one(static_cast<DType>(dtype), {4})));
   }
-  // Layouts: for another number of dimensions, unknown ones, and strides that torch cannot have.
+  // Layouts for another number of dimensions, unknown layouts and overflowing strides are refused.
   CHECK(message_of(one(DType::kInt8, {2, 2, 4, 4}, Layout::kChannelsLast), 64)
             .tensors.at(0)
             .is_contiguous(at::MemoryFormat::ChannelsLast));
@@ -161,15 +161,15 @@ TEST_CASE("dense tensors of a message match their descriptors or are refused") {
   CHECK(refused(one(DType::kInt8, {2, 2, 4, 4}, static_cast<Layout>(3))));
   CHECK(refused(
       one(DType::kInt8, {int64_t{1} << 40, 0, int64_t{1} << 40, 4}, Layout::kChannelsLast), 0));
-  // Devices.
+  // Unknown device types and device indices are refused.
   CHECK(refused(one(DType::kInt8, {64}, {}, {static_cast<wire::DeviceType>(3), 0})));
   CHECK(refused(one(DType::kInt8, {64}, {}, {wire::DeviceType::kCpu, 1})));
-  // Offsets: the second tensor begins at the next multiple of 64, and no bytes are left over.
+  // The second tensor begins at the next multiple of 64, and no byte may be missing or left over.
   const std::vector two{wire::TensorDesc{DType::kInt8, {1}, {}, {}},
                         wire::TensorDesc{DType::kInt8, {2}, {}, {}}};
   CHECK(message_of(two, 66).tensors.size() == 2);
   for (const uint64_t bytes : {0, 3, 65, 67, 128}) CHECK(refused(two, bytes));
-  // The number of tensors must match, and each one that may require a gradient needs a bit.
+  // The header must have the right number of tensors, and `bits` must have a bit for each tensor.
   CHECK(is_protocol_error([&] { message_of(two, 66, {}, 1); }));
   CHECK(is_protocol_error([&] { message_of(two, 66, {}, 60'000); }));
   const std::vector<wire::TensorDesc> nine(9, wire::TensorDesc{DType::kFloat32, {0}, {}, {}});
@@ -184,7 +184,7 @@ TEST_CASE("every element type may be in a sparse tensor, or is refused") {
     const uint64_t bytes = 2 * wire::element_bytes(static_cast<wire::DType>(dtype));
     const at::Tensor values = message_of(descs, bytes).tensors.at(0);
     CHECK((SparseParts{row({0, 2}), values, {3}}).decode()._nnz() == 2);
-    // Only one type is valid for indices.
+    // As indices, only int64 values are valid.
     const bool is_index = values.scalar_type() == at::kLong;
     const SparseParts parts{values.unsqueeze(0), at::ones({2}), {3}};
     CHECK(is_protocol_error([&] { parts.decode(); }) == !is_index);
@@ -212,7 +212,7 @@ TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are r
   CHECK(refused(two_rows, values, {int64_t{1} << 32, int64_t{1} << 32, 4}));
   CHECK(refused(two_rows, at::ones({2}), {int64_t{1} << 32, int64_t{1} << 31}));
   CHECK_FALSE(refused(two_rows, at::ones({2}), {int64_t{1} << 31, int64_t{1} << 31}));
-  // Without elements, too, because torch multiplies the sizes unchecked.
+  // Sizes of empty tensors are checked, too, because torch multiplies them unchecked.
   const at::Tensor none = at::empty({3, 0}, at::kLong);
   for (const std::vector<int64_t>& sizes :
        {std::vector<int64_t>{0, int64_t{1} << 40, int64_t{1} << 40},
@@ -222,7 +222,7 @@ TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are r
   CHECK_FALSE(refused(none, at::empty({0}), {int64_t{1} << 40, 1 << 20, 0}));
   CHECK(refused(at::zeros({65, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(65, 1)));
   CHECK_FALSE(refused(at::zeros({64, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(64, 1)));
-  // Numbers of dimensions and of elements.
+  // The numbers of dimensions and of elements must match.
   CHECK(refused(at::tensor({0, 2}, at::kLong), values, {3, 4}));
   CHECK(refused(row({0, 2}).unsqueeze(0), values, {3, 4}));
   CHECK(refused(at::scalar_tensor(0, at::kLong), values, {3, 4}));
@@ -233,7 +233,7 @@ TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are r
   CHECK(refused(row({0, 2}), values, {3, 5}));
   CHECK(refused(row({0, 1, 2}), values, {3, 4}));
   CHECK(refused(row({0}), values, {3, 4}));
-  // Types of indices.
+  // Indices must be int64.
   CHECK(refused(row({0, 2}).to(at::kInt), values, {3, 4}));
   CHECK(refused(row({0, 2}).to(at::kDouble), values, {3, 4}));
 }
@@ -263,7 +263,7 @@ TEST_CASE("values that cannot be sent are refused in one line") {
 
 TEST_CASE("a tensor keeps its message alive only if it is a large part of it") {
   using wire::DType;
-  // Returns true if the last tensor of these sizes keeps the message alive.
+  // Receives tensors of these sizes. Returns true if the last one keeps the message alive.
   const auto keeps = [](const std::vector<int64_t>& sizes) {
     std::vector<wire::TensorDesc> descs;
     for (const int64_t size : sizes) {
@@ -281,7 +281,7 @@ TEST_CASE("a tensor keeps its message alive only if it is a large part of it") {
   CHECK_FALSE(keeps({1 << 20, 30'000}));
   CHECK(keeps({1 << 20, 40'000}));
   CHECK(keeps({1000, 4}));
-  // The copies from one message are limited in total, except very small ones.
+  // The total size of the copies from one message is limited, but tiny tensors are always copied.
   CHECK(keeps({1 << 18, 30'000, 30'000, 30'000}));
   CHECK_FALSE(keeps({1 << 18, 30'000, 30'000, 30'000, 2000}));
 }

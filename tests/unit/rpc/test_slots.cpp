@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests joining without a rank number: rank 0 assigns a free rank and reserves it.
+// Tests processes that join without a rank number: rank 0 reserves a free rank for each.
 #include <set>
 
 #include "distrain/membership/slot.h"
@@ -68,7 +68,7 @@ TEST_CASE("a slot is reserved until the process that asked exits") {
   Asking third(options_for_any(3, port));
   first.reset();
   CHECK(third.rank() == 1);
-  // A process that names its rank gets it, reserved or not.
+  // A process that names its rank gets this rank, even if it is reserved for another process.
   Joining rank_2(options_for(2, 3, port));
   Joining rank_1(options_for(1, 3, port));
   CHECK(rank_1.joined());

@@ -48,7 +48,7 @@ void expose_traced(Agent& agent) {
 
 using Clocks = std::vector<Tracer::FalseClock>;
 
-/// Returns agents with one tracer each, which record from the beginning.
+/// Returns agents that each have a tracer, which records from the beginning.
 Cluster traced_cluster(const Clocks& clocks) {
   return Cluster(
       static_cast<int>(clocks.size()), expose_traced, {}, [&](rpc::AgentOptions& options) {
@@ -70,7 +70,7 @@ Cluster cluster_with_fake(const testing::TraceAnswer& answer, const rpc::ClockAn
       });
 }
 
-/// Shuts all ranks down while rank 0 collects the traces.
+/// Shuts all ranks down and returns the traces, which rank 0 collects during its shutdown.
 std::vector<RankTrace> collect(Cluster& cluster, rpc::TraceCollector& collector) {
   std::vector<RankTrace> ranks;
   cluster.on_all([&](Agent& agent) {
@@ -97,7 +97,7 @@ int count(const std::vector<RankTrace>& ranks, int rank, Kind kind, const std::s
   return found;
 }
 
-/// Returns the number of flows that have both ends; checks that they point forwards.
+/// Checks that no flow ends before it begins. Returns the number of flows with both ends.
 int check_flows(const std::vector<RankTrace>& ranks) {
   std::map<uint64_t, int64_t> left;
   int flows = 0;
@@ -114,7 +114,7 @@ int check_flows(const std::vector<RankTrace>& ranks) {
   return flows;
 }
 
-/// Traces that a test makes up: calls at given times, on one track per rank.
+/// Artificial traces with one track per rank. A test adds calls at any times.
 struct MadeUp {
   std::vector<RankTrace> ranks;
   std::vector<rpc::RankClock> clocks;
@@ -197,7 +197,7 @@ TEST_CASE("Nothing is recorded before start() and without a tracer", "[trace]") 
 TEST_CASE("A trace of many events is sent in parts", "[trace]") {
   Cluster cluster = traced_cluster({{}, {}});
   rpc::TraceCollector collector(cluster[0]);
-  constexpr int kEvents = 150'000;  // more than two parts
+  constexpr int kEvents = 150'000;  // makes more than two parts
   TraceEvent event;
   event.name = cluster[1].tracer()->intern("a name of ", "rank 1");
   event.key = "i";
@@ -241,7 +241,7 @@ TEST_CASE("A slice that is open when the trace is requested is included", "[trac
 }
 
 TEST_CASE("Times of ranks with wrong clocks are converted to rank 0's clock", "[trace]") {
-  // Days apart, and a thousand times the drift of a bad quartz.
+  // The clocks are days apart, and drift much faster than real ones.
   Cluster cluster = traced_cluster({{},
                                     {"elsewhere", 200'000'000'000'000, 0.001},
                                     {"in the past", -3'000'000'000, -0.002},
@@ -257,9 +257,9 @@ TEST_CASE("Times of ranks with wrong clocks are converted to rank 0's clock", "[
   });
   CHECK(wrong == 0);
   const std::vector<RankTrace> ranks = collect(cluster, collector);
-  const int64_t end = Tracer::now();  // a handler may end after its reply
+  const int64_t end = Tracer::now();  // read late, because a handler may end after its reply
   CHECK(check_flows(ranks) == 2 * 4 * 300);
-  // All events were between these times, within the error of the clock readings.
+  // All events happened between `begin` and `end`. kOff allows for errors of the clock readings.
   constexpr int64_t kOff = 50'000'000;
   int outside = 0;
   for_events(ranks, [&](int, const TraceEvent& event) {
@@ -277,7 +277,7 @@ TEST_CASE("A clock that several ranks share is read once for all", "[trace]") {
                                     {"far", 700'000'000'000}});
   const auto calls = [&] { return cluster[0].traffic().calls; };
   constexpr uint64_t kDomains = 5;        // each rank is asked which clock it has
-  constexpr uint64_t kReadings = 2 * 16;  // of two clocks
+  constexpr uint64_t kReadings = 2 * 16;  // 16 readings of each of two foreign clocks
   const uint64_t before = calls();
   rpc::TraceCollector collector(cluster[0]);
   CHECK(calls() - before == kDomains + kReadings);
@@ -291,9 +291,9 @@ TEST_CASE("A clock that several ranks share is read once for all", "[trace]") {
   CHECK(wrong == 0);
   const uint64_t between = calls();
   const std::vector<RankTrace> ranks = collect(cluster, collector);
-  CHECK(calls() - between == 5 + kReadings);  // a part of each rank, and the readings
+  CHECK(calls() - between == 5 + kReadings);  // one part from each rank, and the readings
   CHECK(check_flows(ranks) == 6 * 100);
-  // Longer than the job takes, and shorter than the error of any clock.
+  // The whole trace is shorter than a minute, although two clocks are wrong by several minutes.
   int64_t first = std::numeric_limits<int64_t>::max();
   int64_t last = std::numeric_limits<int64_t>::min();
   for_events(ranks, [&](int, const TraceEvent& event) {
@@ -318,7 +318,7 @@ TEST_CASE("A rank that dies during the collection of its trace is named", "[trac
   rpc::TraceCollector collector(cluster[0]);
   std::thread killer([&] {
     until_asked.wait();
-    cluster.kill(1);  // returns once the handler has returned
+    cluster.kill(1);  // returns once the handler of rank 1 has returned
   });
   const base::Error error = testing::error_of([&] { collector.collect(); });
   noticed.set_value();
@@ -342,13 +342,13 @@ TEST_CASE("A rank with an invalid trace is named, and the shutdown continues", "
     return error.kind;
   };
   using base::ErrorKind;
-  // An event whose name is missing.
+  // Rank 1 sends an event whose name is missing.
   CHECK(collecting_fails([](uint64_t) {
           rpc::TraceChunk part = testing::first_part(1);
           part.texts.clear();
           return part;
         }) == ErrorKind::kProtocol);
-  // An empty part where more was announced, as the first part and later.
+  // Rank 1 sends an empty part too early: as its first part, or as its second part.
   CHECK(collecting_fails([](uint64_t) {
           rpc::TraceChunk part = testing::first_part(1);
           part.events = at::Tensor();
@@ -357,7 +357,7 @@ TEST_CASE("A rank with an invalid trace is named, and the shutdown continues", "
   CHECK(collecting_fails([](uint64_t first) {
           return first == 0 ? testing::first_part(2) : rpc::TraceChunk();
         }) == ErrorKind::kProtocol);
-  // More events than any rank records.
+  // Rank 1 announces more events than a tracer can record.
   CHECK(collecting_fails([](uint64_t) { return testing::first_part(uint64_t{1} << 60); }) ==
         ErrorKind::kProtocol);
   CHECK(collecting_fails([](uint64_t) -> rpc::TraceChunk {
@@ -378,7 +378,7 @@ TEST_CASE("A rank whose clock shows an impossible time is named", "[trace]") {
           "the trace of rank 1: malformed message: a clock beyond what clocks show");
     cluster.shutdown();
   }
-  // The latest possible time.
+  // The latest possible time is accepted.
   Cluster cluster = cluster_with_fake([](uint64_t) { return testing::first_part(1); },
                                       {"elsewhere", rpc::kMostTime});
   rpc::TraceCollector collector(cluster[0]);
@@ -400,7 +400,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   rpc::TraceChunk first;
   first.texts = {"name", "category"};
   first.tracks = {{"main", 1}, {"loop", 1}};
-  // kind, name, category, key, value, start, end, id
+  // The columns are kind, name, category, key, value, start, end and id.
   const at::Tensor good = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
   const auto refuses = [&](const at::Tensor& events) {
     rpc::TraceImport import(tracer, first);
@@ -427,7 +427,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   CHECK(refuses(with(2, -1)));
   CHECK(refuses(with(3, 2)));
   CHECK(refuses(with(6, 9)));
-  // Impossible times, and a call whose departure is outside of its slice.
+  // Returns true if an event with these times is refused. `left`: when a call left its rank.
   const auto at_times = [&](Kind kind, int64_t left, int64_t start, int64_t end) {
     at::Tensor events = good.clone();
     const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};
@@ -469,7 +469,7 @@ TEST_CASE("Clock readings are interpolated, and held constant outside their rang
   CHECK(made.start(1, 3) == 2600);
   CHECK(made.start(1, 4) == 2700);
 
-  // Readings too close to each other to estimate a drift: the better one is used.
+  // Two readings that are too close to estimate a drift: only the more accurate one is used.
   MadeUp brief({"a", "b"});
   brief.clocks[1].readings = {{1000, 500, 90}, {1050, 460, 30}};
   brief.slice(1, 1000, 1001);
@@ -478,7 +478,7 @@ TEST_CASE("Clock readings are interpolated, and held constant outside their rang
 }
 
 TEST_CASE("Wrong estimates are corrected by the flows", "[trace][align]") {
-  // Rank 1's clock is 100 behind its readings, and rank 2's as much ahead.
+  // Rank 1's clock is 100 behind rank 0's and rank 2's is 100 ahead, but there are no readings.
   MadeUp made({"a", "b", "c"});
   made.call(0, 1000, 1, 920);
   made.call(1, 930, 0, 1060);
@@ -488,7 +488,7 @@ TEST_CASE("Wrong estimates are corrected by the flows", "[trace][align]") {
   made.call(2, 1400, 1, 1210);
   rpc::align_traces(made.ranks, made.clocks);
   CHECK(check_flows(made.ranks) == 6);
-  // Each clock has one correction.
+  // Each clock gets one correction, so the distance between two events of a rank is unchanged.
   CHECK(made.start(1, 1) - made.start(1, 0) == 10);
   CHECK(made.start(2, 1) - made.start(2, 0) == 10);
 }
@@ -506,7 +506,7 @@ TEST_CASE("Ranks of one machine have the same correction", "[trace][align]") {
 
 TEST_CASE("Clocks that no constant corrects still give flows that point forwards",
           "[trace][align]") {
-  // Rank 1's clock jumps by 1000 at 5000: flows that are too early before are too late after.
+  // At time 5000, rank 1's clock jumps from 300 behind to 700 ahead, so no constant corrects it.
   MadeUp made({"a", "b", "c"});
   int64_t true_time = 100;
   const auto shown = [](size_t rank, int64_t time) {
@@ -519,7 +519,7 @@ TEST_CASE("Clocks that no constant corrects still give flows that point forwards
     made.call(from, shown(from, true_time), to, shown(to, true_time + 20));
     true_time += 37;
   }
-  // Rank 2's clock went back once, which a monotonic clock cannot do, so its times are sorted.
+  // Rank 2's clock went back once. Real clocks are monotonic, so the events get ascending times.
   for (RankTrace& rank : made.ranks) {
     int64_t last = 0;
     for (TraceEvent& event : rank.tracks[0].events) {
@@ -534,7 +534,7 @@ TEST_CASE("Clocks that no constant corrects still give flows that point forwards
     const auto& old = before[r].tracks[0].events;
     const auto& now = made.ranks[r].tracks[0].events;
     for (size_t i = 1; i < now.size(); ++i) {
-      // The events are in order, and no two of them have come closer to each other.
+      // Aligning keeps the events in order and moves no two of them closer together.
       CHECK(now[i].start - now[i - 1].start >= old[i].start - old[i - 1].start);
     }
   }
@@ -542,7 +542,7 @@ TEST_CASE("Clocks that no constant corrects still give flows that point forwards
 
 TEST_CASE("Times with the largest possible distance are aligned without overflow",
           "[trace][align]") {
-  // Calls that seem to arrive ages before they left: no clocks explain them.
+  // Each call seems to arrive ages before it leaves, which no clock correction can explain.
   const bool in_a_ring = GENERATE(false, true);
   constexpr size_t kRanks = 8;
   MadeUp made({"a", "b", "c", "d", "e", "f", "g", "h"});

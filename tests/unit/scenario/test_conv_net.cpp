@@ -17,7 +17,7 @@ using scenario::ConvNet;
 
 namespace {
 
-// The network of the tutorial, built from torch.nn modules.
+// The network of PyTorch's tutorial, built from torch.nn modules.
 struct TorchConvNet final : torch::nn::Module {
   TorchConvNet() {
     conv1 = register_module("conv1", torch::nn::Conv2d(1, 32, 3));

@@ -34,7 +34,7 @@ void write_cifar(const testing::Folder& folder) {
   }
 }
 
-// Returns the numbers of the images of write_cifar() in a batch.
+// Returns for each image of a batch its number i in write_cifar().
 std::vector<int64_t> images_of(const data::ImageBatch& batch) {
   const at::Tensor numbers =
       batch.images.select(1, 0).mul(0.2470).add(0.4914).mul(255).round().to(at::kLong);

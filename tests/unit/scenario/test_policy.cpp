@@ -59,7 +59,7 @@ TEST_CASE("the policy's gradient equals the numerical one") {
   const Policy::Loss loss = policy.loss(steps);
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
     CAPTURE(Policy::names()[i]);
-    // The loss changes most along the gradient, so rounding matters least there.
+    // Differentiates along the gradient, where the loss changes most and rounding matters least.
     const at::Tensor direction = loss.gradients[i] / loss.gradients[i].norm();
     at::Tensor& parameter = policy.parameters()[i];
     const at::Tensor before = parameter.clone();
@@ -85,7 +85,7 @@ TEST_CASE("an action depends only on its own state and key") {
 
 TEST_CASE("actions are drawn with the policy's probabilities") {
   Policy policy(1);
-  // Without the weights of the second layer, dropout has no effect.
+  // Zeroes the weights of the second layer, so that dropout has no effect on the output.
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, std::log(3.0F)}));
   std::vector<PolicyInput> inputs = some_inputs(4000);

@@ -90,7 +90,7 @@ TEST_CASE("the ResNets have torchvision's number of parameters and buffers") {
   CHECK(resnet18.buffers().size() == 60);
   for (const auto& [name, parameter] : resnet18.parameters()) CHECK(parameter.requires_grad());
   for (const auto& [name, buffer] : resnet18.buffers()) CHECK_FALSE(buffer.requires_grad());
-  // The tests in tests/oracle compare more names with torchvision's.
+  // Checks a few names; the tests in tests/oracle compare all names with torchvision's.
   std::vector<std::string> first;
   for (size_t i = 0; i < 4; ++i) first.push_back(resnet50.parameters()[i].first);
   CHECK(first == std::vector<std::string>{"conv1.weight", "bn1.weight", "bn1.bias",
@@ -118,7 +118,7 @@ TEST_CASE("other depths of a ResNet are refused") {
 TEST_CASE("stages in a row equal the whole model bit for bit, wherever it is split") {
   const at::Tensor images = at::randn({2, 4, 3, 40, 40});
   const at::Tensor labels = at::randint(7, {2, 4}, at::kLong);
-  // Two micro-batches: both run forward before the first runs backward.
+  // Runs two micro-batches forward before it runs the first one backward.
   const auto train = [&](std::vector<ResNetStage>& stages) {
     const at::Tensor first = forward(stages, images[0]);
     const at::Tensor second = forward(stages, images[1]);

@@ -50,7 +50,7 @@ struct Learners {
     options.log_interval = 1;
   }
 
-  // Plays an episode of three steps in each environment; the last step has the given rewards.
+  // Plays an episode of three steps in each environment. `last` has the rewards of the last step.
   static void play(Learner& learner, int64_t episode, const std::vector<double>& last,
                    bool together) {
     learner.begin_episode(episode);
@@ -122,7 +122,7 @@ TEST_CASE_METHOD(Learners, "learning does not depend on which requests were answ
 }
 
 TEST_CASE_METHOD(Learners, "the learner computes what LibTorch's autograd and Adam compute") {
-  // By observer, environment and step: episodes of different lengths and rewards.
+  // The rewards by observer, environment and step. Episodes have different lengths.
   const std::vector<double> all_rewards[2][2] = {{{1, 2, 0.5, 3, 1}, {4, -1, 2}},
                                                  {{0.25}, {1, 1, 1, 1}}};
   options.gamma = 0.9;
@@ -132,7 +132,7 @@ TEST_CASE_METHOD(Learners, "the learner computes what LibTorch's autograd and Ad
   const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
   torch::optim::Adam adam(parameters, torch::optim::AdamOptions(options.lr));
   base::Random random({5});
-  // In the first episode Adam's steps depend only on the signs of the gradients.
+  // Runs several episodes, because Adam's first step depends only on the signs of the gradients.
   for (uint64_t episode = 1; episode <= 3; ++episode) {
     learner.begin_episode(static_cast<int64_t>(episode));
     std::vector<PolicyStep> steps;
@@ -195,6 +195,6 @@ TEST_CASE_METHOD(Learners, "an unknown environment is refused") {
   CHECK_THROWS_AS(learner.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
   learner.check({1, {{0, {}, 0}, {1, {}, 0}}});
   CHECK_THROWS_AS(learner.report(0, {{2, {}, 1}}), base::Exception);
-  // An incomplete episode cannot be learned from, either.
+  // The learner also refuses to learn from an incomplete episode.
   CHECK_THROWS_AS(learner.end_episode(), base::Exception);
 }

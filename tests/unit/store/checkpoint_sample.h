@@ -58,7 +58,7 @@ inline void check_newest(const std::string& folder, const Sample& expected) {
   check_same(CheckpointStore::load(*path), expected.checkpoint);
 }
 
-// Returns the manifest `text` with the checksum that ends a valid manifest.
+// Appends to the manifest `text` the checksum that ends a valid manifest; returns the result.
 inline std::string sealed(const std::string& text) {
   char digits[17];
   std::snprintf(digits, sizeof digits, "%016llx",
@@ -71,7 +71,7 @@ inline std::string step_name(int64_t step) {
   return "step-" + std::string(12 - digits.size(), '0') + digits;
 }
 
-// Returns the names in `folder`, except the lock file, which stays.
+// Returns the sorted names in `folder` without the lock file, which saves never remove.
 inline Strings names_in(const std::string& folder) {
   Strings names;
   for (const auto& entry : fs::directory_iterator(folder)) {

@@ -18,7 +18,7 @@ namespace {
 constexpr int kSaved = 0;
 constexpr int kKilled = 9;
 
-// Saves in a child process that exits just before its system call number `nth`.
+// Saves in a child process that exits just before it makes its `nth` system call.
 int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nth) {
   return in_child([&] {
     int calls = 0;
@@ -58,7 +58,7 @@ TEST_CASE("A save that ends at any system call leaves the old or the new checkpo
       break;
     }
     REQUIRE(exit_code == kKilled);
-    // A later save works and removes all leftovers, even after a second crash at the same place.
+    // A later save succeeds and removes all leftovers, even after a second crash at the same call.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
     CheckpointStore(folder.path()).save(later.checkpoint);
@@ -131,7 +131,7 @@ TEST_CASE("A failing system call is an error with the file, and keeps the old ch
       continue;
     }
     CHECK(code == 1);
-    // The old checkpoint stays, and no part of the new one fills the disk.
+    // The old checkpoint stays, and the failed save removes its partial files from the disk.
     CHECK(names_in(folder.path()) == Strings{step_name(1)});
     check_newest(folder.path(), Sample(1));
   }

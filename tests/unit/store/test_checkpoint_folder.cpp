@@ -1,5 +1,5 @@
-// Tests the ownership of a checkpoint folder: links that others put there, two concurrent jobs, and
-// a job that continues after another job has taken over its folder.
+// Tests who may write to a checkpoint folder: symbolic links by other users, two concurrent jobs,
+// and a job that continues after another job has taken over its folder.
 // ctest: labels=notsan
 #include <csignal>
 #include <filesystem>
@@ -69,7 +69,7 @@ TEST_CASE("The folder that the user names may be a link") {
   for (int64_t step = 1; step < 4; ++step) store.save(Sample(step).checkpoint);
   check_newest(folder.path("saves"), Sample(3));
   CHECK(names_in(folder.path("large disk")) == Strings{step_name(2), step_name(3)});
-  // A name that the user gave to a checkpoint may be a link, too.
+  // A path that the user passes to load() may also be a symbolic link.
   fs::create_directory_symlink("saves/" + step_name(2), folder.path("best"));
   check_same(CheckpointStore::load(folder.path("best")), Sample(2).checkpoint);
 }
@@ -249,7 +249,7 @@ TEST_CASE("After the lock file is removed, another job may take the folder over"
   second->prepare();
   for (const int64_t step : {3, 4}) CHECK(refused(first, step).starts_with(expected));
   CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
-  // If the other job has ended without a save, nothing is lost.
+  // If the second job ends without a save, the first job can save again.
   second.reset();
   first.save(Sample(3).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
@@ -374,7 +374,7 @@ TEST_CASE("A job whose folder another job took over neither writes nor deletes")
     CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   }
   SECTION("before it removes the older checkpoints") {
-    // The checkpoint that the superseded job has written by then stays.
+    // The superseded job published its checkpoint before the takeover, so that checkpoint stays.
     int renames = 0;
     CheckpointStore other_zombie(
         folder.path("other"),
@@ -445,7 +445,7 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
     late += names_in(folder.path()) == before ? 0 : 1;
   }
   CHECK(refusals > 15);
-  // The suspended job was at one of the two calls that publish or the two that remove.
+  // Only a job that is suspended before one of four calls (two publish, two remove) changes files.
   CHECK(late <= 4);
 }
 

@@ -39,7 +39,7 @@ TEST_CASE("A saved checkpoint is loaded") {
     CHECK(fs::path(loaded.path).lexically_normal().string().starts_with(path));
     check_same(loaded, sample.checkpoint);
   }
-  // A copy keeps the bytes alive.
+  // A copy of a LoadedCheckpoint keeps the bytes alive after the original is destroyed.
   std::optional<LoadedCheckpoint> first = CheckpointStore::load(path);
   const LoadedCheckpoint copy = *first;
   first.reset();
@@ -234,7 +234,7 @@ TEST_CASE("A changed, missing or added byte anywhere is found") {
       CHECK(bad_data([&] { CheckpointStore::load(path); }) ==
             "cannot open " + file + ": No such file or directory");
     }
-    // Not a regular file; opening a pipe must not block.
+    // Neither a folder nor a pipe is a regular file. Opening the pipe must not block.
     fs::create_directory(file);
     CHECK(bad_data([&] { CheckpointStore::load(path); }) == file + ": not a regular file");
     fs::remove(file);
@@ -261,7 +261,7 @@ TEST_CASE("Files that do not match the manifest are named with the reason") {
   write_text(model, changed);
   CHECK(bad_data([&] { CheckpointStore::load(path); }) ==
         model + ": damaged: its checksum differs from the one in manifest.json");
-  // A file of the right size and hash that is not a safetensors file.
+  // The file has the size and the hash of the manifest, but it is not a safetensors file.
   write_text(model, whole);
   std::string manifest = read_text(path + "/manifest.json");
   manifest.resize(manifest.rfind(",\"xxh64\""));
@@ -287,7 +287,7 @@ TEST_CASE("A valid checksum with invalid contents of a manifest is refused") {
     REQUIRE(message.starts_with(manifest + ": "));
     return message.substr(manifest.size() + 2);
   };
-  // Changes one field of a valid manifest.
+  // Each case changes one field of a valid manifest.
   const std::map<std::string, std::string> right = {{"format", "\"distrain-checkpoint\""},
                                                     {"version", "1"},
                                                     {"step", "5"},
@@ -359,7 +359,7 @@ TEST_CASE("A valid checksum with invalid contents of a manifest is refused") {
        {"1", "\"0123456789abcde\"", "\"0123456789abcdeF\"", "\"x123456789abcdef\""}) {
     CHECK(file("a", "{\"bytes\":1,\"xxh64\":" + hash + "}") == "file 'a' has no hash");
   }
-  // The size is compared with the file's before memory is allocated.
+  // load() compares the manifest's size with the file's before it allocates memory.
   folder.write("a", "x");
   CHECK(bad_data([&] {
           write_text(

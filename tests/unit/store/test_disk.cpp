@@ -1,4 +1,4 @@
-// Tests the removal of folders in which others have put links.
+// Tests the removal of folders in which other users have created symbolic links.
 #include <filesystem>
 
 #include "distrain/store/disk.h"
@@ -36,7 +36,7 @@ TEST_CASE("removing a folder removes its files, and nothing outside of it") {
     fs::create_symlink(outside.path(), doomed);
   }
   SECTION("with a link that replaces the open folder") {
-    // The probe precedes each system call: once the folder has been read, another replaces it.
+    // Before the first unlinkat(), when the folder is already open, replaces the folder by a link.
     const Disk::Probe swap = [&](const char* name) {
       if (std::string(name) != "unlinkat" || fs::is_symlink(doomed)) return;
       fs::rename(doomed, folder.path("moved"));

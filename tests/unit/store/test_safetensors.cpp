@@ -138,7 +138,7 @@ TEST_CASE("Contents that cannot be written are invalid") {
   invalid("__metadata__", bytes);
 }
 
-// Written by safetensors 0.8.0 for Python from numpy arrays.
+// safetensors 0.8.0 for Python wrote these bytes from numpy arrays.
 TEST_CASE("A file that Python's library wrote is read") {
   const auto tensors = parse_safetensors(
       from_hex(

@@ -1,5 +1,5 @@
-// Counts the bytes that the current thread allocates by `new` while counting is enabled. Always 0
-// under a sanitizer, which has its own operator new.
+// Counts the bytes that the current thread allocates by `new` while `counting` is true. Counts
+// nothing under a sanitizer, which has its own operator new.
 #pragma once
 
 #include <cstddef>

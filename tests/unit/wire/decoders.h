@@ -1,4 +1,4 @@
-// All decoders of the wire layer with one signature: they take bytes and return "accepted".
+// Wraps all decoders of the wire layer as functions that return true for accepted bytes.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@ inline bool is_plain(std::span<const uint8_t> in) {
   return in.size() >= sizeof kMagic && std::memcmp(in.data(), &kMagic, sizeof kMagic) == 0;
 }
 
-// Corrects the hash of a header with the plain magic; other headers stay as they are.
+// Adds the hash to a header that has the plain magic; does not change other headers.
 inline void add_hash(std::span<uint8_t> bytes) {
   if (bytes.size() < kHeaderBytes || !is_plain(bytes)) return;
   const uint32_t magic = magic_of(bytes.first<kHeaderBytes>());
   std::memcpy(bytes.data(), &magic, sizeof magic);
 }
 
-// Each function throws what the decoder throws. An accepted message must encode to the same bytes,
-// except for the order of options, which the sender chooses.
+// Each try_ function throws the decoder's exceptions. It traps if an accepted message is not
+// encoded to the same bytes again, except for the order of options, which the sender chooses.
 inline bool try_header(std::span<const uint8_t> in) {
   if (in.size() < kHeaderBytes) return false;
   const auto head = in.first<kHeaderBytes>();
@@ -41,7 +41,7 @@ inline bool try_header(std::span<const uint8_t> in) {
   }
   std::array<uint8_t, kHeaderBytes> again;
   encode_header(h, again);
-  // Headers of earlier versions have no hash.
+  // The plain magic contains no hash: earlier versions send it, and encoding replaces it.
   if (!std::equal(again.begin() + sizeof kMagic, again.end(), in.begin() + sizeof kMagic) ||
       (!std::equal(again.begin(), again.end(), in.begin()) && !is_plain(in))) {
     __builtin_trap();

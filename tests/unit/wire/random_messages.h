@@ -1,4 +1,4 @@
-// Random messages and random damage, from a seed, for the tests of the codec.
+// Generates random messages, and damages messages at random, from a seed.
 #pragma once
 
 #include <cstdlib>
@@ -132,7 +132,7 @@ class RandomMessages {
     return header;
   }
 
-  // Applies random damage: changed bits, bytes and lengths, truncations, insertions, repetitions.
+  // Applies random damage: flips bits, sets, inserts, removes or repeats bytes, or truncates.
   void mutate(Bytes& bytes) {
     for (size_t n = 1 + below(4); n > 0; --n) {
       const size_t at = bytes.empty() ? 0 : below(bytes.size());

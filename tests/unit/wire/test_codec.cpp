@@ -507,7 +507,7 @@ TEST_CASE("another protocol version is reported together with ours") {
   for (Bytes bytes : {encode(Hello{}), encode(Directory{})}) {
     bytes[0] = 77;
     const bool is_hello = bytes.size() > 20;
-    // A message of another version may continue with any number of bytes.
+    // After the version, a message of another version may have any number of bytes.
     for (const size_t size : {bytes.size(), sizeof kProtocolVersion, size_t{1000}}) {
       bytes.resize(size);
       const base::Error error = protocol_error_of([&] {

@@ -1,5 +1,5 @@
-// Tests bytes from a broken or hostile peer: a decoder accepts them or throws `protocol` and
-// nothing else, and allocates at most a fixed multiple of its input.
+// Tests bytes from a broken or hostile peer. A decoder must accept them or throw `protocol`, and
+// must allocate at most a fixed multiple of its input.
 #include <algorithm>
 #include <memory>
 
@@ -56,7 +56,7 @@ const Decoder kDecoders[] = {
 
 // Returns true if the decoder accepts the bytes. Any exception but `protocol` fails the test.
 bool feed(const Decoder& decoder, const Bytes& bytes) {
-  // An exact-size copy on the heap, so that address sanitizer detects a read of one byte too many.
+  // Copies the bytes to an exact-size heap block so that address sanitizer detects an overrun.
   const std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
   std::copy(bytes.begin(), bytes.end(), copy.get());
   AllocationCount& count = allocation_count();
@@ -71,7 +71,7 @@ bool feed(const Decoder& decoder, const Bytes& bytes) {
     other = true;
   }
   count.counting = false;
-  // The worst valid case: containers of short strings, grown by doubling, and an error message.
+  // Allows for containers of short strings that grow by doubling, and for an error message.
   const bool too_much = count.bytes > 4096 + 64 * bytes.size();
   if (other || too_much) {
     CAPTURE(decoder.name, bytes.size(), count.bytes, bytes);
@@ -89,7 +89,7 @@ TEST_CASE("valid messages are accepted") {
     for (int i = 0; i < 500; ++i) {
       const Bytes bytes = decoder.valid(random);
       if (std::string_view(decoder.name) == "tensor descriptors") {
-        static_cast<void>(feed(decoder, bytes));  // several together may overflow a payload
+        static_cast<void>(feed(decoder, bytes));  // refused if the sizes add up to an overflow
       } else {
         INFO(decoder.name);
         REQUIRE(feed(decoder, bytes));
@@ -100,7 +100,7 @@ TEST_CASE("valid messages are accepted") {
 
 TEST_CASE("a message truncated at any byte is refused") {
   for (const Decoder& decoder : kDecoders) {
-    if (std::string_view(decoder.name) == "tensor descriptors") continue;  // a list of any length
+    if (std::string_view(decoder.name) == "tensor descriptors") continue;  // any length is valid
     RandomMessages random(12);
     for (int i = 0; i < 20; ++i) {
       const Bytes bytes = decoder.valid(random);
@@ -127,7 +127,7 @@ TEST_CASE("random bytes are accepted or refused without harm") {
     RandomMessages random(14);
     for (int i = 0; i < kInputs; ++i) {
       Bytes bytes = random.noise(i % 100 == 0 ? 2000 : 120);
-      if (i % 2 == 0 && bytes.size() >= 4) {  // to pass the first check
+      if (i % 2 == 0 && bytes.size() >= 4) {  // passes the first check
         const uint32_t start = decoder.decode == try_header ? kMagic : kProtocolVersion;
         std::memcpy(bytes.data(), &start, 4);
         if (decoder.decode == try_header && i % 4 == 0) add_hash(bytes);
