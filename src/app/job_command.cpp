@@ -137,7 +137,7 @@ class Invocation {
   }
 
   int launch() {
-    // If the user gave an address, make no token, so that the user's other ranks can join there.
+    // At an address that the user gave, ranks started by hand may join. They know no random token.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
       job_.token = membership::new_token();

@@ -187,7 +187,7 @@ the job; ranks of another restart are refused
 )"},
 };
 
-// Mark the begin and the end of bold text before escaped() replaces them.
+// Stand for the begin and the end of bold text until escaped() replaces them with roff.
 constexpr char kBold = '\1', kRoman = '\2';
 
 std::string escaped(std::string_view text) {

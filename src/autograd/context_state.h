@@ -142,7 +142,7 @@ class ContextState {
     std::lock_guard lock(mutex_);
     hooks_.guard = std::move(guard);
   }
-  /// Returns the guard's `admit`, or null if arriving gradients need not wait.
+  /// Returns `admit` of the current PassGuard; null if arriving gradients need not wait.
   std::function<base::Future<void>()> admission() const {
     std::lock_guard lock(mutex_);
     return hooks_.guard.admit;

@@ -70,8 +70,8 @@ void SingleProcessOptimizer::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: each update by the norm of its own and the replicas'
-// gradients. The replicas use the norm of the update if there is only one, otherwise their own.
+// Clips as DistributedOptimizer does: scales each update by the norm of its own and the replicas'
+// gradients. Scales the replicas the same if there is one update, otherwise by their own norm.
 void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

@@ -23,7 +23,7 @@ void wait_for_posted(Thread& thread) {
   static_cast<void>(reached.wait_result());
 }
 
-/// The layers of an agent. Notifies the layers of losses on its own thread. Thread-safe.
+/// The layers of an agent. Notifies them of lost ranks, on a thread of its own. Thread-safe.
 class Layers {
  public:
   /// `before_each` runs before each notification, on the notifying thread.

@@ -24,7 +24,7 @@ at::Tensor to_cpu(const at::Tensor& tensor) {
   return at::sparse_coo_tensor(tensor._indices().cpu(), tensor._values().cpu(), tensor.sizes());
 }
 
-// Compares with a tolerance of 1e-6 of the largest gradient, as the oracle's tests do.
+// The tolerance of oracle/test_distrain_autograd.cpp: 1e-6 of the largest gradient, or of 1.
 void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {

@@ -106,7 +106,7 @@ void record_use(const void* pointer, const c10::Stream& stream);
 /// Throws if a FakeDeviceFailure exists.
 void check_health();
 
-/// Returns true if a test omits this wait on purpose.
+/// Returns true if mutants.sh wants the calling wait (or event record) of a stream omitted.
 bool wait_is_dropped();
 
 // The caller holds the Lock.

@@ -32,7 +32,7 @@ class Predictions {
   /// Sets the evaluation in the last line, unless tell_labels() computes it.
   void evaluated(const Evaluation& evaluation, Unit unit);
 
-  /// Returns the fields of the last line.
+  /// Returns the fields for the job's last line, `end`.
   Json fields() const;
 
  private:

@@ -188,7 +188,7 @@ class Training : public TrainingPlan {
     };
     keep(name, {{}, /*once=*/true, take, give});
   }
-  /// Adds a module with a replica on each trainer to each checkpoint.
+  /// Adds to each checkpoint a module of which each trainer has a replica.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(store::named_tensors(name, *module.module())));

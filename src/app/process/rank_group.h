@@ -62,7 +62,7 @@ class Child {
   int err_fd() const { return err_.fd(); }
   bool alive() const { return pid_ > 0 && !status_; }
   bool failed() const { return status_ && exit_code() != 0; }
-  /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a last line.
+  /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a `rank_end`.
   int exit_code() const;
   /// Returns true if this rank, or the process that it replaced, reported that it may be lost.
   bool may_be_lost() const { return may_be_lost_ || is_successor; }

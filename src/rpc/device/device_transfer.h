@@ -192,9 +192,9 @@ class IncomingTransfer {
 /// If a frame is the first of a transfer, returns the credit that the transfer takes; else 0.
 uint64_t credit_of_transfer(const wire::FrameHeader& header);
 
-/// One rank's transfers that precede their messages. Owned by the connection and by that rank's
-/// undecoded messages. So the unclaimed transfers are destroyed when the rank is lost and the last
-/// of these messages is decoded.
+/// The device transfers of one rank, which arrive before the messages that they belong to. Owned
+/// by the connection and by that rank's undecoded messages, so a transfer that no message takes is
+/// destroyed at the latest once the rank is lost and the last of these messages is decoded.
 class DeviceReceive {
  public:
   /// `give_back` is called on worker threads.
@@ -217,7 +217,7 @@ class DeviceReceive {
   std::map<uint64_t, std::shared_ptr<IncomingTransfer>> open_;
 };
 
-/// Limits for one message's blocks: being copied to, and queued in the network.
+/// For one message: the most chunks copied ahead of sending, and the most blocks in send queues.
 inline constexpr size_t kCopiesAhead = 8;
 inline constexpr size_t kMaxSending = 8;
 

@@ -281,7 +281,7 @@ TEST_CASE("A sparse gradient changes only its rows") {
       OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1}), OptimizerOptions(Adam{0.1}));
   const auto rule = make_update_rule(options);
   at::Tensor parameter = at::randn({8, 2});
-  // Unused rows hold values that any arithmetic would change.
+  // Infinity becomes NaN if a rule multiplies an unused row by 0, as a mask would.
   parameter[7].fill_(std::numeric_limits<float>::infinity());
   const at::Tensor before = parameter.clone();
   rule->apply(0, parameter, sparse({1, 3, 1}, at::ones({3, 2}), {8, 2}));
