@@ -58,7 +58,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device) { order(device, false); }
-  /// As read(device), and keeps the memory for the current stream even if `parameter` moves.
+  /// As read(device). Also keeps the memory for the current stream if unshare() replaces it.
   void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device) { order(device, true); }

@@ -43,7 +43,7 @@ std::optional<Error> Coordinator::reserve_rank(Link link, const wire::Join& join
   return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
 }
 
-// Returns an error to refuse the join. For reserve_rank(), does not check if a rank is free.
+// Returns an error to refuse the join. If `rank` is kUnassignedRank, does not check is_free().
 std::optional<Error> Coordinator::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
@@ -263,8 +263,8 @@ void Coordinator::forget(int rank) {
   // Keeps the rank in joined_, because its loss before kGo ends the job: no process replaces it.
 }
 
-// Returns true if the job continues without `rank`: after a lost rank, after exhausted resources,
-// and after any failure of a replacement until note_of_use(). Other errors concern all ranks.
+// Returns true if the job continues without `rank`: after its loss, after exhausted resources,
+// and after any failure of its new process until note_of_use(). Other errors concern all ranks.
 bool Coordinator::tolerates(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||

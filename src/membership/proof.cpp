@@ -48,7 +48,7 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    // Without any option, OpenSSL would not register its exit handler.
+    // Registers OpenSSL's exit handler before ours; it does so only if there is an option.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
       gate().is_closed = true;  // first, so that no new thread delays the lock below

@@ -157,7 +157,7 @@ void AgentCore::disconnect() {
   stager.stop_waiting();
 }
 
-// Ends all threads except the loop's, and releases user objects.
+// Stops the pool, waits for other threads' tasks, and releases values, objects and handlers.
 void AgentCore::stop() {
   layers.wait_until_notified();
   pool.stop();  // handlers that wait for others have failed; one may be in disconnect()

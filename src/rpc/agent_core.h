@@ -146,7 +146,7 @@ class AgentCore {
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
-  // Functions that this agent exposes, and names of functions that it can call.
+  // The exposed functions by name, and their names by tag (see expose_tag()), for callers.
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;

@@ -27,9 +27,9 @@ class Predictions {
   /// `targets` [n] are the expected labels; below 0: unknown. If `labels` is empty, prints numbers.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
-  /// Adds a field, which the job declares, to the last line.
+  /// Adds a field, which the job declares, to the `end` line.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
-  /// Sets the evaluation in the last line, unless tell_labels() computes it.
+  /// Sets the evaluation in the `end` line, unless tell_labels() computes it.
   void evaluated(const Evaluation& evaluation, Unit unit);
 
   /// Returns the fields for the job's last line, `end`.

@@ -51,8 +51,9 @@ class Process {
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Returns the fields that this process adds to its last line. If several ranks set a field that
-  /// is not summed up, the job's last line has the value of the lowest rank.
+  /// Returns the fields that this process adds to its `end` or `rank_end` line. If several ranks
+  /// set a metric, the job's `end` has the lowest rank's; `steps` is summed, `train_s` the
+  /// greatest.
   Json& fields() { return fields_; }
   /// Notes on rank 0 that the job misses its goal: it ends normally, with `message` and exit code
   /// 11. Has no effect if a signal stops the job.
