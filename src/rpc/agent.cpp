@@ -88,7 +88,8 @@ WorkerInfo Agent::worker(int rank) const {
 
 uint32_t Agent::incarnation() const { return core_->incarnation(); }
 bool Agent::is_here(int rank) const {
-  return core_->is_here(process_number(rank, worker(rank).incarnation));
+  const ProcessNumber process = process_number(rank, worker(rank).incarnation);
+  return core_->is_here(process) && core_->has_window(rank);
 }
 bool Agent::is_done_without(int rank) const {
   return core_->peers.is_done_without(worker(rank).rank);

@@ -158,6 +158,11 @@ class AgentCore {
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
+  /// Returns false while a call to `rank` would fail because the rank's window has failed. When a
+  /// lost rank returns, the rank is here a moment before it has a new window.
+  bool has_window(int rank) const {
+    return rank == options.rank || rank >= known_windows() || !windows_.at(rank).has_failed();
+  }
   /// Returns true if `process` is the newest of its rank and not lost, or is this process.
   bool is_here(ProcessNumber process) const {
     return rank_of(process) == options.rank || peers.is_here(process);

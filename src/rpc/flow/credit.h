@@ -117,6 +117,10 @@ class Window {
   }
   /// Fails all calls of take(), those that wait and later ones.
   void fail(const base::Error& error);
+  bool has_failed() const {
+    std::lock_guard lock(mutex_);
+    return failed_.has_value();
+  }
   /// Returns when the first waiting call began to wait, or nothing if no call waits.
   std::optional<base::TimePoint> waiting_since() const {
     std::lock_guard lock(mutex_);
