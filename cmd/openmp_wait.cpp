@@ -11,7 +11,7 @@ char spins[] = "GOMP_SPINCOUNT=3000";
 char** slot = nullptr;
 char* kept = nullptr;
 
-// Excludes the address sanitizer, which may not be set up yet when before_libraries() runs.
+// Returns true if `variable` begins with `name` and '='. May run before the sanitizer is set up.
 __attribute__((no_sanitize("address"))) bool sets(const char* variable, const char* name) {
   while (*name && *variable == *name) ++variable, ++name;
   return !*name && *variable == '=';
@@ -31,7 +31,7 @@ __attribute__((no_sanitize("address"))) void before_libraries(int, char**, char*
 
 [[gnu::section(".preinit_array"), gnu::used]] void (*hook)(int, char**, char**) = before_libraries;
 
-// Restores the variable. A program's own constructors run after those of all libraries.
+// Restores the overwritten variable. By now the constructors of all libraries have run.
 [[gnu::constructor]] void after_libraries() {
   if (slot) *slot = kept;
 }

@@ -13,8 +13,8 @@ using namespace scenario;
 
 namespace {
 
-/// Uses Debian's Fashion-MNIST by default if it is installed. If this rank reads that data set,
-/// derives the default normalisation from it, whatever data rank 0 reads.
+/// Sets the default of --data to Debian's Fashion-MNIST if it is installed. Sets the defaults of
+/// --mean and --std for that data set if this rank reads it, even if rank 0 reads other data.
 void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
   constexpr const char* kDebian = "/usr/share/datasets/fashion-mnist";

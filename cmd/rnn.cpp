@@ -9,8 +9,8 @@ using namespace scenario;
 
 namespace {
 
-/// Calls `tell` for each option whose default differs for text. PyTorch's word language model has
-/// these values, and divides the learning rate by 4 when the validation loss stalls.
+/// Calls `tell` with each option whose default differs for text. The values are those of PyTorch's
+/// word language model, which also divides the learning rate by 4 when the validation loss stalls.
 void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);
@@ -32,7 +32,7 @@ void derive_rnn_defaults(RnnOptions& options, const std::function<bool(std::stri
   if (options.valid_data.empty() && !given("lr-schedule")) options.lr_schedule = "constant";
 }
 
-/// Throws if this rank has data and rank 0 has none, because rank 0 determines the model size.
+/// Throws if this rank has data but rank 0 has none, because rank 0's model may not fit the data.
 void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
   if (!preflight.of_rank_0 || !preflight.given("data")) return;
   const auto data = preflight.of_rank_0->find("data");

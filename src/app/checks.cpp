@@ -1,4 +1,4 @@
-// Checks of options before any rank starts, against checkpoints and the file system.
+// Checks the options against checkpoints and the file system before any rank starts.
 
 #include <cstdlib>
 #include <filesystem>
@@ -18,7 +18,7 @@
 namespace distrain::app {
 namespace {
 
-/// Returns `text`, the value of `option` in `saved`, in canonical form; empty if `text` is empty.
+/// Returns the canonical form of `text`, the saved value of `option`; empty if `text` is empty.
 std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
   if (text.empty()) return text;
   try {
@@ -98,8 +98,8 @@ void check_trace(const ParsedOptions& options) try {
   throw base::Exception(e.kind(), "--trace: " + e.error().message);
 }
 
-/// Throws `invalid` if --max-restarts has no effect. Only a launcher restarts ranks: all of them
-/// from a checkpoint, or a lost trainer that the job continues without.
+/// Throws `invalid` if --max-restarts has no effect. Only a launcher restarts ranks: all ranks from
+/// a checkpoint, or a single lost trainer while the job continues.
 void check_restarts(const ParsedOptions& options, const Placement& placement) {
   if (!options.given("max-restarts")) return;
   if (placement.spawns()) {

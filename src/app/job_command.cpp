@@ -19,12 +19,12 @@
 namespace distrain::app {
 namespace {
 
-// How long a launcher without rank 0 waits for its ranks after a signal. The ranks end after rank 0
+// Time limit for the ranks of a launcher without rank 0 to end after a signal. They end when rank 0
 // has saved, exited or been silent for --peer-timeout, so only stuck ranks reach this limit.
 constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
 /// Returns the `config` field of the `start` line. An option is null if it has no effect on this
-/// data or, if `inherits`, rank 0 sends it.
+/// data, or if this rank takes the option from rank 0 (`inherits`).
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   const Option* const data = find_option(options.table(), "data");
@@ -137,7 +137,7 @@ class Invocation {
   }
 
   int launch() {
-    // At an address that the user gave, ranks started by hand may join. They know no random token.
+    // Make no random token if the user gave an address, where ranks started by hand may join.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
       job_.token = membership::new_token();

@@ -187,7 +187,7 @@ the job; ranks of another restart are refused
 )"},
 };
 
-// Stand for the begin and the end of bold text until escaped() replaces them with roff.
+// Stand for the start and the end of bold text until escaped() replaces them with roff.
 constexpr char kBold = '\1', kRoman = '\2';
 
 std::string escaped(std::string_view text) {
@@ -211,7 +211,7 @@ std::string line_of(const std::string& text) {
   return (request ? "\\&" : "") + escaped(std::regex_replace(text, kWords, "$2\1$1$3\2")) + '\n';
 }
 
-/// Converts a text to roff. `first` means that a heading, which begins a paragraph, precedes it.
+/// Converts a text to roff. If `first`, a heading precedes the text and begins its paragraph.
 std::string paragraphs(const std::string& text, bool first = true) {
   enum class State { kBreak, kText, kTerms, kVerbatim } state = State::kBreak;
   std::string out;

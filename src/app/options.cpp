@@ -234,8 +234,8 @@ std::string spellings(const Option& option) {
   return names;
 }
 
-/// Throws `invalid` for arguments that CLI11 would misread: it accepts an option as the value of
-/// the option before it, and the argument after `--name=` as its value.
+/// Throws `invalid` for arguments that CLI11 would misread: without a value, `--name` would take
+/// the next option as its value, and `--name=` would take the next argument.
 void check_values(const OptionTable& table, const std::vector<std::string>& args,
                   bool has_operand) {
   for (size_t i = 0; i < args.size(); ++i) {
@@ -293,7 +293,7 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
       });
       continue;
     }
-    // The last value counts, so that a script can append options to a command line.
+    // If an option is repeated, the last value counts, so that a script can append options.
     app.add_option_function<std::string>(
            spellings(option),
            [&parsed, &option](const std::string& value) {

@@ -55,7 +55,7 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
-/// A Kubernetes Indexed Job. Any such job sets the index, so rank 0's address must be set as well.
+/// A Kubernetes Indexed Job. The index alone does not mean a rank, so rank 0's address is required.
 constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
                                          nullptr, nullptr};
 
@@ -135,8 +135,8 @@ class Placer {
     return find("world-size", name);
   }
 
-  /// Derives the world size from the job's option for the number of ranks or, if `size` is set,
-  /// that option from `size`. Uses the option's default only if `known`, because rank 0 runs here.
+  /// Derives the world size from the job's option for the number of ranks; if `size` is set,
+  /// derives that option from `size`. Uses the option's default only if rank 0 runs here (`known`).
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {
@@ -195,7 +195,7 @@ class Placer {
     if (launcher == "RANK") {
       const auto id = variable("TORCHELASTIC_RUN_ID");
       if (id && *id != "none") placement_.job_id = "torchrun " + *id;
-      // Each host's agent counts only its own restarts, so the counts of several hosts may differ.
+      // Use the restart count on one host only, because each host's agent counts its own restarts.
       const bool is_one_host = variable("LOCAL_WORLD_SIZE") == variable("WORLD_SIZE");
       if (is_one_host) restarts("TORCHELASTIC_RESTART_COUNT");
     } else if (launcher == "OMPI_COMM_WORLD_RANK") {
@@ -214,8 +214,8 @@ class Placer {
     }
   }
 
-  /// Sets the job id to Slurm's, with the step id if `is_step`. If the user numbers the ranks, they
-  /// may be in several steps. All components of a heterogeneous job have one id.
+  /// Sets the job id to Slurm's. Appends the step id only if `is_step`, because ranks that the user
+  /// numbers may be in several steps. All parts of a heterogeneous job get the same id.
   void find_slurm_id(bool is_step) {
     auto id = variable("SLURM_HET_JOB_ID");
     if (!id) id = variable("SLURM_JOB_ID");
@@ -252,12 +252,12 @@ class Placer {
     const std::optional<Setting> size = find_size();
     settle_size(size, rank.value == 0);
     placement_.check_rank(rank.value, rank.source);
-    // If the launcher does not say how many ranks are here, assume all until the ranks have joined.
+    // If the number of local ranks is unknown, assume all ranks are local until all have joined.
     const int all = placement_.world_size != 0 ? placement_.world_size : own_size();
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
         launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
-    // A pod has a log of its own. RANK without torchrun's run id also means a pod.
+    // A pod has its own log, no shared terminal. RANK without torchrun's run id also means a pod.
     const bool is_pod =
         launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
     placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;
@@ -280,7 +280,7 @@ class Placer {
       for (int rank = 0; rank < placement_.world_size; ++rank) placement_.ranks.push_back(rank);
     }
     placement_.local_ranks = static_cast<int>(placement_.ranks.size());
-    // All ranks start here, so MASTER_ADDR and MASTER_PORT belong to another job.
+    // If all ranks start here, MASTER_ADDR and MASTER_PORT belong to another job: ignore them.
     if (placement_.spawns_all()) return;
     find_address();
     find_port();

@@ -37,7 +37,7 @@ struct Placement : membership::Contact {
 /// Determines the placement from the options or from the environment. The first of these launchers
 /// whose variables are set counts: torchrun, Open MPI, PMI, Slurm inside a step, an Indexed Job of
 /// Kubernetes. If a world size is set, derives the job's option for the number of ranks from it. If
-/// rank 0 runs here, calls `on_rank_0` before it reads the size. Throws `invalid`.
+/// rank 0 runs here, calls `on_rank_0` before it reads the size. Throws `invalid` for bad settings.
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,
                 const std::function<void()>& on_rank_0);
 
@@ -49,8 +49,8 @@ void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& 
                    const Placement& placement);
 
 /// Returns the rank's index among the ranks of its host that take GPUs round-robin; the GPU is this
-/// index modulo the number of GPUs. Null if the rank does not take one or its index is unknown yet.
-/// Throws `invalid` if the launcher's variable for the local rank is not valid.
+/// index modulo the number of GPUs. Null if the rank takes none this way or its index is unknown
+/// yet. Throws `invalid` if the launcher's variable for the local rank is not valid.
 std::optional<int> place_in_turn(const job::ParsedOptions& options, const job::AnyDefinition& job,
                                  const Placement& placement, int rank, const std::string& name);
 

@@ -48,7 +48,7 @@ std::vector<std::pair<std::string, std::string>> subcommands(const Program& prog
 
 std::string version_text(const Program& program);
 
-// Return the --help text or the man page (roff) of a command, or of the program with its only job.
+// Return the --help text or the man page (roff) of the whole program or of one command.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);

@@ -61,7 +61,7 @@ struct Limit {
   std::string group;  ///< path of the cgroup that has this quota
 };
 
-/// Lowers `smallest` to the quota of a cgroup, v1 or v2, if that is lower. "max" and -1: no quota.
+/// Lowers `smallest` to a cgroup's quota (v1 or v2) if the quota is lower. "max" and -1 mean none.
 void read_quota(const std::string& group, Limit& smallest) {
   double time = 0, period = 0;
   if (std::ifstream v2(group + "/cpu.max"); v2) {
@@ -94,7 +94,7 @@ Limit smallest_quota(const std::string& root) {
   return smallest;
 }
 
-/// What TemporaryPaths own. Never destroyed, because threads may still run when the process exits.
+/// The paths of all TemporaryPaths. Never destroyed, because threads may still run at process exit.
 struct Paths {
   std::mutex mutex;
   std::set<std::string> all;
@@ -159,7 +159,7 @@ void block_in_all_threads(const sigset_t& set) {
   std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
   if (open.empty()) return;
 
-  // A thread can change only its own signal mask, so signal each thread; the handler changes it.
+  // A thread can change only its own signal mask: signal each thread; the handler changes the mask.
   asked_to_block = set;
   answers = 0;
   struct sigaction ask {};

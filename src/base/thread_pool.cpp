@@ -74,7 +74,7 @@ void ThreadPool::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     while (queue_.empty() && !stopping_) {
-      // This thread replaced a blocked thread. That thread has resumed, so this thread exits.
+      // Exit if more than `size` threads can run, because a blocked thread has resumed.
       if (alive_ - blocked_ > options_.size) goto leave;
       if (has_worked && !polling_) {
         has_worked = false;
@@ -94,7 +94,7 @@ void ThreadPool::run() {
     if (queue_.empty()) break;
     Task task = std::move(queue_.front());
     queue_.pop_front();
-    // Several tasks may have been queued before this thread ran: start another thread.
+    // Several tasks may have been queued before this thread ran, so another thread may be needed.
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
     if (options_.before_task) options_.before_task();

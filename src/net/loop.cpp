@@ -13,7 +13,7 @@
 namespace distrain::net {
 namespace {
 
-// Throws `resources` on failure: libuv's calls fail here only without descriptors or memory.
+// Throws `resources` if `code` is an error: these calls fail only without descriptors or memory.
 void check_uv(int code) {
   if (code >= 0) return;
   throw base::Exception(base::ErrorKind::kResources,

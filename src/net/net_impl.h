@@ -101,7 +101,7 @@ struct Loop::Impl {
   std::atomic<int> wakers{0};      // threads inside uv_async_send
   std::atomic<uint64_t> next_timer{1};
 
-  // Loop thread only.
+  // Only the loop thread uses these members, except `thread`.
   bool stop_begun = false;
   std::unique_ptr<uint8_t[]> scratch;
   std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;

@@ -66,7 +66,7 @@ SocketName name_of(int fd, Ask ask) {
   socklen_t size = sizeof address;
   auto* const any = reinterpret_cast<sockaddr*>(&address);
   if (ask(fd, any, &size) != 0 || address.ss_family == AF_UNIX) return {};
-  // getnameinfo() adds the interface of a link-local address: fe80::1%eth0.
+  // Use getnameinfo(), because it adds the interface of a link-local address: fe80::1%eth0.
   char text[NI_MAXHOST] = {};
   getnameinfo(any, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
   // Report an IPv4-mapped address as IPv4, the form in which other hosts connect to it.

@@ -124,7 +124,7 @@ void connect_unix_on_loop(Loop& loop, const std::string& path, base::TimePoint d
   connect_on_loop(loop, "connecting to " + path, &address, size, deadline, std::move(done));
 }
 
-// If no descriptor is left, accepting pauses this long: the listening socket stays readable.
+// If no descriptor is left, accepting pauses; else the readable socket would keep the loop busy.
 constexpr auto kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 
 struct Listener::State final : LoopResource, std::enable_shared_from_this<Listener::State> {

@@ -18,7 +18,7 @@ struct JobCommand : job::JobInfo {
   std::shared_ptr<const job::AnyDefinition> definition;
 };
 
-/// Describes a program as a whole in its help, man page and --version.
+/// The texts about a whole program in its help, man page and --version.
 struct About {
   std::string summary;                 ///< one line
   std::string description;             ///< a paragraph

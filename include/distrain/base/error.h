@@ -42,7 +42,7 @@ struct Error {
   std::string op{};   ///< the function or phase that failed; may be empty
 };
 
-/// `Error` as an exception. If the runtime fails, the API throws no other exception.
+/// An exception that carries an Error. Every failure of the runtime is thrown as this type.
 class Exception : public std::runtime_error {
  public:
   explicit Exception(Error error) : std::runtime_error(error.message), error_(std::move(error)) {}

@@ -89,12 +89,12 @@ class UniqueFunction<R(Args...)> {
 class QueuedWork {
  public:
   virtual ~QueuedWork() = default;
-  /// Makes device work that this thread enqueues from now on wait for this work. Does not block.
+  /// Orders the calling thread's later device work after this work. Does not block the thread.
   virtual void precede_this_thread() const noexcept = 0;
 };
 using QueuedWorkPtr = std::shared_ptr<const QueuedWork>;
 
-/// Returns the device work that the calling thread has enqueued; null if there is none.
+/// A function that returns the device work that the calling thread has enqueued, or null if none.
 using FindQueuedWork = QueuedWorkPtr (*)() noexcept;
 
 namespace detail {
@@ -113,7 +113,7 @@ inline QueuedWorkPtr queued_work() {
 
 using Task = UniqueFunction<void()>;
 
-/// Returns a task that orders its thread's device work after `work` (null: none) and runs `task`.
+/// Returns a task that first orders its thread's device work after `work` and then runs `task`.
 inline Task behind(QueuedWorkPtr work, Task task) {
   if (!work) return task;
   return [work = std::move(work), task = std::move(task)]() mutable {
@@ -135,8 +135,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
     post(behind(std::move(work), std::move(task)));
   }
 
-  /// Returns `task` wrapped with the thread-local state that it needs: the autograd context and
-  /// torch's own state. Called on the thread that registers a continuation.
+  /// Returns `task` with the state of the calling thread, which registers a continuation: the
+  /// autograd context and torch's thread-local state. This default returns `task` unchanged.
   virtual Task bind(Task task) { return task; }
   /// Call it in a catch block around a continuation. Returns the caught exception as an Error,
   /// whose kind is `otherwise` if the exception has no kind of its own.

@@ -53,7 +53,7 @@ class FutureState {
     return complete(std::move(result), std::move(before), unneeded, false);
   }
 
-  /// Sets the function by which cancel() stops the producer of the value.
+  /// Sets the function that cancel() calls to stop the producer. Calls it now if already cancelled.
   void on_cancel(OnCancel tell) {
     {
       std::lock_guard lock(mutex_);
@@ -113,7 +113,7 @@ class FutureState {
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
-  /// Completes the future. Moves the cancel function to `tell`, to be run or destroyed unlocked.
+  /// Completes the future and moves the cancel function to `tell`, which the caller uses unlocked.
   bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
     std::vector<Callback> callbacks;
     {
@@ -165,7 +165,7 @@ class [[nodiscard]] Future {
   bool valid() const { return state_ != nullptr; }
   bool done() const { return state_->ready(); }
   /// Blocks until the future is done and returns its value; throws `Exception` if it has an error.
-  /// Aborts the process on the loop thread. A thread pool can grow while its threads wait.
+  /// Aborts the process if called on the loop thread. A thread pool grows while its threads wait.
   T wait() const { return static_cast<T>(wait_for_use().value()); }
   /// Waits as wait() does, then moves the value out. Nothing else may read the value.
   Stored take() const { return std::move(wait_for_use().value()); }
@@ -277,7 +277,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
-    // The promise is complete: the error was passed on already, or this future was cancelled.
+    // Skip `fn` if the source future failed, or if the new future is done, for example cancelled.
     if (!result.ok() || promise->future().done()) return;
     try {
       if constexpr (kNested) {
@@ -300,15 +300,15 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   state_->on_ready([&executor, kept = executor.weak_from_this().lock(), promise,
                     state = state_.get(), task = std::move(task)](Result<Stored>& result) mutable {
-    // Pass an error on at once, because all threads of the executor may be waiting for it.
+    // Fail the new future here, because all threads of `executor` may be waiting for that future.
     if (!result.ok()) promise->fail(result.error());
     executor.post_behind(state->queued_work(), std::move(task));
   });
   return future;
 }
 
-/// Blocks until all futures have values. Throws the first error as soon as a future fails, because
-/// the other futures may never be done without it.
+/// Blocks until all futures have values. If a future fails, throws its error at once, because the
+/// other futures may depend on the failed operation and never be done.
 template <class T>
 void wait_all(std::span<const Future<T>> futures) {
   if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());

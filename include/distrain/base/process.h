@@ -38,7 +38,7 @@ struct Cpus {
 /// ancestors. `root` is a prefix of each path that is read, for tests.
 Cpus available_cpus(const std::string& root = {});
 
-/// A file or folder that the destructor removes, or remove_all() when the process exits.
+/// A file or folder that is removed by the destructor, or by remove_all() when the process exits.
 class TemporaryPath {
  public:
   /// Owns `path`, which exists or is about to be created. No other object may own the same path.

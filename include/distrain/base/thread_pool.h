@@ -57,8 +57,8 @@ class ThreadPool final : public Executor, private BlockObserver {
   std::deque<Task> queue_;
   std::vector<std::thread> finished_;  // have exited and are to be joined
   std::vector<std::thread> threads_;
-  // Threads that wait for a task. The pool first wakes the thread that became idle last, because
-  // that thread's working set is still in its core's caches.
+  // An idle thread. The pool first wakes the thread that became idle last, because that thread's
+  // working set is still in its core's caches.
   struct Idle {
     std::condition_variable wake;
     bool woken = false;
@@ -69,7 +69,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;
   // True while a thread that has just run a task polls for the next task before it blocks (see
-  // AdaptivePoll). The next call often comes at once.
+  // AdaptivePoll), because the next task is often posted at once.
   bool polling_ = false;
   std::atomic<bool> called_{false};  // a task is queued for the polling thread
 };
@@ -80,8 +80,8 @@ class SerialThread final : public Executor {
  public:
   /// `name` is truncated to 15 characters. `before_task` must not throw.
   explicit SerialThread(std::string name, std::function<void()> before_task = {});
-  /// Runs the queued tasks, then joins the thread. If a task destroys this object on the thread
-  /// itself, the destructor runs the queued tasks and the thread exits after that task.
+  /// Runs the queued tasks, then joins the thread. If a task destroys this object on that thread,
+  /// the destructor runs the other queued tasks, and the thread exits after the destroying task.
   ~SerialThread() override;
   SerialThread(SerialThread&&) = delete;
   /// Drops `task` if the system cannot start the thread.

@@ -11,8 +11,8 @@ namespace distrain::base {
 /// Polls with sched_yield() before a wait blocks; each thread has its own object.
 ///
 /// Waking a thread on a sleeping core takes 20 to 40 µs in a virtual machine, longer than a small
-/// call. So a wait first polls for up to `kWindow`, and yields between polls to let the other
-/// thread run on this core. If a yield takes longer than `kSlowYield`, the cores are busy, so the
+/// call. So a wait first polls for up to `kWindow`, and yields between polls so that other threads
+/// can run on this core. If a yield takes longer than `kSlowYield`, the cores are busy, so the
 /// thread stops polling for 20 ms. Each further slow yield doubles that pause, up to 1 s.
 class AdaptivePoll {
  public:

@@ -89,7 +89,7 @@ class Tracer {
   TraceLane& lane();
   /// Returns `prefix` + `text` as a string that lives as long as the tracer.
   const char* intern(std::string_view prefix, std::string_view text);
-  /// Returns a new id for a kAsync event. Callers put the rank into the bits from 2^40 on.
+  /// Returns a new id for a kAsync event. Callers add `rank << 40`, so that no other rank has it.
   uint64_t next_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
@@ -119,7 +119,7 @@ class Tracer {
   std::unordered_set<std::string> texts_;
 };
 
-/// The events of one thread. Other threads may concurrently read a block's first `used` events.
+/// One thread's events, in blocks. Other threads may concurrently read the first `used` of a block.
 class TraceLane {
  public:
   TraceLane(Tracer& tracer, std::string name, size_t number);

@@ -11,7 +11,7 @@
 
 namespace distrain::net {
 
-/// Ports to try in order until one is free. Both zero: any port.
+/// Ports to try in order until one is free. If both are 0, the kernel chooses any free port.
 struct PortRange {
   uint16_t first = 0;
   uint16_t last = 0;
@@ -36,7 +36,7 @@ class Fd {
 };
 
 /// Returns a TCP socket that listens on `host` (empty: all interfaces) and `port` (0: any). Fails
-/// by `rendezvous` if the port is taken and `resources` if no descriptor is left. Starts no thread.
+/// with `rendezvous` if the port is taken, `resources` if no descriptor is left. Starts no thread.
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port);
 base::Result<Fd> listen_tcp(const std::string& host, PortRange ports);
 /// Listens on a unix socket. If `path` begins with '@', it is an abstract name, without a file.
@@ -49,7 +49,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
 /// Connects to a unix socket without blocking. Fails if it cannot connect at once.
 base::Result<Fd> connect_unix(const std::string& path);
 
-/// Connects on the loop thread; `host` must be numeric. Calls `done` unless the loop ends first.
+/// Connect on the loop thread to a numeric `host`. Call `done` unless the loop ends first.
 using OnConnected = std::function<void(base::Result<Fd>)>;
 void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
                          base::TimePoint deadline, OnConnected done);
@@ -68,11 +68,11 @@ SocketName remote_name(int fd);
 std::optional<uint32_t> peer_user(int fd);
 /// Returns true if `host` resolves to loopback addresses only. Blocks, unless `host` is numeric.
 bool is_loopback(const std::string& host);
-/// Returns the host to pass to listen_tcp() so that clients reach the server at `host`: `host`
-/// itself, or "" (all interfaces) if the name resolves to another machine, as for a Kubernetes
-/// service, or only to loopback, as Debian's /etc/hosts maps the own name to 127.0.1.1. Returns
-/// `rendezvous` if the name does not resolve, or if `host` is another machine's numeric address.
-/// Blocks, unless `host` is numeric.
+/// Returns the host to pass to listen_tcp() so that clients reach the server at `host`. Returns an
+/// empty text (all interfaces) if the name resolves to another machine, as for a Kubernetes
+/// service, or if a name other than localhost resolves only to loopback, as Debian maps a host's
+/// own name to 127.0.1.1. Otherwise returns `host`. Fails with `rendezvous` if the name does not
+/// resolve, or if `host` is another machine's numeric address. Blocks, unless `host` is numeric.
 base::Result<std::string> host_to_bind(const std::string& host);
 /// Returns "10.0.0.2:4711" or "[::1]:4711".
 std::string endpoint_text(const std::string& host, uint16_t port);

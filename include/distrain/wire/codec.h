@@ -23,15 +23,15 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits before a peer has proved its identity: a hello and a proof, at most 256 bytes with their
-/// headers. They admit the longer hello of a later version.
+/// Limits for the hello and the proof of a peer that is not trusted yet: 256 bytes with headers.
+/// This version's hello is below the limit, so that a later version can extend it.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
 /// Limits for a proved rank that has not joined yet.
 inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
-/// Limits for a joined rank on its connection to rank 0, which may send a large directory.
+/// Limits for a joined rank's connection to rank 0, which may send a directory of many ranks.
 inline constexpr Limits kControlLimits{uint32_t{16} << 20, 0, 0};
 
 /// The strings of an error are truncated to this many bytes, so that every receiver accepts them.

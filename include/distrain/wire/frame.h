@@ -58,8 +58,8 @@ enum class FrameKind : uint16_t {
   kOneway = 19,
   kChunk = 20,   // a part of a message to come: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // the caller of call `call_id` no longer waits
-  // Note [Credit] in src/rpc/flow/credit.h. kCreditRequest has totals in bytes: `call_id` is spent
-  // or returned, `context_id` is wanted (0: no call waits), `autograd_id` is returned unused.
+  // Note [Credit] in src/rpc/flow/credit.h. kCreditRequest has totals of credit in bytes: spent or
+  // returned (`call_id`), wanted (`context_id`; 0: none), returned unused (`autograd_id`).
   kCredit = 22,  // grants `call_id` more bytes and sets the window to `context_id` bytes
   kCreditRequest = 23,
   // Liveness of connections and ranks (handshake.h)
@@ -97,12 +97,12 @@ struct FrameHeader {
 ///
 ///   kMagic ^ ((w[1] * k[1] + ... + w[11] * k[11]) mod 2^64) >> 32
 ///
-/// with the constants of frame.cpp. If one or two bits of a header are flipped, it does not match.
+/// with the constants of frame.cpp. If one or two bits of a header are flipped, its magic is wrong.
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
-/// Returns `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. A kHello or
-/// kReject may have kMagic itself, as in earlier versions, so that an error can name the version.
+/// Fails with `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. Accepts
+/// kMagic itself in an earlier version's kHello or kReject, so that an error can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

@@ -73,7 +73,7 @@ inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 // Each struct lists its fields in wire order. A vector or map is a u32 count and its items; a u32
 // protocol version precedes Hello and Directory.
 
-/// Both ends send the purpose of the connecting end. A hello has 66 bytes with the version.
+/// The first message from each end. `purpose` is the connecting end's. 66 bytes with the version.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
@@ -139,7 +139,7 @@ struct RankDevices {
       std::tuple(&RankDevices::home, &RankDevices::type, &RankDevices::count, &RankDevices::maps);
 };
 
-/// The body of kReturned.
+/// The body of kReturned: the endpoint and the devices of a process that replaces a lost rank.
 struct Returned {
   Endpoint endpoint;
   RankDevices devices;

@@ -45,7 +45,7 @@ enum class Layout : uint8_t {
 
 enum class DeviceType : uint8_t { kCpu = 0, kCuda = 1, kPrivate = 2 };
 
-/// A device of the receiver, on the wire u8 type · u8 index.
+/// A device of the receiver. On the wire: u8 type · u8 index.
 struct DeviceRef {
   DeviceType type = DeviceType::kCpu;
   uint8_t index = 0;
@@ -80,8 +80,8 @@ inline constexpr size_t kMinTensorDescBytes = 5;
 void encode(const TensorDesc& desc, Writer& out);
 /// Reads the number of dimensions, a u8. Throws `protocol` if it is above kMaxDimensions.
 size_t decode_dimensions(Reader& in);
-/// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if `bytes` times the sizes
-/// other than 0 overflows an int64, because torch computes strides from that product.
+/// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if the product of `bytes`
+/// and all nonzero sizes overflows an int64, because torch computes strides from that product.
 std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
 /// Reads a descriptor. Throws `protocol` for an unknown dtype, layout or device, too many
 /// dimensions, sizes that decode_sizes() refuses, or a layout that does not fit the dimensions.

@@ -20,7 +20,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortRange, first, last)
 namespace distrain::app {
 
 // Must name every field of Contact except token, generation and meeting_name, which rank_image()
-// and run_spawned() set. If exec starts a rank, a field that is missing here has its default.
+// and run_spawned() set. In a rank that exec starts, a field that is missing here has its default.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
                                    master_port, listen_addr, ports, transport, insecure, run_id,
                                    rank_0_unix_name, job_id, rejoins, shows_progress, resume)
@@ -94,7 +94,7 @@ void Child::start(const std::function<int()>& body) {
   pid_ = fork();
   if (pid_ < 0) no_resources(kCannotStart);
   if (pid_ == 0) {
-    // This must not allocate, because a thread of the parent may have held the heap's lock.
+    // This must not allocate, because a parent's thread may have held the heap's lock at the fork.
     become_rank(launcher, text_end_.get());
     text_end_.reset();
     out_.close();

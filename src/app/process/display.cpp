@@ -38,7 +38,7 @@ std::string counted(int64_t count, std::string_view what) {
 double real_in(const Json& json, const char* name) { return number_in(json, name).value_or(0); }
 int64_t integer_in(const Json& json, const char* name) { return int64_t(real_in(json, name)); }
 
-/// Returns the loss; NaN if it is null, because JSON has no NaN.
+/// Returns the loss of `event`. A null loss stands for NaN, which JSON does not have.
 double loss_in(const Json& event) {
   return number_in(event, "loss").value_or(std::numeric_limits<double>::quiet_NaN());
 }
@@ -113,7 +113,7 @@ std::string broken(std::string text, size_t width) {
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
   std::shared_ptr<OutputQueue> output(&lines, [](OutputQueue*) {});
   if (!plan.pretty) {
-    // Open stderr anew and keep it open: O_NONBLOCK must not affect the shell's open file.
+    // Open stderr anew, because O_NONBLOCK on descriptor 2 would also affect the shell's stderr.
     constexpr int kFlags = O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     struct stat info {};
     const bool may_block =
@@ -288,8 +288,8 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the lines of epochs that two of three signs show to be complete, or of all if `all`.
-/// `is_next` means that the job is past the evaluation of the newest epoch.
+/// Writes the line of each pending epoch that two of three `signs` show to be complete; writes all
+/// lines if `all`. `is_next` means that the job is past the evaluation of the newest epoch.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {
@@ -362,7 +362,7 @@ std::string Display::status(size_t width) const {
   }
   made = all > 0 ? std::min(made / count(), all) : made / count();  // per trainer
   const double rate = here > 0 ? static_cast<double>(here) / count() / trained : 0;
-  // In display order. If the line is too long, the part with the highest number is dropped first.
+  // The parts of the line, in order. If the line is too long, the highest-numbered part is dropped.
   std::vector<std::pair<int, std::string>> parts;
   if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
   if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));

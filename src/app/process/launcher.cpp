@@ -83,7 +83,7 @@ class Launcher {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
 
-  /// Returns true if a restart may help. If all ranks had joined, missing resources may be back.
+  /// Returns true if a restart may help. A lack of resources may pass only if all ranks had joined.
   bool may_restart(const Verdict& verdict) const {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
@@ -191,7 +191,7 @@ class Launcher {
     group_->on_time();
   }
 
-  /// Returns true if the ranks' lines may be read. Ending ranks must not wait for a slow reader.
+  /// Returns true if the ranks' lines may be read. Ending ranks must not wait for stdout's reader.
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {

@@ -6,7 +6,7 @@
 
 namespace distrain::app {
 
-/// The settings of a spawned rank that are not in its command line, which is the launcher's.
+/// The settings that a spawned rank gets besides the launcher's command line.
 struct SpawnedRank : membership::Contact {
   base::TimePoint started;      ///< when the launcher started
   int out_fd = -1;              ///< the descriptor for the rank's JSON lines
@@ -15,14 +15,14 @@ struct SpawnedRank : membership::Contact {
   std::string resume;           ///< replaces the user's --resume unless empty
 };
 
-/// Returns a function that executes this program again as `rank`, with the launcher's arguments and
-/// the settings in the environment. It returns an exit code if exec fails. A forked child of a
-/// parent with threads needs exec, because OpenMP would wait for the missing threads. It allocates
-/// no memory, because a missing thread may have held the heap's lock. Throws `resources`.
+/// Returns a function that executes this program again as `rank` and, if exec fails, returns an
+/// exit code. Forked ranks of a launcher with several threads must call it, because OpenMP would
+/// wait for threads that fork() does not copy. It allocates no memory, because such a thread may
+/// have held the heap's lock. Throws `resources` if the token cannot be stored for the rank.
 std::function<int()> rank_image(const SpawnedRank& rank);
 
 /// Returns the settings if this process was started by rank_image(), otherwise null. Removes them
-/// from the environment, because child processes of the rank must not take them.
+/// from the environment, so that child processes of the rank do not inherit them.
 std::optional<SpawnedRank> take_spawned_rank();
 
 struct LaunchPlan {
@@ -45,9 +45,9 @@ struct LaunchPlan {
 };
 
 /// Forks the ranks, forwards their lines to stdout, and returns the exit code when all ranks have
-/// ended. Uses the calling thread only; if there are others, the ranks also call exec. If ranks
-/// fail for a reason that may be temporary, starts them again, at most `max_restarts` times, after
-/// a pause that grows as long as the job makes no progress.
+/// ended. Starts no thread; if the process already has other threads, the ranks also call exec. If
+/// ranks fail for a reason that may be temporary, starts them again, at most `max_restarts` times,
+/// after a pause that grows as long as the job makes no progress.
 int run_launcher(const LaunchPlan& plan);
 
 /// The rank that this process runs: a spawned rank, a rank that joins, or the local job.

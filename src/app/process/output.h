@@ -33,7 +33,7 @@ class OutputQueue {
     lines_.push_back(std::move(line));
   }
   bool empty() const { return lines_.empty(); }
-  /// Returns true if the queue is above its limit: push nothing before pump() has written some.
+  /// Returns true if the queue is above its limit: push nothing before pump() has written lines.
   bool full() const { return bytes_ > kMaxBytes; }
   /// Returns when to stop waiting for the reader: kReaderGrace after `since` or the last write.
   base::TimePoint given_up_at(base::TimePoint since) const {
@@ -91,7 +91,7 @@ struct Cause {
 };
 
 Cause cause_of(const base::Error& error);
-/// Returns the cause if signal `number` ends this process, whose rank is `rank` if known.
+/// Returns the cause of a process that signal `number` ends; `rank` is its rank, if known.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
 /// Returns "rank 1 (trainer1)", or "rank 1" if `role` is empty.
@@ -107,7 +107,7 @@ inline constexpr const char* kGoalNotReached = "goal_not_reached";
 
 Json error_fields(const Cause& cause, base::TimePoint started);
 
-// Lines from a spawned rank to its launcher only.
+// Lines that only a launcher receives, from the ranks that it spawned.
 inline constexpr const char* kMayBeLost = "may_be_lost";  ///< the job goes on if the rank is lost
 inline constexpr const char* kSaving = "saving";          ///< a save in progress has advanced
 inline constexpr const char* kFigures = "figures";        ///< from rank 0: job::Outcome::others

@@ -200,7 +200,7 @@ base::TimePoint process_start() {
 
 bool secure_standard_fds() {
   const bool stdout_open = fcntl(STDOUT_FILENO, F_GETFD) != -1;
-  // open() returns the lowest free number, so this fills 0, 1 and 2 and nothing else.
+  // open() returns the lowest free number, so the loop opens only the closed ones of 0, 1 and 2.
   int fd = STDIN_FILENO;
   while (fd >= 0 && fd <= STDERR_FILENO) fd = open("/dev/null", O_RDWR);
   if (fd >= 0) close(fd);
@@ -228,8 +228,8 @@ void set_up_process() {
 }
 
 sigset_t ending_signals(std::initializer_list<int> more) {
-  // sigwait() and signalfd also receive blocked signals that are ignored, so an ignored SIGHUP must
-  // be left out. SIGINT is not: a script's background job ignores SIGINT, but SIGINT must end it.
+  // Leave out SIGHUP if it is ignored, because sigwait() and signalfd would still receive it. Keep
+  // an ignored SIGINT: shells ignore SIGINT for background jobs, but SIGINT must end the job.
   struct sigaction hangup {};
   sigaction(SIGHUP, nullptr, &hangup);
   sigset_t set = base::signal_set(more);

@@ -183,8 +183,8 @@ Child* RankGroup::blamed_by_all() {
   return by_all ? &*blamed : nullptr;
 }
 
-/// Returns when the launcher kills `child` if it is stopped; otherwise kNever. Other ranks cannot
-/// detect a stopped rank while they join, or after they have disconnected.
+/// Returns the time when the launcher kills `child` if it stays stopped; kNever if it is not
+/// stopped. Joining or disconnected ranks cannot detect a stopped rank themselves.
 base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const nanoseconds limit = as_time(plan_.peer_timeout_s);
   const bool counts = child.alive() && !child.killed && child.stopped_since && limit.count() > 0;
@@ -200,7 +200,7 @@ void RankGroup::on_failure(const Child& child) {
     const nanoseconds grace = failure_grace();
     if (base::deadline_after(grace) < deadline_) enter(phase_, grace);
   } else if (phase_ == Phase::kRunning) {
-    // A signal made this rank stop in good order. The others stop after rank 0 has saved.
+    // A signal made this rank stop in good order. Other ranks stop only after rank 0 has saved.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
   }
 }
@@ -212,7 +212,7 @@ nanoseconds RankGroup::failure_grace() const {
     const Child* const blamed = find(blamed_rank(child));
     return child.failed() && blamed && blamed->alive();
   });
-  // Ranks that are joining would notice the failure only at the join timeout.
+  // Ranks that are joining notice the failure only at the join timeout, so end them soon.
   if (!has_met() && told) return kMeetingGrace;
   return kExtraGrace + as_time(plan_.peer_timeout_s);
 }
@@ -240,8 +240,8 @@ const Child* RankGroup::find(std::optional<int> rank) const {
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// Returns true if `child` failed and the launcher's signal was not the cause. A failed save or a
-/// crash counts even after a signal, which may have arrived during the core dump.
+/// Returns true if `child` failed and the launcher's signal was not the cause. A failed save counts
+/// even after that signal, as does a crash: the signal may have arrived during the core dump.
 bool RankGroup::failed_itself(const Child& child) const {
   if (is_spared(child)) {  // only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {
@@ -267,7 +267,7 @@ const Child* RankGroup::root_cause() const {
   return first != children_.end() && failed_itself(*first) ? &*first : nullptr;
 }
 
-/// Returns the verdict if a signal to the launcher (`number`, or 0) or to a rank ended the job.
+/// Returns the verdict if a signal to the launcher (`number`; 0: none) or to a rank ended the job.
 std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
   const bool is_ours = number != 0;
   const Child* first = nullptr;
@@ -280,7 +280,7 @@ std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
   }
   if (!number) return std::nullopt;
   Verdict verdict{cause_by_signal(number), true, {}};
-  // If `first` is rank 0, its message says where it saved.
+  // If `first` is rank 0, its message says where rank 0 saved the job.
   if (first) verdict.cause.message = first->rank_end.value("message", verdict.cause.message);
   return verdict;
 }

@@ -68,15 +68,15 @@ class Child {
   bool may_be_lost() const { return may_be_lost_ || is_successor; }
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// Returns the signal that, by the rank's last line, made it end in good order; 0 if none.
+  /// Returns the signal that stopped the rank in good order, according to its last line; 0 if none.
   int stopped_by() const;
   int signal() const;  ///< that killed the process; 0 if none
 
-  // Set by the owner.
+  // RankGroup sets these two members.
   bool is_successor = false;  ///< it replaces a lost process
   bool is_given_up = false;   ///< it is killed because it was stopped too long: a tolerated loss
 
-  // Set by the functions above.
+  // The functions above set these members.
   int rank;
   std::string role;
   std::string run_id;  ///< empty until a line has it
@@ -107,7 +107,7 @@ class Child {
 /// Returns true for signals of a program error, such as SIGSEGV.
 bool is_crash(int signal);
 
-/// The reason why a start of the job failed.
+/// The reason why one run of the job failed; a restart begins another run.
 struct Verdict {
   Cause cause;
   bool by_signal = false;  ///< a signal to the launcher or a rank ended the job
@@ -150,7 +150,7 @@ class RankGroup {
   void read(bool lines);
   /// Handles ranks that have ended. Returns the lost ranks that the job continues without.
   std::vector<int> reap();
-  /// Returns when on_time() is to be called; kNever if there is no deadline.
+  /// Returns the time to call on_time(); kNever if there is no deadline.
   base::TimePoint next_deadline() const;
   void on_time();
 
@@ -161,14 +161,14 @@ class RankGroup {
     send_to_all(signal);
     enter(Phase::kTerminating, grace);
   }
-  /// Makes the ranks save and end, unless a signal has told them to, as stdout's reader is gone.
+  /// Makes the ranks save and end if they are not ending yet. Called when stdout's reader is gone.
   void end_unheard();
   void kill() {
     send_to_all(SIGKILL);
     phase_ = Phase::kKilled;
     deadline_ = base::kNever;
   }
-  /// Sends a signal that does not end ranks to one living rank, or to all.
+  /// Sends one living rank a signal that does not end ranks. tell_all() sends it to all ranks.
   void tell_one(int signal) {
     const auto alive = std::ranges::find_if(children_, &Child::alive);
     if (alive != children_.end()) alive->tell(signal);

@@ -319,7 +319,7 @@ class RankProcess final : public JsonSink {
     const auto [run_id, rank, role, of_rank_0, used] = identity();
     const char* const scope = !spawned && rank == 0 ? "job" : "rank";
     Json end = summary.end_fields(scope, run_.job.started, cause);
-    // Report `config` unless the launcher has it: a launcher of rank 0 lacks only `used`.
+    // Omit `config` if the launcher knows it. The launcher of rank 0 knows all of it but `used`.
     const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!spawned || !known || (rank == 0 && !used.empty())) {
       Json config = run_.config(of_rank_0);
@@ -362,8 +362,8 @@ class RankProcess final : public JsonSink {
     if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
   }
 
-  /// Prints a line for each wait. Uses a new thread, because a deadlock or a blocked reader of
-  /// stderr must not keep this thread from handling signals.
+  /// Prints a line for each operation that blocks this rank. Uses a new thread, because a deadlock
+  /// or a blocked reader of stderr must not keep this thread from handling signals.
   void tell_waits() {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
@@ -444,7 +444,7 @@ class RankProcess final : public JsonSink {
 }  // namespace
 
 int run_rank(const RankRun& run) {
-  // Never destroyed, because the signal thread uses it until the process exits.
+  // The object is never destroyed, because the signal thread uses it until the process exits.
   return (new RankProcess(run))->run();
 }
 
