@@ -64,8 +64,8 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.lease = {};
     its.has_task = false;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
-    // In training, answers at once unless another thread is handing out tasks. In kEnding, always
-    // answers at once, because a replacement may have joined while the other trainers end.
+    // In kTraining, replies at once unless another thread is handing out tasks. In kEnding, always
+    // replies at once: a replacement must not wait for trainers that have already ended.
     if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
       if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
     }
@@ -122,8 +122,8 @@ void LeaseScheduler::advance() {
   }
 }
 
-// Notifies all ranks of the trainers that wait for a task, so that no rank waits for a step of one
-// of them. Needed only after a loss, because trainers then make different numbers of steps.
+// Notifies all ranks of the trainers that wait for a task, so that no rank waits for their
+// steps. Needed only after a loss: until then all trainers make the same number of steps.
 void LeaseScheduler::tell_who_rests() {
   if (options_.take_over) return;
   std::vector<int> resting;
@@ -332,8 +332,8 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (phase_ == Phase::kEnding) hooks_.on_end(is_stopped);
 }
 
-// Assigns all tasks before it delivers any, because a trainer that has its task may finish it and
-// request another before the rest have theirs.
+// Assigns all tasks before it delivers any. Otherwise a trainer could finish its task and request
+// another before the other trainers have theirs.
 void LeaseScheduler::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
   {
