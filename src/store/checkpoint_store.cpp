@@ -215,7 +215,7 @@ class Save {
     }
   }
 
-  // Removes old checkpoints. Ignores newer ones than the saved one: they belong to another run.
+  // Removes old checkpoints. Keeps checkpoints of later steps, because they belong to another run.
   void remove_old() const {
     auto others = real_saves(folder()).whole;
     others.erase(others.lower_bound(checkpoint_.step), others.end());
