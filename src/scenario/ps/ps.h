@@ -31,13 +31,13 @@ struct PsOptions : job::TrainerOptions {
 /// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
 class PsData {
  public:
-  /// Reads the files. Throws `bad_data`.
+  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit PsData(const PsOptions& options);
   /// Reads test images, which need no labels.
   PsData(const PsOptions& options, const std::string& images);
 
   job::Plan plan() const;
-  /// Adds the properties of the data that all trainers must share.
+  /// Adds to `training` the properties of the data that all trainers must share.
   void agree(job::TrainingPlan& training) const;
   data::ImageBatch batch(const job::Step& step);
   /// Has `training` evaluate the validation images after each epoch and the test images at the end.

@@ -36,7 +36,7 @@ class Decoder {
   /// Returns scores [n, words] for float `hidden` [n, hidden], without recording gradients.
   at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
 
-  // As loss() and scores(), but for one version of parameters().
+  // Compute the results of loss() and scores() for one version of parameters().
   static at::Tensor loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
                             const at::Tensor& targets);
   static at::Tensor scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden);
