@@ -148,7 +148,7 @@ class Definition final : public AnyDefinition {
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
   }
-  /// Adds an event. If `when` is empty, adds `fields` to the existing event of that name.
+  /// Adds an event. If its description `when` is empty, adds `fields` to the existing event.
   Definition& event(std::string name, std::string when, std::vector<Field> fields) {
     info_.events = with_events(std::move(info_.events),
                                {{std::move(name), std::move(when), std::move(fields)}});

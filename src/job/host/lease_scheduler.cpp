@@ -206,8 +206,8 @@ int64_t LeaseScheduler::gate_locked() const {
   return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
-// In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
-// furthest trainer before a joint task such as a save; otherwise they could deadlock.
+// Returns the steps of the furthest trainer. All trainers must reach them before a joint task such
+// as a save: in sync and ssp modes they wait for each other's steps and could otherwise deadlock.
 int64_t LeaseScheduler::furthest_locked() const {
   if (takes_over_) return 0;
   return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
