@@ -20,7 +20,7 @@ constexpr size_t kStepDigits = 12;
 constexpr const char* kLock = ".lock";
 constexpr std::string_view kDigits = "0123456789";
 
-// Returns the step in `name`, or nullopt if `name` does not have this prefix.
+// Returns the step in `name`, or nullopt if `name` is not `prefix` followed by a step.
 std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
   const std::string_view digits = name.substr(prefix.size());

@@ -320,7 +320,7 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
   bool before = false;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const std::string name = saves->name(*step);
-    // Skips the named checkpoint, or the newest if none is named, and all newer ones.
+    // Skips all checkpoints down to the named one. If none is named, skips only the newest.
     if (!std::exchange(before, before || named.checkpoint.empty() || name == named.checkpoint)) {
       continue;
     }
