@@ -46,7 +46,7 @@ class PsData {
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
   /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
-  /// Calls `use` with each batch of `share`. A batch takes no more memory than a training batch.
+  /// Calls `use` with each batch of `share`. Batches have `batch_size` images, but 16 to 128.
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
