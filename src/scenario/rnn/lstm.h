@@ -11,8 +11,7 @@
 
 namespace distrain::scenario {
 
-/// The embedding table on the parameter server. Its gradients are sparse: they have only the
-/// batch's rows.
+/// The embedding table on the parameter server. Its sparse gradients have only the batch's rows.
 class WordEmbedding {
  public:
   WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
