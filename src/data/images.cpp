@@ -144,7 +144,7 @@ std::optional<std::string> find_file(const std::string& folder, const std::strin
   return std::nullopt;
 }
 
-// Returns true if one of the files of read_pair() exists.
+// Returns true if `folder` has the images file or the labels file of `set`.
 bool has_any_of_pair(const std::string& folder, const std::string& set) {
   return find_file(folder, set, "images", "idx3") || find_file(folder, set, "labels", "idx1");
 }

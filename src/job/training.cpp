@@ -365,7 +365,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
-    // Trainer 0 restores the shared parameters. The others load only their own state.
+    // Trainer 0 restores the shared parameters. Other trainers load only their own state.
     const auto own = static_cast<std::ptrdiff_t>(optimizer.own_state().size());
     optimizer.load_own_state({states.end() - own, states.end()});
   };

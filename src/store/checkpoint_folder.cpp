@@ -20,7 +20,7 @@ constexpr size_t kStepDigits = 12;
 constexpr const char* kLock = ".lock";
 constexpr std::string_view kDigits = "0123456789";
 
-// Returns the step in `name`, or nullopt if `name` does not have this prefix.
+// Returns the step in `name`, or nullopt if `name` is not `prefix` followed by a step.
 std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
   const std::string_view digits = name.substr(prefix.size());
@@ -42,7 +42,7 @@ OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missi
   return open_or_make(disk, path, Missing::kRefuse);
 }
 
-// Returns the highest generation of all checkpoints; that of the newest one may be lower.
+// Returns the highest generation of all checkpoints. The newest checkpoint may have a lower one.
 int64_t highest_generation(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -103,7 +103,7 @@ std::optional<Saves> find_saves(const OpenFolder& folder) {
     if (!step) continue;
     const auto kind = folder.kind_of(name);
     const bool is_link = kind == OpenFolder::Kind::kLink;
-    // Keeps the smallest name, because names() returns the names in no particular order.
+    // Keeps the smallest name, so that the error does not depend on the order of names().
     if (is_link && (!saves.link || name < *saves.link)) saves.link = name;
     if (is_link || kind == OpenFolder::Kind::kFolder) {
       (whole ? saves.whole : saves.replaced).insert(*step);
@@ -153,7 +153,7 @@ void FolderClaim::check() {
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
-  // If the lock file was removed, locks a new one, because another job could lock it otherwise.
+  // If the lock file was removed, locks a new file. Otherwise another job could create and lock it.
   if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
   if (highest <= highest_expected_) return;

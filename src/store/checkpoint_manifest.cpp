@@ -27,8 +27,8 @@ constexpr size_t kMaxFileName = 255;
 
 std::string hex(uint64_t hash) { return fmt::format("{:016x}", hash); }
 
-// Returns the end of a manifest that begins with `text`. It is the hash of all text before it, so a
-// change of any byte is detected.
+// Returns the end of a manifest that begins with `text`: the hash of `text`, by which a parser
+// detects a change of any byte.
 std::string hash_of(std::string_view text) {
   return fmt::format(",\"xxh64\":\"{}\"}}\n", hex(content_hash(text)));
 }

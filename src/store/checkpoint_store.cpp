@@ -215,7 +215,7 @@ class Save {
     }
   }
 
-  // Removes old checkpoints. Ignores newer ones than the saved one: they belong to another run.
+  // Removes old checkpoints. Keeps checkpoints of later steps, because they belong to another run.
   void remove_old() const {
     auto others = real_saves(folder()).whole;
     others.erase(others.lower_bound(checkpoint_.step), others.end());
@@ -320,7 +320,7 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
   bool before = false;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const std::string name = saves->name(*step);
-    // Skips the named checkpoint, or the newest if none is named, and all newer ones.
+    // Skips all checkpoints down to the named one. If none is named, skips only the newest.
     if (!std::exchange(before, before || named.checkpoint.empty() || name == named.checkpoint)) {
       continue;
     }

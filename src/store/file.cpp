@@ -26,7 +26,7 @@ void fail_open(const std::string& path) {
   base::bad_data("cannot open " + path + ": " + std::strerror(errno));
 }
 
-// Opens a regular file with O_NONBLOCK: open() would block on a pipe that has no writer.
+// Uses O_NONBLOCK for kRegular, because open() would otherwise block on a pipe without a writer.
 InputFile::InputFile(const std::string& path, Kind kind)
     : InputFile(net::Fd(::open(path.c_str(),
                                O_RDONLY | O_CLOEXEC | (kind == Kind::kRegular ? O_NONBLOCK : 0))),

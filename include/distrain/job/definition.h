@@ -41,7 +41,7 @@ struct JobInfo {
   std::vector<Example> examples;
   std::vector<Event> events;  ///< the job's own events, and fields it adds to common_events()
   OptionTable table;
-  /// Changes rows of the full option table, including options that every job has; may be empty.
+  /// If not null, changes the full option table, which includes the options that every job has.
   std::function<void(OptionTable&)> change;
   std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option that sets the number of ranks of one role
@@ -148,7 +148,7 @@ class Definition final : public AnyDefinition {
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
   }
-  /// Adds an event. If `when` is empty, adds `fields` to the existing event of that name.
+  /// Adds an event. If its description `when` is empty, adds `fields` to the existing event.
   Definition& event(std::string name, std::string when, std::vector<Field> fields) {
     info_.events = with_events(std::move(info_.events),
                                {{std::move(name), std::move(when), std::move(fields)}});
@@ -182,13 +182,13 @@ class Definition final : public AnyDefinition {
     });
   }
 
-  /// Enables nn::RemoteModule<Module>.
+  /// Lets ranks create a `Module` on other ranks by nn::RemoteModule<Module>.
   template <class Module>
   Definition& expose(std::string name) {
     return expose(
         [name = std::move(name)](rpc::Agent& agent) { nn::expose_module<Module>(agent, name); });
   }
-  /// Calls `exposure` on every rank before it joins.
+  /// Calls `exposure`, which exposes functions to other ranks, on every rank before the rank joins.
   Definition& expose(std::function<void(rpc::Agent&)> exposure) {
     exposures_.push_back(std::move(exposure));
     return *this;
@@ -204,8 +204,8 @@ class Definition final : public AnyDefinition {
     return set(local_, std::move(run));
   }
   /// Adds the command `predict`, which calls `predict` with a checkpoint of the job and an input
-  /// file. Its options come from the checkpoint, except options that are may_change(). `fields` are
-  /// the fields of `prediction` lines. Call predict() after events().
+  /// file. Its options come from the checkpoint, except those declared by may_change(). `fields`
+  /// are the fields of `prediction` lines. Call predict() after events().
   Definition& predict(std::function<void(Predictions&, const Options&)> predict,
                       std::vector<Field> fields = label_fields()) {
     info_.has_predict = true;
@@ -217,7 +217,7 @@ class Definition final : public AnyDefinition {
     return set(derive_defaults_, std::move(derive_defaults));
   }
 
-  // Each of the next functions implements AnyDefinition's function of the same name.
+  // Each of the next functions sets the implementation of the virtual function of the same name.
 
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
     return set(check_, std::move(check));
@@ -262,7 +262,7 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// Runs one rank without a command line. `adopt` derives other ranks' options from rank 0's.
+  /// Runs one rank without a command line. Except on rank 0, `adopt` returns the rank's options.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {
@@ -301,7 +301,7 @@ class Definition final : public AnyDefinition {
     Main main;
   };
 
-  /// Calls `part` and stores the first exception's message, because main() cannot catch it yet.
+  /// Calls `part`, which runs before main() can catch errors. Stores the first exception's message.
   Definition& declare(const auto& part) {
     try {
       part();

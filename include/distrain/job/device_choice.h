@@ -40,7 +40,7 @@ class DeviceSpec {
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
   DeviceChoice of(const std::string& rank_name) const;
-  /// Returns the device only if `--device` names the rank ("trainer1") or its role.
+  /// Returns the device if `--device` names the rank ("trainer1") or its role, otherwise nullopt.
   std::optional<DeviceChoice> named(const std::string& rank_name) const;
   /// Returns the device for the whole job, or nothing if `--device` names roles.
   const std::optional<DeviceChoice>& for_all() const { return for_all_; }
@@ -56,9 +56,9 @@ class DeviceSpec {
   std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
 };
 
-/// Returns the device for `choice`. If it names a GPU without an index, the ranks of a host take
-/// its GPUs in turn, and `place` is this rank's number among them. Calls `count_gpus`, which throws
-/// if there is no GPU, only for a GPU. Throws `resources` if there is no GPU with the index.
+/// Returns the device for `choice`. If `choice` is a GPU without an index, the ranks of a host take
+/// the host's GPUs in turn, in the order of `place`. Throws `resources` if no GPU has the index. If
+/// `choice` is the CPU, does not call `count_gpus`, which throws if the host has no GPU.
 c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
                            int place);
 

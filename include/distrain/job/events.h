@@ -6,7 +6,7 @@ namespace distrain::job {
 
 // A job's JSON lines are declared once, for the schema, the man pages and tests.
 
-/// The examples that a job counts. With kWords it reports perplexity, otherwise accuracy.
+/// The kind of example that a job counts. A job with kWords reports perplexity, others accuracy.
 enum class Unit : uint8_t { kSamples, kWords };
 const char* counted(Unit unit);  ///< "samples" or "words"
 

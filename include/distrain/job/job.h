@@ -23,9 +23,9 @@
 
 namespace distrain::job {
 
-/// Termination signals within this time count as one, because a process may get the same one twice:
-/// timeout(1), Slurm and systemd signal a process and its group, a closed terminal and its shell
-/// both signal, and the launcher forwards signals to its ranks.
+/// Termination signals within this time count as one signal, because a process may get a signal
+/// twice: timeout(1), Slurm and systemd signal a process and its group, a closed terminal and its
+/// shell both signal, and the launcher forwards signals to its ranks.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it
@@ -39,7 +39,7 @@ class StopSignal {
     state_.compare_exchange_strong(expected, State::kArmed);
   }
   /// Notes that everything is saved, so that later signals end the process at once. If a signal has
-  /// `stopped` the job, this rank may get that signal late, and ignores it. Returns requested().
+  /// `stopped` the job, this rank ignores that signal when it arrives late. Returns requested().
   bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
@@ -48,8 +48,8 @@ class StopSignal {
     return requested();
   }
 
-  /// Requests a stop because this rank or another one got the signal. Returns false if the job is
-  /// not armed or is stopping already.
+  /// Requests a stop because this rank or another rank has received a signal. Returns false if the
+  /// job is not armed or is stopping already.
   bool request() {
     State expected = State::kArmed;
     if (!state_.compare_exchange_strong(expected, State::kStopping)) return false;
@@ -57,8 +57,8 @@ class StopSignal {
     if (on_request_) on_request_();
     return true;
   }
-  /// Makes the first successful request() call `tell`, which must not block; calls it now if a stop
-  /// is requested already. After on_request({}), the former function is not called any more.
+  /// Makes the first successful request() call `tell`, which must not block. Calls `tell` now if a
+  /// stop is already requested. After on_request({}) returns, the former function is not called.
   void on_request(std::function<void()> tell) {
     std::lock_guard lock(mutex_);
     on_request_ = std::move(tell);
@@ -79,7 +79,7 @@ class StopSignal {
     std::lock_guard lock(question_mutex_);
     return on_question_ ? on_question_() : std::vector<rpc::Wait>();
   }
-  /// Sets the function that answers waits(). After this returns, the former one is not called.
+  /// Sets the function that answers waits(). After this returns, the former function is not called.
   void on_question(std::function<std::vector<rpc::Wait>()> waits) {
     std::lock_guard lock(question_mutex_);
     on_question_ = std::move(waits);
@@ -125,13 +125,13 @@ class EventSink {
   virtual ~EventSink() = default;
   /// Writes a JSON line with `fields` and the common fields (v, ts, run, event, cmd, rank, role).
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Called before joined() if rank 0 assigns this process a rank: with that rank, or with
-  /// membership::kUnassignedRank if another process took that rank and this one requests another.
+  /// Called before joined() with this process's rank if rank 0 assigns it. If another process takes
+  /// that rank, called with membership::kUnassignedRank and then with the next assigned rank.
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// Called when all ranks have joined, with rank 0's options and this rank's role.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
   /// Called on any thread when another rank's `error` must end this rank. A running computation may
-  /// delay the end, so a process that must end in time exits without waiting for it.
+  /// delay the end, so an implementation may exit the process without waiting for the computation.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
   /// Called about twice a second by each trainer, for displays. `fields` has `step`, `steps` (the
   /// total; 0 if unknown), `trainers`, `epoch`, `epochs`, `loss`, `lr` and the fields of
@@ -186,7 +186,7 @@ struct Injection {
   double call_delay_s = 0;      ///< delay before each call that this rank sends
   double stage_sleep_s = 0;     ///< a pipeline stage sleeps instead of computing a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  /// Called repeatedly by the saving thread until it returns false. Simulates a slow disk.
+  /// The saving thread calls this function until it returns false. Simulates a slow disk.
   std::function<bool()> before_save;
 };
 
@@ -202,7 +202,7 @@ struct Job : membership::Contact {
   Injection inject;
   /// The devices on which this rank computes. Only the server of the job `ps` uses more than one.
   std::vector<c10::Device> devices = {c10::kCPU};
-  /// If not null, returns the devices once this rank's name and rank 0's options are known.
+  /// If not null, called to set `devices` once this rank's name and rank 0's options are known.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
       choose_devices;
   /// Adds this process's resource usage, such as memory, to `fields`; may be null.
@@ -211,7 +211,7 @@ struct Job : membership::Contact {
   std::function<void(int ranks)> share_cpus;
   /// Receives this process's signals, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
-  /// The last JSON line's fields if the process ends before the job does. Never null.
+  /// Collects the fields of the last JSON line in case the process ends before the job. Never null.
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options with their defaults, and kRunId; rank 0 sends its own

@@ -31,7 +31,7 @@ struct Task {
                  &Task::partial, &Task::stopped, &Task::part, &Task::parts);
 };
 
-/// A trainer and the number of its earlier processes, which identifies requests of lost processes.
+/// A trainer and the number of its earlier processes. Requests of an earlier process are refused.
 struct Seat {
   Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
       : trainer(trainer_number), before(taken_before) {}
@@ -87,20 +87,20 @@ class LeaseScheduler {
   };
   struct Hooks {
     std::function<void()> on_begin = [] {};  ///< all trainers have asked for a task
-    /// `whole_epoch` is false if the job ends within an epoch.
+    /// Called after each evaluation. `whole_epoch` is false if the job ends within the epoch.
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
     std::function<void(bool stopped)> on_end = [](bool) {};
-    /// A trainer was lost during an evaluation or a save. The remaining trainers repeat it, so the
-    /// reports since its start do not count.
+    /// Called when a trainer was lost during an evaluation or a save. The remaining trainers repeat
+    /// that task, so the reports since the task's start do not count.
     std::function<void()> on_again = [] {};
-    /// `trainer` has no task. Other trainers may still make steps and must not wait for its steps.
+    /// Called when `trainer` has no task: trainers that still make steps must not wait for it.
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 
   LeaseScheduler(Options options, Hooks hooks);
 
-  /// Sets the position at which the job resumes, before next(). Throws `bad_data` if it is invalid.
+  /// Sets the position to resume at. Call it before next(). Throws `bad_data` if it is invalid.
   void resume(Position position);
   /// Returns true if all steps of the job have been handed out.
   bool over() const;

@@ -94,7 +94,7 @@ ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
         .of_training();
   }
 
-  /// Removes the update rules that the job does not offer from the help of the options above.
+  /// Removes update rules that the job does not offer from the help of describe_rule()'s options.
   static void name_rules(OptionTable& table);
 };
 
@@ -110,7 +110,7 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   bool eval_only = false;      ///< only evaluate the checkpoint of `--resume`
   int min_trainers = 1;        ///< trainers that must be left for the job to continue
 
-  /// Returns how trainer `participant`, from 0, shares parameters with the others.
+  /// Returns the mode and settings of parameter sharing for trainer `participant`, from 0.
   optim::Sharing sharing(int participant) const;
 
   static void describe_trainer(auto& list) {
@@ -139,8 +139,8 @@ trainers keep replicas, the loss of a trainer ends the job in any case.)");
   }
 };
 
-/// If the user gave only one of the two limits, removes the other one. If no limit is left and the
-/// user did not give `--epochs`, sets it to `default_epochs`.
+/// If the user gave only one of `--epochs` and `--steps`, removes the limit of the other option. If
+/// that leaves no limit and `--epochs` was not given, sets `epochs` to `default_epochs`.
 void derive_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
 
 /// Declares the options that `Options` inherits from the structures above.

@@ -24,7 +24,7 @@ class Predictions {
   /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);
   /// Emits a line with the best label and the softmax for each row of `scores` [n, labels].
-  /// `targets` [n] are the expected labels; below 0: unknown. If `labels` is empty, prints numbers.
+  /// `targets` [n]: the expected labels; below 0: unknown. Without `labels`, prints label indices.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
   /// Adds a field, which the job declares, to the `end` line.
@@ -48,7 +48,7 @@ class Predictions {
 
 /// Returns the fields of the lines that tell_labels() emits.
 std::vector<Field> label_fields();
-/// Returns the events of `predict`: `prediction` with `fields`, and `end` with its extra fields.
+/// Returns the events of `predict`: `prediction` with `fields`, and `end` with `predict`'s fields.
 std::vector<Event> prediction_events(std::vector<Field> fields);
 
 /// Runs a job's `predict` function with a checkpoint and the examples in `input`.

@@ -51,12 +51,12 @@ class Process {
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Returns the fields that this process adds to its `end` or `rank_end` line. If several ranks
-  /// set a metric, the job's `end` has the lowest rank's; `steps` is summed, `train_s` the
-  /// greatest.
+  /// Returns the fields that this process adds to its `end` or `rank_end` line. In the job's `end`,
+  /// `steps` is the sum over the ranks, `train_s` is the maximum, and a metric has the value of the
+  /// lowest rank that sets it.
   Json& fields() { return fields_; }
-  /// Notes on rank 0 that the job misses its goal: it ends normally, with `message` and exit code
-  /// 11. Has no effect if a signal stops the job.
+  /// Notes on rank 0 that the job misses its goal. The job then ends normally, with `message` and
+  /// exit code 11. Has no effect if a signal stops the job.
   void miss_goal(std::string message) { missed_goal_ = std::move(message); }
   const std::string& missed_goal() const { return missed_goal_; }
 

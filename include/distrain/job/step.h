@@ -35,7 +35,7 @@ struct Share {
   int count = 1;
   int64_t first(int64_t n) const { return n * index / count; }
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
-  /// Calls `use` with the numbers of the share's examples, `batch_size` at a time.
+  /// Calls `use` with the indices of the share's examples, `batch_size` at a time.
   void each_batch(int64_t n, int64_t batch_size,
                   const std::function<void(std::span<const int64_t> examples)>& use) const;
 };
@@ -50,13 +50,13 @@ struct Evaluation {
   int64_t samples = 0;
   std::optional<int64_t> right{};  ///< correct predictions; unset if the job has no accuracy
   double loss_sum = 0;
-  /// Sums over the examples, by metric name. They are summed over all trainers; the totals of
+  /// Sums over the examples, by metric name. The sums of all trainers are added up; the totals of
   /// `means` are then divided by the total of `samples`.
   std::map<std::string, double> sums{}, means{};
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,
                  &Evaluation::means);
-  /// Evaluates by cross-entropy `scores` [n, classes] and int64 `targets` [n] on any devices.
+  /// Evaluates `scores` [n, classes] for int64 `targets` [n] by cross-entropy, on any devices.
   static Evaluation of(const at::Tensor& scores, const at::Tensor& targets);
   void add(const Evaluation& other);
   /// Adds examples: `scores` [n, classes], int64 `targets` [n], and the sum of their losses.
@@ -79,7 +79,7 @@ class StepLines {
   /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
   /// Otherwise keeps `fields` for end(), because the step may be the last one.
   bool add(int64_t number, std::function<Json()> fields);
-  /// Emits the last step's line if it has none yet, and ends the run. add() may begin another run.
+  /// Emits the last step's line if add() did not. After this, steps may be counted from 1 again.
   void end();
 
  private:

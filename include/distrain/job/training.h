@@ -56,10 +56,10 @@ class TrainingPlan {
   TrainingPlan(const TrainingPlan&) = delete;
 
   /// Requires `value`, such as a hash of the data, to be equal on all trainers and in the
-  /// checkpoint that the job resumes from. A `name` that begins with `--` is an option with
-  /// Option::each_own.
+  /// checkpoint that the job resumes from. For an option with Option::each_own, whose value is
+  /// otherwise not compared, `name` has the dashes, as in `--mean`.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// Requires a number to be equal, as above. If not empty, `used_as` is its field in `config`.
+  /// Does the same as agree() for a text. `used_as`: the number's field in `config`; may be empty.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
@@ -83,7 +83,7 @@ class TrainingPlan {
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
   /// Prints, on trainer 0, a `warn` line that all training data in `path` has the label `label`.
   void warn_of_one_label(const std::string& path, const std::string& label);
-  /// Adds the field `name` to the last line, with the greatest `value` of all trainers.
+  /// Adds the field `name` to the job's `end` line, with the greatest `value` of all trainers.
   void note_max(const std::string& name, int64_t value);
 
   bool stopped() const { return stopped_; }      ///< after run(): the job was told to stop early
@@ -108,7 +108,7 @@ class TrainingPlan {
   std::vector<int> own_;
   TrainingHost* const host_;
   optim::LearningRateSchedule lr_schedule_;
-  /// Functions that are called before each step, one for each optimizer. `number` counts from 1.
+  /// Functions to call before each step, one per optimizer. `number` is the step's number, from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:

@@ -61,9 +61,9 @@ class CheckpointStore {
   /// `bad_data` if another job saves in it or a file in it is a symbolic link.
   void prepare();
 
-  /// Returns the file system's error message if it has no locks. Two jobs can then save in the
-  /// folder until one of them finds the other's checkpoint. Returns nullopt if this object has a
-  /// lock, or before the first use of the folder.
+  /// Returns the error message if the file system does not support locks. Two jobs can then save in
+  /// the folder until one of them finds the other's checkpoint. Returns nullopt if this object has
+  /// a lock, or before the first use of the folder.
   std::optional<std::string> why_no_lock() const;
 
   /// Writes a checkpoint atomically, even if the process or the machine stops: writes and fsyncs a

@@ -21,7 +21,7 @@ class Disk {
   explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
   Disk(const Disk&) = delete;
 
-  /// Calls `function`, again if a signal interrupts it. Returns its result; if -1, errno is set.
+  /// Calls `function` until no signal interrupts it. Returns the last result; if -1, errno is set.
   auto call(const char* name, auto function) const {
     for (;;) {
       if (probe_) probe_(name);

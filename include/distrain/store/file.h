@@ -13,7 +13,7 @@
 #include "distrain/base/error.h"
 #include "distrain/net/socket.h"
 
-// The state of zlib, whose header the users of this one do not need.
+// The state of zlib, declared here so that users of this header do not need zlib's header.
 struct z_stream_s;
 
 namespace distrain::store {

@@ -64,8 +64,8 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.lease = {};
     its.has_task = false;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
-    // In training, answers at once unless another thread is handing out tasks. In kEnding, always
-    // answers at once, because a replacement may have joined while the other trainers end.
+    // In kTraining, replies at once unless another thread is handing out tasks. In kEnding, always
+    // replies at once: a replacement must not wait for trainers that have already ended.
     if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
       if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
     }
@@ -122,8 +122,8 @@ void LeaseScheduler::advance() {
   }
 }
 
-// Notifies all ranks of the trainers that wait for a task, so that no rank waits for a step of one
-// of them. Needed only after a loss, because trainers then make different numbers of steps.
+// Notifies all ranks of the trainers that wait for a task, so that no rank waits for their
+// steps. Needed only after a loss: until then all trainers make the same number of steps.
 void LeaseScheduler::tell_who_rests() {
   if (options_.take_over) return;
   std::vector<int> resting;
@@ -206,8 +206,8 @@ int64_t LeaseScheduler::gate_locked() const {
   return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
-// In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
-// furthest trainer before a joint task such as a save; otherwise they could deadlock.
+// Returns the steps of the furthest trainer. All trainers must reach them before a joint task such
+// as a save: in sync and ssp modes they wait for each other's steps and could otherwise deadlock.
 int64_t LeaseScheduler::furthest_locked() const {
   if (takes_over_) return 0;
   return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
@@ -332,8 +332,8 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (phase_ == Phase::kEnding) hooks_.on_end(is_stopped);
 }
 
-// Assigns all tasks before it delivers any, because a trainer that has its task may finish it and
-// request another before the rest have theirs.
+// Assigns all tasks before it delivers any. Otherwise a trainer could finish its task and request
+// another before the other trainers have theirs.
 void LeaseScheduler::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
   {

@@ -65,7 +65,7 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` for each rank but lost ones that the job continues without. Awaits the answers.
+/// Calls `ask` for each rank and awaits the answers. Omits lost ranks of a job that continues.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -77,8 +77,8 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
   }
 }
 
-/// Disarms the StopSignal of all ranks, so that a later signal ends a rank at once, unless a signal
-/// has already stopped the job (`stopped`) or stops it concurrently.
+/// Disarms the StopSignal of all ranks, so that a later signal ends a rank at once. If a signal has
+/// stopped the job (`stopped`) or stops it concurrently, ranks that get that signal late ignore it.
 void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (!agent) {
     stop.disarm(stopped);
@@ -92,7 +92,7 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (any && !stopped) end_on_all(agent, stop, true);  // a signal came after the last check
 }
 
-/// Throws if a tensor is in no part of `plan`, because the checkpoint is then of another model.
+/// Throws if a tensor of `snapshot` is in no part of `plan`, because the models then differ.
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
     for (const PartName& part : plan.parts) {
@@ -273,7 +273,7 @@ void TrainingHost::load() {
   for (const auto& [name, value] : agreed.items()) {
     if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
   }
-  // Checks the data before the options, because other data leads to other values of some options.
+  // Checks the data first: other data may change option values, and the error must name the cause.
   const auto data = plan_->agreed.find("data");
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
     const auto now = known_.options.find("data");
@@ -349,7 +349,7 @@ base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // On its second request a replacement has finished its first task, so it counts as useful.
+    // By its second request a replacement has finished a task, so its trial ends: note_of_use().
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);

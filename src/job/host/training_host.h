@@ -54,8 +54,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
-  /// Exposes the functions that trainers call on rank 0, and one by which rank 0 tells each rank's
-  /// `sink` that the rank may be lost. Must be called before join().
+  /// Exposes the functions that trainers call on rank 0, and the function by which rank 0 notifies
+  /// a rank's `sink` that the rank may be lost. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
   /// Registers a trainer, whose rank had `incarnation` earlier processes. The first call creates
@@ -65,7 +65,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Completes when no save is in progress. The next save waits, so that only one is in memory.
+  /// Completes when no save is in progress. Await it before a save, to have only one in memory.
   base::Future<void> await_save() { return checkpoints_.idle(); }
   /// Adds the parts of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);

@@ -111,7 +111,7 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   if (outcome.goal_missed) outcome.message = process.missed_goal();
 }
 
-/// One rank of a job: its agent, and the work of every job before and after the rank's own work.
+/// Runs one rank of a job. Does the work that all jobs share before and after RankBody::run.
 class RankRunner {
  public:
   /// If rank 0 assigned `job.rank`, `slot` is the reservation, and run() may throw SlotIsTaken. If
@@ -155,7 +155,7 @@ class RankRunner {
   Outcome run() {
     Outcome outcome;
     {
-      // Waits for the current save. The agent has ended by then, so no fetch of tensors is pending.
+      // Waits at the end for the current save. Its fetches of tensors have ended with the agent.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });
@@ -173,7 +173,7 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // The rank was taken: rank 0 refuses for all other reasons earlier, in Slot::reserve().
+        // A refused join means that the rank is taken: Slot::reserve() reports all other reasons.
         const bool is_refused =
             !agent_->is_admitted() && error.kind == base::ErrorKind::kRendezvous;
         if (has_asked_ && is_refused) throw SlotIsTaken();

@@ -29,9 +29,9 @@ std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// Writes trace events. The format requires that slices ("X") of one thread nest or do not overlap.
-// An end of a flow, "s" or "f" (with bp "e"), belongs to the slice that is open on its thread at
-// its time. Equal times count in file order, so each end directly follows its slice.
+// Writes trace events. Slices ("X") of a thread must nest or not overlap. A flow arrow's endpoint,
+// "s" or "f" (with bp "e"), belongs to the slice that is open on its thread at its time. Events of
+// equal time count in file order, so each endpoint is written directly after its slice.
 class Writer {
  public:
   Writer(store::OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {

@@ -30,8 +30,7 @@ class RunTrace {
   void begin(rpc::Agent& agent);
   /// Replaces begin() in a run without other ranks.
   void begin_alone() { begun_ = true; }
-  /// Gathers all traces on rank 0 while the others wait in Agent::shutdown. Keeps errors for
-  /// write().
+  /// Gathers all traces on rank 0 while other ranks wait in shutdown(). Keeps errors for write().
   void collect();
   /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
   std::optional<base::Error> write();

@@ -20,7 +20,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 
-/// State of the master. Holds `table` from the first trainer's request to the last trainer's.
+/// State of the master. Holds `table` from the first trainer's request until the last trainer's.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;

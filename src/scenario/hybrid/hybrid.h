@@ -35,8 +35,8 @@ struct HybridOptions : job::TrainerOptions {
   bool has_teacher() const { return data == kTeacher; }
   bool has_text() const { return !data.empty() && !has_teacher(); }
 
-  /// Bound of the uniform initial values of the table; 0 means standard normal, as in the tutorial.
-  /// With `data`, uses fastText's bound, so that the sum over a long text does not dominate.
+  /// Returns the bound of the table's uniform initial values, or 0 for the tutorial's N(0, 1). With
+  /// `data`, returns fastText's bound, so that the sum over the words of a long text stays small.
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
 
@@ -59,7 +59,7 @@ struct RandomBags {
 /// Random batches, with random labels or a teacher's, or the batches of a fastText-format file.
 class HybridData {
  public:
-  /// Reads the files. Throws `bad_data`.
+  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit HybridData(const HybridOptions& options);
   /// Reads test examples with the vocabulary of a checkpoint. They need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
@@ -68,7 +68,7 @@ class HybridData {
   /// Returns the number of rows of the embedding table.
   int64_t rows() const { return words_ ? words_->words.size() : options_.num_embeddings; }
   int64_t classes() const { return words_ ? std::ssize(words_->labels) : options_.classes; }
-  /// Adds the data properties that all trainers must share, and the vocabulary for predict.
+  /// Adds to `training` the vocabulary for predict and the data properties that all trainers share.
   void agree(job::TrainingPlan& training) const;
   int64_t steps_per_epoch() const {
     return sampler_ ? sampler_->steps_per_epoch() : options_.batches;

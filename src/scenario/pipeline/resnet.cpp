@@ -241,8 +241,8 @@ at::Tensor ConvNorm::convolve(const at::Tensor& x) const {
   const int64_t padding = kernel / 2;
   const int64_t samples = x.size(0), height = x.size(2), width = x.size(3);
   // For a 1x1 convolution of fewer than 16 images on one thread LibTorch uses a kernel that takes
-  // 1.5 times as long as oneDNN's. Pixels are independent in a 1x1 convolution, so pass halves,
-  // quarters, … of the images as images, without a copy.
+  // 1.5 times as long as oneDNN's. Pixels are independent in a 1x1 convolution, so pass each half,
+  // quarter, … of an image as an image of its own, without a copy.
   int64_t parts = 1;
   while (x.is_cpu() && kernel == 1 && stride == 1 && samples * parts < kImagesForOneDnn &&
          height % (2 * parts) == 0) {

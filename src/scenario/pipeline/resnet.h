@@ -93,7 +93,7 @@ class ResNetStage {
   /// statistics of the batch, otherwise the running statistics.
   at::Tensor forward(const at::Tensor& x, bool training = true) const;
 
-  /// Tensors by torchvision's names, in its order.
+  /// Tensors with torchvision's names, in torchvision's order.
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
   const Named& parameters() const { return parameters_; }
   /// Returns running_mean, running_var and num_batches_tracked of each batch norm.

@@ -21,10 +21,10 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, 
 ///
 /// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
 /// depend only on the seed and the batch. Files are read epoch after epoch: see full_batch().
-/// CIFAR-10 is normalised by channel, grey images by 0.5 and 0.5, with the channel repeated.
+/// CIFAR-10 is normalised by channel, grey images by mean and deviation 0.5, as three channels.
 class PipelineData {
  public:
-  /// Reads the files. Throws `bad_data`.
+  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit PipelineData(const PipelineOptions& options);
   /// Reads images to classify, in the format that the model of the checkpoint was trained on.
   PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
@@ -97,7 +97,7 @@ class PipelineModel {
 /// `num_split`. Prints the output lines.
 class PipelineRun {
  public:
-  /// Begins the model of the first `num_split`.
+  /// Begins the model for the first number of micro-batches in `num_split`.
   PipelineRun(const PipelineOptions& options, const PipelineData& data, PipelineModel& model,
               job::EventSink& sink);
 

@@ -38,7 +38,8 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == whole_resnet(model).last) {}
 
-// Copies buffers, because passes write to them in place. An update never writes held parameters.
+// Copies buffers, because passes write to them in place. Does not copy parameters: while another
+// tensor shares a parameter's memory, an update writes to a copy.
 rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   rpc::NamedTensors all = store::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {

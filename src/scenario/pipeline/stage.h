@@ -27,12 +27,12 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch);
 
-  /// Runs `input` through the stage without a context, with the running statistics of batch norm.
+  /// Runs `input` through the stage, with batch norm's running statistics and no autograd context.
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
-  /// Returns the gradients in the current context, by parameter, on the CPU.
+  /// Returns the gradients in the current autograd context, by parameter, on the CPU.
   rpc::NamedTensors gradients(rpc::CallContext& call);
   /// Returns a snapshot of parameters and buffers on the CPU.
   rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;

@@ -58,7 +58,7 @@ at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at:
 PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
                                     std::optional<uint64_t> dropout_key,
                                     std::optional<double> dropout_rate) {
-  // Trainers are ranks 1 and up. Get the progress before the versions, so that it is a lower bound.
+  // Trainer t is rank t + 1. Get the progress first: it must count no update that `versions` lack.
   const optim::Progress progress =
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);
@@ -91,7 +91,7 @@ std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t cont
 
 namespace {
 
-/// On the server: returns the net. The first call creates it.
+/// Returns the server's net. The first call creates it.
 rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed) {
   const auto& devices = call.agent.local<job::Job>().devices;
   return call.agent.make_rref(call.agent.shared<ConvNet>(seed, devices));

@@ -31,13 +31,13 @@ struct PsOptions : job::TrainerOptions {
 /// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
 class PsData {
  public:
-  /// Reads the files. Throws `bad_data`.
+  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit PsData(const PsOptions& options);
   /// Reads test images, which need no labels.
   PsData(const PsOptions& options, const std::string& images);
 
   job::Plan plan() const;
-  /// Adds the properties of the data that all trainers must share.
+  /// Adds to `training` the properties of the data that all trainers must share.
   void agree(job::TrainingPlan& training) const;
   data::ImageBatch batch(const job::Step& step);
   /// Has `training` evaluate the validation images after each epoch and the test images at the end.
@@ -46,7 +46,7 @@ class PsData {
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
   /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
-  /// Calls `use` with each batch of `share`. A batch takes no more memory than a training batch.
+  /// Calls `use` with each batch of `share`. Batches have `batch_size` images, but 16 to 128.
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 

@@ -67,8 +67,8 @@ class Environments {
       : seed_(seed), max_steps_(max_steps), environments_(static_cast<size_t>(count)) {}
 
   /// Plays one episode in each environment. Each step calls `select` for the environments that have
-  /// not ended; finally `report` gets the end states with the last rewards, which no request
-  /// carried. The start of an episode depends only on seed, environment and `episode`, so a resumed
+  /// not ended. At the end, calls `report` with the end states and last rewards, which `select` did
+  /// not get. The start of an episode depends only on seed, environment and `episode`, so a resumed
   /// job needs no generator state.
   void play(uint64_t episode, const std::function<Actions(const EnvironmentStates&)>& select,
             const std::function<void(const EnvironmentStates&)>& report);

@@ -29,7 +29,7 @@ double log_probability(double preference) {
                         : preference - std::log1p(std::exp(preference));
 }
 
-/// Sums in eight independent parts, so that additions can run in parallel.
+/// Computes the dot product in eight independent sums, so that additions can run in parallel.
 float dot(const float* a, const Row& b) {
   constexpr size_t kParts = 8;
   std::array<float, kParts> sums{};

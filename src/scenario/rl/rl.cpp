@@ -45,7 +45,7 @@ class PolicyAgent {
   rpc::Batcher<ActionRequest, Actions> batcher_;
 };
 
-/// Plays episodes. The agent creates one on each other rank.
+/// Plays episodes. The agent creates one Observer on each other rank.
 class Observer {
  public:
   using Constructor = Observer(rpc::RRef<PolicyAgent> agent, uint64_t seed, int64_t environments,

@@ -107,7 +107,7 @@ class Learner {
 
 void train_rl(job::Rank& rank, const RlOptions& options);
 void expose_rl(rpc::Agent& agent);
-/// Trains in one process without RPC, with bit-identical episodes.
+/// Trains in one process without RPC. The episodes equal those of train_rl() bit by bit.
 void train_rl_local(job::SingleProcess& local, const RlOptions& options);
 /// Plays episodes with the policy of a checkpoint, in environments not used in training.
 void predict_rl(job::Predictions& predictions, const RlOptions& options);

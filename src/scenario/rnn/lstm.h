@@ -11,7 +11,7 @@
 
 namespace distrain::scenario {
 
-/// The embedding table on the parameter server. Its gradients are sparse: only rows in the batch.
+/// The embedding table on the parameter server. Its sparse gradients have only the batch's rows.
 class WordEmbedding {
  public:
   WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
@@ -36,7 +36,7 @@ class Decoder {
   /// Returns scores [n, words] for float `hidden` [n, hidden], without recording gradients.
   at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
 
-  // As loss() and scores(), but for one version of parameters().
+  // Compute the results of loss() and scores() for one version of parameters().
   static at::Tensor loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
                             const at::Tensor& targets);
   static at::Tensor scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden);

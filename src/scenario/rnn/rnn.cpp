@@ -31,7 +31,7 @@ struct RemoteEnds {
       std::tuple(&RemoteEnds::embedding, &RemoteEnds::decoder, &RemoteEnds::parameters);
 };
 
-/// On the server: returns the embedding and the decoder. The first call creates them.
+/// Returns the server's embedding and decoder. The first call creates them.
 RemoteEnds ends_of_job(rpc::CallContext& call, int64_t words, int64_t emsize, int64_t nhid,
                        uint64_t seed) {
   rpc::Agent& agent = call.agent;

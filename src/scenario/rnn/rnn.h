@@ -42,13 +42,13 @@ using WordBatch = data::TokenColumns::Batch;
 /// columns. Without a file, the words are random.
 class RnnData {
  public:
-  /// Reads the files. Throws `bad_data`.
+  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit RnnData(const RnnOptions& options);
   /// Reads a text to evaluate with the vocabulary of a checkpoint.
   RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text);
 
   job::Plan plan() const;
-  /// Adds the data properties that all trainers must share, and the vocabulary for predict.
+  /// Adds to `training` the vocabulary for predict and the data properties that all trainers share.
   void agree(job::TrainingPlan& training) const;
   /// Returns the size of the vocabulary.
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
@@ -85,7 +85,7 @@ class LanguageModel {
 
   /// Returns the loss of a training batch, and updates the state for the next batch.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
-  /// Adds evaluations of valid() and test(). This object and `data` must outlive the training.
+  /// Has `training` evaluate data.valid() and data.test(). This object and `data` must outlive it.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
   /// Evaluates a share of `text` from a zero state, without gradients.
   job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
