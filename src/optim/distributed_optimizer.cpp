@@ -291,7 +291,7 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Sums in the order of the owners' ranks, so that all participants get bitwise equal scales.
+// Adds the norms in rank order, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
   const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;
