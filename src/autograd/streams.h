@@ -37,7 +37,7 @@ void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& n
 void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
-/// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
+/// Returns the stream in which this thread has just computed `tensor`, or nullopt on the CPU.
 std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 
 /// Makes the current stream wait for `producer`, which computes `tensor`. Returns true if the two

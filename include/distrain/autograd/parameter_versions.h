@@ -28,7 +28,7 @@ class Runtime;
 // parameters on the agent's device, from version() and unshare() on for parameters elsewhere.
 //
 // A module that is reused for many passes renews its versions when no graph has saved them. Idle
-// versions would make each update copy parameters, so it first asks VersionKeepers to release them.
+// versions would make updates copy parameters, so updates first ask VersionKeepers to release them.
 //
 // A lookup with sparse gradients does not save its table, so in-flight lookups cause no copy. A
 // pass that has saved the table (trained per-sample weights, a tied decoder) causes one.
