@@ -31,7 +31,7 @@ bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Returns the device on which an operation draws: that of its first tensor or its device argument.
+// Returns the device on which an operation draws: its first tensor's device or its device argument.
 c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().device();
