@@ -85,8 +85,8 @@ void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indic
   for (size_t i = 0; i < indices.size(); ++i) into[indices[i]] = std::move(states.at(i));
 }
 
-// Throws `invalid` if `value` is a DDP replica. Steps of a shared parameter wait for other
-// trainers, which never step this replica, because each steps its own.
+// Throws `invalid` if `value` is a DDP replica. Each trainer steps its own replica, so a step of a
+// shared parameter would wait forever for the other trainers.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);

@@ -22,8 +22,8 @@ struct Sharing {
   Mode mode = Mode::kAsync;
   /// Number of ranks that call step(). In kSync and kSsp all of them make the same number of calls.
   int participants = 1;
-  /// This rank's number among the participants, from 0; means are summed in this order. kOnlooker:
-  /// this rank makes no steps and only reads or loads the optimizer's state.
+  /// This rank's number among the participants, from 0. Gradients are summed in this order.
+  /// kOnlooker: this rank makes no steps and only reads or loads the optimizer's state.
   int participant = 0;
   int64_t staleness = 0;  ///< kSsp only: maximum lead over the slowest participant, in steps
 };
