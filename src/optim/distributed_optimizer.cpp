@@ -86,7 +86,7 @@ void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indic
 }
 
 // Throws `invalid` if `value` is a DDP replica. Each trainer steps its own replica, so a step of a
-// shared parameter would wait forever for the other trainers.
+// shared parameter may wait forever for the other trainers.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
