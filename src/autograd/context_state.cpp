@@ -15,7 +15,7 @@ bool is_own_memory(const at::Tensor& tensor) {
 bool is_own(const at::Tensor& tensor) {
   if (tensor.use_count() > 1) return false;
   if (!tensor.is_sparse()) return is_own_memory(tensor);
-  // Read the members, because _indices() and _values() return aliases with separate use counts.
+  // Read the impl, because the tensor's _indices() and _values() are aliases with own use counts.
   const auto* const sparse = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
   const at::Tensor indices = sparse->indices(), values = sparse->values();
   constexpr size_t kHereAndInTensor = 2;

@@ -52,7 +52,7 @@ class ContextState {
     return results_;
   }
 
-  /// Adds `node`. Returns false and does nothing if `node` answers a call that has been given up.
+  /// Adds `node`. Returns false and does nothing if the call that `node` answers was given up.
   bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
   std::shared_ptr<SendNode> send(uint64_t autograd_id) const {
     std::lock_guard lock(mutex_);
@@ -67,7 +67,7 @@ class ContextState {
     auto taken = sends_.extract(autograd_id);
     return taken ? std::move(taken.mapped()) : nullptr;
   }
-  /// Removes the send node of the reply to `call` of rank `caller`; add_send() refuses a late one.
+  /// Removes the send node of the reply to `call` of rank `caller`, and makes add_send() refuse it.
   std::shared_ptr<SendNode> give_up(int caller, uint64_t call);
 
   /// Begins a pass on the initiator. Throws `invalid` if another pass is in flight.
@@ -127,7 +127,7 @@ class ContextState {
     std::lock_guard lock(mutex_);
     hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
   }
-  /// Registers `fn`. Returns false and does nothing if `pass` is not 0 and is not running.
+  /// Registers `fn` for the end of `pass` (0: any pass). Returns false if that pass does not run.
   bool on_pass_end(std::function<void()> fn, uint64_t pass = 0) {
     std::lock_guard lock(mutex_);
     if (pass != 0 && !runs_locked(pass)) return false;

@@ -73,7 +73,7 @@ bool ParameterUpdate::unshare(const at::Tensor& parameter) const {
   const at::NoGradGuard no_grad;
   at::Tensor moved = parameter;
   moved.set_data(parameter.detach().clone());
-  // Makes a graph that saved the parameter itself instead of a version fail in its backward pass.
+  // A graph that has saved the parameter itself, not a version, must fail in its backward pass.
   torch::autograd::impl::bump_version(moved);
   return true;
 }

@@ -268,13 +268,13 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   if (!context) return;
   const rpc::ContextScope inside(agent_, context->id());  // for ContextRef::current() in hooks
   call_pre_hooks(accumulate, grads);
-  // If there are post-hooks, `grads` keeps a reference for them, so the context makes a copy.
+  // If there are post-hooks, they get the gradient from `grads`, so the context stores a copy.
   at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
   if (gradient.defined()) {
     if (!context->accumulate(variable, std::move(gradient), id_)) return;
     announce(context, variable);
   }
-  // Calls post-hooks without outputs and even without a gradient, as torch's DistEngine does.
+  // As torch's DistEngine, calls post-hooks without outputs, and even if there is no gradient.
   for (const auto& hook : accumulate.post_hooks()) (*hook)({}, grads);
 }
 
@@ -323,7 +323,7 @@ base::Status Pass::outcome_of(PassReports reports) const {
   }
   if (what.empty()) return base::Unit{};
   const auto context = context_.lock();
-  // Names the last of the unused results, because it is nearest to the loss.
+  // Names the last unused result, because it is nearest to the loss.
   for (const auto& [id, from, function] : context ? context->results() : CallResults()) {
     if (reports[from].waiting == 0 || returned_.contains(id)) continue;
     what =

@@ -103,9 +103,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
-  /// Fails the pass and the context's hooks for it. Does nothing if the context has a newer pass.
+  /// Fails the pass on this rank and drops its hooks. Does nothing if the context has a newer pass.
   void fail(const base::Error& error);
-  /// Stops the pass: fails the acknowledgement that is due, calls `between`, fails run_roots().
+  /// Fails the acknowledgement that is due, calls `between`, then fails the future of run_roots().
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all work of the pass on this rank.

@@ -77,7 +77,7 @@ struct InitiatedPass {
     });
   }
   void end() { state->finish_pass(pass->id()); }
-  /// Must not run on the loop thread, because it destroys the user's hooks.
+  /// Destroys the user's hooks, so it must not run on the loop thread.
   void fail(const base::Error& error) {
     state->fail_pass(pass->id(), error);
     runtime->fail_pass(state->id(), pass->id(), error);
@@ -128,7 +128,7 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
-// Marks the contexts from `first_ended` to `id` as ended. Takes context `id` if this rank has it.
+// Marks contexts `first_ended` to `id` as ended. Removes and returns context `id`, if present.
 std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_t id) {
   uint64_t last = id;
   for (auto range = ended_.lower_bound(first_ended - 1);
@@ -243,7 +243,7 @@ void Runtime::on_given_up(uint64_t context, int to, uint64_t call) {
 
 void Runtime::on_given_up_by(uint64_t context, int caller, uint64_t call) {
   try {
-    // Creates a missing context, because the call may still arrive and run on this rank.
+    // Creates a missing context to record the given-up call, which may still arrive and run here.
     throw_away(find_or_create(context)->give_up(caller, call));
   } catch (const base::Exception&) {  // the context has ended
   }

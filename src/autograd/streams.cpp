@@ -24,7 +24,7 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     return;
   }
   const c10::Stream stream = producer ? *producer : rpc::current_stream(device);
-  // No node is needed: InputBuffer uses it only to warn about leaves that several streams use.
+  // Pass no node: InputBuffer uses the node only to warn about leaves that several streams use.
   inputs.add(input, std::move(gradient), stream, stream_of(node), nullptr);
 }
 

@@ -25,8 +25,8 @@ namespace distrain::autograd {
 // On the CPU all of this costs one check of the device of each input of a node. Node::stream() is
 // not used, because it would make torch decide for good that there is no accelerator.
 
-/// Returns the stream in which `node` runs: that of the first output of its forward function on an
-/// accelerator. Returns nullopt if no output is on an accelerator.
+/// Returns the stream in which `node` runs: the stream of the first output of its forward function
+/// that is on an accelerator. Returns nullopt if no output is on an accelerator.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
 /// Adds `gradient`, computed in `producer` or the current stream, to input `input` of `node`.
@@ -37,10 +37,10 @@ void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& n
 void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
-/// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
+/// Returns the stream in which this thread has just computed `tensor`, or nullopt on the CPU.
 std::optional<c10::Stream> producer_of(const at::Tensor& tensor);
 
-/// Makes the current stream wait for `producer`, which computes `tensor`. Returns true if these
+/// Makes the current stream wait for `producer`, which computes `tensor`. Returns true if the two
 /// streams differ.
 bool wait_for_producer(const at::Tensor& tensor, const std::optional<c10::Stream>& producer);
 
@@ -58,7 +58,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device) { order(device, false); }
-  /// As read(device). Also keeps the memory for the current stream if unshare() replaces it.
+  /// Waits for earlier updates. Keeps the memory valid for this stream if unshare() replaces it.
   void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device) { order(device, true); }

@@ -223,7 +223,7 @@ void Backend::shutdown() { core_->close(); }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
-  // Check all tensors first, because a partly started list would put this rank out of step.
+  // Check all tensors first: if only part of the list started, the ranks would get out of step.
   for (const at::Tensor& tensor : tensors) check_reduction(tensor, options.reduceOp.op_);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {

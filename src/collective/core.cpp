@@ -102,7 +102,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
       }
     }
     lock.unlock();
-    // Starts even if an early message has failed the operation, so that it fails on all ranks.
+    // Start even an operation that an early message has failed, so that it fails on all ranks.
     try {
       if (await_room(*operation)) {
         operation->start();
@@ -151,7 +151,7 @@ void Core::send_refusals(uint64_t first, int count, const Error& error) {
 
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
-  // Starts with the next rank to spread the load. Skips lost ranks: the others need the message.
+  // Sends to the next rank first, to spread the load, and to all others, even if a send fails.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
@@ -233,7 +233,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
           what};
 }
 
-// Waits for room as in Note [Window of a group]. Returns false if the operation fails or expires.
+// Waits for room (Note [Window of a group]). Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;

@@ -15,7 +15,7 @@ namespace {
 constexpr uint32_t kMagic = 0x6c6f6364;  // "dcol"
 constexpr size_t kLongestRefusal = 16384;
 
-/// The header as it is sent: little-endian, at offsets 0, 4, 5, 6, 7, 8, 12, 16, 24 and 56.
+/// The header on the wire: little-endian members at offsets 0, 4, 5, 6, 7, 8, 12, 16, 24 and 56.
 struct Header {
   uint32_t magic = kMagic;
   OpKind kind{};

@@ -35,7 +35,7 @@ struct OpSpec {
 
 /// Returns text such as "allreduce(sum, Float, 544 bytes)".
 std::string describe(const OpSpec& spec);
-/// Returns the name without the algorithm: "allreduce".
+/// Returns the operation's name without the algorithm, such as "allreduce".
 const char* kind_name(OpKind kind);
 
 /// Each message starts with a header (struct Header in message.cpp), whose size keeps the data

@@ -88,7 +88,7 @@ void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> com
 }
 
 void CommunicatorSet::end(const Error& error) {
-  // Set the error first: an aborted stream goes on with wrong results, and an abort may hang.
+  // Set the error before abort(), which may hang and lets streams go on with wrong results.
   if (!failure_->fail(error)) return;
   std::unique_lock lock(mutex_);
   const auto communicators = std::exchange(communicators_, {});

@@ -20,7 +20,7 @@
 
 namespace distrain::cuda {
 
-/// Runs calls that may never return from NCCL on detached threads. Thread-safe.
+/// Runs calls on detached threads, because they may never return from NCCL. Thread-safe.
 class DetachedTasks : public std::enable_shared_from_this<DetachedTasks> {
  public:
   void run(base::Task task) noexcept;
@@ -71,7 +71,7 @@ class CommunicatorFailure {
 /// The communicators of a group, one per device, which end together. Thread-safe.
 class CommunicatorSet {
  public:
-  /// Returns the communicator of device `number` (numbered in the group), or null if it has none.
+  /// Returns the communicator of device `number` (numbered in the group), or null if there is none.
   std::shared_ptr<DeviceCommunicator> find(size_t number) const;
   void add(size_t number, std::shared_ptr<DeviceCommunicator> communicator);
 
@@ -102,7 +102,7 @@ class Watchdog {
   ~Watchdog();
 
   struct Item;
-  /// Watches an operation from before the call of NCCL until `done` is reached. `op` is for errors.
+  /// Watches `op` until the point set by enqueued(). Call it before NCCL gets the operation.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set,
                               std::shared_ptr<DeviceCommunicator> communicator, std::string op);
   /// Sets the point at which NCCL's work for `item` ends.

@@ -48,7 +48,7 @@ fs::path find_plugin() {
     return given;
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
-  // A build puts the plugin beside the program or library, an installation into the library folder.
+  // A build puts the plugin beside the program or library; an installation, in the library folder.
   static const char kHere = 0;
   for (const fs::path& place :
        {folder, folder_of(&kHere), folder.parent_path() / DISTRAIN_LIBDIR}) {

@@ -73,12 +73,12 @@ struct RankReport {
 };
 
 constexpr std::chrono::milliseconds kTellEvery{20};
-/// Longer than the communicators' kDrainTimeout, so that their destructors can finish.
+/// Time limit for all communicators' destructors; longer than kDrainTimeout, the limit of each.
 constexpr std::chrono::seconds kEndTimeout{12};
 
 class NcclWork final : public collective::ReduceWork {
  public:
-  /// The end of NCCL's work in its stream, and the failure of its communicators if there is one.
+  /// The point in the stream at which NCCL's work ends, and the communicators' failure, if any.
   struct Enqueued {
     rpc::StreamPoint done;
     std::shared_ptr<CommunicatorFailure> failure;
@@ -275,7 +275,7 @@ class NcclReduceGroup final : public ReduceGroup {
 
   int own_rank() const { return world_rank(rank()); }
 
-  // Throws unless all ranks have sent the same description and none reports a failure.
+  // Throws unless all ranks have sent the same description and no rank reports a failure.
   void agree(const OpSpec& mine, const RankReport& report) {
     struct Arrival {
       OpSpec spec;

@@ -16,7 +16,7 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Copies between tensors of one shape and device. Converts the dtype if the user has changed it.
+// Copies between tensors of one shape and device. Converts the values if the dtypes differ.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
   if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
     if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());

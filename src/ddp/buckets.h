@@ -36,13 +36,13 @@ class Bucket {
   /// Copies `gradient`, of the parameter's shape and dtype, into flat().
   void store(size_t slot, const at::Tensor& gradient);
   bool complete() const { return missing_ == 0; }
-  /// Starts the mean over the group, after the work of all store() calls. Requires complete().
+  /// Starts the averaging over the group, after the work of all store() calls. Requires complete().
   void start_average(collective::ReduceGroup& group, const collective::PassNumber& pass);
   /// Waits for the mean. Throws as ReduceWork::wait does.
   void wait();
   /// Copies the mean of member `slot` to `to`, of the same shape.
   void load(size_t slot, const at::Tensor& to) const;
-  /// Ends a pass. The next pass uses the memory after the work of this thread's current stream.
+  /// Ends a pass. The next pass waits for this thread's current stream before it uses the memory.
   void end();
   /// Ends a failed pass. Its operation may still use the memory, so the next pass uses new memory.
   void drop();

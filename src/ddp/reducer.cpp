@@ -143,7 +143,7 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
   context.on_pass_end(end_of(pass, into(context)));
 }
 
-// Returns the function that ends a pass. Gives up the pass if its last copy is destroyed uncalled.
+// Returns the function that ends a pass. If destroyed without a call, it gives up the pass.
 std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
   const std::weak_ptr<Impl> weak = weak_from_this();
   std::shared_ptr<void> open(nullptr, [weak, pass](void*) {
@@ -161,7 +161,7 @@ Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) 
   return nullptr;
 }
 
-// Returns how many collectives of the current pass have not started.
+// Returns the number of collectives of the current pass that have not started.
 int Reducer::Impl::collectives_left_locked() const {
   const bool measures = measured_pass_ == 0 && buckets_.size() > 1;
   return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
@@ -236,7 +236,7 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
     // Refuse the pass, because other ranks wait for it. If the context still expects the pass, the
-    // function of end_of() refuses the pass.
+    // function of end_of() is registered with the context and refuses the pass instead.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
@@ -285,7 +285,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
       announced->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    // Look again: if the pass began on an engine thread, there was no current context.
+    // Look for an expectation again: an engine thread that began the pass had no current context.
     if (!deliver) answer_expectation_locked();
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);
@@ -340,8 +340,8 @@ void Reducer::Impl::store_means(const Deliver& deliver) {
   }
 }
 
-// Returns rank 0's arrival order on all ranks, because the ranks' orders may differ. Uses a mean,
-// exact in doubles, because a mean, unlike a broadcast, succeeds on all ranks or on none.
+// Returns the order in which rank 0's gradients became ready; the ranks' orders may differ. Uses a
+// mean (exact in doubles), because a mean, unlike a broadcast, succeeds on all ranks or on none.
 std::vector<int64_t> Reducer::Impl::agreed_order() {
   const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
   auto* const values = shared.data_ptr<double>();

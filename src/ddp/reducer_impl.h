@@ -61,7 +61,7 @@ using base::ErrorKind;
 // ranks. If a Reducer is used without forwards, plain passes have no number.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
-/// Stores a parameter's mean gradient for the pass. If null, the mean goes to `.grad`.
+/// Stores a parameter's mean gradient for the pass. A null function stands for storing in `.grad`.
 using Deliver = std::function<void(const at::Tensor& parameter, const at::Tensor& mean)>;
 
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
@@ -85,7 +85,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     uint64_t last_pass = 0;  // the last pass in which the parameter got a gradient
   };
 
-  /// The number of a forward pass, and of its backward passes so far. See Note [Numbers of passes].
+  /// A forward pass's number and count of backward passes. See Note [Numbers of passes].
   struct ForwardCount {
     uint64_t forward = 0;
     uint64_t passes = 0;

@@ -31,7 +31,7 @@ bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Returns the device on which an operation draws: that of its first tensor or its device argument.
+// Returns the device on which an operation draws: its first tensor's device or its device argument.
 c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().device();
@@ -54,7 +54,7 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
 
 void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
-  // Torch copies the dispatch keys, but not `t_random`, to other threads. Those draw as usual.
+  // Other threads get the dispatch keys from torch, but not `t_random`, so they draw as usual.
   if (KeyedRandom* random = t_random) {
     const auto& arguments = op.schema().arguments();
     const size_t first = stack->size() - arguments.size();

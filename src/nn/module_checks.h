@@ -16,16 +16,16 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-/// Returns the dtype and the shape.
+/// Returns the tensor's dtype and shape as text.
 std::string text_of(const at::Tensor& tensor);
 
-/// Refuses modules with running statistics. SharedModule::check_unchanged() might miss them,
+/// Refuses modules with running statistics. SharedModule::check_unchanged() might miss a change,
 /// because some of torch's kernels write the statistics without incrementing the tensor's version.
 void refuse_running_statistics(const torch::nn::Module& root, const std::string& name);
 /// Refuses parameters and buffers that an update cannot replace. `module` is the module's name.
 void refuse_parameters(const std::vector<NamedTensor>& parameters,
                        const std::vector<NamedTensor>& buffers, const std::string& module);
-/// Returns true if a table in `root` has sparse gradients. Refuses tables with max_norm.
+/// Returns true if an Embedding(Bag) in `root` has sparse gradients. Refuses tables with max_norm.
 bool has_row_gradients(const torch::nn::Module& root, const std::string& name);
 /// Refuses a replica whose tensors `again` differ from those of the first replica.
 void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,

@@ -16,7 +16,7 @@ std::string name_of(const PipelineStep& step) {
   return (step.kind == Kind::kForward ? "F" : "B") + std::to_string(step.micro_batch);
 }
 
-/// Returns the row of a stage that makes up to `ahead` more forward than backward passes.
+/// Returns the steps of a stage that runs up to `ahead` more forward than backward passes.
 std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
   std::vector<PipelineStep> steps;
   int64_t forward = 0;

@@ -90,8 +90,8 @@ struct SharedModule::Replica {
   bool in_forward = false;     // guarded by SharedModule::mutex_
 };
 
-// Returns true if a graph has saved a parameter. The copies at the end acquire the use counts, so
-// that a released graph has finished reading the parameters before the next pass.
+// Returns true if a graph has saved a parameter. Copying and resetting each handle synchronizes
+// with a thread that has released a graph, so the graph's reads are over before the next pass.
 bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i].use_count() != replica.handles[i]) return true;

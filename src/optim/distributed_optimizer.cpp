@@ -85,8 +85,8 @@ void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indic
   for (size_t i = 0; i < indices.size(); ++i) into[indices[i]] = std::move(states.at(i));
 }
 
-// Throws `invalid` if `value` is a DDP replica. Steps of a shared parameter wait for other
-// trainers, which never step this replica, because each steps its own.
+// Throws `invalid` if `value` is a DDP replica. Each trainer steps its own replica, so a step of a
+// shared parameter may wait forever for the other trainers.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
@@ -291,7 +291,7 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Sums in the order of the owners' ranks, so that all participants get bitwise equal scales.
+// Adds the norms in rank order, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
   const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;

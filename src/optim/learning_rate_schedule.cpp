@@ -149,7 +149,7 @@ LearningRateSchedule::Shape parse_shape(Part part) {
   return shape;
 }
 
-// Formats `values` without the trailing ones that are equal to their defaults.
+// Formats `values` without the trailing values that are equal to their defaults.
 std::string optional_values(std::vector<double> values, const std::vector<double>& defaults) {
   while (!values.empty() && values.back() == defaults[values.size() - 1]) values.pop_back();
   std::string text;
@@ -215,7 +215,7 @@ double LearningRateSchedule::factor(int64_t step, int64_t epoch) const {
     return unit == ScheduleUnit::kEpochs ? epoch : step;
   };
   const int64_t warming = behind(warm_up_.unit);
-  // If there is a warm-up, its unit is that of the shape: see the constructor.
+  // The constructor has checked that the warm-up, if there is one, has the shape's unit.
   const int64_t since = behind(unit_of(shape_).value_or(warm_up_.unit)) - warm_up_.length;
   const double shaped = shape_factor(shape_, state_, std::max<int64_t>(since, 0));
   if (warming >= warm_up_.length) return shaped;

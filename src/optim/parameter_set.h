@@ -50,7 +50,7 @@ class ParameterSet {
     for (size_t i = 0; i < parameters_.size(); ++i) states.push_back(rule_of(i).state(i));
     return states;
   }
-  /// Returns copies of `state`, one for each parameter, for adopt(). Throws `bad_data` on mismatch.
+  /// Returns copies of `state` for adopt(). Throws `bad_data` if one does not fit its parameter.
   std::vector<UpdateRule::Loaded> load(std::span<const ParameterState> state) const {
     std::vector<UpdateRule::Loaded> loaded;
     for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -26,7 +26,7 @@ base::Error participant_lost(rpc::ProcessNumber process) {
   return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
-// Sums in the order of the participants, so that the result does not depend on arrival order.
+// Adds the gradients in the order of the participants, so that the order of arrival has no effect.
 template <class Parts>
 Gradients means(const Parts& by_participant) {
   std::vector<Gradients> in_order;
@@ -36,7 +36,7 @@ Gradients means(const Parts& by_participant) {
 
 }  // namespace
 
-/// Completes promises in its destructor. Declare it before a lock, which is then released first.
+/// Completes promises in its destructor. Declare it before a lock, to release the lock first.
 class ParameterUpdater::Completions {
  public:
   ~Completions() {
@@ -196,7 +196,7 @@ void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
   }
 }
 
-// Returns an error if a participant has left for which `is_needed` returns true.
+// Returns an error if a participant for which `is_needed` returns true has left.
 template <class IsNeeded>
 std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& is_needed) const {
   for (int number = 0; number < options_.participants; ++number) {

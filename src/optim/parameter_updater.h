@@ -11,7 +11,7 @@
 
 namespace distrain::optim {
 
-/// The part of a parameter group that is in one ParameterUpdater, where groups are contiguous.
+/// A parameter group in one ParameterUpdater, which has the parameters of a group side by side.
 struct GroupOptions {
   OptimizerFields options;
   uint64_t parameters = 0;  ///< number of parameters
@@ -65,8 +65,8 @@ class ParameterUpdater {
   ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
                    UpdaterOptions options, std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// Registers `process` as a process of `participant`. If all earlier processes of the participant
-  /// are lost, `process` replaces them, with at least the slowest participant's number of steps.
+  /// Registers `process` as a process of `participant`. Replaces the participant's processes if all
+  /// of them are lost. The participant then counts at least as many steps as the slowest one.
   void take_part(int participant, rpc::ProcessNumber process);
 
   /// Applies a participant's gradients. The future completes when the participant may begin its
@@ -76,8 +76,8 @@ class ParameterUpdater {
                               rpc::ProcessNumber process);
 
   /// Returns the squared norms of the gradients that step() would apply. In kSync the future
-  /// completes when all participants have called, with the norm of the mean gradients and the mean
-  /// of `arguments.own`. Otherwise the norms are this participant's.
+  /// completes when all participants have called norms_squared(), with the norm of the mean
+  /// gradients and the mean of `arguments.own`. Otherwise the norms are this participant's.
   base::Future<Norms> norms_squared(const NormArguments& arguments, Gradients gradients);
 
   /// Throws `invalid` if this updater has different parameters or options.
@@ -87,9 +87,9 @@ class ParameterUpdater {
   /// waits for the lost process any more and none of its steps is applied. Otherwise every current
   /// and later wait for other participants fails with the rank-loss error.
   void on_rank_lost(const rpc::Loss& loss);
-  /// Notes that `process` pauses: no participant waits for it until its next step.
+  /// Notes that `process` pauses. Until its next step, no participant waits for it.
   void rest(rpc::ProcessNumber process);
-  /// Notes that `process` has stopped. In kSync and kSsp, waits for its steps fail (`peer_lost`).
+  /// Notes that `process` has stopped. In kSync and kSsp, waiting for its steps throws `peer_lost`.
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const {
@@ -111,7 +111,7 @@ class ParameterUpdater {
     return std::nullopt;
   }
 
-  /// Returns what each step waits for. If an update runs, reports the update instead of blocking.
+  /// Describes the waits of pending steps. Does not wait for a running update, but describes it.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
@@ -158,7 +158,7 @@ class ParameterUpdater {
     }
   };
 
-  // Counts the thread as blocked: the holder of mutex_ may wait for readers that need a thread.
+  // Counts the thread as blocked, so that the pool can run readers for which mutex_'s holder waits.
   std::unique_lock<std::mutex> lock() const {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock) return lock;

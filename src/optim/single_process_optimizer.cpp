@@ -70,8 +70,8 @@ void SingleProcessOptimizer::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: scales each update by the norm of its own and the replicas'
-// gradients. Scales the replicas the same if there is one update, otherwise by their own norm.
+// Clips as DistributedOptimizer does: an update's scale depends on its gradients and the replicas'.
+// A single update shares its scale with the replicas; otherwise the replicas have their own scale.
 void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

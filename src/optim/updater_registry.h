@@ -22,7 +22,7 @@ class UpdaterRegistry final : public rpc::Layer {
                           Counts counts = Counts::kYes) {
     std::lock_guard lock(mutex_);
     std::erase_if(updaters_, [](const auto& known) { return known.second.expired(); });
-    // Look up every parameter, because none may have two updaters.
+    // Look up every parameter, because no parameter may have two updaters.
     for (const at::Tensor& parameter : parameters) {
       const UpdaterPtr updater = find_locked(parameter);
       if (!updater) continue;
@@ -69,9 +69,9 @@ class UpdaterRegistry final : public rpc::Layer {
     return waits;
   }
 
-  /// Makes on_shutdown() leave the updaters on `owners`, which the calling thread steps. For a pool
-  /// worker, makes on_shutdown() not leave them: a worker serves calls during shutdown(), so it may
-  /// make more steps.
+  /// Records that the calling thread steps the updaters on `owners`, so that on_shutdown() leaves
+  /// them. A pool worker removes `owners` from the record: it serves calls during shutdown(), so it
+  /// may make more steps.
   void note_steps(const std::set<int>& owners) {
     const bool serves = base::thread_state().observer != nullptr;
     std::lock_guard lock(mutex_);

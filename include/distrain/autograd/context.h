@@ -44,7 +44,7 @@ class Context {
 
   /// Returns (variable, gradient) for each leaf on this rank that the passes have reached.
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
-  /// Returns an undefined tensor if the context has no gradient for `variable`.
+  /// Returns this rank's gradient of `variable`, or an undefined tensor if there is none.
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
 
@@ -78,13 +78,13 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the pass in which a LeafHook got this reference, otherwise 0.
+  /// Returns the number of the pass that gave this reference to a LeafHook, or 0 if no pass did.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
   /// Returns true while this rank's part of pass() runs.
   bool runs() const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  /// Registers `fn` as Context::on_pass_end does. Returns false if the context or pass() has ended.
+  /// Registers `fn` (see Context::on_pass_end). Returns false if the context or pass() has ended.
   bool on_pass_end(std::function<void()> fn) const;
 
  private:
@@ -93,7 +93,7 @@ class ContextRef {
   std::weak_ptr<ContextState> state_;
 };
 
-/// A post-accumulate hook that passes of a context also call, although they do not run
+/// A post-accumulate hook that is also called by passes over a context, which do not run
 /// AccumulateGrad. A pass fails if a leaf has a post-accumulate hook of another type.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
@@ -129,7 +129,7 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
 void fail_passes(const Context& context, const base::Error& error);
 
 /// Returns the gradient of `variable` in context `id` on the rank of `agent`, or an undefined
-/// tensor. For handlers that receive a context's id, such as an optimizer's.
+/// tensor. For remote functions that receive a context's id, such as an optimizer's step.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 
 /// Adds the gradients of context `from` to those of `to` on the rank of `agent` and clears `from`,
@@ -138,7 +138,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 
 /// Callbacks of one rank for the next pass over a context.
 struct PassGuard {
-  /// Called when gradients arrive from another rank. The pass uses them when the future is done.
+  /// Called when another rank's gradients arrive. The pass uses them once the future is done.
   std::function<base::Future<void>()> admit;
   /// Called when this rank's part of the pass has run, after all Context::on_pass_end hooks.
   std::function<void()> on_end;
@@ -147,8 +147,8 @@ struct PassGuard {
 };
 
 /// Sets the guard of the current context. Throws `invalid` if there is no current context. The
-/// functions must own all that they use, because they are kept until the pass or the context ends
-/// on this rank, perhaps after the last RRef to the handler's object is gone.
+/// functions must own the objects that they use, because the guard is kept until the pass or the
+/// context ends on this rank, and the last RRef to these objects may be gone by then.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

@@ -28,7 +28,7 @@ class Runtime;
 // parameters on the agent's device, from version() and unshare() on for parameters elsewhere.
 //
 // A module that is reused for many passes renews its versions when no graph has saved them. Idle
-// versions would make each update copy parameters, so it first asks VersionKeepers to release them.
+// versions would make updates copy parameters, so updates first ask VersionKeepers to release them.
 //
 // A lookup with sparse gradients does not save its table, so in-flight lookups cause no copy. A
 // pass that has saved the table (trained per-sample weights, a tied decoder) causes one.
@@ -36,7 +36,7 @@ class Runtime;
 /// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
 /// (base::BlockingScope). While a reader is blocked elsewhere, such as in a nested call, new
-/// readers do not queue behind writers, because the blocked reader may depend on a new one.
+/// readers do not queue behind writers, because the blocked reader may depend on a new reader.
 class ParameterLock {
  public:
   void lock_shared() {
@@ -88,8 +88,8 @@ class ParameterLock {
   int readers_ = 0, blocked_readers_ = 0, waiting_writers_ = 0;
 };
 
-/// Keeps the parameters of the agent unchanged while it lives. Keep its lifetime short. Objects on
-/// one thread must be destroyed on that thread, in reverse order.
+/// A scoped lock that prevents updates of the agent's parameters. Keep its scope short. A thread
+/// must destroy the locks that it created, in reverse order.
 class ParameterRead final : base::BlockObserver {
  public:
   explicit ParameterRead(rpc::Agent& agent);
@@ -101,8 +101,8 @@ class ParameterRead final : base::BlockObserver {
   /// The version requires a gradient if `parameter` does and gradients are enabled.
   at::Tensor version(const at::Tensor& parameter) const;
 
-  /// Makes `version` share the storage of `parameter` and keep its gradient edge. No graph may have
-  /// saved `version`.
+  /// Makes `version` share the storage of `parameter`. The gradient edge of `version` stays the
+  /// same. The caller ensures that no graph has saved `version`.
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
@@ -129,7 +129,7 @@ class VersionKeeper {
 /// Registers `keeper`. While the keeper lives, each update calls its release_versions() first.
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper);
 
-/// Locks the agent's parameters for writing while it lives.
+/// A scoped lock of the agent's parameters for writing.
 class ParameterUpdate {
  public:
   explicit ParameterUpdate(rpc::Agent& agent);

@@ -32,8 +32,8 @@ struct BackendSettings {
   int64_t direct_bytes = -1;
 };
 
-/// An operation's sequence and backward pass. The n-th operation of a sequence on one rank is
-/// matched with the n-th operation of that sequence on every other rank.
+/// The sequence and the backward pass that an operation belongs to. The n-th operation of a
+/// sequence on one rank is matched with the n-th operation of that sequence on every other rank.
 struct OperationOptions {
   uint32_t sequence = 0;
   PassNumber pass = {};  ///< must agree on all ranks
@@ -42,7 +42,7 @@ struct OperationOptions {
 /// A handle of an in-flight collective operation; copies share the operation. Thread-safe.
 ///
 /// Call wait(): the waiting thread computes the result of a small operation, which saves waking
-/// another thread. If no thread waits, that result is never written.
+/// another thread. If no thread waits, the result of a small operation is never written.
 class Pending {
  public:
   Pending() = default;
@@ -51,12 +51,12 @@ class Pending {
   /// Returns true if wait() would return or throw at once. Runs the steps that are ready.
   bool done() const;
 
-  /// Blocks until the result is in the tensors of the call. Throws `peer_lost` with the lost rank,
+  /// Blocks until the result is in the operation's tensors. Throws `peer_lost` with the lost rank,
   /// `deadline` with the ranks that sent nothing, `invalid` if the ranks called different
   /// operations (naming both), or the error of a rank that refused to take part.
   void wait() const;
 
-  /// Returns false if `limit` passes first; the operation goes on. Throws as wait() does.
+  /// Waits until `limit` at most. Returns true if the operation is complete. Throws as wait() does.
   bool wait_until(base::TimePoint limit) const;
 
   /// Ends an incomplete operation as if its deadline had passed.

@@ -18,9 +18,9 @@ struct PassNumber {
   uint64_t context = 0;  ///< id of the autograd context; 0: none
   friend bool operator==(const PassNumber&, const PassNumber&) = default;
 
-  /// Returns true if the numbers that both passes know are equal, with two exceptions. `forward`
-  /// may differ in one context, because calls from another rank may arrive in any order. If only
-  /// one pass is in a context, only `step` is compared.
+  /// Returns true if the numbers that are known in both passes are equal, with two exceptions. If
+  /// both passes are in one context, `forward` may differ, because calls from another rank may
+  /// arrive in any order. If only one of the passes is in a context, only `step` is compared.
   bool agrees_with(const PassNumber& other) const;
   /// Returns the known numbers as text: "the backward pass of forward 3 in step 7".
   std::string text() const;
@@ -30,7 +30,7 @@ struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// Returns `invalid` if the passes disagree. Names the rank ahead, because it has skipped a pass.
+/// Returns `invalid` if the passes disagree, naming the rank that is ahead: it has skipped a pass.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

@@ -26,7 +26,7 @@ class BackendQueue {
 
   void refuse(int count, const base::Error& error);
 
-  /// Queues `call`, to run after `copied` is reached. If the copy fails, refuses one operation.
+  /// Queues `call` to run after `copied`. If the copy fails, the operation fails on all ranks.
   base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
   /// Queues `task` for the queue's thread. `task` must not throw.
   void post(base::Task task) { queue_.post(std::move(task)); }
@@ -43,7 +43,7 @@ class BackendQueue {
 /// delays the operations behind it. The destructor runs all operations that have been called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  /// Runs its operations in `sequence` of `backend`. Direct calls to `backend` use sequence 0.
+  /// Uses `sequence` of `backend`. Direct calls to `backend` are operations of sequence 0.
   explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
   ~StagedReduceGroup() override;
 

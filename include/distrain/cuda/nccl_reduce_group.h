@@ -17,7 +17,7 @@ struct NcclTimeouts {
 };
 
 /// Creates a ReduceGroup for ranks with a GPU each. NCCL moves device tensors, and `control`
-/// moves CPU tensors. The group cannot fork: all ranks agree on one order of operations.
+/// moves CPU tensors. duplicate() returns null: all ranks agree on one order of operations.
 ///
 /// The ranks agree on each operation through `control` before it is given to NCCL. So a rank that
 /// refuses, dies, is late or calls another operation is noticed, and wait() throws the error. If

@@ -50,13 +50,13 @@ class Plugin {
   virtual std::string versions() const = 0;
 
   virtual NcclId new_nccl_id() const = 0;
-  /// Creates this rank's communicator without blocking; see joined(). All ranks pass one `id`.
+  /// Creates this rank's communicator without blocking; see joined(). All ranks pass the same `id`.
   virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
                                                               int device_index) const = 0;
 };
 
 /// The only function that libdistrain_cuda.so exports, named kPluginEntry. Returns the plugin, or
-/// null if it was built for another kPluginInterface.
+/// null if the library was built for another kPluginInterface.
 using PluginEntry = const Plugin* (*)(int interface);
 inline constexpr char kPluginEntry[] = "distrain_cuda_plugin";
 /// Increment this when the classes above change.

@@ -62,19 +62,19 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Announces a pass over `context` and reduces the gradients that it computes for the parameters.
-  /// The context's next pass, which may be a plain backward() in it, fails with `invalid` if it
-  /// reaches no parameter. If the context ends before that pass on all ranks, nothing fails. If it
-  /// ends only here, the other ranks' backward() throws `remote_failed`, naming this rank, when
-  /// this rank begins its next pass or calls expect(). Thread-safe.
+  /// Announces a pass over `context`, to average the parameters' gradients that the pass computes.
+  /// A plain backward() in the context counts as the pass. The pass fails with `invalid` if it
+  /// reaches no parameter. If the context ends without the pass on all ranks, nothing fails. If it
+  /// does so on this rank only, backward() on the other ranks throws `remote_failed`, naming this
+  /// rank, once this rank begins another pass or calls expect(). Thread-safe.
   void expect(const autograd::ContextRef& context);
 
   /// Counts a forward pass outside of contexts. The plain backward passes until the next call
   /// belong to this forward pass. Either all ranks call it or none. Thread-safe.
   void count_forward();
 
-  /// Sets the job's step number of later passes, from 1; 0 means unknown. If the steps are known,
-  /// also detects a rank that skips a forward pass and its backward pass. Thread-safe.
+  /// Sets the job's step number of later passes, from 1; 0 means unknown. If the ranks know the
+  /// step, they also detect a rank that skips a forward pass and its backward pass. Thread-safe.
   void set_step(uint64_t step);
 
   /// Returns a duplicate of the constructor's `group`, or `group` itself if it has no duplicate.

@@ -46,7 +46,7 @@ requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Hol
   return any_net(holder.ptr());
 }
 
-/// A module's creation function and the arguments that a rank has sent for it.
+/// A function that creates a module, and the arguments that a rank has sent for the function.
 struct Recipe {
   std::function<AnyNet()> make;
   std::any arguments;

@@ -31,8 +31,8 @@ struct PipelineStep {
 
 /// The steps of each stage of a pipeline in one batch.
 ///
-/// A stage begins a step when the row's previous step is done and the input has arrived: the output
-/// of the previous stage's forward pass, or the gradients of the next stage's backward pass.
+/// A stage begins a step when the stage's previous step is done and the input has arrived: the
+/// output of the previous stage's forward pass, or the gradients of the next stage's backward pass.
 struct PipelineSchedule {
   std::string name;
   int64_t micro_batches = 0;
@@ -88,8 +88,8 @@ class StagePasses {
   /// Errors of a forward pass name `function` as the function that failed.
   explicit StagePasses(std::string function);
 
-  /// Begins a batch whose steps run in the order of `row`. Moves the gradients from the contexts of
-  /// the micro-batches to the current context.
+  /// Begins a batch whose steps run in the order of `row`. Each backward pass moves its gradients
+  /// from the micro-batch's context to the context in which begin() was called.
   void begin(rpc::Agent& agent, std::vector<PipelineStep> row);
   /// Waits until the device has finished its queued work, updates included, and returns the report.
   StageReport end();
@@ -110,7 +110,7 @@ class StagePasses {
 
 namespace detail {
 
-/// Begins a batch on all stages. The steps of `schedule` have the contexts of their micro-batches.
+/// Begins a batch on all stages. Each step of `schedule` has the context of its micro-batch.
 using Begin = std::function<void(const PipelineSchedule& schedule)>;
 using Forward = std::function<base::Future<at::Tensor>(size_t micro_batch)>;
 using Loss = std::function<at::Tensor(size_t micro_batch, const at::Tensor& output)>;

@@ -22,9 +22,9 @@ class Dropout {
   explicit Dropout(std::initializer_list<uint64_t> key);
 
   bool on() const { return on_; }
-  /// Zeroes with probability `p` and divides the rest by 1 - p, as torch.nn.functional.dropout.
+  /// Zeroes each element with probability `p`, else divides it by 1 - p, as torch's dropout().
   at::Tensor operator()(const at::Tensor& x, double p);
-  /// Drops whole channels of [n, channels, height, width], as torch.nn.functional.dropout2d.
+  /// Zeroes whole channels of `x`, which is [n, channels, height, width], as torch's dropout2d().
   at::Tensor channels(const at::Tensor& x, double p);
 
  private:

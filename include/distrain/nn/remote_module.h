@@ -61,7 +61,7 @@ enum class ArgumentKind : uint8_t { kBool = 0, kInteger = 1, kReal = 2, kText = 
 
 namespace detail {
 
-/// Throws `invalid`: argument `number`, counted from 1, is `given` instead of type `wanted`.
+/// Throws `invalid`, because argument number `number` (from 1) is `given` instead of type `wanted`.
 [[noreturn]] void refuse_argument(size_t number, const std::string& given,
                                   const std::type_info& wanted);
 [[noreturn]] void refuse_count(size_t given, size_t wanted);
@@ -193,9 +193,9 @@ struct ForwardOptions {
                                              &ForwardOptions::seed, &ForwardOptions::number);
 };
 
-/// Numbers the passes of a RemoteModule, to give each its random numbers. Copies share the count.
-/// If a RandomSeries is sent to another rank, the received one gets a new key, derived from the
-/// sender's key and count, so that no two ranks draw the same numbers. Thread-safe.
+/// Numbers the passes of a RemoteModule, so that each pass has its own random numbers. Copies share
+/// the count. If a RandomSeries is sent to another rank, the received one gets a new key, derived
+/// from the sender's key and count, so that no two ranks draw the same numbers. Thread-safe.
 class RandomSeries {
  public:
   explicit RandomSeries(uint64_t key = 0) : key_(key) {}
@@ -250,14 +250,14 @@ class RemoteModule<ByName> {
   /// another rank counts as a pass, and the received handle uses a new key.
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
-  /// Returns references to the parameters that require a gradient, in torch's order, each once.
+  /// Returns references to the different parameters that require a gradient, in torch's order.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
   /// Returns the parameters' names, in the order of remote_parameters().
   std::vector<std::string> parameter_names() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   rpc::NamedTensors state() const;
-  /// Copies the state on the module's rank and puts `prefix` before each name.
+  /// Copies the state on the module's rank and puts `prefix` before each tensor's name.
   rpc::RRef<rpc::NamedTensors> snapshot(const std::string& prefix) const;
   /// Loads `state`. Throws `bad_data` and changes nothing if names, shapes or dtypes differ.
   void load_state(const rpc::NamedTensors& state) const;

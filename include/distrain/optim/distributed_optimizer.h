@@ -11,19 +11,19 @@ namespace distrain::optim {
 
 class ParameterUpdater;
 
-/// How several ranks (the participants) update the same parameters.
+/// Settings of several ranks (the participants) that update the same parameters.
 struct Sharing {
   /// kAsync: each participant's update is applied when it arrives. kSync: each step is one update
   /// with the mean of all participants' gradients. kSsp (stale synchronous parallel; Ho et al.,
-  /// NIPS 2013): like kAsync, but no participant is over `staleness` steps ahead of the slowest.
+  /// NIPS 2013): as kAsync, but a participant is at most `staleness` steps ahead of the slowest.
   enum class Mode : uint8_t { kAsync = 0, kSync = 1, kSsp = 2 };
   static constexpr int kOnlooker = -1;
 
   Mode mode = Mode::kAsync;
-  /// Number of ranks that call step(). In kSync and kSsp all call it the same number of times.
+  /// Number of ranks that call step(). In kSync and kSsp all of them make the same number of calls.
   int participants = 1;
-  /// This rank's number among the participants, from 0; means are summed in this order. kOnlooker:
-  /// a rank that makes no steps and only reads or loads the optimizer's state.
+  /// This rank's number among the participants, from 0. Gradients are summed in this order.
+  /// kOnlooker: this rank makes no steps and only reads or loads the optimizer's state.
   int participant = 0;
   int64_t staleness = 0;  ///< kSsp only: maximum lead over the slowest participant, in steps
 };
@@ -41,19 +41,19 @@ using UpdateCount = std::shared_ptr<const std::atomic<uint64_t>>;
 /// Returns this rank's update count, which stays readable after `agent` is destroyed.
 UpdateCount install(rpc::Agent& agent);
 
-// The next three functions are for jobs that go on without a lost participant (go_on_without()).
+// The next three functions are for jobs that continue without a lost rank (go_on_without()).
 
 /// Keeps this rank's existing parameter updaters until `agent` ends, even if ranks are lost.
 void keep_updaters(rpc::Agent& agent);
-/// Notes that `process` pauses: in kSsp other participants do not wait for it until its next step.
+/// Notes that `process` pauses. Until its next step, other participants in kSsp do not wait for it.
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// Returns the number (DistributedOptimizer::set_step_number) of the last step of `process` that
-/// was applied to this rank's parameters. Returns none if `process` is unknown here or does not
-/// number its steps, if the mode is kSync, or if this rank's updaters differ. When a layer that was
-/// added after install() is notified of a lost process, no more steps of that process are applied.
+/// was applied to this rank's parameters. Returns nullopt if the mode is kSync, if `process` is
+/// unknown or does not number its steps, or if this rank's updaters disagree. Once a layer added
+/// after install() is notified of a lost process, no more steps of that process are applied.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
-/// Returns a participant's progress in `parameter`'s updater. Throws `not_found` if none exists.
+/// Returns the progress of a participant. Throws `not_found` if `parameter` has no updater.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
 /// Parameters with the same options.
@@ -128,7 +128,7 @@ class DistributedOptimizer {
   /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
   /// negative or not finite. In kSync step() throws `invalid` if the participants' factors differ.
   void set_lr_factor(double factor);
-  /// Sets the number of the following steps, which last_step_of() returns; 0: they have no number.
+  /// Sets the number of the following steps, which last_step_of() returns; 0 means no number.
   void set_step_number(int64_t number) { *step_number_ = number; }
   bool has_own() const { return own_.local != nullptr; }
   size_t size() const { return parameters_; }

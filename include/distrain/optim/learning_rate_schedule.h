@@ -32,8 +32,8 @@ struct Cosine {
   bool operator==(const Cosine&) const = default;
 };
 
-/// Multiplies the rate by `factor` when more than `patience` metrics in a row (losses: lower is
-/// better) were not below best * (1 - threshold). The rate does not fall below `floor` times the
+/// Multiplies the rate by `factor` when more than `patience` metrics in a row were not below the
+/// best metric * (1 - threshold); lower is better. The rate does not fall below `floor` times the
 /// initial rate. As torch's ReduceLROnPlateau with mode min, threshold_mode rel, cooldown 0, eps 0.
 struct Plateau {
   int64_t patience = 10;
@@ -88,7 +88,7 @@ class LearningRateSchedule {
   bool counts_epochs() const;
   /// Returns true if the schedule depends on metrics, so that observe() has to be called.
   bool observes() const { return std::holds_alternative<Plateau>(shape_); }
-  /// Records an evaluation's metric; NaN is no improvement. Does nothing unless observes().
+  /// Records an evaluation's metric; NaN counts as no improvement. Does nothing unless observes().
   void observe(double metric);
 
   const ScheduleState& state() const { return state_; }

@@ -22,7 +22,7 @@ NamedParameters named(const std::vector<std::string>& names,
 class SingleProcessOptimizer {
  public:
   /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients,
-  /// otherwise once with each trainer's gradients. It updates `replicated` with the mean.
+  /// otherwise once with each trainer's gradients. Always updates `replicated` with the mean.
   SingleProcessOptimizer(const Rule& rule, const std::string& mode, NamedParameters shared,
                          NamedParameters replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
@@ -32,7 +32,7 @@ class SingleProcessOptimizer {
                          const std::string& mode = {});
   ~SingleProcessOptimizer();
 
-  /// Takes the `.grad` out of every parameter. Call it after each trainer's backward().
+  /// Moves the `.grad` of every parameter to this object. Call it after each trainer's backward().
   void gather();
   /// Updates the parameters with the gathered gradients and clears these gradients.
   void step();

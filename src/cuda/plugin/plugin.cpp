@@ -19,7 +19,7 @@ namespace {
   throw base::Exception(base::ErrorKind::kResources, std::move(message));
 }
 
-/// Throws if `result` is an error. `what` is the operation: "reading the GPU's name".
+/// Throws if `result` is an error. `what` names the operation, such as "reading the GPU's name".
 void check_cuda(cudaError_t result, const std::string& what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // otherwise torch would report this error for one of its kernels
@@ -32,7 +32,7 @@ using std::chrono::seconds;
 
 static_assert(sizeof(ncclUniqueId) == sizeof(NcclId));
 
-/// How long the destructor lets enqueued work run, here and on the other ranks.
+/// Time limit for enqueued work of a communicator that is being destroyed, here and on other ranks.
 constexpr seconds kDrainTimeout{10};
 
 /// Returns NCCL's name for an element type. Throws `invalid` if a mean of that type makes no sense.
@@ -243,7 +243,7 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// Returns the newest CUDA that this machine's driver supports; 0 without a driver.
+/// Returns the newest CUDA version that this machine's driver supports; 0 without a driver.
 int driver_version() {
   int version = 0;
   cudaDriverGetVersion(&version);
