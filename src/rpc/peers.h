@@ -51,7 +51,7 @@ class PerRank {
 /// that it made and receives on both. So the messages from one rank to another keep their order.
 class Peers {
  public:
-  /// Called on the loop.
+  /// The functions that Peers calls on the loop thread.
   struct Callbacks {
     std::function<void(int rank, net::InFrame frame)> on_frame;
     /// Allocates a frame's buffer, as net::Stream::Handler::allocate does. `rank` is the sender.

@@ -30,7 +30,7 @@ inline uint32_t wait_ms(base::Duration timeout) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
-/// Returns `error` with this rank and function as origin, if its origin was not set.
+/// Returns `error` with its rank and operation set to `rank` and `op` if they were missing.
 inline base::Error with_origin(base::Error error, int rank, const std::string& op) {
   if (error.rank < 0) error.rank = rank;
   if (error.op.empty()) error.op = op;
