@@ -126,8 +126,8 @@ void AgentCore::close() {
     disconnecting_ = std::thread::id();
     disconnected_.set();
   }
-  // This thread may be running a function or a continuation of the agent. stop() would wait for the
-  // thread, so a later close(), at the latest the destructor's, calls stop().
+  // This thread may be running a function or a continuation of the agent. stop() would wait for
+  // this thread to end, so a later close(), at the latest the destructor's, calls stop().
   if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);

@@ -16,7 +16,7 @@ namespace distrain::rpc {
 
 /// One object for the newest process of each rank. Objects of earlier processes (some hundred bytes
 /// each) are kept until the end, because threads may still use them. Only one thread may add or
-/// replace objects; once filled, any thread may read them.
+/// replace objects. Any thread may read them after they were first added.
 template <class T>
 class PerRank {
  public:

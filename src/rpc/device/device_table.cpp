@@ -100,7 +100,7 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
       return refuse("another entry has one of the two: maps are one to one");
     }
   }
-  // A reply uses the peer's map for this rank. Without such a map, it uses this map in reverse.
+  // A reply uses the peer's map for this rank. Without such a map, it uses `map` in reverse.
   if (maps_to(devices[peer], names[rank]) &&
       !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
     return refuse(fmt::format("no way back for a reply, as the map of {} for '{}' has no {}",

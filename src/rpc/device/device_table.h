@@ -63,8 +63,8 @@ class DeviceTable {
 // [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// Sets the type of the devices whose streams these functions, and completed futures, keep in
-/// order. All accelerators that a process uses have the same type.
+/// Sets the type of this process's accelerators, which are all of one type. These functions and
+/// completed futures keep the work in the streams of that type in order.
 void use_streams_of(c10::DeviceType type);
 
 /// Wraps a continuation so that it runs with the current streams of the thread that calls this.
