@@ -16,7 +16,7 @@ namespace distrain::rpc {
 
 /// One object for the newest process of each rank. Objects of earlier processes (some hundred bytes
 /// each) are kept until the end, because threads may still use them. Only one thread may add or
-/// replace objects. Any thread may read them after they were first added.
+/// replace objects. Any thread may read the objects that were added.
 template <class T>
 class PerRank {
  public:
@@ -80,7 +80,7 @@ class Peers {
     }
     return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
   }
-  /// Returns when the frame is written or queued. Fails with `peer_lost` or the peer's reason.
+  /// Writes or queues a frame. Fails with `peer_lost`, or with the reason that the peer has sent.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.

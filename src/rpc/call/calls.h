@@ -104,7 +104,7 @@ class PendingCalls {
 
   /// Adds a waiting call. After fail_all(), fails the call and returns false instead.
   bool add(uint64_t id, Call call);
-  /// Both remove the call `id`, if it went to `from` and still waits. fail() also fails the call.
+  /// take() and fail() remove the call `id` to `from`, if it still waits. fail() also fails it.
   std::optional<Call> take(uint64_t id, int from);
   void fail(uint64_t id, int from, base::Error error);
   /// Sets the deadline of the call `id`, which has none, if the call still waits.
