@@ -25,7 +25,7 @@ wire::Trust trust_of(const Options& options) {
   return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
 }
 
-// Returns the job's id: derived from its name, or random if the options contain no name.
+// Derives the job's id from its name. Without a name, the id is random on rank 0, zero elsewhere.
 wire::JobId own_job_id(const Options& options) {
   wire::JobId id{};
   if (!options.job_id.empty()) return job_id_of(options.job_id);
@@ -75,8 +75,7 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
   base::Promise<uint64_t> entered;
   base::Future<uint64_t> sum = entered.future();
-  // before the post, because wait() reads it; take_round_on_loop() clears it before the future is
-  // set
+  // Sets round_began_ before the post, because wait() on another thread reads it.
   round_began_ = base::Clock::now();
   loop_.post([self = shared_from_this(), round, number, entered = std::move(entered)]() mutable {
     self->round_ = std::move(entered);
@@ -126,7 +125,7 @@ std::optional<Wait> ControlPlaneImpl::wait() {
 void ControlPlaneImpl::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // True if rank 0 has refused the last attempt to join for now: that attempt's protocol is over.
+    // True between two attempts to join: rank 0 has refused the last one, whose protocol is over.
     const bool is_put_off =
         self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
     if (self->protocol_ && !is_put_off) {
@@ -286,8 +285,8 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
   if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
   const int rank = peer.rank;
-  // Other ranks connect to the address that rank 0 sees, unless the rank gives another one. A rank
-  // seen on loopback or a unix socket is on rank 0's host, so its address is rank 0's.
+  // Other ranks connect to the address that rank 0 sees, unless this member has sent an address. A
+  // member seen on loopback or a unix socket is on rank 0's host, so it has rank 0's address.
   const std::string& seen = stream->peer_name();
   const size_t colon = seen.rfind(':');
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
@@ -317,7 +316,7 @@ std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr
     note_closed_on_loop();
     return refusal;
   }
-  // The process sends nothing here. If it closes the connection, the reservation ends.
+  // The process sends nothing on this stream. If it closes the stream, the reservation ends.
   stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
                                              [self = shared_from_this(), link](const Error&) {
                                                if (self->coordinator_)
@@ -351,7 +350,7 @@ wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::En
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
   if (address.host.empty()) address.host = known;
-  // The zone of a link-local address names an interface of the peer's host: use this host's zone.
+  // A link-local address ends with a zone, an interface of the peer's host. Uses this host's zone.
   const size_t theirs = address.host.find('%'), own = known.find('%');
   if (theirs != std::string::npos && own != std::string::npos) {
     address.host.replace(theirs, std::string::npos, known, own);
@@ -377,7 +376,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
                           return done(base::Unit{});
                         }
                         stream->close(false);
-                        // Rank 0 will report which of the two processes of this rank is lost.
+                        // If `rank` has two processes, rank 0 will report which one is lost.
                         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                                    "rank " + std::to_string(hello.rank) + " is there" +
                                        (is_it ? ", but another process of it" : ""),
@@ -462,7 +461,7 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
   try {
     callbacks_.on_new_devices(rank, devices);
   } catch (const Exception& e) {
-    // The new process's devices do not fit those of the other ranks. Rank 0 declares it lost.
+    // Rank 0 declares the new process lost, because its devices do not fit the other ranks'.
     if (coordinator_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {
         self->report_on_loop(rank, error);

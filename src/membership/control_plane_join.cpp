@@ -62,7 +62,7 @@ void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
     began_ = base::Clock::now();
     begin_as_member(deadline);
   }
-  // Other ranks wait a little longer than rank 0, because only its error names the missing ranks.
+  // Other ranks wait longer than rank 0, because only rank 0's error names the missing ranks.
   const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0Grace;
   wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
@@ -109,7 +109,7 @@ void ControlPlaneImpl::begin_as_coordinator() {
     self->begin_on_loop(std::move(coordinator));
     self->coordinator_->begin();
   });
-  // Starts listening after the coordinator is posted, because waiting ranks connect at once.
+  // Listens only now: waiting ranks connect at once, and then the coordinator must exist.
   if (meeting_socket_.valid()) acceptor_->listen(std::move(meeting_socket_));
   acceptor_->listen(std::move(rank_0_socket_));
 }
@@ -155,7 +155,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
 base::Result<net::Fd> ControlPlaneImpl::connect_to_rank_0(base::TimePoint connected_by) const {
   if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
   if (const std::string name = meeting_name(); !name.empty()) {
-    // If another user's process has taken the name, its socket is not rank 0's.
+    // Another user's process may listen at this name. Then tries TCP instead.
     auto socket = net::connect_unix(name);
     if (socket.ok() && net::peer_user(socket.unchecked().get()) == geteuid()) return socket;
   }
@@ -240,8 +240,8 @@ void ControlPlaneImpl::on_joined(int rank) {
   finish_joining_on_loop(base::Unit{});
 }
 
-// Returns true if this rank is to retry after rank 0 has refused it. Either the rank 0 that
-// answered belongs to the job's previous start, or no rank is free for a process without a rank.
+// Returns true if this rank retries to join after `error`, because rank 0 may admit it later. Only
+// processes without a rank and those with Options::rejoins retry.
 bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
   const bool is_gone = error.kind == kTryAgain;
   const bool may_pass = options_.rank == wire::kUnassignedRank
@@ -344,7 +344,7 @@ ControlSettings ControlPlaneImpl::settings() const {
   return settings;
 }
 
-// The proof may take longer than the hello, because the peer may be accepting this rank by then.
+// Returns the timeouts of a handshake. The proof may take as long as messages of admitted peers.
 HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);

@@ -88,9 +88,9 @@ class ControlTransport {
   virtual ~ControlTransport() = default;
   /// Sends a message, without confirmation of delivery.
   virtual void send(Link link, Message message) = 0;
-  /// Closes the connection without a call of closed(). If `flush`, first sends queued messages.
+  /// Closes the connection; does not call closed(). If `flush`, first sends queued messages.
   virtual void close(Link link, bool flush) = 0;
-  /// Member: called when rank 0 has admitted this process as `rank`.
+  /// Called on ranks other than 0 when rank 0 has admitted this process as `rank`.
   virtual void on_joined(int rank) = 0;
   /// Called once, when this rank knows all ranks and their endpoints.
   virtual void on_directory(const wire::Directory& directory) = 0;
@@ -103,7 +103,7 @@ class ControlTransport {
   virtual void on_lost(const Loss& loss) = 0;
   /// Called when a new process has replaced a lost rank. directory() then has the new endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
-  /// Called when all ranks have entered the shutdown round `round`. `sum` adds their numbers.
+  /// Called when all ranks have entered shutdown round `round`. `sum` is the sum of their numbers.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
@@ -122,9 +122,9 @@ class ControlProtocol {
   ControlProtocol(ControlProtocol&&) = delete;
 
   virtual void prepared(wire::RankDevices devices) = 0;
-  /// Enters the shutdown round `round`: round 0, or the one after that of the last on_round().
+  /// Enters the shutdown round `round`, which is 0 or follows the round of the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
-  /// Leaves the job and sends `error` to all others. Before on_go(), also calls on_failed().
+  /// Leaves the job and sends `error` to all other ranks. Before on_go(), also calls on_failed().
   void abort(const Error& error);
   /// Leaves the job. Called when all ranks have entered the last shutdown round.
   void leave();
@@ -168,7 +168,7 @@ class ControlProtocol {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  /// Called if a control connection breaks before on_go(). Later, that is the loss of its rank.
+  /// Called if the control connection to `rank` breaks before on_go(). Later: declare_lost().
   virtual void on_control_lost(int rank, const Error& error) = 0;
   /// Called when this rank has found that `rank` is lost.
   virtual void declare_lost(int rank, const Error& error) = 0;
@@ -207,7 +207,7 @@ class ControlProtocol {
  private:
   void send_to_all(Message message);
   Error why_over() const;
-  /// Sends the reason and closes the connection: if `flush`, only after the reason is sent.
+  /// Sends the reason and closes the connection; if `flush` is true, only after sending completes.
   void close_with_reason(Link link, const Error& why, bool flush);
 
   Message last_message_;           // set when the state is kOver
@@ -220,7 +220,7 @@ class ControlProtocol {
 class Coordinator final : public ControlProtocol {
  public:
   using ControlProtocol::ControlProtocol;
-  /// Admits the process on `link` as `rank`. Returns the first mismatch if it is refused.
+  /// Admits the process on `link` as `rank`, or returns the reason to refuse the process.
   std::optional<Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// Reserves a free rank for the process on `link`. The reservation ends when the process joins,
   /// after a minute, or by release_reservation(). Returns `overloaded` if no rank is free now.
@@ -231,7 +231,7 @@ class Coordinator final : public ControlProtocol {
   /// Called once, when rank 0 is ready to join. A job of one rank begins here.
   void begin() { begin_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
-  /// Ends the trial of `rank`'s new process, during which any of its failures is tolerated.
+  /// Ends the trial of `rank`'s new process, in which the job tolerates any failure of the process.
   void note_of_use(int rank) { on_trial_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override { note_prepared(0, std::move(devices)); }
@@ -300,7 +300,7 @@ class Coordinator final : public ControlProtocol {
   mutable uint64_t looks_ = 0;
 };
 
-/// The state machine of every other rank: see Note [Control plane].
+/// The state machine of every rank except rank 0: see Note [Control plane].
 class Member final : public ControlProtocol {
  public:
   /// `coordinator` is the connection to rank 0, on which this rank joins.

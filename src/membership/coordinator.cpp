@@ -198,7 +198,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       return note_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
-      // Before the directory is sent, an abort only frees the rank, when its connection closes.
+      // Before the directory is sent, this needs no action: the closing connection frees the rank.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
@@ -233,7 +233,7 @@ void Coordinator::on_control_lost(int rank, const Error& error) {
   }
 }
 
-// Declares `rank` lost. Reports the loss to all ranks if they know the lost process already.
+// Declares `rank` lost. Reports the loss to all ranks if they were told of the lost process.
 void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -260,11 +260,11 @@ void Coordinator::forget(int rank) {
   newcomers_.erase(rank);
   on_trial_.erase(rank);
   in_round_.erase(rank);
-  // Keeps the rank in joined_, because its loss before kGo ends the job: no process replaces it.
+  // Keeps the entry in joined_. Without a connection it is unused; a new process overwrites it.
 }
 
-// Returns true if the job continues without `rank`: after its loss, after exhausted resources,
-// and after any failure of its new process until note_of_use(). Other errors concern all ranks.
+// Returns true if the job continues without `rank`. The error must be a loss, a lack of resources
+// or, before note_of_use(), any failure of a new process. Other errors end the job.
 bool Coordinator::tolerates(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||

@@ -9,7 +9,7 @@ namespace {
 constexpr auto kFullTimeout =
     std::chrono::milliseconds(100);                      // then the oldest connection is closed
 constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message
-// Limits unproved connections, because each of them uses a file descriptor.
+// Limits the number of unproved connections, because each of them uses a file descriptor.
 constexpr rlim_t kMaxUnproved = 64;
 
 size_t max_unproved() {
@@ -87,7 +87,7 @@ void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
   if (handshake.stage == Stage::kJoin && error.kind == ErrorKind::kProtocol) {
     report_on_loop(handshake, error);  // a proved rank's frame was corrupted
   }
-  // A peer with a token does not send its proof to a rank without one; it closes the connection.
+  // A peer with a token closes the connection instead of sending a proof to a rank without a token.
   if (handshake.stage == Stage::kProof) {
     const wire::Hello& other = handshake.responder->other();
     const auto credentials = callbacks_.credentials(other.purpose);
@@ -297,7 +297,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     end_after_on_loop(timeouts.proof);
     is_trusted = is_trusted_on_loop();  // checked before the other side can close
     const bool is_distrusted = is_trusted == false;
-    // Without a token, a proof reveals nothing. The other side can then report the refused rank.
+    // Without a token, a proof reveals nothing, and the other side needs it to report this rank.
     if (!is_distrusted || identity.trust != wire::Trust::kToken) {
       send_frame(stream, wire::FrameKind::kProof, {proof.begin(), proof.end()});
     }
@@ -325,7 +325,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     throw Exception(ErrorKind::kAuth, why_not_trusted(identity, initiator.other()));
   }
 
-  // Returns nothing if the user of the peer is unknown (peer on another host, or closed).
+  // Returns true if the peer is trusted; nothing if its user is unknown (other host, or closed).
   std::optional<bool> is_trusted_on_loop() const {
     if (initiator.other().trust != identity.trust) return false;
     if (identity.trust != wire::Trust::kSameUser || purpose != wire::HelloPurpose::kJoin) {

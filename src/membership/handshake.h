@@ -16,13 +16,13 @@
 
 namespace distrain::membership {
 
-/// Reasons for refusals by rank 0, by the claimed rank. An unproved peer can claim any rank, so all
-/// ranks outside the job share the last entry, and an entry keeps at most eight reasons.
-/// Not thread-safe.
+/// For each rank, the reasons for which rank 0 refused processes that claimed to be that rank. Such
+/// a process can claim any rank, so all ranks outside the job share the last entry, and an entry
+/// keeps at most eight reasons. Not thread-safe.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
-  /// Adds a refusal; text() will contain `text`. Returns true if the caller is to report `reason`.
+  /// Adds a refusal; text() will contain `text`. Returns true if the caller should report `reason`.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);
@@ -68,7 +68,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     uint32_t incarnation = 0;
     wire::Join join = {};  ///< if the purpose is to join
   };
-  /// Called on the loop.
+  /// The functions that the acceptor calls on the loop thread.
   struct Callbacks {
     /// Returns this rank's credentials for a purpose, or nothing to refuse such connections.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
@@ -84,7 +84,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void close();
 
  private:
-  /// The next frame that the connection must send. After kRefused, it may only close.
+  /// The next frame that the peer must send. In kRefused, the peer may only close the connection.
   enum class Stage { kHello, kProof, kJoin, kRefused };
   struct IncomingHandshake {
     net::StreamPtr stream;
@@ -129,8 +129,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
 
-/// Timeouts for receiving the hello and the proof. The proof's timeout is longer, because the other
-/// side may have accepted the connection by then.
+/// Timeouts for receiving the other side's hello and proof. The proof may take longer: the other
+/// side may have admitted this rank by then, and would take a closed connection for a loss.
 struct HandshakeTimeouts {
   base::Duration hello;
   base::Duration proof;

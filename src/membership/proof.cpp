@@ -21,7 +21,7 @@
 namespace distrain::membership {
 namespace {
 
-// OpenSSL takes pointers to non-const, although it only reads these parameters.
+// Makes a parameter. The const_cast is safe, because OpenSSL only reads the parameter.
 OSSL_PARAM text(const char* name, const char* value) {
   return OSSL_PARAM_construct_utf8_string(name, const_cast<char*>(value), 0);
 }
@@ -48,7 +48,7 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    // Registers OpenSSL's exit handler before ours; it does so only if there is an option.
+    // Makes OpenSSL register its exit handler before ours, which it does only if given an option.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
       gate().is_closed = true;  // first, so that no new thread delays the lock below

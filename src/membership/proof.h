@@ -21,7 +21,6 @@ void set_up_openssl();
 void fill_random(std::span<uint8_t> out);
 /// Returns `count` random bytes; `count` is at most 256.
 std::string random_bytes(size_t count);
-/// Returns `bytes` in hexadecimal digits.
 std::string hex(std::string_view bytes);
 /// Returns the HKDF-SHA256 (RFC 5869) of `secret`, with `use` as info. `secret` may be empty.
 Key derive_key(std::string_view secret, std::string_view use);
@@ -61,7 +60,7 @@ using base::Exception;
 // A responder tells an unproved peer only its hello, which is not secret, and the protocol version:
 // refusal_without_reason(). A proved rank of another job or generation is told why: mismatch().
 
-/// A rank's identity as it states it in its hello.
+/// The identity that a rank states in its hello.
 struct Identity {
   int rank = 0;
   wire::Trust trust = wire::Trust::kSameUser;
@@ -112,7 +111,7 @@ class Initiator : public Side {
 /// The side that accepted the connection.
 class Responder : public Side {
  public:
-  /// `hello` is the initiator's; `credentials` are this rank's for the purpose in `hello`.
+  /// `hello` is from the initiator. `credentials` are this rank's, for the purpose of `hello`.
   Responder(const Credentials& credentials, const wire::Hello& hello);
   /// Returns the proof to send. Throws `auth` if `proof`, the initiator's, is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;

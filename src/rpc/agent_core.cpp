@@ -22,7 +22,7 @@ uint64_t credit_of_call(const wire::FrameHeader& header) {
   return kCallCost + header.meta_bytes + header.payload_bytes;
 }
 
-// A worker thread's state when the thread started. It is restored after each task.
+// Returns the LibTorch state that this worker thread started with. Each task's end restores it.
 const TorchState& worker_state() {
   thread_local const TorchState state;
   return state;
@@ -126,8 +126,8 @@ void AgentCore::close() {
     disconnecting_ = std::thread::id();
     disconnected_.set();
   }
-  // This thread may be running a function or a continuation of the agent. stop() would wait for the
-  // thread, so a later close(), at the latest the destructor's, calls stop().
+  // This thread may be running a function or a continuation of the agent. stop() would wait for
+  // this thread to end, so a later close(), at the latest the destructor's, calls stop().
   if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);
@@ -204,7 +204,7 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// Creates the window for the newest process of `rank`. Later processes get no requests from it.
+// Creates a window whose requests go to the newest process of `rank`, and to no later process.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {

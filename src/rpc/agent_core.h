@@ -52,7 +52,7 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// The function that ranks call on the owner if a remote() call cannot be sent: fails its value.
+/// The function that the caller of an unsent remote() call calls on the owner, to fail the value.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
 /// Gives replies access to their agent until the agent ends. Replies may outlive it. Thread-safe.
@@ -94,7 +94,7 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const Error& error);
-  /// Ends the agent. On one of the agent's threads, leaves joining the threads to a later call.
+  /// Ends the agent. If one of the agent's threads calls this, a later call joins the threads.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for themselves to end.
   bool runs_here() const {
@@ -123,7 +123,7 @@ class AgentCore {
     executor.set_device(devices.home());
     executor.enter_device();
   }
-  /// Fails with `peer_lost`, or with the reason that a leaving peer has sent.
+  /// Sends a frame. Fails with `peer_lost`, or with the reason that a leaving peer has sent.
   base::Status send(int to, net::OutFrame frame);
   ChannelImpl& open_channel(uint16_t number);
 
@@ -170,7 +170,7 @@ class AgentCore {
   uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
   std::vector<Wait> waits();
-  /// Return the current counts. After close(), they return the counts at its start, to show leaks.
+  /// Return the current counts. After close(), return the counts when close() began, to show leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
     return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;
@@ -206,13 +206,13 @@ class AgentCore {
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
-  /// Returns 0 before the ranks are known. Thread-safe.
+  /// Returns the number of windows; 0 before the ranks are known. Thread-safe.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
-  /// Sends a reply and counts it as unwritten. While a rank has too many, its calls do not begin.
+  /// Sends a reply and counts its unwritten bytes. While they are too many, calls of `to` wait.
   base::Status send_answer(int to, net::OutFrame frame);
   void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);

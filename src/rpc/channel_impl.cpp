@@ -18,7 +18,7 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_ = nullptr;
     idle_.wait(lock, [this] { return running_ == 0; });
     early.swap(early_);
-    // While the new handler gets the earlier messages, newer ones are queued behind these.
+    // Queues new messages behind the earlier messages until the new handler has got those.
     handler_set_ = next == nullptr;
   }
   for (;;) {

@@ -23,7 +23,7 @@ class ChannelImpl final : public Channel {
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) override;
 
-  /// Handles or queues a message. Throws `overloaded` if too many wait for unopened channels.
+  /// Handles or queues a message. Throws `overloaded` if too many messages wait for a handler.
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const Error& error);
   void on_peer_returned(int rank) {
@@ -33,7 +33,7 @@ class ChannelImpl final : public Channel {
   std::vector<Wait> waits();
 
  private:
-  // Ends a handler's call. Handlers run without mutex_; set_handler() waits until none is running.
+  // Marks a call of a handler as finished: set_handler() waits until no handler is running.
   struct Leave {
     ChannelImpl* channel = nullptr;
     std::shared_ptr<Handler> handler;  // held, because set_handler() may replace it

@@ -35,7 +35,7 @@ class Layers {
     layers_.push_back(layer);
     for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
   }
-  /// Notifies all layers, unless `loss.rank` is already lost. An ending agent reports all ranks.
+  /// Notifies all layers, unless this loss was reported before. An ending agent reports all ranks.
   void on_rank_lost(const Loss& loss) {
     std::lock_guard lock(mutex_);
     if (!losses_.emplace(loss.rank, loss).second) return;
@@ -51,7 +51,6 @@ class Layers {
   }
   /// Returns when the layers have been notified of all losses reported so far.
   void wait_until_notified() { wait_for_posted(notifier_); }
-  /// Returns true if a notification is queued or running.
   bool is_notifying() const { return outstanding_ > 0; }
   bool notifies_here() const { return notifier_.runs_here(); }
   std::vector<Wait> waits() const;

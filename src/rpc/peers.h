@@ -16,7 +16,7 @@ namespace distrain::rpc {
 
 /// One object for the newest process of each rank. Objects of earlier processes (some hundred bytes
 /// each) are kept until the end, because threads may still use them. Only one thread may add or
-/// replace objects; once filled, any thread may read them.
+/// replace objects. Any thread may read the objects that were added.
 template <class T>
 class PerRank {
  public:
@@ -51,7 +51,7 @@ class PerRank {
 /// that it made and receives on both. So the messages from one rank to another keep their order.
 class Peers {
  public:
-  /// Called on the loop.
+  /// The functions that Peers calls on the loop thread.
   struct Callbacks {
     std::function<void(int rank, net::InFrame frame)> on_frame;
     /// Allocates a frame's buffer, as net::Stream::Handler::allocate does. `rank` is the sender.
@@ -80,7 +80,7 @@ class Peers {
     }
     return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
   }
-  /// Returns when the frame is written or queued. Fails with `peer_lost` or the peer's reason.
+  /// Writes or queues a frame. Fails with `peer_lost`, or with the reason that the peer has sent.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.

@@ -21,15 +21,15 @@ namespace distrain::membership {
 /// must be destroyed before the objects that the callbacks use.
 class ControlPlane {
  public:
-  /// Called on the loop.
+  /// The functions that the control plane calls on the loop thread.
   struct Callbacks {
-    /// Called with the endpoints at which this rank reaches the others: the unix socket `unix_name`
-    /// if that is set, otherwise TCP. An endpoint without `host` has no TCP address.
+    /// Called with the endpoint of each rank. This rank connects to the unix socket `unix_name` of
+    /// an endpoint if that is set, otherwise by TCP. An endpoint without `host` has no TCP address.
     std::function<void(const wire::Directory& directory)> on_directory;
     /// Called once, when every rank accepts calls. An exception ends the job for all ranks.
     std::function<void(std::vector<std::string> names, std::vector<wire::RankDevices> devices)>
         on_go;
-    /// Called if this rank does not join: instead of on_go(), or after an on_go() that threw.
+    /// Called if this rank fails to join: instead of on_go(), or after on_go() has thrown.
     std::function<void(const base::Error& error)> on_failed;
     std::function<void(const Loss& loss)> on_lost;
     /// Called before on_returned(), with the devices of the new process of `rank`. Throws if these
@@ -60,21 +60,22 @@ class ControlPlane {
   virtual std::vector<int> missing() = 0;
   /// Returns the join or shutdown that is waiting for other ranks, if any.
   virtual std::optional<Wait> wait() = 0;
-  /// Both tell all ranks that this rank leaves (abort(): because of `error`), then disconnect.
+  /// leave() tells all ranks that this rank leaves, then disconnects. abort() also sends `error`.
   virtual void abort(const base::Error& error) = 0;
   virtual void leave() = 0;
   /// Closes all connections and refuses new ones.
   virtual void close() = 0;
-  /// Rank 0: sets the tolerated losses. The future completes when the setting is in effect.
+  /// Called on rank 0: sets the tolerated losses. The future completes when they are in effect.
   virtual base::Future<void> tolerate(Tolerance tolerance) = 0;
-  /// Rank 0: ends the trial of `rank`'s new process, in which any of its failures is tolerated.
+  /// Called on rank 0 when the new process of `rank` has done useful work. Until this call, the job
+  /// continues after any failure of that process.
   virtual void note_of_use(int rank) = 0;
   /// Waits until the last messages are sent, for one second at most.
   virtual void wait_until_flushed() = 0;
 
-  // Connections for calls, on the loop:
+  // The following functions handle connections for calls. They must run on the loop thread.
 
-  /// Monitors the connection to `rank`. Returns its new handler, which passes calls to `handler`.
+  /// Monitors the connection to `rank`. Returns a stream handler that passes calls to `handler`.
   virtual net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                   net::Stream::Handler handler) = 0;
   /// Returns true while this rank suspects that `rank` is lost, until rank 0 has decided.

@@ -35,7 +35,8 @@ struct Contact {
   bool insecure = false;
   /// Distinguishes jobs that use the same address. If empty, rank 0 chooses an id for all ranks.
   std::string job_id;
-  /// Number of restarts of the job; rank 0 refuses any other number. If unset: rank 0's, or 0.
+  /// Number of restarts of the job. Rank 0 refuses ranks with another number. Unset means 0 on rank
+  /// 0, and any number on the other ranks.
   std::optional<uint32_t> generation;
   /// If set, join() retries until the join timeout while rank 0 does not admit this rank. Needed
   /// after a restart, because rank 0 may not have noticed yet that this rank's old process is gone.
@@ -46,7 +47,7 @@ struct Contact {
 /// command-line option: `--master-port` for `master_port`, `--listen` for `listen_addr`,
 /// `--token-file` (a file with the token) for `token`, and so on.
 struct Options : Contact {
-  /// Rank 0: the names of all ranks, and thereby their number. Other ranks get them from rank 0.
+  /// The name of each rank, in the order of ranks. Set on rank 0, which sends the names to all.
   std::vector<std::string> names;
   std::string job = "distrain";  ///< all ranks must have the same name
   /// Called once for each rank and reason when this rank refuses a process that claims to be rank
@@ -73,7 +74,7 @@ struct Options : Contact {
 /// rank 0. Jobs with different ids or ports have different names, so they never meet. If `job_id`
 /// is empty, the name also depends on the address of rank 0.
 std::string meeting_name(const std::string& job_id, const std::string& master_addr, uint16_t port);
-/// Returns the port (20000 to 28999) of a job without a given port, computed from `job_id`.
+/// Computes a port (20000 to 28999) from `job_id`, for a job whose port is not given.
 uint16_t port_of_job(const std::string& job_id);
 /// Opens rank 0's TCP socket. Binds it to `listen_addr` or, if that is empty, to the interface that
 /// `master_addr` names; to `port` or, if that is 0, to a free port of `ports`. Throws `rendezvous`.

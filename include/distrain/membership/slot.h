@@ -22,9 +22,9 @@ class Slot {
   explicit Slot(Options options);
   ~Slot();
   /// Returns the free rank that rank 0 has reserved. Blocks; retries until the join timeout. Must
-  /// be called once only. Throws as rpc::Agent::join(), and `rendezvous` if no rank was free.
+  /// be called once only. Throws as rpc::Agent::join() does, and `rendezvous` if no rank is free.
   int reserve();
-  /// Describes what a running reserve() waits for; otherwise returns none. Thread-safe.
+  /// Returns the wait of reserve() while it runs; otherwise an empty vector. Thread-safe.
   std::vector<Wait> waits() const;
 
  private:

@@ -16,8 +16,8 @@ namespace distrain::rpc {
 
 class AgentCore;
 
-/// Maps a device of this rank to the device of `peer` on which its tensors arrive. The maps to one
-/// peer are one to one; replies and gradients use them in reverse. CPU tensors arrive on the CPU.
+/// Maps devices of this rank to the devices of `peer` on which their tensors arrive, one to one,
+/// because replies and gradients use the map in reverse. CPU tensors arrive on the CPU.
 struct DeviceMap {
   std::string peer;  ///< a rank's name
   std::vector<std::pair<c10::Device, c10::Device>> devices;
@@ -32,18 +32,18 @@ struct AgentOptions : membership::Options {
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
   /// This rank's device, current on the thread of join() and the agent's threads. Its default index
   /// is the rank modulo the number of devices. Its tensors arrive on the receiving rank's device,
-  /// which must be an accelerator too. Other devices need a map to send tensors, otherwise sending
-  /// throws `invalid`: nothing is copied to the CPU implicitly.
+  /// which must be an accelerator too. Sending tensors of other devices needs a map; without a map
+  /// it throws `invalid`, because nothing is copied to the CPU implicitly.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
   /// Fault injection: delays each call to another rank.
   std::chrono::nanoseconds call_delay{0};
-  /// Records this rank's trace after the tracer is started. Set on all ranks or on none (null).
+  /// Records this rank's trace after the tracer is started. Null on all ranks or on none.
   std::shared_ptr<base::Tracer> tracer;
-  /// Byte limits for received calls that have not begun: of one other rank, and of all ranks.
-  /// `total_budget` also limits unanswered calls that have begun. At a limit, callers wait, and
-  /// fail with `overloaded` at their deadline. One call may be larger. Each rank may always use its
-  /// share of half of `total_budget`, which is raised to 32 KiB per rank.
+  /// `peer_budget` limits the bytes of one rank's received calls that have not begun. The limit for
+  /// all ranks, including begun calls without an answer, is `total_budget`, but at least 32 KiB per
+  /// rank; each rank may always use its equal share of half of it. At a limit, callers wait, and
+  /// fail with `overloaded` at their deadline. One call may be larger.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< not counting threads that wait for a reply
@@ -83,7 +83,7 @@ class To {
     timeout_ = limit;
     return *this;
   }
-  /// Removes the timeout: the call fails only if its peer is lost. For calls as long as the job.
+  /// Removes the timeout, for calls that last as long as the job. They fail if the peer is lost.
   To& without_deadline() { return timeout(std::chrono::nanoseconds::max()); }
 
  private:
@@ -148,17 +148,17 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Disconnects. If shutdown() was not called before, peers see this rank as lost. If an agent's
-  /// own thread calls it, a new thread ends the agent. Need not run before the process exits.
+  /// Disconnects. Peers see this rank as lost unless shutdown() was called. If called on one of the
+  /// agent's own threads, a new thread ends the agent. Need not run before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
   /// Makes `F` callable under `name`: a function, member function or lambda without captures, with
-  /// Serializable parameters and result. A function that returns a Future occupies no thread while
-  /// it waits. The agent provides a first parameter CallContext&. Callers use the same `F`, so a
-  /// lambda must be a shared constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. `F`
-  /// starts with torch's default thread-local state; its changes to that state end with it.
+  /// Serializable parameters and result. The agent sets a first parameter of type CallContext&. A
+  /// function that returns a Future occupies no thread while it waits. Callers use the same `F`, so
+  /// a lambda must be a constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. The call
+  /// starts with torch's default thread-local state, and its changes to that state end with it.
   template <auto F>
   void expose(const std::string& name);
   /// Lets remote_new() create objects of T. T::Constructor declares the constructor's parameters:
@@ -166,8 +166,8 @@ class Agent {
   template <class T>
   void expose_class(const std::string& name);
 
-  /// Provides one object for each type. Exposed functions get it by `context.agent.local<T>()`,
-  /// which throws `not_found` if there is none.
+  /// Stores the agent's object of type T. Exposed functions get it by `context.agent.local<T>()`,
+  /// which throws `not_found` if no T was provided.
   template <class T>
   void provide(std::shared_ptr<T> object) {
     provide_erased(typeid(T), std::move(object));
@@ -189,9 +189,9 @@ class Agent {
   /// Returns the device of any rank, with that rank's device index. Waits for join().
   std::string device_of(int rank) const;
 
-  /// Joins the job; returns when every rank accepts calls. Throws rendezvous, protocol, ….
-  /// `prepare` runs when job_options() are known, before any other rank can call this rank. Throws
-  /// `invalid` if join() has been called before, even without success.
+  /// Joins the job; returns when every rank accepts calls. Throws `rendezvous`, `auth`, … if this
+  /// rank cannot join, and `invalid` if join() has been called before, even without success.
+  /// `prepare` runs when job_options() are known, before any other rank can call this rank.
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types here,
@@ -201,7 +201,7 @@ class Agent {
   /// torch.distributed.rpc.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
-  /// Like rpc_sync(), but returns a Future of F's result at once (Future<void> if F returns void).
+  /// Calls F on `to` and at once returns a Future of the result (Future<void> if F returns void).
   /// Tensor arguments are not copied: until the result arrives, do not write to them in place, or
   /// pass `x.clone()`. (Optimizers of this rank do not write to parameters that are being sent.)
   /// Nor may an exposed function write to a tensor that it has returned.
@@ -223,7 +223,7 @@ class Agent {
   RRef<T> make_rref(std::shared_ptr<T> value);
 
   int rank() const;
-  /// Returns true if rank 0 has admitted this rank, even if join() still waits. Not for rank 0.
+  /// Returns true if rank 0 has admitted this rank, even if join() still waits. False on rank 0.
   bool is_admitted() const;
   int world_size() const;
   const std::string& name() const;
@@ -251,7 +251,7 @@ class Agent {
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Sends `error` to all peers as the reason, then disconnects. All waits for other ranks fail,
-  /// including shutdown(). If an agent's thread calls it, the destructor joins the threads.
+  /// including shutdown(). If one of the agent's threads calls abort(), the destructor joins them.
   void abort(const base::Error& error);
 
   /// Called on rank 0, after all ranks have joined: lets the job continue when one of `ranks` is
@@ -286,7 +286,7 @@ class Agent {
   /// Notifies `layer` of lost ranks, including earlier ones, as long as the layer exists.
   void add_layer(const std::weak_ptr<Layer>& layer);
 
-  /// Opens a channel for one-way messages. Numbers: 1 autograd, 2 collectives, from 16 on jobs.
+  /// Opens a channel for one-way messages. Autograd uses number 1, jobs use numbers from 16 on.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;

@@ -62,7 +62,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
             static_cast<void>(object);  // keeps the object alive until the call is answered
             if (!result.ok()) {
               base::Error error = result.error();
-              // Without a rank, the error is from a continuation on this rank: the function failed.
+              // An error without a rank comes from a continuation here, so the function has failed.
               if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
                 error.kind = base::ErrorKind::kRemoteFailed;
               }

@@ -14,7 +14,7 @@ class Agent;
 class AutogradHook;
 struct InMessage;
 
-/// Returns the id of the distributed autograd context of this thread's calls; 0 if there is none.
+/// Returns the id of this thread's current distributed autograd context; 0 if there is none.
 uint64_t current_context();
 /// Returns the hook of the current context's agent; null if unknown. Valid while the agent lives.
 AutogradHook* current_autograd();
@@ -51,9 +51,9 @@ class ContextScope {
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
-  /// Called before rank `to` is sent a message of `context`: the reply to the call `answered` of
-  /// that rank or, if `answered` is 0, a call. Records a send node for the tensors that require a
-  /// gradient and returns the node's id; returns 0 if no tensor requires one.
+  /// Called before a message of `context` is sent to rank `to`. The message is the reply to that
+  /// rank's call `answered` or, if `answered` is 0, a call. Records a send node for the tensors
+  /// that require a gradient and returns its id; returns 0 if no tensor requires a gradient.
   virtual uint64_t on_send(uint64_t context, int to, uint64_t answered,
                            const std::vector<at::Tensor>& tensors) = 0;
   /// Called if a message was not sent or its call has failed, so no gradient will arrive for the
@@ -62,8 +62,8 @@ class AutogradHook {
   /// Called if this rank no longer waits for the reply to its call `call` to rank `to`. If the
   /// reply still arrives, this rank sends no gradient for its tensors. May be called on the loop.
   virtual void on_given_up(uint64_t context, int to, uint64_t call) = 0;
-  /// Makes the tensors of the received `message` that require a gradient the outputs of a receive
-  /// node. `function` is the function that returned the tensors; empty if they are arguments.
+  /// Records a receive node. Its outputs are the tensors of `message` that require a gradient.
+  /// `function` is the function that returned the tensors; empty if they are arguments.
   virtual void on_receive(uint64_t context, InMessage& message, const std::string& function) = 0;
   /// Returns a tensor that shares the memory of `parameter`. While the returned tensor is alive, no
   /// update writes to that memory, except sparse updates of single rows.

@@ -68,7 +68,7 @@ class Batcher {
       more = !requests_.empty();
       is_running_ = more;
     }
-    // Unlocked, because a stopped executor destroys the task at once, and that locks mutex_.
+    // Posts without the lock: a stopped executor destroys the task at once, which locks mutex_.
     if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
     if (error) {
       for (auto& promise : promises) promise.fail(*error);

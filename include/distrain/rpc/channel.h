@@ -44,11 +44,11 @@ struct ChannelMessage {
 class Channel {
  public:
   struct Handler {
-    /// Must return quickly, and neither block nor throw. Called on the loop thread; for a message
-    /// to this rank itself, on the sending thread; for earlier messages, inside set_handler().
+    /// Must return quickly, and neither block nor throw. Called on the loop thread; on the sending
+    /// thread if this rank is the sender; in set_handler() if the message arrived before.
     std::function<void(ChannelMessage)> on_message;
-    /// Called when `rank` is lost, with peer_lost or the rank's own error. Afterwards no message is
-    /// sent to or comes from it. Runs on the loop, in set_handler() or when the agent ends.
+    /// Called when `rank` is lost, with peer_lost or the rank's own error. No message is sent to or
+    /// received from `rank` afterwards. Runs on the loop, in set_handler() or when the agent ends.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
     /// Returns what the layer above the channel waits for. May be unset. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};
@@ -63,7 +63,7 @@ class Channel {
   /// empty, the channel drops messages. Returns when no previous handler is running.
   virtual void set_handler(Handler handler) = 0;
   /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued;
-  /// `keep_alive` is held until the kernel has taken it. Throws peer_lost, which names the rank.
+  /// `keep_alive` is held until the kernel has the payload. Throws peer_lost, which names the rank.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
                     std::shared_ptr<const void> keep_alive) = 0;
 };

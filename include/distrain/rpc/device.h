@@ -43,7 +43,7 @@ class StreamPoint {
  public:
   /// Creates a point that has already been reached.
   StreamPoint() = default;
-  /// Returns the point after all work in this thread's current stream; for the CPU, a reached one.
+  /// Returns the point after the work in this thread's current stream; already reached for the CPU.
   static StreamPoint mark(c10::Device device);
   /// Returns the point after all work in `stream`.
   static StreamPoint mark(const c10::Stream& stream);

@@ -4,8 +4,8 @@
 
 namespace distrain::rpc {
 
-/// Returns the current exception as an Error, like base::current_error(), but without the C++
-/// backtrace that torch appends to what(). Must be called inside a catch block.
+/// Converts the caught exception to an Error, without the C++ backtrace of torch's exceptions. The
+/// kind is `otherwise` if the exception has no kind. Must be called inside a catch block.
 base::Error error_in_flight(base::ErrorKind otherwise);
 
 }  // namespace distrain::rpc

@@ -9,7 +9,7 @@ namespace distrain::rpc {
 
 struct CallContext;
 
-/// Deduce the parameter and result types of an exposed function from the function's type.
+/// Templates that deduce the parameter and result types of an exposed function from its type.
 namespace detail {
 
 template <class R>

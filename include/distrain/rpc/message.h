@@ -65,7 +65,7 @@ struct InMessage {
   std::vector<at::Tensor> tensors;
   std::vector<bool> requires_grad;  ///< for each tensor; empty without an autograd id
   std::vector<RRefTicket> tickets;
-  /// Handles for `tickets`, set on receipt. Handles that are not decoded end with the message.
+  /// Handles for `tickets`, set on receipt. Destroyed with the message unless decoded.
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
   std::shared_ptr<const void> storage;  ///< owns the memory of `body`
   /// For each device, the point at which the tensors on it are complete.
@@ -79,17 +79,17 @@ struct InMessage {
 bool has_device_tensors(const OutMessage& message);
 std::vector<wire::TensorDesc> describe(const OutMessage& message);
 
-/// Encodes a frame, which keeps the tensors alive. Its meta contains the tensors' descriptors; with
-/// an autograd id, a bit for each tensor (whether it requires a gradient); the numbers of
+/// Encodes a frame, which keeps the tensors alive. Its meta contains the tensors' descriptors; for
+/// each tensor, if there is an autograd id, a bit (true if it requires a gradient); the numbers of
 /// `transfers`; the RRefs (u32 count; for each u64 id · u32 owner · u8 mode · u64 fork · i32
 /// parent); the body. `rests` are the last bytes of the transfers: see Note [Tensors of devices].
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<uint64_t>& transfers = {},
                        const std::vector<base::BufferPtr>& rests = {});
 
-/// Decodes a frame of rank `from`. Throws `protocol` if descriptors and payload do not match. Not
-/// for the loop, because it allocates tensors. Takes transfers out of `device_receive` (null:
-/// none), and passes RRefs to `receiver` (null: none), even if it throws afterwards.
+/// Decodes a frame of rank `from`. Throws `protocol` if descriptors and payload do not match. Must
+/// not run on the loop, because it allocates tensors. Takes transfers out of `device_receive` and
+/// passes RRefs to `receiver`, even if it throws afterwards. Both may be null.
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
                      DeviceReceive* device_receive, class RRefContext* receiver = nullptr);
 

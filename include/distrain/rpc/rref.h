@@ -91,13 +91,13 @@ class RRef {
   /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
   /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Like to_here(), but returns a future. `timeout` is as in To::timeout(); the owner ignores it.
+  /// Fetches a copy of the value as a future. `timeout`: see To::timeout(); the owner ignores it.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 
   /// Waits until the value exists and returns it. Throws `invalid` if this rank is not its owner.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }
-  /// Like local_value(), but returns a pointer that keeps the value alive without this RRef.
+  /// Waits for the value and returns a pointer that keeps it alive. Throws like local_value().
   std::shared_ptr<T> local_pointer() const {
     return std::static_pointer_cast<T>(handle_->local(typeid(T)));
   }

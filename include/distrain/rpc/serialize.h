@@ -134,7 +134,7 @@ struct Serializer<Items> {
     for (const Item& item : value) rpc::encode<Item>(encoder, item);
   }
   static Items decode(Decoder& decoder) {
-    // Each item takes a byte or more (except empty structs), which limits a plausible count.
+    // The remaining bytes limit the count, because an item takes a byte or more (unless empty).
     const uint32_t count = decoder.in.get_count(1);
     Items value;
     for (uint32_t i = 0; i < count; ++i) value.insert(value.end(), rpc::decode<Item>(decoder));

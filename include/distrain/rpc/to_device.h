@@ -19,7 +19,7 @@ at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
 /// Does nothing for a CPU table. On a GPU, a wrong index would make the device unusable for this
 /// process, so the CPU checks the values; `index` should be on the CPU already.
 void check_rows(const at::Tensor& index, const at::Tensor& table);
-/// Like check_rows(), but checks a CPU table too. Ignores an `index` without an integer dtype.
+/// Makes the check of check_rows(), for a CPU table too. Ignores an `index` that is not integer.
 void expect_rows(const at::Tensor& index, const at::Tensor& table);
 
 /// Returns `tensor` on a device from which it can be sent to `rank`: this rank's device if `rank`

@@ -4,7 +4,7 @@
 
 namespace distrain::rpc {
 
-/// A copy of that LibTorch state of the current thread which user code can change: grad mode,
+/// A copy of the current thread's LibTorch state, as far as user code can change it: grad mode,
 /// inference mode, autocast, dispatch keys, saved-tensor hooks, number of intra-op threads.
 /// Restoring it writes only what has changed, because comparing is faster than writing.
 class TorchState {

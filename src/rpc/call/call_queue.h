@@ -57,7 +57,7 @@ class CallQueue {
     }
     return std::nullopt;
   }
-  /// Pops the first parked call of rank `from`, unless blocked. `second` tells if more are parked.
+  /// Pops a parked call of `from` if that rank is not blocked. `second` is true if more are parked.
   template <class F>
   std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
     std::lock_guard lock(mutex_);
@@ -129,7 +129,7 @@ class CallQueue {
   std::list<QueuedCall> calls_;
   std::list<QueuedCall> spare_;                            // empty nodes for reuse
   std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
-  // By rank and call id. Built at the first cancellation; dropped when no call is queued.
+  // Positions by rank and call id. Built at the first cancellation; dropped when no call is queued.
   std::unordered_map<int, std::unordered_map<uint64_t, Position>> index_;
   bool has_index_ = false;
 };

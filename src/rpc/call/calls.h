@@ -30,7 +30,7 @@ inline uint32_t wait_ms(base::Duration timeout) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
-/// Returns `error` with this rank and function as origin, if its origin was not set.
+/// Returns `error` with its rank and operation set to `rank` and `op` if they were missing.
 inline base::Error with_origin(base::Error error, int rank, const std::string& op) {
   if (error.rank < 0) error.rank = rank;
   if (error.op.empty()) error.op = op;
@@ -104,7 +104,7 @@ class PendingCalls {
 
   /// Adds a waiting call. After fail_all(), fails the call and returns false instead.
   bool add(uint64_t id, Call call);
-  /// Both remove the call `id`, if it went to `from` and still waits. fail() also fails the call.
+  /// take() and fail() remove the call `id` to `from`, if it still waits. fail() also fails it.
   std::optional<Call> take(uint64_t id, int from);
   void fail(uint64_t id, int from, base::Error error);
   /// Sets the deadline of the call `id`, which has none, if the call still waits.

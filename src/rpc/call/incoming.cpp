@@ -114,7 +114,7 @@ void AgentCore::execute(QueuedCall&& call) {
   std::shared_ptr<InMessage> message = std::move(call.message);
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;  // nobody waits for the result
-  // Before the first call of a new process runs, layers must have released the lost one's state.
+  // Layers must release a lost process's state before the first call of its successor runs.
   if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);

@@ -49,7 +49,7 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
   size_t behind_wait = 0;                       // bytes of the body from its timeout field on
   bool has_credit = false;
 
-  // Overwrites the timeout in `bytes`, which end with the call's body, by the remaining time.
+  // Sets the timeout in `bytes`, which end with the call's body, to the remaining time.
   void set_wait(wire::Bytes& bytes) const {
     if (deadline == base::kNever) return;
     const uint32_t left = wait_ms(deadline - base::Clock::now());

@@ -40,8 +40,8 @@ StreamPoint StreamPoint::mark(c10::Device device) {
   return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
 }
 
-// Uses DeviceGuards, because CUDA events restore the thread's current device and event queries use
-// it. On a thread that has set no device, both would create a context on cuda:0.
+// Uses DeviceGuards, because CUDA events and event queries use the thread's current device. On a
+// thread that has set no device, they would create a context on cuda:0.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
   const c10::DeviceGuard guard(stream.device());
   StreamPoint point;

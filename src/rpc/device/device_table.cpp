@@ -100,7 +100,7 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
       return refuse("another entry has one of the two: maps are one to one");
     }
   }
-  // A reply uses the peer's map for this rank. Without such a map, it uses this map in reverse.
+  // A reply uses the peer's map for this rank. Without such a map, it uses `map` in reverse.
   if (maps_to(devices[peer], names[rank]) &&
       !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
     return refuse(fmt::format("no way back for a reply, as the map of {} for '{}' has no {}",
@@ -132,7 +132,7 @@ std::string device_text(DeviceRef device) {
 }
 
 // Returns the first error in a job's device maps, if any: a device that does not exist, two devices
-// mapped to the same one, or a missing way back for a reply.
+// mapped to the same one, or a device from which replies cannot be sent.
 static std::optional<Error> check_device_maps(const std::vector<std::string>& names,
                                               const std::vector<RankDevices>& devices) {
   for (size_t rank = 0; rank < devices.size(); ++rank) {
@@ -168,7 +168,7 @@ RankDevices DeviceTable::freeze() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
-  // Without an own device or map, uses any available type: other ranks' maps may name its devices.
+  // If no option names an accelerator, uses any available type, because other ranks may map to it.
   for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
     if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
   }

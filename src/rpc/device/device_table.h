@@ -23,7 +23,7 @@ class DeviceTable {
   wire::RankDevices freeze();
   /// Sets the devices of all ranks, once. Functions that need these devices wait until then.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
-  /// Replaces the devices of `rank`, which has a new process. Throws in the same cases as learn().
+  /// Replaces the devices of `rank`, which has a new process. Throws if a map is wrong.
   void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
@@ -63,14 +63,14 @@ class DeviceTable {
 // [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// Sets the type of the devices whose streams these functions, and completed futures, keep in
-/// order. All accelerators that a process uses have the same type.
+/// Sets the type of this process's accelerators, which are all of one type. These functions and
+/// completed futures keep the work in the streams of that type in order.
 void use_streams_of(c10::DeviceType type);
 
 /// Wraps a continuation so that it runs with the current streams of the thread that calls this.
 base::Task under_this_thread(base::Task task);
 
-/// Makes this thread's own streams wait for the work that workers put into the default streams.
+/// Makes this thread's non-default streams wait for the workers' work in the default streams.
 void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

@@ -231,7 +231,7 @@ std::pair<at::Tensor, StreamPoint> IncomingTransfer::finish(std::span<const uint
   copy_queued();
   std::lock_guard copying(copy_mutex_);
   if (error_) throw base::Exception(*error_);
-  // Copied, because the message's buffer is not pinned and may be freed before the device reads it.
+  // Copies the bytes: their buffer is not pinned, and may be freed before the device reads it.
   base::BufferPtr block = stager_.host_block(to_c10(device_), rest.size());
   std::memcpy(block->data, rest.data(), rest.size());
   copy_locked({block->data, block->size}, block);

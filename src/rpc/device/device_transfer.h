@@ -35,7 +35,7 @@ std::vector<DeviceGroup> group_by_device(const std::vector<wire::TensorDesc>& te
 /// Counts the host blocks of one message that the network still uses.
 class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
  public:
-  /// Shared by all messages of one DeviceStager.
+  /// State that all messages of one DeviceStager share, so that it can end all their waits.
   struct Gate {
     std::mutex mutex;
     std::condition_variable returned;
@@ -126,7 +126,7 @@ class DeviceStager {
   const std::shared_ptr<BlocksSent::Gate> sending_ = std::make_shared<BlocksSent::Gate>();
 };
 
-/// Maximum number of one rank's unfinished transfers. One more call fails with `overloaded`.
+/// Maximum number of one rank's unfinished transfers. Above it, calls fail with `overloaded`.
 inline constexpr size_t kMaxOpenTransfers = 1024;
 
 /// A transfer that is being received: its chunks are copied to the device as they arrive.
@@ -166,7 +166,6 @@ class IncomingTransfer {
   wire::DeviceRef device() const { return device_; }
   uint64_t bytes() const { return bytes_; }
   uint64_t received() const { return received_; }
-  /// Returns true if all chunks have been received.
   bool is_complete() const { return received_ == chunked_bytes(bytes_); }
 
  private:
@@ -201,10 +200,10 @@ class DeviceReceive {
   DeviceReceive(DeviceStager& stager, int from, IncomingTransfer::Return give_back = {})
       : stager_(stager), from_(from), return_(std::move(give_back)) {}
 
-  /// Takes a chunk. Throws `protocol` if it does not fit its transfer. May return a task to run on
+  /// Takes a chunk. Throws `protocol` if the chunk does not fit its transfer. May return a task for
   /// a worker, because the loop must not copy or free device memory.
   base::Task add_chunk_on_loop(net::InFrame frame);
-  /// Takes out the transfer `id`. Throws `protocol` if it is incomplete, or not as described.
+  /// Takes out the transfer `id`. Throws `protocol` if it is incomplete or does not match.
   std::shared_ptr<IncomingTransfer> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
   /// Releases incomplete transfers. Called when no more chunks can arrive.
   void drop_incomplete();
@@ -236,7 +235,7 @@ class DeviceSend {
   /// Called before the message itself is sent. May change its body. Returns false to cancel it.
   using StillWanted = std::function<bool(wire::Bytes& body)>;
   /// Sends the chunks as their copies complete, then the message. Must not run on the loop, because
-  /// it blocks. Returns `cancelled` if `still_wanted` is false. Throws the error of a failed copy.
+  /// it blocks. Returns `cancelled` if `still_wanted` returns false. Throws if a copy failed.
   base::Status send(const std::function<base::Status(net::OutFrame)>& send,
                     const StillWanted& still_wanted = {});
 

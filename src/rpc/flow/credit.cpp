@@ -75,7 +75,7 @@ std::optional<Window::Request> Window::next_request_locked() {
   return last_request_;
 }
 
-// Sends requests on one thread, which checks the state again after each, so the last is current.
+// Sends requests until none is due. Returns at once if another thread already does this.
 void Window::send_requests() {
   std::unique_lock lock(mutex_);
   if (std::exchange(is_sending_, true)) return;

@@ -72,7 +72,8 @@ inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 /// This rank's credit for calls to one other rank: see Note [Credit]. Thread-safe.
 class Window {
  public:
-  /// Totals in bytes: spent or returned; wanted (0: no call waits); returned without being used.
+  /// Totals in bytes. `spent` includes `returned`, which is credit returned without being used;
+  /// `target` is all credit that this rank wants to have been granted (0: no call waits).
   struct Request {
     uint64_t spent = 0;
     uint64_t target = 0;
@@ -203,7 +204,7 @@ class Budget {
     peer.used += bytes;
     return true;
   }
-  /// Handles a request. Throws `protocol` if it is one that no Window would send.
+  /// Handles a request. Throws `protocol` if no Window would send this request.
   Grants ask(int rank, const Window::Request& request);
   /// Takes back the credit of a call that was received but will not begin.
   Grants drop(ProcessNumber from, uint64_t bytes) {
@@ -228,7 +229,7 @@ class Budget {
     bool is_in_order = false;
     uint64_t tag = 0;
     uint64_t used = 0;  // credit of calls that have arrived
-    // Totals since the beginning:
+    // Totals in bytes since the start of the rank's process:
     uint64_t granted = kFirstCredit;
     uint64_t returned = 0;
     uint64_t unused = 0;  // total that was returned unused

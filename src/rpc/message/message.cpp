@@ -227,9 +227,9 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
         fmt::format("a payload of {} bytes for tensors of {}", frame.payload.size(), layout.bytes));
   }
   message.tensors.resize(count);
-  // Copies small tensors of a message over 4 KiB, so that a kept tensor does not keep the whole
-  // buffer: those of up to 4 KiB (no slower than creating a tensor), and of up to 64 KiB while the
-  // copies stay within a sixteenth of the message.
+  // Copies small tensors, so that a kept tensor keeps no large buffer alive. Small is at most a
+  // sixteenth of the message and at most 4 KiB (no slower than creating a tensor), or at most 64
+  // KiB while all copies together stay within that sixteenth.
   const uint64_t message_bytes = frame.header.body_bytes(), small_part = message_bytes / 16;
   uint64_t copied = 0;
   const auto is_copied = [&](uint64_t bytes) {

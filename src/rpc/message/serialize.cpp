@@ -186,7 +186,7 @@ at::Tensor Decoder::get_tensor() {
   wire::Reader::fail("an unknown kind of tensor");
 }
 
-// Format: u8 wire::DType, then the value: 8 bytes for the real and for any imaginary part.
+// Encodes a u8 wire::DType, then the value in 8 bytes, or in 16 bytes if the value is complex.
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
   if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
   encoder.out.put(to_dtype(value.type()));

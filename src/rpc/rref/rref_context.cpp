@@ -6,8 +6,8 @@
 
 namespace distrain::rpc {
 
-// Limit for values with references whose creating call has not arrived. By default, a rank's credit
-// (AgentOptions::peer_budget) admits fewer calls than this at a time.
+// Maximum number of values that messages refer to before the calls that create them arrive. By
+// default, a rank's credit (AgentOptions::peer_budget) admits fewer calls than this at a time.
 constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 // ---- RRefHandle ----
@@ -245,7 +245,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& tic
     why.kind = base::ErrorKind::kNotFound;
     why.message =
         "the value of this RRef is gone: its last reference ended before this call was looked at";
-    // If a rank was lost, that freed the value before this owner knew of the new fork.
+    // If a rank was lost, assumes that its loss freed the value before the new fork was known here.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
   auto gone = std::make_shared<OwnedValue>();

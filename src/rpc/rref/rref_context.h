@@ -132,7 +132,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
     bool made = false;                        // the call that creates the value has arrived
   };
-  /// These values are encoded in messages.
+  /// How the receiver holds the value. The numbers are part of the wire format.
   enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept, kConfirmed, kUnconfirmed };
 
   uint64_t next_id() { return make_id(self_, ++counter_); }

@@ -13,7 +13,7 @@ using Kind = base::TraceEvent::Kind;
 
 constexpr int64_t kChunk = 1 << 16;  // 4 MiB
 
-// Timeout for threads to end the slices of already answered calls when a rank's trace is read.
+// Before a trace is read, threads have this time to end the slices of calls already answered.
 constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
 
 /// Encodes this rank's events as chunks.

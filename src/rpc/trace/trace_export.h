@@ -11,9 +11,9 @@ struct ClockAnswer {
   static constexpr auto kFields = std::tuple(&ClockAnswer::domain, &ClockAnswer::now);
 };
 
-/// Some of a rank's events as int64 [n, kTraceColumns]. Columns: kind, name, category, key, value,
-/// start, end, id. Name, category and key are indices into `texts`; -1 means no key. The first
-/// chunk also contains the texts and, in order, the tracks' names and numbers of events.
+/// A chunk of a rank's events: an int64 tensor [n, kTraceColumns]. Columns: kind, name, category,
+/// key, value, start, end, id. Name, category and key are indices into `texts`; -1 means no key.
+/// The first chunk also contains the texts and, in order, the tracks' names and numbers of events.
 struct TraceChunk {
   uint64_t dropped = 0;
   std::vector<std::string> texts;
