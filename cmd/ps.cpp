@@ -42,7 +42,7 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
 void check_ps(const PsOptions& options, const job::Preflight& preflight) {
   const bool adopted = preflight.of_rank_0 != nullptr;
   if (!adopted) check_gpus(options, preflight);
-  // Only trainers read the data. If a rank joins without --data, rank 0 sends the path later.
+  // Only trainers read the data. A joining rank is checked again once it has rank 0's --data.
   const bool final = preflight.has_rank_0 || adopted;
   if (final && preflight.starts("trainer") && options.data.empty()) {
     base::bad_data(

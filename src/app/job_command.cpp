@@ -38,7 +38,7 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
-/// Returns the `data` field of `start`: --data, or its default in words; null if rank 0 sends it.
+/// Returns `data` of the `start` line: --data or its default in words; null if rank 0 sets --data.
 Json data_of(const ParsedOptions& options, bool inherits) {
   const Option* const option = find_option(options.table(), "data");
   if (!option || (inherits && !options.given("data"))) return {};

@@ -93,7 +93,7 @@ class Watchdog {
   struct Options {
     std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
     std::chrono::milliseconds timeout;                 ///< 0: none
-    /// Time in which the group may find a lost rank after NCCL has reported an error.
+    /// Delay before an NCCL error is reported: if `lost` returns a loss by then, that is reported.
     std::chrono::milliseconds loss_grace;
     int world_rank;  ///< of this rank
   };

@@ -316,7 +316,7 @@ void Member::on_control(int, const Message& message) {
       return set_directory(std::move(directory));
     }
     case FrameKind::kGo:
-      // Ignores a repeated kGo, because other ranks rely on the first one.
+      // Ignores a repeated kGo: the devices in the first one are in use already.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
       begin_running(wire::decode_all_devices(message.body));

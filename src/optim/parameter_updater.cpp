@@ -77,7 +77,7 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tens
 }
 
 void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
-  // Do not throw here: step() throws if `participant` is invalid, and an onlooker does not step.
+  // Ignores kOnlooker, which makes no steps, and an invalid `participant`: step() throws for it.
   if (participant < 0 || participant >= options_.participants) return;
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));

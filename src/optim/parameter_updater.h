@@ -11,7 +11,7 @@
 
 namespace distrain::optim {
 
-/// A parameter group in one ParameterUpdater, which has the parameters of a group side by side.
+/// One group's parameters in a ParameterUpdater: consecutive ones in the updater's parameter list.
 struct GroupOptions {
   OptimizerFields options;
   uint64_t parameters = 0;  ///< number of parameters

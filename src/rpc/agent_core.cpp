@@ -157,7 +157,7 @@ void AgentCore::disconnect() {
   stager.stop_waiting();
 }
 
-// Stops the pool, waits for other threads' tasks, and releases values, objects and handlers.
+// Waits for `layers`, `pool` and `given_up_`. Releases RRefs' values, objects and handlers.
 void AgentCore::stop() {
   layers.wait_until_notified();
   pool.stop();  // handlers that wait for others have failed; one may be in disconnect()

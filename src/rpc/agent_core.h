@@ -21,8 +21,9 @@ using base::Error;
 using base::ErrorKind;
 using base::Exception;
 
-/// The worker pool. A continuation runs with the context of the thread that registered it. Each
-/// task starts with the rank's device as current device. A stopped pool drops tasks.
+/// The worker pool. A continuation runs with the autograd context and torch's thread-local state of
+/// the thread that registered it. Each task starts with the rank's device as current device. A
+/// stopped pool drops tasks.
 class WorkerExecutor final : public base::Executor {
  public:
   explicit WorkerExecutor(base::ThreadPool::Options options)

@@ -78,7 +78,7 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the pass that gave this reference to a LeafHook, or 0 if no pass did.
+  /// Returns the number of the backward pass that called a LeafHook with this ContextRef; else 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
   /// Returns true while this rank's part of pass() runs.

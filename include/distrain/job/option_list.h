@@ -35,8 +35,8 @@ struct Option {
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
   bool below_max = false;  ///< `max` itself is not allowed
-  /// All values of a kChoice, values of a text that a shell completes, or words that a number
-  /// option accepts, such as on and off.
+  /// All values of a kChoice; for a text, values that shell completion offers; for a number, words
+  /// that are accepted besides numbers, such as on and off.
   std::vector<std::string> choices;
   char short_name = 0;
   /// The required type of a path, which is checked before any rank starts.

@@ -23,7 +23,7 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits for the hello and the proof of a peer that is not trusted yet: 256 bytes with headers.
+/// Limits for the hello and the proof of an untrusted peer: together, with headers, 256 bytes.
 /// This version's hello is below the limit, so that a later version can extend it.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};

@@ -293,7 +293,7 @@ class Launcher {
     return cause ? cause->exit_code : 0;
   }
 
-  /// Writes all lines. If a signal ended the job, waits at most kReaderGrace for a blocked reader.
+  /// Writes the queue to stdout. After a signal, gives up if nothing was written for kReaderGrace.
   void await_reader() {
     const base::TimePoint since = base::Clock::now();
     while (!output_.empty() && !write_error_ && !stop_waiting_) {

@@ -35,7 +35,7 @@ class OutputQueue {
   bool empty() const { return lines_.empty(); }
   /// Returns true if the queue is above its limit: push nothing before pump() has written lines.
   bool full() const { return bytes_ > kMaxBytes; }
-  /// Returns when to stop waiting for the reader: kReaderGrace after `since` or the last write.
+  /// Returns when to give up on the reader: kReaderGrace after `since` or a later write to fd().
   base::TimePoint given_up_at(base::TimePoint since) const {
     return std::max(since, taken_at_) + kReaderGrace;
   }

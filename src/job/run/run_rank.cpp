@@ -342,7 +342,7 @@ Outcome run_local_job(const Job& job, EventSink& sink,
     rpc::make_current(placed.device());
     outcome = run(placed);
   } catch (...) {
-    // Ignores errors of the trace. If no event was recorded, keeps an existing trace file.
+    // Ignores the error of write_own(). If no event was recorded, keeps an existing trace file.
     if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
     throw;
   }

@@ -104,7 +104,8 @@ class PendingCalls {
 
   /// Adds a waiting call. After fail_all(), fails the call and returns false instead.
   bool add(uint64_t id, Call call);
-  /// take() and fail() remove the call `id` to `from`, if it still waits. fail() also fails it.
+  /// take() and fail() remove the call `id` if it still waits for a reply of rank `from`. fail()
+  /// also fails the call.
   std::optional<Call> take(uint64_t id, int from);
   void fail(uint64_t id, int from, base::Error error);
   /// Sets the deadline of the call `id`, which has none, if the call still waits.

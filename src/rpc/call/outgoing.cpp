@@ -20,7 +20,7 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
 
 }  // namespace
 
-/// Releases a reply that arrived while its caller gave up, so nobody opens it. Thread-safe.
+/// Releases a reply if its caller gives up, or drops it, before it is opened. Thread-safe.
 class UnopenedReply {
  public:
   UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
