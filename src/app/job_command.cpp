@@ -137,7 +137,7 @@ class Invocation {
   }
 
   int launch() {
-    // Make no random token if the user gave an address, where ranks started by hand may join.
+    // Make no random token if the user gave an address: ranks started by hand may join without it.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
       job_.token = membership::new_token();
@@ -188,7 +188,7 @@ class Invocation {
 
   std::string dump() const {
     constexpr const char* kModes[] = {"local", "join", "spawn"};
-    Json gpu_places = Json::object();  // null for a rank that takes no GPU in turn
+    Json gpu_places = Json::object();  // null if a rank takes no GPU round-robin
     for (const int rank : placement_.here()) {
       if (rank == membership::kUnassignedRank) continue;
       gpu_places[std::to_string(rank)] = or_null(

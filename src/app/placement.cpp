@@ -214,8 +214,8 @@ class Placer {
     }
   }
 
-  /// Sets the job id to Slurm's. Appends the step id only if `is_step`, because ranks that the user
-  /// numbers may be in several steps. All parts of a heterogeneous job get the same id.
+  /// Sets the job id to Slurm's. Appends the step id only if `is_step`, because ranks set by
+  /// --rank may be in several steps. All parts of a heterogeneous job get the same id.
   void find_slurm_id(bool is_step) {
     auto id = variable("SLURM_HET_JOB_ID");
     if (!id) id = variable("SLURM_JOB_ID");
@@ -257,7 +257,7 @@ class Placer {
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
         launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
-    // A pod has its own log, no shared terminal. RANK without torchrun's run id also means a pod.
+    // A Kubernetes pod has its own log and shares no terminal. RANK set without torchrun: a pod.
     const bool is_pod =
         launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
     placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;

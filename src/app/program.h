@@ -86,8 +86,8 @@ using job::ParsedOptions;
 using job::Scope;
 using job::ValueKind;
 
-/// Returns the job's own options and those of all jobs (ranks, network, run), sorted by group. Sets
-/// `mistake` of `job` if two options have the same name or a name is not valid.
+/// Returns the job's own options and the options that all jobs share, sorted by group. Sets
+/// `job.mistake` if two options have the same name or a name is not valid.
 OptionTable whole_table(job::JobInfo& job);
 
 /// Parses `args`, without the names of program and command. Stores one argument that is not an

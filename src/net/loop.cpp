@@ -95,7 +95,7 @@ void Loop::Impl::post(base::Task task) {
     std::lock_guard lock(mutex);
     if (stopping) return;
     posted.push_back(std::move(task));
-    if (posted.size() > 1) return;  // the first task has sent the wake-up
+    if (posted.size() > 1) return;  // the first task's post() sends the wake-up
     wakers.fetch_add(1, std::memory_order_relaxed);
   }
   uv_async_send(&wakeup);

@@ -154,7 +154,7 @@ std::optional<uint32_t> owner_of_unix_peer(int fd) {
 }
 
 std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local) {
-  // If the two addresses differ, the peer is on this host only if its address is loopback.
+  // If the two ends' addresses differ, the peer is on this host only if its address is loopback.
   const std::string other_host = remote_name(fd).host;
   if (other_host != local_name(fd).host && !is_loopback(other_host)) return std::nullopt;
   sockaddr_storage remote{};
@@ -274,7 +274,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       }
       const int code = errno;
       error = socket_error(where, code);
-      // Do not try other addresses of the name: clients would reach the server that uses this one.
+      // Do not try another address: clients would reach the server that uses this address.
       if (code == EADDRINUSE) return error;
     }
   }

@@ -37,7 +37,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
   }
 
   void shut_down_on_loop() override {
-    done_ = {};  // the loop ends without calling it
+    done_ = {};  // must not be called when the loop ends
     end_on_loop(ECANCELED);
   }
 
@@ -67,7 +67,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
     loop_->cancel(timer_);
     if (code == 0 && is_connected_to_itself(socket_.get())) code = ECONNREFUSED;
     code_ = code;
-    // Pass the socket on in the close callback, because libuv uses it until then.
+    // Call done_ with the socket only in the close callback, because libuv uses it until then.
     uv_close(reinterpret_cast<uv_handle_t*>(&poll_), [](uv_handle_t* handle) noexcept {
       auto* self = static_cast<Connector*>(handle->data);
       const auto kept = self->shared_from_this();

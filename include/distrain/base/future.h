@@ -113,7 +113,7 @@ class FutureState {
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
-  /// Completes the future and moves the cancel function to `tell`, which the caller uses unlocked.
+  /// Completes the future and moves on_cancel_ to `tell`, for the caller to call without the lock.
   bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
     std::vector<Callback> callbacks;
     {

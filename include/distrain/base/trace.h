@@ -115,7 +115,7 @@ class Tracer {
   mutable std::mutex mutex_;  // guards the members below
   std::vector<std::unique_ptr<TraceLane>> lanes_;
   std::vector<TraceLane*> free_;
-  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // of threads not bound here
+  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // of threads without this tracer
   std::unordered_set<std::string> texts_;
 };
 

@@ -23,12 +23,12 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits for the hello and the proof of an untrusted peer: together, with headers, 256 bytes.
-/// This version's hello is below the limit, so that a later version can extend it.
+/// Limits for the kHello and kProof frames of an untrusted peer: 256 bytes in all with the headers.
+/// This version's kHello is shorter than its limit, so that a later version can extend it.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
-/// Limits for a proved rank that has not joined yet.
+/// Limits for a rank whose kProof was accepted, until it has joined.
 inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
 /// Limits for a joined rank's connection to rank 0, which may send a directory of many ranks.

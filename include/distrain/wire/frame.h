@@ -101,8 +101,8 @@ struct FrameHeader {
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
-/// Fails with `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. Accepts
-/// kMagic itself in an earlier version's kHello or kReject, so that an error can name the version.
+/// Fails with `protocol` for a wrong magic, unknown kind or length beyond `limits`. Accepts plain
+/// kMagic in kHello and kReject, because earlier versions send it and errors name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

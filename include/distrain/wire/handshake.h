@@ -13,12 +13,12 @@ namespace distrain::wire {
 
 // The messages on a job's connections; `r` and `s` are any ranks but 0.
 //
-// Each begins with the proofs of Note [Identity] in src/membership/proof.h; `i` connects:
+// Each connection, made by `i`, begins with proofs: Note [Identity] in src/membership/proof.h.
 //
 //   i → s  kHello   the identity of i, with a nonce
 //   s → i  kHello   the identity of s, with a nonce
 //   i → s  kProof   proves that i knows the key of this connection
-//   s → i  kProof   proves that s knows it
+//   s → i  kProof   proves that s knows the key
 //   s → i  kReject  instead of a kHello or kProof; tells only the protocol version
 //
 // Control connection, from each rank to rank 0 all the time; calls never delay its messages:
@@ -35,7 +35,7 @@ namespace distrain::wire {
 //   r → 0  kLost          r has lost incarnation `context_id` of rank `call_id`; body: the error
 //   0 → r  kLost          all ranks lose rank `call_id`; if `context_id` is 1, the job continues
 //   0 → r  kReturned      a new process replaces the lost rank `call_id`, with incarnation
-//                         `context_id`; the body is a Returned. It gets kGo when all ranks know it
+//                         `context_id`, and gets kGo when all ranks know it; body: a Returned
 //   r → 0  kKnown         r knows the new process of rank `call_id`, incarnation `context_id`
 //   r → 0  kFlush         r enters round `call_id` of the shutdown with the number `context_id`
 //   0 → r  kFlush         all ranks have entered that round; `context_id` is their numbers' sum
@@ -73,14 +73,14 @@ inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 // Each struct lists its fields in wire order. A vector or map is a u32 count and its items; a u32
 // protocol version precedes Hello and Directory.
 
-/// The first message from each end. `purpose` is the connecting end's. 66 bytes with the version.
+/// The first message from each end. The connecting end sets `purpose`. 66 bytes with the version.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
   int32_t rank = -1;
   uint32_t generation = 0;   ///< number of restarts of the job; or kAnyGeneration
   uint32_t incarnation = 0;  ///< number of earlier processes of the rank; 0 when it joins
-  JobId job_id{};            ///< zero: unknown, takes rank 0's
+  JobId job_id{};            ///< zero if unknown; the rank then adopts rank 0's id
   Nonce nonce{};
   static constexpr auto kFields =
       std::tuple(&Hello::purpose, &Hello::trust, &Hello::rank, &Hello::generation,
@@ -99,7 +99,7 @@ struct Endpoint {
 
 struct Join {
   std::string job;         ///< the name of the job's command
-  int32_t world_size = 0;  ///< 0: rank 0's
+  int32_t world_size = 0;  ///< 0: the rank adopts rank 0's world size
   Endpoint endpoint;
   std::map<std::string, std::string> options;  ///< the job options that this rank was given
   static constexpr auto kFields =

@@ -288,8 +288,8 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the line of each pending epoch that two of three `signs` show to be complete; writes all
-/// lines if `all`. `is_next` means that the job is past the evaluation of the newest epoch.
+/// Writes the lines of pending epochs that two of three `signs` show to be complete, and the oldest
+/// of three; writes all if `all`. `is_next`: the job is past the newest epoch's evaluation.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {

@@ -46,7 +46,7 @@ struct DisplayPlan {
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines);
 
 /// Chooses the mode by the types of stdout and stderr. `progress`: auto, plain or none. `is_first`:
-/// this process is or starts rank 0. `is_leader`: no other process of its group draws.
+/// this process is or starts rank 0. `is_leader`: no other process of its process group draws.
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader);
 
 /// Shows a job's progress to a person, from the job's events and EventSink::progress(): a header,

@@ -17,7 +17,7 @@ using std::chrono::nanoseconds;
 constexpr auto kSignalGrace = std::chrono::seconds(5);  // after a signal was forwarded to the ranks
 constexpr auto kFirstPause = std::chrono::milliseconds(250);  // before a restart
 constexpr auto kLongestPause = std::chrono::seconds(30);
-constexpr auto kLasts = std::chrono::seconds(5);  // then a rank did not fail at its start
+constexpr auto kLasts = std::chrono::seconds(5);  // no early failure after this run time
 
 class Launcher {
  public:
@@ -129,7 +129,7 @@ class Launcher {
 
   // ---- lost ranks that the job continues without ----
 
-  /// Schedules a lost rank's restart after a pause. The pause grows while restarts fail early.
+  /// Schedules a lost rank's restart, if allowed, after a pause that grows while starts fail early.
   void on_lost(int rank) {
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
     Lost& its = lost_[rank];
@@ -210,7 +210,7 @@ class Launcher {
     } else if (number == kSaveSignal) {
       group_->tell_one(number);
     } else if (is_finishing_) {
-      stop_waiting_ = true;  // the user does not want the rest
+      stop_waiting_ = true;  // do not wait until the rest is written
     } else if (!ended_by_signal_) {
       ended_by_signal_ = number;
       signalled_at_ = base::Clock::now();
@@ -223,7 +223,7 @@ class Launcher {
   }
 
   /// Stops the ranks, which are not in the terminal's foreground group, and this process until
-  /// SIGCONT. If the kernel ignores SIGTSTP (orphaned group, or SIG_IGN), all continue at once.
+  /// SIGCONT. If SIGTSTP has no effect (orphaned group, or SIG_IGN), all processes go on at once.
   void stop_for_a_while() {
     const base::TimePoint since = base::Clock::now();
     group_->stop();

@@ -27,7 +27,7 @@ std::optional<SpawnedRank> take_spawned_rank();
 
 struct LaunchPlan {
   std::string cmd;
-  /// Settings for all ranks, without their numbers and descriptors. The launcher owns `listen_fd`.
+  /// Settings for all ranks; `rank` and `out_fd` are set per rank. The launcher owns `listen_fd`.
   SpawnedRank told;
   job::Json config;
   std::vector<int> ranks;

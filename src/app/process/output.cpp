@@ -29,7 +29,7 @@ void sum_up(const Json& fields, Json& sums) {
   }
 }
 
-/// Fields of a rank's last line that are not metrics of the job.
+/// Fields of a rank's last JSON line (`rank_end` or `end`) that are not metrics of the job.
 constexpr std::string_view kCommon[] = {
     "v",       "ts",         "run",           "seed",        "config", "event",
     "cmd",     "rank",       "role",          "status",      "wall_s", "exit_code",

@@ -18,7 +18,7 @@ void say(std::string_view message);
 /// closed the pipe, otherwise 9. If `say_so`, reports errors other than a closed pipe on stderr.
 int exit_code_of_write_error(int error, bool say_so = true);
 
-/// How long a process that a signal ends waits for a reader that does not read.
+/// How long a process that ends after a signal waits for stdout's reader, which may not read.
 inline constexpr auto kReaderGrace = std::chrono::seconds(2);
 
 /// Queues lines, so that a slow reader does not block the writing thread, which also handles
@@ -91,7 +91,7 @@ struct Cause {
 };
 
 Cause cause_of(const base::Error& error);
-/// Returns the cause of a process that signal `number` ends; `rank` is its rank, if known.
+/// Returns the cause of a process's end by signal `number`; `rank` is the process's rank, if known.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
 /// Returns "rank 1 (trainer1)", or "rank 1" if `role` is empty.

@@ -103,7 +103,7 @@ class TensorMemory final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  /// Used by release(). Never destroyed, because tensors may outlive other static objects.
+  /// The only object. Never destroyed, because tensors may outlive other static objects.
   static inline TensorMemory* instance = nullptr;
 
  private:

@@ -117,8 +117,8 @@ std::vector<int> RankGroup::reap() {
   return lost;
 }
 
-/// Returns true if the job continues without this failed rank: it was killed, cut off, stopped too
-/// long or out of resources, or obeyed a signal in a job that does not save.
+/// Returns true if the job continues without this failed rank: it was killed, disconnected, stopped
+/// too long or out of resources, never joined as a replacement, or obeyed a signal without a save.
 bool RankGroup::is_spared(const Child& child) const {
   if (!child.failed() || !child.may_be_lost()) return false;
   if (child.is_given_up) return true;
@@ -150,7 +150,7 @@ base::TimePoint RankGroup::next_deadline() const {
 void RankGroup::on_time() {
   if (base::Clock::now() >= kill_blamed_at_) {
     kill_blamed_at_ = base::kNever;
-    // The blamed rank is stopped or cut off, so it cannot report an error: kill it.
+    // The blamed rank is stopped or disconnected, so it cannot report an error: kill it.
     if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
   }
   for (Child& child : children_) {
@@ -200,7 +200,7 @@ void RankGroup::on_failure(const Child& child) {
     const nanoseconds grace = failure_grace();
     if (base::deadline_after(grace) < deadline_) enter(phase_, grace);
   } else if (phase_ == Phase::kRunning) {
-    // A signal made this rank stop in good order. Other ranks stop only after rank 0 has saved.
+    // A signal ended this rank in good order. Other ranks end after rank 0's save: wait for that.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
   }
 }

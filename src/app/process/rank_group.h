@@ -68,13 +68,13 @@ class Child {
   bool may_be_lost() const { return may_be_lost_ || is_successor; }
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// Returns the signal that stopped the rank in good order, according to its last line; 0 if none.
+  /// Returns the signal after which the rank ended in good order and wrote `rank_end`; 0 if none.
   int stopped_by() const;
   int signal() const;  ///< that killed the process; 0 if none
 
   // RankGroup sets these two members.
-  bool is_successor = false;  ///< it replaces a lost process
-  bool is_given_up = false;   ///< it is killed because it was stopped too long: a tolerated loss
+  bool is_successor = false;  ///< this process replaces a lost process of the rank
+  bool is_given_up = false;   ///< killed because it was stopped (SIGSTOP) too long; the job goes on
 
   // The functions above set these members.
   int rank;
@@ -145,7 +145,7 @@ class RankGroup {
 
   // ---- called by the launcher's event loop ----
 
-  /// Adds the pipes to `items` for poll(), but the pipes of JSON lines only if `lines`.
+  /// Adds the ranks' pipes to `items` for poll(); disables the pipes of JSON lines unless `lines`.
   void add_to(std::vector<pollfd>& items, bool lines) const;
   void read(bool lines);
   /// Handles ranks that have ended. Returns the lost ranks that the job continues without.

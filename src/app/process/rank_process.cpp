@@ -121,7 +121,7 @@ class JsonSink : public job::EventSink {
     return identity_;
   }
 
-  /// Returns the wait for the reader of the lines; null if no write is waiting.
+  /// Describes this rank's wait for the reader of its JSON lines; null if no write is in progress.
   std::optional<rpc::Wait> wait() const {
     const base::TimePoint since = writing_since_;
     if (since == base::TimePoint{}) return std::nullopt;
@@ -319,7 +319,7 @@ class RankProcess final : public JsonSink {
     const auto [run_id, rank, role, of_rank_0, used] = identity();
     const char* const scope = !spawned && rank == 0 ? "job" : "rank";
     Json end = summary.end_fields(scope, run_.job.started, cause);
-    // Omit `config` if the launcher knows it. The launcher of rank 0 knows all of it but `used`.
+    // Omit `config` if the launcher knows it. Rank 0's launcher knows all values but `used`.
     const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!spawned || !known || (rank == 0 && !used.empty())) {
       Json config = run_.config(of_rank_0);
