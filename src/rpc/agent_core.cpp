@@ -14,7 +14,7 @@ namespace {
 // The most credit that a peer may grant or request: twice the cost of the largest call.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
-// Maximum bytes of metadata in a call without credit: an error's texts and 4 KiB for the rest.
+// Maximum metadata of a call that needs no credit (kFailFunction): an error's texts and 4 KiB more.
 constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
 
 uint64_t credit_of_call(const wire::FrameHeader& header) {
@@ -157,7 +157,7 @@ void AgentCore::disconnect() {
   stager.stop_waiting();
 }
 
-// Waits for `layers`, `pool` and `given_up_`. Releases RRefs' values, objects and handlers.
+// Waits until only the loop still runs tasks. Releases RRef values, provided objects and handlers.
 void AgentCore::stop() {
   layers.wait_until_notified();
   pool.stop();  // handlers that wait for others have failed; one may be in disconnect()
@@ -204,7 +204,7 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// Creates a window whose requests go to the newest process of `rank`, and to no later process.
+// Creates a window that requests credit from the newest process of `rank`, never from a later one.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
@@ -379,8 +379,8 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   }
 }
 
-// Replaces a lost process. Threads that still handle its calls, credit or references notice the
-// change, because these name its incarnation.
+// Replaces a lost process. Calls, credit and RRefs carry the incarnation of their process, so
+// threads that still handle those of the lost process notice that it was replaced.
 void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entry) {
   if (closed_) return;
   layers.on_rank_returned(rank);
@@ -439,8 +439,8 @@ std::vector<Wait> AgentCore::waits() {
 // ---- the end ----
 
 // Enters shutdown rounds: the first until all ranks have called shutdown(), then more until no rank
-// counts a live reference or context. Messages in transit need no extra count, because their sender
-// or receiver counts the references and contexts in them.
+// counts a live RRef or autograd context. Messages in transit need no extra count, because their
+// sender or receiver counts the RRefs and contexts in them.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;

@@ -124,7 +124,7 @@ class AgentCore {
     executor.set_device(devices.home());
     executor.enter_device();
   }
-  /// Sends a frame. Fails with `peer_lost`, or with the reason that a leaving peer has sent.
+  /// Writes or queues a frame. Returns a lost rank's error, or `peer_lost` if the rank has left.
   base::Status send(int to, net::OutFrame frame);
   ChannelImpl& open_channel(uint16_t number);
 
@@ -147,7 +147,7 @@ class AgentCore {
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
-  // The exposed functions by name, and their names by tag (see expose_tag()), for callers.
+  // Exposed functions by name, and the names that calls look up by tag (see expose_tag()).
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;
@@ -159,8 +159,8 @@ class AgentCore {
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
-  /// Returns false while a call to `rank` would fail because the rank's window has failed. When a
-  /// lost rank returns, the rank is here a moment before it has a new window.
+  /// Returns false if the credit window for `rank` has failed, so calls to `rank` fail. When a lost
+  /// rank returns, is_here() is true a moment before the rank has a new window.
   bool has_window(int rank) const {
     return rank == options.rank || rank >= known_windows() || !windows_.at(rank).has_failed();
   }
@@ -254,7 +254,7 @@ class AgentCore {
   base::Promise<void> disconnected_;  // set when disconnect() has failed all waits
   // Held by the thread that ends the agent. Recursive: user destructors may call close() again.
   std::recursive_mutex stopping_;
-  bool stopped_ = false;  // guarded by stopping_: no thread but the loop runs anything
+  bool stopped_ = false;  // guarded by stopping_; true: only the loop still runs
 
  public:
   /// Last member, so the loop's thread ends before the members that its handlers use are destroyed.

@@ -31,7 +31,7 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   }
   base::Status sent = peer.stream->send(std::move(frame));
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
-  // The connection has just broken. This is no error: if rank 0 reports a loss, the calls fail.
+  // Ignores that the connection has just broken, because calls fail if rank 0 reports the loss.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to, peer);
@@ -124,7 +124,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
       });
 }
 
-// Sends the queued frames. Other threads append frames until the queue is empty.
+// Sends the queued frames. Until the queue is empty, other threads append their frames to it.
 void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
   Peer& peer = at(rank);
   peer.stream = std::move(stream);
@@ -173,7 +173,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// If this rank suspects a loss, queues frames until rank 0 decides. Otherwise the peer has left.
+// Queues later frames if rank 0 may still report the rank as lost. Otherwise the rank has left.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

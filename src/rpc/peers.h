@@ -80,7 +80,7 @@ class Peers {
     }
     return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
   }
-  /// Writes or queues a frame. Fails with `peer_lost`, or with the reason that the peer has sent.
+  /// Writes or queues a frame. Returns a lost rank's error, or `peer_lost` if the rank has left.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.
@@ -103,7 +103,7 @@ class Peers {
   void renew_on_loop(int rank, const wire::Directory::Entry& entry) {
     peers_.replace(rank, std::make_unique<Peer>(entry));
   }
-  /// Returns the transfers that `rank` has not completed. Must run on the loop.
+  /// Returns the device transfers of `rank` that no message has taken yet. Must run on the loop.
   std::shared_ptr<DeviceReceive>& device_receive_on_loop(int rank) {
     return at(rank).device_receive;
   }

@@ -40,10 +40,10 @@ struct AgentOptions : membership::Options {
   std::chrono::nanoseconds call_delay{0};
   /// Records this rank's trace after the tracer is started. Null on all ranks or on none.
   std::shared_ptr<base::Tracer> tracer;
-  /// `peer_budget` limits the bytes of one rank's received calls that have not begun. The limit for
-  /// all ranks, including begun calls without an answer, is `total_budget`, but at least 32 KiB per
-  /// rank; each rank may always use its equal share of half of it. At a limit, callers wait, and
-  /// fail with `overloaded` at their deadline. One call may be larger.
+  /// Limits the bytes of received calls that have not begun: `peer_budget` for each rank, and
+  /// `total_budget` (at least 32 KiB per rank) for all ranks, half of it reserved in equal shares.
+  /// `total_budget` also limits, separately, the bytes of begun calls without an answer. At a
+  /// limit, callers wait, and fail with `overloaded` at their deadline. One call may exceed it.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< not counting threads that wait for a reply
@@ -244,10 +244,10 @@ class Agent {
   std::string transport() const;
 
   /// Serves calls until every rank has called shutdown(), waits until all ranks have released their
-  /// references and contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
+  /// RRefs and autograd contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
   /// after abort(). Must be called once; no call may follow. `on_waiting` gets the missing ranks,
   /// like AgentOptions::on_waiting. `at_rest` runs when all ranks have called shutdown(); it may
-  /// call other ranks, because they wait for it.
+  /// call other ranks, because they wait until it returns.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Sends `error` to all peers as the reason, then disconnects. All waits for other ranks fail,
@@ -264,7 +264,7 @@ class Agent {
   /// job continues after any failure of that process.
   void note_of_use(int rank);
 
-  /// Return the numbers of RRefs and contexts that this rank holds: 0 after a clean shutdown.
+  /// Return the numbers of this rank's RRefs and autograd contexts: 0 after a clean shutdown.
   size_t live_rrefs() const;
   size_t live_contexts() const;
   Traffic traffic() const;
@@ -280,7 +280,7 @@ class Agent {
 
   // ---- for the layers above ----
 
-  /// Returns an executor that runs tasks on the thread that completes the future, often the loop.
+  /// Returns an executor that runs continuations where their future completes, often on the loop.
   base::Executor& inline_executor();
 
   /// Notifies `layer` of lost ranks, including earlier ones, as long as the layer exists.

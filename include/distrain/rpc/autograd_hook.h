@@ -19,14 +19,14 @@ uint64_t current_context();
 /// Returns the hook of the current context's agent; null if unknown. Valid while the agent lives.
 AutogradHook* current_autograd();
 
-/// Makes a context current while the object lives. The object must not outlive the agent.
+/// A scope in which an autograd context is current on this thread. Must not outlive the agent.
 class ContextScope {
  public:
   ContextScope(const Agent& agent, uint64_t context);
   /// When any thread sets `ended`, the enclosing scope's context becomes current again.
   ContextScope(AutogradHook* autograd, uint64_t context,
                std::shared_ptr<const std::atomic<bool>> ended = nullptr);
-  /// Makes `context` current with the current autograd hook. 0 means no context.
+  /// Makes `context` current and keeps the current autograd hook. 0 means no context.
   explicit ContextScope(uint64_t context);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
@@ -47,7 +47,7 @@ class ContextScope {
 };
 
 /// The interface through which the rpc layer calls distributed autograd when it sends and receives
-/// messages. Thread-safe; called off the loop unless stated otherwise.
+/// messages. Thread-safe; not called on the loop unless stated otherwise.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
@@ -68,7 +68,7 @@ class AutogradHook {
   /// Returns a tensor that shares the memory of `parameter`. While the returned tensor is alive, no
   /// update writes to that memory, except sparse updates of single rows.
   virtual at::Tensor hold(const at::Tensor& parameter) = 0;
-  /// Returns the number of contexts for which this rank holds state.
+  /// Returns the number of autograd contexts for which this rank holds state.
   virtual size_t live_contexts() const = 0;
 };
 

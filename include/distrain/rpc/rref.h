@@ -91,7 +91,7 @@ class RRef {
   /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
   /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Fetches a copy of the value as a future. `timeout`: see To::timeout(); the owner ignores it.
+  /// Fetches a copy of the value as a future. `timeout`: see To::timeout(); unused on the owner.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 

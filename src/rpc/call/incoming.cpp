@@ -90,7 +90,7 @@ void AgentCore::queue_call(QueuedCall&& call) {
   });
 }
 
-// Runs one parked call of rank `from` and posts the next one, while there is room for replies.
+// Unless too many replies to rank `from` are unwritten, runs one parked call and posts the next.
 void AgentCore::run_parked_call(int from) {
   auto [call, has_more] =
       queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });

@@ -28,8 +28,8 @@ void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
   arm_locked();
 }
 
-// Sets a timer for the earliest deadline, unless a timer is set for an earlier time. So a call with
-// the usual timeout does not wake up the loop. Replaced timers still expire, without effect.
+// Sets a timer for the earliest deadline, unless an earlier timer is set. A new call usually finds
+// one of an older call, so it does not wake up the loop. Replaced timers expire without effect.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;

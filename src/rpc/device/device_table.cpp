@@ -168,7 +168,7 @@ RankDevices DeviceTable::freeze() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
-  // If no option names an accelerator, uses any available type, because other ranks may map to it.
+  // If no option names an accelerator, uses any available type: other ranks' maps may name it.
   for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
     if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
   }

@@ -59,12 +59,12 @@ class DeviceTable {
   std::shared_ptr<const All> all_;  // guarded by mutex_
 };
 
-// These functions keep work that passes from one thread to another in order on the devices: Note
-// [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
+// The functions below keep work that passes from one thread to another in order on the devices: see
+// Note [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// Sets the type of this process's accelerators, which are all of one type. These functions and
-/// completed futures keep the work in the streams of that type in order.
+/// Sets the type of this process's accelerators, which are all of one type. The functions below
+/// and completed futures keep the work in the streams of that type in order.
 void use_streams_of(c10::DeviceType type);
 
 /// Wraps a continuation so that it runs with the current streams of the thread that calls this.

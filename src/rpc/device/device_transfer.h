@@ -56,7 +56,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
               self->gate_->returned.notify_all();
             }};
   }
-  /// Blocks until fewer blocks are counted. Throws `overloaded` if the thread pool is exhausted.
+  /// Waits for a count below `number`. Throws `overloaded` if the thread pool is exhausted.
   void await_fewer_than(size_t number) {
     const auto may_go_on = [&] { return number_ < number || gate_->open; };
     {

@@ -53,7 +53,7 @@ bool Window::take_at_once(uint64_t bytes) {
   return false;
 }
 
-// Returns the next request to send, or nothing if the other rank already knows this state.
+// Returns the next request to send, or nothing if neither `target` nor `returned` has changed.
 std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = last_request_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
@@ -143,7 +143,7 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   return grants;
 }
 
-// Takes back the credit of a call that begins, unless other begun calls leave no room for it.
+// Takes back the credit of a call that begins, unless all begun calls would then exceed `total_`.
 Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
   Grants grants;
   work.from = from;
@@ -222,7 +222,7 @@ void Budget::reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants) 
   serve_pool_locked(grants);
 }
 
-// Grants credit within the rank's window, or queues the rank if it waits for the pool.
+// Grants credit within the rank's window, or adds the rank to `order_` if it waits for the pool.
 void Budget::update_locked(int rank, Grants& grants) {
   Peer& peer = at(rank);
   leave_order_locked(rank);

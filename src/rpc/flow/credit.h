@@ -105,7 +105,7 @@ class Window {
     }
     send_requests();
   }
-  /// Adds the `bytes` that the other rank has granted. Each window of that rank has `size` bytes.
+  /// Adds the `bytes` that the other rank has granted. `size` is Budget::window() on that rank.
   void grant(uint64_t bytes, uint64_t size) {
     {
       std::lock_guard lock(mutex_);
@@ -172,7 +172,7 @@ class Budget {
     ProcessNumber to = 0;
     uint64_t bytes = 0;
   };
-  /// Grants that the caller must send. Usually empty.
+  /// New grants, which the calling code must send to their ranks. Usually empty.
   using Grants = std::vector<Grant>;
   /// The credit of a call that has begun. Must not move before end().
   struct Work {
@@ -272,7 +272,7 @@ class Budget {
   std::list<Work*> kept_;
 };
 
-/// Counts the reply bytes for each rank that the kernel has not accepted yet. Thread-safe.
+/// Counts, for each rank, the reply bytes that the kernel has not accepted yet. Thread-safe.
 class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
  public:
   /// Called on any thread when the unwritten bytes for `rank` have fallen below `limit`.

@@ -245,7 +245,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& tic
     why.kind = base::ErrorKind::kNotFound;
     why.message =
         "the value of this RRef is gone: its last reference ended before this call was looked at";
-    // If a rank was lost, assumes that its loss freed the value before the new fork was known here.
+    // If a rank was lost, reports that loss, because it may have freed the value before this call.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
   auto gone = std::make_shared<OwnedValue>();
@@ -280,8 +280,8 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     std::lock_guard lock(mutex_);
     lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
-    // If the receiver or the owner is lost, no Accept will come, because the owner sends the Accept
-    // only after the receiver's Fork.
+    // The Accept may never come: a lost receiver may not have sent the Fork for which the owner
+    // sends the Accept, and a lost owner sends nothing.
     std::erase_if(pending_children_, [&](auto& entry) {
       auto& [handle, receiver] = entry.second;
       if (receiver != rank && handle->owner() != rank) return false;
