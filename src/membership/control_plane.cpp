@@ -125,7 +125,7 @@ std::optional<Wait> ControlPlaneImpl::wait() {
 void ControlPlaneImpl::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // True between two attempts to join: rank 0 has refused the last one, whose protocol is over.
+    // True between two attempts to join: the last one has failed, so its `protocol_` is over.
     const bool is_put_off =
         self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
     if (self->protocol_ && !is_put_off) {
@@ -316,7 +316,7 @@ std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr
     note_closed_on_loop();
     return refusal;
   }
-  // The process sends nothing on this stream. If it closes the stream, the reservation ends.
+  // The process with the reservation sends nothing. If it closes the stream, the reservation ends.
   stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
                                              [self = shared_from_this(), link](const Error&) {
                                                if (self->coordinator_)
@@ -376,7 +376,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
                           return done(base::Unit{});
                         }
                         stream->close(false);
-                        // If `rank` has two processes, rank 0 will report which one is lost.
+                        // If another process of `rank` answers, rank 0 will report which is lost.
                         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                                    "rank " + std::to_string(hello.rank) + " is there" +
                                        (is_it ? ", but another process of it" : ""),

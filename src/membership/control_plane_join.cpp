@@ -279,8 +279,8 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
   const base::Future<void> met = directory_known_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
-  // A launcher (which sets `listen_fd`) reports ranks that fail. Without a launcher, rank 0 reports
-  // the missing ranks earlier.
+  // A launcher, which sets `listen_fd`, reports ranks that fail. Without a launcher, only rank 0
+  // can report missing ranks, so its first report comes early, after kFirstWait.
   auto pause = options_.rank == 0 && options_.listen_fd < 0 ? kFirstWait : kWaitingInterval;
   for (;; pause = kWaitingInterval) {
     const base::Future<void>& next = is_prepared ? ready : met;
@@ -344,7 +344,7 @@ ControlSettings ControlPlaneImpl::settings() const {
   return settings;
 }
 
-// Returns the timeouts of a handshake. The proof may take as long as messages of admitted peers.
+// Returns handshake timeouts. The proof's is at least `peer_timeout`: see HandshakeTimeouts.
 HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);

@@ -174,7 +174,7 @@ void ControlProtocol::closed(Link link, const Error& error) {
     }
     on_control_lost(from.rank, why);
   }
-  // The stream is still open. This rank no longer uses it and sends the other end the reason.
+  // If the stream is still open, sends the reason to the other end and closes the stream.
   if (connections_.contains(link)) close_with_reason(link, loss(from.rank, error), true);
 }
 

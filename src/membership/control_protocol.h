@@ -168,7 +168,7 @@ class ControlProtocol {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  /// Called if the control connection to `rank` breaks before on_go(). Later: declare_lost().
+  /// Called instead of declare_lost() if the control connection to `rank` breaks before on_go().
   virtual void on_control_lost(int rank, const Error& error) = 0;
   /// Called when this rank has found that `rank` is lost.
   virtual void declare_lost(int rank, const Error& error) = 0;

@@ -93,7 +93,7 @@ void Coordinator::begin_if_all_joined() {
   set_directory(std::move(directory));
 }
 
-// Sends kGo when all ranks are prepared. Rank 0 may be prepared before other ranks have joined.
+// Records that `rank` is prepared. Sends kGo when all ranks are, unless the job has ended already.
 void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
@@ -198,7 +198,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       return note_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
-      // Before the directory is sent, this needs no action: the closing connection frees the rank.
+      // Before the directory is sent, nothing is to do: `rank` is free when its connection closes.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
@@ -233,7 +233,7 @@ void Coordinator::on_control_lost(int rank, const Error& error) {
   }
 }
 
-// Declares `rank` lost. Reports the loss to all ranks if they were told of the lost process.
+// Declares `rank` lost. Reports it to all ranks, unless they do not know `rank`'s new process yet.
 void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -260,7 +260,7 @@ void Coordinator::forget(int rank) {
   newcomers_.erase(rank);
   on_trial_.erase(rank);
   in_round_.erase(rank);
-  // Keeps the entry in joined_. Without a connection it is unused; a new process overwrites it.
+  // Keeps the rank's entry in joined_: unused without a connection, replaced by a new process.
 }
 
 // Returns true if the job continues without `rank`. The error must be a loss, a lack of resources

@@ -87,7 +87,7 @@ void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
   if (handshake.stage == Stage::kJoin && error.kind == ErrorKind::kProtocol) {
     report_on_loop(handshake, error);  // a proved rank's frame was corrupted
   }
-  // A peer with a token closes the connection instead of sending a proof to a rank without a token.
+  // A peer with a token closes instead of sending a proof to a rank without one: reports that peer.
   if (handshake.stage == Stage::kProof) {
     const wire::Hello& other = handshake.responder->other();
     const auto credentials = callbacks_.credentials(other.purpose);
@@ -297,7 +297,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     end_after_on_loop(timeouts.proof);
     is_trusted = is_trusted_on_loop();  // checked before the other side can close
     const bool is_distrusted = is_trusted == false;
-    // Without a token, a proof reveals nothing, and the other side needs it to report this rank.
+    // Without a token, a proof reveals no secret, so a distrusted peer gets it to report this rank.
     if (!is_distrusted || identity.trust != wire::Trust::kToken) {
       send_frame(stream, wire::FrameKind::kProof, {proof.begin(), proof.end()});
     }
@@ -313,7 +313,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
 
   void on_reject_on_loop(const net::InFrame& frame) {
     if (has_answered) distrust();
-    // Uses only the message of the error, because the other side has proved nothing.
+    // Uses only the text of the error, because the other side has not proved its identity.
     std::string words = wire::decode_error(frame.meta).message;
     std::ranges::replace_if(
         words, [](char letter) { return letter < ' ' || letter > '~'; }, '?');

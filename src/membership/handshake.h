@@ -97,8 +97,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const Error& error);
   void limit_unproved_on_loop();
-  /// Removes the connection `number` and returns its stream, or null if it is already removed. The
-  /// stream of a closed connection may still deliver frames.
+  /// Removes the connection `number` and returns its stream, or null if it is already removed.
+  /// on_frame_on_loop() ignores the frames of a removed connection.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
   void drop_on_loop(uint64_t number);
@@ -136,7 +136,7 @@ struct HandshakeTimeouts {
   base::Duration proof;
 };
 
-/// Proves this rank's identity on a connection that it has opened: the initiator of Note
+/// Proves this rank's identity on a connection that it has opened, as the initiator of Note
 /// [Identity]. Calls `done` once. On success, `done` gets the other side's proved hello and sets
 /// the stream's handler. On failure, the stream is already closed. The caller may retry after
 /// `peer_lost`: the other side closed the stream without a message or did not answer in time.

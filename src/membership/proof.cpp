@@ -52,7 +52,7 @@ Gate& gate() {
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
       gate().is_closed = true;  // first, so that no new thread delays the lock below
-      // Waits with a timeout, because a forked process lacks the threads that held the lock.
+      // Waits with a timeout, because a forked child lacks the threads that would unlock the mutex.
       const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
     });
     return *new Gate;  // never destroyed, because threads may use it

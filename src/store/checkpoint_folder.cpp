@@ -153,7 +153,7 @@ void FolderClaim::check() {
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
-  // If the lock file was removed, locks a new file. Otherwise another job could create and lock it.
+  // If the lock file was removed, creates and locks a new one, so that no other job can lock one.
   if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
   if (highest <= highest_expected_) return;

@@ -38,8 +38,8 @@ std::string name_of(std::string_view prefix, int64_t step);
 /// Returns true if `name` is the folder name of a complete checkpoint.
 bool is_checkpoint(std::string_view name);
 
-/// The folders of saves in a folder of checkpoints. Includes symbolic links that are named like
-/// checkpoints, so that opening them reports an error. Excludes regular files.
+/// The folders that jobs have written in a folder of checkpoints. Includes symbolic links that are
+/// named like checkpoints, so that opening them reports an error. Excludes regular files.
 struct Saves {
   std::set<std::string> remains;  ///< names of unfinished folders and of those being removed
   std::set<int64_t> whole;

@@ -248,7 +248,7 @@ class Save {
 // Checks that the folder can be written.
 void try_folder(const OpenFolder& folder) {
   real_saves(folder);
-  // If the process dies after this line, the next save removes the trial folder.
+  // If the process dies before it removes the trial folder, the next save removes that folder.
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);
@@ -320,7 +320,7 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
   bool before = false;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const std::string name = saves->name(*step);
-    // Skips all checkpoints down to the named one. If none is named, skips only the newest.
+    // Skips the newest checkpoint or, if `path` names a checkpoint, that one and all newer ones.
     if (!std::exchange(before, before || named.checkpoint.empty() || name == named.checkpoint)) {
       continue;
     }

@@ -64,7 +64,7 @@ class GzipReader {
     std::string whose;  ///< explains the limit in messages, as in "that its header says"
   };
 
-  /// Opens the file. Throws `bad_data` as read() does.
+  /// Opens the file. Throws `bad_data` if the file cannot be opened or read.
   GzipReader(const std::string& path, Limit limit,
              InputFile::Kind kind = InputFile::Kind::kRegular);
   ~GzipReader();

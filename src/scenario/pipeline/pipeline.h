@@ -40,8 +40,8 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
 void check_pipeline(const PipelineOptions& options);
 
 /// Returns the schedule for each number of micro-batches: as a timeline if `for_people`, otherwise
-/// as one line of JSON with the stages, their blocks, the start of each step in units of one step,
-/// and the share of waiting. Throws `invalid` if options contradict each other.
+/// as one line of JSON with the stages, their blocks, the start of each pass in units of one pass,
+/// and the share of idle time. Throws `invalid` if options contradict each other.
 std::string explain_pipeline(const PipelineOptions& options, bool for_people);
 
 void train_pipeline(job::Rank& rank, const PipelineOptions& options);

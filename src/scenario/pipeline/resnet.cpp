@@ -48,7 +48,7 @@ int64_t head_inputs(const Architecture& shape) {
   return (shape.stem_width << (kLayers - 1)) * shape.expansion;
 }
 
-// Returns the blocks between stem and head, without tensors.
+// Returns the blocks between stem and head: only names and sizes, without tensors.
 std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   std::vector<ResidualBlock> blocks;
   int64_t in = shape.stem_width;
@@ -84,7 +84,7 @@ std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
 // Returns the side of the output of a convolution or pool that is padded by half its kernel.
 int64_t side_after(int64_t stride, int64_t side) { return (side - 1) / stride + 1; }
 
-// Returns the cost of `layer` for an image of this side, and sets `side` to the output's.
+// Returns the cost of `layer` for an image of side `side`, and sets `side` to the output's side.
 double cost(const ConvNorm& layer, int64_t& side) {
   side = side_after(layer.stride, side);
   const auto elements = static_cast<double>(layer.out * side * side);
@@ -99,8 +99,8 @@ double cost(const ResidualBlock& block, int64_t& side) {
   return sum;
 }
 
-// Returns the tensor `name` of `weights`. Returns null if num_batches_tracked is missing, as in old
-// files. Throws `bad_data` if another tensor is missing or does not look like `expected`.
+// Returns the tensor `name` of `weights`, or null if num_batches_tracked is missing, as in old
+// files. Throws `bad_data` if another tensor is missing, or if dtype or shape is not `expected`'s.
 const at::Tensor* find_weight(const rpc::NamedTensors& weights, const std::string& name,
                               const at::Tensor& expected) {
   const auto it = weights.find(name);
@@ -129,7 +129,7 @@ size_t find_block(const std::string& model, const std::vector<std::string>& bloc
                    " (layer2 is the last block of that layer)"));
 }
 
-// Returns a tensor to fill with random numbers, which are always drawn on the CPU.
+// Returns a tensor to fill with random numbers: on kMeta if `device` is kMeta, else on the CPU.
 at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
   return at::empty(sizes,
                    at::TensorOptions(at::kFloat).device(device.is_meta() ? device : at::kCPU));

@@ -13,7 +13,7 @@
 namespace distrain::scenario {
 
 /// Returns the examples of batch `index` in a sequence of epochs. Each epoch is shuffled by `seed`
-/// and the epoch's number. All batches are full: the next epoch fills up an epoch's last batch.
+/// and the epoch's number. All batches are full: a batch may continue in the next epoch.
 std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
 
 /// The batches of the job and its initial weights: random images without `data`, otherwise images

@@ -16,7 +16,7 @@ void sleep_for(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
-/// Returns the size of a block's input in pixels: the stem quarters it, layer2 to layer4 halve it.
+/// Returns the side of a block's input in pixels: the stem divides it by 4, layer2 to layer4 by 2.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
   const std::vector<std::string> names = resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
@@ -72,7 +72,7 @@ at::Tensor PipelineStage::compute(const at::Tensor& input) const {
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());
 }
 
-// Sleeps in both passes. The output is cheap, and has gradients for its input and one parameter.
+// Sleeps in forward and backward. The cheap output has gradients for the input and one parameter.
 at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
   sleep_for(seconds);
   const auto size = [](const auto& named) { return named.second.numel(); };

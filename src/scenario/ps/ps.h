@@ -46,7 +46,7 @@ class PsData {
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
   /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
-  /// Calls `use` with each batch of `share`. Batches have `batch_size` images, but 16 to 128.
+  /// Calls `use` with each batch of `share`: `batch_size` images, clamped to [16, 128].
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
@@ -71,8 +71,8 @@ struct PsForward {
       std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
 };
 
-/// The parameter server's model: the net of PyTorch's MNIST example. It has no training mode, which
-/// trainers would share: each call runs either a training or an evaluation pass.
+/// The parameter server's model: the net of PyTorch's MNIST example. It has no training flag,
+/// because trainers would share it: each call runs either a training or an evaluation pass.
 class ConvNet {
  public:
   /// Initializes as torch.nn does. Convolutions are on the first device, linear layers on the last.

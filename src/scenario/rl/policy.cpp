@@ -20,7 +20,7 @@ constexpr int kInputs = std::tuple_size_v<Observation>;
 
 using Row = Policy::Row;
 
-/// Returns the probability of action 1. `preference` is its score minus that of action 0.
+/// Returns the probability of action 1. `preference`: the score of action 1 minus that of action 0.
 double probability(double preference) { return 1 / (1 + std::exp(-preference)); }
 
 /// Returns log(probability(preference)) accurately even if the probability is almost 0.

@@ -58,7 +58,7 @@ class Policy {
   Loss loss(std::span<const PolicyStep> steps) const;
 
   using Row = std::array<float, kHidden>;
-  /// Draws the dropout factor of each hidden unit, 0 or 1 / (1 - kDropout), two from each number.
+  /// Draws a dropout factor, 0 or 1 / (1 - kDropout), per hidden unit: two per random number.
   static Row dropout_mask(base::Random& random);
 
  private:

@@ -122,7 +122,7 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   training.run([&](const std::vector<job::Step>& steps) {
     const int64_t episode = steps[0].total + 1;
     learner.begin_episode(episode);
-    // The observers may play in turn, because no action depends on other requests in its pass.
+    // Observers may play in turn: an action does not depend on other requests to one choose().
     for (int o = 0; o < options.observers; ++o) {
       observers[static_cast<size_t>(o)].play(
           static_cast<uint64_t>(episode),

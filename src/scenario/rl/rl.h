@@ -46,7 +46,7 @@ class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
 
-  /// Adds the policy, its optimizer and the running reward to checkpoints.
+  /// Adds the policy, its optimizer and the moving average of episode rewards to checkpoints.
   void keep_in(job::TrainingPlan& training);
 
   /// Starts episode number `episode`, from 1.
@@ -66,7 +66,7 @@ class Learner {
   /// Prints the last `episode` line if it was not printed, and adds the `end` line's fields to
   /// `fields`. `episodes` includes the episodes before a resume.
   void add_to(job::Json& fields, int64_t episodes);
-  /// Returns the error message for a goal that was not reached.
+  /// Returns the error message for a job that ends before solved() is true.
   std::string what_is_missing(int64_t episodes) const;
 
   const Policy& policy() const { return policy_; }

@@ -98,7 +98,7 @@ LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout
 }
 
 at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
-  // cuDNN saves data for the backward pass only if `train` is set. It has no other effect here.
+  // `train` makes cuDNN save data for the backward pass. It also enables dropout, which is 0 here.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
   NoWordOfCopies quiet;
   std::optional<c10::WarningUtils::WarningHandlerGuard> guard;

@@ -26,7 +26,7 @@ class WordEmbedding {
 };
 
 /// The output layer on the parameter server: computes a score for each word from the LSTM's output.
-/// It also computes the loss, because the scores are much larger than the LSTM's output.
+/// It also computes the loss, so that trainers do not receive the scores, which are much larger.
 class Decoder {
  public:
   Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device);

@@ -10,7 +10,7 @@ namespace distrain::scenario {
 
 namespace {
 
-/// Returns the parameters of the server in the order of the optimizer.
+/// Returns the server's parameters in the order in which the optimizer receives them.
 optim::NamedParameters in_order(const WordEmbedding& embedding, const Decoder& decoder) {
   return {{"encoder.weight", embedding.named_parameters().at("encoder.weight")},
           {"decoder.weight", decoder.parameters()[0]},

@@ -44,7 +44,7 @@ class RnnData {
  public:
   /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit RnnData(const RnnOptions& options);
-  /// Reads a text to evaluate with the vocabulary of a checkpoint.
+  /// Reads a text for evaluation, using the vocabulary of a checkpoint.
   RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text);
 
   job::Plan plan() const;
