@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
-constexpr double kFarAbove = 1000;  // times the first loss: training has diverged
+constexpr double kFarAbove = 1000;  // divergence: the loss exceeds the first loss by this factor
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
@@ -175,7 +175,7 @@ void TrainingPlan::attach() {
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
-  if (attached.is_late && attached.saves) process_.job().stop->arm();  // others are armed already
+  if (attached.is_late && attached.saves) process_.job().stop->arm();  // rank 0 armed the others
   if (attached.saves && begin_step_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,
                          "the checkpoints keep no optimizer (Training::keep): a job that goes on "
@@ -296,7 +296,7 @@ void TrainingPlan::meet(const Task& task) {
   }
 }
 
-/// Ends the epoch. Returns its report, with this process's share of an evaluation.
+/// Ends the epoch. Returns its report, with this process's evaluation if `task` is kEvaluate.
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
   if (plan_.log) report.steps = epoch_steps_;
@@ -412,7 +412,7 @@ SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, in
   std::iota(own_.begin(), own_.end(), 0);
 }
 
-// Makes rounds of one step for each trainer that has steps left. Runs other tasks between rounds.
+// In each round, makes a step of each trainer with steps left. Evaluates and saves between rounds.
 void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
   std::map<int, base::Future<NextTask>> pending;  // by trainer, while others have steps left

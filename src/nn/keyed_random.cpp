@@ -54,7 +54,7 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
 
 void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
-  // Other threads get the dispatch keys from torch, but not `t_random`, so they draw as usual.
+  // Torch gives this dispatch key to its worker threads, but not `t_random`: they draw as usual.
   if (KeyedRandom* random = t_random) {
     const auto& arguments = op.schema().arguments();
     const size_t first = stack->size() - arguments.size();

@@ -189,8 +189,8 @@ at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, 
   return output;
 }
 
-// Returns the guard of the current context's backward pass. Several messages may bring gradients,
-// so admit() may be called more than once.
+// Returns the guard of the backward pass in the current autograd context. Several messages may
+// bring gradients of the pass, so admit() may be called more than once.
 autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_batch) {
   struct Step {
     std::mutex mutex;

@@ -61,7 +61,7 @@ std::string inputs_text(const std::vector<at::Tensor>& inputs) {
   return text;
 }
 
-/// If `net` is a plain Table, returns a function that makes such tables without memory for values.
+/// If `net` is a Table, not a subclass, returns a function that makes Tables without weight memory.
 template <class Table>
 std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   const torch::nn::Module& module = *net.module;
@@ -90,8 +90,8 @@ struct SharedModule::Replica {
   bool in_forward = false;     // guarded by SharedModule::mutex_
 };
 
-// Returns true if a graph has saved a parameter. Copying and resetting each handle synchronizes
-// with a thread that has released a graph, so the graph's reads are over before the next pass.
+// Returns true if an autograd graph has saved a parameter. Copying each at::Tensor and resetting
+// the copy orders the reads of a graph that another thread has released before the next pass.
 bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i].use_count() != replica.handles[i]) return true;
@@ -212,7 +212,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet n
     replica->parameters.push_back(std::move(parameter));
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
-    // Do not count the handle in `parameters`, which is destroyed on return.
+    // Do not count the reference from the local `parameters`, which is destroyed on return.
     replica->handles.push_back(replica->parameters[i].use_count() - 1);
   }
   return replica;
@@ -383,7 +383,7 @@ void SharedModule::load_state(rpc::NamedTensors state) {
 void SharedModule::release_versions() {
   std::lock_guard lock(mutex_);
   for (const auto& replica : replicas_) {
-    // A forward pass through a table holds a ParameterRead, so none runs during an update.
+    // If `has_rows_`, a whole forward pass holds a ParameterRead, so none runs in this update.
     const bool in_use = (replica->in_forward && !has_rows_) || is_saved(*replica);
     if (!replica->holds_storage || in_use) continue;
     for (size_t i = 0; i < empty_.size(); ++i) point_to(replica->parameters[i], empty_[i]);

@@ -217,7 +217,7 @@ class Definition final : public AnyDefinition {
     return set(derive_defaults_, std::move(derive_defaults));
   }
 
-  // Each of the next functions sets the implementation of the virtual function of the same name.
+  // Each of the next functions sets the implementation of AnyDefinition's function of that name.
 
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
     return set(check_, std::move(check));
@@ -262,7 +262,7 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// Runs one rank without a command line. Except on rank 0, `adopt` returns the rank's options.
+  /// Runs one rank with `options`. If `adopt` is set, ranks other than 0 use its result instead.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {

@@ -6,15 +6,15 @@ namespace distrain::job {
 
 // A job's JSON lines are declared once, for the schema, the man pages and tests.
 
-/// The kind of example that a job counts. A job with kWords reports perplexity, others accuracy.
+/// The kind of example that a job counts. kSamples: reports accuracy; kWords: perplexity.
 enum class Unit : uint8_t { kSamples, kWords };
 const char* counted(Unit unit);  ///< "samples" or "words"
 
-/// Returns the fields loss, accuracy or perplexity, samples or words, and the job's own metrics.
-/// Returns an empty object if there are no samples.
+/// Returns loss, accuracy and samples (kSamples) or loss, perplexity and words (kWords), and the
+/// job's own metrics. Returns an empty object if there are no samples.
 Json fields_of(const Evaluation& evaluation, Unit unit);
 
-/// The type of a field. Numbers, but not integers, may be null: JSON has neither NaN nor infinity.
+/// The type of a field. A kNumber may be null, because JSON has neither NaN nor infinity.
 enum class FieldType {
   kFlag,
   kInteger,

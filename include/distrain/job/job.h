@@ -91,7 +91,7 @@ class StopSignal {
   /// Handles the signal `number`. Returns false if the caller is to end the process at once.
   bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};
-    if (is_first) number_ = number;  // before request(), or the job might end without it
+    if (is_first) number_ = number;  // set first: the job may end during request()
     if (request() || (is_first && requested())) {
       heeded_ = now;
       return true;

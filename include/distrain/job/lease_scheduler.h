@@ -94,7 +94,7 @@ class LeaseScheduler {
     /// Called when a trainer was lost during an evaluation or a save. The remaining trainers repeat
     /// that task, so the reports since the task's start do not count.
     std::function<void()> on_again = [] {};
-    /// Called when `trainer` has no task: trainers that still make steps must not wait for it.
+    /// Called after a loss if `trainer` waits for a task, so that no rank waits for its steps.
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 

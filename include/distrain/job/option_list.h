@@ -66,7 +66,7 @@ using OptionTable = std::vector<Option>;
 const Option* find_option(const OptionTable& table, std::string_view name);
 
 /// Returns a value in the canonical form that is compared and sent ("5e-2" → "0.05"). If the option
-/// does not accept it, throws `invalid`; `where` is the option or variable that the message names.
+/// does not accept it, throws `invalid` with `where`, which says where `text` was given ("--lr").
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
 
 /// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
@@ -123,7 +123,7 @@ namespace detail {
 
 // These functions convert between an option's canonical text and a member of an options structure.
 // `first` and `second` are the words for true and false (bool), or for no value and 0 (optional).
-// An empty list is an empty text, and so is, without `first`, an optional without a value.
+// The text is empty for an empty list, and for an optional without a value if `first` is empty.
 
 template <class T>
 void read_value(const std::string& text, T& value, const std::string& first = {},

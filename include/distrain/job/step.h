@@ -76,18 +76,18 @@ class StepLines {
   StepLines(EventSink& sink, std::string event, std::optional<int> interval)
       : sink_(sink), event_(std::move(event)), interval_(interval) {}
 
-  /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
-  /// Otherwise keeps `fields` for end(), because the step may be the last one.
+  /// If the line of step `number` (from 1) is due, emits the line and returns true. Otherwise
+  /// returns false and, if the interval is unset, keeps `fields` for end().
   bool add(int64_t number, std::function<Json()> fields);
-  /// Emits the last step's line if add() did not. After this, steps may be counted from 1 again.
+  /// Emits the last step's line if add() kept its fields. Then steps may be counted from 1 again.
   void end();
 
  private:
   EventSink& sink_;
   const std::string event_;
   const std::optional<int> interval_;
-  base::TimePoint next_{};         // by time: when the next line is due
-  std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
+  base::TimePoint next_{};         // if the interval is unset: when the next line is due
+  std::function<Json()> pending_;  // kept by add() for end(); null if the last step has a line
 };
 
 /// Returns the loss of a step. Throws `not_finite` for NaN and infinity, and `invalid` if `loss` is

@@ -56,10 +56,10 @@ class TrainingPlan {
   TrainingPlan(const TrainingPlan&) = delete;
 
   /// Requires `value`, such as a hash of the data, to be equal on all trainers and in the
-  /// checkpoint that the job resumes from. For an option with Option::each_own, whose value is
-  /// otherwise not compared, `name` has the dashes, as in `--mean`.
+  /// checkpoint that the job resumes from. Also needed for an option with Option::each_own, whose
+  /// value is not compared otherwise; `name` is then the option with its dashes, as `--mean`.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// Does the same as agree() for a text. `used_as`: the number's field in `config`; may be empty.
+  /// Does the same for a number. `used_as`: the number's field in `config`; may be empty.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;

@@ -89,7 +89,7 @@ class StagePasses {
   explicit StagePasses(std::string function);
 
   /// Begins a batch whose steps run in the order of `row`. Each backward pass moves its gradients
-  /// from the micro-batch's context to the context in which begin() was called.
+  /// from the micro-batch's autograd context to the one in which begin() was called.
   void begin(rpc::Agent& agent, std::vector<PipelineStep> row);
   /// Waits until the device has finished its queued work, updates included, and returns the report.
   StageReport end();
@@ -110,7 +110,7 @@ class StagePasses {
 
 namespace detail {
 
-/// Begins a batch on all stages. Each step of `schedule` has the context of its micro-batch.
+/// Begins a batch on all stages. Each step of `schedule` has its micro-batch's autograd context.
 using Begin = std::function<void(const PipelineSchedule& schedule)>;
 using Forward = std::function<base::Future<at::Tensor>(size_t micro_batch)>;
 using Loss = std::function<at::Tensor(size_t micro_batch, const at::Tensor& output)>;
@@ -168,9 +168,9 @@ class Pipeline {
 
   /// Runs the forward and backward passes of all micro-batches in the order of `schedule`. `loss`
   /// computes a micro-batch's share of the batch's loss from the last stage's output. Adds the
-  /// gradients to the current context. Returns the outputs of the last stage, on this rank's
-  /// device. `loss` must own all that it uses, because passes may still run after train() has
-  /// thrown. Throws `invalid` if `schedule` does not fit the stages or micro-batches, or if an
+  /// gradients to the current autograd context. Returns the outputs of the last stage, on this
+  /// rank's device. `loss` must own all that it uses, because passes may still run after train()
+  /// has thrown. Throws `invalid` if `schedule` does not fit the stages or micro-batches, or if an
   /// output or loss does not depend on its input.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,

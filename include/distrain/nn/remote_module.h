@@ -250,7 +250,7 @@ class RemoteModule<ByName> {
   /// another rank counts as a pass, and the received handle uses a new key.
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
-  /// Returns references to the different parameters that require a gradient, in torch's order.
+  /// Returns references to the parameters that require a gradient, each once, in torch's order.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
   /// Returns the parameters' names, in the order of remote_parameters().
   std::vector<std::string> parameter_names() const;

@@ -65,7 +65,7 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` for each rank and awaits the answers. Omits lost ranks of a job that continues.
+/// Calls `ask` for each rank and awaits the answers. Omits ranks without which the job continues.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -238,7 +238,7 @@ std::optional<int> TrainingHost::trainer_of(int rank) const {
   return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
 }
 
-// Lets the job continue without lost trainers, but never without rank 0.
+// Lets the job continue when a trainer other than rank 0 is lost. `may_return`: it may be replaced.
 void TrainingHost::go_on_without_any(bool may_return) const {
   const int least = known_.min_trainers;
   std::vector<int> ranks(static_cast<size_t>(plan_->trainers));
@@ -273,7 +273,7 @@ void TrainingHost::load() {
   for (const auto& [name, value] : agreed.items()) {
     if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
   }
-  // Checks the data first: other data may change option values, and the error must name the cause.
+  // Compares the data first: other data may change option values, and the error must name the data.
   const auto data = plan_->agreed.find("data");
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
     const auto now = known_.options.find("data");
@@ -349,7 +349,7 @@ base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // By its second request a replacement has finished a task, so its trial ends: note_of_use().
+    // A replacement's second request means that it has finished a task: Agent::note_of_use().
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);
@@ -457,7 +457,7 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   }
   Json fields = fields_of(evaluation, plan_->unit);
   fields["set"] = set;
-  // If this epoch has no step, after a resume or at the end, the previous epoch was evaluated.
+  // If no step of this epoch was made (after a resume or at the job's end), names the previous one.
   const bool between = std::ranges::max(position.steps) == 0;
   fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
   fields["step"] = position.total / plan_->trainers;

@@ -32,7 +32,7 @@ struct NextTask {
 struct Report {
   double loss = 0;  ///< mean of its steps
   int64_t steps = 0;
-  Evaluation valid, test;  ///< at the end of an epoch; of the job
+  Evaluation valid, test;  ///< after an epoch (`valid`) and after the job (`test`)
   std::map<std::string, int64_t> maxima;
   static constexpr auto kFields =
       std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
@@ -65,7 +65,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Completes when no save is in progress. Await it before a save, to have only one in memory.
+  /// Completes when no save is in progress. Await it before a save, to hold one snapshot at a time.
   base::Future<void> await_save() { return checkpoints_.idle(); }
   /// Adds the parts of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
@@ -131,7 +131,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   std::vector<HeldPart> gathered_;
   Json metrics_ = Json::object();
 
-  Checkpoints checkpoints_;  // last, so that its thread ends before what its error handler uses
+  Checkpoints checkpoints_;  // last, so that its thread ends before other members do
 };
 
 }  // namespace distrain::job

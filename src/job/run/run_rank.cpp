@@ -155,7 +155,7 @@ class RankRunner {
   Outcome run() {
     Outcome outcome;
     {
-      // Waits at the end for the current save. Its fetches of tensors have ended with the agent.
+      // On scope exit, awaits the current save. shutdown() or abort() has ended its remote fetches.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });

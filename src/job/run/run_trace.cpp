@@ -259,7 +259,7 @@ void RunTrace::collect() {
     ranks_ = collector_->collect();
   } catch (...) {
     error_ = rpc::error_in_flight(base::ErrorKind::kInternal);
-    ranks_ = {rpc::own_trace(*agent_)};  // its own trace is better than none
+    ranks_ = {rpc::own_trace(*agent_)};  // keeps at least this rank's trace
   }
 }
 
