@@ -67,7 +67,7 @@ class ContextState {
     auto taken = sends_.extract(autograd_id);
     return taken ? std::move(taken.mapped()) : nullptr;
   }
-  /// Removes the send node of the reply to `call` of rank `caller`, and makes add_send() refuse it.
+  /// Removes the send node of the reply to `call` of rank `caller`. Later add_send() rejects it.
   std::shared_ptr<SendNode> give_up(int caller, uint64_t call);
 
   /// Begins a pass on the initiator. Throws `invalid` if another pass is in flight.
@@ -127,7 +127,7 @@ class ContextState {
     std::lock_guard lock(mutex_);
     hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
   }
-  /// Registers `fn` for the end of `pass` (0: any pass). Returns false if that pass does not run.
+  /// Registers `fn` for the end of a pass. Returns false if `pass` is neither 0 nor a running pass.
   bool on_pass_end(std::function<void()> fn, uint64_t pass = 0) {
     std::lock_guard lock(mutex_);
     if (pass != 0 && !runs_locked(pass)) return false;

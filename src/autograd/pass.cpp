@@ -135,7 +135,7 @@ void Pass::run_ready() {
         call_end_hooks(*context);
       }
     } catch (...) {
-      // A foreign exception becomes `internal` on the initiator and `remote_failed` on other ranks.
+      // A non-distrain exception becomes `internal` on the initiator, else `remote_failed`.
       base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
                                                               : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
@@ -293,7 +293,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
   if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context, id_), total);
 }
 
-// If this rank is idle, acknowledges the message that woke it; on the initiator, ends the pass.
+// If this rank is idle, sends the reply in `waker_`; on the initiator (null reply), ends the pass.
 void Pass::finish_if_idle() {
   rpc::ReplyPtr waker;
   std::optional<base::Promise<void>> done;
@@ -313,9 +313,9 @@ void Pass::finish_if_idle() {
   done->complete(outcome_of(reports));
 }
 
-/// Returns an error if a message got no gradient. The initiator calls it when the pass is over.
+/// Returns an error if `reports` count send nodes without a gradient. Called on the initiator.
 base::Status Pass::outcome_of(PassReports reports) const {
-  // Prefers another rank's message, because it may be why this rank's messages have no gradient.
+  // Prefer another rank: this rank's messages may lack gradients because that rank's messages do.
   std::string what;
   for (const auto& [rank, report] : reports) {
     if (report.waiting == 0 || (!what.empty() && rank == agent_.rank())) continue;
@@ -323,7 +323,7 @@ base::Status Pass::outcome_of(PassReports reports) const {
   }
   if (what.empty()) return base::Unit{};
   const auto context = context_.lock();
-  // Names the last unused result, because it is nearest to the loss.
+  // Name the last call whose result got no gradient, because that result is nearest to the loss.
   for (const auto& [id, from, function] : context ? context->results() : CallResults()) {
     if (reports[from].waiting == 0 || returned_.contains(id)) continue;
     what =

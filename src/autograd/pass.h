@@ -99,13 +99,13 @@ class Pass : public std::enable_shared_from_this<Pass> {
   /// Runs the ready nodes and hooks on the initiator. The future is done when all ranks are done.
   base::Future<void> run_roots(const std::vector<at::Tensor>& roots);
 
-  /// Adds the gradients of a send node to the pass and acknowledges them by `reply`, now or later.
+  /// Adds a send node's gradients. Sends `reply` at once; if this rank was idle, when idle again.
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
   /// Fails the pass on this rank and drops its hooks. Does nothing if the context has a newer pass.
   void fail(const base::Error& error);
-  /// Fails the acknowledgement that is due, calls `between`, then fails the future of run_roots().
+  /// Fails the pending reply (`waker_`), calls `between`, then fails the future of run_roots().
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all work of the pass on this rank.

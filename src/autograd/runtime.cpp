@@ -199,8 +199,8 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
   } else if (message.tag.b == kPassFailed) {
     const std::shared_ptr<ContextState> state = find(id);
     if (!state) return;
-    // Marks the pass as failed and forwards the message on this thread, before a message of the
-    // next pass arrives. A worker ends the pass, because that destroys the user's hooks.
+    // Mark the pass as failed and forward `message` on the loop thread, before a message of the
+    // next pass arrives. A worker calls end(), because end() destroys the user's hooks.
     auto failing = state->begin_failing(message.tag.c);
     if (!failing) return;
     tell(*state, message.tag,

@@ -29,7 +29,7 @@ namespace distrain::autograd {
 /// that is on an accelerator. Returns nullopt if no output is on an accelerator.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
-/// Adds `gradient`, computed in `producer` or the current stream, to input `input` of `node`.
+/// Adds `gradient` to input `input` of `node`. A null `producer` stands for the current stream.
 void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& node, uint32_t input,
                   at::Tensor gradient, const std::optional<c10::Stream>& producer);
 
@@ -58,7 +58,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device) { order(device, false); }
-  /// Waits for earlier updates. Keeps the memory valid for this stream if unshare() replaces it.
+  /// Makes the current stream wait for updates and records it as a user of the tensor's memory.
   void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device) { order(device, true); }

@@ -151,7 +151,7 @@ void Core::send_refusals(uint64_t first, int count, const Error& error) {
 
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
-  // Sends to the next rank first, to spread the load, and to all others, even if a send fails.
+  // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
@@ -233,7 +233,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
           what};
 }
 
-// Waits for room (Note [Window of a group]). Returns false if the operation fails or expires first.
+// Waits for room in all peers' windows. Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;

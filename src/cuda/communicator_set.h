@@ -98,7 +98,7 @@ class Watchdog {
     int world_rank;  ///< of this rank
   };
   explicit Watchdog(Options options);
-  /// Checks one last time, then joins the thread.
+  /// Checks the watched work one last time, then joins the thread.
   ~Watchdog();
 
   struct Item;

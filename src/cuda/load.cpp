@@ -48,7 +48,7 @@ fs::path find_plugin() {
     return given;
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
-  // A build puts the plugin beside the program or library; an installation, in the library folder.
+  // The plugin is beside the program or this library in a build, in DISTRAIN_LIBDIR if installed.
   static const char kHere = 0;
   for (const fs::path& place :
        {folder, folder_of(&kHere), folder.parent_path() / DISTRAIN_LIBDIR}) {
@@ -122,8 +122,8 @@ const Plugin& load_once() {
         "or distrain::cuda::load() before them");
   }
   if (torch_cuda.parent_path() != folder) {
-    // LibTorch opens these libraries by name when it needs them, and only looks in its own folder.
-    // A failure is ignored, because LibTorch reports it later; the second library needs a driver.
+    // LibTorch later opens these libraries by name and searches only its own folder, so load them
+    // here. Ignore a failure, because LibTorch reports it later; the second one needs a driver.
     for (const char* name : {"libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so"}) {
       dlopen((torch_cuda.parent_path() / name).c_str(), RTLD_LAZY | RTLD_LOCAL);
     }

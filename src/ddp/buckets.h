@@ -38,7 +38,7 @@ class Bucket {
   bool complete() const { return missing_ == 0; }
   /// Starts the averaging over the group, after the work of all store() calls. Requires complete().
   void start_average(collective::ReduceGroup& group, const collective::PassNumber& pass);
-  /// Waits for the mean. Throws as ReduceWork::wait does.
+  /// Waits for the mean. Throws the errors of ReduceWork::wait().
   void wait();
   /// Copies the mean of member `slot` to `to`, of the same shape.
   void load(size_t slot, const at::Tensor& to) const;

@@ -143,7 +143,7 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
   context.on_pass_end(end_of(pass, into(context)));
 }
 
-// Returns the function that ends a pass. If destroyed without a call, it gives up the pass.
+// Returns a function that calls finish(). If the function is destroyed uncalled, give_up() runs.
 std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
   const std::weak_ptr<Impl> weak = weak_from_this();
   std::shared_ptr<void> open(nullptr, [weak, pass](void*) {
@@ -174,7 +174,7 @@ void Reducer::Impl::send_owed_refusals_locked() {
   }
 }
 
-// If this thread's current context expects a pass, counts the current plain pass as that pass.
+// If expect() was called for this thread's current context, the current plain pass answers it.
 Reducer::Impl::AnnouncedContext* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
   if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
@@ -235,8 +235,8 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // Refuse the pass, because other ranks wait for it. If the context still expects the pass, the
-    // function of end_of() is registered with the context and refuses the pass instead.
+    // Refuse the pass, because other ranks wait for it. A pass announced by expect() is not refused
+    // here: when it fails, its context destroys the function of end_of(), which calls give_up().
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
@@ -285,7 +285,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
       announced->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    // Look for an expectation again: an engine thread that began the pass had no current context.
+    // Try again, because a pass that began on an engine thread saw no current autograd context.
     if (!deliver) answer_expectation_locked();
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);

@@ -91,9 +91,9 @@ void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
 }
 
 // Collects one call of each participant, with its gradients, in `gathering`. The last call runs
-// `compute` once to get the result for all. A participant that clips its gradients calls for the
-// norms before it steps: `others` gathers the other kind of call. If `others` has a participant,
-// only some participants clip their gradients: all calls fail with `invalid`.
+// `compute` once to get the result for all. A participant that clips its gradients calls
+// norms_squared() before step(); `others` gathers the calls of the other function. If `others` has
+// a call, only some participants clip their gradients, so all calls fail with `invalid`.
 template <class R, class Arguments, class Others, class Compute>
 base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
                                            const Arguments& arguments, Gradients gradients,

@@ -65,8 +65,8 @@ class ParameterUpdater {
   ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
                    UpdaterOptions options, std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// Registers `process` as a process of `participant`. Replaces the participant's processes if all
-  /// of them are lost. The participant then counts at least as many steps as the slowest one.
+  /// Registers `process` as a process of `participant`. If all of its processes are lost, replaces
+  /// them and raises the participant's number of steps to that of the slowest other participant.
   void take_part(int participant, rpc::ProcessNumber process);
 
   /// Applies a participant's gradients. The future completes when the participant may begin its
@@ -83,9 +83,9 @@ class ParameterUpdater {
   /// Throws `invalid` if this updater has different parameters or options.
   void check_same(const std::vector<at::Tensor>& parameters, const UpdaterOptions& options) const;
 
-  /// Handles the loss of a rank. If the mode is not kSync and the job continues, no participant
-  /// waits for the lost process any more and none of its steps is applied. Otherwise every current
-  /// and later wait for other participants fails with the rank-loss error.
+  /// Handles the loss of a rank. If the mode is not kSync and the job continues without the rank,
+  /// no participant waits for the lost process any more and none of its steps is applied. Otherwise
+  /// every current and later wait for other participants fails with the rank-loss error.
   void on_rank_lost(const rpc::Loss& loss);
   /// Notes that `process` pauses. Until its next step, no participant waits for it.
   void rest(rpc::ProcessNumber process);
@@ -158,7 +158,7 @@ class ParameterUpdater {
     }
   };
 
-  // Counts the thread as blocked, so that the pool can run readers for which mutex_'s holder waits.
+  // Waits in a BlockingScope, because the holder of mutex_ may wait for tasks of this thread pool.
   std::unique_lock<std::mutex> lock() const {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock) return lock;

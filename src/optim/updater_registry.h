@@ -69,9 +69,9 @@ class UpdaterRegistry final : public rpc::Layer {
     return waits;
   }
 
-  /// Records that the calling thread steps the updaters on `owners`, so that on_shutdown() leaves
-  /// them. A pool worker removes `owners` from the record: it serves calls during shutdown(), so it
-  /// may make more steps.
+  /// Records that the calling thread steps the updaters on `owners`, so that on_shutdown() makes
+  /// this process leave these updaters. A pool worker removes `owners` from the record instead,
+  /// because it serves calls during shutdown() and may make more steps.
   void note_steps(const std::set<int>& owners) {
     const bool serves = base::thread_state().observer != nullptr;
     std::lock_guard lock(mutex_);

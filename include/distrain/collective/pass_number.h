@@ -19,8 +19,8 @@ struct PassNumber {
   friend bool operator==(const PassNumber&, const PassNumber&) = default;
 
   /// Returns true if the numbers that are known in both passes are equal, with two exceptions. If
-  /// both passes are in one context, `forward` may differ, because calls from another rank may
-  /// arrive in any order. If only one of the passes is in a context, only `step` is compared.
+  /// both passes are in the same autograd context, `forward` may differ, because calls from another
+  /// rank may arrive in any order. If only one pass is in a context, only `step` is compared.
   bool agrees_with(const PassNumber& other) const;
   /// Returns the known numbers as text: "the backward pass of forward 3 in step 7".
   std::string text() const;

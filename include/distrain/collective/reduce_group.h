@@ -17,7 +17,7 @@ class ReduceWork {
   virtual ~ReduceWork() = default;
 
   /// Makes this thread's current stream of the tensor's device wait for the result. On the CPU,
-  /// blocks until the result is in the tensor. Throws as Pending::wait does.
+  /// blocks until the result is in the tensor. Throws the errors of Pending::wait().
   virtual void wait() = 0;
 };
 

@@ -64,13 +64,13 @@ class Reducer {
 
   /// Announces a pass over `context`, to average the parameters' gradients that the pass computes.
   /// A plain backward() in the context counts as the pass. The pass fails with `invalid` if it
-  /// reaches no parameter. If the context ends without the pass on all ranks, nothing fails. If it
-  /// does so on this rank only, backward() on the other ranks throws `remote_failed`, naming this
-  /// rank, once this rank begins another pass or calls expect(). Thread-safe.
+  /// reaches no parameter. If no rank runs the pass before the context ends, nothing fails. If only
+  /// this rank does not run the pass, backward() on the other ranks throws `remote_failed`, naming
+  /// this rank, once this rank begins another pass or calls expect(). Thread-safe.
   void expect(const autograd::ContextRef& context);
 
-  /// Counts a forward pass outside of contexts. The plain backward passes until the next call
-  /// belong to this forward pass. Either all ranks call it or none. Thread-safe.
+  /// Counts a forward pass outside of autograd contexts. The plain backward passes until the next
+  /// call belong to this forward pass. Either all ranks call count_forward() or none. Thread-safe.
   void count_forward();
 
   /// Sets the job's step number of later passes, from 1; 0 means unknown. If the ranks know the
