@@ -68,7 +68,7 @@ int run_here(RankRun run) {
   leave_process(run_rank(run));
 }
 
-/// Runs the ranks that a parsed command line starts here.
+/// Runs, or with --dump-placement describes, the ranks that one command starts on this host.
 class Invocation {
  public:
   Invocation(const JobCommand& command, ParsedOptions options, const Placement& placement,

@@ -235,8 +235,8 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // Refuse the pass, because other ranks wait for it. A pass announced by expect() is not refused
-    // here: when it fails, its context destroys the function of end_of(), which calls give_up().
+    // Refuse this pass's collectives, because other ranks wait for them. Not if expect() announced
+    // the pass: its failure destroys the function of end_of(), and then give_up() refuses them.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context

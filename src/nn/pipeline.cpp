@@ -49,7 +49,7 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
                   const Compute& compute, const StageOrder::AdmissionPtr& admission);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch);
 
-  /// Returns true if the row has a step of this micro-batch in this autograd context.
+  /// Returns true if `steps` has a step of this micro-batch in this autograd context.
   bool has(int64_t micro_batch, uint64_t context_of_step) const {
     return std::ranges::any_of(steps, [&](const PipelineStep& step) {
       return step.micro_batch == micro_batch &&

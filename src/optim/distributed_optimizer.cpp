@@ -277,7 +277,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
 }
 
 // Describes, after a failure, on which ranks the step was made, failed or is in flight. Waits for
-// the owners' results, unless owners may be waiting for other participants.
+// the owners' results, unless steps_wait(): then an owner may wait for other ranks' step().
 std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
   std::string made, failed, open;
   for (const Step& step : steps) {

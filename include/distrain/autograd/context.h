@@ -70,7 +70,7 @@ class Context {
 /// Calls on a context that has ended do nothing. Thread-safe.
 class ContextRef {
  public:
-  /// `pass` is the number of a pass over the context, or 0 for no pass.
+  /// `pass` is the number of the backward pass that creates this for a LeafHook; otherwise 0.
   explicit ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass = 0);
 
   /// Returns this thread's current context, if any. Throws `invalid` if the context has ended or

@@ -73,7 +73,7 @@ class TrainingPlan {
     parts_.push_back(std::move(part));
   }
   void keep(SingleProcessOptimizer& optimizer);
-  /// Ends the job early when `reached` returns true on a trainer that asks for its next steps.
+  /// Ends the job early once `reached` returns true. Each trainer calls it when it asks for steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
   using Evaluate = std::function<Evaluation(const Share&)>;

@@ -54,7 +54,7 @@ class StreamPoint {
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;
-  /// Blocks until the point is reached or device work has failed. Starts no thread in the pool.
+  /// As wait_on_host(), but ignores errors and does not tell the thread pool that a thread blocks.
   void wait_in_destructor() const noexcept;
   bool reached() const;
 

@@ -395,7 +395,7 @@ class RankProcess final : public JsonSink {
   }
 
   void on_unheard(int error) override {
-    // If the job saves, stop it as a signal would, so that its work is not lost.
+    // If the job saves, end it as a signal would (save, then end), so that no work is lost.
     if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
     int none = 0;
     write_error_.compare_exchange_strong(none, error);
