@@ -823,7 +823,7 @@ TEST_CASE("a rank that exceeds its credit is lost before memory is allocated") {
   ByHand job(options);
   auto call = job.zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
   wire::FrameHeader header;
-  // Of a large frame, rank 1 sends only the header.
+  // Rank 1 sends the header of a large frame and no more of it.
   SECTION("a large call") { header.payload_bytes = uint64_t{60} << 30; }
   SECTION("a large call that claims to need no credit") {
     header.channel = wire::kWithoutCredit;
