@@ -86,8 +86,10 @@ joins() {
   done
   [[ $(for rank in 0 1 2 3; do tail -n 1 "$tmp/out$rank" | jq '.run // error'; done | sort -u | wc -l) == 1 ]] ||
     fail "$name: ranks that joined are of several runs"
-  run --rank 4
-  [[ $(cat "$tmp/err") == "$name: "* ]] || fail "$name --rank 4: on stderr: $(cat "$tmp/err")"
+  run "${data[@]}" --rank 4
+  expect 2 "$name --rank 4"
+  [[ $(cat "$tmp/err") == "$name: --rank: there is no rank 4 in a world of 4 ranks" ]] ||
+    fail "$name --rank 4: on stderr: $(cat "$tmp/err")"
 }
 
 # has_help: checks the help text and the completion.
@@ -133,7 +135,7 @@ case_runtime() {
 case_recommender() {
   local name trainers data small accuracy least
   trains recommender 3
-  least=$("$reference" clicks.txt $((32 * trainers)) 10 0.01)
+  least=$(OMP_NUM_THREADS=1 "$reference" clicks.txt $((32 * trainers)) 10 0.01)
   expect_jq "$least > 0.8 and .[-1].accuracy >= $least - 0.01" "$name"
   resumes --mode sync
   joins

@@ -51,10 +51,12 @@ fail() {
   failures=$((failures + 1))
 }
 
-# run <argument>...: runs distrain and sets $code, $tmp/out and $tmp/err.
+# run <argument>...: runs distrain and sets $code, $tmp/out and $tmp/err. A program that does not end in time fails the
+# test, whatever exit code the test expects.
 run() {
   timeout -k 2 "$limit" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
   code=$?
+  ((code != 124)) || fail "did not end in $limit s: $(basename "$distrain") $*"
   keep_lines "$tmp/out"
 }
 
