@@ -14,12 +14,12 @@ function(distrain_use_torch_pch target)
   target_precompile_headers(${target} REUSE_FROM distrain_torch_pch)
 endfunction()
 
-# distrain_layer(<name> [TORCH] [UNITS <folder>[+<folder>...]...] [DEPS <layer or target>...] [PRIVATE <target>...])
+# distrain_layer(<name> [TORCH [FAST]] [UNITS <folder>[+<folder>...]...] [DEPS <layer or target>...] [PRIVATE <target>...])
 # Sources are src/<name>/*.cpp. With UNITS, src/<name>/*/*.cpp are sources, too, and each unit names the folders
 # (<name> for src/<name> itself) that a unity build compiles together: every unit with torch spends three
-# seconds on templates of the precompiled header. A layer without sources is an interface target.
+# seconds on templates of the precompiled header. FAST compiles a layer with torch with -O2. A layer without sources is an interface target.
 function(distrain_layer name)
-  cmake_parse_arguments(arg "TORCH" "" "UNITS;DEPS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;FAST" "" "UNITS;DEPS;PRIVATE" ${ARGN})
   set(target distrain_${name})
   list(TRANSFORM arg_DEPS PREPEND "distrain::" REGEX "^[a-z]+$")
   if(arg_TORCH)
@@ -35,7 +35,7 @@ function(distrain_layer name)
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/include
                                          PRIVATE ${PROJECT_SOURCE_DIR}/src/${name})
     target_link_libraries(${target} PUBLIC ${arg_DEPS} PRIVATE ${arg_PRIVATE})
-    if(arg_TORCH)
+    if(arg_TORCH AND (DISTRAIN_SANITIZER OR NOT arg_FAST))
       target_link_libraries(${target} PRIVATE distrain_flags)
       distrain_use_torch_pch(${target})
     else()

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <functional>
 
+#include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 
 #include "agent_core.h"
