@@ -1,4 +1,4 @@
-// ctest: timeout=180
+// ctest: labels=asan_soak timeout=180
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
