@@ -1,5 +1,6 @@
 #include "context_state.h"
 
+#include <ATen/ATen.h>
 #include <ATen/SparseTensorImpl.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
