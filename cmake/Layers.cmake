@@ -14,10 +14,12 @@ function(distrain_use_torch_pch target)
   target_precompile_headers(${target} REUSE_FROM distrain_torch_pch)
 endfunction()
 
-# distrain_layer(<name> [TORCH [FAST]] [UNITS <folder>[+<folder>...]...] [DEPS <layer or target>...] [PRIVATE <target>...])
+# distrain_layer(<name> [TORCH [FAST]] [UNITS <folder>[+<folder>...]...] [DEPS <layer or target>...]
+#                [PRIVATE <target>...])
 # Sources are src/<name>/*.cpp. With UNITS, src/<name>/*/*.cpp are sources, too, and each unit names the folders
 # (<name> for src/<name> itself) that a unity build compiles together: every unit with torch spends three
-# seconds on templates of the precompiled header. FAST compiles a layer with torch with -O2. A layer without sources is an interface target.
+# seconds on templates of the precompiled header. FAST compiles a layer with torch with -O2 in the release preset, as
+# the layers without torch. A layer without sources is an interface target.
 function(distrain_layer name)
   cmake_parse_arguments(arg "TORCH;FAST" "" "UNITS;DEPS;PRIVATE" ${ARGN})
   set(target distrain_${name})
