@@ -147,6 +147,8 @@ void ControlPlaneImpl::leave() {
 void ControlPlaneImpl::close() {
   acceptor_->close();
   loop_.post([self = shared_from_this()] {
+    self->is_leaving_ = true;
+    if (!self->ready_.future().done()) self->on_failed(self->left_already());  // ends run()
     self->is_closed_ = true;
     self->coordinator_ = nullptr;
     self->protocol_ = nullptr;

@@ -56,7 +56,10 @@ Agent::~Agent() {
 }
 
 Agent& Agent::lasting() { return core_->agent; }
-void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
+void Agent::join(const std::function<void()>& prepare) {
+  const std::shared_ptr<AgentCore> core = core_;  // outlives an agent that is destroyed meanwhile
+  core->join(prepare);
+}
 void Agent::set_device(c10::Device device) { core_->set_device(device); }
 c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }

@@ -149,7 +149,8 @@ class Agent {
  public:
   explicit Agent(AgentOptions options);
   /// Disconnects. Peers see this rank as lost unless shutdown() was called. If called on one of the
-  /// agent's own threads, a new thread ends the agent. Need not run before the process exits.
+  /// agent's own threads, a new thread ends the agent. A join() that waits on another thread fails
+  /// with `cancelled`. Need not run before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;

@@ -116,6 +116,23 @@ TEST_CASE("a joining rank that disconnects during the meeting frees its place") 
   CHECK(zero.joined());
 }
 
+TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is free again") {
+  Joining zero(options_for(0, 3));
+  const uint16_t port = zero.agent().port();
+  for (int i = 0; i < 5; ++i) {
+    Joining one(options_for(1, 3, port));
+    while (!one.agent().is_admitted() && !one.ended()) std::this_thread::sleep_for(1ms);
+    one.kill();
+    CHECK(one.result().kind == ErrorKind::kCancelled);
+    let_rank_0_catch_up(port);
+  }
+  Joining one(options_for(1, 3, port));
+  Joining two(options_for(2, 3, port));
+  CHECK(one.joined());
+  CHECK(two.joined());
+  CHECK(zero.joined());
+}
+
 TEST_CASE("a rank that has joined is not a peer before all others have joined") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
