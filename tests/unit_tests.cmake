@@ -27,6 +27,9 @@ target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
 distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::cmd)
+foreach(program IN ITEMS integration unit_scenario)
+  target_sources(${program} PRIVATE support/tensor_memory.cpp)
+endforeach()
 
 if(DISTRAIN_SANITIZER STREQUAL "tsan")
   return()  # the other tests have one thread
@@ -88,6 +91,7 @@ list(REMOVE_ITEM files ${device_suites})
 distrain_catch_tests(fake_device TORCH LABELS fake_device FILES ${files} SUITES ${device_suites}
                      LINK distrain::cmd distrain_fake_device)
 target_include_directories(fake_device PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+target_sources(fake_device PRIVATE support/tensor_memory.cpp)
 add_test(NAME fake_device.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh $<TARGET_FILE:fake_device>
                  ${PROJECT_SOURCE_DIR})

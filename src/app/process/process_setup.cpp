@@ -23,6 +23,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#if __has_include(<sanitizer/asan_interface.h>)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(block, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(block, bytes)
+#endif
+
 #include "distrain/base/error.h"
 #include "process/output.h"
 
@@ -90,12 +97,14 @@ size_t rounded(size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
+/// Under AddressSanitizer, idle blocks and the unused ends of blocks are poisoned.
 class TensorMemory final : public c10::Allocator {
  public:
   explicit TensorMemory(c10::Allocator& malloc) : malloc_(malloc) {}
 
   c10::DataPtr allocate(size_t bytes) override {
     void* block = bytes < kSmallest ? malloc_.raw_allocate(bytes) : take(rounded(bytes));
+    ASAN_UNPOISON_MEMORY_REGION(block, bytes);
     return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -120,6 +129,7 @@ class TensorMemory final : public c10::Allocator {
       }
     }
     void* block = allocate_new(bytes);
+    ASAN_POISON_MEMORY_REGION(block, bytes);
     std::lock_guard lock(mutex_);
     sizes_[block] = bytes;
     return block;
@@ -150,6 +160,7 @@ class TensorMemory final : public c10::Allocator {
         const size_t bytes = it->second;
         if (idle_bytes_ + bytes > max_idle_) make_room_locked(bytes, bytes);
         if (idle_bytes_ + bytes <= max_idle_) {
+          ASAN_POISON_MEMORY_REGION(block, bytes);
           idle_bytes_ += bytes;
           idle_.emplace_hint(idle_.lower_bound(bytes), bytes, block);
           return;
