@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=600 lock=proxy
+# ctest: timeout=600 lock=proxy first
 # A slow and a broken network: rank 1 of three reaches rank 0 through a proxy that injects faults.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"
@@ -125,14 +125,14 @@ case_connection_is_silent() {
 }
 
 # Faults while the ranks join. Only rank 0 knows which rank is missing. Rank 1 joins last, because until then another
-# process could replace it.
+# process could replace it. The join timeout is longer than rank 1 takes to start on a slow machine.
 case_breaks_while_joining() {
   local order options fault
   order=(0 2 1)
-  options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
+  options=(--epochs 1000000 --peer-timeout 10 --join-timeout 20)
   blamed[2]="[0, 1, null]"
   for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 5; done
-  for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 13 ends "$fault" 3 5; done
+  for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 21 ends "$fault" 3 5; done
 }
 
 # A flipped bit in a header breaks the header's checksum, so the connection fails, and with it the job. (The data
@@ -149,7 +149,7 @@ case_flipped_bits() {
       flips+=("$place.$((RANDOM % 48)):$((RANDOM % 8))")
     done
   fi
-  options=(--epochs 4 --peer-timeout 10 --join-timeout 12 --rpc-timeout 12)
+  options=(--epochs 4 --peer-timeout 10 --join-timeout 30 --rpc-timeout 12)
   for fault in "${flips[@]}"; do
     start "$fault"
     await "$fault"
