@@ -8,7 +8,7 @@ using namespace scenario;
 
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   using Self = HybridOptions;
-  list.without("min-trainers");  // the trainers keep replicas
+  list.without("min-trainers");  // trainers keep replicas, so the job cannot lose one
   list.integer("num-embeddings", &Self::num_embeddings,
                "give the embedding table N rows, or with a file one for each word")
       .range(1, job::kMaxInt)

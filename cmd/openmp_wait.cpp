@@ -1,10 +1,10 @@
 // Compiled into each program. OpenMP's idle threads spin 300,000 times, for milliseconds, before
 // they sleep. If other processes use the CPUs, too, the busy threads wait for the spinning ones:
-// `--local` with two threads took ten times as long as with one. 3,000 spins take about as long as
-// it takes to wake a thread, so they cost nothing on idle CPUs.
+// `--local` with two threads took ten times as long as with one. So this file sets GOMP_SPINCOUNT
+// to 3,000 spins. They take as long as waking a thread does, so they cost nothing on idle CPUs.
 //
 // libgomp reads its variables when it is loaded. The environment has no room for another variable
-// then, so this file overwrites one that no library reads, and restores it before main().
+// then, so this file overwrites a variable that no library reads, and restores it before main().
 namespace {
 
 char spins[] = "GOMP_SPINCOUNT=3000";

@@ -18,7 +18,7 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   using Self = PipelineOptions;
   list.choice("model", &Self::model, {"resnet50", "resnet18"}, "train this torchvision model");
   list.integer("stages", &Self::stages, "cut the model into N stages on N + 1 ranks")
-      .range(1, 18)  // blocks of resnet50
+      .range(1, 18)  // resnet50 has 18 blocks
       .may_change();
   list.text("split", &Self::split, "BLOCK[,...]",
             "end each stage except the last one with a BLOCK, such as layer2 or layer3.2")

@@ -21,7 +21,7 @@ void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string
   std::error_code ignored;
   if (options.data.empty() && fs::is_directory(kDebian, ignored)) options.data = kDebian;
   if (!fs::equivalent(options.data, kDebian, ignored)) return;
-  if (!given("mean")) options.mean = 0.286;  // of Debian's training images
+  if (!given("mean")) options.mean = 0.286;  // mean and deviation of Debian's images
   if (!given("std")) options.std = 0.353;
 }
 
@@ -62,7 +62,7 @@ void check_ps(const PsOptions& options, const job::Preflight& preflight) {
 
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0 trains on all")
-      .may_change();  // the number of examples must match instead
+      .may_change();  // a resume compares the number of examples instead of its limit
   list.on_off_or_real("dropout", &PsOptions::dropout,
                       "drop activations with probability P in training; on means 0.25 and 0.5")
       .value_name("on|off|P")

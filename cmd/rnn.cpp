@@ -45,10 +45,10 @@ void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   using Self = RnnOptions;
-  list.without("min-trainers");  // the trainers keep replicas
+  list.without("min-trainers");  // trainers keep replicas, so the job cannot lose one
   list.integer("vocab-size", &Self::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
-      .may_change()  // the words must match instead, and so their number
+      .may_change()  // a resume compares the vocabulary itself instead of its limit
       .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
   list.integer("embedding-dim", &Self::emsize, "use embeddings of N numbers")
       .range(1, 1048576)

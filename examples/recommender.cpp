@@ -38,7 +38,8 @@ struct Options : job::TrainerOptions {
   }
 };
 
-// Makes clicks of users on items of the same parity, and 5 % noise. Any trainer may make the file.
+// Writes clicks of users on items of the same parity, with 5 % noise. Several trainers may do so at
+// once, because each writes a file of its own (suffix `own`) and then renames it.
 void make_clicks(const Options& options, const std::string& own) {
   std::ofstream file(options.data + own);
   base::Random random({options.seed});

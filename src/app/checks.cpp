@@ -47,7 +47,7 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     if (!option.may_change) {
       saved.expect_option(option.name, now, of_model_only ? "" : job::kTrainAnew);
     }
-    // Skip files in `agreed`: rank 0 compares their content, so their paths may differ.
+    // Do not report the paths of files in `agreed`, because rank 0 compares the files' content.
     if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;
     changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
                            now, was.empty() ? "none" : was);
@@ -160,14 +160,15 @@ std::string read_token(const std::string& path) {
   return checked(text, where);
 }
 
-/// `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep instead of computing.
-/// `fail=checkpoint.3` fails the third system call of the first save. `save=200ms` delays saves.
+/// A fault of --inject. `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep
+/// instead of computing. `fail=checkpoint.3` kills rank 0 at the third system call of its first
+/// save. `save=200ms` delays saves.
 struct InjectedFault {
   std::string text;         // as the user gave it
   std::string kind;         // delay, stage, fail or save
   double seconds = 0;       // for all kinds but `fail`
   int64_t system_call = 0;  // for `fail`
-  std::optional<int> rank;  // if unset: all ranks where the fault is possible
+  std::optional<int> rank;  // if unset: every rank that can have the fault
 };
 
 /// Parses a whole number from `min` to `max`. Throws `invalid` with a message that names `where`.

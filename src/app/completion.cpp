@@ -91,11 +91,11 @@ std::string bash(const Program& program) {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
 )";
-  if (program.has_one_job()) {  // the job's name can be left out
+  if (program.has_one_job()) {  // the user may omit the job's name
     out += "  [[ ${COMP_WORDS[1]} != -* ]] || command=" + program.commands.front().name + '\n';
   }
   out += "  case $command in\n";
-  Rows actions;  // each with the patterns of the options that share it
+  Rows actions;  // maps each action to the patterns of the options that share it
   for (const auto& [command, table] : tables_of(program)) {
     std::vector<std::string> names;
     for (const Option& option : table) {
@@ -167,7 +167,7 @@ _arguments -C \
 )";
   // If a program has only one job, the user may omit the job's name.
   if (program.has_one_job()) out += "  $" + program.commands.front().name + "_options \\\n";
-  std::string commands;  // name:"summary" of each
+  std::string commands;  // name:"summary" of each command
   for (const auto& [name, summary] : subcommands(program)) {
     commands += fmt::format(" {}\\:\"{}\"", name, marked(summary, "\"\\"));
   }

@@ -23,8 +23,8 @@ namespace {
 // has saved, exited or been silent for --peer-timeout, so only stuck ranks reach this limit.
 constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
-/// Returns the `config` field of the `start` line. An option is null if it has no effect on this
-/// data, or if this rank takes the option from rank 0 (`inherits`).
+/// Returns the `config` field of the `start` line. An option is null if it has no effect with the
+/// given --data, or if the user did not give it and rank 0 sets it for this rank (`inherits`).
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   const Option* const data = find_option(options.table(), "data");
@@ -38,7 +38,8 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
-/// Returns `data` of the `start` line: --data or its default in words; null if rank 0 sets --data.
+/// Returns the field `data` of the line `start`: the value of --data, or a description of its
+/// default. Returns null if rank 0 sets --data.
 Json data_of(const ParsedOptions& options, bool inherits) {
   const Option* const option = find_option(options.table(), "data");
   if (!option || (inherits && !options.given("data"))) return {};
@@ -68,7 +69,7 @@ int run_here(RankRun run) {
   leave_process(run_rank(run));
 }
 
-/// Runs, or with --dump-placement describes, the ranks that one command starts on this host.
+/// Runs the ranks that one command starts on this host, or describes them for --dump-placement.
 class Invocation {
  public:
   Invocation(const JobCommand& command, ParsedOptions options, const Placement& placement,
@@ -94,7 +95,7 @@ class Invocation {
       if (of_rank_0.empty()) return config_of(options_, inherits);
       return config_of(options_.adopting(of_rank_0), false);
     };
-    if (!job_.spawned) {  // otherwise the launcher prints the warning and the display
+    if (!job_.spawned) {  // otherwise the launcher prints the warning and shows the progress
       run.warning = placement_.warning;
       run.display = display();
     }
@@ -122,7 +123,7 @@ class Invocation {
 
   /// Runs a rank in a process that the launcher started. Returns the exit code.
   int run_spawned(const SpawnedRank& spawned) {
-    // Must come first: the name depends on the user's job id, which `spawned` may replace.
+    // Compute the name first, because it depends on the user's job id, which `spawned` may replace.
     const std::string name = meeting_name(spawned.master_port);
     static_cast<membership::Contact&>(job_) = spawned;
     job_.meeting_name = name;
@@ -137,7 +138,7 @@ class Invocation {
   }
 
   int launch() {
-    // Make no random token if the user gave an address: ranks started by hand may join without it.
+    // Given an address, the user may start more ranks by hand, which would not know a random token.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
       job_.token = membership::new_token();
@@ -188,7 +189,7 @@ class Invocation {
 
   std::string dump() const {
     constexpr const char* kModes[] = {"local", "join", "spawn"};
-    Json gpu_places = Json::object();  // null if a rank takes no GPU round-robin
+    Json gpu_places = Json::object();  // by rank; null for a rank that takes no GPU in turn
     for (const int rank : placement_.here()) {
       if (rank == membership::kUnassignedRank) continue;
       gpu_places[std::to_string(rank)] = or_null(
@@ -270,7 +271,7 @@ class Invocation {
       if (!is_job_option(option)) continue;
       const bool untold = option.each_own && !options_.decided(option.name);
       job.effective[option.name] = untold ? "" : options_.text(option.name);
-      // Leave out paths (kInput): all ranks compare `given`, and paths may differ between hosts.
+      // Leave out paths (kInput): ranks with different `given` are refused, but paths may differ.
       if (option.scope == Scope::kJob && options_.given(option.name)) {
         job.given[option.name] = options_.text(option.name);
       }
@@ -283,7 +284,7 @@ class Invocation {
     return membership::meeting_name(job_.job_id, placement_.master_addr, port);
   }
 
-  /// Returns true if all ranks are on this host and no option asks for an address.
+  /// Returns true if all ranks are on this host, and no option asks for TCP, an address or a port.
   bool meets_by_unix_socket() const {
     const auto given = [this](const char* name) { return options_.given(name); };
     const bool is_one_host = placement_.spawns_all() || placement_.one_host;
@@ -337,7 +338,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
       return print_text(Invocation(command, options, placement, started).dump());
     }
     definition.complete(options);
-    if (spawned) {  // the launcher has done the checks below
+    if (spawned) {  // skips the checks below, which the launcher has made
       _exit(Invocation(command, options, placement, spawned->started).run_spawned(*spawned));
     }
     check_options(options, placement);

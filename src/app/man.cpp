@@ -12,7 +12,8 @@ namespace distrain::app {
 namespace {
 
 // Format of texts: empty lines separate paragraphs; lines that begin with four spaces are verbatim;
-// "* term: " begins a list item. Words in backticks and options become bold; PROGRAM is replaced.
+// "* term: " begins a list item. Words in backticks and options become bold, and PROGRAM becomes
+// the program's name.
 
 /// The end of the section DESCRIPTION on the program's page.
 constexpr const char* kProgramDescription = R"(
@@ -211,7 +212,7 @@ std::string line_of(const std::string& text) {
   return (request ? "\\&" : "") + escaped(std::regex_replace(text, kWords, "$2\1$1$3\2")) + '\n';
 }
 
-/// Converts a text to roff. If `first`, a heading precedes the text and begins its paragraph.
+/// Converts a text to roff. If `first`, the text follows a heading, which begins its paragraph.
 std::string paragraphs(const std::string& text, bool first = true) {
   enum class State { kBreak, kText, kTerms, kVerbatim } state = State::kBreak;
   std::string out;

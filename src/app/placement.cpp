@@ -21,7 +21,7 @@ struct Setting {
   std::string source;
 };
 
-/// Converts the canonical value of an option. The rank "auto" becomes kUnassignedRank.
+/// Converts a checked option value to a number. The rank "auto" becomes kUnassignedRank.
 int number_of(const std::string& text) {
   return base::number<int>(text).value_or(membership::kUnassignedRank);
 }
@@ -37,8 +37,8 @@ struct ProcessLauncher {
   const char* rank;
   const char* size;
   const char* local_rank;
-  const char* local_size;  // null if it sets none
-  const char* only_with;   // null, or a variable without which the others describe another process
+  const char* local_size;  // null if the launcher sets no such variable
+  const char* only_with;   // null, or a variable without which the others are another process's
 
   bool says(const char* name) const {
     return variable(name) && (!only_with || variable(only_with));
@@ -55,7 +55,7 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
-/// A Kubernetes Indexed Job. The index alone does not mean a rank, so rank 0's address is required.
+/// A Kubernetes Indexed Job. Used only if rank 0's address is set, as an index alone is no rank.
 constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
                                          nullptr, nullptr};
 
@@ -113,7 +113,7 @@ class Placer {
     placement_.warn(flag + ' ' + value + " overrides " + name + '=' + set + " of the environment");
   }
 
-  /// Reads `option`, or the variable `name` if the option is not given.
+  /// Returns the value of `option` or, if it is not given, of the variable `name`, if that is set.
   std::optional<Setting> find(const char* option, const char* name) {
     if (const auto flag = flag_setting(option)) {
       warn_if_other(flag->source, options_.text(option), name);
@@ -123,7 +123,7 @@ class Placer {
     return setting_of(name, *find_option(options_.table(), option));
   }
 
-  /// Ignores a size in the environment if --rank and the job's own options imply another size.
+  /// Finds the world size. Ignores the environment if --rank and the job's options imply a size.
   std::optional<Setting> find_size() {
     const char* name = launcher_ ? launcher_->size : "WORLD_SIZE";
     const std::string own = std::to_string(own_size());
@@ -135,8 +135,9 @@ class Placer {
     return find("world-size", name);
   }
 
-  /// Derives the world size from the job's option for the number of ranks; if `size` is set,
-  /// derives that option from `size`. Uses the option's default only if rank 0 runs here (`known`).
+  /// Sets the world size to `size` and derives the job's own option for a number of ranks from it.
+  /// If `size` is not set, derives the world size from that option, by its default only if rank 0
+  /// runs here (`known`).
   void settle_size(const std::optional<Setting>& size, bool known) {
     const bool given = options_.given(job_.count_option);
     if (!size) {
@@ -214,8 +215,9 @@ class Placer {
     }
   }
 
-  /// Sets the job id to Slurm's. Appends the step id only if `is_step`, because ranks set by
-  /// --rank may be in several steps. All parts of a heterogeneous job get the same id.
+  /// Sets the job id to Slurm's. Appends Slurm's step id if `is_step`. The caller leaves that out
+  /// for ranks set by --rank, which may be in several steps. All parts of a heterogeneous job get
+  /// the same id.
   void find_slurm_id(bool is_step) {
     auto id = variable("SLURM_HET_JOB_ID");
     if (!id) id = variable("SLURM_JOB_ID");
@@ -257,7 +259,7 @@ class Placer {
     placement_.local_ranks = told_local_ranks().value_or(all);
     const bool is_launchers =
         launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
-    // A Kubernetes pod has its own log and shares no terminal. RANK set without torchrun: a pod.
+    // A Kubernetes pod has its own log and shares no terminal. RANK without torchrun means a pod.
     const bool is_pod =
         launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
     placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;

@@ -51,7 +51,7 @@ FieldType type_of(const Option& option) {
   return kTypes[static_cast<size_t>(option.kind)];  // kTypes is in the order of the enumerators
 }
 
-/// Returns the schema of the event's line. The caller sets the values that `cmd` may have.
+/// Returns the JSON schema of the line of `event`. The caller adds the values of its field `cmd`.
 Json line_of(const Event& event) {
   Json line{{"title", event.name}, {"description", event.when}, {"type", "object"}};
   add_fields(line, {{"v", FieldType::kInteger, "version of the format"},

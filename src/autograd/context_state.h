@@ -6,7 +6,8 @@ namespace distrain::autograd {
 
 // Note [Passes of a context]
 //
-// The initiator runs one pass at a time and numbers passes upwards, so each rank keeps the newest:
+// The initiator (the rank that calls backward()) runs one pass at a time and numbers passes
+// upwards, so each rank keeps only the newest:
 //
 //   Over ──> Running ──> Ran ──> Over        (the last arrow on the initiator only)
 //     │         │ ^       │
@@ -52,7 +53,7 @@ class ContextState {
     return results_;
   }
 
-  /// Adds `node`. Returns false and does nothing if the call that `node` answers was given up.
+  /// Adds `node`. If the caller has given up the call that `node` answers, only returns false.
   bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
   std::shared_ptr<SendNode> send(uint64_t autograd_id) const {
     std::lock_guard lock(mutex_);
@@ -67,7 +68,7 @@ class ContextState {
     auto taken = sends_.extract(autograd_id);
     return taken ? std::move(taken.mapped()) : nullptr;
   }
-  /// Removes the send node of the reply to `call` of rank `caller`. Later add_send() rejects it.
+  /// Removes and returns the node that answers `call` of `caller`. A later add_send() rejects it.
   std::shared_ptr<SendNode> give_up(int caller, uint64_t call);
 
   /// Begins a pass on the initiator. Throws `invalid` if another pass is in flight.
@@ -153,7 +154,7 @@ class ContextState {
     auto taken = hooks_.ready.extract(variable.unsafeGetTensorImpl());
     return taken ? std::move(taken.mapped()) : std::vector<ReadyHook>();
   }
-  /// Marks this rank's part of the pass as finished. Returns the hooks for the caller to call.
+  /// Marks this rank's part of the pass as finished. Returns the end hooks, which the caller runs.
   std::vector<std::function<void()>> end_hooks_of(uint64_t pass);
 
  private:

@@ -111,10 +111,10 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
 void Pass::run_ready() {
   const base::TraceScope scope("backward");
   const at::NoGradGuard no_grad;
-  const rpc::TorchState clean;  // restored after each node, because hooks may change it
+  const rpc::TorchState clean;  // restored after each node, because hooks may change torch's state
   const auto context = context_.lock();
   for (;;) {
-    std::optional<Ready> next;  // none: the end hooks are due
+    std::optional<Ready> next;  // unset if the end hooks are due
     {
       std::lock_guard lock(mutex_);
       if (!error_ && !ready_.empty()) {
@@ -147,7 +147,7 @@ void Pass::run_ready() {
   finish_if_idle();
 }
 
-// Joins all streams, so that the hooks can use all gradients in the current streams.
+// Calls the end hooks. Joins all streams, so that hooks can use all gradients in current streams.
 void Pass::call_end_hooks(ContextState& context) {
   join_streams();
   for (const auto& hook : context.end_hooks_of(id_)) hook();
@@ -266,7 +266,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   const at::Tensor& variable = static_cast<torch::autograd::AccumulateGrad&>(accumulate).variable;
   const auto context = context_.lock();
   if (!context) return;
-  const rpc::ContextScope inside(agent_, context->id());  // for ContextRef::current() in hooks
+  const rpc::ContextScope inside(agent_, context->id());  // hooks call ContextRef::current()
   call_pre_hooks(accumulate, grads);
   // If there are post-hooks, they get the gradient from `grads`, so the context stores a copy.
   at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
@@ -274,7 +274,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
     if (!context->accumulate(variable, std::move(gradient), id_)) return;
     announce(context, variable);
   }
-  // As torch's DistEngine, calls post-hooks without outputs, and even if there is no gradient.
+  // Call post-hooks as torch's DistEngine does: without outputs, and even if there is no gradient.
   for (const auto& hook : accumulate.post_hooks()) (*hook)({}, grads);
 }
 
@@ -293,7 +293,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
   if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context, id_), total);
 }
 
-// If this rank is idle, sends the reply in `waker_`; on the initiator (null reply), ends the pass.
+// If this rank is idle, sends the reply in `waker_`, or ends the pass if this is the initiator.
 void Pass::finish_if_idle() {
   rpc::ReplyPtr waker;
   std::optional<base::Promise<void>> done;
@@ -315,7 +315,7 @@ void Pass::finish_if_idle() {
 
 /// Returns an error if `reports` count send nodes without a gradient. Called on the initiator.
 base::Status Pass::outcome_of(PassReports reports) const {
-  // Prefer another rank: this rank's messages may lack gradients because that rank's messages do.
+  // Name another rank if possible: without that rank's gradients, this rank could send none either.
   std::string what;
   for (const auto& [rank, report] : reports) {
     if (report.waiting == 0 || (!what.empty() && rank == agent_.rank())) continue;

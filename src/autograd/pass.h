@@ -54,7 +54,7 @@ struct SendNode final : torch::autograd::Node {
   std::string name() const override { return "distrain::SendBackward"; }
 
   const int to;             // the rank that received the tensors
-  const uint64_t answered;  // the number of its call that the tensors answer; 0: they are arguments
+  const uint64_t answered;  // the call by `to` that the tensors answer; 0: they are arguments
 };
 
 /// Represents tensors that came from another rank. Pass sends their gradients back to that rank.
@@ -78,7 +78,7 @@ struct RecvNode final : torch::autograd::Node {
 /// The state of a pass on one rank, sent in acknowledgements.
 struct PassReport {
   uint64_t version = 0;
-  uint32_t waiting = 0;  ///< send nodes without a gradient
+  uint32_t waiting = 0;  ///< number of send nodes that wait for a gradient
   static constexpr auto kFields = std::tuple(&PassReport::version, &PassReport::waiting);
 };
 using PassReports = std::map<int32_t, PassReport>;
@@ -99,7 +99,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   /// Runs the ready nodes and hooks on the initiator. The future is done when all ranks are done.
   base::Future<void> run_roots(const std::vector<at::Tensor>& roots);
 
-  /// Adds a send node's gradients. Sends `reply` at once; if this rank was idle, when idle again.
+  /// Adds the gradients for a send node. If this rank was idle, sends `reply` when the rank is idle
+  /// again, otherwise at once.
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
@@ -123,7 +124,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
     }
   };
   struct Waiting {
-    int dependencies = 0;  // missing gradients
+    int dependencies = 0;  // number of missing gradients
     std::optional<torch::autograd::InputBuffer> inputs;
   };
 
@@ -145,19 +146,19 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::weak_ptr<ContextState> context_;
 
   std::mutex mutex_;
-  // Empty except on the initiator. Keeps AccumulateGrad nodes alive, which only edges own.
+  // The roots' edges; empty except on the initiator. They own AccumulateGrad nodes of leaf roots.
   std::vector<torch::autograd::Edge> roots_;
   // Plain pointers are safe because the context's send nodes and the roots own the graph.
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;
-  std::vector<Ready> ready_;  // a heap
+  std::vector<Ready> ready_;  // a heap, ordered by operator<
   uint32_t sends_waiting_ = 0;
   size_t nodes_left_ = 0;             // nodes that have not run
   std::vector<c10::Stream> streams_;  // streams of the nodes and hooks that have run
   bool is_running_ = false;           // a thread runs the ready nodes
   int unacknowledged_ = 0;
   std::set<uint64_t> returned_;  // autograd ids of the messages that this rank sent gradients for
-  std::optional<rpc::ReplyPtr> waker_;  // set while awake: the waker's reply; null on the initiator
-  std::optional<base::Promise<void>> done_;  // of run_roots()
+  std::optional<rpc::ReplyPtr> waker_;  // while awake, the reply to send when idle; initiator: null
+  std::optional<base::Promise<void>> done_;  // the future of run_roots()
   bool end_hooks_due_ = false;
   std::optional<base::Error> error_;
   uint64_t version_ = 0;

@@ -77,7 +77,7 @@ struct InitiatedPass {
     });
   }
   void end() { state->finish_pass(pass->id()); }
-  /// Destroys the user's hooks, so it must not run on the loop thread.
+  /// Fails the pass on all ranks. Must not run on the loop thread, because it destroys user hooks.
   void fail(const base::Error& error) {
     state->fail_pass(pass->id(), error);
     runtime->fail_pass(state->id(), pass->id(), error);
@@ -263,7 +263,7 @@ void Runtime::on_receive(uint64_t context, rpc::InMessage& message, const std::s
   state->add_participant(message.from);
   if (!function.empty()) state->add_result(id, message.from, function);
   const auto node = std::make_shared<RecvNode>(context, id, message.from);
-  torch::autograd::set_history(wanted, node);  // message.tensors share these impls
+  torch::autograd::set_history(wanted, node);  // and of message.tensors, which share the impls
 }
 
 void Runtime::on_rank_lost(const rpc::Loss& loss) {
@@ -319,8 +319,6 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
         }
       });
 }
-
-// ---- public functions ----
 
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),

@@ -12,7 +12,7 @@ namespace distrain::autograd {
 ///   kReleased    tag c is the start of a range of ended contexts, see below.
 ///   kPassFailed  tag c is the pass; the payload is the error.
 ///   kGivenUp     tag c is the number of a call that the sender has given up.
-/// A rank forwards the first two once to each rank that it exchanged messages of the context with.
+/// A rank forwards kReleased and kPassFailed once to the ranks that it shares the context with.
 ///
 /// A late message must not create a released context again. So the release of a context carries the
 /// first number of the range of ended contexts that the context completes, and each rank remembers
@@ -92,9 +92,9 @@ class Runtime final : public rpc::AutogradHook,
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
   mutable std::mutex mutex_;
-  std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // release() relies on the order
+  std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // release() needs ids in order
   std::map<rpc::ProcessNumber, base::Error> lost_;  // lost ranks, whose contexts are refused
-  std::map<uint64_t, uint64_t> ended_;              // last -> first of a range of ended contexts
+  std::map<uint64_t, uint64_t> ended_;              // ranges of ended contexts: last id -> first id
   // Contexts and nodes that the loop thread released. on_send() and on_gradients() destroy them,
   // because the user's graphs and hooks must not be destroyed on the loop thread.
   std::vector<std::shared_ptr<const void>> trash_;

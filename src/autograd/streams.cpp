@@ -65,8 +65,8 @@ void wait_for_streams(const std::vector<c10::Stream>& streams, std::optional<c10
   }
 }
 
-// A read records the current stream as a reader. An update waits for the work that the stream has
-// when the update begins. The update need not wait for later reads, because later reads use
+// A read records the current stream as a reader. An update waits for the work that these streams
+// have when the update begins. The update need not wait for later reads, because later reads use
 // versions that the update does not change.
 void ParameterStreams::order(c10::Device device, bool updates) {
   if (!rpc::is_accelerator(device)) return;

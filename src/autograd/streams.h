@@ -58,7 +58,7 @@ class ParameterStreams {
  public:
   /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device) { order(device, false); }
-  /// Makes the current stream wait for updates and records it as a user of the tensor's memory.
+  /// Makes the current stream wait for updates and records the stream as a user of the memory.
   void read(const at::Tensor& parameter) { order(parameter, false); }
   /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device) { order(device, true); }

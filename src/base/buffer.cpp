@@ -12,8 +12,8 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kSmallest = 512;
-constexpr size_t kLargest = 4;             // size limit of the one large block, in max_idle_bytes
-constexpr uint64_t kLargeIsKept = 10'000;  // kept until so many blocks are returned
+constexpr size_t kLargest = 4;             // the large block's limit, in units of max_idle_bytes
+constexpr uint64_t kLargeIsKept = 10'000;  // until this many other blocks are returned
 
 // Rounds `size` up to one of four steps per power of two, so at most a quarter of it is wasted.
 size_t size_class(size_t size) {

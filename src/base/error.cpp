@@ -12,7 +12,7 @@ struct Kind {
   int exit_code;
 };
 
-// In the order of the kinds' numbers, which start at 1.
+// Ordered by the number of ErrorKind, which starts at 1: the first entry describes kind 1.
 constexpr Kind kKinds[] = {
     {ErrorKind::kInternal, "internal", 1},          {ErrorKind::kInvalid, "invalid", 2},
     {ErrorKind::kRendezvous, "rendezvous", 3},      {ErrorKind::kAuth, "auth", 4},

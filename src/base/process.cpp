@@ -24,13 +24,13 @@
 namespace distrain::base {
 namespace {
 
-constexpr auto kAnswerTime = std::chrono::seconds(1);  // a thread may be blocked in the kernel
-constexpr int kQuestion = SIGURG;                      // ignored by default
+constexpr auto kAnswerTime = std::chrono::seconds(1);  // limit: a thread may hang in the kernel
+constexpr int kQuestion = SIGURG;                      // a signal that is ignored by default
 
 sigset_t asked_to_block;
 std::atomic<int> answers{0};
 
-/// Signal handler. When it returns, its thread blocks the signals in `asked_to_block` as well.
+/// Signal handler. When it returns, the interrupted thread also blocks the set `asked_to_block`.
 void block_what_is_asked(int, siginfo_t*, void* context) {
   sigset_t& mask = static_cast<ucontext_t*>(context)->uc_sigmask;
   sigorset(&mask, &mask, &asked_to_block);
@@ -159,7 +159,7 @@ void block_in_all_threads(const sigset_t& set) {
   std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
   if (open.empty()) return;
 
-  // A thread can change only its own signal mask: signal each thread; the handler changes the mask.
+  // A thread can change only its own mask, so each thread gets a signal whose handler changes it.
   asked_to_block = set;
   answers = 0;
   struct sigaction ask {};

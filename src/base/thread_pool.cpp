@@ -30,7 +30,7 @@ bool ThreadPool::wants_thread_locked() const {
          alive_ < options_.cap;
 }
 
-// Starts a thread. Returns false if the system cannot; the existing threads then run the queue.
+// Starts a thread. Returns false if that fails; the existing threads then run the queued tasks.
 bool ThreadPool::start_thread_locked() {
   ++alive_;
   try {

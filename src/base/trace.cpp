@@ -14,7 +14,7 @@
 namespace distrain::base {
 namespace {
 
-/// Holds the tracer of a thread, and gives the thread's lane back when the thread exits.
+/// Holds the tracer of a thread. When the thread exits, returns its lane to the tracer for reuse.
 struct Bound {
   std::shared_ptr<Tracer> tracer;
   ~Bound() { Tracer::bind_thread(nullptr, ""); }
@@ -144,7 +144,7 @@ void Tracer::give_back(TraceLane& lane) {
 void Tracer::record(const TraceEvent& event) { lane().record(event); }
 
 const char* Tracer::intern(std::string_view prefix, std::string_view text) {
-  fmt::memory_buffer whole;  // allocates only if long
+  fmt::memory_buffer whole;  // allocates memory only for a long text
   whole.append(prefix);
   whole.append(text);
   return lane().intern({whole.data(), whole.size()});

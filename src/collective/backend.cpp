@@ -49,7 +49,7 @@ void check_tensor(const char* op, const at::Tensor& tensor) {
   if (tensor.is_neg()) refuse_call(op, " of a negated view is not supported: resolve_neg() it");
 }
 
-// Checks a tensor that the operation writes to.
+// Throws `invalid` if an operation cannot write to `tensor`.
 void check_result(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {

@@ -165,7 +165,7 @@ void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer)
 
 void Core::on_message(rpc::ChannelMessage message) {
   const int from = group_rank(message.from);
-  if (from < 0 || from == rank_) return;  // not of this group
+  if (from < 0 || from == rank_) return;  // outside the group, or this rank itself
   std::shared_ptr<Operation> operation;
   std::optional<Error> failure;
   bool post = false;
@@ -273,7 +273,7 @@ bool Core::await_room(Operation& operation) {
 void Core::on_peer_lost(int world_rank, const Error& error) {
   if (group_rank(world_rank) < 0) return;
   Error lost = error;
-  if (lost.rank < 0) lost.rank = world_rank;  // otherwise the rank that caused the loss
+  if (lost.rank < 0) lost.rank = world_rank;  // if set, the rank that caused the loss
   {
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = lost;

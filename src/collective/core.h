@@ -29,10 +29,11 @@ constexpr uint32_t sequence_of(uint64_t number) {
 // answers an operation by its own message for that operation or a later one of the sequence, which
 // shows that the peer has begun it. (In step 0, two ranks send each other a message or neither
 // does. Step 1 follows messages of all ranks.) A call waits until each peer has answered all
-// operations, or the unanswered ones and the new one have at most kWindow / (n - 1) bytes. So early
-// messages take at most kWindow on a rank, or one operation of each peer. The slowest rank never
-// waits: all others have sent, so its messages are answers. If a peer's early messages exceed twice
-// its share, which leaves room for refusals, the group fails with `overloaded`.
+// operations, or until the unanswered operations and the new one have at most kWindow / (n - 1)
+// bytes. So early messages on a rank take at most kWindow bytes or, if that is more, one operation
+// of each peer. The slowest rank never waits, because the other ranks' answers have already come.
+// If a peer's early messages exceed twice its share, which leaves room for refusals, the group
+// fails with `overloaded`.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
 /// The operation number in the last message of a rank that closes the group.
@@ -102,7 +103,7 @@ class Core : public std::enable_shared_from_this<Core> {
   struct Peer {
     std::map<uint64_t, uint64_t> unanswered;  // operation number -> bytes
     uint64_t unanswered_bytes = 0;
-    uint64_t early_bytes = 0;  // of the peer's messages in `early_`
+    uint64_t early_bytes = 0;  // bytes of the peer's messages in `early_`
     bool closed = false;
   };
 
@@ -148,11 +149,11 @@ class Core : public std::enable_shared_from_this<Core> {
 
   mutable std::mutex mutex_;
   uint32_t last_sequence_ = 0;
-  std::unordered_map<uint32_t, uint64_t> next_;  // by sequence
+  std::unordered_map<uint32_t, uint64_t> next_;  // next operation number, by sequence
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
   std::vector<Peer> peers_;             // by group rank
-  std::condition_variable room_;        // notified when there may be room, or operations fail
+  std::condition_variable room_;        // notified if a window may have room or an operation fails
   std::optional<base::Error> failure_;  // permanent failure of the group
   bool closed_ = false;
   int active_ = 0;  // operations in Starting or Running, and running calls of refuse()

@@ -44,7 +44,7 @@ inline constexpr size_t kHeaderBytes = 64;
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out);
 
-/// Returns the specification of a received message, or nothing if it does not begin with a header.
+/// Returns the OpSpec of a received message, or nullopt if the message has no valid header.
 std::optional<OpSpec> decode_header(std::span<const uint8_t> payload);
 
 std::string encode_refusal(const base::Error& error);

@@ -47,7 +47,7 @@ void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
   number_ = number;
   if (core_->tracer() && core_->tracer()->on()) traced_from_ = base::Tracer::now();
   inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
-  ++core_->active_;  // Starting
+  ++core_->active_;  // counts this operation in Starting
 }
 
 std::span<const uint8_t> Operation::input(int step, int from) const {
@@ -119,7 +119,8 @@ void Operation::end_locked(std::optional<Error> error) {
                  rank << 40 | tracer.next_id()});
 }
 
-// Leaves Starting or Running when step `step_` is the next to collect, or the end is reached.
+// Moves the operation from Starting or Running to Done if it has failed or all steps have run, else
+// to Ready or Collecting, because step `step_` is next.
 void Operation::settle_locked() {
   if (failure_) return end_locked(std::move(failure_));
   if (step_ == steps_) return end_locked(std::nullopt);
@@ -200,10 +201,10 @@ bool Operation::wait_until(base::TimePoint limit) {
       } else if (state == OperationState::kCollecting) {
         fail_locked(deadline_error_locked());
       } else {
-        await_change(lock, base::kNever);  // another thread computes: that is short
+        await_change(lock, base::kNever);  // another thread computes the step, which is short
       }
     }
-  } catch (...) {  // `overloaded`: no thread may block. Whoever relied on this one needs another.
+  } catch (...) {  // `overloaded`: this thread may not block, so an executor thread must compute
     if (!lock.owns_lock()) lock.lock();
     --waiters_;
     const bool post = wants_executor_locked();
@@ -278,8 +279,6 @@ std::string Operation::number_text() const {
 }
 
 std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }
-
-// ---- the handle ----
 
 bool Pending::done() const { return operation_->done(); }
 void Pending::wait() const { static_cast<void>(operation_->wait_until(base::kNever)); }

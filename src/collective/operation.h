@@ -22,8 +22,8 @@ class Core;
 
 // Note [Life of an operation]
 //
-// An operation has one step or two. A step is complete when one message of each rank that it
-// expects has come; then `run_step` turns them into results and, before another step, sends.
+// An operation has one step or two. A step is complete when a message has come from each rank that
+// the step needs; then `run_step` computes and, if another step follows, sends its messages.
 //
 //   Starting ──────> Collecting ──────> Ready ──────> Running ──────> Done
 //        │              ^    │            │            │   │           ^
@@ -52,7 +52,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
       : spec_(spec), steps_(steps), deadline_(deadline) {}
   virtual ~Operation() = default;
 
-  /// Implement the functions of Pending; wait_until() throws the operation's error.
+  /// Implement the functions of Pending. wait_until() throws the operation's error.
   bool done();
   bool wait_until(base::TimePoint limit);
   void expire();
@@ -98,8 +98,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  /// Return true if `step`, or any remaining step, still needs a message of group rank `from`.
+  /// Returns true if a message of group rank `from` for `step` is needed and has not arrived.
   bool lacks_locked(int step, int from) const;
+  /// Returns true if the current step or a later one lacks a message of group rank `from`.
   bool waits_for_locked(int from) const;
   std::string number_text() const;
   std::string name() const;
@@ -110,18 +111,18 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const base::TimePoint deadline_;
   const base::TimePoint begun_ = base::Clock::now();
 
-  std::shared_ptr<Core> core_;  // set when opened, constant then
+  std::shared_ptr<Core> core_;  // set by open_locked(), then constant
   uint64_t number_ = 0;
-  int64_t traced_from_ = 0;  // when it began, if it is to be in the trace
+  int64_t traced_from_ = 0;  // begin time if the operation is traced, else 0
 
   // Guarded by Core's mutex, except that polling threads read `state_` without the mutex.
   std::atomic<OperationState> state_{OperationState::kStarting};
   int step_ = 0;
-  size_t missing_ = 0;                      // messages of the step
-  int waiters_ = 0;                         // threads in wait_until
-  int sleepers_ = 0;                        // of these, in changed_.wait
-  std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0 when not come
-  std::optional<base::Error> failure_;      // noted while Starting or Running
+  size_t missing_ = 0;                      // messages of step `step_` that have not arrived
+  int waiters_ = 0;                         // threads in wait_until()
+  int sleepers_ = 0;                        // threads of `waiters_` that sleep in changed_
+  std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing
+  std::optional<base::Error> failure_;      // first error while Starting or Running
   std::optional<base::Error> error_;
   std::condition_variable changed_;
 };

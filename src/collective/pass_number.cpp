@@ -9,7 +9,7 @@ namespace distrain::collective {
 bool PassNumber::agrees_with(const PassNumber& other) const {
   if (step != 0 && other.step != 0 && step != other.step) return false;
   if (forward == 0 || other.forward == 0) return true;
-  if ((context == 0) != (other.context == 0)) return true;  // not comparable: counted apart
+  if ((context == 0) != (other.context == 0)) return true;  // not comparable: separate counts
   if (again != other.again) return false;
   return forward == other.forward || (context != 0 && context == other.context);
 }

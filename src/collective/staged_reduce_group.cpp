@@ -57,7 +57,7 @@ base::Future<Pending> BackendQueue::call_behind(rpc::StreamPoint copied,
     try {
       copied.wait_on_host();
     } catch (...) {
-      // Refuses the operation, so that the other ranks neither wait for it nor get out of step.
+      // Refuse the operation, so that other ranks neither wait for this rank nor get out of step.
       const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       backend->refuse(1, error, sequence);
       promise.fail(error);
@@ -78,7 +78,7 @@ base::Future<Pending> BackendQueue::call_behind(rpc::StreamPoint copied,
 //           operation in `queue_`.
 //   queue   waits for the copy, then calls the Backend, in the order of the calls.
 //   waiter  waits for the Backend, enqueues the copy back in the same side stream, and makes its
-//           current stream wait for it.
+//           current stream wait for that copy.
 
 /// Keeps pinned buffers alive until the device has copied from them.
 class StagedReduceGroup::HostBuffers {
@@ -113,7 +113,7 @@ class StagedReduceGroup::HostBuffers {
   std::vector<Used> used_;
 };
 
-/// An operation on a device tensor.
+/// An operation on a device tensor; see Note [Staged operations].
 class StagedReduceGroup::StagedWork final : public ReduceWork {
  public:
   StagedWork(const at::Tensor& tensor, std::shared_ptr<HostBuffers> buffers)

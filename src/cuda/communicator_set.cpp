@@ -30,7 +30,7 @@ void DetachedTasks::run(base::Task task) noexcept {
   const auto shared = std::make_shared<base::Task>(std::move(task));
   const auto work = [self = shared_from_this(), shared] {
     (*shared)();
-    *shared = base::Task();  // destroys its captures before it counts as done
+    *shared = base::Task();  // destroy the captures before the task counts as done
     std::lock_guard lock(self->mutex_);
     --self->running_;
     self->changed_.notify_all();

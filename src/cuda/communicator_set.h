@@ -87,25 +87,27 @@ class CommunicatorSet {
 
 /// Watches work of NCCL in which other ranks may never take part. While there is such work, a
 /// thread checks every few milliseconds whether the group has lost a rank, NCCL or the device has
-/// failed, or the work is overdue. If so, it ends the communicators.
+/// failed, or the work is overdue. If so, the thread ends the communicators.
 class Watchdog {
  public:
   struct Options {
     std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
-    std::chrono::milliseconds timeout;                 ///< 0: none
-    /// Delay before an NCCL error is reported: if `lost` returns a loss by then, that is reported.
+    std::chrono::milliseconds timeout;                 ///< time limit for the watched work; 0: none
+    /// Delay before an NCCL error is reported. A loss that `lost` returns by then replaces the
+    /// error.
     std::chrono::milliseconds loss_grace;
-    int world_rank;  ///< of this rank
+    int world_rank;  ///< this rank's number in the job
   };
   explicit Watchdog(Options options);
   /// Checks the watched work one last time, then joins the thread.
   ~Watchdog();
 
   struct Item;
-  /// Watches `op` until the point set by enqueued(). Call it before NCCL gets the operation.
+  /// Watches operation `op` until the stream reaches the point that enqueued() sets. Call begin()
+  /// before NCCL gets the operation.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set,
                               std::shared_ptr<DeviceCommunicator> communicator, std::string op);
-  /// Sets the point at which NCCL's work for `item` ends.
+  /// Sets the point in the stream at which NCCL's work for `item` ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
   void forget(const std::shared_ptr<Item>& item);
 

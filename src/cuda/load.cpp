@@ -123,7 +123,7 @@ const Plugin& load_once() {
   }
   if (torch_cuda.parent_path() != folder) {
     // LibTorch later opens these libraries by name and searches only its own folder, so load them
-    // here. Ignore a failure, because LibTorch reports it later; the second one needs a driver.
+    // here. Ignore a failure (libcaffe2_nvrtc.so needs a driver): LibTorch reports it later.
     for (const char* name : {"libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so"}) {
       dlopen((torch_cuda.parent_path() / name).c_str(), RTLD_LAZY | RTLD_LOCAL);
     }
@@ -138,7 +138,7 @@ const Plugin& load_once() {
 }  // namespace
 
 const Plugin& load() {
-  static const Plugin& plugin = load_once();  // runs again after an exception
+  static const Plugin& plugin = load_once();  // after an exception, the next call tries again
   return plugin;
 }
 

@@ -24,15 +24,16 @@ using collective::ReduceGroup;
 //   waiter  waits for the queue, and orders its current stream behind NCCL's work.
 //
 // So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
-// agreement fails, drops its communicators: work that they have ends, and they get no more. If
+// agreement fails, drops its communicators: they finish the work that they have and get no more. If
 // ranks come out of step (one reaches its deadline just before the last rank comes), some have
 // communicators and some have none; the next agreement finds that, and all drop theirs. If a rank
 // dies or gives up after the agreement, the Watchdog notices the unfinished work. If wait() has
 // returned by then, this rank sends the error in the next agreement, which fails on all ranks.
 //
-// The first operation on a device creates its communicator. After the agreement on that, rank 0
-// broadcasts an id. Then the ranks exchange reports until all have joined or one has failed, so a
-// rank learns of a failure or loss of another rank while NCCL still waits for that rank.
+// The first operation on a device creates its communicator. When the ranks have agreed on that
+// operation, rank 0 broadcasts an NCCL id. Then the ranks exchange reports until all have joined
+// the communicator or one has failed, so a rank learns of a failure or loss of another rank while
+// NCCL still waits for that rank.
 
 namespace {
 
@@ -44,7 +45,7 @@ struct OpSpec {
   int64_t root;
   int64_t dtype;
   int64_t bytes;
-  int64_t device;  // in order of the group's first use of each device
+  int64_t device;  // device number, in the order of the group's first uses
   int64_t has_communicator;
   collective::PassNumber pass;
 
@@ -57,7 +58,7 @@ struct OpSpec {
   }
 };
 
-/// The state of a rank, as sent to the other ranks.
+/// Whether a rank is ready for the next step, or the error with which it failed; sent to all ranks.
 struct RankReport {
   enum class State : int32_t { kBusy, kReady, kFailed };
   State state = State::kBusy;
@@ -98,13 +99,13 @@ class NcclWork final : public collective::ReduceWork {
   const base::Future<Enqueued> enqueued_;
 };
 
-/// The arguments of an operation.
+/// The arguments of an operation on a device tensor, kept until the queue's thread runs it.
 struct Call {
   at::Tensor tensor;
   Kind kind;
   int root;
   PassNumber pass;
-  rpc::StreamPoint before;  // the work that the operation follows
+  rpc::StreamPoint before;  // the operation follows the work before this point
 };
 
 class NcclReduceGroup final : public ReduceGroup {
@@ -186,7 +187,7 @@ class NcclReduceGroup final : public ReduceGroup {
     failures_.push_back(set_->failure());
   }
 
-  // Returns an error that occurred after wait() had returned, so that all ranks receive the error.
+  // Returns a report, for all ranks, of an error that occurred after wait() had returned, if any.
   RankReport take_late_failure() {
     std::optional<Error> late;
     {
@@ -319,7 +320,7 @@ class NcclReduceGroup final : public ReduceGroup {
     throw base::Exception(*set_->failure()->report());  // the Watchdog's error if that came first
   }
 
-  // Returns the ranks' errors as one error.
+  // Returns one error that combines the errors of all failed ranks; nullopt if no rank has failed.
   std::optional<Error> failure_in(const std::vector<RankReport>& reports) const {
     std::optional<Error> failed;
     for (size_t i = 0; i < reports.size(); ++i) {
@@ -376,7 +377,7 @@ class NcclReduceGroup final : public ReduceGroup {
     }
   }
 
-  // Creates an id on rank 0 and broadcasts it.
+  // Creates an NCCL id on rank 0 and broadcasts the id.
   NcclId get_id() {
     NcclId id{};
     if (rank() == 0) {
@@ -415,7 +416,7 @@ class NcclReduceGroup final : public ReduceGroup {
   std::optional<collective::BackendQueue> queue_;
 };
 
-constexpr int64_t kIdBytes = 64;  // of a GPU's id, truncated or padded
+constexpr int64_t kIdBytes = 64;  // length to which a GPU's id is truncated or padded
 
 /// Returns true if each rank has its own GPU, because NCCL refuses two ranks on one GPU.
 bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {

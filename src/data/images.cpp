@@ -22,7 +22,7 @@ namespace {
 constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
 constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // element type
-constexpr uint64_t kMaxHeader = 16;       // for three dimensions
+constexpr uint64_t kMaxHeader = 16;       // bytes of a header with three dimensions
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
   base::bad_data(path + ": " + reason);
@@ -132,7 +132,7 @@ ImageSet read_set(const std::string& images, store::InputFile::Kind kind,
   return set;
 }
 
-// Returns the file of a set ("train"), kind ("images") and type ("idx3") in any accepted spelling.
+// Returns the existing file of a set ("train"), kind ("images") and type ("idx3"), if any.
 std::optional<std::string> find_file(const std::string& folder, const std::string& set,
                                      const std::string& kind, const std::string& type) {
   for (const char* separator : {"-", "."}) {
@@ -157,7 +157,7 @@ ImageSet read_pair(const std::string& folder, const std::string& set) {
   return read_idx(*images, *labels);
 }
 
-// The format of CIFAR-10's files.
+// CIFAR-10's files. A record is a label and the pixels of an image.
 constexpr int64_t kSide = 32;
 constexpr int64_t kChannels = 3;
 constexpr uint8_t kClasses = 10;

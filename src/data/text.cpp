@@ -28,7 +28,6 @@ constexpr std::array<bool, 256> kSeparators = [] {
 
 bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
 
-/// Calls `function` with each word of `line`.
 void for_each_token(std::string_view line, auto function) {
   const char* at = line.data();
   const char* const end = at + line.size();
@@ -53,8 +52,8 @@ void for_each_line(std::string_view text, auto function) {
   }
 }
 
-/// Reads a whole text. Throws `bad_data` if the file is compressed, UTF-16 or binary: like git, a
-/// file with a zero byte among its first 8,000 counts as binary.
+/// Reads a whole text. Throws `bad_data` if the file is compressed, UTF-16 or binary. As in git, a
+/// zero byte among the first 8,000 bytes marks a binary file.
 std::string read_text(const store::InputFile& file) {
   constexpr size_t kLooked = 8000;
   auto text = store::read_to_end<std::string>(file);
@@ -143,7 +142,7 @@ void Vocabulary::grow() {
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
   TextDataset data;
-  TextVocabulary own;                            // of this text, unless there is a vocabulary
+  TextVocabulary own;                            // filled from this text if `vocabulary` is null
   std::map<std::string, int64_t> label_numbers;  // of this text, by first appearance
   int64_t line_number = 0;
   const auto fail_at = [&](const char* what, std::string_view shown) {
@@ -219,7 +218,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
   check(max_words == 0 || max_words >= kReservedWords,
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
   return store::with_memory_for(path, [&] {
-    // A regular file, as the corpus is read from it, too.
+    // Refuses a pipe, because read_corpus() reads the same file again.
     const auto text = read_text(store::InputFile(path, store::InputFile::Kind::kRegular));
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
@@ -281,7 +280,7 @@ std::vector<std::vector<int64_t>> Corpus::lines() const {
       lines.back().push_back(word);
     }
   }
-  lines.pop_back();  // what follows the last end
+  lines.pop_back();  // the words after the last `<eos>`
   return lines;
 }
 

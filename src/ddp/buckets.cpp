@@ -68,7 +68,7 @@ Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& param
 }
 
 void Bucket::allocate() {
-  // Creates plain aliases. Autograd views would hold `flat_`, so begin() would find it in use.
+  // Create plain aliases: autograd views would hold `flat_`, so begin() would find it in use.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   int64_t total = 0;
   for (const at::Tensor& parameter : like_) total += parameter.numel();
@@ -113,7 +113,7 @@ void Bucket::start_average(collective::ReduceGroup& group, const collective::Pas
     work_ = group.average_async(flat_, pass);
     return;
   }
-  // Uses a side stream, so that later work of the current stream does not wait for other writers.
+  // Use a side stream, so that later work of the current stream does not wait for other writers.
   const c10::Stream side = rpc::side_stream(device_);
   for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
   const c10::StreamGuard guard(side);

@@ -13,9 +13,10 @@
 
 namespace distrain::ddp {
 
-/// Returns buckets of indices into `parameters`. A bucket has parameters of one dtype and device in
-/// the order of `order`: at most `cap_bytes` (`first_bytes` in the first bucket of a dtype and
-/// device) or one larger parameter. The buckets are in the order of their last parameters.
+/// Groups `parameters` into buckets and returns the indices in each bucket. The parameters of a
+/// bucket have one dtype and device and follow `order`. A bucket holds at most `cap_bytes` (the
+/// first of a dtype and device `first_bytes`), or one larger parameter. The buckets are sorted by
+/// the position of their last parameter in `order`.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);
@@ -44,7 +45,7 @@ class Bucket {
   void load(size_t slot, const at::Tensor& to) const;
   /// Ends a pass. The next pass waits for this thread's current stream before it uses the memory.
   void end();
-  /// Ends a failed pass. Its operation may still use the memory, so the next pass uses new memory.
+  /// Ends a failed pass. Its allreduce may still use the memory, so the next pass uses new memory.
   void drop();
 
  private:
@@ -52,7 +53,7 @@ class Bucket {
   void make_writer(const c10::Stream& stream);
 
   std::vector<size_t> members_;
-  std::vector<at::Tensor> like_;  // the parameters
+  std::vector<at::Tensor> like_;  // the members' parameters
   at::Tensor flat_;
   std::vector<at::Tensor> views_;
   size_t missing_ = 0;

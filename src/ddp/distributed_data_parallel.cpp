@@ -69,7 +69,7 @@ void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::Red
   if (sends) for_each([](const at::Tensor& tensor, at::Tensor place) { place.copy_(tensor); });
   group.broadcast(flat, 0)->wait();
   if (sends) return;
-  // Writes through aliases, because new tensor versions would make in-flight graphs fail.
+  // Write through aliases, because new tensor versions would make in-flight graphs fail.
   for_each([](const at::Tensor& tensor, const at::Tensor& place) {
     tensor.variable_data().copy_(place);
   });

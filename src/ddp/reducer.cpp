@@ -168,13 +168,14 @@ int Reducer::Impl::collectives_left_locked() const {
 }
 
 void Reducer::Impl::send_owed_refusals_locked() {
-  started_ = 0;  // refuses all collectives of a pass
+  started_ = 0;  // so collectives_left_locked() counts all collectives of a pass
   for (const Error& error : std::exchange(owed_refusals_, {})) {
     group_->refuse(collectives_left_locked(), error);
   }
 }
 
-// If expect() was called for this thread's current context, the current plain pass answers it.
+// Lets the current plain pass count as the pass that expect() announced for this thread's current
+// context. Returns that context, or null if no pass was announced.
 Reducer::Impl::AnnouncedContext* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
   if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
@@ -211,8 +212,8 @@ void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef
   if (begin_of_context_locked(index, context, end)) store_locked(index, gradient);
 }
 
-// Returns false if the context's pass has failed. A reduction must not begin then, because nothing
-// would end the reduction.
+// Begins the reduction for a context's pass. Returns false if the pass has failed: a reduction must
+// not begin then, because nothing would end the reduction.
 bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                             std::function<void()>& end) {
   if (!context.runs()) return false;
@@ -235,8 +236,8 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // Refuse this pass's collectives, because other ranks wait for them. Not if expect() announced
-    // the pass: its failure destroys the function of end_of(), and then give_up() refuses them.
+    // Refuse this pass's collectives, because other ranks wait for them. If expect() announced the
+    // pass, its failure destroys the function of end_of(), and then give_up() refuses them.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
@@ -340,8 +341,8 @@ void Reducer::Impl::store_means(const Deliver& deliver) {
   }
 }
 
-// Returns the order in which rank 0's gradients became ready; the ranks' orders may differ. Uses a
-// mean (exact in doubles), because a mean, unlike a broadcast, succeeds on all ranks or on none.
+// Returns the order in which rank 0's gradients became ready, because the ranks' orders may differ.
+// Sends it by a mean (exact in doubles), because a broadcast might succeed on some ranks only.
 std::vector<int64_t> Reducer::Impl::agreed_order() {
   const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
   auto* const values = shared.data_ptr<double>();

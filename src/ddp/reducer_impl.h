@@ -43,7 +43,7 @@ using base::ErrorKind;
 // expect() gives a context the function of end_of() before the pass begins. If the context destroys
 // it uncalled, a forward had no backward, and this rank owes the other ranks a refusal. A context
 // may end on any thread between any collectives, so the rank sends the refusal before its next pass
-// or expect(), or in the destructor: all ranks come there in the same order.
+// or expect(), or in the destructor, because all ranks reach these calls in the same order.
 //
 // Note [Numbers of passes]
 //
@@ -51,7 +51,7 @@ using base::ErrorKind;
 // ranks. So a pass carries a collective::PassNumber, which all ranks count in the same way:
 //
 //   plain pass      the number of plain forwards so far;
-//   context's pass  the number of forwards that had announced a context when its own did. A context
+//   context's pass  the number of forwards that had announced contexts, its own included. A context
 //                   that was not announced is an error, but takes a number, so that later passes
 //                   agree again;
 //   both            the number of earlier passes since that forward, because a graph may be used
@@ -61,7 +61,7 @@ using base::ErrorKind;
 // ranks. If a Reducer is used without forwards, plain passes have no number.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
-/// Stores a parameter's mean gradient for the pass. A null function stands for storing in `.grad`.
+/// Stores a parameter's mean gradient. If the function is null, the mean is stored in `.grad`.
 using Deliver = std::function<void(const at::Tensor& parameter, const at::Tensor& mean)>;
 
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
@@ -85,7 +85,8 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     uint64_t last_pass = 0;  // the last pass in which the parameter got a gradient
   };
 
-  /// A forward pass's number and count of backward passes. See Note [Numbers of passes].
+  /// The index of a forward pass, and the number of backward passes that it has had. See Note
+  /// [Numbers of passes].
   struct ForwardCount {
     uint64_t forward = 0;
     uint64_t passes = 0;
@@ -132,15 +133,15 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t last_pass_ = 0;         // the newest pass that has begun or is expected
   collective::PassNumber number_;  // the current pass's number for the other ranks
   ForwardCount plain_;
-  uint64_t plain_numbered_ = 0;    // the forward of the last plain pass
-  uint64_t announced_ = 0;         // forwards that have announced a context
+  uint64_t plain_numbered_ = 0;    // the forward pass number of the last plain pass
+  uint64_t announced_ = 0;         // number of forward passes that announced a context
   uint64_t unannounced_ = 0;       // the last context that took a number without being announced
   uint64_t step_ = 0;              // the job's step
   int graph_task_ = kNoGraphTask;  // torch's id of the current plain pass
-  uint64_t context_pass_ = 0;      // the context's number of the current pass; 0: a plain pass
+  uint64_t context_pass_ = 0;      // the current pass's ContextRef::pass(); 0: a plain pass
   std::unordered_map<uint64_t, AnnouncedContext> contexts_;
   std::vector<Error> owed_refusals_;  // errors of passes to refuse before the next pass
-  std::vector<BucketSlot> slots_;     // by parameter
+  std::vector<BucketSlot> slots_;     // one per parameter
   std::vector<Bucket> buckets_;
   size_t started_ = 0;            // buckets whose allreduce has started
   std::optional<Error> failure_;  // this rank's error in the current pass

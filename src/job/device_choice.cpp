@@ -63,7 +63,7 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
   const DeviceChoice choice = parse_device(device, accelerator);
   const DeviceRole* found = class_of(role);
   std::string number;
-  if (!found) {  // a rank: trainer1, or by alias stage1 for worker1
+  if (!found) {  // `role` may name a rank: trainer1, or stage1 if stage is an alias of worker
     const std::string_view beginning = without_number(role);
     number = role.substr(beginning.size());
     found = number.empty() ? nullptr : class_of(beginning);

@@ -13,7 +13,7 @@ using base::invalid;
 using base::number;
 using base::shortest;
 
-/// Returns the range in words: " from 1 to 65535", " of 1 or more", " above 0 and up to 1000000".
+/// Describes the allowed range: " from 1 to 65535", " of 1 or more", " above 0 and up to 1000000".
 std::string range_words(const Option& option) {
   const std::string min = fmt::format("{:.16g}", option.min);
   const std::string max = fmt::format("{}{:.16g}", option.below_max ? "below " : "", option.max);
@@ -23,7 +23,7 @@ std::string range_words(const Option& option) {
                           : fmt::format(" from {} to {}", min, max);
 }
 
-/// Returns `text` as a number. Throws `invalid`, naming `where`, if the option does not allow it.
+/// Returns `text` as a number. Throws `invalid`, with `where`, if the option does not accept it.
 template <class T>
 T checked_number(const Option& option, std::string_view text, std::string_view where) {
   const std::optional<T> value = number<T>(text);
@@ -101,7 +101,7 @@ Json json_value(const Option& option, const std::string& canonical) {
     detail::read_value(canonical, values);
     return values;
   }
-  // The value of a number option may be a word, which stays a text.
+  // The value of a number option may be a word such as "auto", which becomes a JSON text.
   const auto or_word = [&](auto value) { return value ? Json(*value) : Json(canonical); };
   if (option.kind == ValueKind::kInteger) return or_word(number<int64_t>(canonical));
   if (option.kind == ValueKind::kReal) return or_word(number<double>(canonical));
@@ -124,7 +124,7 @@ ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
     if (option.scope == Scope::kInput && given(option.name)) continue;
     if (!it->second.empty() || !(option.initial.empty() || option.each_own)) {
       adopted.set(option.name, canonical_value(option, it->second, "rank 0's --" + option.name));
-    } else if (!given(option.name)) {  // discards the value derived from this rank's options
+    } else if (!given(option.name)) {  // undoes a default derived from this rank's options
       adopted.derive(option.name, option.initial);
     }
   }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
-constexpr double kFarAbove = 1000;  // divergence: the loss exceeds the first loss by this factor
+constexpr double kFarAbove = 1000;  // a loss this many times the first loss means divergence
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
@@ -134,7 +134,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, rp
 void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
-  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas need equal steps
+  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas must make equal steps
   const auto take = [&optimizer](int) {
     return store::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
   };
@@ -164,7 +164,7 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
-  // A trainer may be lost only if all state is in parts that the trainers share.
+  // The job can continue without a trainer only if no saved state belongs to that trainer alone.
   const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
   if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
   Attached attached;
@@ -175,7 +175,7 @@ void TrainingPlan::attach() {
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
-  if (attached.is_late && attached.saves) process_.job().stop->arm();  // rank 0 armed the others
+  if (attached.is_late && attached.saves) process_.job().stop->arm();  // rank 0 armed all others
   if (attached.saves && begin_step_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,
                          "the checkpoints keep no optimizer (Training::keep): a job that goes on "
@@ -214,7 +214,7 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   show(what.epoch, loss, plan_.lr * factor, result.progress);
 }
 
-/// Reports progress at most twice a second. Most steps therefore only read the clock.
+/// Reports progress at most twice a second, so most calls only read the clock.
 void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more) {
   const base::TimePoint now = base::Clock::now();
   if (now - shown_ < kShowInterval) return;
@@ -289,7 +289,7 @@ void TrainingPlan::meet(const Task& task) {
     for (const Part& part : parts_) {
       if (!part.each_own && !is_first) continue;
       Held tensors = part.take(trainer);
-      if (agent_) tensors.leave_at(*agent_);  // until rank 0 fetches them
+      if (agent_) tensors.leave_at(*agent_);  // keeps them here until rank 0 fetches them
       held.push_back({part, trainer, std::move(tensors)});
     }
     ask<&TrainingHost::contribute>(seat(trainer), held);
@@ -327,7 +327,7 @@ void TrainingPlan::end(const Task& task) {
   Json& fields = process_.fields();
   fields["steps"] = steps_;
   fields["train_s"] = train_s_;
-  // Each trainer makes the same number of steps, so trainer 0 reports the rate of all trainers.
+  // All trainers of a job with words make equal numbers of steps, so trainer 0 knows their rate.
   if (plan_.unit == Unit::kWords && own_.front() == 0 && train_s_ > 0) {
     fields["words_per_s"] = static_cast<double>(samples_ * processes()) / train_s_;
   }
@@ -415,7 +415,7 @@ SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, in
 // In each round, makes a step of each trainer with steps left. Evaluates and saves between rounds.
 void SingleProcessTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
-  std::map<int, base::Future<NextTask>> pending;  // by trainer, while others have steps left
+  std::map<int, base::Future<NextTask>> pending;  // by trainer, until the next task is known
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (const int trainer : own_) {
       if (pending.contains(trainer)) continue;

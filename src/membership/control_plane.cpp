@@ -7,7 +7,7 @@ namespace distrain::membership {
 namespace {
 
 constexpr auto kProofTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
-constexpr auto kLoopTimeout = std::chrono::seconds(1);   // timeout for an answer of the loop
+constexpr auto kLoopTimeout = std::chrono::seconds(1);   // for an answer of the loop thread
 
 // Listens at the unix socket at which ranks of this host try to join.
 net::Fd listen_at_meeting(const std::string& name) {
@@ -25,7 +25,7 @@ wire::Trust trust_of(const Options& options) {
   return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
 }
 
-// Derives the job's id from its name. Without a name, the id is random on rank 0, zero elsewhere.
+// Returns the hash of Options::job_id. If it is empty, rank 0 uses a random id, other ranks zero.
 wire::JobId own_job_id(const Options& options) {
   wire::JobId id{};
   if (!options.job_id.empty()) return job_id_of(options.job_id);
@@ -75,7 +75,7 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
   base::Promise<uint64_t> entered;
   base::Future<uint64_t> sum = entered.future();
-  // Sets round_began_ before the post, because wait() on another thread reads it.
+  // Sets round_began_ before the post, so that wait() shows the round as soon as this call returns.
   round_began_ = base::Clock::now();
   loop_.post([self = shared_from_this(), round, number, entered = std::move(entered)]() mutable {
     self->round_ = std::move(entered);
@@ -125,7 +125,7 @@ std::optional<Wait> ControlPlaneImpl::wait() {
 void ControlPlaneImpl::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // True between two attempts to join: the last one has failed, so its `protocol_` is over.
+    // True between two attempts to join: the last attempt has failed, so `protocol_` cannot abort.
     const bool is_put_off =
         self->protocol_ && self->protocol_->is_over() && !self->directory_known_.future().done();
     if (self->protocol_ && !is_put_off) {
@@ -287,8 +287,8 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
   if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
   const int rank = peer.rank;
-  // Other ranks connect to the address that rank 0 sees, unless this member has sent an address. A
-  // member seen on loopback or a unix socket is on rank 0's host, so it has rank 0's address.
+  // If this member has not sent its address, other ranks use the address that rank 0 sees. If that
+  // is loopback or a unix socket, the member is on rank 0's host, so they use rank 0's address.
   const std::string& seen = stream->peer_name();
   const size_t colon = seen.rfind(':');
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
@@ -298,7 +298,7 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   const std::string before = std::exchange(seen_hosts_[rank], host);
   if (auto refusal = coordinator_->join(link, rank, std::move(peer.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
-    if (before.empty()) seen_hosts_.erase(rank);  // because a peer may claim any rank
+    if (before.empty()) seen_hosts_.erase(rank);  // limits the map: a peer may claim any rank
     streams_.erase(link);
     note_closed_on_loop();
     return refusal;
@@ -339,7 +339,7 @@ void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stre
   if (is_new && options_.on_refused) options_.on_refused(why);
 }
 
-// Replaces the endpoint in `entry` by one that this rank can connect to.
+// Returns `entry` with its endpoint changed to one that this rank can connect to.
 wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::Entry entry) const {
   wire::Endpoint& address = entry.endpoint;
   if (host_key_.empty() || address.host_key != host_key_) address.unix_name.clear();
@@ -378,7 +378,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
                           return done(base::Unit{});
                         }
                         stream->close(false);
-                        // If another process of `rank` answers, rank 0 will report which is lost.
+                        // If another process of `rank` answers, rank 0 will report the lost one.
                         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                                    "rank " + std::to_string(hello.rank) + " is there" +
                                        (is_it ? ", but another process of it" : ""),
@@ -441,7 +441,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
     reported.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + reported.message;
   }
   if (is_put_off_on_loop(error)) {
-    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // it is running now
+    loop_.post([self = shared_from_this()] { self->protocol_ = nullptr; });  // protocol_ runs now
     if (reported.kind == ErrorKind::kRendezvous) reported.kind = ErrorKind::kOverloaded;
     return finish_joining_on_loop(reported);
   }

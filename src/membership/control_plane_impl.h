@@ -108,34 +108,34 @@ class ControlPlaneImpl final : public ControlPlane,
   const std::string unix_name_;
   const std::shared_ptr<Acceptor> acceptor_;
   uint16_t port_ = 0;
-  net::Fd rank_0_socket_;    // on rank 0, until run()
-  net::Fd meeting_socket_;   // on rank 0, until run(): for ranks of this host
-  std::string hint_;         // rank 0: why other hosts cannot reach it, if they cannot
-  std::string rank_0_host_;  // the numeric address that this rank uses
-  bool listens_ = false;     // this member accepts connections
-  std::string listen_host_;  // sent to others, numeric; empty: the address that rank 0 sees
+  net::Fd rank_0_socket_;    // rank 0's listening socket, until run()
+  net::Fd meeting_socket_;   // rank 0's listening socket for ranks of this host, until run()
+  std::string hint_;         // on rank 0: why other hosts cannot reach it; may be empty
+  std::string rank_0_host_;  // the numeric address at which this rank reaches rank 0
+  bool listens_ = false;     // this member has opened its listening sockets
+  std::string listen_host_;  // numeric, sent to other ranks; if empty, they use what rank 0 sees
 
   const Identity initial_identity_;  // this rank's identity before it has met rank 0
 
   // Used only on the loop thread:
   Identity identity_;  // with rank 0's job id and generation, once rank 0 has proved itself
   std::unique_ptr<ControlProtocol> protocol_;  // null before joining and after close()
-  uint64_t attempt_ = 0;                // number of the current protocol_: joining may take several
-  Coordinator* coordinator_ = nullptr;  // rank 0: protocol_
-  net::StreamPtr joining_stream_;       // to rank 0, until it has proved itself
-  std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
+  uint64_t attempt_ = 0;                // number of protocol_: each attempt to join makes one
+  Coordinator* coordinator_ = nullptr;  // on rank 0: points to *protocol_
+  net::StreamPtr joining_stream_;       // stream to rank 0, until rank 0 has proved itself
+  std::optional<base::Promise<void>> joining_;  // done when rank 0 admits this rank
   std::map<Link, net::StreamPtr> streams_;
   Link last_link_ = 0;
-  bool is_leaving_ = false;                       // abort() was called
+  bool is_leaving_ = false;                       // abort() or close() was called
   bool is_closed_ = false;                        // joining has failed or close() was called
-  std::map<int, std::string> seen_hosts_;         // rank 0: addresses of other ranks
+  std::map<int, std::string> seen_hosts_;         // on rank 0: from where ranks connected
   std::optional<base::Promise<uint64_t>> round_;  // the current shutdown round
-  std::optional<Error> rounds_failed_;            // fails later rounds
+  std::optional<Error> rounds_failed_;            // the error of all later rounds
 
   std::atomic<bool> has_begun_{false};
-  std::atomic<int> cpu_sharers_{1};             // ranks with the same CPUs as this one
-  std::atomic<base::TimePoint> began_{};        // since when this rank waits for others to join
-  std::atomic<base::TimePoint> round_began_{};  // since when it waits for others to end
+  std::atomic<int> cpu_sharers_{1};             // number of ranks on this rank's CPUs
+  std::atomic<base::TimePoint> began_{};        // when this rank began to wait for others to join
+  std::atomic<base::TimePoint> round_began_{};  // when it entered the shutdown round; 0: none
   std::atomic<int> assigned_rank_{wire::kUnassignedRank};  // the rank that rank 0 has assigned
   base::Promise<void> directory_known_;
   base::Promise<void> ready_;

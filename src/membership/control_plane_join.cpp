@@ -15,7 +15,7 @@ constexpr base::Duration kWaitingInterval = std::chrono::seconds(5);
 constexpr base::Duration kFirstWait = std::chrono::seconds(1);  // before rank 0's first report
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kShortestTry = std::chrono::seconds(1);  // shorter attempts keep the previous reason
+constexpr auto kShortestTry = std::chrono::seconds(1);  // a shorter try does not change the reason
 constexpr auto kRank0Grace = std::chrono::seconds(1);   // extra wait for rank 0's error
 constexpr base::Duration kAnswers = std::chrono::seconds(5);  // timeout for a peer's hello
 constexpr char kThisHost[] = "127.0.0.1";
@@ -38,7 +38,7 @@ bool is_wildcard(const std::string& host) {
 void check_options(const std::map<std::string, std::string>& options) {
   size_t bytes = 0;
   for (const auto& [name, value] : options) bytes += name.size() + value.size() + 8;
-  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest is short
+  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the other fields are short
   if (bytes <= kMost) return;
   base::invalid("the options that ranks have to agree on take " + std::to_string(bytes) +
                 " bytes, not at most " + std::to_string(kMost));
@@ -78,7 +78,7 @@ void ControlPlaneImpl::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
   if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
-  if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // else TCP
+  if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // otherwise, uses TCP
 }
 
 // Returns the name of this host's unix socket for joining; empty if unused.
@@ -109,7 +109,7 @@ void ControlPlaneImpl::begin_as_coordinator() {
     self->begin_on_loop(std::move(coordinator));
     self->coordinator_->begin();
   });
-  // Listens only now: waiting ranks connect at once, and then the coordinator must exist.
+  // Listens only now, because waiting ranks connect at once and need the coordinator.
   if (meeting_socket_.valid()) acceptor_->listen(std::move(meeting_socket_));
   acceptor_->listen(std::move(rank_0_socket_));
 }
@@ -155,7 +155,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
 base::Result<net::Fd> ControlPlaneImpl::connect_to_rank_0(base::TimePoint connected_by) const {
   if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
   if (const std::string name = meeting_name(); !name.empty()) {
-    // Another user's process may listen at this name. Then tries TCP instead.
+    // If another user's process listens at this name, tries TCP instead.
     auto socket = net::connect_unix(name);
     if (socket.ok() && net::peer_user(socket.unchecked().get()) == geteuid()) return socket;
   }
@@ -250,7 +250,7 @@ bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
   return may_pass && joining_ && !is_leaving_;
 }
 
-// Joins over a connection on which the other end has proved its identity.
+// Sends the join on a connection whose other end has proved its identity.
 base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
                                             const wire::Hello& rank_0) {
   if (is_closed_) return left_already();
@@ -307,7 +307,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
       abort(error);
       throw Exception(std::move(error));
     }
-    // Only rank 0 knows which ranks are missing. Other ranks wait for rank 0.
+    // Only rank 0 knows which ranks are missing, so other ranks report that they wait for rank 0.
     const auto& waited_for = options_.rank == 0 ? ranks : std::vector<int>{0};
     if (options_.on_waiting && !waited_for.empty()) {
       options_.on_waiting(waited_for, rank_0_text(), why);
@@ -344,7 +344,7 @@ ControlSettings ControlPlaneImpl::settings() const {
   return settings;
 }
 
-// Returns handshake timeouts. The proof's is at least `peer_timeout`: see HandshakeTimeouts.
+// Returns timeouts. The proof's timeout is at least `peer_timeout`: see HandshakeTimeouts.
 HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);

@@ -92,8 +92,8 @@ bool ControlProtocol::is_here(int rank) const {
   return state_ == State::kRunning && presence(rank) == Presence::kHere;
 }
 
-// Accepts connections as soon as this rank is prepared, even before kGo. The coordinator sends kGo
-// to one rank after the other, so the connecting rank may have received it earlier.
+// Accepts connections even before kGo, because the coordinator sends kGo to one rank after the
+// other, so the connecting rank may have received kGo earlier.
 std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
@@ -222,7 +222,7 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   }
   for (const Link link : silent) {
     const auto found = connections_.find(link);
-    if (found == connections_.end()) continue;  // closed together with its rank
+    if (found == connections_.end()) continue;  // closed when its rank was declared lost
     const auto seconds =
         std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
     const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) +
@@ -316,7 +316,7 @@ void Member::on_control(int, const Message& message) {
       return set_directory(std::move(directory));
     }
     case FrameKind::kGo:
-      // Ignores a repeated kGo: the devices in the first one are in use already.
+      // Ignores a repeated kGo, because the devices of the first kGo are already in use.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
       begin_running(wire::decode_all_devices(message.body));
@@ -346,8 +346,8 @@ void Member::on_control(int, const Message& message) {
   wire::Reader::fail("an unexpected word of rank 0");
 }
 
-// If the coordinator is lost, declares all other ranks lost too, because no rank learns of later
-// losses without it.
+// If the coordinator is lost, declares all other ranks lost too, because this rank would not learn
+// of later losses.
 void Member::declare_lost(int rank, const Error& error) {
   if (rank != 0) {
     disconnect(rank, error);

@@ -24,21 +24,23 @@ using wire::FrameKind;
 // Note [Control plane]
 //
 // Ranks meet, monitor each other, learn of losses and end together. Each rank has a control
-// connection to rank 0, the coordinator, and reports the losses that it sees there; the coordinator
-// reports them to all ranks. So a job has O(N) control connections and not O(N²). Calls use
-// connections of their own, which both ends monitor, because a link between two ranks may fail that
-// leaves their connections to rank 0 intact.
+// connection to rank 0, the coordinator, and reports the losses that it sees to the coordinator,
+// which reports them to all ranks. So a job has O(N) control connections and not O(N²). Calls use
+// connections of their own. Both ends monitor these too, because the link between two ranks may
+// fail while their connections to rank 0 stay intact.
 //
 // A call connection that breaks without a message proves little: the other end may have left
-// because of a loss that this rank does not know yet. So this rank asks the coordinator, which
-// reports losses to all ranks in one order: a rank that left because of a loss received it before
-// its own loss is reported. For the same reason, a rank without the coordinator has lost all ranks.
+// because of a loss that this rank does not know yet. So this rank only reports the break to the
+// coordinator, which reports losses to all ranks in one order: the loss because of which the other
+// end left comes before the loss of that end. A rank that loses the coordinator treats all ranks as
+// lost, because it would not learn of later losses.
 //
 // Only the coordinator decides whether the job continues without a lost rank: Tolerance. If it
-// does, a new process can join as that rank. It receives the directory at once and prepares itself.
-// Then the coordinator tells all others how to reach it, and sends go to it when all of them have
-// confirmed: so none refuses its connections. From the directory on, it receives all messages to
-// the others. Two new processes know each other before either receives go.
+// does, a new process can join as that rank. The new process receives the directory at once and
+// prepares itself. Then the coordinator sends its endpoint to all other ranks, and sends it kGo
+// when all of them have confirmed, so that no rank refuses its connections. From the directory on,
+// it receives all messages that the coordinator sends to all ranks. Of two new processes, neither
+// receives kGo before the other has confirmed it.
 //
 // A process without a rank (kUnassignedRank) first asks the coordinator on a separate connection to
 // reserve one, so it knows its rank before it prepares anything: Slot.
@@ -49,11 +51,11 @@ using wire::FrameKind;
 //
 // States of a rank:
 //
-//   meeting    until it has the directory; Coordinator: until all have joined
-//   preparing  until go; Coordinator: until all are prepared. If a rank is lost before go, the job
-//              ends for all, unless the rank is a new process that joins later
-//   running    until it leaves, or is told that it is lost itself
-//   over       nothing is sent or reported any more
+//   meeting    until the rank has the directory (rank 0: until all ranks have joined)
+//   preparing  until kGo (rank 0: until all ranks are prepared). If a rank is lost before kGo, the
+//              job ends for all, unless the rank is a new process that joins later
+//   running    until the rank leaves, or receives the message that it is lost itself
+//   over       the rank sends and reports nothing any more
 
 /// The number that ControlTransport gives to a connection of this rank.
 using Link = uint64_t;
@@ -82,7 +84,7 @@ struct Message {
   Body body = {};
 };
 
-/// Performs the I/O and the callbacks of a ControlProtocol. Must not call the ControlProtocol.
+/// Performs the I/O and callbacks of a ControlProtocol. Its functions must not call that object.
 class ControlTransport {
  public:
   virtual ~ControlTransport() = default;
@@ -108,8 +110,8 @@ class ControlTransport {
 };
 
 struct ControlSettings : Options {
-  wire::Endpoint endpoint;  ///< how other ranks reach this one
-  std::string secret;       ///< Coordinator: the job's secret
+  wire::Endpoint endpoint;  ///< address at which other ranks reach this rank
+  std::string secret;       ///< on rank 0: the directory's secret of Note [Identity]
 };
 
 Error rendezvous_error(std::string message, int rank = -1);
@@ -128,7 +130,7 @@ class ControlProtocol {
   void abort(const Error& error);
   /// Leaves the job. Called when all ranks have entered the last shutdown round.
   void leave();
-  /// Called when a connection to `rank` is open. The rank must not be lost: see is_here().
+  /// Called when a call connection to `rank` is open. The rank must not be lost: see is_here().
   void open(int rank, Link link, base::TimePoint now);
   /// Returns true if this rank is running, and `rank` has neither left the job nor been lost.
   bool is_here(int rank) const;
@@ -181,11 +183,11 @@ class ControlProtocol {
   /// Calls on_go(). If that throws, calls abort() and returns false.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void set_directory(wire::Directory directory);
-  /// Marks `rank` as lost and reports the loss, unless the rank is lost or has left already.
+  /// Unless `rank` is lost or has left, marks it as lost, disconnects it and calls on_lost().
   void mark_lost(int rank, const Error& error, bool job_goes_on);
-  /// Closes all connections to `rank`, and sends it the reason.
+  /// Sends `why` to `rank` and closes all connections to it.
   void disconnect(int rank, const Error& why);
-  /// Records that a new process has replaced a lost rank.
+  /// Records that a new process has replaced a lost rank, and calls on_returned().
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
   Error loss(int rank, const Error& error) const;
   /// Returns the error that `rank` sent. If the error claims that this rank is lost, adds `rank` to
@@ -210,7 +212,7 @@ class ControlProtocol {
   /// Sends the reason and closes the connection; if `flush` is true, only after sending completes.
   void close_with_reason(Link link, const Error& why, bool flush);
 
-  Message last_message_;           // set when the state is kOver
+  Message last_message_;           // sent when this rank left; set if kOver
   const base::Duration interval_;  // between heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;
@@ -228,7 +230,7 @@ class Coordinator final : public ControlProtocol {
   void release_reservation(Link link) {
     std::erase_if(reservations_, [link](const auto& kept) { return kept.second.link == link; });
   }
-  /// Called once, when rank 0 is ready to join. A job of one rank begins here.
+  /// Called once, when other ranks can join. Begins the job if it has only one rank.
   void begin() { begin_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
   /// Ends the trial of `rank`'s new process, in which the job tolerates any failure of the process.
@@ -256,7 +258,7 @@ class Coordinator final : public ControlProtocol {
   /// A new process of a lost rank, from its join until the coordinator sends kGo to it.
   struct Newcomer {
     bool is_prepared = false;
-    std::set<int> unconfirmed;  ///< once prepared: ranks that have not confirmed it
+    std::set<int> unconfirmed;  ///< if prepared: ranks that have not confirmed this process
   };
 
   void on_control(int rank, const Message& message) override;
@@ -293,10 +295,10 @@ class Coordinator final : public ControlProtocol {
   Tolerance tolerance_;
   bool job_goes_on_ = true;  // false after a loss that is not tolerated: then all ranks leave
   std::map<int, Newcomer> newcomers_;
-  std::set<int> on_trial_;            // new processes before note_of_use()
+  std::set<int> on_trial_;            // ranks with a new process, until note_of_use()
   uint64_t round_ = 0;                // the current shutdown round
-  std::map<int, uint64_t> in_round_;  // by rank that has entered it: its number
-  int awaited_ = 0;                   // a rank that was missing when last checked
+  std::map<int, uint64_t> in_round_;  // numbers of the ranks that entered the round
+  int awaited_ = 0;                   // the rank that end_round_if_complete() checks first
   mutable uint64_t looks_ = 0;
 };
 

@@ -93,7 +93,7 @@ void Coordinator::begin_if_all_joined() {
   set_directory(std::move(directory));
 }
 
-// Records that `rank` is prepared. Sends kGo when all ranks are, unless the job has ended already.
+// Records that `rank` is prepared. If all ranks are prepared and the job has not ended, sends kGo.
 void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
@@ -198,7 +198,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       return note_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
-      // Before the directory is sent, nothing is to do: `rank` is free when its connection closes.
+      // Before the directory is sent, does nothing: `rank` is free when its connection closes.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
@@ -207,7 +207,7 @@ void Coordinator::on_control(int rank, const Message& message) {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // A member that reports the loss of rank 0 cannot reach rank 0, so the member itself is lost.
       if (message.a == 0) return declare_lost(rank, reason_of(rank, message));
-      // The report may concern a process that has been replaced; then it is ignored.
+      // Ignores the report if it concerns a process that is already lost or replaced.
       const auto lost = static_cast<int>(message.a);
       if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
       return declare_lost(lost, wire::decode_error(message.body));
@@ -233,7 +233,7 @@ void Coordinator::on_control_lost(int rank, const Error& error) {
   }
 }
 
-// Declares `rank` lost. Reports it to all ranks, unless they do not know `rank`'s new process yet.
+// Declares `rank` lost. Reports the loss, unless the others do not know the rank's new process yet.
 void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -260,11 +260,11 @@ void Coordinator::forget(int rank) {
   newcomers_.erase(rank);
   on_trial_.erase(rank);
   in_round_.erase(rank);
-  // Keeps the rank's entry in joined_: unused without a connection, replaced by a new process.
+  // Keeps the entry in joined_, which has no effect after disconnecting. A new process replaces it.
 }
 
-// Returns true if the job continues without `rank`. The error must be a loss, a lack of resources
-// or, before note_of_use(), any failure of a new process. Other errors end the job.
+// Returns true if the job continues without `rank`: enough ranks remain, and the error is a loss, a
+// lack of resources of `rank` or, before note_of_use(), any failure of its new process.
 bool Coordinator::tolerates(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||

@@ -7,7 +7,7 @@ namespace distrain::membership {
 namespace {
 
 constexpr auto kFullTimeout =
-    std::chrono::milliseconds(100);                      // then the oldest connection is closed
+    std::chrono::milliseconds(100);                      // when full, oldest connection's lifetime
 constexpr auto kJoinTimeout = std::chrono::seconds(60);  // for a proved rank's join message
 // Limits the number of unproved connections, because each of them uses a file descriptor.
 constexpr rlim_t kMaxUnproved = 64;
@@ -22,7 +22,7 @@ size_t max_unproved() {
 // timers before it reads sockets, which may already hold the awaited bytes.
 constexpr auto kReadGrace = std::chrono::milliseconds(50);
 
-// Sends a frame. If the stream is broken, the stream's on_close handler runs.
+// Sends a frame. Ignores errors, because on_close reports a broken stream.
 void send_frame(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
   net::OutFrame frame;
   frame.header.kind = kind;
@@ -87,7 +87,7 @@ void Acceptor::on_closed_on_loop(uint64_t number, const Error& error) {
   if (handshake.stage == Stage::kJoin && error.kind == ErrorKind::kProtocol) {
     report_on_loop(handshake, error);  // a proved rank's frame was corrupted
   }
-  // A peer with a token closes instead of sending a proof to a rank without one: reports that peer.
+  // A peer with a token sends no proof to a rank without a token, but closes: reports that peer.
   if (handshake.stage == Stage::kProof) {
     const wire::Hello& other = handshake.responder->other();
     const auto credentials = callbacks_.credentials(other.purpose);
@@ -159,7 +159,7 @@ void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   } catch (const Exception& e) {
     // `cancelled` means that this process is about to end, so nothing is reported.
     if (e.error().kind == ErrorKind::kCancelled) return drop_on_loop(number);
-    const auto handshake = handshakes_.find(number);  // null if it was removed
+    const auto handshake = handshakes_.find(number);  // end() if it was removed
     if (handshake != handshakes_.end()) refuse_on_loop(handshake->second, e.error());
   }
 }
@@ -180,7 +180,7 @@ void Acceptor::on_proof_on_loop(uint64_t number, IncomingHandshake& handshake,
   expect(wire::FrameKind::kProof, frame);
   const wire::Hello hello = handshake.responder->other();
   const auto credentials = callbacks_.credentials(hello.purpose);
-  if (!credentials) return drop_on_loop(number);  // this rank is leaving
+  if (!credentials) return drop_on_loop(number);  // this rank is leaving the job
   const wire::Proof own = handshake.responder->check(frame.meta);
   const wire::Trust trust = credentials->self.trust;
   const bool is_local_only =
@@ -295,9 +295,10 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     const wire::Proof proof = initiator.answer(frame.meta);
     has_answered = true;
     end_after_on_loop(timeouts.proof);
-    is_trusted = is_trusted_on_loop();  // checked before the other side can close
+    is_trusted = is_trusted_on_loop();  // now, because the other side may close next
     const bool is_distrusted = is_trusted == false;
-    // Without a token, a proof reveals no secret, so a distrusted peer gets it to report this rank.
+    // Without a token, the proof reveals no secret. Then even a distrusted peer gets the proof, so
+    // that it can report to its user why this rank does not join.
     if (!is_distrusted || identity.trust != wire::Trust::kToken) {
       send_frame(stream, wire::FrameKind::kProof, {proof.begin(), proof.end()});
     }
@@ -325,7 +326,7 @@ struct OutgoingHandshake : std::enable_shared_from_this<OutgoingHandshake> {
     throw Exception(ErrorKind::kAuth, why_not_trusted(identity, initiator.other()));
   }
 
-  // Returns true if the peer is trusted; nothing if its user is unknown (other host, or closed).
+  // Returns true if the peer is trusted, nullopt if its user is unknown (other host, or closed).
   std::optional<bool> is_trusted_on_loop() const {
     if (initiator.other().trust != identity.trust) return false;
     if (identity.trust != wire::Trust::kSameUser || purpose != wire::HelloPurpose::kJoin) {

@@ -16,13 +16,13 @@
 
 namespace distrain::membership {
 
-/// For each rank, the reasons for which rank 0 refused processes that claimed to be that rank. Such
-/// a process can claim any rank, so all ranks outside the job share the last entry, and an entry
-/// keeps at most eight reasons. Not thread-safe.
+/// For each rank, the reasons for which rank 0 refused processes that claimed to be that rank. A
+/// process can claim any number and fail in many ways. To limit memory, all ranks outside the job
+/// share the last entry, and an entry keeps at most eight reasons. Not thread-safe.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
-  /// Adds a refusal; text() will contain `text`. Returns true if the caller should report `reason`.
+  /// Adds a refusal; text() will contain `text`. Returns true if `reason` is new and kept.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);
@@ -32,7 +32,7 @@ class Refusals {
   /// because they may come from a missing rank that was started with a wrong number.
   void forget(int rank) { entries_.erase(key(rank)); }
   bool has(int rank) const { return entries_.contains(rank); }
-  /// Returns the newest text of each entry, cut off after about 1000 characters.
+  /// Returns the newest refusals of all ranks as one text, truncated to about 1000 characters.
   std::string text() const {
     std::string all;
     for (const auto& [rank, entry] : entries_) {
@@ -56,9 +56,9 @@ class Refusals {
 };
 
 /// Accepts connections to this rank and authenticates the peers: the responder of Note [Identity].
-/// An unproved connection may send a hello and a proof, within two seconds. If too many are open,
-/// new ones wait in the kernel's backlog and the oldest is closed after a moment. Runs on the loop;
-/// listen() and close() are thread-safe.
+/// An unproved connection may send a hello and a proof, within `proof_timeout`. If too many of them
+/// are open, new connections wait in the kernel's backlog, and the oldest unproved one is closed
+/// 100 ms after it was accepted. Runs on the loop; listen() and close() are thread-safe.
 class Acceptor : public std::enable_shared_from_this<Acceptor> {
  public:
   /// A process that has proved its identity.
@@ -66,13 +66,13 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
     int rank = -1;
     uint32_t incarnation = 0;
-    wire::Join join = {};  ///< if the purpose is to join
+    wire::Join join = {};  ///< set if the purpose is to join
   };
   /// The functions that the acceptor calls on the loop thread.
   struct Callbacks {
-    /// Returns this rank's credentials for a purpose, or nothing to refuse such connections.
+    /// Returns this rank's credentials for a purpose; nullopt refuses connections for that purpose.
     std::function<std::optional<Credentials>(wire::HelloPurpose)> credentials;
-    /// Takes over the connection and sets its handler, or returns an error to refuse it.
+    /// Takes over the stream and sets its handler, or returns the error for which it is refused.
     std::function<std::optional<Error>(const net::StreamPtr& stream, AuthenticatedPeer peer)> admit;
     /// Called if a process that claims to be `rank` is refused before admit() is called.
     std::function<void(int rank, const net::StreamPtr& stream, Error why)> on_refused;
@@ -116,21 +116,21 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   net::Loop& loop_;
   const base::Duration proof_timeout_;
   const Callbacks callbacks_;
-  const size_t max_unproved_;  // limit of connections without a proof
+  const size_t max_unproved_;  // maximum number of unproved connections
 
   // Used only on the loop thread:
   std::map<uint64_t, IncomingHandshake> handshakes_;  // by number, in order of arrival
   uint64_t last_number_ = 0;
   bool is_full_ = false;
-  uint64_t full_timer_ = 0;  // closes the oldest connection; 0: none
+  uint64_t full_timer_ = 0;  // closes the oldest unproved connection; 0: not set
 
   std::mutex mutex_;
   bool is_closed_ = false;                                 // guarded by mutex_
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
 
-/// Timeouts for receiving the other side's hello and proof. The proof may take longer: the other
-/// side may have admitted this rank by then, and would take a closed connection for a loss.
+/// Timeouts for receiving the other side's hello and proof. The second is longer, because the other
+/// side admits this rank when it sends its proof, and then takes a closed connection for a loss.
 struct HandshakeTimeouts {
   base::Duration hello;
   base::Duration proof;

@@ -48,7 +48,7 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    // Makes OpenSSL register its exit handler before ours, which it does only if given an option.
+    // Makes OpenSSL register its exit handler before ours. OpenSSL does so only if given an option.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
       gate().is_closed = true;  // first, so that no new thread delays the lock below
@@ -92,7 +92,7 @@ std::string both_generations(const Identity& self, const wire::Hello& other) {
          " of " + std::to_string(self.generation);
 }
 
-// Names the other side's generation if it differs, because that explains an invalid proof.
+// Returns a text with both generations if they differ, because that may explain an invalid proof.
 std::string claimed_generation(const Identity& self, const wire::Hello& other) {
   if (!is_other_generation(self, other)) return {};
   return " (it says that it is " + both_generations(self, other) + ")";

@@ -14,8 +14,8 @@ namespace distrain::membership {
 /// A key for HMAC-SHA256.
 using Key = std::array<uint8_t, 32>;
 
-/// Initializes OpenSSL. OpenSSL still works when static objects that are constructed after this
-/// call are destroyed: see Note [OpenSSL at exit].
+/// Initializes OpenSSL so that static objects that are constructed after this call can still use
+/// OpenSSL when they are destroyed: see Note [OpenSSL at exit].
 void set_up_openssl();
 /// Fills `out`, at most 256 bytes, with random bytes. Throws `resources` if the system has none.
 void fill_random(std::span<uint8_t> out);
@@ -119,7 +119,7 @@ class Responder : public Side {
 
 /// Returns an error if `other`, which has proved the secret, belongs to another job or generation.
 std::optional<Error> mismatch(const Identity& self, const wire::Hello& other);
-/// Returns an explanation: why this rank does not trust `other`, and how the user can fix that.
+/// Returns a text that explains why this rank does not trust `other`, and what the user can do.
 std::string why_not_trusted(const Identity& self, const wire::Hello& other);
 /// Returns the only error that this rank sends to a peer without a valid proof.
 Error refusal_without_reason();

@@ -127,8 +127,8 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   return id;
 }
 
-// Cancels a timer. If the timer is not found, it has run, or the task that adds it is still queued.
-// An entry in `cancelled_early` suppresses the addition, and the posted task removes the entry.
+// Cancels a timer. If it is not found, it has run or the task that adds it is still queued. The id
+// in `cancelled_early` makes that task add nothing, and the task posted here removes the id.
 void Loop::Impl::cancel(uint64_t id) {
   if (!in_loop()) {
     post([this, id] { remove_timer_on_loop(id); });

@@ -71,7 +71,7 @@ struct Loop::Impl {
     return {scratch.get(), kBytes};
   }
 
-  /// Returns the time of the last wake-up, in whole milliseconds. libuv's clock is base::Clock.
+  /// Returns the time of the last wake-up, in whole milliseconds. libuv uses base::Clock, too.
   base::TimePoint now_on_loop() const {
     return base::TimePoint(std::chrono::milliseconds(uv_now(&uv)));
   }
@@ -97,7 +97,7 @@ struct Loop::Impl {
 
   std::mutex mutex;
   std::vector<base::Task> posted;  // guarded by mutex
-  bool stopping = false;           // guarded by mutex; tasks are dropped from now on
+  bool stopping = false;           // guarded by mutex; if true, post() drops tasks
   std::atomic<int> wakers{0};      // threads inside uv_async_send
   std::atomic<uint64_t> next_timer{1};
 
@@ -105,7 +105,7 @@ struct Loop::Impl {
   bool stop_begun = false;
   std::unique_ptr<uint8_t[]> scratch;
   std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
-  std::unordered_set<uint64_t> cancelled_early;  // ids of timers that are not added yet
+  std::unordered_set<uint64_t> cancelled_early;  // timers cancelled before they were added
   base::TimePoint armed_for = base::kNever;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;
@@ -118,7 +118,7 @@ class PendingFrame {
   /// Writes until about `limit` bytes are written. Returns false if the socket accepts no more now
   /// or has failed. If the socket has failed, the next write reports the error.
   bool write_to(int fd, size_t limit);
-  /// Returns the pieces for the next uv_write(). They point into the frame.
+  /// Returns the pieces for the next uv_write(), which point into the frame.
   std::vector<uv_buf_t> next_pieces() const;
   void wrote(size_t bytes) { written_ += bytes; }
   bool done() const { return written_ == total_; }

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMaxPieces = 512;                  // per gather-write; IOV_MAX is 1024
 constexpr size_t kMaxPieceBytes = size_t{1} << 30;  // uv_buf_init() takes 32 bits
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
-constexpr wire::Limits kSendLimits;  // every receiver's limits
+constexpr wire::Limits kSendLimits;  // the defaults, which every receiver accepts
 
 }  // namespace
 

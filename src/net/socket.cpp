@@ -374,7 +374,7 @@ base::Result<std::string> host_to_bind(const std::string& host) {
 std::string host_key() {
   std::string key;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> key;
-  if (key.empty()) return {};  // unknown: never the same host
+  if (key.empty()) return {};  // unknown: counts as another host
   struct stat info {};
   if (::stat("/proc/self/ns/net", &info) != 0) return {};
   return key + "/" + std::to_string(info.st_ino);

@@ -9,7 +9,7 @@
 namespace distrain::net {
 namespace {
 
-// Retry after this time, because poll() does not report room in the backlog of a unix listener.
+// Wait before retrying a full unix listener, because poll() does not report room in its backlog.
 constexpr auto kBacklogPause = std::chrono::milliseconds(5);
 
 /// One attempt to connect to one address. States: trying → waiting (socket or backlog) → ended.

@@ -355,7 +355,8 @@ class UvStream final : public Stream,
   }
 
   void deliver_on_loop() {
-    // Nothing follows a heartbeat: polling after each would keep a core of rank 0 busy.
+    // After activity the loop polls. It does not poll after a heartbeat, because nothing follows at
+    // once, and rank 0 would always keep a core busy.
     if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
     InFrame frame{header_, {}, {}, std::exchange(body_, nullptr)};
     frame.meta = {frame.body->data, header_.meta_bytes};

@@ -1,6 +1,6 @@
-// Replaces variables of the C library in our copy of libuv: see cmake/Uv.cmake. If the installed
-// libuv is not compiled with -fPIC, its code can only refer to hidden variables when it is linked
-// into a shared library. Otherwise these variables are unused.
+// Defines hidden variables that replace variables of the C library in our copy of libuv: see
+// cmake/Uv.cmake. They are needed if the installed libuv is not compiled with -fPIC, because such
+// code in a shared library can refer to hidden variables only. With -fPIC, they are unused.
 #include <cstdio>
 
 #include <netinet/in.h>

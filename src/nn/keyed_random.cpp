@@ -31,7 +31,7 @@ bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Returns the device on which an operation draws: its first tensor's device or its device argument.
+// Returns the device of an operation's random numbers: that of its first tensor or device argument.
 c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().device();
@@ -54,7 +54,7 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
 
 void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
-  // Torch gives this dispatch key to its worker threads, but not `t_random`: they draw as usual.
+  // Torch's worker threads inherit this dispatch key but have no `t_random`, so they draw as usual.
   if (KeyedRandom* random = t_random) {
     const auto& arguments = op.schema().arguments();
     const size_t first = stack->size() - arguments.size();
@@ -76,7 +76,7 @@ void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }  // namespace
 
 void KeyedRandom::install() {
-  // Never destroyed, because other threads may draw until the process ends.
+  // Never destroy the library, because other threads may draw until the process ends.
   static const torch::Library& library =
       (new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__))
           ->fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());

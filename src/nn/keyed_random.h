@@ -13,11 +13,11 @@ namespace distrain::nn {
 //
 // torch::nn's modules draw from torch's default generator, so the numbers of concurrent passes
 // would not be reproducible. While a KeyedRandom exists, operations of its thread that take an
-// optional generator and get none use the KeyedRandom's: a fallback of torch's dispatcher passes
-// it. The fallback is registered once, for a dispatch key that torch reserves for such modes and
-// that only threads with a KeyedRandom include.
+// optional generator and get none use the KeyedRandom's generator: a fallback of torch's dispatcher
+// passes it. The fallback is registered once, for a dispatch key that torch reserves for such modes
+// and that only threads with a KeyedRandom include.
 
-/// Makes the random numbers of this thread depend only on `seed` and `number`.
+/// While it exists, makes its thread's random numbers depend only on `seed` and `number`.
 class KeyedRandom {
  public:
   /// kIgnored: operations that fill a tensor with random numbers leave it unchanged.

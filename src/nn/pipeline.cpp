@@ -19,7 +19,7 @@ std::shared_ptr<Node> node_of(const at::Tensor& tensor) {
   return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor).function : nullptr;
 }
 
-/// Returns true if the graph of `output` reaches `node` or, if `node` is null, if there is a graph.
+/// Returns true if the graph of `output` reaches `node`. A null `node` stands for any node.
 bool reaches(const at::Tensor& output, const Node* node) {
   const std::shared_ptr<Node> root = node_of(output);
   if (!root || !node) return root != nullptr;
@@ -69,10 +69,10 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
   const std::string function;
   const std::vector<PipelineStep> steps;
   const std::shared_ptr<StageOrder> order;
-  uint64_t context = 0;  // the gradients are moved to this context
+  uint64_t context = 0;  // backward passes move their gradients to this context
   c10::Device device = c10::kCPU;
   std::mutex mutex;         // guards `activations` and `report`
-  int64_t activations = 0;  // of micro-batches between their forward and backward passes
+  int64_t activations = 0;  // micro-batches between their forward and backward passes
   StageReport report;
 };
 
@@ -236,7 +236,7 @@ void detail::check_counts(const PipelineSchedule& schedule, size_t stages, size_
 std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, PipelineSchedule schedule,
                                            const Begin& begin, const Forward& forward,
                                            const Loss& loss) {
-  // Shared by all passes, because some may still run when run_passes() has thrown.
+  // All passes share this object, because some may still run when run_passes() has thrown.
   struct Passes {
     Loss loss;
     std::vector<std::unique_ptr<autograd::Context>> contexts;

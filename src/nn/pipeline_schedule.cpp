@@ -161,7 +161,7 @@ std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stage
   std::vector<double> slowest = sums;
   std::vector<std::vector<size_t>> cuts(sums.size());
   for (size_t before = 1; before < stages; ++before) {
-    for (size_t n = costs.size(); n > before; --n) {  // below n, entries are for `before` stages
+    for (size_t n = costs.size(); n > before; --n) {  // entries below n are for `before` stages
       const auto cost = [&](size_t at) { return std::max(slowest[at], sums[n] - sums[at]); };
       size_t best = before;
       for (size_t at = before + 1; at < n; ++at) best = cost(at) < cost(best) ? at : best;

@@ -90,8 +90,9 @@ struct SharedModule::Replica {
   bool in_forward = false;     // guarded by SharedModule::mutex_
 };
 
-// Returns true if an autograd graph has saved a parameter. Copying each at::Tensor and resetting
-// the copy orders the reads of a graph that another thread has released before the next pass.
+// Returns true if an autograd graph has saved a parameter. If not, copies each at::Tensor and drops
+// the copy: the atomic count orders the reads of graphs that other threads released before the next
+// pass.
 bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i].use_count() != replica.handles[i]) return true;
@@ -254,7 +255,7 @@ void SharedModule::check_unchanged(Replica& replica, bool training) const {
     bool changed = buffer._version() != replica.changes[replica.parameters.size() + i];
     if (!changed && compare) {
       const autograd::ParameterRead read(agent_);
-      // A concurrent load_state() has changed `buffers_`, so the values cannot be compared.
+      // If a concurrent load_state() has changed `buffers_`, the values cannot be compared.
       if (replica.buffers_generation != buffers_generation_) return;
       changed = !same_bytes(buffer, buffers_[i].tensor);
     }
@@ -353,7 +354,7 @@ rpc::NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
 }
 
 void SharedModule::load_state(rpc::NamedTensors state) {
-  const base::BlockingScope waits;  // for the device and for readers
+  const base::BlockingScope waits;  // load_state() waits for the device and for readers
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);
   const auto differ = [this](const std::string& how) {
@@ -383,7 +384,8 @@ void SharedModule::load_state(rpc::NamedTensors state) {
 void SharedModule::release_versions() {
   std::lock_guard lock(mutex_);
   for (const auto& replica : replicas_) {
-    // If `has_rows_`, a whole forward pass holds a ParameterRead, so none runs in this update.
+    // If `has_rows_`, each forward pass holds a ParameterRead, which excludes updates, so none runs
+    // now.
     const bool in_use = (replica->in_forward && !has_rows_) || is_saved(*replica);
     if (!replica->holds_storage || in_use) continue;
     for (size_t i = 0; i < empty_.size(); ++i) point_to(replica->parameters[i], empty_[i]);

@@ -39,7 +39,7 @@ class SharedModule final : public autograd::VersionKeeper {
   struct Replica;
   class BorrowedReplica;
 
-  // Whether state_of() copies parameters or shares their memory, which row-wise updates change.
+  // Whether state_of() copies parameters or shares their memory, which row-wise updates overwrite.
   enum class Keep { kCopies, kVersions };
 
   rpc::NamedTensors state_of(const std::string& prefix, Keep keep);
@@ -54,7 +54,7 @@ class SharedModule final : public autograd::VersionKeeper {
   const std::string name_;
   std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
-  bool has_rows_ = false;          // has tables with row-wise updates in place
+  bool has_rows_ = false;          // has tables whose rows are updated in place
   std::vector<at::Tensor> empty_;  // empty tensors that idle replicas' parameters point to
   // Changed under a ParameterUpdate, read under a ParameterRead. Buffers need no synchronization of
   // streams, because only exposed functions use them, and these run on the default stream.

@@ -36,7 +36,7 @@ class StageOrder : public std::enable_shared_from_this<StageOrder> {
   explicit StageOrder(std::vector<PipelineStep> row) : row_(std::move(row)) {}
 
   /// Returns a future that completes when all earlier steps of the row have ended. The future fails
-  /// with `invalid` if the row has no such step left or the step already waits.
+  /// with `invalid` if the row has no such step left or the step is waiting already.
   base::Future<AdmissionPtr> admit(PipelineStep::Kind kind, int64_t micro_batch);
   /// Fails all waiting steps and all later ones.
   void fail(const base::Error& error);

@@ -142,7 +142,7 @@ std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber proces
   for (const auto& updater : agent.local<UpdaterRegistry>().all()) {
     if (!updater->has(process)) continue;
     const std::optional<int64_t> its = updater->last_step_of(process);
-    if (!its || (last && last != its)) return std::nullopt;  // a step may be half applied
+    if (!its || (last && last != its)) return std::nullopt;  // unknown, or a step is half applied
     last = its;
   }
   return last;
@@ -261,7 +261,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
     }
   };
   for (const Owner& owner : owners_) add_step(owner, options, "");
-  options.participant = 0;  // the only participant of `own_`
+  options.participant = 0;  // `own_` has one participant
   options.scale = scales.own;
   if (own_.local) add_step(own_, options, " (its own)");
   std::vector<Future<uint64_t>> all;
@@ -291,7 +291,7 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Adds the norms in rank order, so that all participants get bitwise equal scales.
+// Returns the clipping factors. Adds norms in rank order, so that all participants get equal bits.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
   const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;

@@ -77,8 +77,6 @@ double shape_factor(const LearningRateSchedule::Shape& shape, const ScheduleStat
   return state.factor;
 }
 
-// ---- the text form ----
-
 // Reads the values of `name:value,value,…` in order.
 class Part {
  public:

@@ -21,7 +21,7 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
 /// Parameters and their groups' update rules, which hold the parameters' state. Not thread-safe.
 class ParameterSet {
  public:
-  /// Adds parameters with the same options.
+  /// Adds a group of parameters, all of which are updated with `options`.
   void add_group(const OptimizerOptions& options, std::span<const at::Tensor> parameters) {
     parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
     groups_.resize(parameters_.size(), rules_.size());
@@ -50,7 +50,7 @@ class ParameterSet {
     for (size_t i = 0; i < parameters_.size(); ++i) states.push_back(rule_of(i).state(i));
     return states;
   }
-  /// Returns copies of `state` for adopt(). Throws `bad_data` if one does not fit its parameter.
+  /// Returns copies of `state` for adopt(). Throws `bad_data` if a state does not fit.
   std::vector<UpdateRule::Loaded> load(std::span<const ParameterState> state) const {
     std::vector<UpdateRule::Loaded> loaded;
     for (size_t i = 0; i < parameters_.size(); ++i) {

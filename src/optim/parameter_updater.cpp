@@ -26,7 +26,7 @@ base::Error participant_lost(rpc::ProcessNumber process) {
   return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
-// Adds the gradients in the order of the participants, so that the order of arrival has no effect.
+// Returns mean gradients, added in participant order, so that the order of arrival has no effect.
 template <class Parts>
 Gradients means(const Parts& by_participant) {
   std::vector<Gradients> in_order;
@@ -65,7 +65,7 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tens
     if (!good) base::invalid("the groups are not those of the parameters");
   };
   std::span<const at::Tensor> rest(parameters);
-  std::vector<uint64_t> groups;  // of the parameters
+  std::vector<uint64_t> groups;  // the group of each parameter
   for (const GroupOptions& group : options_.groups) {
     check(group.parameters <= rest.size());
     set_.add_group(from_fields(group.options), rest.first(group.parameters));
@@ -77,7 +77,7 @@ ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tens
 }
 
 void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
-  // Ignores kOnlooker, which makes no steps, and an invalid `participant`: step() throws for it.
+  // Ignore kOnlooker, which makes no steps, and invalid numbers, for which step() throws.
   if (participant < 0 || participant >= options_.participants) return;
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
@@ -92,8 +92,8 @@ void ParameterUpdater::take_part(int participant, rpc::ProcessNumber process) {
 
 // Collects one call of each participant, with its gradients, in `gathering`. The last call runs
 // `compute` once to get the result for all. A participant that clips its gradients calls
-// norms_squared() before step(); `others` gathers the calls of the other function. If `others` has
-// a call, only some participants clip their gradients, so all calls fail with `invalid`.
+// norms_squared() before step(). `others` collects the calls of whichever of the two functions this
+// is not. If both have calls, only some participants clip, so all calls fail with `invalid`.
 template <class R, class Arguments, class Others, class Compute>
 base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
                                            const Arguments& arguments, Gradients gradients,
@@ -177,7 +177,7 @@ base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
 void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
   for (auto it = waiting_steps_.begin(); it != waiting_steps_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
-    const int64_t needed = its.steps - options_.staleness;  // of each participant
+    const int64_t needed = its.steps - options_.staleness;  // steps needed of each participant
     std::optional<base::Error> error;
     if (its.state == Participant::State::kLost) {
       error = participant_lost(its.processes.begin()->first);
@@ -236,7 +236,7 @@ base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& argumen
 }
 
 void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
-  // Check everything before any parameter is changed, so that all are updated or none.
+  // Check all gradients before changing a parameter, so that all parameters are updated or none.
   set_.check(gradients);
   if (!(options.scale >= 0 && options.scale <= 1)) {
     base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", options.scale));

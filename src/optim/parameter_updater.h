@@ -11,11 +11,11 @@
 
 namespace distrain::optim {
 
-/// One group's parameters in a ParameterUpdater: consecutive ones in the updater's parameter list.
+/// The options of one group, whose parameters are consecutive in the ParameterUpdater's list.
 struct GroupOptions {
   OptimizerFields options;
   uint64_t parameters = 0;  ///< number of parameters
-  uint64_t number = 0;      ///< index of the group at the creator, for error messages
+  uint64_t number = 0;      ///< the group's index in DistributedOptimizer's `groups`, for errors
 
   bool operator==(const GroupOptions& other) const {
     return options == other.options && parameters == other.parameters;
@@ -39,8 +39,8 @@ struct UpdaterOptions {
 
 struct StepOptions {
   int participant = 0;
-  double scale = 1;      ///< factor of the gradients
-  double lr_factor = 1;  ///< factor of each group's learning rate
+  double scale = 1;      ///< factor by which the gradients are multiplied
+  double lr_factor = 1;  ///< factor by which each group's learning rate is multiplied
   int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
   static constexpr auto kFields = std::tuple(&StepOptions::participant, &StepOptions::scale,
                                              &StepOptions::lr_factor, &StepOptions::number);
@@ -65,12 +65,12 @@ class ParameterUpdater {
   ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
                    UpdaterOptions options, std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// Registers `process` as a process of `participant`. If all of its processes are lost, replaces
-  /// them and raises the participant's number of steps to that of the slowest other participant.
+  /// Registers `process` as a process of `participant`. If all processes of the participant are
+  /// lost, replaces them and raises its number of steps to that of the slowest other participant.
   void take_part(int participant, rpc::ProcessNumber process);
 
   /// Applies a participant's gradients. The future completes when the participant may begin its
-  /// next step (see Sharing::Mode), with the number of updates including this one. Outside kSync
+  /// next step (see Sharing::Mode), with the number of updates including this one. Outside kSync,
   /// throws `peer_lost` if `process` no longer is a process of the participant.
   base::Future<uint64_t> step(const StepOptions& options, Gradients gradients,
                               rpc::ProcessNumber process);
@@ -87,7 +87,7 @@ class ParameterUpdater {
   /// no participant waits for the lost process any more and none of its steps is applied. Otherwise
   /// every current and later wait for other participants fails with the rank-loss error.
   void on_rank_lost(const rpc::Loss& loss);
-  /// Notes that `process` pauses. Until its next step, no participant waits for it.
+  /// Records that `process` pauses. Until its next step, no participant waits for it.
   void rest(rpc::ProcessNumber process);
   /// Notes that `process` has stopped. In kSync and kSsp, waiting for its steps throws `peer_lost`.
   void leave(rpc::ProcessNumber process);
@@ -111,7 +111,7 @@ class ParameterUpdater {
     return std::nullopt;
   }
 
-  /// Describes the waits of pending steps. Does not wait for a running update, but describes it.
+  /// Describes the steps that wait for other participants or, if an update is running, only that.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
@@ -141,12 +141,12 @@ class ParameterUpdater {
     enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
     struct Process {
       bool is_lost = false;
-      bool is_numbered = true;  // all of its steps so far have numbers
-      int64_t last_step = 0;    // the number of its last step
+      bool is_numbered = true;  // all steps of the process so far have numbers
+      int64_t last_step = 0;    // the number of the process's last step
     };
     State state = State::kStepping;
     int64_t steps = 0;
-    std::map<rpc::ProcessNumber, Process> processes;  // by take_part()
+    std::map<rpc::ProcessNumber, Process> processes;  // registered by take_part()
 
     bool has(rpc::ProcessNumber process) const {
       const auto its = processes.find(process);
@@ -158,7 +158,7 @@ class ParameterUpdater {
     }
   };
 
-  // Waits in a BlockingScope, because the holder of mutex_ may wait for tasks of this thread pool.
+  // Locks `mutex_`. Waits in a BlockingScope, because its holder may wait for this pool's tasks.
   std::unique_lock<std::mutex> lock() const {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock) return lock;
@@ -202,7 +202,7 @@ class ParameterUpdater {
   rpc::Agent& agent_;
   const UpdaterOptions options_;
   mutable std::mutex mutex_;
-  mutable std::atomic<base::TimePoint> busy_since_{};  // written under `mutex_`
+  mutable std::atomic<base::TimePoint> busy_since_{};  // time of mark_busy(); zero if not busy
   ParameterSet set_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // the rank's update count, or null
   uint64_t applied_ = 0;                                  // updates by this object
@@ -211,12 +211,12 @@ class ParameterUpdater {
   Gathering<uint64_t, StepOptions> stepping_;
   Gathering<Norms, NormArguments> measuring_;
   struct WaitingStep {
-    std::vector<base::Promise<uint64_t>> waiting;  // exactly one
+    std::vector<base::Promise<uint64_t>> waiting;  // exactly one promise
     uint64_t updates;                              // the result of `waiting`
     base::TimePoint since;
   };
   void complete_waiting_steps_locked(Completions& done);
-  std::multimap<int, WaitingStep> waiting_steps_;  // by participant: applied, but not complete
+  std::multimap<int, WaitingStep> waiting_steps_;  // steps applied but not complete, by participant
   std::optional<base::Error> lost_;                // the first loss that ends waiting
 };
 

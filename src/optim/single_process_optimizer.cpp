@@ -70,8 +70,9 @@ void SingleProcessOptimizer::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: an update's scale depends on its gradients and the replicas'.
-// A single update shares its scale with the replicas; otherwise the replicas have their own scale.
+// Clips as DistributedOptimizer does. The scale of an update is computed from the norm of its own
+// and the replicas' gradients. If there is one update, the replicas are scaled by its scale,
+// otherwise by a scale computed from the norm of the replicas' gradients alone.
 void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

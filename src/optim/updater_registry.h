@@ -5,7 +5,7 @@
 
 namespace distrain::optim {
 
-/// Exposed function: removes the calling process from all updaters of this rank.
+/// Exposed to remote calls. Removes the calling process from all updaters of this rank.
 void leave_here(rpc::CallContext& call);
 
 /// The ParameterUpdaters of one agent, indexed by their parameters.
@@ -15,9 +15,9 @@ class UpdaterRegistry final : public rpc::Layer {
 
   explicit UpdaterRegistry(rpc::Agent& agent) : agent_(agent) {}
 
-  /// Whether an updater's updates count in updates(). Those of `own` parameters do not.
+  /// Whether updates() counts an updater's updates. Updaters of `own` parameters use kNo.
   enum class Counts { kYes, kNo };
-  /// Throws `invalid` if one of `parameters` has an updater with other parameters or options.
+  /// Returns the updater of `parameters`. Throws `invalid` if it has other parameters or options.
   UpdaterPtr find_or_make(const std::vector<at::Tensor>& parameters, const UpdaterOptions& options,
                           Counts counts = Counts::kYes) {
     std::lock_guard lock(mutex_);

@@ -40,8 +40,8 @@ Agent::Agent(AgentOptions options)
 
 Agent::Agent(AgentCore& core) : core_(std::shared_ptr<AgentCore>(), &core) {}
 
-// Ends the core. A thread of the agent cannot wait for its own end, so a new thread does this
-// instead. If no thread can be started, the core leaks.
+// Ends the core. If called on a thread of the agent, which cannot wait for its own end, starts a
+// new thread that ends the core. If no thread can be started, the core leaks.
 Agent::~Agent() {
   if (core_.use_count() == 0) return;  // this is the core's own handle
   if (!core_->runs_here()) {

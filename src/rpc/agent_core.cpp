@@ -22,7 +22,7 @@ uint64_t credit_of_call(const wire::FrameHeader& header) {
   return kCallCost + header.meta_bytes + header.payload_bytes;
 }
 
-// Returns the LibTorch state that this worker thread started with. Each task's end restores it.
+// Returns the LibTorch state that this worker thread started with, restored after each task.
 const TorchState& worker_state() {
   thread_local const TorchState state;
   return state;
@@ -65,7 +65,7 @@ AgentCore::AgentCore(AgentOptions given)
       rrefs(std::make_shared<RRefContext>(
           agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-            static_cast<void>(send_control(to, kind, id, fork, parent));  // fails for a lost owner
+            static_cast<void>(send_control(to, kind, id, fork, parent));  // the owner may be lost
           },
           executor)),
       control(membership::ControlPlane::make(
@@ -116,7 +116,7 @@ void AgentCore::abort(const Error& error) {
 }
 
 void AgentCore::close() {
-  if (loop.in_loop()) {  // disconnect() waits for the loop
+  if (loop.in_loop()) {  // disconnect() would wait for this thread
     if (!closed_) given_up_.post([this] { close(); });
     return;
   }
@@ -151,7 +151,7 @@ void AgentCore::disconnect() {
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank != options.rank) notify_channels(rank, error);
   }
-  for (int rank = 0; rank < world_size(); ++rank) {  // their calls reach no other rank now
+  for (int rank = 0; rank < world_size(); ++rank) {  // calls of the layers now fail at once
     if (rank != options.rank) layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
   }
   stager.stop_waiting();
@@ -160,7 +160,7 @@ void AgentCore::disconnect() {
 // Waits until only the loop still runs tasks. Releases RRef values, provided objects and handlers.
 void AgentCore::stop() {
   layers.wait_until_notified();
-  pool.stop();  // handlers that wait for others have failed; one may be in disconnect()
+  pool.stop();  // ends soon, because disconnect() has failed the waits of handlers
   wait_for_posted(given_up_);
   control->wait_until_flushed();
   rrefs->close();
@@ -199,12 +199,12 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   send_grants(budget->open(peers.process(options.rank)));
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
-  if (options.rank == 0) return;  // rank 0 has set both; other threads may read them
+  if (options.rank == 0) return;  // the constructor has set both; other threads may read them
   job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// Creates a window that requests credit from the newest process of `rank`, never from a later one.
+// Creates a window that requests credit from the newest process of `rank`, not from its successors.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
@@ -224,7 +224,7 @@ void AgentCore::send_grants(const Budget::Grants& grants) {
     if (rank == options.rank) {
       windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
-      // An error means that the rank is lost. Then it needs no grant.
+      // An error means that the rank is lost, so it needs no grant.
       static_cast<void>(send_control(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(),
                                      0, incarnation_of(grant.to)));
     }
@@ -380,7 +380,7 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
 }
 
 // Replaces a lost process. Calls, credit and RRefs carry the incarnation of their process, so
-// threads that still handle those of the lost process notice that it was replaced.
+// threads that still handle them after the loss notice that the process was replaced.
 void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entry) {
   if (closed_) return;
   layers.on_rank_returned(rank);
@@ -438,9 +438,10 @@ std::vector<Wait> AgentCore::waits() {
 
 // ---- the end ----
 
-// Enters shutdown rounds: the first until all ranks have called shutdown(), then more until no rank
-// counts a live RRef or autograd context. Messages in transit need no extra count, because their
-// sender or receiver counts the RRefs and contexts in them.
+// Enters shutdown rounds, which are barriers of all ranks. The first round ends when all ranks have
+// called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks;
+// the last has a sum of 0 or is round kLastRound. Messages in transit need no extra count, because
+// their sender or receiver counts the RRefs and contexts in them.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;

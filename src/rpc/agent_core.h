@@ -53,10 +53,10 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// The function that the caller of an unsent remote() call calls on the owner, to fail the value.
+/// Name of the function by which the caller of a failed remote() call fails the value on its owner.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
-/// Gives replies access to their agent until the agent ends. Replies may outlive it. Thread-safe.
+/// Gives replies, which may outlive the agent, access to it until it ends. Thread-safe.
 class ReplyGate {
  public:
   explicit ReplyGate(AgentCore& core) : core_(&core) {}
@@ -81,14 +81,14 @@ class ReplyGate {
 ///
 /// Threads: the loop receives frames. It only reads their headers, then finds the waiting call or
 /// posts the work to the pool. The calling thread or the pool encodes, decodes and runs user
-/// functions. Lock order: a class that holds its lock calls no class that locks, except Budget,
-/// SerialThread and the loop, which call none.
+/// functions. Lock order: while a class holds its lock, it calls no other class that locks, except
+/// Budget, SerialThread and the loop, which call no class that locks.
 class AgentCore {
  public:
   explicit AgentCore(AgentOptions options);
   ~AgentCore() {
     close();
-    hook = nullptr;  // while the channels that it uses exist
+    hook = nullptr;  // released before the channels that it uses
   }
 
   void join(const std::function<void()>& prepare);
@@ -112,19 +112,19 @@ class AgentCore {
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, Error error);
-  /// Sends each grant to its rank. A grant to this rank goes to its own window.
+  /// Sends each grant of credit to its rank. Grants to this rank go to its own window.
   void send_grants(const Budget::Grants& grants);
 
   void set_device(c10::Device device) {
     devices.set_home(device);
     enter_device();
   }
-  /// Makes the rank's device current here and, from their next task on, on the agent's threads.
+  /// Makes the rank's device current on this thread and, in later tasks, on the agent's threads.
   void enter_device() {
     executor.set_device(devices.home());
     executor.enter_device();
   }
-  /// Writes or queues a frame. Returns a lost rank's error, or `peer_lost` if the rank has left.
+  /// Writes or queues a frame. Returns the error of a lost rank, or `peer_lost` if `to` has left.
   base::Status send(int to, net::OutFrame frame);
   ChannelImpl& open_channel(uint16_t number);
 
@@ -143,7 +143,7 @@ class AgentCore {
   Layers layers{[executor = shared_executor] { executor->enter_device(); }};
   PendingCalls pending;
   std::unique_ptr<Budget> budget;           // created when the ranks are known
-  std::atomic<uint64_t> early_messages{0};  // bytes for channels that are not open yet
+  std::atomic<uint64_t> early_messages{0};  // bytes of messages for channels without a handler
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
@@ -159,8 +159,8 @@ class AgentCore {
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
-  /// Returns false if the credit window for `rank` has failed, so calls to `rank` fail. When a lost
-  /// rank returns, is_here() is true a moment before the rank has a new window.
+  /// Returns false if the credit window for `rank` has failed, so calls to `rank` fail. Differs
+  /// from is_here() for a moment when a lost rank returns, because its new window is created last.
   bool has_window(int rank) const {
     return rank == options.rank || rank >= known_windows() || !windows_.at(rank).has_failed();
   }
@@ -207,13 +207,13 @@ class AgentCore {
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
-  /// Returns the number of windows; 0 before the ranks are known. Thread-safe.
+  /// Returns the number of credit windows, one per rank; 0 before the ranks are known.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
-  /// Sends a reply and counts its unwritten bytes. While they are too many, calls of `to` wait.
+  /// Sends a reply and counts its unwritten bytes. While these are too many, calls of `to` wait.
   base::Status send_answer(int to, net::OutFrame frame);
   void send_cancel(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
@@ -251,7 +251,7 @@ class AgentCore {
   std::atomic<uint64_t> bytes_in_{0};
   std::atomic<bool> closed_{false};  // true: nothing more is sent
   std::atomic<std::thread::id> disconnecting_{};
-  base::Promise<void> disconnected_;  // set when disconnect() has failed all waits
+  base::Promise<void> disconnected_;  // set when disconnect() has returned
   // Held by the thread that ends the agent. Recursive: user destructors may call close() again.
   std::recursive_mutex stopping_;
   bool stopped_ = false;  // guarded by stopping_; true: only the loop still runs

@@ -18,7 +18,7 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_ = nullptr;
     idle_.wait(lock, [this] { return running_ == 0; });
     early.swap(early_);
-    // Queues new messages behind the earlier messages until the new handler has got those.
+    // Until the new handler has got the earlier messages, deliver() queues new ones behind them.
     handler_set_ = next == nullptr;
   }
   for (;;) {

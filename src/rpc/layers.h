@@ -29,13 +29,13 @@ class Layers {
   /// `before_each` runs before each notification, on the notifying thread.
   explicit Layers(std::function<void()> before_each = {})
       : notifier_("dt-lost", std::move(before_each)) {}
-  /// Notifies `layer` of losses from now on, and of all earlier losses.
+  /// Notifies `layer` of the ranks that are lost now and of later losses.
   void add(const std::weak_ptr<Layer>& layer) {
     std::lock_guard lock(mutex_);
     layers_.push_back(layer);
     for (const auto& [rank, loss] : losses_) notify_locked(layer, loss);
   }
-  /// Notifies all layers, unless this loss was reported before. An ending agent reports all ranks.
+  /// Notifies all layers, unless the loss is known: an ending agent reports every rank as lost.
   void on_rank_lost(const Loss& loss) {
     std::lock_guard lock(mutex_);
     if (!losses_.emplace(loss.rank, loss).second) return;

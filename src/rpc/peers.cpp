@@ -8,7 +8,7 @@ using base::Error;
 using base::ErrorKind;
 
 // All ranks listen before they learn each other's addresses, and the kernel accepts connections
-// even if a process is busy. So if a connection takes longer, something on the path drops packets.
+// even if a process is busy. So if connecting takes longer, something on the path drops packets.
 constexpr auto kLongestReach = std::chrono::seconds(20);
 // A rank that refuses connections has probably ended, and rank 0 will report why within this time.
 constexpr auto kRank0Grace = std::chrono::seconds(1);
@@ -31,7 +31,8 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   }
   base::Status sent = peer.stream->send(std::move(frame));
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
-  // Ignores that the connection has just broken, because calls fail if rank 0 reports the loss.
+  // If the connection has just broken, rank 0 may not have reported a loss yet. Ignores the error
+  // then, because calls to rank `to` fail when rank 0 reports its loss.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to, peer);
@@ -108,7 +109,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   control_.authenticate_on_loop(
       rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
         if (!is.ok()) {
-          // A peer that closes without a message is busy, or is lost and rank 0 will report that.
+          // A peer that closes without a message is busy (retry) or lost (rank 0 will report it).
           const base::TimePoint next = base::deadline_after(kRetry);
           const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < deadline;
           if (!may_retry) return on_unreachable_on_loop(rank, peer, is.error());
@@ -173,7 +174,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// Queues later frames if rank 0 may still report the rank as lost. Otherwise the rank has left.
+// Queues later frames while rank 0 may still report the rank as lost. Otherwise the rank has left.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

@@ -42,10 +42,10 @@ class PerRank {
 
 /// The connections to the other ranks, which are made when there is first something to send.
 ///
-/// A peer is unconnected → connecting (frames to it are queued) → connected; from each of these,
-/// left (after its leave message) or lost. If its connection breaks without a message, it is
-/// connecting until rank 0 has decided whether it is lost. A new process of a lost rank is a new
-/// peer: Note [Incarnations].
+/// A peer is unconnected → connecting (frames to it are queued) → connected. From each of these
+/// states it becomes left (after its leave message) or lost. If a connection breaks without a
+/// message, the peer is connecting until rank 0 has decided whether it is lost. A new process of a
+/// lost rank is a new peer: Note [Incarnations].
 ///
 /// If both ranks connect at the same moment, there are two connections: each rank sends on the one
 /// that it made and receives on both. So the messages from one rank to another keep their order.
@@ -67,12 +67,10 @@ class Peers {
   /// Returns the number of ranks; 0 before learn_on_loop(). Thread-safe.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).entry.name; }
-  /// Returns the rank with this name, or -1 if there is none.
   int find_rank(const std::string& name) const {
     const auto found = ranks_.find(name);
     return found == ranks_.end() ? -1 : found->second;
   }
-  /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
   std::string transport() const {
     bool tcp = false, local = false;
     for (int rank = 0; rank < size(); ++rank) {
@@ -95,7 +93,6 @@ class Peers {
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
   void lose_on_loop(const Loss& loss);
-  /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
@@ -114,11 +111,11 @@ class Peers {
     explicit Peer(const wire::Directory::Entry& its_entry) : entry(its_entry) {}
     const wire::Directory::Entry entry;
     std::atomic<State> state{State::kUnconnected};
-    std::atomic<bool> is_done_without{false};  // written before kLost
+    std::atomic<bool> is_done_without{false};  // written before the state is kLost
     net::StreamPtr stream;  // for sending; written before kConnected, read after it
     mutable std::mutex mutex;
-    std::deque<net::OutFrame> waiting;  // guarded by mutex, while connecting
-    base::Error loss;                   // guarded by mutex, once lost
+    std::deque<net::OutFrame> waiting;  // while connecting; guarded by mutex
+    base::Error loss;                   // why the peer was lost; guarded by mutex
     // Used only on the loop thread:
     net::StreamPtr accepted;  // the connection that the peer opened
     std::shared_ptr<DeviceReceive> device_receive;
@@ -144,7 +141,7 @@ class Peers {
   const Callbacks callbacks_;
   std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
-  std::atomic<int> size_{0};  // of peers_, after it is filled
+  std::atomic<int> size_{0};  // size of peers_ once it is filled
 };
 
 }  // namespace distrain::rpc

@@ -42,7 +42,7 @@ OpenFolder open_or_make(const Disk& disk, const std::string& path, Missing missi
   return open_or_make(disk, path, Missing::kRefuse);
 }
 
-// Returns the highest generation of all checkpoints. The newest checkpoint may have a lower one.
+// Returns the highest generation of all checkpoints, which need not be that of the highest step.
 int64_t highest_generation(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -153,7 +153,7 @@ void FolderClaim::check() {
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
-  // If the lock file was removed, creates and locks a new one, so that no other job can lock one.
+  // If the lock file was removed, creates and locks a new one before another job can.
   if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
   if (highest <= highest_expected_) return;

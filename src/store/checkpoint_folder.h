@@ -26,8 +26,8 @@ namespace distrain::store {
 //
 // The lock file is beside them: Note [One job saves in a folder].
 //
-// The parent folder stays open as long as the job saves, and these folders are accessed relative to
-// it without following links. The user's path to the parent folder may contain links.
+// The parent folder stays open as long as the job saves. These folders are accessed relative to the
+// parent, without following links. The user's path to the parent may contain links.
 inline constexpr std::string_view kUnfinished = ".tmp-step-";
 inline constexpr std::string_view kWhole = "step-";
 inline constexpr std::string_view kReplaced = ".replaced-step-";
@@ -92,8 +92,8 @@ Manifest read_manifest(const OpenFolder& checkpoint);
 // disconnected machine. A rank 0 that was presumed dead may then continue beside its replacement.
 // Each manifest therefore has a generation: one more than the highest that the job found when it
 // claimed the folder. A job that finds a higher generation than expected has lost the folder, and
-// writes and removes nothing more. Before its own first save, the expected generation is the
-// highest that it found, since two jobs that found the same have the same number. The job checks
+// writes and removes nothing more. Until its own first save, a job expects the highest generation
+// that it found, because another job may have found and added one to the same. The job checks
 // before each save, before it renames the save, and before each removal. Between a check and the
 // action that follows, and before the new job's first save, only the lock protects the folder.
 
@@ -126,7 +126,7 @@ class FolderClaim {
   net::Fd lock_;  // invalid if the file system has no locks
   std::optional<std::string> why_no_lock_;
   int64_t generation_ = 0;
-  int64_t highest_expected_ = 0;  // highest that the folder may have while this job owns it
+  int64_t highest_expected_ = 0;  // highest generation in the folder while this job owns it
 };
 
 }  // namespace distrain::store

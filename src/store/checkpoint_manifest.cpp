@@ -19,7 +19,7 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kFormat = "distrain-checkpoint";
 constexpr const char* kGeneration = "generation";  // missing in manifests of older versions
 constexpr size_t kMaxBytes = size_t{64} << 20;
-constexpr int64_t kMaxStep = 999'999'999'999;  // twelve digits; for the generation, too
+constexpr int64_t kMaxStep = 999'999'999'999;  // twelve digits; also limits the generation
 constexpr size_t kMaxDepth = 64;
 // Limits the keys of an object, because each insertion into an ordered_json takes linear time.
 constexpr size_t kMaxKeys = 4096;

@@ -34,7 +34,7 @@ struct UserPath {
     folder = split.has_parent_path() ? split.parent_path().string() : ".";
   }
   std::string folder;
-  std::string checkpoint;  // name in `folder`; empty: the newest
+  std::string checkpoint;  // name in `folder`; empty if the path does not name a checkpoint
 };
 
 std::optional<std::string> newest_in(const OpenFolder& folder) {
@@ -92,7 +92,7 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
   });
 }
 
-constexpr size_t kPiece = size_t{4} << 20;  // small enough to be hashed and written from the cache
+constexpr size_t kPiece = size_t{4} << 20;  // write() finds a hashed piece in the CPU's cache
 
 // Returns the saves in a folder. Throws `bad_data` if a checkpoint is a symbolic link.
 Saves real_saves(const OpenFolder& folder) {

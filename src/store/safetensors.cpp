@@ -47,8 +47,8 @@ constexpr std::array kDTypes = {
     DTypeName{at::kFloat8_e4m3fn, "F8_E4M3"},
 };
 
-// Returns the size of a tensor in bytes, or nullopt if it overflows. The product of the sizes other
-// than 0 must not overflow, even if another size is 0, because torch computes strides from it.
+// Returns the size of a tensor in bytes, or nullopt if it overflows. Even if a size is 0, the
+// product of the others must not overflow, because torch computes strides from that product.
 std::optional<int64_t> bytes_of(ScalarType dtype, const std::vector<int64_t>& shape) {
   auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   bool empty = false;
@@ -66,7 +66,7 @@ struct Entry {
   std::string name;
   ScalarType dtype{};
   std::vector<int64_t> shape;
-  std::vector<int64_t> offsets;  // begin and end in the tensor data
+  std::vector<int64_t> offsets;  // begin and end of the tensor in the data after the header
 };
 constexpr std::array kEntryFields = {"dtype", "shape", "data_offsets"};
 
@@ -227,7 +227,7 @@ std::vector<Entry> read_header(std::span<const uint8_t> begin, int64_t size,
   return entries;
 }
 
-// Appends the next `count` bytes of the file, or all that are left.
+// Appends the next `count` bytes of the file to `bytes`, or all remaining bytes if fewer are left.
 void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
   const size_t used = bytes.size();
   bytes.resize(used + count);
@@ -236,7 +236,7 @@ void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-// Checks the header before it allocates memory for the rest: a file of another format may be large.
+// Checks the header before it reads the rest, because a file of another format may be large.
 rpc::NamedTensors read_safetensors(const std::string& path) {
   return with_memory_for(path, [&] {
     InputFile file(path, InputFile::Kind::kRegular);

@@ -76,7 +76,7 @@ void get(Reader& in, T& value) {
   }
 }
 
-// A hello and a directory begin with the protocol version.
+// True for messages that begin with the protocol version.
 template <class T>
 constexpr bool kHasVersion = std::is_same_v<T, Hello> || std::is_same_v<T, Directory>;
 
@@ -89,7 +89,7 @@ Bytes encode_all(const T&... values) {
   return bytes;
 }
 
-// Reads a whole message. Throws `protocol` for another protocol version or surplus bytes.
+// Reads a whole message. Throws `protocol` for another version, malformed bytes or surplus bytes.
 template <class... T>
 void decode_all(std::span<const uint8_t> bytes, T&... values) {
   Reader in(bytes);

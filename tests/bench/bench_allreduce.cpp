@@ -1,6 +1,5 @@
 // Measures the latency of allreduce and of a whole DDP backward pass between two processes, over
-// unix sockets.
-// Usage: bench_allreduce [tcp]
+// unix sockets or, with the argument `tcp`, over TCP. Usage: bench_allreduce [tcp]
 #include <algorithm>
 #include <cstdio>
 #include <string>

@@ -59,7 +59,7 @@ std::vector<Implementation> implementations() {
           {"distrain-tcp", "tcp", make_peer<DistrainEcho>}};
 }
 
-// An upper limit, required by issue 3, of the ratio of two implementations' median times.
+// The highest ratio of two implementations' median times that issue 3 allows.
 struct Comparison {
   const char* impl;
   const char* reference;
@@ -68,7 +68,7 @@ struct Comparison {
 constexpr Comparison kComparisons[] = {{"distrain-unix", "torch-shm", 1.0 / 3},
                                        {"distrain-tcp", "torch-tcp", 1.0 / 8}};
 
-// The parameters of one turn of measurement, sent to the caller process.
+// The parameters of one turn of an implementation, which the parent sends to the caller process.
 struct Turn {
   int64_t bytes;
   int64_t calls;
@@ -76,7 +76,7 @@ struct Turn {
   int64_t in_flight;
 };
 
-// Runs in the caller process: measures each requested turn until the parent closes `control`.
+// Runs the caller process: measures each requested turn until the parent closes `control`.
 void run_caller(EchoPeer& peer, int control) {
   constexpr double kWarmUpUs = 20'000;
   const char ready = 1;
@@ -179,7 +179,7 @@ class Pair {
       if (setup.rank == 0) {
         run_caller(*peer, control);
       } else {
-        close(control);  // so that the coordinator notices when the caller ends
+        close(control);  // so that the parent notices when the caller ends
         peer->serve();
       }
     } catch (const std::exception& error) {
@@ -233,7 +233,7 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
 void print(const Json& line) { std::printf("%s\n", line.dump().c_str()); }
 
 void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Options& options) {
-  // Limits the calls to about 1 GiB each way, but makes at least 11, enough for a median.
+  // Limits the calls to about 1 GiB in each direction, but makes at least 11, enough for a median.
   const int64_t affordable =
       std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
   const int64_t total = std::min(options.iterations, affordable);

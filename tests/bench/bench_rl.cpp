@@ -1,5 +1,5 @@
-// Measures the speed of distrain rl over unix sockets: environment steps per second with one
-// observer, and requests that the agent answers per second with ten. Prints one JSON line for each.
+// Measures distrain rl over unix sockets: environment steps per second with one observer, and
+// requests per second that the agent answers with ten observers. Prints a JSON line for each.
 // Usage: bench_rl [episodes]
 #include <cstdio>
 #include <cstdlib>

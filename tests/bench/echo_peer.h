@@ -1,4 +1,4 @@
-// The interface of an implementation that bench_echo measures: an echo between two processes.
+// The interface of the implementations that bench_echo measures: an echo between two processes.
 #pragma once
 
 #include <cerrno>
@@ -17,11 +17,11 @@
 
 namespace distrain::bench {
 
-/// The parameters that both processes of an implementation have before they are forked.
+/// The parameters of a process, which are set before it is forked.
 struct EchoSetup {
   int rank = 0;           ///< 0 calls, 1 echoes
   std::string transport;  ///< unix, tcp or shm, as far as the implementation supports it
-  std::string folder;  ///< private and empty, for files through which the processes find each other
+  std::string folder;  ///< a new folder for files through which the two processes find each other
   int listen_fd = -1;  ///< a listening TCP socket on localhost
   uint16_t port = 0;   ///< the port of `listen_fd`
   int pair_fd = -1;    ///< this process's end of a unix socket pair
@@ -37,20 +37,20 @@ class EchoPeer {
  public:
   virtual ~EchoPeer() = default;
 
-  /// Rank 0: makes one call and waits for it.
+  /// Called on rank 0. Sends `tensor` to rank 1 and returns the tensor that rank 1 sends back.
   virtual at::Tensor echo(const at::Tensor& tensor) = 0;
 
-  /// Rank 0: makes `calls` calls, `in_flight` of them concurrently, and returns their duration in
-  /// µs. Returns 0 if the implementation has no concurrent calls.
+  /// Called on rank 0. Makes `calls` calls, `in_flight` of them concurrently, and returns their
+  /// duration in µs, or 0 if the implementation has no concurrent calls.
   virtual double flood(const at::Tensor& tensor, int64_t calls, int64_t in_flight) = 0;
 
-  /// Rank 1: answers until the process is killed.
+  /// Called on rank 1. Sends each received tensor back until the process is killed.
   virtual void serve() {
     for (;;) pause();
   }
 };
 
-/// Implements flood(): `send()` returns a pending call, `finish(call)` waits for it.
+/// Implements flood(). `send()` starts a call and returns it; `finish(call)` waits for its end.
 template <class Send, class Finish>
 double keep_in_flight(int64_t calls, int64_t in_flight, Send send, Finish finish) {
   std::deque<decltype(send())> pending;

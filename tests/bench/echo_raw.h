@@ -29,7 +29,7 @@ class RawEcho final : public EchoPeer {
   double flood(const at::Tensor&, int64_t, int64_t) override { return 0; }
 
   void serve() override {
-    std::vector<char> body;  // most likely the next body has the same size
+    std::vector<char> body;  // usually the next body has the same size
     for (;;) {
       size_t done = receive(body.data(), body.size());
       if (done == kEnd) return;

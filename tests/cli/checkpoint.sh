@@ -153,7 +153,7 @@ case_two_jobs_in_one_folder() {
   expect_no_process "$selected"
 }
 
-# A signal makes the job save. The name says whether it goes to the launcher, "one rank", or the ranks "one by one".
+# A signal makes the job save. SIGNAL may have a suffix: the signal goes to "one rank" or the ranks "one by one".
 stopped() { # stopped <SIGNAL...> <command> <more>...
   local name=$1 command=$2 step pid ranks signal status
   signal=${name%%[ ,]*}

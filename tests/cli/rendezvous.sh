@@ -37,10 +37,10 @@ case_port_in_use() {
 
 case_nobody_comes() {
   local nobody
-  # This rank is checked below, after its first interval of 5 s.
+  # A waiting rank reports its reason every 5 s. The output of this rank is checked below.
   timeout "$limit" "$distrain" hybrid --rank 1 --master-port "$(free_port)" --join-timeout 6 >"$tmp/nobody" 2>/dev/null &
   nobody=$!
-  # A host name without an address is reported before the first interval of 5 s ends.
+  # A host name without an address is reported at once, not only after 5 s.
   run hybrid --rank 1 --master-addr no-such-host.invalid --join-timeout 2
   expect 3 "a host without an address"
   expect_jq '[.[] | select(.event == "waiting").reason] | length == 1 and

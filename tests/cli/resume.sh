@@ -6,7 +6,7 @@ source "$(dirname "$0")/lib.bash"
 make_images "$tmp/data" 64 8
 saves=$tmp/saves
 step() { printf '%s/step-%012d' "$saves" "$1"; }
-warned() { # warned <words> <name>: once
+warned() { # warned <words> <name>: the job printed one warning, with these words
   expect_jq "[.[] | select(.event == \"warn\").message] | length == 1 and (.[0] | endswith(\"$1\"))" "$2"
 }
 
@@ -17,7 +17,7 @@ expect 0 "a job"
   fail "--keep 3: $(ls "$saves")"
 
 as_saved='.config | .data != null and .trainers == 3 and .batch_size == 4 and .mean == 0.5 and .mode == "sync"'
-run ps --local --checkpoint "$saves" --resume auto --steps 5 # --keep is that of the first run
+run ps --local --checkpoint "$saves" --resume auto --steps 5 # --keep has the value of the first run
 expect 0 "options of the checkpoint, --local"
 expect_log "options of the checkpoint, --local"
 expect_jq "[.[] | select(.event == \"start\") | $as_saved and .lr == 0.05] == [true]" "options of the checkpoint"

@@ -84,7 +84,7 @@ case_refused() {
   expect_no_process "$selected"
 }
 
-# Two jobs use one address: rank 0 of the second job finds the port in use, and its other ranks are told the job.
+# Two jobs use one address: rank 0 of the second job finds the port in use; the first job refuses its other ranks.
 case_two_jobs_at_one_address() {
   local port first
   port=$(free_port)

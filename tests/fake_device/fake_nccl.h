@@ -22,9 +22,9 @@
 
 namespace distrain::testing {
 
-/// Host threads never wait for other ranks. A collective is enqueued on the given stream and blocks
-/// the stream until all ranks have arrived or the communicator is aborted. An abort leaves the
-/// tensor unchanged. Ranks are not notified of each other's failures.
+/// An NCCL whose ranks are threads. Its functions never wait for other ranks. A collective is work
+/// on the given stream that blocks the stream until all ranks have arrived or the communicator is
+/// aborted. An abort leaves the tensor unchanged. A rank does not learn of failures of other ranks.
 class FakeNccl final : public cuda::Plugin {
  public:
   int device_count() const override { return 0; }
@@ -54,18 +54,19 @@ class FakeNccl final : public cuda::Plugin {
     return std::make_unique<Communicator>(world_, room, rank);
   }
 
-  /// Makes creating the next communicator of `rank` fail; fail_joining() makes joining it fail.
+  /// Makes the next creation of a communicator on `rank` fail. fail_joining() makes joining it
+  /// fail.
   void fail_making(int rank) {
     with_lock([&] { world_->fails_making.insert(rank); });
   }
   void fail_joining(int rank) {
     with_lock([&] { world_->fails_joining.insert(rank); });
   }
-  /// If `never`, every communicator waits forever for the other ranks to join.
+  /// If `never`, joined() is false for every communicator, as if other ranks did not join.
   void never_join(bool never) {
     with_lock([&] { world_->never_join = never; });
   }
-  /// Makes the next request for an ID fail.
+  /// Makes the next new_nccl_id() fail.
   void fail_id() {
     with_lock([&] { world_->fails_id = true; });
   }
@@ -86,7 +87,7 @@ class FakeNccl final : public cuda::Plugin {
   void break_device(int rank) {
     with_lock([&] { world_->broken.insert(rank); });
   }
-  /// If `hold`, aborts have no effect and do not return until hold_aborts(false).
+  /// If `hold`, each abort blocks, without effect, until hold_aborts(false) is called.
   void hold_aborts(bool hold) {
     with_lock([&] { world_->holds_aborts = hold; });
     world_->changed.notify_all();
@@ -109,13 +110,14 @@ class FakeNccl final : public cuda::Plugin {
       return it == world_->rooms.end() ? 0 : int(it->second->joined.size());
     });
   }
-  /// Returns how often a failure was reported to `rank`.
+  /// Returns how often failure() has reported a failure to `rank`.
   int told(int rank) const {
     return with_lock([&] { return world_->told[rank]; });
   }
 
  private:
-  /// One collective: the values of the ranks that have arrived, and the points in their streams.
+  /// One collective: the inputs of the ranks whose streams have reached it, and for each rank that
+  /// has enqueued it, the point of its stream after the copy of its input.
   struct Meeting {
     std::map<int, at::Tensor> values;
     std::vector<std::pair<fake_device::Queue*, uint64_t>> points;
@@ -133,7 +135,7 @@ class FakeNccl final : public cuda::Plugin {
     std::condition_variable changed;
     std::map<int, std::shared_ptr<Room>> rooms;  // by ID
     std::set<int> fails_making, fails_joining, fails_call, stalled, broken;
-    std::map<int, std::pair<std::string, int>> failures;  // and the last ID that they apply to
+    std::map<int, std::pair<std::string, int>> failures;  // with the last ID that they affect
     std::map<int, int> given, told;
     bool fails_id = false;
     bool never_join = false;
@@ -222,7 +224,7 @@ class FakeNccl final : public cuda::Plugin {
         if (!*ended && world->broken.count(rank)) throw std::runtime_error("the device is broken");
         const auto points = meeting->points;
         lock.unlock();
-        // Runs the streams of the other ranks, because perhaps no thread waits for those streams.
+        // Runs the streams of the other ranks, because there may be no thread that waits for them.
         for (const auto& [other, point] : points) other->run_to(point);
         lock.lock();
         return *ended || int(meeting->values.size()) == size;
@@ -238,7 +240,7 @@ class FakeNccl final : public cuda::Plugin {
     const std::shared_ptr<World> world_;
     const std::shared_ptr<Room> room_;
     const int rank_;
-    const std::shared_ptr<bool> ended_ = std::make_shared<bool>(false);  // by the world's mutex
+    const std::shared_ptr<bool> ended_ = std::make_shared<bool>(false);  // guarded by world's mutex
     uint64_t next_ = 0;
   };
 

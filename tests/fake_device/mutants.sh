@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Leaves out every wait of the runtime for a device's stream in turn, and sees that a test notices.
+# Omits each wait of the runtime for a device's stream in turn, and checks that a test fails.
 #
-# A site is a line of src/ or include/ that marks a point in a stream, makes a stream or a thread
-# wait for one, or tells an allocator of a stream. The fake device writes down the callers
-# of all such requests in one run of all its tests, and drops those of one site in each further run.
+# A site is a line of src/ or include/ that marks a point in a stream, makes a stream or a thread wait for a point,
+# or records that a stream uses memory. In the first run of all tests the fake device lists the call stacks of all
+# such requests. In each further run it ignores the requests of one site.
 #
-# Questions whether a point is reached are left alone, and so is what a test asks for itself, maybe
-# deep within a call of the runtime's.
+# Sites that only query whether a point is reached are not tested, nor are requests that a test itself makes, even
+# within a call of the runtime.
 #
 # usage: mutants.sh TEST_PROGRAM SOURCE_FOLDER [PATTERN of file:line]
 set -uo pipefail
@@ -21,10 +21,10 @@ DISTRAIN_FAKE_DEVICE_SITES=$work/callers timeout 900 "$program" >"$work/log" 2>&
   exit 1
 }
 
-# Each caller's place in the source, once; then of each request the nearest caller that is a place of
-# the runtime, but for the file in which all of these functions are, unless a test is nearer.
+# Finds the source line of each caller. The site of a request is its nearest caller in the runtime, except in the file
+# that implements all requests. A request whose nearest caller is a test has no site.
 tr ' ' '\n' <"$work/callers" | grep . | sort -u >"$work/addresses"
-# Callers are told by where they go on, which may be the next line already.
+# Subtracts 1 from each return address, which may belong to the line after the call.
 while read -r address; do printf '%x\n' $((16#$address - 1)); done <"$work/addresses" |
   addr2line -e "$program" >"$work/lines"
 sed "s#^.*/\(src\|include\|tests\)/#\1/#; s# (.*##" "$work/lines" >"$work/short"
@@ -39,7 +39,7 @@ sites=0 survivors=()
 while read -r place address; do
   [[ $place =~ $pattern ]] || continue
   line=$(sed -n "${place##*:}p" "$source/${place%:*}")
-  [[ $line != *reached\(\)* ]] || continue # asks, and does not wait
+  [[ $line != *reached\(\)* ]] || continue # a query, not a wait
   sites=$((sites + 1))
   if DISTRAIN_FAKE_DEVICE_DROP=$address timeout 900 "$program" --abort >"$work/log" 2>&1; then
     survivors+=("$place")

@@ -35,7 +35,7 @@ inline double difference(const Tensors& a, const Tensors& b) {
     };
     const at::Tensor apart = (dense(a[i]) - dense(b[i])).abs();
     if (apart.numel() == 0) continue;
-    // NaN marks memory that was not written.
+    // NaN shows that memory was read before it was written.
     largest =
         apart.isnan().any().item<bool>() ? INFINITY : std::max(largest, apart.max().item<double>());
   }
@@ -47,7 +47,7 @@ struct Net {
   std::string name;
   Tensors parameters;
   Tensors batch;
-  Tensors state;  ///< changed by a pass
+  Tensors state;  ///< buffers that a pass changes
   std::function<at::Tensor(const Tensors& parameters, const Tensors& batch, const Tensors& state)>
       loss;
 };
@@ -77,7 +77,7 @@ inline Net conv_net() {
           }};
 }
 
-/// Returns a net like that of the hybrid job: a table that is looked up by bags, and a dense layer.
+/// Returns a net like that of the hybrid job: an embedding bag and a dense layer.
 inline Net bags(bool sparse = true) {
   return {sparse ? "bags, sparse" : "bags, dense",
           {at::randn({20, 6}), at::randn({4, 6}), at::randn({4})},

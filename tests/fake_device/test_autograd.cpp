@@ -27,9 +27,9 @@ std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
 
-// Multiplies both gradients by 2, and the second gradient also by its own sum. Uses the second
-// gradient on the current stream of its device, then on a side stream. Torch requires a node's
-// outputs to be ready on the node's stream, which is the stream of the first gradient.
+// Multiplies both gradients by 2, and the second one also by its own sum. Uses the second gradient
+// on the current stream of its device, then on a side stream. The node's own stream must wait for
+// both, because torch requires a node's outputs to be ready on it.
 struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   using Tensors = torch::autograd::variable_list;
   static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
@@ -68,7 +68,7 @@ at::Tensor leaf(const at::Tensor& values, c10::Device device = test_device()) {
 /// Returns a stream without dependencies on other streams.
 c10::Stream new_stream(int device = 0) { return rpc::side_stream(test_device(device)); }
 
-/// Returns the value of `tensor` at the current point of `stream`.
+/// Returns the value of `tensor` as work enqueued on `stream` now would read it.
 at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
   const StreamGuard guard(stream);
   return tensor.cpu();
@@ -76,7 +76,7 @@ at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
 
 at::Tensor one_to_four() { return at::arange(1, 5, at::kFloat); }
 
-/// A forward pass of w * w on one stream and its backward pass, called on another stream.
+/// Runs a forward pass of w * w on the stream `computing`, and its backward pass on `calling`.
 struct Square {
   explicit Square(Cluster& cluster) : context(cluster[0], Context::Scope::kExplicit) {
     const StreamGuard guard(computing);
@@ -367,7 +367,7 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
   const at::Tensor w = leaf(one_to_four());
   const auto read = [&] {
     const autograd::ParameterRead reading(cluster[0]);
-    // A rank that has the device may also read the parameter directly.
+    // A rank whose device is that of the parameter may read the parameter directly.
     return (at_home ? w : reading.version(w)) * 1;
   };
   const auto update = [&](auto change) {
@@ -416,7 +416,7 @@ TEST_CASE("the old memory of a parameter that is moved is kept for the streams t
     }
     read = version * 1;
   }
-  // If `reader_first`, the reading stream finishes before the updating stream, otherwise after it.
+  // Runs all work of the reading stream (`reader_first`) or of the updating stream first.
   const bool reader_first = GENERATE(true, false);
   StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
   const at::Tensor other = at::zeros({4}, w.options());
@@ -438,7 +438,7 @@ TEST_CASE("sparse gradients are summed on several streams") {
     const auto sums = std::get<0>(at::embedding_bag(weight, i, o, false, 0, sparse));
     return (sums * sums).sum();
   };
-  // Each element is a pass: whether its gradient is sparse. The gradients of all passes are summed.
+  // `kinds` has an element for each pass in a context: true if the pass gives a sparse gradient.
   for (const auto& kinds : {std::vector{true, true}, {true, false}, {false, true}, {true}}) {
     Context context(cluster[0]);
     for (const bool sparse : kinds) {

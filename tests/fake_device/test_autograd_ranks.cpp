@@ -24,7 +24,7 @@ at::Tensor to_cpu(const at::Tensor& tensor) {
   return at::sparse_coo_tensor(tensor._indices().cpu(), tensor._values().cpu(), tensor.sizes());
 }
 
-// The tolerance of oracle/test_distrain_autograd.cpp: 1e-6 of the largest gradient, or of 1.
+// Compares with the tolerance of oracle/test_distrain_autograd.cpp, which gives the reason.
 void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -47,7 +47,7 @@ Graph ready_on(const Graph& graph, c10::Device device) {
   return moved;
 }
 
-/// Runs each operation on a new stream, with the stream waits that any user program needs.
+/// Runs each operation on a new stream. Makes streams wait only where a user program must do so.
 class HoppingOps final : public RemoteOps {
  public:
   explicit HoppingOps(RemoteOps& ops) : ops_(ops) {}

@@ -59,7 +59,7 @@ TEST_CASE("the rank's device is current in join() and at the beginning of each h
   ranks.on_all([&](rpc::Agent& agent) {
     if (agent.rank() == 0) after_join = device_of_new();
   });
-  CHECK(after_join == "fake:0");  // not the thread that joined, so its current device is unchanged
+  CHECK(after_join == "fake:0");  // join() changes the device of its own thread only
   for (int round = 0; round < 3; ++round) {
     CHECK(ranks[0].rpc_sync<&device_of_new>(1) == "fake:1");
     CHECK(ranks[0].rpc_sync<&go_elsewhere>(1) == "fake:3");
@@ -85,7 +85,7 @@ TEST_CASE("ranks on the second device create no context on the first") {
     rpc::AgentOptions options;
     options.device = fake(1);
     Cluster ranks(3, expose_places, options);
-    const at::Tensor x = at::ones({700'000}).to(fake(1));  // large enough for chunks
+    const at::Tensor x = at::ones({700'000}).to(fake(1));  // large enough to be sent in chunks
     at::Tensor w = at::ones({3}).to(fake(1)).requires_grad_();
     rpc::Agent& agent = ranks[0];
     CHECK(agent.rpc_sync<&doubled>(1, x).mean().item<float>() == 2);

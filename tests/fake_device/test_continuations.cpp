@@ -1,5 +1,5 @@
 // Tests values that one thread computes and another uses, each on its own stream. The consumer's
-// stream waits for the producer's, even if the continuation is added after the value is complete.
+// stream waits for the producer's stream, even if then() is called after the future is complete.
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -23,7 +23,7 @@ at::Tensor numbers(int64_t n, c10::Device device) {
 }
 at::Tensor expected(int64_t n) { return (numbers(n, c10::kCPU) + 1) * 2; }
 
-/// Returns x + 1, computed on a new stream. Runs all pending work first, so `x` is ready there.
+/// Returns x + 1, enqueued on a new stream. First runs all pending work, so `x` is ready.
 base::Future<at::Tensor> completed_elsewhere(const at::Tensor& x) {
   run_all_fake_streams();
   const c10::StreamGuard guard(rpc::side_stream(x.device()));
@@ -138,8 +138,7 @@ TEST_CASE("values may be used on their owner on any stream") {
   ranks.shutdown();
 }
 
-// Runs rank 1 of the next test in a child process. This rank uses a device only because rank 0's
-// device map names one. Does nothing if the environment variable is unset.
+// Is rank 1 of the next test, in a child process. Uses a device only because rank 0's map names it.
 TEST_CASE("the other rank of a job in two processes", "[.]") {
   const char* const port = std::getenv("DISTRAIN_TEST_PORT");
   if (!port) return;

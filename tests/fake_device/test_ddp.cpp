@@ -62,7 +62,7 @@ at::Tensor batch(int rank, int step) {
 
 enum class Kind { kPlain, kDistributed };
 
-// Returns the parameters of rank 0 after some steps of training.
+// Trains on `size` ranks and returns the parameters of rank 0. Rank r has its layers on devices[r].
 std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10::Device>> devices,
                                 Kind kind, int steps = 5) {
   TestGroup group(size, {.timeout = kLimit});
@@ -181,7 +181,7 @@ TEST_CASE("a pass copies each bucket once to the host and back, and nothing else
 }
 
 TEST_CASE("gradients on several streams are in order") {
-  const bool again = GENERATE(false, true);  // true: the memory of the buckets is reused
+  const bool again = GENERATE(false, true);  // whether passes reuse the memory of buckets
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {
     const c10::Device device = fake(rank);
@@ -205,11 +205,11 @@ TEST_CASE("gradients on several streams are in order") {
         last = pass.gradient(parameters[size_t(i)].tensor);
         RANK_CHECK((last * 2).eq(double(step) * (2 * i + 1)).all().item<bool>());
       }
-      // After this wait, all earlier work on the memory of the buckets has run.
+      // After this wait, all earlier work of the stream that allocated the buckets has run.
       rpc::StreamPoint::mark(begun_in).wait_on_host();
       RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
       if (again) continue;
-      kept = last;  // frees the gradients of the previous pass, whose memory `begun_in` may reuse
+      kept = last;  // frees the previous pass's gradients, whose memory `begun_in` may reuse
       for (const c10::Stream& stream : used_in) rpc::StreamPoint::mark(stream).wait_on_host();
     }
   });
@@ -234,7 +234,7 @@ TEST_CASE("means are copied out of a bucket before the next pass fills it") {
       for (size_t i = 0; i < parameters.size(); ++i) {
         at::Tensor part;
         {
-          // The gradient is computed on this stream.
+          // The backward pass computes the gradient on the stream of the forward pass.
           const c10::StreamGuard own(streams[i]);
           part = (parameters[i].tensor * double(step + rank)).sum();
         }
@@ -248,7 +248,7 @@ TEST_CASE("means are copied out of a bucket before the next pass fills it") {
         steps.back().means.push_back(std::exchange(p.tensor.mutable_grad(), at::Tensor()));
       }
     }
-    // Reads all results only now, so that no thread has waited for a result before.
+    // Reads the results only after all steps, because reading a result runs its stream.
     for (size_t step = 0; step < steps.size(); ++step) {
       const c10::StreamGuard guard(steps[step].stream);
       for (const at::Tensor& mean : steps[step].means) {
@@ -264,7 +264,7 @@ TEST_CASE("a bucket's memory is reused only after the copies into it and out of 
     const c10::Device device = fake(rank);
     const c10::Stream begun_in = rpc::side_stream(device);
     const c10::Stream other = rpc::side_stream(device);
-    // Allocates a tensor of a bucket's size on `begun_in`.
+    // Checks that a new tensor, which may get the memory of a bucket, keeps its values.
     const auto check_next = [&] {
       const c10::StreamGuard guard(begun_in);
       const at::Tensor next = at::full({4 * 64}, 7.0, at::TensorOptions(device));

@@ -1,5 +1,5 @@
-// Tests that memory is freed only after the device has finished using it: after a failure, and when
-// the owner of a lent buffer is destroyed.
+// Tests that memory is freed only after the device has finished using it, even after a failure and
+// if the object that lent a buffer is destroyed.
 #include <algorithm>
 #include <cstring>
 

@@ -26,7 +26,6 @@ namespace {
 using autograd::Context;
 using nn::RemoteModule;
 
-// Has a buffer besides its parameters.
 struct ShiftedImpl : torch::nn::Module {
   ShiftedImpl() {
     linear = register_module("linear", torch::nn::Linear(4, 3));
@@ -38,7 +37,7 @@ struct ShiftedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Shifted);
 
-// Writes its buffer without incrementing the version counter, as some of torch's kernels do.
+// Changes its buffer without incrementing the buffer's version counter, as some torch kernels do.
 struct UncountedImpl : torch::nn::Module {
   UncountedImpl() { passes = register_buffer("passes", at::zeros({3})); }
   at::Tensor forward(const at::Tensor& x) {
@@ -69,7 +68,6 @@ at::Tensor loss_of(const at::Tensor& y) { return y.pow(2).sum(); }
 
 TEST_CASE("passes over a module on a device have the gradients of the parameters that they used") {
   at::manual_seed(1);
-  // The trainer has its own device or none.
   const bool trainer_has_device = GENERATE(false, true);
   Cluster cluster(2, expose_modules, {}, [&](rpc::AgentOptions& options) {
     if (options.rank == 1 || trainer_has_device) options.device = test_device(options.rank);

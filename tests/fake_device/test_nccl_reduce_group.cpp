@@ -1,4 +1,4 @@
-// Tests collectives on device tensors over communicators like NCCL's.
+// Tests collectives on device tensors over FakeNccl.
 // ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -27,14 +27,14 @@ at::Tensor filled(double value, c10::Device device, int64_t count = 100) {
 
 bool holds(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
 
-// Runs one operation that must succeed.
+// Checks that an average over all ranks succeeds.
 void check_mean(ReduceGroup& reduce) {
   const at::Tensor x = filled(reduce.rank(), fake(reduce.rank()));
   reduce.average_async(x)->wait();
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
 }
 
-/// Polls, until a time limit, whether `condition` holds, and returns whether it holds.
+/// Waits until `condition` is true, at most kGroupLimit. Returns whether it is true.
 bool comes(const std::function<bool()>& condition) {
   const auto limit = std::chrono::steady_clock::now() + kGroupLimit;
   while (!condition() && std::chrono::steady_clock::now() < limit) {
@@ -55,7 +55,8 @@ void run_nccl_ranks(FakeNccl& nccl, int size,
   });
 }
 
-/// Two ranks with a communicator. If `timeout` is short, any NCCL operation may exceed it.
+/// Two ranks with a communicator. `timeout` is the limit of NCCL operations. If it is short, the
+/// constructor runs no operation, which might exceed it.
 struct Pair {
   explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
       : group(2, {.timeout = kGroupLimit}) {
@@ -68,7 +69,7 @@ struct Pair {
     });
   }
 
-  /// Starts an operation that never completes because rank 1 ignores it. Returns rank 0's tensor.
+  /// Starts an average that never completes, because rank 1 stalls. Returns the tensor of rank 0.
   at::Tensor begin_and_stall() {
     nccl.stall(1, true);
     const at::Tensor x = filled(5, fake(0));
@@ -87,7 +88,7 @@ struct Pair {
   FakeNccl nccl;
   TestGroup group;
   std::unique_ptr<ReduceGroup> groups[2];
-  ReduceGroup::WorkPtr work;  // of rank 0
+  ReduceGroup::WorkPtr work;  // rank 0's stalled operation
 };
 
 }  // namespace
@@ -153,7 +154,7 @@ TEST_CASE("memory that NCCL still uses is not reused") {
         reduce.average_async(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
-      // The value differs between ranks, so the check fails if NCCL's work still uses this memory.
+      // The values of the ranks differ, so an average that used this memory would change them.
       const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
       reduce.average_async(kept)->wait();  // runs NCCL's stream
@@ -290,7 +291,7 @@ TEST_CASE("an NCCL failure after wait() has returned fails the next operation on
   CHECK(first.rank == 0);
   CHECK(contains(first.op, "mean of 400 bytes"));
   CHECK(holds(x, 5));
-  CHECK(pair.groups[0]->failure());  // asking does not clear the failure
+  CHECK(pair.groups[0]->failure());  // failure() does not clear the failure
   run_ranks(2, [&](int rank) {
     const base::Error error = pair.next_error(rank);
     RANK_CHECK(error.kind == ErrorKind::kResources);
@@ -389,7 +390,7 @@ TEST_CASE("destroying a group after a rank is lost does not wait for NCCL's work
 
 TEST_CASE("a rank that arrives but does not take part is detected at the deadline") {
   Pair pair(milliseconds(0), milliseconds(1000));
-  pair.begin_and_stall();  // rank 1 does not know that it takes no part
+  pair.begin_and_stall();  // rank 1 does not know that it stalls
   const bool told_by_wait = GENERATE(false, true);
   REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
   if (told_by_wait) {

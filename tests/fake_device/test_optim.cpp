@@ -1,5 +1,4 @@
-// Tests optimizers on the fake device: they compute what they compute on the CPU, and do
-// not block.
+// Tests optimizers on the fake device: they have the same results as on the CPU, and do not block.
 // ctest: timeout=120
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -128,7 +127,7 @@ TEST_CASE("a norm reads one number from each device") {
     there.push_back(gradient.defined() ? gradient.to(fake()) : gradient);
   }
   there.push_back(sparse(rows.to(fake(1)), values.to(fake(1)), {5, 2}));
-  there.push_back(at::full({3}, 2.0, at::kDouble));  // a CPU tensor counts, too
+  there.push_back(at::full({3}, 2.0, at::kDouble));  // CPU tensors count, too
   reset_fake_device_counters();
   const double norm = optim::norm_squared(there);
   CHECK(fake_device_counters().scalars == 2);
@@ -175,7 +174,7 @@ TEST_CASE("an update on the device keeps the version that a pass in flight uses"
   cluster.shutdown();
 }
 
-// Trains as a server does: a pass reads versions of the parameters, a step updates the parameters.
+// Trains as a server does: a pass reads parameter versions, then a step updates the parameters.
 Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options,
               c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);

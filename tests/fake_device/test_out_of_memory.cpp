@@ -52,8 +52,8 @@ base::Error caught() {
 }  // namespace
 
 TEST_CASE("a device without memory ends the job with an error that names its rank") {
-  check_names_rank(RnnOptions(), 1, "trainer1");  // fails in the rank's own work
-  check_names_rank(RnnOptions(), 0, "ps");        // fails in a call of a trainer
+  check_names_rank(RnnOptions(), 1, "trainer1");  // fails in the trainer's own work
+  check_names_rank(RnnOptions(), 0, "ps");        // fails in a call from a trainer
   check_names_rank(HybridOptions(), 0, "trainer0");
   check_names_rank(HybridOptions(), 3, "ps");
 }

@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests how a pipeline stage on a device ends a batch, and the times that the stage reports.
+// Tests that a batch on a device ends after all its work, and the times that a stage reports.
 #include <ATen/Functions.h>
 
 #include "distrain/rpc/device.h"
@@ -66,7 +66,7 @@ TEST_CASE("a stage's batch ends when its device has done all work") {
 
 TEST_CASE("in one process a batch ends when its device has done all work") {
   Hooks<PipelineOptions> hooks = on_a_device(0);
-  int left = -1;  // pieces of work that are left when the batch's time is taken
+  int left = -1;  // pieces of work that are pending when the batch's time is measured
   hooks.heard = [&left](const Job&, const Line& line) {
     if (line.event != "step") return;
     const StreamPoint all = StreamPoint::mark(fake(1));
@@ -74,7 +74,7 @@ TEST_CASE("in one process a batch ends when its device has done all work") {
   };
   run_job(Place::kLocal, one_batch(), hooks);
   REQUIRE(left >= 0);
-  CHECK(left < kParameters);  // destroyed tensors may leave work, but updates must be complete
+  CHECK(left < kParameters);  // freeing may leave work, but updates must be complete
 }
 
 TEST_CASE("stages on the CPU report computing time, those on devices do not") {

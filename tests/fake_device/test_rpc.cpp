@@ -1,5 +1,5 @@
-// Tests calls with device tensors on the fake device, which detects every missing wait, every extra
-// copy and all memory that is freed too early.
+// Tests calls with device tensors. The fake device detects each missing wait, each extra copy and
+// memory that is freed too early.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -30,7 +30,7 @@ std::string place(at::Tensor x) { return x.device().str(); }
 std::vector<at::Tensor> same(std::vector<at::Tensor> all) { return all; }
 at::Tensor on_cpu(at::Tensor x) { return x.cpu(); }
 at::Tensor make(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(fake(1)) + 1; }
-/// Computes on a new stream, as user code may.
+/// Returns x * 3, computed on a new stream, as user code may do.
 at::Tensor elsewhere(at::Tensor x) {
   const rpc::StreamPoint arrived = rpc::StreamPoint::mark(x.device());
   at::Tensor y;
@@ -54,14 +54,15 @@ at::Tensor host_to_fake1(int64_t n) { return at::ones({n}).to(fake(1)); }
 struct Gate {
   base::Promise<void> entered, open;
 };
-/// Returns `x` after the test opens the gate; the future fails if the rank ends earlier.
+/// Returns `x` when the test opens the gate of the called rank. Fails if that rank ends while the
+/// gate is closed.
 base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
   Gate& gate = call.agent.local<Gate>();
   gate.entered.set();
   return gate.open.future().then(call.agent.executor(), [x] { return x; });
 }
 
-/// hold() occupies a worker thread until the test sets g_may_go; g_held counts the held threads.
+/// Occupies a worker thread until the test sets `g_may_go`. `g_held` counts such threads.
 std::atomic<int> g_held{0};
 std::atomic<bool> g_may_go{false};
 void hold() {
@@ -87,7 +88,7 @@ void expose_places(rpc::Agent& agent) {
   agent.expose<&later>("later");
 }
 
-/// Rank r uses the device fake:r.
+/// A cluster in which rank r uses the device fake:r.
 struct DeviceCluster : Cluster {
   explicit DeviceCluster(int size, rpc::AgentOptions options = {},
                          const std::function<void(rpc::AgentOptions&)>& each = {})
@@ -186,7 +187,7 @@ TEST_CASE("a call waits for the caller's stream, which then waits for the reply"
     const auto future = ranks[0].rpc_async<&doubled>(1, x).then(
         ranks[0].executor(), [](at::Tensor& y) { return y + 1; });
     CHECK(same_values(future.wait() * 2, ((numbers_on(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
-    // Rank 0 calls itself.
+    // Rank 0 also calls itself.
     CHECK(same_values(ranks[0].rpc_sync<&doubled>(0, x) + 1,
                       (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
   }
@@ -218,13 +219,13 @@ TEST_CASE("a sent tensor may be overwritten after the reply and freed at once") 
 TEST_CASE("copies for a call that cannot be sent do not write to reused memory") {
   DeviceCluster ranks(3);
   ranks.kill(1);
-  // The first call fails when rank 0 detects the loss; the others fail before their copies run.
+  // The first call fails when rank 0 detects the loss, the others before their copies run.
   for (int i = 0; i < 3; ++i) {
     CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(2 * kChunk, fake(0))); }).kind ==
           base::ErrorKind::kPeerLost);
   }
   const auto reply = ranks[0].rpc_async<&ones>(2, 2 * kChunk);
-  const at::Tensor arrived = reply.wait();  // copied from host memory that was lent before
+  const at::Tensor arrived = reply.wait();  // uses host memory of the failed calls again
   CHECK(same_values(ranks[0].rpc_sync<&doubled>(2, numbers_on(3, fake(0))),
                     at::tensor({0.F, 2.F, 4.F})));
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
@@ -237,7 +238,7 @@ TEST_CASE("received tensors outlive the agents that received them") {
     arrived = ranks[0].rpc_async<&ones>(1, 2 * kChunk).wait();
     ranks.shutdown();
   }
-  std::vector<at::Tensor> others;  // memory that the agents have freed is reused
+  std::vector<at::Tensor> others;  // reuse memory that the agents have freed
   for (int i = 0; i < 16; ++i) others.push_back(at::full({kChunk / 4}, 7.F).pin_memory());
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
@@ -401,12 +402,12 @@ TEST_CASE("an abandoned reply frees its device memory") {
     return fake_bytes_in_use(0) == before;
   };
   CHECK(ranks[0].rpc_sync<&host_to_fake1>(1, 3 * kChunk).numel() == 3 * kChunk);
-  REQUIRE(soon(all_is_free));  // the worker that read the reply may keep it for a moment
+  REQUIRE(soon(all_is_free));  // a worker may hold the reply for a moment
   g_may_go = false;
   const auto held = ranks[0].rpc_async<&hold>(0);  // occupies the only worker
   REQUIRE(soon([] { return g_held == 1; }));
   const auto reply = ranks[0].rpc_async<&host_to_fake1>(1, 3 * kChunk);
-  REQUIRE(soon([&] { return ranks[0].waits().size() == 1; }));  // only hold() is waiting
+  REQUIRE(soon([&] { return ranks[0].waits().size() == 1; }));  // only hold(): the reply is here
   reply.cancel();
   g_may_go = true;
   held.wait();
@@ -433,7 +434,7 @@ TEST_CASE("a device without memory for a reply fails the call, naming caller and
   DeviceCluster ranks(2);
   const at::Tensor full = at::zeros({4 * kChunk}, at::TensorOptions().device(fake(0)));
   run_all_fake_streams();
-  for (const int64_t n : {int64_t{1000}, kChunk}) {  // in the message, in earlier chunks
+  for (const int64_t n : {int64_t{1000}, kChunk}) {  // sent in the message, or before it in chunks
     const FakeDeviceMemoryLimit limit(fake_bytes_in_use(0));
     const base::Error error = error_of([&] { ranks[0].rpc_sync<&host_to_fake1>(1, n); });
     CAPTURE(n, error.message);
@@ -486,7 +487,7 @@ TEST_CASE("tensors of calls use no more device memory than the receiver's budget
     return std::ranges::any_of(
         waits, [](const auto& wait) { return wait.what.starts_with("room on rank 1"); });
   };
-  // Running calls use at most the budget, and calls that wait to run use at most the same again.
+  // Running calls use at most the budget, and calls that wait to run use at most as much.
   while (sent < kCalls && !(sent * 3 * kChunk / 2 > kBudget && waits_for_room())) {
     CHECK(fake_bytes_in_use(1) <= before + 2 * kBudget);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -31,7 +31,7 @@ Devices only_cpu(int) { return {c10::kCPU}; }
 Devices each_its_own(int rank) { return {fake(rank % kFakeDevices)}; }
 Devices all_on_one(int) { return {fake(1)}; }
 
-/// Puts one rank on the CPU and the others on devices.
+/// Puts rank `on_the_cpu` on the CPU and each other rank on a device. only() does the opposite.
 DevicesOf but(int on_the_cpu) {
   return
       [on_the_cpu](int rank) { return rank == on_the_cpu ? only_cpu(rank) : each_its_own(rank); };
@@ -41,7 +41,7 @@ DevicesOf only(int on_a_device) {
       [on_a_device](int rank) { return rank == on_a_device ? Devices{fake(2)} : only_cpu(rank); };
 }
 
-/// Returns the losses of all steps, in order, by rank.
+/// Returns for each rank the losses of its steps, in order.
 std::map<int, std::vector<double>> losses(const Finished& job) {
   std::map<int, std::vector<double>> found;
   for (const Line& line : job.lines) {
@@ -81,7 +81,8 @@ void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, 
                     run_on(only_cpu, options, Place::kLocal), steps);
 }
 
-/// Checks that a job saved on devices resumes exactly on the CPU, and vice versa.
+/// Checks that a job saved on devices and resumed on the CPU gives the same results, and vice
+/// versa.
 template <class Options>
 void check_goes_on_elsewhere(Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -137,7 +138,7 @@ RnnOptions rnn(const Folder& folder) {
   return options;
 }
 
-/// The copies that one step of all ranks makes: from devices, to devices, between two devices.
+/// Numbers of copies from devices, to devices, and between two devices, of all ranks together.
 struct Copies {
   int64_t out = 0;
   int64_t in = 0;
@@ -177,7 +178,7 @@ TEST_CASE("a step of hybrid or ps makes no unnecessary copy") {
   // Each of two trainers copies the embedding, its gradient and a bucket to the host. It copies the
   // same three tensors and three tensors of the batch to its device.
   CHECK(copies_a_step(each_its_own, hybrid()) == Copies{2 * 3, 2 * (3 + 3), 0});
-  // Out: scores and their gradient. In: both again, the images, the targets and two dropout masks.
+  // Out: scores and their gradient. In: both, and on the trainer images, targets and dropout masks.
   CHECK(copies_a_step(each_its_own, ps(folder)) == Copies{2 * 2, 2 * (2 + 4), 0});
   // The server copies only the scores and their gradient; the trainers compute on the CPU.
   CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
@@ -242,7 +243,7 @@ TEST_CASE("an rnn job resumes on another kind of device") {
 TEST_CASE("pipeline on devices learns what it learns on the CPU") {
   PipelineOptions options = small_pipeline(3, 4);
   options.num_split = {2};
-  options.loss = "ce";  // for a sum, the CPU's mse_loss resizes its output
+  options.loss = "ce";  // mse_loss, the default, resizes its output on the CPU
   const DevicesOf both_on_one = [](int rank) { return rank == 0 ? only_cpu(0) : all_on_one(rank); };
   options.log_interval = 1;
   const Finished expected = run_on(only_cpu, options);
@@ -251,7 +252,7 @@ TEST_CASE("pipeline on devices learns what it learns on the CPU") {
     const Finished job = run_on(devices, options);
     const auto mine = losses(job).at(0), theirs = losses(expected).at(0);
     REQUIRE(mine.size() == 3);
-    // Tolerates 1e-3 because batch norm over few values amplifies differences in rounding.
+    // The tolerance is 1e-3, because batch norm over few values amplifies rounding.
     for (size_t i = 0; i < 3; ++i) CHECK(mine[i] == Approx(theirs[i]).epsilon(1e-3));
   }
 }

@@ -1,4 +1,4 @@
-// Tests collectives on device tensors over our own Backend.
+// Tests collectives on device tensors over our own Backend, which stages them in host memory.
 // ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -48,7 +48,7 @@ TEST_CASE("many concurrent means of device tensors are right") {
     }
   });
   const FakeDeviceCounters counters = fake_device_counters();
-  // Each operation makes four copies: input to device, to host, back, result to host (this test).
+  // Each operation copies to the host and back. The test copies the input in and the result out.
   CHECK(counters.host_to_device.number == 3 * 12 * 2);
   CHECK(counters.device_to_host.number == 3 * 12 * 2);
 }
@@ -136,7 +136,7 @@ TEST_CASE("earlier work still sees the values that a broadcast replaces") {
       const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(device));
       const at::Tensor before = x + 1;
       reduce.broadcast(x, 0)->wait();
-      // `x` has the new values before the earlier `x + 1` has run, which still reads the old ones.
+      // `x` already has the new values, but the earlier `x + 1` must still read the old values.
       RANK_CHECK(x.sum().item<double>() == 0);
       RANK_CHECK(before.sum().item<double>() == 100 * (rank + 1));
     }

@@ -62,7 +62,7 @@ TEST_CASE("a transfer beyond the limit of open transfers is refused, and the oth
   rpc::DeviceStager stager;
   rpc::DeviceReceive device_receive(stager, 1), others(stager, 2);
   constexpr uint64_t kBytes = kChunkBytes + 100;
-  std::vector<base::Task> tasks;  // not run, so they need no memory
+  std::vector<base::Task> tasks;  // not run, so the chunks use no device memory
   for (uint64_t id = 0; id <= rpc::kMaxOpenTransfers; ++id) {
     tasks.push_back(device_receive.add_chunk_on_loop(chunk(id, 0, kBytes)));
   }
@@ -82,7 +82,7 @@ TEST_CASE("a transfer beyond the limit of open transfers is refused, and the oth
 TEST_CASE("chunks that do not fit are refused") {
   rpc::DeviceStager stager;
   rpc::DeviceReceive device_receive(stager, 1);
-  constexpr uint64_t kBytes = 3 * kChunkBytes;  // two of them in chunks
+  constexpr uint64_t kBytes = 3 * kChunkBytes;  // two chunks, then the message
   add(device_receive, chunk(1, 0, kBytes));
   net::InFrame frame = chunk(1, kChunkBytes, kBytes);
   SECTION("the same bytes again") { frame = chunk(1, 0, kBytes); }
@@ -134,7 +134,7 @@ TEST_CASE("a transfer that no message takes is freed, and not on the loop") {
   REQUIRE(with_one > before);
   SECTION("an abandoned transfer") {
     base::Task task = device_receive->add_chunk_on_loop(chunk(1, 0, kBytes, 0));
-    REQUIRE(task);  // to be run by a worker
+    REQUIRE(task);  // a worker would run it
     CHECK(fake_bytes_in_use(0) == with_one);
     task();
   }
@@ -211,7 +211,7 @@ TEST_CASE("memory for received chunks is pinned once it was needed") {
   add(device_receive, chunk(1, 0, 2 * kChunkBytes));
   const base::BufferPtr block = stager.idle_host_block(kChunkBytes);
   REQUIRE(block);
-  CHECK_FALSE(stager.idle_host_block(kChunkBytes));  // only as much as was needed
+  CHECK_FALSE(stager.idle_host_block(kChunkBytes));  // no more blocks than were needed at a time
 }
 
 TEST_CASE("copied frames are freed while their transfer continues") {
@@ -357,7 +357,7 @@ TEST_CASE("a failed device is an error and does not end the process") {
   auto device_send = std::make_unique<rpc::DeviceSend>(
       *stager, message_of({numbers_to_send(1 << 19)}), wire::FrameHeader{}, seven);
   stager->release_at(rpc::StreamPoint::mark(fake(0)), chunk(1, 0, 1).body);
-  run_all_fake_streams();  // failed devices do no more work
+  run_all_fake_streams();  // because failed devices do no more work
   {
     const FakeDeviceFailure failure;
     CHECK_THROWS_AS(device_send->send([](net::OutFrame) { return base::Status(base::Unit{}); }),

@@ -8,7 +8,7 @@ namespace distrain::fake_network {
 
 namespace {
 
-// The limit for a whole job. It includes the time in which ranks give up waiting for other ranks.
+// The longest time that a job may take, including the join timeout if ranks never join.
 constexpr auto kLongestJob = std::chrono::seconds(120);
 
 bool is_one_of_many(const Fault& fault) {
@@ -98,7 +98,7 @@ void Simulation::check_blame(const Rank& rank) {
   for (const Event& event : events_) {
     if (event.began <= rank.ended()) before.push_back(event);
   }
-  // Rank 0 may have refused this rank because its place was taken or because the job had ended.
+  // After any fault rank 0 may refuse a rank, whose place may be taken or whose job may be over.
   if (!rank.has_joined() && error.rank == 0) {
     if (before.empty()) on_violation(rank, said);
     return;

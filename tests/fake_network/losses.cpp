@@ -9,12 +9,12 @@ using base::ErrorKind;
 
 namespace {
 
-// The limit for a whole job, including its replacement processes.
+// The longest time that a job may take, including its replacement processes.
 constexpr auto kLongestTolerantJob = std::chrono::seconds(120);
 
 }  // namespace
 
-// Records that the fault hits `rank`, and also rank `b` of a cut: rank 0 may drop either of them.
+// Records that a fault hits `rank` and, if it is a cut, rank `b`, because rank 0 may drop either.
 void Simulation::note_hit(const Event& event, Rank& rank) {
   if (event.is_harmless) return;
   const Fault& fault = event.fault;

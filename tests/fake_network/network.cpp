@@ -31,7 +31,7 @@ void Network::connect(Host& from, Host& to, TimePoint deadline, OnConnected on_c
   try_to_connect(from, to, deadline, std::chrono::seconds(1), std::move(on_connected));
 }
 
-// Connects, unless a cut is in the way: then retries like a kernel, with delays that double.
+// Connects. While a cut blocks the way, retries like a kernel, with delays that double.
 void Network::try_to_connect(Host& from, Host& to, TimePoint deadline, Duration retry,
                              OnConnected on_connected) {
   if (time_.now() >= deadline) return on_connected(std::nullopt);

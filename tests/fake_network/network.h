@@ -31,9 +31,10 @@ struct End {
 class Host {
  public:
   virtual ~Host() = default;
-  /// Returns the place of the process in the network; cut() takes two such places.
+  /// Returns the number of this process in the network. A replacement has another one than the lost
+  /// process. cut() and heal() take these numbers.
   virtual int place() const = 0;
-  /// Returns false if the process is stopped or dead. Messages to a stopped process wait.
+  /// Returns false if the process is stopped or dead. resume() delivers messages to a stopped one.
   virtual bool is_reading() const = 0;
   /// Returns true if the process accepts connections.
   virtual bool is_listening() const = 0;
@@ -52,17 +53,18 @@ class Network {
   Network(VirtualTime& time, uint64_t seed, Duration longest_delay)
       : time_(time), random_({seed, 0x6e6574}), longest_delay_(longest_delay) {}
 
-  /// Calls `on_connected` with `from`'s end, or nullopt if `to` does not answer until `deadline`.
+  /// Connects two processes and calls `on_connected` with the end of `from`, or with nullopt if
+  /// `to` does not listen or cannot be reached until `deadline`.
   void connect(Host& from, Host& to, TimePoint deadline, OnConnected on_connected);
   void send(End from, Message message);
-  /// Closes an end after its sent messages. Without `flush`, messages behind a cut may be lost.
+  /// Closes an end after its sent messages. If not `flush`, messages that a cut blocks may be lost.
   void close(End end, bool flush);
   /// Breaks the connection and notifies both ends.
   void reset(size_t connection);
   /// Closes all connections of a dead process.
   void close_all_of(Host& host);
 
-  /// Blocks messages from place `from` to place `to` until heal() has undone each cut().
+  /// Blocks messages from place `from` to place `to` until heal() is called once for each cut().
   void cut(int from, int to) { ++cuts_[{from, to}]; }
   void heal(int from, int to);
   /// Delivers the messages that arrived while `host` was stopped.
@@ -104,7 +106,7 @@ class Network {
   base::Random random_;
   const Duration longest_delay_;
   std::deque<Connection> connections_;
-  std::map<const Host*, std::vector<End>> ends_;  // for look-ups only, never iterated
+  std::map<const Host*, std::vector<End>> ends_;  // never iterated: its order differs between runs
   std::map<std::pair<int, int>, int> cuts_;
 };
 

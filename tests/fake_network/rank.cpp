@@ -12,7 +12,7 @@ using wire::FrameKind;
 namespace {
 
 constexpr auto kLongestTry = std::chrono::seconds(5);
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // kRank0Grace in ControlPlane
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // equals kRank0Grace of ControlPlane
 constexpr auto kDoorTimeout = std::chrono::seconds(2);
 constexpr auto kAnswers = std::chrono::seconds(5);
 constexpr auto kLastLook = std::chrono::milliseconds(50);
@@ -180,7 +180,7 @@ membership::ControlSettings Rank::common_settings() const {
   return settings;
 }
 
-// Aborts at the join timeout. A member waits longer, because rank 0 may report missing ranks.
+// Aborts at the join timeout. Members wait a second more, so that rank 0 can name missing ranks.
 void Rank::give_up_joining() {
   if (has_gone_ || is_over_) return;
   if (rank_ != 0 && protocol_ && !std::exchange(waits_for_rank_0_, true)) {
@@ -241,7 +241,8 @@ membership::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
           joins ? std::string() : protocol_->secret()};
 }
 
-// Simulates membership::shake_hands_on_loop().
+// Authenticates on a new connection, as membership::shake_hands_on_loop() does. Then calls `then`
+// with `end`, or with nullopt if the handshake has failed.
 void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
   membership::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
@@ -279,7 +280,8 @@ void Rank::end_introduction(End end, bool is_believed) {
   then(is_believed ? std::optional(end) : std::nullopt);
 }
 
-// Simulates Acceptor, as do the functions below up to refuse().
+// Handles a connection of a process that has not proved its identity. This function and those
+// below, up to refuse(), simulate membership::Acceptor.
 void Rank::on_connection(End end) {
   strangers_.emplace(end, Stranger{});
   const auto show_the_door = [this, end] {

@@ -68,7 +68,7 @@ struct Change {
   std::string text() const;
 };
 
-/// The phases of a job, which begin when rank 0 reaches them. Each fault is timed from one of them.
+/// The phases of a job. Each begins when rank 0 reaches it. The time of a fault is relative to one.
 enum class Phase { kMeeting, kPreparing, kRunning, kEnding };
 
 class Rank;
@@ -81,7 +81,7 @@ class Observer {
   virtual void on_sent(const Rank& from, int to, const Message& message) = 0;
   virtual void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) = 0;
   virtual void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) = 0;
-  /// Called when a rank is notified of a change; no longer called once the rank has lost rank 0.
+  /// Called when a rank is notified of a change, but not after the loss of rank 0.
   virtual void on_change(const Rank& rank, const Change& change, const Error& why) = 0;
   virtual void on_directory(const Rank& rank, const wire::Directory& directory) = 0;
   /// Called when `by` refuses a connection from process `incarnation` of `rank`.
@@ -116,7 +116,7 @@ class Rank final : public Host, private ControlTransport {
   void fail_at_go(const Error& error) { fails_at_go_ = error; }
   /// Makes the rank run `what` when `delay` has passed after on_go().
   void after_go(Duration delay, std::function<void()> what) { after_go_ = {delay, what}; }
-  /// Returns the connection with `rank`: the control connection or a connection for calls.
+  /// Returns the number of the control connection with `rank` or of a connection for calls with it.
   std::optional<size_t> connection_to(int rank, bool is_control) const;
 
   int rank() const { return rank_; }
@@ -160,8 +160,8 @@ class Rank final : public Host, private ControlTransport {
   enum class PeerState { kUnconnected, kConnecting, kConnected, kGone };
   struct Peer {
     PeerState state = PeerState::kUnconnected;
-    std::optional<Link> own;       // used for sending; may equal `accepted`
-    std::optional<Link> accepted;  // made by the peer
+    std::optional<Link> own;       // the link for sending; may equal `accepted`
+    std::optional<Link> accepted;  // the link that the peer opened
     int waiting = 0;               // calls to be sent once connected
     int under_way = 0;             // calls that have not arrived
     uint32_t incarnation = 0;
@@ -240,7 +240,7 @@ class Rank final : public Host, private ControlTransport {
   bool is_listening_ = false;
   bool is_over_ = false;                     // the protocol has ended
   bool is_gone_ = false;                     // the process has ended, too
-  std::vector<std::function<void()>> held_;  // tasks that became due during a stop
+  std::vector<std::function<void()>> held_;  // tasks that became due while it was stopped
 
   std::unique_ptr<ControlProtocol> protocol_;
   Coordinator* coordinator_ = nullptr;

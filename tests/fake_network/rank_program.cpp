@@ -11,7 +11,7 @@ using wire::FrameKind;
 
 namespace {
 
-constexpr auto kLongestReach = std::chrono::seconds(20);  // these three limits are those of Peers
+constexpr auto kLongestReach = std::chrono::seconds(20);  // this and the next two are as in Peers
 constexpr auto kRank0Tells = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 constexpr uint64_t kLastRound = 24;  // as in AgentCore::shutdown()
@@ -40,7 +40,7 @@ void Rank::call(int to) {
   reach(to, peer.incarnation, time_.now() + kLongestReach);
 }
 
-// Connects like Peers: retries after a close without a message, because `to` may accept later.
+// Connects to `to`, as Peers does. If the handshake fails, retries, because `to` may accept later.
 void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   const Peer& peer = peers_[static_cast<size_t>(to)];
   Rank* callee = nullptr;
@@ -58,7 +58,8 @@ void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
   });
 }
 
-// Handles a new connection, or closes it if the callee has been replaced in the meantime.
+// Uses the new connection `end`, or closes it if the process of `to` has been replaced meanwhile.
+// If `end` is nullopt, reports after a second that `to` cannot be reached.
 void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   Peer& peer = peers_[static_cast<size_t>(to)];
   if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !protocol_) {
@@ -101,7 +102,7 @@ std::optional<Error> Rank::accept(int rank, End end) {
   return std::nullopt;
 }
 
-// Counts down the calls in flight, unless the call has failed because its connection was closed.
+// Counts a call on `end` as complete, unless the call has failed because `end` was closed.
 void Rank::call_has_come(End end) {
   const auto link = links_.find(end);
   if (link == links_.end()) return;
@@ -112,7 +113,7 @@ void Rank::call_has_come(End end) {
 
 // ---- program ----
 
-// Tolerates losses like Training in a job. `may_return`: rank 0 admits replacements.
+// Makes the job tolerate losses, as Training does. If `may_return`, rank 0 admits replacements.
 void Rank::tolerate(bool may_return) {
   if (!job_.tolerated.empty()) {
     coordinator_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
@@ -247,14 +248,14 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-// Sometimes calls the new process at once, like a program that has been waiting for it.
+// Records the replacement. Sometimes calls it at once, like a program that has waited for it.
 void Rank::on_returned(int rank, const wire::RankDevices&) {
   const uint32_t incarnation = protocol_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};
   trace(change.text());
   if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
-  if (coordinator_ != nullptr) {  // ends the trial of the new process
+  if (coordinator_ != nullptr) {  // ends the new process's trial: see Coordinator
     after(Duration::zero(), [this, rank] { coordinator_->note_of_use(rank); });
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];

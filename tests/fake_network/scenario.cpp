@@ -111,7 +111,8 @@ Scenario draw_job(base::Random& random, const std::string& way, uint64_t seed, i
   return scenario;
 }
 
-// Returns a fault of tolerated ranks. Silences are harmless or so long that all ranks notice them.
+// Returns a random fault of a rank that may be lost. A stop or a cut is either too short to be
+// noticed or so long that all ranks notice it.
 Fault draw_tolerated_fault(base::Random& random, const Scenario& scenario) {
   const Job& job = scenario.job;
   const std::vector<int> tolerated(job.tolerated.begin(), job.tolerated.end());

@@ -10,6 +10,7 @@
 
 namespace distrain::fake_network {
 
+/// What happens in a fault. `a`, `b` and `group` are the members of Fault.
 enum class FaultKind {
   kDie,
   kStop,
@@ -26,7 +27,7 @@ enum class FaultKind {
   kComesLate,     ///< `a` starts late by `offset`
   kRunsOut,  ///< `a` aborts for lack of a resource such as memory, which is no other rank's fault
 };
-inline constexpr int kFaultKinds = 13;  // the kinds that may be drawn: all but the last
+inline constexpr int kFaultKinds = 13;  // the kinds of one() and many(): all but the last
 
 /// The direction in which a cut blocks messages, as seen from rank `a` or `group`.
 enum class Way { kBoth, kFrom, kTo };
@@ -47,8 +48,8 @@ struct Fault {
   std::string text() const;
 };
 
-/// The planned events of a run. A recipe determines all of them: the name of a drawing function, a
-/// seed, the number of ranks (0: random) and the function's other parameters, such as
+/// The planned events of a run. A recipe determines all of them. It has the name of one of the
+/// static functions, a seed, the number of ranks (0: random) and the function's other parameters:
 ///
 ///   clean 17 100       no fault
 ///   one 17 100 3 2     a fault of that FaultKind in that Phase
@@ -67,7 +68,8 @@ struct Scenario {
   static Scenario tolerant(uint64_t seed, int ranks);
   static Scenario parse(const std::string& recipe);
   std::string text() const;
-  /// Returns the longest silence that is no fault: the timeout less heartbeat interval and delays.
+  /// Returns the longest silence of a rank that no other rank may take for a loss: the peer timeout
+  /// less the heartbeat interval and network delays.
   Duration harmless() const;
 };
 

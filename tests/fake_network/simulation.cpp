@@ -11,7 +11,7 @@ using wire::FrameKind;
 
 namespace {
 
-// The limit for the virtual time of a run. Events that are left then violate an invariant.
+// The limit of a run in virtual time. Events that are pending then violate an invariant.
 constexpr auto kLongestRun = std::chrono::seconds(300);
 
 const char* name_of(FrameKind kind) {
@@ -150,7 +150,7 @@ void Simulation::on_phase(Phase phase) {
   }
 }
 
-// Applies and records the fault. Before all ranks have joined, ranks may fail to notice it.
+// Applies and records the fault. Before all ranks have joined, ranks may not notice it.
 void Simulation::begin(const Fault& fault) {
   Event event{fault, time_.now()};
   const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut ||
@@ -284,7 +284,7 @@ void Simulation::replace(const Fault& fault) {
   time_.after(*fault.replacement, [&next] { next.start(); });
 }
 
-// Starts a replacement that may die while it joins, while it prepares, or just after go.
+// Starts a replacement. Unless `more_deaths` is 0, it dies before or soon after on_go().
 void Simulation::replace_lost(int rank, int more_deaths) {
   Rank& next = add(rank, scenario_.job.size + static_cast<int>(ranks_.size()));
   next.start();

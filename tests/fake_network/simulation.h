@@ -27,11 +27,11 @@ namespace distrain::fake_network {
 //              second of a stop or a cut. A rank that fails blames a rank that misbehaved or
 //              could not be reached.
 //   losses     If ranks may be lost, all processes without a fault end well, unless too few
-//              ranks are left: Tolerance. Each rank is notified once of each loss and each
-//              return, in rank 0's order, and before the end of a later round. No running rank
-//              refuses another running rank.
-//   always     No rank sends after its last message; none is lost twice, or before go. At the end
-//              there are no connections, timers or tasks.
+//              ranks are left (see membership::Tolerance). Each rank is notified once of each loss
+//              and each return, in rank 0's order, and before the end of a later round. No running
+//              rank refuses another running rank.
+//   always     No rank sends after its last message. No rank is lost twice, or before rank 0 has
+//              started the job. At the end there are no connections, timers or tasks.
 
 /// Returns the error of a rank whose program fails.
 Error error_of_program(int rank);
@@ -66,9 +66,9 @@ class Simulation final : private Observer {
   struct Event {
     Fault fault;
     TimePoint began;
-    bool is_harmless = false;  // all ranks must end well despite the fault
-    bool is_certain = false;   // ranks must notice the fault within a time from `began`
-    bool is_seen_at_once = false;
+    bool is_harmless = false;      // all ranks must end well despite the fault
+    bool is_certain = false;       // ranks must notice the fault in time: see latest_end()
+    bool is_seen_at_once = false;  // ranks notice the fault without a timeout
   };
 
   // Overrides of Observer.
@@ -109,7 +109,7 @@ class Simulation final : private Observer {
   bool is_missing(int rank, TimePoint when) const;
   void violation(const std::string& what);
 
-  // Defined in losses.cpp.
+  // Defined in losses.cpp. A Hearing records which changes a rank has been notified of.
   struct Hearing {
     std::set<int> earlier;  // losses before this rank joined, announced to it at go
     size_t next = 0;        // index into history_
@@ -147,10 +147,10 @@ class Simulation final : private Observer {
   std::map<uint64_t, Round> rounds_;
   std::vector<Change> history_;      // in the order in which rank 0 reports them
   std::map<int, const Rank*> here_;  // ranks that rank 0 considers alive
-  std::map<membership::ProcessNumber, size_t> welcomed_;  // history_.size() at the admission
+  std::map<membership::ProcessNumber, size_t> welcomed_;  // history_.size() when admitted
   std::map<const Rank*, Hearing> hearings_;
   std::map<const Rank*, TimePoint> lost_at_;
-  std::set<const Rank*> hit_;  // ranks that a fault hits
+  std::set<const Rank*> hit_;  // processes that a fault hits
   bool is_spoiled_ = false;    // true after a fault that no job survives
   std::optional<JobEnd> end_;
   Result result_;

@@ -112,7 +112,7 @@ TEST_CASE("a deliberate bug is detected by a seed that passes without it") {
   }
 }
 
-// The shutdown sends more frames: kFlush, one per round and direction, and kLeave.
+// The shutdown sends more frames per rank: one kFlush per round and direction, and one kLeave.
 TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
   scenario.job.calls_per_rank = 0;

@@ -10,7 +10,7 @@ source "$(dirname "$0")/../support/hosts.bash"
 peer_timeout=10 # seconds; long, so that on a slow machine only the rank behind the cut link counts as lost
 if ! make_hosts 10.78.0; then
   echo "skipped: no right to make network namespaces here, no ip command, or no bridges"
-  exit 77 # as tests/CMakeLists.txt has it
+  exit 77 # CTest reports the test as skipped
 fi
 
 # lose <from> <to>: sends the packets between these hosts to a MAC address that no host has.

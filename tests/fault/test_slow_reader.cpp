@@ -1,6 +1,6 @@
 // ctest: labels=soak,noasan timeout=300 serial
 // Tests a server to which four trainers push 64 MiB tensors while one trainer is stopped for some
-// time: the calls that wait on the server stay within its budget, and the other trainers continue.
+// time. Calls that wait on the server stay within its memory budget, and other trainers continue.
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -27,17 +27,17 @@ namespace {
 
 constexpr int kTrainers = 4;
 constexpr int kStopped = 2;   // the trainer that is stopped
-constexpr int kInFlight = 8;  // concurrent pushes of a trainer; fewer if there is no room
+constexpr int kInFlight = 8;  // concurrent pushes of a trainer if the budget allows
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kBudget = 1024 * kMiB;
 
-// Memory shared by the processes and the test.
+// Variables in memory that all processes share.
 struct Shared {
   std::atomic<int> port{0};
   std::atomic<int> pushes[kTrainers + 1] = {};
   std::atomic<bool> enough{false};
-  std::atomic<int64_t> before{0};  // memory of the server: when all have joined, and the maximum
-  std::atomic<int64_t> most{0};
+  std::atomic<int64_t> before{0};  // memory of the server when all ranks have joined
+  std::atomic<int64_t> most{0};    // maximum of the server's memory
 };
 Shared* g_shared = nullptr;
 
@@ -48,7 +48,7 @@ at::Tensor g_sum;
 int64_t push(at::Tensor gradient) {
   std::lock_guard lock(g_mutex);
   g_sum.add_(gradient);
-  std::this_thread::sleep_for(60ms);  // longer than the time between two pushes
+  std::this_thread::sleep_for(60ms);  // longer than the trainers need to send the next push
   return gradient.numel();
 }
 
@@ -110,8 +110,8 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Returns a predicate: true after `count` more pushes of each trainer, including kStopped if
-// `of_all`.
+// Returns a predicate that is true after `count` more pushes of each trainer (of kStopped only if
+// `of_all`).
 std::function<bool()> more_pushes(int count, bool of_all) {
   std::vector<int> goals;
   for (const auto& each : g_shared->pushes) goals.push_back(each + count);

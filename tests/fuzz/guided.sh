@@ -1,7 +1,7 @@
 #!/bin/bash
 # guided.sh <program of the fuzz preset> <target> [seconds]
-# One target under libFuzzer, from its seeds and its corpus on. With GROW=1 the corpus becomes 30 of the fewest
-# inputs that reach all that was reached.
+# Runs one target under libFuzzer, starting from its seeds and its corpus. With GROW=1 it then minimizes the found
+# inputs without losing coverage, and replaces the corpus by 30 of them.
 set -eu
 program=$(realpath "$1")
 target=$2
@@ -9,10 +9,10 @@ seconds=${3:-${FUZZ_SECONDS:-15}}
 corpus=$(dirname "$(realpath "${BASH_SOURCE[0]}")")/corpus/$target
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-found=$(dirname "$program")/found-$target- # stays, for whoever reads of a failure
+found=$(dirname "$program")/found-$target- # an input that fails is kept there
 mkdir -p "$tmp/new" "$corpus"
 "$program" "--target=$target" "--write-seeds=$tmp/seeds"
-# One thread: what takes part in a run is the same each time.
+# One thread, so that an input runs the same code each time.
 export OMP_NUM_THREADS=1
 "$program" "--target=$target" -max_total_time="$seconds" -timeout=10 -max_len=4096 -verbosity=0 \
   -print_final_stats=1 -artifact_prefix="$found" "$tmp/new" "$tmp/seeds" "$corpus"

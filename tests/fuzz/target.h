@@ -12,23 +12,24 @@ namespace distrain::fuzz {
 using Bytes = std::vector<uint8_t>;
 using Input = std::span<const uint8_t>;
 
-/// A fuzz target: a decoder of untrusted bytes, and valid inputs for it.
+/// A fuzz target: a decoder of untrusted bytes, with valid inputs for the decoder.
 struct Target {
   std::string_view name;
-  /// Decodes the input. Aborts the program by check() if the decoder violates a guarantee.
+  /// Decodes the input. If the decoder violates a guarantee, check() aborts the program.
   void (*run)(Input);
   /// Returns valid inputs from our encoders. The fuzzer mutates them.
   std::vector<Bytes> (*seeds)();
 };
 
 std::span<const Target> targets();
-/// Returns the target that the command line names. Valid after LLVMFuzzerInitialize.
+/// Returns the target that the command line names. Call after LLVMFuzzerInitialize().
 const Target& chosen_target();
 
 /// Aborts the program and prints `promise` if `holds` is false.
 void check(bool holds, const char* promise);
 
-/// Limits the heap use of this thread to `limit` bytes; `why` says how the limit is chosen.
+/// Aborts the program in its destructor if this thread has used more than `limit` bytes of heap
+/// memory at a time. `why` explains the limit.
 class MemoryLimit {
  public:
   MemoryLimit(size_t limit, const char* why);
@@ -41,7 +42,7 @@ class MemoryLimit {
   const char* const why_;
 };
 
-/// The memory that a decoder may use in addition to a multiple of its input, as for error texts.
+/// The memory that a decoder may use, for errors and the like, besides a multiple of its input.
 inline constexpr size_t kSmall = size_t{256} << 10;
 
 }  // namespace distrain::fuzz

@@ -1,8 +1,7 @@
 // Measures the echo of a 64 MiB tensor in GPU memory between two processes that share the GPU, for
-// distrain and for LibTorch's TensorPipe with its CUDA channels. As parts of such an echo, it
-// measures the copies to pinned memory and back, and the echo of a tensor on the CPU. Prints one
-// JSON line each, then the ratios of the medians with the required speed. The exit code does not
-// depend on the speed.
+// distrain and for LibTorch's TensorPipe with its CUDA channels. Also measures parts of an echo:
+// the copies to pinned memory and back, and distrain's echo of a CPU tensor. Prints a JSON line for
+// each, then ratios of their medians. The exit code does not depend on the ratios.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -39,7 +38,7 @@ using Echo = std::function<at::Tensor(const at::Tensor&)>;
 
 at::Tensor give_back(at::Tensor tensor) { return tensor; }
 
-/// Returns the time of each echo in µs; a round trip ends when the GPU has the result.
+/// Returns the sorted times of the echoes in µs. An echo ends when the GPU has the result.
 std::vector<double> measure(const Echo& echo, c10::Device device) {
   const at::Tensor tensor = at::arange(kBytes / 4, at::device(device).dtype(at::kFloat));
   if (!at::equal(echo(tensor), tensor)) throw std::runtime_error("the echo is not the call");
@@ -100,7 +99,7 @@ std::vector<double> run_torch(const EchoSetup& setup) {
       kGpu);
 }
 
-/// Makes the copies of an echo one after the other: out, in, out, in.
+/// Makes the copies of an echo sequentially: to host memory, to the GPU, and both again.
 std::vector<double> run_pinned(const EchoSetup& setup) {
   if (setup.rank != 0) return {};
   const at::Tensor host = at::empty(
@@ -135,7 +134,7 @@ pid_t start(Role role, const EchoSetup& setup, int result) {
   _exit(0);
 }
 
-/// Runs a pair of processes and throws the caller's exit code if it is not 0.
+/// Runs `role` in two processes and returns rank 0's times, or throws its exit code if not 0.
 std::vector<double> run_pair(Role role, const std::string& folder) {
   EchoSetup setup;
   setup.folder = folder;

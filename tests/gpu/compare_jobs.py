@@ -1,13 +1,13 @@
-"""Trains each job on the CPU and on the GPU: same seeds, same batches, so the same losses.
+"""Trains each job on the CPU and on the GPU with the same seeds and batches, and compares the losses.
 
 usage: compare_jobs.py DISTRAIN [SECONDS]
 
-A GPU rounds otherwise than a CPU, and training carries that further with each step. How far is measured: a
-third run, on the CPU, has a learning rate that differs by NUDGE. A value may be off by FLOOR, or by FACTOR
-times what that run is off by until then; where that run is off by CHAOS, values say nothing and are left out.
+A GPU rounds differently from a CPU, and training amplifies the difference with each step. A third run, on the CPU with
+a learning rate that differs by NUDGE, measures the amplification. A value of the GPU may differ by FLOOR plus FACTOR
+times the largest difference of the third run so far. Values after a difference of more than CHAOS are not compared.
 
-A JSON line for each job and way to place it; exit code 1 if values differ by more than that, or a job
-took longer than so many seconds, 120 unless told.
+Prints a JSON line for each job and placement on devices. Exits with 1 if values differ by more than allowed, or if a
+job takes longer than SECONDS (120).
 """
 
 import json
@@ -20,16 +20,16 @@ import sys
 import tempfile
 import time
 
-# Differences are relative to the CPU's value where that is above 1.
+# Differences are relative to the CPU's value if its absolute value is above 1.
 NUDGE = 1e-4
 FLOOR = 1e-4
 FACTOR = 10
 CHAOS = 1e-2
-# Convolutions and LSTMs would round to TF32, which is further from the CPU's than that.
+# Without this, convolutions and LSTMs would round to TF32 and differ by more than allowed.
 ENVIRONMENT = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"}
 
-# What both runs get, where losses are, and the ways to place it on GPUs. Update in step, one trainer
-# or `sync`, or the order in which trainers come would show.
+# The options of all runs, the event with the losses, and the placements on GPUs. Jobs have `--mode sync` or one
+# trainer, because results must not depend on the order of the trainers' updates.
 JOBS = {
     "hybrid": (["--mode", "sync", "--steps", "20", "--log-interval", "1"], "step", [
         ["--device", "cuda"],
@@ -48,7 +48,7 @@ JOBS = {
                   "10", "--micro-batches", "2", "--batches", "20", "--log-interval", "1"], "step", [
         ["--device", "cuda"],
     ]),
-    # Its loss is no part of the log; rewards of 20 episodes are.
+    # rl logs no loss, so the rewards of 20 episodes are compared.
     "rl": (["--max-episodes", "20", "--log-interval", "1"], "episode", [
         ["--device", "cuda"],
     ]),
@@ -57,7 +57,7 @@ VALUE = {"step": "loss", "episode": "running_reward"}
 
 
 def write_images(folder: pathlib.Path) -> None:
-    """MNIST's files with random images: 1,280 for training, 32 for testing."""
+    """Writes MNIST's files with random images: 1,280 for training, 32 for testing."""
     folder.mkdir()
     source = random.Random(1)
     for part, count in (("train", 1280), ("t10k", 32)):
@@ -70,7 +70,7 @@ def write_images(folder: pathlib.Path) -> None:
 
 def run(binary: str, job: str, options: list[str], event: str,
         limit_s: float) -> tuple[dict, dict]:
-    """Values by role and step, and what else there is to tell."""
+    """Runs a job. Returns the values by role and step, and other fields for the report."""
     start = time.monotonic()
     try:
         done = subprocess.run([binary, job, *options], capture_output=True, text=True, check=False,
@@ -103,7 +103,7 @@ def scaled(difference: float, value: float) -> float:
 
 
 def tolerances(reference: dict, nudged: dict) -> dict:
-    """By role and step, in the order of the steps; without those that say nothing."""
+    """Returns the allowed differences by role and step, up to the first difference above CHAOS."""
     allowed, furthest = {}, 0.0
     for key in sorted(reference, key=lambda key: key[1]):
         if key not in nudged:
@@ -134,7 +134,7 @@ def main() -> int:
                 actual, told = run(binary, job, [*options, *placement], event, limit_s)
                 told.pop("lr", None)
                 same_steps = bool(allowed) and expected.keys() == actual.keys()
-                # 1: just allowed.
+                # The largest allowed value is 1.
                 worst = max((scaled(expected[key] - actual[key], expected[key]) / allowed[key]
                              for key in allowed), default=None) if same_steps else None
                 good = same_steps and worst <= 1 and "devices" in told

@@ -1,9 +1,9 @@
-"""Trains a ResNet50 in two stages that share a GPU, and in one process on it.
+"""Trains a ResNet50 in two stages that share a GPU, and in one process on the same GPU.
 
-usage: compare_pipeline.py DISTRAIN [OPTION...]     options for both, after ours
+usage: compare_pipeline.py DISTRAIN [OPTION...]     appends the options to those of both runs
 
-A JSON line for each number of micro-batches of either, then the ratio of the best samples per second and
-the one that is wanted; exit code 1 if there is none.
+Prints a JSON line for each run and number of micro-batches. Then prints the ratio of the runs' highest samples per
+second, and the wanted ratio. Exits with 1 if a run fails.
 """
 
 import json
@@ -16,7 +16,7 @@ OPTIONS = ["--device", "cuda:0", "--micro-batches", "1,2,4,8", "--batches", "8"]
 
 
 def speeds(binary: str, impl: str, options: list[str]) -> dict[int, float]:
-    """Samples per second by number of micro-batches."""
+    """Runs the job. Returns the samples per second by number of micro-batches, or {} if it fails."""
     try:
         done = subprocess.run([binary, "pipeline", *options], capture_output=True, text=True,
                               check=False, timeout=LIMIT_S)

@@ -17,10 +17,9 @@ inline Cluster gpu_cluster(int size, const Cluster::Setup& setup, rpc::AgentOpti
   return Cluster(size, setup, options);
 }
 
-/// Enqueues slow work on the current stream, so that results of later work are not ready when the
-/// call that enqueued it returns. Does nothing on the CPU, whose results are always ready.
-/// DISTRAIN_GPU_BUSY sets the number of rows of the matrices; tools that slow a GPU down need
-/// fewer.
+/// Enqueues slow work on the current stream, so that a missing wait for later work there gives
+/// wrong values. Does nothing on the CPU. DISTRAIN_GPU_BUSY sets the number of rows of the
+/// matrices; tools that slow a GPU down need fewer.
 inline void keep_busy(c10::Device device) {
   if (device.is_cpu()) return;
   const char* const told = std::getenv("DISTRAIN_GPU_BUSY");

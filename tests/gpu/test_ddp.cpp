@@ -1,5 +1,5 @@
 // ctest: timeout=120
-// Tests DistributedDataParallel on a GPU, over NCCL and, with two ranks on one GPU, over staging.
+// Tests DistributedDataParallel on a GPU over NCCL, and over staging with two ranks on one GPU.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -25,7 +25,7 @@ using DeviceOf = std::function<c10::Device(int rank)>;
 c10::Device on_cpu(int) { return c10::kCPU; }
 c10::Device on_first(int) { return gpu(); }
 
-/// Returns the parameters of rank 0 after some steps of plain SGD, on the CPU.
+/// Trains by SGD and returns the parameters, copied to the CPU, which must be equal on all ranks.
 std::vector<at::Tensor> train_replicas(int size, const DeviceOf& device_of,
                                        const GroupOf& group_of) {
   TestGroup group(size);

@@ -54,7 +54,7 @@ TEST_CASE("a communicator of one rank reduces and broadcasts on the given stream
   CHECK_FALSE(communicator->failure());
   const at::Tensor whole = at::ones({4}, at::device(kGpu).dtype(at::kLong));
   CHECK(error_of([&] { communicator->allreduce_mean(whole, stream); }).kind == ErrorKind::kInvalid);
-  CHECK_NOTHROW(communicator->broadcast(whole, 0, stream));  // copies bytes of any dtype
+  CHECK_NOTHROW(communicator->broadcast(whole, 0, stream));  // broadcasts any dtype
   CHECK(error_of([&] { communicator->broadcast(whole, 1, stream); }).kind == ErrorKind::kInvalid);
   const at::Tensor on_host = at::ones({4});
   CHECK(error_of([&] { communicator->allreduce_mean(on_host, stream); }).kind ==

@@ -1,7 +1,7 @@
 // ctest: labels=notsan timeout=180
-// Tests checkpoints that are written while the job continues to train. Not under thread sanitizer,
-// which cannot see the synchronization in LibTorch's kernels and reference counts and reports false
-// races; unit_job.checkpoints tests the threads.
+// Tests checkpoints that are written while the job continues to train. Does not run under thread
+// sanitizer, which reports false races because it cannot see the synchronization in LibTorch's
+// kernels and reference counts. unit_job.checkpoints tests the threads.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
@@ -10,7 +10,7 @@ using namespace distrain::testing;
 
 namespace {
 
-// Returns the indices, among all lines of the job, of the `event` lines of step `step`.
+// Returns the indices in `job.lines` of the `event` lines of step `step`.
 std::vector<size_t> places_of(const Finished& job, const std::string& event, int64_t step) {
   std::vector<size_t> places;
   for (size_t i = 0; i < job.lines.size(); ++i) {
@@ -93,14 +93,14 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   for (const int64_t step : {4, 5, 6}) CHECK(places_of(job, "step", step).at(0) < first_saved);
   CHECK(saves[0]["step"] == 3);
   CHECK(saves[1]["step"] == 6);
-  // The job ends only after its last checkpoint is written.
+  // The job has ended only after its last checkpoint was complete.
   CHECK(newest_checkpoint(folder.path()).step == 6);
   CHECK(contains(job.outcomes.at(0).message, "step 6"));
 }
 
 namespace {
 
-/// Moves the checkpoint folder away after the first save, and back after a save has failed.
+/// Moves the checkpoint folder away after the first save, and back at the warning of a failed save.
 template <class Options>
 Hooks<Options> without_folder(const Folder& folder) {
   Hooks<Options> hooks;

@@ -23,7 +23,7 @@ Trained train_hybrid(Place place, HybridOptions options) {
   return trained;
 }
 
-// Only the order of the sum over trainers may change results; the required tolerance is 1e-5.
+// Checks the parameters against a `--local` run, which may sum over trainers in another order.
 void check_as_local(const Trained& trained, const HybridOptions& options) {
   check_close(trained.parameters, train_hybrid(Place::kLocal, options).parameters, 1e-5);
 }
@@ -52,13 +52,13 @@ TEST_CASE("async training applies one update for each trainer and step") {
   const int ps = cmd::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
-  // Rank 0 has the results of the other ranks.
+  // Rank 0 has received the results of the other ranks.
   const std::map<int, Json>& others = trained.job.outcomes.at(0).others;
   CHECK(std::ssize(others) == ps);
   CHECK(others.at(ps)["updates"] == 50 * options.trainers);
   CHECK(others.at(1).value("steps", 0) == (options.trainers > 1 ? 50 : 0));
   CHECK(trained.job.outcomes.at(ps).others.empty());
-  // Lookup, backward, update: at least three calls per step.
+  // A step has at least three calls: lookup, backward, update.
   CHECK(trained.job.fields(0)["rpc"]["calls"] >= 150);
   if (options.trainers == 1) check_as_local(trained, options);
 }
@@ -175,7 +175,7 @@ TEST_CASE("a hybrid job that is stopped saves, and resumes to the same end") {
   options.batches = 7;
   options.steps = 120;
   options.optimizer = "adagrad";
-  // The signal goes to a trainer, the master or the server.
+  // The stop is requested on a trainer, the master or the server.
   SECTION("ranks") {
     check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2, 3), 12, 0.003);
   }

@@ -22,7 +22,7 @@ namespace distrain::testing {
 
 struct OwnOptions : job::TrainerOptions {
   int64_t dim = 4;
-  std::string fault;  ///< the mistake that the job's author makes
+  std::string fault;  ///< a mistake in the job's code; empty: none
   OwnOptions() {
     optimizer = "adam";
     lr = 0.05;
@@ -53,7 +53,7 @@ Rows rows_of(const job::Step& step) {
 
 std::mutex g_seed;  // the seed is global to the process, and all ranks are threads of this process
 
-/// Returns what `make` creates with torch's generator seeded by `seed`.
+/// Seeds torch's global generator, and returns the result of `make()`.
 template <class F>
 auto seeded(uint64_t seed, F make) {
   const std::lock_guard lock(g_seed);
@@ -63,7 +63,7 @@ auto seeded(uint64_t seed, F make) {
 
 torch::nn::Sequential make_net(const OwnOptions& options) {
   return seeded(options.seed, [&] {
-    // Created in separate statements, because compilers may evaluate arguments in any order.
+    // Separate statements fix the order of creation. Arguments may be evaluated in any order.
     const torch::nn::Linear out(8, 1), hidden(options.dim, 8);
     torch::nn::Sequential net(hidden, torch::nn::ReLU(), out);
     net->register_buffer("mask", at::full({2}, -INFINITY));  // saved unchanged
@@ -187,7 +187,7 @@ TEST_CASE("a job on the kit learns, evaluates, and prints its own fields") {
   REQUIRE(evaluations.size() == 6);
   CHECK(evaluations.back()["samples"] == kRows);
   CHECK(evaluations.back()["accuracy"] == 1.0);
-  CHECK(evaluations.back()["liked"] == 10);  // sum over the shares of all trainers
+  CHECK(evaluations.back()["liked"] == 10);  // summed over the shares of all trainers
   CHECK(evaluations.back()["mean_id"] == 9.5);
   CHECK(job.fields(0)["eval"]["mean_id"] == 9.5);
   CHECK(job.fields(0)["accuracy"] == 1.0);
@@ -261,13 +261,13 @@ TEST_CASE("a mistake of a job's author is reported in one line") {
     options.fault = fault;
     return error_of_job(kind, Place::kRanks, options).message;
   };
-  // The fault: calls the module's own forward() instead of DDP's in an autograd context.
+  // "forward" calls the module's own forward() instead of DDP's in an autograd context.
   CHECK(contains(told("forward", base::ErrorKind::kInvalid), "forward"));
-  // The fault: calls torch's backward() on a loss that depends on a remote result.
+  // "backward" calls torch's backward() on a loss that depends on a remote result.
   CHECK(contains(told("backward", base::ErrorKind::kInvalid), "autograd::backward"));
-  // The fault: exposes a module with running statistics.
+  // "buffers" exposes a module with running statistics.
   CHECK(contains(told("buffers", base::ErrorKind::kInvalid), "BatchNorm"));
-  // The fault: puts a parameter into two groups.
+  // "twice" puts a parameter into two groups.
   CHECK(contains(told("twice", base::ErrorKind::kInvalid), "group"));
 }
 
@@ -298,7 +298,7 @@ TEST_CASE("a process whose assigned rank is taken by one that names it asks for 
     Job its = job;
     its.rank = rank;
     its.stop = std::make_shared<job::StopSignal>();
-    its.rejoins = rank == 1;  // rank 0 may not have noticed yet that the first rank 1 is gone
+    its.rejoins = rank == 1;  // rank 0 may not have noticed the loss of the first rank 1
     if (rank == 0) its.listen_fd = socket.release();
     return std::async(std::launch::async, [&, its, placed = std::move(placed)] {
       at::set_num_threads(1);

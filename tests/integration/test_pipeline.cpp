@@ -1,5 +1,6 @@
 // ctest: labels=notsan timeout=300 first
-// Not under sanitizers, to save time: test_pipeline_{failures,checkpoints} run the same code.
+// Does not run under thread sanitizer, to save time: test_pipeline_failures.cpp and
+// test_pipeline_checkpoints.cpp run the same code.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
@@ -13,7 +14,7 @@ PipelineOptions small() { return small_pipeline(2, 9); }
 
 using Gradients = std::vector<NamedTensors>;
 
-/// Trains once per entry of `num_split`; returns all batches' gradients and the `split` lines.
+/// Trains once per entry of `num_split`. Returns all batches' gradients and the `split` lines.
 std::pair<Gradients, std::vector<Json>> train_pipeline(Place place, PipelineOptions options) {
   Gradients gradients;
   options.on_gradients = [&gradients](const NamedTensors& batch) {
@@ -91,7 +92,7 @@ TEST_CASE("each number of micro-batches starts with a new model of the same seed
   const auto [gradients, lines] = train_pipeline(Place::kRanks, options);
   REQUIRE(lines.size() == 3);
   CHECK(lines[0]["loss"] == lines[2]["loss"]);
-  CHECK(lines[0]["loss"] != lines[1]["loss"]);  // the micro-batches of batch norm differ
+  CHECK(lines[0]["loss"] != lines[1]["loss"]);  // batch norm sees micro-batches of another size
 }
 
 TEST_CASE("a pipeline fits batches that it sees repeatedly") {
@@ -182,9 +183,9 @@ TEST_CASE("weights that cannot be read end the job") {
   PipelineOptions options = small();
   options.weights = "no-such-file.safetensors";
   Hooks<PipelineOptions> hooks;
-  hooks.job = [](Job& job) { job.join_timeout_s = 3; };  // rank 0 never joins
+  hooks.job = [](Job& job) { job.join_timeout_s = 3; };  // short, because rank 0 never joins
   const Finished job = try_job(Place::kRanks, options, hooks);
   CHECK(base::kind_name(job.errors.at(0).kind) == "bad_data");
   CHECK(contains(job.errors.at(0).message, "no-such-file"));
-  CHECK(job.all("ready").empty());  // no rank had to wait for the error
+  CHECK(job.all("ready").empty());  // rank 0 failed before any rank was ready
 }

@@ -20,7 +20,7 @@ TEST_CASE("a resumed pipeline ends with the same bits, also with another split")
   PipelineOptions options = three_batches();
   const Snapshot expected = checkpoint_of(Place::kRanks, options);
   CHECK(expected.step == 4);
-  CHECK(expected.file("model").size() == 122);  // torchvision's state_dict
+  CHECK(expected.file("model").size() == 122);  // as in torchvision's state_dict
   CHECK(expected.file("model").at("bn1.num_batches_tracked").item<int64_t>() == 8);
 
   const Folder folder;
@@ -38,7 +38,7 @@ TEST_CASE("a resumed pipeline ends with the same bits, also with another split")
   saved.state["options"] = expected.state["options"];
   check_same(saved, expected);
 
-  // No batch is left, so the job only prints a warning.
+  // All batches were trained before the save, so the resumed job only prints a warning.
   const Finished nothing = run_job(Place::kRanks, options);
   REQUIRE(nothing.all("warn").size() == 1);
   CHECK(contains(nothing.all("warn")[0]["message"], "a larger --batches"));

@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// Tests a stage that throws: all micro-batches get its error.
+// Tests that a stage that throws fails all micro-batches with its error.
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/context.h"
@@ -20,8 +20,8 @@ constexpr int kStages = 2;
 constexpr int64_t kMicroBatches = 4;
 constexpr int64_t kSide = 33;
 
-/// Two stages of a resnet18 and one context for each micro-batch, as on the master. The object must
-/// outlive the futures that run() returns.
+/// Two remote stages of a resnet18, and a context for each micro-batch, as on the job's master. The
+/// object must outlive the futures that run() returns.
 struct TwoStages {
   explicit TwoStages(rpc::Agent& master) : agent(master) {
     const auto cut = cut_resnet("narrow_resnet18", kStages, {}, 10, kSide);
@@ -122,5 +122,5 @@ TEST_CASE("a pipeline ends when a stage dies with micro-batches in flight") {
   TwoStages pipeline(cluster[0]);
   const auto done = pipeline.run(good_images());
   cluster.kill(dying);
-  for (const auto& one : done) one.wait_result();  // with or without an error
+  for (const auto& one : done) one.wait_result();  // completes, with or without an error
 }

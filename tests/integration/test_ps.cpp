@@ -31,7 +31,7 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   options.mode = "sync";
   options.trainers = GENERATE(1, 2, 3);
   using Rate = std::optional<double>;
-  options.dropout = GENERATE(Rate(0), Rate(), Rate(0.1));  // dropout masks depend on keys only
+  options.dropout = GENERATE(Rate(0), Rate(), Rate(0.1));  // --local has the same masks
   options.clip = options.dropout == 0 ? 0 : 0.5;
   if (options.dropout > 0.0 && options.trainers != 2) return;
   options.limit = 101;  // shards of different sizes
@@ -138,13 +138,13 @@ TEST_CASE_METHOD(PsImages, "with ssp 2 fast trainers are at most two steps ahead
     const auto staleness = step["staleness"].get<int64_t>();
     CHECK(staleness >= 0);
     CHECK(staleness <= 2);
-    // Both other trainers are at most two steps behind; `version` counts the updates of all three.
+    // `version` counts all trainers' updates. The other two are at most two steps behind this one.
     CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1 - 2));
     greatest = std::max(greatest, staleness);
   }
   CHECK(greatest > 0);
   CHECK(job.fields(0)["staleness"] == greatest);
-  // Trainer 2 is nearly always the slowest; another trainer may be slower if it gets no CPU time.
+  // Trainer 2 is nearly always the slowest, unless another trainer gets no CPU time.
   const std::vector<Json> slow = job.all("step", 2);
   REQUIRE(slow.size() == 20);
   CHECK(std::count_if(slow.begin(), slow.end(),

@@ -11,7 +11,7 @@ namespace {
 struct FewPsImages {
   FewPsImages() { write_images(folder, 96, 16, 1); }
 
-  // Steps per epoch: 8 with three trainers, 12 with two, 24 with one.
+  // Returns options with 24 steps per epoch for one trainer, 12 for two, 8 for three.
   PsOptions options(const std::string& mode = "sync") const {
     PsOptions options;
     options.data = folder.path();
@@ -106,7 +106,7 @@ TEST_CASE_METHOD(FewPsImages,
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
   Hooks<PsOptions> hooks = slow_rank<PsOptions>(3, 0.01);
   hooks.heard = [](const Job& job, const Line& line) {
-    // All ranks request the stop, because one rank alone might be too late.
+    // Each rank requests the stop, because a slow rank alone might do so after the last step.
     if (line.event == "step" && line.fields["step"] == 4) job.stop->request();
   };
   const Finished first = run_job(Place::kRanks, options, hooks);

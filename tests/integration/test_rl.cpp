@@ -15,7 +15,7 @@ RlOptions short_rl(int64_t episodes) {
   return options;
 }
 
-/// Returns the fields of the episode lines, except the speed.
+/// Returns the fields of the `episode` lines without the speeds, which differ between runs.
 std::vector<Json> episodes_of(const Finished& job) {
   std::vector<Json> episodes = job.all("episode", 0);
   for (Json& line : episodes) {
@@ -112,7 +112,7 @@ TEST_CASE("a policy that is not finite ends the job, and nothing is saved") {
   CHECK_FALSE(store::CheckpointStore::newest(folder.path()));
 }
 
-#ifndef DISTRAIN_SANITIZED  // the same code as above, which would take a minute
+#ifndef DISTRAIN_SANITIZED  // it would take a minute and runs the same code as the cases above
 TEST_CASE("CartPole is solved") {
   RlOptions options = short_rl(1000);
   options.observers = 3;
@@ -131,13 +131,13 @@ TEST_CASE("an observer that fails during an episode ends the job on all ranks, w
   Hooks<RlOptions> hooks;
   hooks.heard_at_once = [&](const Job& job, const Line& line) {
     if (job.rank == 0 && line.event == "episode") played.set();
-    if (job.rank == 2 && line.event == "ready") {  // it plays concurrently, on other threads
+    if (job.rank == 2 && line.event == "ready") {  // this rank also plays, on other threads
       has_played.wait();
       throw base::Exception(base::ErrorKind::kResources, "no more");
     }
   };
   RlOptions options = short_rl(0);
-  options.threshold = 1e9;  // never reached, so the job would not end
+  options.threshold = 1e9;  // never reached, so only the failure ends the job
   options.observers = 3;
   const Finished job = try_job(Place::kRanks, options, hooks);
   CHECK_FALSE(job.all("episode", 0).empty());

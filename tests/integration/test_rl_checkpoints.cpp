@@ -111,7 +111,7 @@ TEST_CASE("a job of episodes that is stopped in its last one reports that") {
   Hooks<RlOptions> hooks;
   hooks.job = [&](Job& job) { signals.keep(job); };
   hooks.heard = [&](const Job&, const Line& line) {
-    // The 8th line is printed after the last step but before the save is complete.
+    // The 8th episode is the last. Its line is printed before the save is complete.
     if (line.event != "episode" || line.fields["episode"] != 8) return;
     CHECK(signals.of(told).request());
   };
@@ -143,7 +143,7 @@ TEST_CASE("before all ranks have joined, signals are not deferred and a bad fold
   RlOptions options = saving_rl(folder, 3);
   Hooks<RlOptions> hooks;
   hooks.heard = [](const Job& job, const Line& line) {
-    // Checks only rank 0, because an observer may have begun to play when its line is printed.
+    // Checks rank 0 only: an observer may play already when its `ready` line is printed.
     if (line.event == "ready" && job.rank == 0) CHECK_FALSE(job.stop->armed());
   };
   run_job(Place::kRanks, options, hooks);
@@ -151,7 +151,7 @@ TEST_CASE("before all ranks have joined, signals are not deferred and a bad fold
   options.checkpoint.resume = "";  // now the folder holds the checkpoints of another run
   Hooks<RlOptions> short_join;
   short_join.job = [](Job& job) {
-    if (job.rank != 0) job.join_timeout_s = 1;  // rank 0 fails before it joins
+    if (job.rank != 0) job.join_timeout_s = 1;  // short, because rank 0 fails before it joins
   };
   const Finished job = try_job(Place::kRanks, options, short_join);
   CHECK(base::kind_name(job.errors.at(0).kind) == "invalid");

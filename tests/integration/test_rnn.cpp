@@ -33,7 +33,7 @@ TEST_CASE_METHOD(RnnText, "sync training on text equals the one-process run over
       {{1, 0.05, 0.2}, {2, 0, 0}, {2, 0.05, 0.2}, {3, 0, 0.2}, {3, 0.05, 0}}));
   options.trainers = trainers;
   options.clip = clip;
-  options.dropout = dropout;  // dropout masks depend on keys only
+  options.dropout = dropout;  // --local has the same masks
   options.steps = 30;
   CAPTURE(options.trainers, options.clip, options.dropout);
   const Snapshot ranks = checkpoint_of(Place::kRanks, options);
@@ -120,14 +120,14 @@ TEST_CASE_METHOD(RnnText, "the language model learns, and its lines show it") {
   }
   for (const Json& line : epochs) check_perplexity(line);
   for (const Json& line : job.all("step")) CHECK(line["words_per_s"] > 0);
-  CHECK(evals.back()["perplexity"] < 21);  // uniform guesses give 25
+  CHECK(evals.back()["perplexity"] < 21);  // a model that has learned nothing has 25
   CHECK(job.fields(0)["eval"] == evals.back());
   CHECK(job.fields(place == Place::kLocal ? 0 : 1)["words_per_s"] > 0);
 }
 
 TEST_CASE_METHOD(RnnText, "validation covers all columns, however many trainers share them") {
   RnnOptions options = on_text();
-  // A text of two words has one word to predict, so with several trainers all but one have no data.
+  // In a text of two words there is one word to predict, so only one of several trainers has data.
   if (GENERATE(false, true)) options.valid_data = folder.write("few.txt", "w1 w2\n");
   options.lr = kNothing;
   options.epochs = 1;

@@ -51,7 +51,7 @@ TEST_CASE_METHOD(RnnFewWords, "a job without a checkpoint to resume from starts 
 TEST_CASE_METHOD(RnnFewWords, "a language model that is stopped resumes to the same end") {
   RnnOptions options = this->options();
   options.steps = 60;
-  // The server or a trainer gets the signal.
+  // The stop is requested on the server or on a trainer.
   const int64_t at = GENERATE(0, 20);
   SECTION("ranks") { check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 2), at); }
   SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, at); }

@@ -18,13 +18,13 @@ at::Tensor bag(at::Tensor weight, at::Tensor indices, at::Tensor offsets, bool s
   return embedding_bag_value(weight, indices, offsets, sparse);
 }
 
-// Both functions call to_here() on the rank that runs them, which may or may not own `x`.
+// Both functions run on the callee, which fetches `x` with to_here() unless it owns `x`.
 at::Tensor add_to(const RRef<at::Tensor>& x, at::Tensor y) { return x.to_here() + y; }
 at::Tensor mul_by(const RRef<at::Tensor>& x, at::Tensor y) { return x.to_here() * y; }
 
 struct Table {
   using Constructor = Table(at::Tensor values);
-  // Creates the parameter as a copy on this rank, because its owner looks up the gradient.
+  // Makes `weight` a leaf of this rank, because gradient() finds only gradients of local leaves.
   explicit Table(at::Tensor values) : weight(values.detach().clone().requires_grad_()) {}
   at::Tensor forward(at::Tensor indices, at::Tensor offsets) {
     return embedding_bag_value(weight, indices, offsets, true);

@@ -10,8 +10,8 @@
 
 namespace distrain::oracle {
 
-/// Runs the graphs with our distributed autograd: rank 0 is the caller and rank 1 "the other rank",
-/// both in one process. With a third rank, results of chain() stay on that rank.
+/// Runs the graphs with our distributed autograd, on ranks in one process. Rank 0 is the caller and
+/// rank 1 is "the other rank" of RemoteOps. If there is a third rank, it keeps results of chain().
 class DistrainRuntime {
  public:
   /// `each` may change the options of each rank before its agent is created.
@@ -19,8 +19,7 @@ class DistrainRuntime {
                            const std::function<void(rpc::AgentOptions&)>& each = {});
   ~DistrainRuntime();
 
-  /// As OfficialRuntime::gradients(): returns the gradients of the leaves and, last, of the table,
-  /// from a new context. The table's gradient is read on its owner.
+  /// Runs a pass in a new context. Returns the gradients of the leaves and, last, of the table.
   std::vector<at::Tensor> gradients(const Graph& graph);
   testing::Cluster& cluster() { return cluster_; }
 

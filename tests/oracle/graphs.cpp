@@ -11,7 +11,7 @@ at::Tensor leaf(at::IntArrayRef shape) { return at::randn(shape).requires_grad_(
 
 at::Tensor numbers(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
-// Returns 16 indices into 10 rows. The last bag begins at 16, so it is empty.
+// Returns 16 indices into 10 rows. The last bag of bag_offsets() begins at 16, so it is empty.
 at::Tensor bag_indices(const at::Tensor& beside) {
   return numbers({1, 3, 3, 0, 9, 2, 1, 1, 5, 6, 7, 8, 4, 4, 4, 0}).to(beside.device());
 }

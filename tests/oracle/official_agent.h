@@ -1,4 +1,4 @@
-// LibTorch's C++ RPC agent, set up as by its Python bindings.
+// LibTorch's C++ RPC agent, set up as LibTorch's Python bindings set it up.
 #pragma once
 
 #include <memory>
@@ -27,7 +27,7 @@ using OfficialReply = c10::intrusive_ptr<c10::ivalue::Future>;
 
 inline std::string official_name(int rank) { return "worker" + std::to_string(rank); }
 
-/// Starts the agent of this process. There can be only one because it is a global of torch.
+/// Starts the agent of this process, which can have only one because torch keeps it in a global.
 /// `transport` is "shm", "uv" (TCP), or empty for torch's choice. If `gpu` is given, tensors on
 /// that GPU arrive on the same GPU on every rank.
 inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -61,7 +61,7 @@ inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>&
   return agent;
 }
 
-/// Returns an operator for a ScriptCall by its name and overload, such as "aten::mul" and "Tensor".
+/// Returns the operator with a name and an overload, such as "aten::mul" and "Tensor".
 inline std::shared_ptr<torch::jit::Operator> find_operator(const std::string& name,
                                                            const std::string& overload) {
   for (const auto& candidate : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {

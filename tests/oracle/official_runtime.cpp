@@ -23,7 +23,7 @@ constexpr const char* kEmbeddingBag =
     " -> Tensor";
 constexpr const char* kLookup = "aten::distrain_lookup(Tensor indices, Tensor offsets) -> Tensor";
 
-// Calls an operator on the only worker, with autograd, as Python's rpc_sync does.
+// Calls an operator on this process, the only worker, with autograd, as Python's rpc_sync does.
 c10::IValue call(official::rpc::RpcAgent& agent, const std::string& name,
                  const std::string& overload, std::vector<c10::IValue> arguments) {
   return reply_value(official::autograd::sendMessageWithAutograd(
@@ -52,7 +52,7 @@ class Handler {
   std::unique_ptr<c10::FunctionSchema> schema_;
 };
 
-// A new context that is current on this thread during the object's lifetime.
+// Creates a context and makes it current on this thread; the destructor releases it.
 class Context {
  public:
   Context() : context_(DistAutogradContainer::getInstance().newContext()) {}
@@ -80,7 +80,7 @@ class Context {
 
 struct OfficialRuntime::State {
   OfficialAgent agent;
-  at::Tensor table;  // the table that lookup()'s handler reads; set between passes
+  at::Tensor table;  // the table of the current graph, which the handler `lookup` reads
   std::unique_ptr<Handler> nested;
   std::unique_ptr<Handler> embedding_bag;
   std::unique_ptr<Handler> lookup;

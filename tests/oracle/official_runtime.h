@@ -13,7 +13,7 @@ namespace distrain::oracle {
 /// from C++, in this process alone. The only worker calls itself. Every call uses a connection and
 /// has send and recv nodes on both sides, as between two workers.
 ///
-/// At most one OfficialRuntime at a time, because torch's agent and contexts are globals.
+/// Only one may exist at a time, because torch's agent and contexts are globals.
 class OfficialRuntime {
  public:
   OfficialRuntime();
@@ -21,9 +21,8 @@ class OfficialRuntime {
   OfficialRuntime(const OfficialRuntime&) = delete;
   OfficialRuntime& operator=(const OfficialRuntime&) = delete;
 
-  /// Runs the graph in a new context, then torch's distributed backward pass from its loss. Returns
-  /// the gradients of the leaves and, last, of the table in that context; a missing gradient is an
-  /// undefined tensor.
+  /// Runs the graph and torch's distributed backward pass from its loss, in a new context. Returns
+  /// the gradients of the leaves and, last, of the table. A missing gradient is undefined.
   std::vector<at::Tensor> gradients(const Graph& graph);
 
  private:

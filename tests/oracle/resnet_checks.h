@@ -20,8 +20,8 @@ inline void check_near(const at::Tensor& actual, const at::Tensor& expected, dou
   CHECK(distance <= tolerance);
 }
 
-// Converts the net to double, so that tests can compare gradients to many digits. Float32 gradients
-// change by some percent with the order of a sum, because small batches and ReLU amplify rounding.
+// Converts the net to double, so that tests can compare many digits of gradients. In float32, the
+// order of a sum changes gradients by some percent: small batches and ReLU amplify rounding.
 inline void make_double(ResNetStage& net) {
   for (auto [name, tensor] : net.state()) {
     if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(at::kDouble));

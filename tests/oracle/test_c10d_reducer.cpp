@@ -1,4 +1,4 @@
-// Compares our Reducer with torch's c10d::Reducer on our Backend: both give the same gradients.
+// Tests that our Reducer and torch's c10d::Reducer, both on our Backend, give the same gradients.
 #include <map>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

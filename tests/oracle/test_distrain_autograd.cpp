@@ -1,9 +1,9 @@
 // Compares our engine with torch's DistEngine on the same graphs.
 //
-// Tolerance: both engines run the same kernels on the same float32 values. Only the order in which
-// the gradients of a repeatedly used tensor are summed may differ, which changes the last place or
-// two. Gradients reach some hundreds here, so elements are compared to 1e-6 of the tensor's largest
-// gradient (or of 1): eight times the spacing of float32 there.
+// Both engines run the same kernels on the same float32 values. Only the order in which the
+// gradients of a repeatedly used tensor are summed may differ, which changes the last bit or two.
+// The tolerance of an element is 1e-6 of the tensor's largest gradient, or of 1 if that is smaller:
+// eight times the spacing of float32 values of that size.
 #include <algorithm>
 #include <memory>
 #include <thread>

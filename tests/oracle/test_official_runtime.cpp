@@ -1,5 +1,5 @@
-// Tests the oracle itself: torch's distributed gradients equal those of plain autograd on every
-// graph. The tests of our engine use the same graphs.
+// Tests the oracle itself: on every graph, torch's distributed gradients equal those of plain
+// autograd. The tests of our engine use the same graphs.
 #include "oracle/compare.h"
 #include "oracle/graphs.h"
 #include "oracle/official_runtime.h"
@@ -13,7 +13,7 @@ TEST_CASE("Torch's distributed gradients equal the local ones") {
     DYNAMIC_SECTION(graph.name) {
       const std::vector<at::Tensor> expected = local_gradients(graph);
       check_same_gradients(runtime.gradients(graph), expected);
-      // Contexts are independent: the next pass starts without gradients.
+      // The next pass has a new context, so it does not add to the gradients of this pass.
       check_same_gradients(runtime.gradients(graph), expected);
       for (const at::Tensor& leaf : graph.leaves) CHECK_FALSE(leaf.grad().defined());
     }

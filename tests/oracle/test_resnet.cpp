@@ -1,5 +1,5 @@
 // ctest: timeout=180
-// Compares our ResNets with recorded values of torchvision's; torchvision.cpp runs torchvision.
+// Compares our ResNets with recorded values of torchvision's. torchvision.cpp runs torchvision.
 #include <cmath>
 #include <string>
 

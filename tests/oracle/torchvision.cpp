@@ -1,5 +1,5 @@
-// Compares our ResNet50 with torchvision's. Run by tests/python/torchvision.sh with the folder that
-// tests/python/resnet.py has written.
+// Compares our ResNet50 with torchvision's. tests/python/torchvision.sh runs this test with the
+// folder that tests/python/resnet.py has written.
 #include <cstdlib>
 #include <string>
 

@@ -1,7 +1,7 @@
-// Runs two ranks, `my_job 0 PORT` and `my_job 1 PORT`: the second asks the first for a sum and for
-// its gradient. `my_job symbols` checks that libtorch_cpu exports a visible libuv and that there is
-// no other one. `my_job cuda` prints why CUDA is unavailable; it looks for libdistrain_cuda.so
-// first.
+// `my_job 0 PORT` and `my_job 1 PORT` are two ranks: rank 1 calls rank 0 for a sum and runs a
+// backward pass through the call. `my_job symbols` prints the library that exports libuv's uv_run,
+// which must be libtorch_cpu. `my_job cuda` loads libdistrain_cuda.so and prints why CUDA is
+// unavailable.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>

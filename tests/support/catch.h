@@ -12,7 +12,7 @@ using Catch::Approx;
 
 namespace distrain::testing {
 
-/// Under a sanitizer, a test may skip combinations of cases that it also runs one by one.
+/// True under a sanitizer. A test may then skip combinations of cases that it also runs one by one.
 #ifdef DISTRAIN_SANITIZED
 inline constexpr bool kSanitized = true;
 #else

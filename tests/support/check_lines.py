@@ -1,8 +1,8 @@
-"""check_lines.py SCHEMA FILE...: names each JSON line of a job that is not as `distrain schema` says.
+"""check_lines.py SCHEMA FILE...: reports each JSON line of a job that does not match `distrain schema`.
 
-Knows as much of JSON Schema as that prints: type, const, enum, properties, required,
-additionalProperties, items, and oneOf over the events. What is in a file besides such lines is left
-alone, and so is a last line that was cut off: its writer was killed."""
+Supports the parts of JSON Schema that `distrain schema` uses: type, const, enum, properties, required,
+additionalProperties, items, and oneOf over the events. Ignores all other lines of a file, and a truncated last line,
+whose writer was killed."""
 import json
 import sys
 
@@ -53,7 +53,7 @@ def problems_of_line(line, schema):
 def main(schema_path, *paths):
     with open(schema_path, encoding="utf-8") as file:
         schema = json.load(file)
-    told = set()  # each problem once, however many lines have it
+    told = set()  # problems already reported, because each is reported once
     checked = 0
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -19,8 +19,8 @@ class Cluster {
  public:
   using Setup = std::function<void(rpc::Agent&)>;
 
-  /// `each` may change the options of each rank; `options.rank` is the rank. Cluster disables the
-  /// default peer_timeout, because a rank that gets no CPU time for seconds must not count as lost.
+  /// Creates and joins agents. `each` may change the options of each rank. Disables the default
+  /// peer_timeout, because a rank that gets no CPU time for seconds must not count as lost.
   explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {},
                    const std::function<void(rpc::AgentOptions&)>& each = {}) {
     if (options.peer_timeout == rpc::AgentOptions{}.peer_timeout) {
@@ -94,7 +94,7 @@ class Cluster {
   std::vector<std::unique_ptr<rpc::Agent>> agents_;
 };
 
-/// Checks a condition on a rank's own thread, where Catch2's assertions may not be used.
+/// Throws if `condition` is false. For threads of ranks, where Catch2's assertions are not allowed.
 inline void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }

@@ -14,19 +14,19 @@ namespace distrain::testing {
 //
 //  - The CPU cannot access device memory: reading it is a segmentation fault.
 //  - A stream is a list of work that runs only when a thread waits for it (for a stream or an
-//    event, in item(), in a copy to the CPU), or when a running stream does. So a missing wait
+//    event, in item(), in a copy to the CPU) or another running stream does. So a missing wait
 //    always gives the previous contents of memory.
 //  - Non-blocking copies between pinned memory and a device are such work, too: host memory is
 //    read or written only when the stream runs. Copies of other host memory block or are staged,
 //    as CUDA's are.
-//  - They have their own generators and refuse those of other devices.
-//  - Operations that use CUDA's current device create a context there, which is recorded: moving
-//    to a device, events, pinned memory, device memory.
-//  - Freed memory is filled with 0xFF (NaN; -1) in the order of the stream that allocated it,
-//    which may reuse it at once. Work on another stream that uses the memory without
+//  - They have their own random generators and refuse those of other devices.
+//  - Operations that use CUDA's current device create a context there, which is recorded:
+//    switching to a device, events, and allocations of pinned memory and of device memory.
+//  - Freed memory is filled with 0xFF (NaN or -1) by work on the stream that allocated it, which
+//    may reuse the memory at once. Work on another stream that uses the memory without
 //    recordStream or a wait finds it filled.
 //
-// Kernels are the CPU's, on another mapping of the same memory. They keep no tensor alive.
+// The kernels are the CPU's, on another mapping of the memory. Enqueued work keeps no tensor alive.
 
 constexpr int kFakeDevices = 4;
 
@@ -40,13 +40,13 @@ struct FakeDeviceCopies {
   bool operator==(const FakeDeviceCopies&) const = default;
 };
 
-/// Counts operations since the last reset, on all threads and devices.
+/// The numbers of operations since the last reset, on all threads and devices.
 struct FakeDeviceCounters {
   FakeDeviceCopies host_to_device;
   FakeDeviceCopies device_to_host;
   FakeDeviceCopies device_to_device;  ///< between two devices
-  FakeDeviceCopies within_device;     ///< copy_, clone, to, contiguous
-  int64_t scalars = 0;                ///< item()
+  FakeDeviceCopies within_device;     ///< by copy_, clone, to or contiguous
+  int64_t scalars = 0;                ///< calls of item()
   int64_t waits = 0;                  ///< a stream waits for an event
   int64_t host_waits = 0;             ///< a thread waits for a stream or an event
 };
@@ -78,9 +78,8 @@ class FakeDeviceFailure {
   FakeDeviceFailure& operator=(const FakeDeviceFailure&) = delete;
 };
 
-/// Returns the names of the threads that have created a context on `device` since the last reset,
-/// sorted, without duplicates, separated by commas. A guard that restores a device creates no
-/// context.
+/// Returns the sorted names of the threads that have created a context on `device` since the last
+/// reset, separated by commas. A guard that restores the previous device creates no context.
 std::string fake_contexts(int device);
 void reset_fake_contexts();
 

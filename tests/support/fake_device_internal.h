@@ -37,20 +37,20 @@ class Queue;
 
 /// A piece of device memory; never destroyed.
 struct Block {
-  Queue* owner = nullptr;  // the stream that allocated it
+  Queue* owner = nullptr;  // the stream that allocated the block
   int device = 0;
   char* host = nullptr;
   size_t size = 0;
-  std::vector<Queue*> users;  // other streams, by recordStream
-  uint64_t poisoned_at = 0;   // the owner's point at which freed memory is filled
+  std::vector<Queue*> users;  // other streams that use it, known by recordStream
+  uint64_t poisoned_at = 0;   // point of `owner` after the freed block is filled
 };
 
-/// The enqueued work of one stream. Guarded by the Lock.
+/// The enqueued work of one stream, guarded by the Lock. Point n is reached when n items are done.
 class Queue {
  public:
   void add(std::vector<Block*> touched, std::function<void()> work);
   void add_wait(Queue& other, uint64_t point);
-  /// Blocks later work until `open` returns true. Every waiting thread calls `open` under the Lock.
+  /// Blocks later work until `open` returns true. Waiting threads call `open` under the Lock.
   void add_gate(std::function<bool()> open);
 
   /// Returns the point after all work that has been enqueued.
@@ -78,7 +78,7 @@ class Queue {
   bool at_work_ = false;
 };
 
-/// Runs the work before `point`; waits for closed gates without the Lock.
+/// Runs the work before `point`. While a gate is closed, waits without the Lock.
 void run_on_host(Queue& queue, uint64_t point);
 
 Queue& queue_of(const c10::Stream& stream);
@@ -94,11 +94,10 @@ at::Generator cpu_generator(const at::Generator& generator, int device);
 c10::Stream current_stream(int device);
 Queue& current_queue(c10::Device device);
 
-// Memory.
 c10::DeviceAllocator& device_allocator();
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* pointer);
-/// Returns the CPU's mapping of device memory.
+/// Returns the address at which the CPU can access the device memory at `pointer`.
 char* host_of(const void* pointer);
 Block* block_of(const void* pointer);
 void record_use(const void* pointer, const c10::Stream& stream);
@@ -106,19 +105,19 @@ void record_use(const void* pointer, const c10::Stream& stream);
 /// Throws if a FakeDeviceFailure exists.
 void check_health();
 
-/// Returns true if mutants.sh wants the calling wait (or event record) of a stream omitted.
+/// Returns true if mutants.sh has selected the calling wait (or event record) to be omitted.
 bool wait_is_dropped();
 
-// The caller holds the Lock.
+/// Returns the counters. The caller must hold the Lock.
 FakeDeviceCounters& counters();
 
 /// Returns a CPU tensor that shares the memory of a device tensor but does not keep it alive.
 at::Tensor host_alias(const at::Tensor& tensor);
 
-/// Enqueues work with some tensors on the current stream of their device.
+/// Collects the operands of some work, and enqueues it on the current stream of their device.
 class Launch {
  public:
-  /// Returns the host_alias of a device tensor, or a copy of a CPU scalar.
+  /// Adds an operand. Returns host_alias() of a device tensor, or a copy of a CPU scalar.
   at::Tensor operand(const at::Tensor& tensor);
   at::Tensor operand(const std::optional<at::Tensor>& tensor) {
     return tensor ? operand(*tensor) : at::Tensor();
@@ -134,14 +133,14 @@ class Launch {
   std::vector<Block*> touched_;
 };
 
-/// Replaces each tensor in an argument of an operator by the result of `change`.
+/// Returns `value`, an argument of an operator, with `change` applied to each tensor in it.
 c10::IValue map_tensors(const c10::IValue& value,
                         const std::function<at::Tensor(const at::Tensor&)>& change);
 
 /// Returns an empty tensor on `device` with the shape and strides of `like`.
 at::Tensor empty_on(c10::Device device, const at::Tensor& like);
 
-/// Returns a tensor that gets the contents of the CPU tensor `value` at this point of the stream.
+/// Returns a tensor on `device` and enqueues a copy of the CPU tensor `value` to it.
 at::Tensor publish(c10::Device device, const at::Tensor& value);
 
 }  // namespace distrain::testing::fake_device

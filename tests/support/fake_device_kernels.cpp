@@ -114,7 +114,8 @@ void copy_from_host(const at::Tensor& dst, const at::Tensor& src, bool non_block
   if (!non_blocking) launch.synchronize();
 }
 
-// Copies on the sender's current stream, between waits that order it with the receiver's stream.
+// Copies on the current stream of the source device. Waits before and after the copy order it with
+// the current stream of the destination device.
 void copy_between(const at::Tensor& dst, const at::Tensor& src) {
   count(&FakeDeviceCounters::device_to_device, src);
   const Lock lock;
@@ -229,7 +230,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (self.numel() > 0) record_use(self.const_data_ptr(), stream);
 }
 
-// Returns a CPU tensor of the same shape, from which an operator infers its result's shape.
+// Returns a CPU tensor of the same shape, on which an operator runs to find its result's shape.
 at::Tensor blank(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   at::Tensor values =
@@ -240,7 +241,8 @@ at::Tensor blank(const at::Tensor& tensor) {
 
 using Values = std::vector<c10::IValue>;
 
-// Runs any operator on the device: the CPU's kernel on aliases of its operands.
+// A call of any operator on the fake device. Runs the operator's CPU kernel on CPU tensors that
+// share the memory of the operands.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack) : op_(op), stack_(stack) {
@@ -313,7 +315,7 @@ class Call {
     return results;
   }
 
-  // Resizes empty outputs to the shape of the result.
+  // Resizes each empty output argument to the shape of the operator's result.
   void size_outputs() {
     bool any = false;
     for (size_t i = 0; i < arguments_.size(); ++i) any = any || is_empty_output(i);
@@ -333,7 +335,7 @@ class Call {
            arguments_[i].toTensor().defined() && arguments_[i].toTensor().numel() == 0;
   }
 
-  // Enqueues the operator. `shapes` is empty if the results are arguments of the operator.
+  // Enqueues the operator. `shapes` has the shapes of new results; none if results are arguments.
   Values submit(Values shapes) {
     Launch launch;
     Values aliases = map_all(arguments_, [&](const at::Tensor& t) { return launch.operand(t); });
@@ -369,8 +371,8 @@ class Call {
     return results;
   }
 
-  // Computes at once, after the earlier work of the stream, because shapes or random numbers depend
-  // on the operands' values. The results are still written by work on the stream.
+  // Computes the results at once, after the earlier work of the stream, because their shapes or
+  // random numbers depend on the operands' values. Work on the stream still writes the results.
   Values now() {
     const Lock lock;
     Launch launch;

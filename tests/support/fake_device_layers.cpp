@@ -47,7 +47,7 @@ Tensor like_if(bool wanted, const Tensor& tensor) {
   return wanted ? at::empty_like(tensor) : Tensor();
 }
 
-// Copies the defined results of `from` to those that are defined in `to`.
+// Copies each tensor of `from` to the same place of `to` if both tensors are defined.
 void store(const Three& to, const Three& from) {
   const auto put = [](Tensor there, const Tensor& value) {
     if (there.defined() && value.defined()) there.copy_(value);
@@ -120,7 +120,8 @@ Three batch_norm_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& 
   return results;
 }
 
-// Gates in torch's order: input, forget, cell, output. The workspace keeps them for backward.
+// Computes an LSTM cell. The gates are in torch's order: input, forget, cell, output. The third
+// result keeps the gates for lstm_cell_backward().
 Three lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
                 const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
   const Three results = {at::empty_like(cell), at::empty_like(cell), at::empty_like(input_gates)};

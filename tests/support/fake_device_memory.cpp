@@ -19,7 +19,8 @@ using c10::CachingAllocator::StatType;
 constexpr size_t kArenaBytes = size_t{4} << 30;  // of address space
 constexpr int kPoison = 0xFF;
 
-// The memory of one device: a memory file, mapped for the device and for the host. Never shrinks.
+// The memory of one device: a memory file with one mapping for the device, which the CPU cannot
+// access, and one for the host. Never shrinks.
 class Arena {
  public:
   Arena() {
@@ -177,14 +178,15 @@ class FakeAllocator final : public c10::DeviceAllocator {
     here.deferred.push_back(std::move(deferred));
   }
 
-  // Overwrites freed memory on the owner's stream, so that later work there finds it poisoned.
+  // Overwrites a freed block by work on the stream that allocated it, so that later work on this
+  // stream finds the block poisoned.
   static void retire(Device& device, Block& block) {
     block.owner->add({}, [&block] { std::memset(block.host, kPoison, block.size); });
     block.poisoned_at = block.owner->end();
     device.free[{block.owner, block.size}].push_back(&block);
   }
 
-  // Frees each block after every recorded stream has finished with it; does not run the streams.
+  // Retires each deferred block if all recorded streams have finished with it. Runs no stream.
   static void reclaim(Device& device) {
     std::erase_if(device.deferred, [&](const Deferred& deferred) {
       const bool done = std::all_of(deferred.until.begin(), deferred.until.end(),

@@ -186,7 +186,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device.has_index() ? checked(device.index()) : device_now;
   }
 
-  // Returns true if `point` is reached; if not, runs one piece of work, so that polling ends.
+  // Returns true if `point` is reached. If not, runs one piece of work, so that repeated calls end.
   static bool step(Queue& queue, uint64_t point) {
     if (queue.reached(point)) return true;
     queue.run_one();
@@ -342,7 +342,8 @@ bool Queue::run_one() {
     uint64_t& count;
   } done(done_);
   if (!item.work) return true;
-  // Worst case: a freed block is overwritten before this work, unless its stream must wait for it.
+  // Simulates the worst case: a freed block is overwritten before this work, unless the stream that
+  // allocated the block must wait for this work.
   for (const Block* const block : item.touched) {
     if (block->owner != this) block->owner->run_to(block->poisoned_at);
   }

@@ -30,7 +30,8 @@ inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
 
 }  // namespace detail
 
-/// Exposes a fake trace on an agent without a tracer. An empty clock domain means this machine's.
+/// Exposes a fake trace on an agent without a tracer. If `clock.domain` is empty, sets it to this
+/// machine's clock domain.
 inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockAnswer clock = {}) {
   if (clock.domain.empty()) clock.domain = base::Tracer().clock_domain();
   agent.provide(
@@ -44,7 +45,7 @@ inline rpc::TraceChunk first_part(uint64_t events) {
   rpc::TraceChunk part;
   part.texts = {"name", "category"};
   part.tracks = {{"main", events}};
-  // kind, name, category, key, value, start, end, id
+  // The columns are kind, name, category, key, value, start, end, id.
   part.events = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
   return part;
 }

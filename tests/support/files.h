@@ -17,7 +17,7 @@
 
 namespace distrain::testing {
 
-// Returns the message of the error that `call` throws, which must be of kind `kind`.
+/// Returns the message of the error that `call` throws. The test fails unless its kind is `kind`.
 template <class F>
 std::string error_of(base::ErrorKind kind, F call) {
   try {

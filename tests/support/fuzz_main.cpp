@@ -1,5 +1,5 @@
-// Runs a fuzz target without libFuzzer, on the same inputs each time: its seeds and the named
-// files, unchanged and mutated, and random bytes.
+// Runs a fuzz target without libFuzzer. The inputs are the target's seeds and the named files,
+// unchanged and mutated, and random bytes. They are the same in each run.
 // usage: fuzz_<program> --target=NAME [--runs=N] [--seed=N] [file or folder...]
 #include <algorithm>
 #include <cstdio>
@@ -55,7 +55,7 @@ Bytes random_bytes(Random& random) {
   return bytes;
 }
 
-// Returns an edge case of lengths, counts and numbers.
+// Returns a number that is likely to be an edge case if a decoder takes it for a length or a count.
 uint64_t odd_number(Random& random) {
   const uint64_t power = uint64_t{1} << random() % 64;
   switch (random() % 4) {

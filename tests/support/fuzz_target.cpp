@@ -76,7 +76,7 @@ const Target& chosen_target() { return *chosen; }
 
 }  // namespace distrain::fuzz
 
-// libFuzzer ignores options that begin with two dashes.
+// Reads our options, which libFuzzer ignores because they begin with two dashes.
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
   distrain::fuzz::choose({*argv, static_cast<size_t>(*argc)});
   return 0;

@@ -1,5 +1,5 @@
-"""What connections to a rank begin with, as include/distrain/wire/handshake.h and Note [Identity] in
-src/membership/proof.h have it: written a second time, to try out the first.
+"""A second implementation of the handshake of connections to a rank, to test the first one. The handshake is described
+in include/distrain/wire/handshake.h and in Note [Identity] of src/membership/proof.h.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import socket
 import struct
 
 HELLO, REJECT, DIRECTORY, PREPARED, GO, PROOF, JOIN, JOINED = 1, 2, 3, 4, 5, 6, 7, 8
-JOINS, PEER = 1, 2  # the purposes
+JOINS, PEER = 1, 2  # purposes of a connection
 TOKEN, SAME_USER, ANYBODY = 1, 2, 3
 MAGIC, VERSION = b"DTRN", 8
 
@@ -43,7 +43,7 @@ def join(job=b"distrain ps", size=0, options=()):
 
 
 def key(secret, purpose, side):
-    """HKDF-SHA256 for 32 bytes."""
+    """Derives a key of 32 bytes by HKDF-SHA256."""
     use = {JOINS: b"join ", PEER: b"peer "}[purpose] + side
     extracted = hmac.new(b"distrain", secret or b"\0", hashlib.sha256).digest()
     return hmac.new(extracted, use + b"\x01", hashlib.sha256).digest()
@@ -54,7 +54,7 @@ def proof(secret, purpose, side, first, second):
 
 
 class Connection:
-    """To a rank, or of one. What cannot be said as the other side has closed is dropped."""
+    """A connection to or from a rank. Discards data to be sent if the other side has disconnected."""
 
     def __init__(self, connected):
         self.socket = connected
@@ -78,8 +78,8 @@ class Connection:
         return data
 
     def hear(self):
-        """Kind and body of the next frame, without a payload; (None, b"") when the other side has closed. Its number
-        is kept."""
+        """Returns the kind and body of the next frame, which has no payload, or (None, b"") if the other side has
+        disconnected. Sets `number` to the frame's call ID."""
         header = self.read(48)
         if header is None:
             return None, b""
@@ -89,7 +89,7 @@ class Connection:
         return (None, b"") if body is None else (kind, body)
 
     def introduce(self, own, secret, purpose):
-        """As the side that has connected: whether the other one has proved itself, too."""
+        """Authenticates as the connecting side. Returns whether the other side has proved its identity."""
         self.say(frame(HELLO, own))
         kind, theirs = self.hear()
         if kind != HELLO:
@@ -99,7 +99,7 @@ class Connection:
         return kind == PROOF and hmac.compare_digest(answer, proof(secret, purpose, b"responder", own, theirs))
 
     def await_end(self):
-        """Until the other side has closed."""
+        """Waits until the other side has disconnected."""
         try:
             while self.socket.recv(1 << 16):
                 pass

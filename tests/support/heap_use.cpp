@@ -10,7 +10,7 @@ namespace {
 
 struct HeapUse {
   bool counting = false;
-  // Negative if memory from before begin_heap_use() is freed.
+  // Becomes negative if the thread frees memory that it allocated before begin_heap_use().
   ptrdiff_t now = 0;
   ptrdiff_t most = 0;
 };

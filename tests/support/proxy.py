@@ -1,25 +1,25 @@
-"""Stands between a rank and the one that it joins, and does to their connections what networks do.
+"""A proxy between a rank and the rank that it joins, which injects network faults into their connections.
 
 usage: proxy.py PORT [fault...]
 
-Listens on a port of its own, which is the first line of its output, and connects whoever comes to PORT of
-this host. A fault is CONNECTION/DIRECTION/KIND=VALUE, such as 2/up/cut=700:
+Listens on a port of its own, which it prints first, and forwards each connection to PORT of this host. A fault is
+CONNECTION/DIRECTION/KIND=VALUE, such as 2/up/cut=700:
 
-  CONNECTION  1 is the first that is accepted; * is each
-  DIRECTION   up: what the one who connects sends; down: what it gets; both: what comes to its place
-              first stalls or drops the two of them
+  CONNECTION  the number of the connection in the order of acceptance, from 1; *: each connection
+  DIRECTION   up: bytes from the connecting process; down: bytes to it; both: the direction that reaches AT first
+              triggers the fault, and a stall or drop then affects both directions
   KIND=VALUE
-    delay=S   everything comes S seconds later
-    rate=N    N bytes a second
-    piece=N   at most N bytes a write
-    cut=AT    the connection is closed, to both sides, as a process that ends does it
-    reset=AT  the same with RST
-    stall=AT  nothing is read any more
-    drop=AT   what comes is read and thrown away
-    flip=AT:B bit B of the byte there is another one
+    delay=S   each byte arrives S seconds later
+    rate=N    at most N bytes per second
+    piece=N   at most N bytes per write
+    cut=AT    both ends of the connection are closed, as when a process exits
+    reset=AT  both ends are closed by RST
+    stall=AT  the proxy stops reading
+    drop=AT   the proxy reads all further bytes and discards them
+    flip=AT:B the proxy inverts bit B of this byte
 
-AT counts bytes, or is FRAME.BYTE: both from 0, frames as in include/distrain/wire/frame.h. A fault that
-happens at a place is told as "hit FAULT TIME", with the time in seconds since 1970, when it does.
+AT is an offset in bytes, or FRAME.BYTE, both from 0, with frames as in include/distrain/wire/frame.h. When a fault at
+an offset happens, the proxy prints "hit FAULT TIME", with the time in seconds since 1970.
 """
 
 import heapq
@@ -32,11 +32,11 @@ import time
 
 HEADER = 48
 READ = 1 << 16
-MOST_HELD = 4 << 20  # bytes on their way in one direction; the sender waits then
+MOST_HELD = 4 << 20  # bytes held in one direction; the proxy reads no more than that ahead
 
 
 class Place:
-    """AT, once it is known: that of a frame is when the one before it has come."""
+    """An AT. The offset of FRAME.BYTE is known once the header of the frame before has arrived."""
 
     def __init__(self, text):
         frame, dot, byte = text.partition(".")
@@ -75,15 +75,15 @@ class Way:
         self.source, self.sink = source, sink
         self.settings = {f.kind: f.number for f in faults if f.number is not None}
         self.faults = [f for f in faults if f.number is None]
-        self.starts, self.header = [0], b""  # of the frames so far; what has come of the last header
-        self.come = 0  # bytes
-        self.held = []  # (when it may go, number, bytes), a heap
+        self.starts, self.header = [0], b""  # offsets of the known frames; part of a header
+        self.come = 0  # bytes received
+        self.held = []  # a heap of (time at which to send, number, bytes)
         self.held_bytes = 0
         self.numbers = itertools.count()
-        self.budget_at = time.monotonic()  # with a rate: when the next byte may go
-        self.other = None  # the other direction
-        self.state = "open"  # stalled, dropping, ended (the source has), done (and the sink knows)
-        self.blocked = False  # the sink takes nothing now
+        self.budget_at = time.monotonic()  # the time at which `rate` allows the next byte
+        self.other = None  # the Way of the other direction
+        self.state = "open"  # or stalled, dropping, ended (by the source), done (the sink is closed, too)
+        self.blocked = False  # the sink's buffer is full
 
     def reads(self):
         return self.state in ("open", "dropping") and self.held_bytes < MOST_HELD
@@ -107,7 +107,7 @@ class Way:
                 break
 
     def take(self, data):
-        """What has come. Gives back the fault that ends the connection, if one does."""
+        """Handles received bytes. Returns the fault that ends the connection, or None."""
         begin = self.come
         self.follow_frames(data)
         self.come += len(data)
@@ -139,7 +139,7 @@ class Way:
         self.held_bytes += len(data)
 
     def due(self):
-        """When there is something to write."""
+        """Returns the time of the next write, or None if there is nothing to write now."""
         if not self.held or self.blocked:
             return None
         return max(self.held[0][0], self.budget_at if "rate" in self.settings else 0)
@@ -151,7 +151,7 @@ class Way:
                 return
             due, number, data = self.held[0]
             most = len(data)
-            if "rate" in self.settings:  # a hundredth of a second's worth at a time
+            if "rate" in self.settings:  # at most the bytes of 0.01 s at a time
                 most = max(1, int(self.settings["rate"] / 100))
             most = int(min(most, self.settings.get("piece", most)))
             try:
@@ -163,7 +163,7 @@ class Way:
                 self.budget_at = now + sent / self.settings["rate"]
             self.held_bytes -= sent
             if sent < len(data):
-                self.held[0] = (due, number, data[sent:])  # still the first
+                self.held[0] = (due, number, data[sent:])  # remains the first entry
             else:
                 heapq.heappop(self.held)
         if self.state == "ended" and not self.held:
@@ -172,7 +172,7 @@ class Way:
 
 
 def connect(port):
-    """To whoever listens there, soon perhaps: they may still be starting."""
+    """Connects to the port. Retries for a minute, because the process that will listen may still be starting."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -207,7 +207,7 @@ class Connection:
         self.is_open = False
 
     def flush(self):
-        """Before an orderly end: what came before it arrives, if the sinks take it."""
+        """Sends all held bytes before the connection is closed, as far as the sinks accept them."""
         for way in self.ways:
             while way.held:
                 _, _, data = heapq.heappop(way.held)
@@ -224,7 +224,7 @@ class Connection:
         if not data:
             way.state = "ended" if way.state == "open" else way.state
             if way.state == "dropping":
-                way.state = "stalled"  # nothing is told of the end either
+                way.state = "stalled"  # does not forward the end of the connection
             return
         if way.state == "dropping":
             return
@@ -244,7 +244,7 @@ class Connection:
                     way.write()
             if self.is_open and all(way.state == "done" for way in self.ways):
                 self.close(False)
-        except OSError:  # one side is gone: the other hears it the same way
+        except OSError:  # one side has disconnected: resets the other side
             self.close(True)
 
 
@@ -269,7 +269,7 @@ def main():
             number += 1
             try:
                 connections.append(Connection(number, client, port, faults))
-            except OSError:  # nobody is there
+            except OSError:  # no process listens
                 number -= 1
                 client.close()
 

@@ -52,7 +52,7 @@ class RawRank {
     send_bytes(head, sizeof head);
     send_bytes(meta.data(), meta.size());
   }
-  /// Returns the next frame, or nullopt if the peer has closed or is silent for 60 s.
+  /// Returns the next frame, or nullopt if the peer has disconnected or sends nothing for 60 s.
   std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
     uint8_t head[wire::kHeaderBytes];
     if (!receive_bytes(head, sizeof head)) return std::nullopt;
@@ -82,8 +82,8 @@ class RawRank {
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
   }
-  /// Acts as rank 0 towards a joining rank: authenticates, assigns it `place` (default: its own
-  /// number) and returns its Join message.
+  /// Acts as rank 0 towards a joining rank: authenticates, assigns it rank `place` (default: the
+  /// rank that it asks for) and returns its Join message.
   wire::Join be_joined(std::optional<uint64_t> place = {}) {
     REQUIRE(hear(wire::FrameKind::kHello));
     const wire::Hello hello = wire::decode_hello(heard);
@@ -121,16 +121,16 @@ class RawRank {
   net::Fd fd_;
 };
 
-// Waits until rank 0 has handled all earlier frames and disconnects. Rank 0's loop reads those
-// frames before the probe's frame, and notices a closed connection one iteration later.
+// Waits until rank 0 has handled all earlier frames and disconnections. Its loop reads the earlier
+// frames before the frame of `probe`, and notices a disconnection one iteration after its frames.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
   probe.send(wire::FrameKind::kPrepared, no_devices());  // invalid here: rank 0 closes
   CHECK(probe.closed_by_peer());
 }
 
-// A bound port without a listener: it refuses connections and no other process gets it while the
-// socket is open. Rank 0 may listen on it, because both sockets set SO_REUSEADDR.
+// A bound port without a listener. The kernel refuses connections to the port and assigns it to no
+// other process while the socket is open. Rank 0 can listen on it, because both set SO_REUSEADDR.
 class ReservedPort {
  public:
   ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {

@@ -16,7 +16,7 @@ namespace distrain::testing {
 
 using job::Json;
 
-/// Returns what `call` writes to standard output or standard error.
+/// Returns what `call` writes to file descriptor `stream`, which is standard output or error.
 template <class F>
 std::string written_to(int stream, F call) {
   std::cout.flush();
@@ -32,7 +32,8 @@ std::string written_to(int stream, F call) {
   return text;
 }
 
-/// Checks that a command line is refused before any rank starts, with exit code 2 and one error.
+/// Checks that a command line is refused before any rank starts, with an error that contains
+/// `told`.
 inline void check_refused(const app::JobCommand& command, const std::vector<std::string>& arguments,
                           const std::string& told) {
   CAPTURE(command.name, arguments, told);

@@ -11,7 +11,7 @@
 
 namespace distrain::testing {
 
-/// Returns a file in the IDX format.
+/// Returns the content of a file in the IDX format, with elements of one byte.
 inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
                        const std::string& bytes) {
   std::string text = {0, 0, 8, static_cast<char>(dimensions)};
@@ -21,7 +21,7 @@ inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
   return text + bytes;
 }
 
-/// Writes IDX files of 28 × 28 images in ten classes, which differ in the place of a bright bar.
+/// Writes IDX files of 28 × 28 images in ten classes. The position of a bright bar shows the class.
 inline void write_images(const testing::Folder& folder, int64_t train, int64_t test,
                          uint64_t seed) {
   base::Random random({seed});
@@ -42,7 +42,7 @@ inline void write_images(const testing::Folder& folder, int64_t train, int64_t t
   if (test > 0) write_set("t10k", test);
 }
 
-/// Writes images in CIFAR-10's binary format in two classes, with more red or more blue.
+/// Writes files in CIFAR-10's binary format with two classes: images with more red or more blue.
 inline void write_cifar10(const testing::Folder& folder, int64_t train, int64_t test,
                           uint64_t seed) {
   base::Random random({seed});
@@ -79,9 +79,9 @@ inline std::string make_text(int lines, uint64_t seed) {
   return text;
 }
 
-/// Two files of text, and jobs that train a language model on them.
+/// Two files of text, and options of jobs that train a language model.
 struct RnnText {
-  /// Returns options for 600 words: 25 steps per epoch with one trainer, 13 with two, 9 with three.
+  /// Returns options for 600 words: an epoch of 25 steps for one trainer, 13 for two, 9 for three.
   scenario::RnnOptions on_text() const {
     scenario::RnnOptions options;
     options.data = train;
@@ -124,7 +124,8 @@ inline std::string make_examples(int count) {
   return text;
 }
 
-/// Returns a quick pipeline job. Its 33 x 33 images end as 2 x 2 values, enough for batch norm.
+/// Returns options of a quick pipeline job. The model reduces a 33 x 33 image to 2 x 2 values per
+/// channel, because batch norm needs more than one.
 inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
   scenario::PipelineOptions options;
   options.model = "narrow_resnet18";

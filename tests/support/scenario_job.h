@@ -1,5 +1,5 @@
-// Runs whole jobs of the scenarios in a test, with their ranks as threads of this process or as one
-// `--local` run, and reads their checkpoints.
+// Runs whole jobs of the scenarios in a test and reads their checkpoints. The ranks of a job are
+// threads of this process, or the job is one `--local` run.
 #pragma once
 
 #include <functional>
@@ -45,8 +45,8 @@ struct Line {
 /// Callbacks that a test sets to act on the ranks of a job.
 template <class Options>
 struct Hooks {
-  std::function<void(Job&)> job;                       ///< before the rank starts
-  std::function<void(int rank, Options&)> options;     ///< changes the options of the rank
+  std::function<void(Job&)> job;                       ///< called before the rank starts
+  std::function<void(int rank, Options&)> options;     ///< may change the options of the rank
   std::function<void(const Job&, const Line&)> heard;  ///< called for each line, one at a time
   /// Called for each line, concurrently for several ranks, so it may wait for another rank.
   std::function<void(const Job&, const Line&)> heard_at_once;
@@ -75,7 +75,7 @@ struct Finished {
   std::map<int, base::Error> errors;  ///< by rank
   std::vector<Line> lines;
 
-  /// Returns the fields of all lines of an event, of one rank unless `rank` is negative.
+  /// Returns the fields of each `event` line that `rank` (or, if it is negative, any rank) printed.
   std::vector<Json> all(const std::string& event, int rank = -1) const {
     std::vector<Json> found;
     for (const Line& line : lines) {
@@ -86,8 +86,8 @@ struct Finished {
   const Json& fields(int rank) const { return outcomes.at(rank).fields; }
 };
 
-/// Checks that each line of a rank is declared in `events` and passes the line to `hear`. Passes an
-/// assigned rank number to `placed`.
+/// Checks that each line of a rank is declared in `events`, and passes the line to `hear`. Passes
+/// the rank number that rank 0 assigns, if it does, to `placed`.
 class Listener final : public job::EventSink {
  public:
   explicit Listener(
@@ -120,13 +120,13 @@ std::vector<job::Event> events_of() {
   return app::events_of(app::JobCommand(job_of(Options())));
 }
 
-/// Waits until the queue of a listening socket has `count` connections, at most 30 s.
+/// Waits at most 30 s until `count` connections are in the queue of a listening socket.
 inline void await_connections(int listening, unsigned count) {
   const base::TimePoint deadline = base::deadline_after(std::chrono::seconds(30));
   for (;;) {
     tcp_info info{};
     socklen_t size = sizeof info;
-    // For a listening socket `unacked` is the length of its queue (Linux, tcp_get_info).
+    // For a listening socket, Linux reports the length of its queue in `tcpi_unacked`.
     if (getsockopt(listening, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
     if (info.tcpi_unacked >= count) return;
     if (base::Clock::now() >= deadline) {
@@ -137,8 +137,8 @@ inline void await_connections(int listening, unsigned count) {
   }
 }
 
-/// Runs a job until it ends or fails; a `--local` run is rank 0. Starts rank 0 after all others
-/// have connected: if rank 0 had failed already, they would retry until the join timeout.
+/// Runs a job until it ends or fails. Starts rank 0 after all other ranks have connected, because
+/// they would retry until the join timeout if rank 0 failed first. A `--local` run is rank 0.
 template <class Options>
 Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished;
@@ -210,7 +210,8 @@ Finished run_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
-/// Checks the evaluations of two epochs: validation data after each, test data at the end.
+/// Checks the `eval` lines of a job of two epochs: validation data after each epoch, test data
+/// last. The field `counted` must be the size of the data, `valid` or `test`.
 inline void check_evaluated(const Finished& job, const char* counted, int64_t valid, int64_t test) {
   const std::vector<Json> lines = job.all("eval");
   REQUIRE(lines.size() == 3);
@@ -236,8 +237,8 @@ base::Error error_of_job(base::ErrorKind kind, Place place, const Options& optio
   return finished.errors.begin()->second;
 }
 
-/// Returns the error of a job whose trainer 2 has different data from the others. Repeats the job
-/// with longer delays until trainer 2 is the last to report its data.
+/// Returns the error of a job in which the data of trainer 2 differ from those of other trainers.
+/// Repeats the job with longer delays of trainer 2 until trainer 2 is the last to report its data.
 template <class Options>
 std::string refusal_of_other_data(const Options& options,
                                   std::function<void(Options&)> read_other) {
@@ -260,7 +261,7 @@ inline Snapshot newest_checkpoint(const std::string& folder) {
   return std::move(*snapshot);
 }
 
-/// Replaces the newest checkpoint by a snapshot of the same step.
+/// Replaces the newest checkpoint by `snapshot`, which must be of the same step.
 inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
   Listener nobody;
   job::Checkpoints checkpoints({folder, 0, "auto"}, Job{}, nobody);
@@ -307,7 +308,8 @@ Snapshot checkpoint_of(Place place, Options options, const Hooks<Options>& hooks
   return newest_checkpoint(folder.path());
 }
 
-/// Checks that a job of `whole` steps ends exactly as a job of `half` steps that is resumed.
+/// Checks that a job of `whole` steps saves the same state whether it runs at once or ends after
+/// `half` steps and is resumed.
 template <class Options>
 void check_resume_is_exact(Place place, Options options, int64_t half, int64_t whole) {
   options.steps = whole;
@@ -324,7 +326,7 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
 }
 
 /// Checks that a slow save contains the state of the step at which the save began, although the job
-/// trains on. Compares each save with the final state of a job that ends at that step.
+/// continues to train. Compares each save with the final state of a job that ends at that step.
 template <class Options>
 void check_saved_as_it_was(Place place, Options options, int64_t every,
                            int64_t Options::*steps = &Options::steps) {
@@ -373,7 +375,7 @@ class StopSignals {
   std::map<int, std::shared_ptr<job::StopSignal>> signals_;  // guarded by mutex_
 };
 
-/// Checks that a signal stopped all ranks, and that rank 0 reports where the job was saved.
+/// Checks that a signal stopped all ranks, and that rank 0 reports a checkpoint in `folder`.
 inline void check_stopped(const Finished& job, const std::string& folder) {
   for (const auto& [rank, outcome] : job.outcomes) {
     CAPTURE(rank);
@@ -383,8 +385,9 @@ inline void check_stopped(const Finished& job, const std::string& folder) {
   CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder));
 }
 
-/// Requests a stop of `rank` at step `at` (0: before the job begins). Checks that the job ends and
-/// resumes to the state of a job without a stop. `call_delay_s` slows the job down.
+/// Requests a stop of `rank` at step `at` or, if `at` is 0, before the job begins. Checks that the
+/// job stops, and that resuming it gives the final state of a job that was not stopped. Delays each
+/// call by `call_delay_s`, so that the job does not end before the stop.
 template <class Options>
 void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
                           double call_delay_s = 0) {
@@ -437,7 +440,7 @@ struct Spoilt {
   std::string why;
 };
 
-/// Makes each change to the newest checkpoint and checks that a job refuses to resume from it.
+/// Checks for each of `cases` that a job refuses to resume from the newest checkpoint so changed.
 template <class Options>
 void check_spoilt_refused(Place place, const Options& options, const std::string& folder,
                           const std::vector<Spoilt>& cases) {

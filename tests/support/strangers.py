@@ -1,12 +1,11 @@
-"""Connects to a rank of `ps` that waits for others, as those do who are not among them.
+"""Connects to a rank of `ps` that waits for other ranks, as processes that do not belong to the job.
 
 usage: strangers.py PORT COUNT RANK SEED
 
-COUNT connections to PORT of this host, of all kinds in turn: ranks that do not agree with the job, those of
-RANK, which is missing, that end once the directory might come; half-open ones, in the midst of a header, of a
-hello, after it, or before either; garbage; and ends without a word or by RST. Those that are left open are,
-until all are made: "open N" says how many. Then a line on stdin closes them, and "closed" says that the rank
-has seen it.
+Makes COUNT connections to PORT of this host, of all kinds in turn: ranks that disagree with the job; processes that
+join as the missing RANK and die; connections that send part of a header or of a hello, or nothing more; too long
+hellos; wrong proofs; garbage; and resets. Some stay open: when all are made, prints "open N". After a line on stdin,
+closes them, waits until the rank has noticed, and prints "closed".
 """
 
 import random
@@ -39,7 +38,7 @@ class Strangers:
         return stranger
 
     def believed(self, rank):
-        """One that has proved itself: of this user, on this host. The rank may have no time for it at first."""
+        """Returns a connection that has authenticated as `rank`. Retries, because the rank may be busy at first."""
         for _ in range(100):
             stranger = self.connect()
             if stranger.introduce(hello(rank), b"", JOINS):
@@ -47,9 +46,9 @@ class Strangers:
         raise SystemExit("no stranger is believed")
 
     def disagree(self):
-        """Believed, and of no use."""
+        """Authenticates, and then sends a Join that the rank must refuse."""
         rank, said = self.random.choice((
-            (0, join()), (-2, join()), (1 << 30, join()), (1, join()),  # taken, the last one
+            (0, join()), (-2, join()), (1 << 30, join()), (1, join()),  # the last rank is taken
             (self.rank, join(job=b"another")), (self.rank, join(size=77)),
             (self.rank, join(options=[(b"epochs", b"99")])), (self.rank, join(job=b"x" * 15000)),
             (self.rank, join() + b"x"), (self.rank, join()[:-1])))
@@ -70,7 +69,7 @@ class Strangers:
         wrong.await_end()
 
     def come_and_go(self):
-        """As a rank that dies: its place is free again."""
+        """Joins as the missing rank and dies, which frees the place of the rank."""
         stranger = self.believed(self.rank)
         stranger.say(frame(JOIN, join()))
         stranger.socket.close()
@@ -80,7 +79,7 @@ class Strangers:
         self.open.append(self.say(whole[: self.random.choice((0, 1, 4, 20, 47, 48, 60, 109, 110, 111, 158, 189))]))
 
     def claim_more(self):
-        """A frame whose rest, up to what a hello may have, never comes; or of which too much would."""
+        """Announces hellos of which a part never arrives, and hellos that are too long."""
         length = self.random.choice((127, 128))
         self.open.append(self.say(frame(HELLO, b"\0" * self.random.randrange(127), meta_bytes=length)))
         self.say(frame(HELLO, b"", meta_bytes=self.random.choice((129, 65537, (1 << 32) - 1)))).await_end()
@@ -97,7 +96,7 @@ class Strangers:
         self.say(frame(HELLO, hello(self.rank))[: self.random.randrange(60)]).reset()
 
     def catch_up(self):
-        """A word that is no way to begin is answered behind all that came before it."""
+        """Waits until the rank has handled all earlier bytes: it closes a connection after an invalid first frame."""
         for _ in range(2):
             self.say(frame(PREPARED, b"")).await_end()
 

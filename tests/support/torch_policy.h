@@ -18,7 +18,7 @@ inline std::vector<at::Tensor> torch_parameters(scenario::Policy policy) {
   return parameters;
 }
 
-/// Returns the sum of -log p(action) × advantage.
+/// Returns the sum of -log p(action) × advantage over `steps`.
 inline at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
                              const std::vector<scenario::PolicyStep>& steps) {
   at::Tensor loss = at::zeros({}, at::kDouble);

@@ -18,21 +18,21 @@ struct JobCommand : job::JobInfo {
   std::shared_ptr<const job::AnyDefinition> definition;
 };
 
-/// The texts about a whole program in its help, man page and --version.
+/// Texts about the whole program, which its help, its man page and --version show.
 struct About {
   std::string summary;                 ///< one line
   std::string description;             ///< a paragraph
   std::vector<job::Example> examples;  ///< help shows the first three, the man page all of them
-  std::string version = {};            ///< of the program, not of distrain
+  std::string version = {};            ///< the version of the program, not of distrain
 };
 
 /// Runs a program whose subcommands are jobs: parses the command line and runs the launcher or a
 /// rank. Ends the process with the exit code; returns only if stdout is closed. Call it first in
-/// main(): if the process already has threads, such as LibTorch's after a parallel operation, each
-/// rank is a new process that runs main() from its start, which takes longer than a fork.
+/// main(), before LibTorch starts threads in its first parallel operation. If the process has other
+/// threads, each forked rank executes the program again from the start, which takes longer.
 ///
-/// The program's name is the file name of argv[0]. Its other subcommands are help, man, completion
-/// and schema. If there is only one job, its name can be left out.
+/// The program's name is the file name of argv[0]. Its other subcommands are help, man, completion,
+/// schema and, if a job supports it, predict. A user of a program with one job may omit its name.
 int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about = {});
 
 }  // namespace distrain::app

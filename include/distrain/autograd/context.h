@@ -42,16 +42,16 @@ class Context {
 
   uint64_t id() const { return id_; }
 
-  /// Returns (variable, gradient) for each leaf on this rank that the passes have reached.
+  /// Returns the pair (variable, gradient) for each leaf on this rank that a pass has reached.
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
   /// Returns this rank's gradient of `variable`, or an undefined tensor if there is none.
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
 
-  /// Registers `fn` for the next pass. It is called once with this rank's final gradient of
-  /// `variable`, on the thread that computed the gradient, and not at all if there is no gradient.
+  /// Registers `fn` for the next pass. The pass calls `fn` once with this rank's final gradient of
+  /// `variable`, on the thread that computed the gradient, unless there is no gradient.
   void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
-  /// Registers `fn` for the next pass. It is called once when this rank's part of the graph has
+  /// Registers `fn` for the next pass, which calls `fn` once when this rank's part of the graph has
   /// run, unless the pass fails. `fn` may block; backward() waits for `fn` and throws its error.
   void on_pass_end(std::function<void()> fn);
 
@@ -63,14 +63,14 @@ class Context {
   const std::shared_ptr<Runtime> runtime_;
   const std::shared_ptr<ContextState> state_;
   const uint64_t id_;
-  const std::shared_ptr<std::atomic<bool>> ended_;  // shared with the creating thread's stack
+  const std::shared_ptr<std::atomic<bool>> ended_;  // shared with the thread's stack of contexts
 };
 
 /// A weak reference to a context on this rank, for code that has no Context or may outlive it.
 /// Calls on a context that has ended do nothing. Thread-safe.
 class ContextRef {
  public:
-  /// `pass` is the number of the backward pass that creates this for a LeafHook; otherwise 0.
+  /// `pass` is the number of the backward pass that creates the reference for a LeafHook, else 0.
   explicit ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass = 0);
 
   /// Returns this thread's current context, if any. Throws `invalid` if the context has ended or
@@ -78,10 +78,10 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the backward pass that called a LeafHook with this ContextRef; else 0.
+  /// Returns the number of the backward pass that gave this reference to a LeafHook, else 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
-  /// Returns true while this rank's part of pass() runs.
+  /// Returns true while this rank runs its part of the backward pass whose number is pass().
   bool runs() const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
   /// Registers `fn` (see Context::on_pass_end). Returns false if the context or pass() has ended.
@@ -93,13 +93,14 @@ class ContextRef {
   std::weak_ptr<ContextState> state_;
 };
 
-/// A post-accumulate hook that is also called by passes over a context, which do not run
-/// AccumulateGrad. A pass fails if a leaf has a post-accumulate hook of another type.
+/// A post-accumulate hook of a leaf. Torch's own backward() calls operator(). A pass over a
+/// context, which does not run AccumulateGrad, calls on_context_gradient() instead, and fails if a
+/// leaf has a post-accumulate hook of another type and no on_gradient_ready() hook.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
   /// Called once per pass with this rank's final gradient, on the thread that computed it, after
-  /// the hooks of on_gradient_ready. An exception fails the pass. After a failure `context.runs()`
-  /// returns false.
+  /// the hooks of on_gradient_ready. An exception fails the pass. Once the pass has failed,
+  /// `context.runs()` returns false.
   virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
 };
 
@@ -117,19 +118,19 @@ struct PassOptions {
 /// Implements the FAST mode of PyTorch ("Distributed Autograd Design"): the roots must depend on
 /// each tensor that requires a gradient and that a call of this context sent or returned. Otherwise
 /// backward() throws `invalid`, naming a rank that waited for a gradient. Tensors of failed calls
-/// are exempt, but those of nested calls that succeeded before their handler failed are not.
+/// are exempt, but not tensors of successful nested calls that the handler of a failed call made.
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
-/// Starts a pass and returns without waiting for other ranks; the nodes that need no gradient of
+/// Starts a pass and returns without waiting for other ranks; graph nodes that need no gradient of
 /// another rank run on the caller's thread. `context` must outlive the pass.
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options = {});
 
-/// Fails the in-flight pass over `context` on all ranks that take part in the pass. Drops the hooks
-/// for the next pass and calls the `on_failure` of each of the context's guards.
+/// Fails the in-flight pass over `context` on all ranks that have a part of the context. Each of
+/// these ranks drops its hooks for the context and calls `on_failure` of its PassGuard.
 void fail_passes(const Context& context, const base::Error& error);
 
 /// Returns the gradient of `variable` in context `id` on the rank of `agent`, or an undefined
-/// tensor. For remote functions that receive a context's id, such as an optimizer's step.
+/// tensor if there is none. Use it in remote functions that receive a context's id.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 
 /// Adds the gradients of context `from` to those of `to` on the rank of `agent` and clears `from`,
@@ -138,7 +139,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 
 /// Callbacks of one rank for the next pass over a context.
 struct PassGuard {
-  /// Called when another rank's gradients arrive. The pass uses them once the future is done.
+  /// Called when another rank's gradients arrive, which the pass uses once the future is done.
   std::function<base::Future<void>()> admit;
   /// Called when this rank's part of the pass has run, after all Context::on_pass_end hooks.
   std::function<void()> on_end;
@@ -147,8 +148,8 @@ struct PassGuard {
 };
 
 /// Sets the guard of the current context. Throws `invalid` if there is no current context. The
-/// functions must own the objects that they use, because the guard is kept until the pass or the
-/// context ends on this rank, and the last RRef to these objects may be gone by then.
+/// guard's functions must own the objects that they use, because the guard is kept until the pass
+/// or the context ends on this rank, and the last RRef to these objects may be gone by then.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

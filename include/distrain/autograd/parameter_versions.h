@@ -44,7 +44,7 @@ class ParameterLock {
       std::lock_guard lock(mutex_);
       if (may_read_locked()) return static_cast<void>(++readers_);
     }
-    const base::BlockingScope waits;  // locks `mutex_` if this thread already has a ParameterRead
+    const base::BlockingScope waits;  // outside `lock`: an outer ParameterRead locks `mutex_`
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return may_read_locked(); });
     ++readers_;
@@ -111,7 +111,7 @@ class ParameterRead final : base::BlockObserver {
 
   Runtime& runtime_;
   std::shared_lock<ParameterLock> lock_;
-  base::BlockObserver* const outer_;  // of this thread
+  base::BlockObserver* const outer_;  // the thread's observer before this object
 };
 
 /// Returns versions of `parameters` as a consistent snapshot, with no update in between.

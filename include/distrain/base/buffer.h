@@ -19,8 +19,8 @@ using BufferPtr = std::shared_ptr<Buffer>;
 /// transfer. Thread-safe. Buffers may outlive the pool object.
 class BufferPool {
  public:
-  /// Keeps recently used blocks of up to `max_idle_bytes` in total, and one larger block of up to
-  /// four times `max_idle_bytes` (by default 1 GiB, the default of AgentOptions::total_budget).
+  /// Creates a pool that keeps idle blocks of up to `max_idle_bytes` in total, and one larger block
+  /// of up to four times `max_idle_bytes` (by default 1 GiB, as AgentOptions::total_budget).
   explicit BufferPool(size_t max_idle_bytes = size_t{256} << 20);
   /// Returns a buffer of `size` bytes with undefined content, or nullptr if there is no memory.
   BufferPtr allocate(size_t size);

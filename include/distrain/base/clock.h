@@ -9,7 +9,7 @@ using Clock = std::chrono::steady_clock;
 using TimePoint = Clock::time_point;
 using Duration = Clock::duration;
 
-/// No deadline: a wait ends only with its event or with the loss of the peer that it waits for.
+/// No deadline: a wait ends only when its event occurs or the peer that it waits for is lost.
 inline constexpr TimePoint kNever = TimePoint::max();
 
 /// Returns the time `timeout` from now, or kNever if the clock cannot represent that time.

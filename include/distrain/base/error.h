@@ -10,7 +10,7 @@
 namespace distrain::base {
 
 /// The kind of an error. Code tests the kind, never the message. The numbers are part of the wire
-/// format: append new ones, never renumber.
+/// format: append new kinds, never renumber.
 enum class ErrorKind : uint16_t {
   kInternal = 1,
   kInvalid = 2,       ///< a wrong argument or option
@@ -20,7 +20,7 @@ enum class ErrorKind : uint16_t {
   kPeerLost = 6,      ///< a rank died, stopped responding or was disconnected
   kRemoteFailed = 7,  ///< a user function threw on the rank that ran it
   kBadData = 8,       ///< an unreadable data set or checkpoint
-  kNotFinite = 9,     ///< a NaN or infinite loss
+  kNotFinite = 9,     ///< a training loss that is NaN or infinite
   kResources = 10,    ///< out of memory, disk space, file descriptors or devices
   kOverloaded = 11,   ///< a limit of the runtime was reached
   kDeadline = 12,     ///< a call's deadline passed
@@ -28,11 +28,11 @@ enum class ErrorKind : uint16_t {
   kCancelled = 14,    ///< cancelled by the user, or because this side is closing
 };
 
-/// Returns `peer_lost`, `bad_data`, … as printed in the JSON `error` line.
+/// Returns the name of `kind`, for example `peer_lost`, as printed in the JSON `error` line.
 std::string_view kind_name(ErrorKind kind);
-/// Returns the process exit code of the command line for this kind of error.
+/// Returns the exit code with which the command-line program reports an error of this kind.
 int exit_code(ErrorKind kind);
-/// Returns true if `value` is an ErrorKind; a peer may send any number.
+/// Returns true if `value`, which a peer may have sent, is the number of an ErrorKind.
 bool is_known_kind(uint16_t value);
 
 struct Error {
@@ -55,10 +55,11 @@ class Exception : public std::runtime_error {
   Error error_;
 };
 
-// These throw an `Exception` of kind kInvalid or kBadData.
+// These functions throw an `Exception`: invalid() of kind kInvalid, bad_data() of kind kBadData.
 [[noreturn]] void invalid(std::string message);
 [[noreturn]] void bad_data(std::string message);
-/// Returns the caught exception as an Error, whose kind is `otherwise` if the exception has none.
+/// Called in a catch block. Returns the caught exception as an Error, whose kind is `otherwise` if
+/// the type of the exception does not determine a kind.
 Error current_error(ErrorKind otherwise);
 
 /// Stands for `void` where a type needs a value, as in `Result<Unit>`.

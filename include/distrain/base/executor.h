@@ -56,13 +56,13 @@ class UniqueFunction<R(Args...)> {
 
   struct Operations {
     R (*call)(void* function, Args&&... args);
-    void (*move)(void* from, void* to) noexcept;  // and destroys `from`
+    void (*move)(void* from, void* to) noexcept;  // constructs `to`, destroys `from`
     void (*destroy)(void* function) noexcept;
   };
   template <class F>
   static constexpr Operations kOperations = {
       [](void* function, Args&&... args) -> R {
-        // Discards the result if R is void.
+        // The cast discards the result if R is void.
         return static_cast<R>((*static_cast<F*>(function))(std::forward<Args>(args)...));
       },
       [](void* from, void* to) noexcept {
@@ -130,16 +130,16 @@ class Executor : public std::enable_shared_from_this<Executor> {
   virtual ~Executor() = default;
   /// Schedules `task` on a thread of this executor. Thread-safe; never throws.
   virtual void post(Task task) = 0;
-  /// Schedules `task`, which uses a value that becomes valid when `work` is done.
+  /// Schedules `task` and orders its device work after `work`, which computes a value for `task`.
   virtual void post_behind(QueuedWorkPtr work, Task task) {
     post(behind(std::move(work), std::move(task)));
   }
 
-  /// Returns `task` with the state of the calling thread, which registers a continuation: the
-  /// autograd context and torch's thread-local state. This default returns `task` unchanged.
+  /// Called when a continuation is registered. Returns a task that runs `task` with the autograd
+  /// context and torch's thread-local state of the calling thread. By default, returns `task`.
   virtual Task bind(Task task) { return task; }
-  /// Call it in a catch block around a continuation. Returns the caught exception as an Error,
-  /// whose kind is `otherwise` if the exception has no kind of its own.
+  /// Called in a catch block around a continuation. Returns the caught exception as an Error, whose
+  /// kind is `otherwise` if the type of the exception does not determine a kind.
   virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }
 };
 

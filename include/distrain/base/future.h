@@ -33,7 +33,7 @@ struct IsFuture<Future<T>> : std::true_type {
   using Value = T;
 };
 
-/// The state shared by a promise and its futures. The result is set once. Callbacks run unlocked.
+/// The state shared by a promise and its futures. The result is set once.
 template <class V>
 class FutureState {
  public:
@@ -53,7 +53,7 @@ class FutureState {
     return complete(std::move(result), std::move(before), unneeded, false);
   }
 
-  /// Sets the function that cancel() calls to stop the producer. Calls it now if already cancelled.
+  /// Sets `tell`, which cancel() calls to stop the producer. Calls `tell` now if already cancelled.
   void on_cancel(OnCancel tell) {
     {
       std::lock_guard lock(mutex_);
@@ -137,10 +137,10 @@ class FutureState {
   std::condition_variable condition_;
   int waiters_ = 0;
   std::optional<Result<V>> result_;
-  QueuedWorkPtr queued_work_;  // written before ready_
+  QueuedWorkPtr queued_work_;  // written before ready_ is set
   std::vector<Callback> callbacks_;
   OnCancel on_cancel_;
-  bool cancelled_ = false;  // completed by cancel()
+  bool cancelled_ = false;  // true if cancel() completed the future
 };
 
 }  // namespace detail
@@ -198,7 +198,8 @@ class [[nodiscard]] Future {
     });
   }
 
-  /// Returns the future of `fn(value)`, flattened if `fn` returns a Future. An error skips `fn`.
+  /// Calls `fn(value)` on `executor` when this future has its value. Returns a future of the result
+  /// (flattened if `fn` returns a Future). If this future fails, passes on its error without `fn`.
   template <class F>
   auto then(Executor& executor, F fn) const;
 
@@ -213,7 +214,7 @@ class [[nodiscard]] Future {
   std::shared_ptr<detail::FutureState<Stored>> state_;
 };
 
-/// The producer's end of a Future. Destroying an incomplete promise fails it with `cancelled`.
+/// The producer's end of a Future. If destroyed while incomplete, fails the Future (`cancelled`).
 template <class T>
 class Promise {
  public:
@@ -229,13 +230,13 @@ class Promise {
   ~Promise() { abandon(); }
 
   Future<T> future() const { return Future<T>(state_); }
-  /// These functions return false if the promise was complete before. The promise may be destroyed
-  /// as soon as its future is done, even if the call has not returned yet on another thread.
+  /// set(), fail() and complete() return false if the promise is already complete. Another thread
+  /// may destroy the promise as soon as the future is done, even before the call has returned.
   bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }
   bool set() requires std::is_void_v<T> { return set(Unit{}); }
   bool fail(Error error) { return complete(Result<Stored>(std::move(error))); }
   bool complete(Result<Stored> result) {
-    const auto state = state_;  // callbacks, or another thread, may destroy this promise
+    const auto state = state_;  // a copy, because this promise may be destroyed now
     return state->complete(std::move(result));
   }
   /// Completes the promise with another future's value, which becomes valid when `before` is done.

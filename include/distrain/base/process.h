@@ -34,8 +34,8 @@ struct Cpus {
   uint64_t key = 0;  ///< equal for processes on one host that share these CPUs
 };
 
-/// Reads the affinity mask, and the CPU quotas of this process's cgroups (v1 and v2) and their
-/// ancestors. `root` is a prefix of each path that is read, for tests.
+/// Reads the CPUs from the affinity mask and from the CPU quotas of this process's cgroups (v1 and
+/// v2) and their ancestors. Tests set `root`, a prefix of each path that is read.
 Cpus available_cpus(const std::string& root = {});
 
 /// A file or folder that is removed by the destructor, or by remove_all() when the process exits.

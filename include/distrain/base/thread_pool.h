@@ -24,9 +24,9 @@ namespace distrain::base {
 class ThreadPool final : public Executor, private BlockObserver {
  public:
   struct Options {
-    std::string name = "distrain";  ///< of the threads; truncated to 15 characters
-    int size = 4;                   ///< threads that may run, not counting blocked threads
-    int cap = 512;                  ///< threads that may exist, blocked or not
+    std::string name = "distrain";  ///< name of each thread; truncated to 15 characters
+    int size = 4;                   ///< maximum number of threads that are not blocked
+    int cap = 512;                  ///< maximum number of threads, blocked or not
     std::function<void()> on_thread_start = {};  ///< run first on each thread; must not throw
     std::function<void()> before_task = {};      ///< run before each task; must not throw
     std::function<void()> after_task = {};       ///< run after each task; must not throw
@@ -55,7 +55,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   mutable std::mutex mutex_;
   std::condition_variable ended_;
   std::deque<Task> queue_;
-  std::vector<std::thread> finished_;  // have exited and are to be joined
+  std::vector<std::thread> finished_;  // threads that have exited but are not joined yet
   std::vector<std::thread> threads_;
   // An idle thread. The pool first wakes the thread that became idle last, because that thread's
   // working set is still in its core's caches.
@@ -66,7 +66,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   std::vector<Idle*> idle_;
   size_t coming_ = 0;  // threads that were woken but do not run yet
   int alive_ = 0;
-  int blocked_ = 0;  // inside a BlockingScope
+  int blocked_ = 0;  // threads inside a BlockingScope
   bool stopping_ = false;
   // True while a thread that has just run a task polls for the next task before it blocks (see
   // AdaptivePoll), because the next task is often posted at once.

@@ -45,7 +45,7 @@ class AdaptivePoll {
       paused_until_ = after + pause_;
       pause_ = std::min(pause_ * 2, kLongestPause);
     } else if (pause_ > kFirstPause) {
-      pause_ -= pause_ / 1024;  // recovers from a busy time within a few thousand quick yields
+      pause_ -= pause_ / 1024;  // shrinks to kFirstPause within a few thousand quick yields
     }
     return after;
   }
@@ -55,7 +55,7 @@ class AdaptivePoll {
   Duration pause_ = kFirstPause;
 };
 
-/// Notified when a thread is about to block and when it resumes, so that a pool can grow.
+/// An object that is notified before a thread blocks and when it resumes, so that a pool can grow.
 class BlockObserver {
  public:
   virtual ~BlockObserver() = default;

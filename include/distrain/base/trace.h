@@ -22,8 +22,8 @@ namespace distrain::base {
 struct TraceEvent {
   enum class Kind : uint8_t {
     kSlice,    ///< work of one thread; slices of a thread are nested or disjoint
-    kFlowOut,  ///< a slice that caused another slice: flow `id` leaves it at time `value`
-    kFlowIn,   ///< a slice that flow `id` caused; the flow enters at its start
+    kFlowOut,  ///< a slice that causes another: an arrow (flow `id`) leaves it at time `value`
+    kFlowIn,   ///< a slice caused by another: the arrow (flow `id`) ends at the start of the slice
     kAsync,    ///< an operation that no thread runs, such as a call; `id` is unique
   };
   Kind kind = Kind::kSlice;
@@ -33,7 +33,7 @@ struct TraceEvent {
   int64_t value = 0;
   int64_t start = 0;  ///< in ns of base::Clock
   int64_t end = 0;
-  uint64_t id = 0;  ///< equal on both sides of a flow, unique in the job
+  uint64_t id = 0;  ///< equal in both slices of a flow, otherwise unique in the job
 };
 
 /// The events of one thread, or of successive threads of the same name.
@@ -46,16 +46,16 @@ struct RankTrace {
   int rank = 0;
   std::string role;
   std::vector<TraceTrack> tracks;
-  uint64_t dropped = 0;  ///< number of events beyond the limit
+  uint64_t dropped = 0;  ///< number of events that were not recorded because of the limit
 };
 
 class TraceLane;
 
 /// Records the events of one rank, for `--trace`. Each agent has its own tracer.
 ///
-/// Records only between start() and stop(). Each thread writes to its own lane without a lock, in
-/// about 100 ns an event. A new thread reuses the lane of an exited thread of the same name.
-/// Thread-safe. Interned texts live as long as the tracer.
+/// Records only between start() and stop(). Each thread writes to its own lane, a list of events,
+/// without a lock, in about 100 ns an event. A new thread reuses the lane of an exited thread of
+/// the same name. Thread-safe. Interned texts live as long as the tracer.
 class Tracer {
  public:
   static constexpr size_t kLimit = 1'000'000;  ///< the most events that a rank records
@@ -63,7 +63,7 @@ class Tracer {
   /// A simulated clock of another machine, for tests.
   struct FalseClock {
     std::string domain;  ///< empty: this machine's clock
-    int64_t ahead = 0;   ///< ns
+    int64_t ahead = 0;   ///< ns by which the clock was ahead when the tracer was created
     double drift = 0;    ///< ns gained per ns since the tracer was created
   };
 
@@ -89,12 +89,12 @@ class Tracer {
   TraceLane& lane();
   /// Returns `prefix` + `text` as a string that lives as long as the tracer.
   const char* intern(std::string_view prefix, std::string_view text);
-  /// Returns a new id for a kAsync event. Callers add `rank << 40`, so that no other rank has it.
+  /// Returns a new id for a kAsync event. Callers add `rank << 40`, so that no other rank uses it.
   uint64_t next_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
-  /// Records this thread's further events in `tracer`, on track `name`; null unbinds the thread.
+  /// Binds this thread: `tracer` records its further events on track `name`. Null unbinds it.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
   /// Returns the tracer that this thread is bound to, or null.
   static std::shared_ptr<Tracer> of_thread();
@@ -115,11 +115,11 @@ class Tracer {
   mutable std::mutex mutex_;  // guards the members below
   std::vector<std::unique_ptr<TraceLane>> lanes_;
   std::vector<TraceLane*> free_;
-  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // of threads without this tracer
+  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // lanes of unbound threads
   std::unordered_set<std::string> texts_;
 };
 
-/// One thread's events, in blocks. Other threads may concurrently read the first `used` of a block.
+/// One thread's events, in blocks. Other threads may read the first `used` events of a block.
 class TraceLane {
  public:
   TraceLane(Tracer& tracer, std::string name, size_t number);
@@ -128,7 +128,7 @@ class TraceLane {
   Tracer& tracer() { return tracer_; }
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
-  /// Opens a slice of this thread; Tracer::wait_until_closed() waits until it is closed.
+  /// Called when this thread begins a slice. Tracer::wait_until_closed() waits until close().
   void open() { add_open(1); }
   void close() { add_open(-1); }
 

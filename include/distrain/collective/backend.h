@@ -28,7 +28,8 @@ struct Group {
 
 struct BackendSettings {
   std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: no limit
-  /// Maximum bytes of a one-hop allreduce; -1 chooses by group size. Must be equal on all ranks.
+  /// Largest tensor, in bytes, that an allreduce sends to all ranks as a whole. Larger tensors are
+  /// reduced in chunks. -1 chooses by group size. Must be equal on all ranks.
   int64_t direct_bytes = -1;
 };
 
@@ -36,19 +37,19 @@ struct BackendSettings {
 /// sequence on one rank is matched with the n-th operation of that sequence on every other rank.
 struct OperationOptions {
   uint32_t sequence = 0;
-  PassNumber pass = {};  ///< must agree on all ranks
+  PassNumber pass = {};  ///< must agree on all ranks: see PassNumber::agrees_with
 };
 
 /// A handle of an in-flight collective operation; copies share the operation. Thread-safe.
 ///
-/// Call wait(): the waiting thread computes the result of a small operation, which saves waking
-/// another thread. If no thread waits, the result of a small operation is never written.
+/// Always call wait(), because the waiting thread computes the result of a small operation, which
+/// saves waking another thread. If no thread waits, that result is never written.
 class Pending {
  public:
   Pending() = default;
   explicit Pending(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
-  /// Returns true if wait() would return or throw at once. Runs the steps that are ready.
+  /// Returns true if wait() would return or throw at once. First computes the steps that can run.
   bool done() const;
 
   /// Blocks until the result is in the operation's tensors. Throws `peer_lost` with the lost rank,
@@ -79,7 +80,7 @@ class Pending {
 /// Note [Window of a group] in src/collective/core.h. If a rank has closed the group, operations
 /// that need it fail with `peer_lost`. Results are written in place. All ranks get the same bits,
 /// because inputs are reduced in rank order. Tensors are dense CPU tensors of any strides and the
-/// dtypes of can_reduce() in src/collective/operations.h, and are the Backend's until completion.
+/// dtypes of can_reduce() in src/collective/operations.h. Do not use them before completion.
 ///
 /// See Note [Algorithms] in src/collective/operations.h and Note [Life of an operation] in
 /// src/collective/core.h. Thread-safe; the caller determines the order of calls.
@@ -95,7 +96,7 @@ class Backend final : public c10d::Backend {
   // The functions below throw `invalid` for wrong arguments; Pending::wait() throws other errors.
 
   using ReduceOp = c10d::ReduceOp::RedOpType;
-  static constexpr std::chrono::milliseconds kDefault{-1};  ///< BackendSettings::timeout
+  static constexpr std::chrono::milliseconds kDefault{-1};  ///< stands for BackendSettings::timeout
 
   /// Creates a sequence and returns its number. Sequence 0 always exists. All ranks must call
   /// new_sequence() in the same order.
@@ -113,8 +114,8 @@ class Backend final : public c10d::Backend {
                     std::chrono::milliseconds timeout = kDefault);
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
-  /// Makes the next `count` operations of a sequence fail on the other ranks with `error` and this
-  /// rank's number. Called by a rank that cannot take part in these operations.
+  /// Skips the next `count` operations of a sequence on this rank and makes them fail on the other
+  /// ranks with `error` and this rank's number. Call it if this rank cannot take part.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
 
   int world_rank(int rank) const;

@@ -8,13 +8,13 @@
 
 namespace distrain::collective {
 
-/// Identifies the backward pass whose gradients a rank averages. Ranks send it with the gradients,
-/// because all ranks must average the same pass. The members are sent in the declared order. Steps
-/// and forward passes count from 1; 0 means unknown.
+/// Identifies the backward pass whose gradients a rank averages. Ranks send the PassNumber with the
+/// gradients, because all ranks must average the same pass. The members are sent in the declared
+/// order. Steps and forward passes count from 1; 0 means unknown.
 struct PassNumber {
   uint64_t step = 0;     ///< step of the job
-  uint64_t forward = 0;  ///< forward of the replica, counted apart in and out of autograd contexts
-  uint64_t again = 0;    ///< number of earlier passes since that forward
+  uint64_t forward = 0;  ///< forward pass; those in autograd contexts are counted separately
+  uint64_t again = 0;    ///< number of earlier backward passes since that forward pass
   uint64_t context = 0;  ///< id of the autograd context; 0: none
   friend bool operator==(const PassNumber&, const PassNumber&) = default;
 
@@ -30,7 +30,7 @@ struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// Returns `invalid` if the passes disagree, naming the rank that is ahead: it has skipped a pass.
+/// Returns an `invalid` error if the passes disagree, naming the rank ahead: it has skipped a pass.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

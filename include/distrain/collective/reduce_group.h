@@ -21,7 +21,7 @@ class ReduceWork {
   virtual void wait() = 0;
 };
 
-/// The collective operations of a Reducer, independent of the transport.
+/// Collective operations on a model's gradients and parameters, independent of the transport.
 ///
 /// All ranks call the same operations in the same order. Most calls return at once, and any number
 /// of operations may be in flight. Results are written in place. Tensors are dense and contiguous.
@@ -35,11 +35,11 @@ class ReduceGroup {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// Returns the rank in the job of group rank `rank`.
+  /// Returns the job rank of group rank `rank`.
   virtual int world_rank(int rank) const = 0;
 
-  /// Returns a group of the same ranks whose operations are ordered independently, or null if the
-  /// group does not support this. All ranks call duplicate() in the same order.
+  /// Returns another group of the same ranks with an independent order of operations, or null if
+  /// this group does not support that. All ranks call duplicate() in the same order.
   virtual std::shared_ptr<ReduceGroup> duplicate() = 0;
 
   /// Starts to average `bucket` in place. Fails with `invalid` if the ranks' passes disagree.
@@ -47,11 +47,11 @@ class ReduceGroup {
   WorkPtr average_async(const at::Tensor& bucket) { return average_async(bucket, PassNumber{}); }
   /// Starts to copy `tensor` of group rank `root` into `tensor` of the other ranks.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
-  /// Makes the next `count` operations fail with `error` on the other ranks.
+  /// Skips the next `count` operations on this rank and makes them fail with `error` on the others.
   virtual void refuse(int count, const base::Error& error) = 0;
   /// Returns the error of a device operation that failed after its wait() had returned. The next
-  /// device operation throws the error and clears it. Before results are kept, wait for the device
-  /// on the host and call failure(). Any thread may call it.
+  /// device operation throws the error and clears it. Before you keep results, wait on the host for
+  /// the device and call failure(). Any thread may call it.
   virtual std::optional<base::Error> failure() const = 0;
 
   /// Waits until `device` has done all its work, then throws failure() if there is one. Does

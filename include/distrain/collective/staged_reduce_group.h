@@ -8,9 +8,9 @@
 
 namespace distrain::collective {
 
-/// A queue of Backend calls. A call that must wait for a copy runs on the queue's thread, and so do
-/// the calls behind it. While the queue is empty, a call without a copy runs on the caller's
-/// thread, so users of CPU tensors never start the queue's thread.
+/// A queue of Backend calls. A call that must wait for a copy from a device runs on the queue's
+/// thread, and so do the calls behind it. While the queue is empty, a call that waits for no copy
+/// runs on the caller's thread, so users of CPU tensors never start the queue's thread.
 ///
 /// Thread-safe; the caller determines the order of calls. The destructor runs all queued calls.
 class BackendQueue {
@@ -21,12 +21,13 @@ class BackendQueue {
   using Call = std::function<Pending(const at::Tensor&)>;
   Call average(const PassNumber& pass) const;
   Call broadcast(int root) const;
-  /// Runs `call` with the CPU tensor `tensor`, at once if the queue is empty.
+  /// Calls `call` with the CPU tensor `tensor`: at once if the queue is empty, else in its turn.
   ReduceGroup::WorkPtr run(Call call, const at::Tensor& tensor);
 
   void refuse(int count, const base::Error& error);
 
-  /// Queues `call` to run after `copied`. If the copy fails, the operation fails on all ranks.
+  /// Queues `call` to run when the device copy that ends at `copied` is done. If the copy fails,
+  /// the operation fails on all ranks.
   base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
   /// Queues `task` for the queue's thread. `task` must not throw.
   void post(base::Task task) { queue_.post(std::move(task)); }

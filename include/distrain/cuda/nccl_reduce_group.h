@@ -16,15 +16,15 @@ struct NcclTimeouts {
   std::chrono::milliseconds loss_grace{1000};
 };
 
-/// Creates a ReduceGroup for ranks with a GPU each. NCCL moves device tensors, and `control`
-/// moves CPU tensors. duplicate() returns null: all ranks agree on one order of operations.
+/// Creates a ReduceGroup for ranks with a GPU each. NCCL moves device tensors, and `control` moves
+/// CPU tensors. duplicate() returns null, because all operations have one order.
 ///
 /// The ranks agree on each operation through `control` before it is given to NCCL. So a rank that
 /// refuses, dies, is late or calls another operation is noticed, and wait() throws the error. If
-/// NCCL fails after wait() has ordered a stream behind its work, failure() returns the error, and
-/// the next operation throws it on all ranks. A failure ends all communicators; the next operation
-/// creates new ones. The destructor finishes all operations and waits some seconds for NCCL to end.
-/// `plugin` must outlive the group.
+/// NCCL fails after wait() has ordered a stream behind NCCL's work, failure() returns the error,
+/// and the next operation throws it on all ranks. A failure ends all communicators; the next
+/// operation creates new ones. The destructor finishes all operations and waits some seconds for
+/// NCCL to end. `plugin` must outlive the group.
 std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
     c10::intrusive_ptr<collective::Backend> control, const Plugin& plugin,
     NcclTimeouts timeouts = {});

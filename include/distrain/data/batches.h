@@ -15,7 +15,7 @@ namespace distrain::data {
 /// the last bag extends to the end. All tensors are int64.
 struct Batch {
   at::Tensor indices;
-  at::Tensor offsets;  ///< one per bag, ascending; offsets[0] is 0
+  at::Tensor offsets;  ///< the start of each bag in `indices`, ascending; offsets[0] is 0
   at::Tensor targets;  ///< the class of each bag
 
   int64_t size() const { return targets.numel(); }
@@ -24,7 +24,7 @@ struct Batch {
 /// Returns a batch of the examples of `dataset` at the indices `examples`, in their order.
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
 
-/// The part of an epoch that trainer `trainer` of `trainers` trains on.
+/// The part of an epoch's examples that trainer `trainer` (from 0) of `trainers` trains on.
 struct Shard {
   int trainer = 0;
   int trainers = 1;
@@ -51,7 +51,7 @@ class EpochSampler {
   int64_t batch_size_;
 };
 
-/// Throws `bad_data`, naming `path`, if there are fewer examples than trainers.
+/// Throws `bad_data`, with `path` in the message, if there are fewer examples than trainers.
 void check_enough(const std::string& path, int64_t examples, int trainers);
 
 /// Returns EpochSampler::steps() for these arguments.
@@ -74,7 +74,7 @@ class Sampler {
   int trainers_;
   int64_t examples_, batch_size_;
   int64_t epoch_ = 0;
-  std::map<int, EpochSampler> of_epoch_;  // of `epoch_`, by shard
+  std::map<int, EpochSampler> of_epoch_;  // samplers for `epoch_`, by shard
 };
 
 }  // namespace distrain::data

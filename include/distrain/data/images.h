@@ -18,12 +18,12 @@ struct ImageSet {
   int64_t columns = 0;
   std::vector<uint8_t> pixels;  ///< [count, channels, rows, columns], row-major
   std::vector<uint8_t> labels;  ///< one per image, or empty
-  uint64_t content_hash = 0;    ///< of the decompressed bytes of the files
+  uint64_t content_hash = 0;    ///< content_hash() of the decompressed bytes of the files
 };
 
-/// Reads a pair of IDX files (yann.lecun.com/exdb/mnist: big-endian magic 0x803 and 0x801), each
-/// plain or gzip, whatever its name. Throws `bad_data`, with the file and the reason, if a file is
-/// unreadable, damaged, not IDX, of another element type, or if a length or count does not match.
+/// Reads a pair of IDX files (yann.lecun.com/exdb/mnist: big-endian magic 0x803 and 0x801). Detects
+/// gzip by the content, not by the name. Throws `bad_data`, with the file and the reason, if a file
+/// is unreadable, damaged, not IDX, of another element type, or if a length or count is wrong.
 ImageSet read_idx(const std::string& images, const std::string& labels);
 
 struct ImageFolder {
@@ -32,12 +32,12 @@ struct ImageFolder {
 };
 
 /// Reads images to evaluate: a folder's `t10k-…` pair, or an image file or pipe and, if it exists,
-/// the labels file beside it (`labels-idx1` for `images-idx3`). Throws as read_idx().
+/// the labels file beside it (`labels-idx1` for `images-idx3`). Throws the errors of read_idx().
 ImageSet read_images(const std::string& path);
 
 /// Reads `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and, if they exist, the `t10k-…`
-/// files of a folder; each may end in `.gz` and be spelled with a dot (`train-images.idx3-ubyte`).
-/// Throws `bad_data` as read_idx(), and if the images of the two sets differ in size.
+/// files of a folder. Names may end in `.gz` and have a dot before idx (`train-images.idx3-ubyte`).
+/// Throws the errors of read_idx(), and `bad_data` if the two sets' images differ in size.
 ImageFolder read_image_folder(const std::string& folder);
 
 /// Returns true if `folder` or its `cifar-10-batches-bin` has any of data_batch_1.bin to _5.bin.
@@ -51,13 +51,13 @@ bool has_cifar10(const std::string& folder);
 /// exceeds 8 GiB.
 ImageFolder read_cifar10(const std::string& folder);
 
-/// Reads a file or pipe of records, or the test_batch.bin of a folder. Throws as read_cifar10().
+/// Reads CIFAR-10 records from a file, a pipe or a folder's test_batch.bin, as read_cifar10() does.
 ImageSet read_cifar10_images(const std::string& path);
 
 /// The conversion of pixels to a net's input: (pixel - mean) / std per channel, pixels in [0, 1].
 struct ImageForm {
   std::vector<double> mean, std;
-  int64_t channels = 1;  ///< a single channel is repeated
+  int64_t channels = 1;  ///< channels of the input; a grey image's channel is repeated
   int64_t side = 0;      ///< resize to this size as torchvision's Resize (antialias); 0: no resize
 };
 

@@ -26,7 +26,7 @@ class Vocabulary {
   /// Returns the number of `word`, or kUnknown.
   int64_t find(std::string_view word) const;
 
-  /// Returns the word with this number; valid until the next add().
+  /// Returns the word with the number `id`. The view is valid until the next add().
   std::string_view word(int64_t id) const;
 
   int64_t size() const { return static_cast<int64_t>(ends_.size()); }
@@ -48,7 +48,7 @@ class Vocabulary {
 /// Returns all words in the order of their numbers.
 std::vector<std::string> all_words(const Vocabulary& vocabulary);
 
-/// A training file's words, by first appearance, and its labels, sorted by bytes.
+/// The words of a training file, numbered by first appearance, and its labels, sorted by bytes.
 struct TextVocabulary {
   Vocabulary words;
   std::vector<std::string> labels;
@@ -68,7 +68,7 @@ struct TextDataset {
   int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
 };
 
-/// Says whether each example must have a label. The class of one without is -1.
+/// kAll requires a label of each example. With kSome, the class of an unlabelled example is -1.
 enum class Labels : uint8_t { kAll, kSome };
 
 /// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
@@ -86,31 +86,31 @@ TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                            Labels labels = Labels::kAll);
 
-/// As read_fast_text(), for bytes in memory; error messages show `name` as the path.
+/// Does the same as read_fast_text() for bytes in memory. Error messages show `name` as the path.
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                             Labels labels = Labels::kAll);
 
-/// Words of each vocabulary. The words of the text follow by falling frequency, equally frequent
-/// ones by first appearance.
+/// The first two words of each vocabulary of read_words(). The words of the text follow, sorted by
+/// falling frequency; equally frequent words are in the order of their first appearance.
 inline constexpr int64_t kUnknownWord = 0;
 inline constexpr int64_t kEndOfLine = 1;
 
-/// Text as word numbers, `<eos>` after each line.
+/// A text as the numbers of its words, with `<eos>` after each line.
 struct Corpus {
   std::vector<int64_t> tokens;
   uint64_t content_hash = 0;  ///< of the file's bytes
 
-  /// The words of each line, without its end.
+  /// Returns the words of each line, without `<eos>`.
   std::vector<std::vector<int64_t>> lines() const;
 };
 
-/// Reads the words of a text file: at most `max_words` with `<unk>` and `<eos>`; 0: all. Separates
-/// words as read_fast_text(). Throws `bad_data`, with the file, if it cannot be read or has no
-/// word, `invalid` for a `max_words` of 1 or less than 0.
+/// Returns the vocabulary of a text file: at most `max_words` words, with `<unk>` and `<eos>`, or
+/// all words if it is 0. Separates words as read_fast_text(). Throws `bad_data` if the file cannot
+/// be read or has no word, and `invalid` if `max_words` is 1 or below 0.
 Vocabulary read_words(const std::string& path, int64_t max_words);
 
-/// Reads a text with a vocabulary of read_words(), and throws as that does. Skips empty lines.
+/// Reads a text with a vocabulary of read_words(). Skips empty lines. Throws as read_words().
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary);
 
 /// Returns `count` random words of a vocabulary of `words`. They depend only on the arguments.
@@ -124,17 +124,17 @@ std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabula
 /// unused. A trainer reads some of the columns.
 class TokenColumns {
  public:
-  /// Columns [first, first + count) of `columns`. `tokens` must outlive this object. Throws
-  /// `bad_data` if a column has fewer than two tokens, `invalid` if there are no such columns.
+  /// Selects [first, first + count) of `columns` columns. `tokens` must outlive this object. Throws
+  /// `bad_data` if a column has fewer than two tokens, `invalid` if a column does not exist.
   TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first, int64_t count);
 
   int64_t count() const { return count_; }
-  /// Returns the number of batches of at most `length` words a column.
+  /// Returns the number of batches, each of which has at most `length` words of every column.
   int64_t steps(int64_t length) const;
 
   struct Batch {
     at::Tensor inputs;   ///< int64 [length, count]
-    at::Tensor targets;  ///< int64 [length · count]: each word's next
+    at::Tensor targets;  ///< int64 [length · count]: the word after each input
   };
   Batch batch(int64_t step, int64_t length) const;
 

@@ -32,10 +32,10 @@ void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Reduce
 ///   autograd::Context context(agent);             // the same in a distributed pass:
 ///   autograd::backward(context, {loss(model.forward(x))});  // the context's gradients are means
 ///
-/// forward() in training mode with gradients enabled announces a pass of the thread's current
-/// context (Reducer::expect) or a plain one (Reducer::count_forward). Several forwards may precede
+/// forward() in training mode with gradients enabled announces a pass over the thread's current
+/// context (Reducer::expect) or a plain pass (Reducer::count_forward). Several forwards may precede
 /// a backward pass, and several contexts may live at once, such as those of micro-batches. A pass
-/// of a context that used the parameters only by module() or in eval mode is an error.
+/// over a context that used the parameters only by module() or in eval mode fails.
 template <class Module>
 class DistributedDataParallel {
  public:

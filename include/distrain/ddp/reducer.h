@@ -19,6 +19,7 @@ struct NamedParameter {
   at::Tensor tensor;
 };
 
+/// Size limits of the gradient buckets; the first bucket of each dtype and device has its own.
 struct ReducerOptions {
   size_t bucket_cap_bytes = size_t{25} << 20;
   size_t first_bucket_bytes = size_t{1} << 20;
@@ -41,10 +42,10 @@ struct ReducerOptions {
 /// count_forward(), expect() and set_step() number the passes. If a rank has left out a backward
 /// pass, its next pass is not averaged with a different pass of the other ranks: backward() throws
 /// `invalid` on all ranks, naming that rank and both passes, in this pass and all later ones.
-/// Forwards in eval mode or without gradients do not count. Passes of contexts count apart.
+/// Forwards in eval mode or without gradients do not count. Passes over contexts count separately.
 ///
 /// If a parameter got no gradient, or a sparse one, on some rank, backward() throws `invalid` on
-/// all ranks, naming the rank and the parameter. If the pass of another rank failed, it throws
+/// all ranks, naming the rank and the parameter. If another rank's pass failed, backward() throws
 /// `remote_failed`. It also throws the errors of the collectives. Gradients are then unchanged.
 class Reducer {
  public:

@@ -23,7 +23,7 @@ struct Preflight {
   std::vector<int> ranks;                ///< the ranks that are this process or its children
   const OptionMap* of_rank_0 = nullptr;  ///< rank 0's options if this rank has received them
   std::function<void(const std::string&)> warn = [](const std::string&) {};
-  Roles roles = {};  ///< for starts()
+  Roles roles = {};  ///< the roles of the job, for starts()
 
   /// Returns true if this process or one of its children runs a rank of `role`.
   bool starts(const std::string& role) const;
@@ -41,7 +41,7 @@ struct JobInfo {
   std::vector<Example> examples;
   std::vector<Event> events;  ///< the job's own events, and fields it adds to common_events()
   OptionTable table;
-  /// If not null, changes the full option table, which includes the options that every job has.
+  /// If not null, called to change the full option table, which has the options of every job, too.
   std::function<void(OptionTable&)> change;
   std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option that sets the number of ranks of one role
@@ -59,9 +59,9 @@ class AnyDefinition {
   virtual ~AnyDefinition() = default;
 
   const JobInfo& info() const { return info_; }
-  /// Derives the defaults that depend on other options.
+  /// Sets those defaults in `parsed` that depend on other options.
   virtual void complete(ParsedOptions& parsed) const = 0;
-  /// Throws if options conflict or name something, such as a file, that does not exist.
+  /// Throws if options conflict, or if an option names something missing, such as a file.
   virtual void check(const Preflight& preflight) const = 0;
   /// Returns a text to print instead of running the job, if the options ask for one.
   virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
@@ -85,9 +85,9 @@ class AnyDefinition {
 /// The job-specific functions and settings that run_rank() needs; see Definition::run().
 struct RankBody {
   std::string cmd;
-  Roles roles;  ///< by this rank's options; rank 0's take precedence
+  Roles roles;  ///< the roles by this rank's own options; Known::roles replaces them
   std::vector<std::function<void(rpc::Agent&)>> exposures;
-  /// The settings that follow from rank 0's options.
+  /// The settings that `adopt` derives from rank 0's options.
   struct Known {
     Roles roles;
     CheckpointOptions checkpoint;
@@ -102,11 +102,11 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(SingleProcess&)>& run);
 
-/// Returns a Known with only `options` and `must_agree` set. `values` are the options' values.
+/// Returns a Known with only `options` and `must_agree` set. `values` has the value of each option.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
 
 /// Defines a job: its options, its roles and the function of each role. The command line has the
-/// options that Options inherits (see options.h) and those that it declares by
+/// options that Options inherits (see options.h) and those that Options declares in its function
 ///
 ///   static void describe(job::OptionList<Options>& list);
 ///
@@ -117,7 +117,7 @@ class Definition final : public AnyDefinition {
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
   using Use = DeviceRole::Use;
-  /// Returns true if the user gave the option or a checkpoint has its value.
+  /// A function that returns true if the user gave the option or a checkpoint has its value.
   using Given = std::function<bool(std::string_view option)>;
 
   Definition(std::string name, std::string summary) {
@@ -135,7 +135,7 @@ class Definition final : public AnyDefinition {
     }
   }
 
-  // The next functions set members of JobInfo.
+  // Each of the next functions sets, or adds to, the member of JobInfo that its name refers to.
 
   Definition& describe(std::string text) { return set(info_.description, std::move(text)); }
   Definition& details(std::string text) { return set(info_.details, std::move(text)); }
@@ -148,7 +148,7 @@ class Definition final : public AnyDefinition {
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
   }
-  /// Adds an event. If its description `when` is empty, adds `fields` to the existing event.
+  /// Adds an event. If the description `when` is empty, adds `fields` to the existing event.
   Definition& event(std::string name, std::string when, std::vector<Field> fields) {
     info_.events = with_events(std::move(info_.events),
                                {{std::move(name), std::move(when), std::move(fields)}});
@@ -161,7 +161,7 @@ class Definition final : public AnyDefinition {
 
   /// Adds a role with the next `count` ranks. Only one role may have an option as its count. If
   /// `count` is an option or above 1, the ranks' names end in their number, as in trainer3. Each
-  /// rank runs `main`; without `main` it serves calls until the other ranks are done.
+  /// rank runs `main` or, if `main` is empty, serves calls until the other ranks are done.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     return declare([&] {
@@ -217,7 +217,7 @@ class Definition final : public AnyDefinition {
     return set(derive_defaults_, std::move(derive_defaults));
   }
 
-  // Each of the next functions sets the implementation of AnyDefinition's function of that name.
+  // Each of the next functions sets the implementation of the AnyDefinition function of its name.
 
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
     return set(check_, std::move(check));
@@ -262,7 +262,8 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// Runs one rank with `options`. If `adopt` is set, ranks other than 0 use its result instead.
+  /// Runs one rank. If `adopt` is set, each rank other than 0 calls it with rank 0's options and
+  /// uses the returned options instead of `options`.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {
@@ -301,7 +302,7 @@ class Definition final : public AnyDefinition {
     Main main;
   };
 
-  /// Calls `part`, which runs before main() can catch errors. Stores the first exception's message.
+  /// Calls `part`. Stores the first exception's message, because main() cannot catch it yet.
   Definition& declare(const auto& part) {
     try {
       part();

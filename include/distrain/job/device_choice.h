@@ -16,33 +16,33 @@ namespace distrain::job {
 /// A role of a job's ranks that `--device` can name.
 struct DeviceRole {
   enum class Use {
-    kCompute,  ///< the role is on a GPU if the job is
-    kIfNamed,  ///< the role is on the CPU unless `--device` names it
-    kNone,     ///< the role computes nothing that a GPU could
+    kCompute,  ///< the role runs on a GPU if `--device` chooses GPUs for the whole job
+    kIfNamed,  ///< the role runs on the CPU unless `--device` names the role
+    kNone,     ///< the role has nothing to compute on a GPU, so `--device` cannot put it there
   };
 
   std::string name;
-  std::string alias;  ///< may be empty
+  std::string alias;  ///< a second name, which `--device` also accepts; may be empty
   Use use = Use::kCompute;
 };
 
 /// A device that the user has asked for.
 struct DeviceChoice {
   bool accelerator = false;
-  std::optional<int> index;  ///< of the accelerator; unset: chosen by the rank's place on its host
+  std::optional<int> index;  ///< index of the GPU; if unset, resolve_device() chooses a GPU
   bool operator==(const DeviceChoice&) const = default;
 };
 
 /// The value of `--device`: one device, or ROLE=DEVICE[,…], which leaves other roles on the CPU.
 class DeviceSpec {
  public:
-  /// Throws `invalid` if `text` is malformed or has an unknown role. `accelerator`: the GPUs' type.
+  /// Throws `invalid` if `text` is malformed or has an unknown role. `accelerator` is the GPU type.
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
   DeviceChoice of(const std::string& rank_name) const;
   /// Returns the device if `--device` names the rank ("trainer1") or its role, otherwise nullopt.
   std::optional<DeviceChoice> named(const std::string& rank_name) const;
-  /// Returns the device for the whole job, or nothing if `--device` names roles.
+  /// Returns the device that `--device` chooses for the whole job, or nullopt if it names roles.
   const std::optional<DeviceChoice>& for_all() const { return for_all_; }
   /// Throws `invalid` if `--device` names a rank that is not in `rank_names`.
   void check_ranks(const std::vector<std::string>& rank_names) const;
@@ -53,17 +53,18 @@ class DeviceSpec {
 
   std::vector<DeviceRole> roles_;
   std::optional<DeviceChoice> for_all_;
-  std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
+  std::map<std::string, DeviceChoice> by_name_;  // by the name of a role or rank, not by alias
 };
 
-/// Returns the device for `choice`. If `choice` is a GPU without an index, the ranks of a host take
-/// the host's GPUs in turn, in the order of `place`. Throws `resources` if no GPU has the index. If
-/// `choice` is the CPU, does not call `count_gpus`, which throws if the host has no GPU.
+/// Returns the device for `choice`. If `choice` is a GPU without an index, returns the GPU with the
+/// index `place` modulo the number of GPUs. `place` is the number of lower ranks on this host that
+/// have the same choice. Throws `resources` if no GPU has the index. Calls `count_gpus`, which
+/// throws if the host has no GPU, only if `choice` is a GPU.
 c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
                            int place);
 
-/// Returns `error` with this rank as its cause. Adds "rank 2 (trainer1): " to its message, unless
-/// the message names the rank already.
+/// Returns `error` with `rank` as its cause. Puts "rank 2 (trainer1): " before the message, unless
+/// the message already begins with the rank's number.
 base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 
 /// Calls `choose`. If it throws, applies error_of_rank() to the error and rethrows it.

@@ -4,11 +4,11 @@
 
 namespace distrain::job {
 
-// A job's JSON lines are declared once, for the schema, the man pages and tests.
+// A job declares its JSON lines by these types, for the schema, the man pages and the tests.
 
-/// The kind of example that a job counts. kSamples: reports accuracy; kWords: perplexity.
+/// The unit of a job's examples. A job with kSamples reports accuracy, with kWords perplexity.
 enum class Unit : uint8_t { kSamples, kWords };
-const char* counted(Unit unit);  ///< "samples" or "words"
+const char* counted(Unit unit);  ///< returns the name of the unit: "samples" or "words"
 
 /// Returns loss, accuracy and samples (kSamples) or loss, perplexity and words (kWords), and the
 /// job's own metrics. Returns an empty object if there are no samples.
@@ -20,7 +20,7 @@ enum class FieldType {
   kInteger,
   kNumber,
   kText,
-  kIntegers,  ///< a list, as kNumbers and kTexts
+  kIntegers,  ///< a list of integers; kNumbers and kTexts are lists, too
   kNumbers,
   kTexts,
   kNames,         ///< a text or a list of texts
@@ -28,7 +28,7 @@ enum class FieldType {
   kObject,        ///< an object with `fields`
 };
 
-/// A field of an event. Every line of the event has it, unless `is_sometimes`.
+/// A field of an event. Every line of the event has the field, unless `is_sometimes` is true.
 struct Field {
   std::string name;
   FieldType type = FieldType::kText;
@@ -40,21 +40,21 @@ struct Field {
 Field sometimes(Field field);
 Field or_null(Field field);
 
-/// A kind of JSON line. `fields` excludes the common v, ts, run, event, cmd, rank and role.
+/// A kind of JSON line. `fields` omits v, ts, run, event, cmd, rank and role, which all lines have.
 struct Event {
   std::string name;
-  std::string when;  ///< when it is printed; empty if `fields` extend an existing event
+  std::string when;  ///< when the line is printed; empty if `fields` extend an existing event
   std::vector<Field> fields;
 };
 
 /// Returns the events that every job may print: start, ready, checkpoint, warn, error, end, ….
 std::vector<Event> common_events();
 
-// Return the trainers' `step` event, with `more` fields, and the `eval` event.
+/// Returns the `step` event of trainers, with its usual fields and `more`.
 Event step_event(std::vector<Field> more);
 Event eval_event(std::string when, Unit unit = Unit::kSamples);
-/// Returns the default events of a job whose trainers train in epochs. `may_lose`: the job can
-/// continue after the loss of a trainer.
+/// Returns the default events of a job whose trainers train in epochs. `may_lose` is true if the
+/// job can continue after the loss of a trainer.
 std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);
 
 /// Adds a job's own metric to the event `eval` and the field `eval` of `end`. Throws `invalid` if

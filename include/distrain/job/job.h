@@ -29,17 +29,18 @@ namespace distrain::job {
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it
-/// save and continue, and SIGQUIT makes it report its waits. Thread-safe except for heeds().
+/// save and continue, and SIGQUIT makes it report what blocks it. Thread-safe except for heeds().
 class StopSignal {
  public:
-  /// Notes that the job checks requested() at every step and ends by itself. Before arm(), a signal
-  /// ends the process at once. Has no effect after disarm().
+  /// Notes that the job from now on checks requested() at every step and ends by itself. Before
+  /// arm(), a signal ends the process at once. Has no effect after disarm().
   void arm() {
     State expected = State::kUnarmed;
     state_.compare_exchange_strong(expected, State::kArmed);
   }
   /// Notes that everything is saved, so that later signals end the process at once. If a signal has
-  /// `stopped` the job, this rank ignores that signal when it arrives late. Returns requested().
+  /// stopped the job (`stopped`), this rank ignores that signal if it arrives late. Returns
+  /// requested().
   bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
@@ -74,12 +75,12 @@ class StopSignal {
     std::lock_guard lock(mutex_);
     on_save_ = std::move(tell);
   }
-  /// Returns this rank's pending waits, for SIGQUIT. Empty unless on_question() has set a function.
+  /// Returns the operations that block this rank, for SIGQUIT. Empty if on_question() set nothing.
   std::vector<rpc::Wait> waits() {
     std::lock_guard lock(question_mutex_);
     return on_question_ ? on_question_() : std::vector<rpc::Wait>();
   }
-  /// Sets the function that answers waits(). After this returns, the former function is not called.
+  /// Makes waits() call `waits`. After on_question() returns, the former function is not called.
   void on_question(std::function<std::vector<rpc::Wait>()> waits) {
     std::lock_guard lock(question_mutex_);
     on_question_ = std::move(waits);
@@ -106,7 +107,7 @@ class StopSignal {
   std::atomic<int> number_{0};
   std::mutex mutex_;
   std::function<void()> on_request_, on_save_;           // guarded by mutex_
-  std::mutex question_mutex_;                            // separate, as an answer may take long
+  std::mutex question_mutex_;                            // separate: on_question_() may be slow
   std::function<std::vector<rpc::Wait>()> on_question_;  // guarded by question_mutex_
   base::TimePoint heeded_{};  // time of the first signal; used by the thread of heeds()
 };
@@ -116,7 +117,7 @@ using Json = nlohmann::ordered_json;
 /// Options by their long name without dashes ("lr" → "0.05"), as sent between ranks.
 using OptionMap = std::map<std::string, std::string>;
 
-/// The key of the run's id among rank 0's options.
+/// The key under which rank 0's options have the random id of this run of the job.
 inline constexpr const char* kRunId = "run id";
 
 /// Receives the events of a job. Thread-safe.
@@ -128,18 +129,19 @@ class EventSink {
   /// Called before joined() with this process's rank if rank 0 assigns it. If another process takes
   /// that rank, called with membership::kUnassignedRank and then with the next assigned rank.
   virtual void placed(int rank) { static_cast<void>(rank); }
-  /// Called when all ranks have joined, with rank 0's options and this rank's role.
+  /// Called when all ranks have joined, with this rank's name and rank 0's options.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
   /// Called on any thread when another rank's `error` must end this rank. A running computation may
   /// delay the end, so an implementation may exit the process without waiting for the computation.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
   /// Called about twice a second by each trainer, for displays. `fields` has `step`, `steps` (the
-  /// total; 0 if unknown), `trainers`, `epoch`, `epochs`, `loss`, `lr` and the fields of
-  /// Result::progress, or only `note`, a line of text. Does not block.
+  /// total; 0 if unknown), `processes`, `trainers`, `epoch`, `epochs`, `loss`, `lr` and the fields
+  /// of Result::progress, or only `note`, a line of text. Must not block.
   virtual void progress(const Json& fields) { static_cast<void>(fields); }
-  /// Notes that the job continues if this rank is lost, so the launcher must not end the others.
+  /// Called when the job can continue without this rank. Its launcher then must not end the others.
   virtual void may_be_lost() {}
-  /// Records the option values that depend on the job's data, under their names in `config`.
+  /// Receives options that the data determines, such as `classes`. An implementation prints them in
+  /// the field `config` of the job's last line.
   virtual void used(const Json& config) { static_cast<void>(config); }
   /// Called repeatedly by the saving thread while a save makes progress.
   virtual void saving() {}
@@ -157,7 +159,7 @@ class Progress {
     steps_ += steps;
     train_s_ = base::seconds_since(begun);
   }
-  /// Makes fields() call `more`. An empty `more` freezes the result of fields().
+  /// Makes fields() call `more`, which adds fields. If `more` is empty, freezes fields()'s result.
   void report(std::function<void(Json& fields)> more) {
     Json now = more ? Json::object() : fields();
     std::lock_guard lock(mutex_);
@@ -184,8 +186,8 @@ class Progress {
 /// Faults injected into one rank for tests (`--inject`).
 struct Injection {
   double call_delay_s = 0;      ///< delay before each call that this rank sends
-  double stage_sleep_s = 0;     ///< a pipeline stage sleeps instead of computing a batch's pass
-  int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
+  double stage_sleep_s = 0;     ///< time that a pipeline stage sleeps instead of computing
+  int64_t fail_checkpoint = 0;  ///< number of the first save's system call to die at; 0: none
   /// The saving thread calls this function until it returns false. Simulates a slow disk.
   std::function<bool()> before_save;
 };
@@ -207,14 +209,14 @@ struct Job : membership::Contact {
       choose_devices;
   /// Adds this process's resource usage, such as memory, to `fields`; may be null.
   std::function<void(Json& fields)> add_usage;
-  /// Sets the threads per operation for `ranks` ranks that share this rank's CPUs; may be null.
+  /// Sets the threads per operation when `ranks` ranks share this rank's CPUs; may be null.
   std::function<void(int ranks)> share_cpus;
   /// Receives this process's signals, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
-  /// Collects the fields of the last JSON line in case the process ends before the job. Never null.
+  /// Has the fields of the last JSON line in case this process ends before the job. Never null.
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
-  OptionMap effective;  ///< all job options with their defaults, and kRunId; rank 0 sends its own
+  OptionMap effective;  ///< all job options and kRunId; rank 0 sends these to the other ranks
 
   Job() { master_port = 29500; }
   c10::Device device() const { return devices.front(); }
@@ -223,7 +225,7 @@ struct Job : membership::Contact {
 /// The result of a rank, for its `end` or `rank_end` line.
 struct Outcome {
   Json fields = Json::object();     ///< counters and the job's metrics
-  std::map<int, Json> others = {};  ///< on rank 0: `fields` of the other ranks
+  std::map<int, Json> others = {};  ///< on rank 0: `fields` of each other rank
   bool stopped = false;      ///< the job saved and ended on a signal; `message` says where it saved
   bool goal_missed = false;  ///< the job ended normally but missed its goal, as `message` says
   std::string message;
@@ -231,16 +233,16 @@ struct Outcome {
   std::optional<base::Error> afterwards;
 };
 
-/// Runs a job in one process (`--local`): chooses its devices, calls `run` and, if `--trace` is
-/// given, writes the trace. Rethrows exceptions of `run`.
+/// Runs a job in one process (`--local`): chooses the devices, passes them to `run` in a copy of
+/// `job`, and writes the trace if `--trace` is given. Rethrows exceptions of `run`.
 Outcome run_local_job(const Job& job, EventSink& sink,
                       const std::function<Outcome(const Job& placed)>& run);
 
-/// Throws unless `path` (`--trace`) can be written or replaced: `invalid` if it is not a regular
-/// file, otherwise `resources` with the reason. Creates and removes a file beside it to find out.
+/// Checks that `path` (`--trace`) can be written or replaced. Creates and removes a file beside it.
+/// Throws `invalid` if `path` is not a regular file, otherwise `resources` with the reason.
 void check_trace_path(const std::string& path);
 
-/// Returns the devices as JSON lines have them: "cuda:0", or a list if there are several.
+/// Returns the value of the field `device` of JSON lines: "cuda:0", or a list of several devices.
 Json device_names(const std::vector<c10::Device>& devices);
 
 }  // namespace distrain::job

@@ -8,7 +8,6 @@
 
 namespace distrain::job {
 
-/// A trainer's next task.
 struct Task {
   enum class Kind : uint8_t {
     kTrain,
@@ -18,11 +17,11 @@ struct Task {
   };
   Kind kind = Kind::kTrain;
   int64_t epoch = 0;     ///< from 1
-  int32_t shard = 0;     ///< the shard of the data, which has the number of its trainer
+  int32_t shard = 0;     ///< the shard of the data; trainer i's own shard has the number i
   int64_t step = 0;      ///< kTrain: the first step, by its number in the shard and epoch, from 0
   int64_t count = 1;     ///< kTrain: number of consecutive steps
   bool last = false;     ///< kEvaluate: the job ends afterwards
-  bool partial = true;   ///< the epoch is not over
+  bool partial = true;   ///< a shard has steps left in this epoch
   bool stopped = false;  ///< kEnd: a signal has ended the job early
   int32_t part = 0;      ///< kEvaluate, kSave: this trainer's index among those with the task
   int32_t parts = 1;     ///< kEvaluate, kSave: number of trainers with the task
@@ -31,9 +30,9 @@ struct Task {
                  &Task::partial, &Task::stopped, &Task::part, &Task::parts);
 };
 
-/// A trainer and the number of its earlier processes. Requests of an earlier process are refused.
+/// A trainer and the number of its earlier processes, whose requests the scheduler refuses.
 struct Seat {
-  Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
+  Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: implicit
       : trainer(trainer_number), before(taken_before) {}
   int trainer;
   int64_t before;
@@ -52,13 +51,13 @@ struct Position {
 };
 
 /// Hands out the tasks of a job to its trainers: training steps and, when all trainers have
-/// finished theirs, evaluation, saving and the end.
+/// finished their steps, evaluation, saving and the end.
 ///
 ///   beginning → training → (epoch or job over) evaluating → (checkpoint due) saving →
 ///   training or ending
 ///
 /// Training begins when all trainers have asked for a task. Otherwise fast trainers might take over
-/// all steps of a late one, and a stop might find it unprepared.
+/// all steps of a late trainer, or a signal might stop the job before that trainer can save.
 ///
 /// Note [Leases]
 ///
@@ -66,11 +65,11 @@ struct Position {
 /// a save. Asking for the next task completes the lease. If a trainer is lost, the remaining steps
 /// of its lease are handed out first, before other steps and before any evaluation or save, so that
 /// every evaluation and save includes all steps handed out before. An evaluation or save in which
-/// the lost trainer had a part is repeated by the other trainers. From then on trainers also take
-/// over steps of other shards, because nobody else makes the lost trainer's. A new process can
-/// replace the lost one, with a Seat of its own; requests with the old Seat are refused.
+/// the lost trainer had a part is repeated by the other trainers. After a loss, trainers also take
+/// over steps of other shards, because nobody else makes the steps of the lost trainer's shard. A
+/// new process can replace the lost one with a new Seat; requests with the old Seat are refused.
 ///
-/// Thread-safe. Hooks run on the thread of the last trainer to ask, while all trainers wait.
+/// Thread-safe. Hooks other than `on_rest` run in next() or go_on(), while all trainers wait.
 class LeaseScheduler {
  public:
   struct Options {
@@ -86,7 +85,7 @@ class LeaseScheduler {
     bool may_lose = false;   ///< the job continues without lost trainers as long as one is left
   };
   struct Hooks {
-    std::function<void()> on_begin = [] {};  ///< all trainers have asked for a task
+    std::function<void()> on_begin = [] {};  ///< called when all trainers have asked for a task
     /// Called after each evaluation. `whole_epoch` is false if the job ends within the epoch.
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
@@ -94,7 +93,8 @@ class LeaseScheduler {
     /// Called when a trainer was lost during an evaluation or a save. The remaining trainers repeat
     /// that task, so the reports since the task's start do not count.
     std::function<void()> on_again = [] {};
-    /// Called after a loss if `trainer` waits for a task, so that no rank waits for its steps.
+    /// Called after a loss for each `trainer` that waits for a task, so that no rank waits for the
+    /// next step of `trainer`.
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 
@@ -105,21 +105,21 @@ class LeaseScheduler {
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
-  /// Completes the trainer's task and returns a future of its next task, of at most `wanted` steps.
-  /// If `stop` is true and the job saves checkpoints, all trainers save and end. The future fails
-  /// if a hook throws. Throws `peer_lost` if the trainer's process is lost or replaced.
+  /// Notes that the trainer has completed its task. Returns a future of its next task, which has at
+  /// most `wanted` steps. If `stop` is true and the job saves checkpoints, all trainers save and
+  /// end. The future fails if a hook throws. Throws `peer_lost` if `seat` is of a lost process.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
   /// Replaces a lost trainer by a new process and returns the new process's seat.
   Seat take_seat(int trainer);
-  /// The effect of a loss on the lost trainer's current task.
+  /// The steps of a lost trainer's process.
   struct Lost {
     int64_t made = 0;      ///< steps that the lost process is known to have made
-    int64_t back = 0;      ///< steps that will be handed out again
-    int64_t in_doubt = 0;  ///< those of `back` that may have been made
+    int64_t back = 0;      ///< steps of its last task that will be handed out again
+    int64_t in_doubt = 0;  ///< number of steps in `back` that the process may have made
   };
   /// Notes that a trainer is lost. `made` is the number of steps that its process made, if known.
-  /// Call go_on() afterwards, on a thread that may block.
+  /// Must be followed by go_on(), which hands out the trainer's remaining steps and may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
   int trainers_left() const;  ///< trainers that are not lost
@@ -133,7 +133,7 @@ class LeaseScheduler {
   void finish();
   /// Makes all current and later calls of next() fail with `error`.
   void fail(const base::Error& error);
-  /// Returns the trainers for which other trainers wait.
+  /// Returns a Wait that names the trainers for which others wait; empty if no trainer waits.
   std::vector<rpc::Wait> waits() const;
 
  private:
@@ -151,7 +151,6 @@ class LeaseScheduler {
     int64_t step = 0;
     int64_t count = 0;
   };
-  /// The state of a trainer.
   struct TrainerState {
     bool is_here = true;  ///< not lost
     bool has_task = false;
@@ -187,9 +186,9 @@ class LeaseScheduler {
   std::vector<Range> returned_;  // remaining steps of lost trainers' leases
   bool takes_over_ = false;      // options_.take_over, or a trainer was lost
   bool is_advancing_ = false;    // a thread runs hooks or hands out tasks
-  bool again_ = false;           // a trainer with a part in this phase was lost
+  bool again_ = false;           // a trainer was lost during its part of an evaluation or save
   int64_t saved_ = 0;            // steps of each trainer at the last checkpoint
-  // The numbers of steps of each trainer at which to stop, save and finish; kNever if not set.
+  // Steps per trainer at which a requested stop, save or finish() takes effect; otherwise kNever.
   int64_t stop_at_ = kNever;
   int64_t save_at_ = kNever;
   int64_t finish_at_ = kNever;

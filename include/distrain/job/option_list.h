@@ -12,8 +12,8 @@ enum class ValueKind { kFlag, kInteger, kIntegers, kReal, kText, kChoice };
 
 /// The processes that an option applies to.
 enum class Scope {
-  kJob,        ///< all ranks have rank 0's value; another rank may only be given the same value
-  kInput,      ///< as kJob, but another rank may be given a value of its own (a path)
+  kJob,        ///< all ranks use rank 0's value; the user may give other ranks only this value
+  kInput,      ///< like kJob, but the user may give another rank its own value (a path)
   kRank,       ///< this process only
   kPlacement,  ///< sets which ranks run where
   kInfo,       ///< prints something and exits
@@ -26,7 +26,7 @@ struct Option {
   std::string old_name;  ///< an accepted but undocumented former name; may be empty
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag
-  std::string initial;     ///< the default in canonical form; empty if it is none or depends
+  std::string initial;     ///< the default in canonical form; empty if none or not a fixed value
   Scope scope = Scope::kJob;
   std::string group;
   std::string help;
@@ -42,19 +42,19 @@ struct Option {
   /// The required type of a path, which is checked before any rank starts.
   enum class Path { kAny, kFile, kFolder };
   Path path = Path::kAny;
-  std::string path_word;         ///< a value that is no path but means data that the job generates
+  std::string path_word;         ///< a value that means generated data instead of a path
   std::string needs;             ///< another option, without which this option is refused
   bool is_required = false;      ///< has no default: the user or the checkpoint sets it
   bool may_change = false;       ///< may differ from the checkpoint that a job resumes from
-  bool of_predict = false;       ///< applies to `predict` although it may change
-  bool of_training = false;      ///< does not apply to `predict` although it may not change
+  bool of_predict = false;       ///< may be given to `predict`, instead of the checkpoint's value
+  bool of_training = false;      ///< refused by `predict`, because it concerns only the training
   bool step_limit = false;       ///< not taken from a checkpoint that has reached the limit
   bool hidden = false;           ///< for tests; undocumented
   bool random_only = false;      ///< has no effect if `--data` names a path
   bool data_only = false;        ///< has no effect unless `--data` names a path
   bool may_be_empty = false;     ///< the user may replace the default of a text by ""
   bool each_own = false;         ///< each rank has its own default unless rank 0's user sets it
-  std::string initial_in_words;  ///< shown instead of `initial`
+  std::string initial_in_words;  ///< the text that the help shows instead of `initial`
 };
 /// Returns true if `value` is a path: it is neither empty nor the option's `path_word`.
 inline bool is_path(const Option& option, const std::string& value) {
@@ -65,14 +65,14 @@ using OptionTable = std::vector<Option>;
 /// Returns the option with this name or old name; null if there is none.
 const Option* find_option(const OptionTable& table, std::string_view name);
 
-/// Returns a value in the canonical form that is compared and sent ("5e-2" → "0.05"). If the option
-/// does not accept it, throws `invalid` with `where`, which says where `text` was given ("--lr").
+/// Returns `text` in canonical form ("5e-2" → "0.05"), in which ranks compare and send values.
+/// Throws `invalid` if the option does not accept `text`. `where` names its source, as in "--lr".
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
 
 /// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
 std::string allowed_values(const Option& option);
 
-/// Returns true for an option of the job, not of a process. `start` lines show the job's options.
+/// Returns true if the option applies to the whole job. `start` lines show these options.
 inline bool is_job_option(const Option& option) {
   return option.scope == Scope::kJob || option.scope == Scope::kInput;
 }
@@ -122,8 +122,9 @@ class ParsedOptions {
 namespace detail {
 
 // These functions convert between an option's canonical text and a member of an options structure.
-// `first` and `second` are the words for true and false (bool), or for no value and 0 (optional).
-// The text is empty for an empty list, and for an optional without a value if `first` is empty.
+// For a bool, `first` is the text of true and `second` the text of false. For an optional, `first`
+// is the text of an empty optional, and `second`, if not empty, the text of 0. The text of an empty
+// list is empty.
 
 template <class T>
 void read_value(const std::string& text, T& value, const std::string& first = {},
@@ -203,7 +204,7 @@ class OptionRow {
   /// Marks the option as the job's limit of steps (0: no limit). If a checkpoint has reached its
   /// limit, a job that resumes from it does not inherit the limit.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
-  /// Makes the option apply to this process only.
+  /// Makes the option apply only to the process that it is given to.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
   OptionRow& value_name(const std::string& name) { return set(option_.value_name, name); }
   /// Replaces the help of an inherited option.
@@ -275,7 +276,7 @@ class OptionList {
     return add(std::move(name), ValueKind::kChoice, "NAME", member, std::move(help))
         .offers(choices);
   }
-  /// Declares a std::optional<double>: a number, `off` (0), or `on`, the job's own default (empty).
+  /// Declares a std::optional<double>: a number, `off` (0), or `on` (empty: the job's own default).
   OptionRow on_off_or_real(std::string name, auto member, std::string help) {
     return add(std::move(name), ValueKind::kReal, "on|off|X", member, std::move(help), "on", "off")
         .offers({"on", "off"})
@@ -286,7 +287,7 @@ class OptionList {
   }
 
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
-  /// Returns a declared option, so that it can be changed. Throws `internal` if there is none.
+  /// Returns a declared option, so that it can be changed. Throws `internal` if `name` is unknown.
   Option& find(std::string_view name) {
     for (Row& row : rows_) {
       if (row.option.name == name) return row.option;
@@ -299,7 +300,7 @@ class OptionList {
     std::erase_if(rows_, [name](const Row& row) { return row.option.name == name; });
   }
 
-  /// Returns the name of the option that sets `member`; empty if there is none.
+  /// Returns the name of the option that sets `member`; empty if no option does.
   std::string name_of(int Options::*member) const {
     for (const Row& row : rows_) {
       if (row.whole == member) return row.option.name;
@@ -358,7 +359,7 @@ class OptionList {
     OptionRow row = add(std::move(name), ValueKind::kText, what, member, std::move(help));
     rows_.back().option.scope = Scope::kInput;
     rows_.back().option.path = kind;
-    return row.may_change();  // only the content must agree with the checkpoint
+    return row.may_change();  // not the path, but the file's content must match the checkpoint
   }
 
   std::string group_ = "Job";

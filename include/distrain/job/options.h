@@ -7,12 +7,10 @@
 
 namespace distrain::job {
 
-// Base structures for the options of jobs.
-
 /// Options of every job.
 struct CommonOptions {
   uint64_t seed = 1;
-  std::optional<int> log_interval;  ///< steps between `step` lines; 0: no lines; see StepLines
+  std::optional<int> log_interval;  ///< steps between `step` lines, as StepLines defines them
   CheckpointOptions checkpoint;
 
   static void describe_common(auto& list) {
@@ -65,7 +63,8 @@ and --epochs, may be given another value; a `warn` line reports the change.)")
 };
 
 struct RuleOptions : optim::RuleText {
-  /// Returns the help of `--lr-schedule`. `more` names the schedules that need evaluations.
+  /// Returns the help of `--lr-schedule`. `lengths` names the units of LENGTH, `more` the schedules
+  /// that need evaluations.
   static std::string lr_schedule_help(const std::string& lengths, const std::string& more = {}) {
     return "vary the learning rate: constant, step:SIZE[,GAMMA]" + more +
            " or cosine:LENGTH[,FLOOR]; lengths are in " + lengths;
@@ -101,16 +100,16 @@ ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
 /// Options of jobs whose trainers train in epochs.
 struct TrainerOptions : CommonOptions, RuleOptions {
   int trainers = 2;
-  // Training ends at the limit that is reached first.
+  // Training ends when it reaches one of the next two limits.
   int epochs = 1;     ///< 0: no limit
   int64_t steps = 0;  ///< steps of each trainer; 0: no limit
   int batch_size = 32;
   std::string mode = "async";  ///< async, sync, or ssp if the job offers it
   int64_t staleness = 1;       ///< ssp: maximum lead over the slowest trainer, in steps
   bool eval_only = false;      ///< only evaluate the checkpoint of `--resume`
-  int min_trainers = 1;        ///< trainers that must be left for the job to continue
+  int min_trainers = 1;        ///< the job ends if fewer trainers are left
 
-  /// Returns the mode and settings of parameter sharing for trainer `participant`, from 0.
+  /// Returns the settings by which trainer `participant` (from 0) shares parameters with others.
   optim::Sharing sharing(int participant) const;
 
   static void describe_trainer(auto& list) {

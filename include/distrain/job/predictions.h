@@ -23,16 +23,17 @@ class Predictions {
 
   /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);
-  /// Emits a line with the best label and the softmax for each row of `scores` [n, labels].
-  /// `targets` [n]: the expected labels; below 0: unknown. Without `labels`, prints label indices.
+  /// Emits a `prediction` line with the best label and the softmax for each row of `scores`
+  /// [n, labels]. `targets` [n] has the index of each expected label; an index below 0 means that
+  /// it is unknown. `labels` has the labels' names; if empty, the lines show label indices.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
   /// Adds a field, which the job declares, to the `end` line.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
-  /// Sets the evaluation in the `end` line, unless tell_labels() computes it.
+  /// Sets the evaluation in the `end` line. Not needed with tell_labels(), which computes accuracy.
   void evaluated(const Evaluation& evaluation, Unit unit);
 
-  /// Returns the fields for the job's last line, `end`.
+  /// Returns the fields of `predict` in the `end` line, such as the number of predictions.
   Json fields() const;
 
  private:
@@ -48,7 +49,7 @@ class Predictions {
 
 /// Returns the fields of the lines that tell_labels() emits.
 std::vector<Field> label_fields();
-/// Returns the events of `predict`: `prediction` with `fields`, and `end` with `predict`'s fields.
+/// Returns the events of `predict`: `prediction` with `fields`, and additional fields of `end`.
 std::vector<Event> prediction_events(std::vector<Field> fields);
 
 /// Runs a job's `predict` function with a checkpoint and the examples in `input`.

@@ -12,9 +12,9 @@ class Roles {
  public:
   struct Role {
     std::string name;
-    int first = 0;  ///< its first rank
+    int first = 0;  ///< the number of the role's first rank
     int count = 1;
-    bool numbered = false;  ///< the names of its ranks end in the rank: trainer3
+    bool numbered = false;  ///< the names of the ranks end in the rank's number: trainer3
 
     bool has(int rank) const { return rank >= first && rank < first + count; }
   };
@@ -24,7 +24,7 @@ class Roles {
   /// Returns the role of this name. Throws `internal` if there is none.
   const Role& named(const std::string& name) const;
   const Role& of(int rank) const;
-  std::string name_of(int rank) const;  ///< also the name of its RPC worker
+  std::string name_of(int rank) const;  ///< returns the rank's name, as in rpc::Agent::name()
   std::vector<std::string> names() const;
 
  private:
@@ -40,7 +40,7 @@ struct Group {
   operator std::shared_ptr<collective::ReduceGroup>() const { return reduce; }  // NOLINT
 };
 
-/// One process of a running job.
+/// The base of Rank and SingleProcess: the job, the event sink, and fields of the last JSON line.
 class Process {
  public:
   Process(const Job& job, EventSink& sink) : job_(job), sink_(sink) {}
@@ -55,8 +55,8 @@ class Process {
   /// `steps` is the sum over the ranks, `train_s` is the maximum, and a metric has the value of the
   /// lowest rank that sets it.
   Json& fields() { return fields_; }
-  /// Notes on rank 0 that the job misses its goal. The job then ends normally, with `message` and
-  /// exit code 11. Has no effect if a signal stops the job.
+  /// Notes that the job misses its goal. Must be called on rank 0. The job then ends normally, but
+  /// prints `message` and exits with code 11. Has no effect if a signal stops the job.
   void miss_goal(std::string message) { missed_goal_ = std::move(message); }
   const std::string& missed_goal() const { return missed_goal_; }
 
@@ -86,9 +86,9 @@ class Rank : public Process {
   const Group& group(const std::string& role);
   bool has_group() const { return !groups_.empty(); }
 
-  // ---- for the kit ----
-  void close_groups() { groups_closed_ = true; }  ///< training begins with these groups or none
-  /// Calls ReduceGroup::check() of all groups.
+  // ---- for Training and run_rank() only ----
+  void close_groups() { groups_closed_ = true; }  ///< makes group() refuse to create groups
+  /// Waits for all work on device() and throws if a reduction of any group has failed.
   void check_groups() const {
     for (const auto& [role, group] : groups_) group.reduce->check(device());
   }

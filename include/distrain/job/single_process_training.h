@@ -19,7 +19,7 @@ class SingleProcess : public Process {
   TrainingHost& host_;
 };
 
-/// The training loop of all trainers in one process. A step is one step of each trainer.
+/// The training loop of a job in one process. Each of its steps makes one step of every trainer.
 class SingleProcessTraining : public TrainingPlan {
  public:
   SingleProcessTraining(SingleProcess& local, const TrainerOptions& options,
@@ -32,8 +32,8 @@ class SingleProcessTraining : public TrainingPlan {
     keep(name, part_of(store::named_tensors(name, module)));
   }
 
-  /// Trains to the end of the job. `step` makes the given steps, at most one of each trainer, and
-  /// returns their mean loss and the sum of their samples.
+  /// Trains to the end of the job. `step` makes the given steps, at most one step of each trainer,
+  /// and returns their mean loss and the sum of their samples.
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
   /// Trains to the end of the job. `step` computes one trainer's loss; run() makes the backward
   /// pass and the updates.

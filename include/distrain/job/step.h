@@ -12,20 +12,18 @@
 
 namespace distrain::job {
 
-/// A training step to make.
 struct Step {
   int64_t epoch = 1;
-  int shard = 0;       ///< the shard of the data, which has the number of its trainer
+  int shard = 0;       ///< the shard of the data; trainer i's own shard has the number i
   int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
   int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
 };
 
-/// The result of a training step.
 struct Result {
   at::Tensor loss;  ///< one number; the job ends with an error if it is not finite
   int64_t samples = 0;
   Json more = Json::object();      ///< further fields of the `step` line
-  int64_t steps = 1;               ///< number of steps that this counts as in the last line
+  int64_t steps = 1;               ///< number of steps that the `end` line counts for this step
   Json progress = Json::object();  ///< further fields of EventSink::progress()
 };
 
@@ -50,8 +48,8 @@ struct Evaluation {
   int64_t samples = 0;
   std::optional<int64_t> right{};  ///< correct predictions; unset if the job has no accuracy
   double loss_sum = 0;
-  /// Sums over the examples, by metric name. The sums of all trainers are added up; the totals of
-  /// `means` are then divided by the total of `samples`.
+  /// The job's own metrics by name, summed over the examples. Rank 0 adds the trainers' sums and
+  /// reports the totals in `sums` as they are, those in `means` divided by the number of samples.
   std::map<std::string, double> sums{}, means{};
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,
@@ -72,21 +70,21 @@ struct Evaluation {
 ///   lines.end();
 class StepLines {
  public:
-  /// `interval`: the N of `--log-interval`; 0: no lines; unset: at most one line every 5 s.
+  /// `interval` is the N of `--log-interval`. If it is 0, no lines are printed.
   StepLines(EventSink& sink, std::string event, std::optional<int> interval)
       : sink_(sink), event_(std::move(event)), interval_(interval) {}
 
   /// If the line of step `number` (from 1) is due, emits the line and returns true. Otherwise
   /// returns false and, if the interval is unset, keeps `fields` for end().
   bool add(int64_t number, std::function<Json()> fields);
-  /// Emits the last step's line if add() kept its fields. Then steps may be counted from 1 again.
+  /// Emits the last step's line if add() kept its fields. The next add() may start at step 1 again.
   void end();
 
  private:
   EventSink& sink_;
   const std::string event_;
   const std::optional<int> interval_;
-  base::TimePoint next_{};         // if the interval is unset: when the next line is due
+  base::TimePoint next_{};         // time when the next line is due, if the interval is unset
   std::function<Json()> pending_;  // kept by add() for end(); null if the last step has a line
 };
 

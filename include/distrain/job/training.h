@@ -15,19 +15,19 @@ namespace distrain::job {
 struct Plan : LeaseScheduler::Options {
   bool eval_only = false;  ///< evaluates only, without training or saving
   double lr = 0;
-  std::string lr_schedule;  ///< optim::LearningRateSchedule::parse
+  std::string lr_schedule;  ///< in the form that optim::LearningRateSchedule::parse() accepts
   Unit unit = Unit::kSamples;
   std::optional<int> log_interval;            ///< see StepLines
-  std::string limit;                          ///< the option that limits the training
+  std::string limit;                          ///< option that limits the steps, such as --steps
   bool log = true;                            ///< print `step` and `epoch` lines
   int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
-  std::string what_must_agree = "the files";  ///< for the error if trainers' data differ
+  std::string what_must_agree = "the files";  ///< text for the error if trainers' data differ
 
   // TrainingPlan sets the following members.
   int first_rank = 0;                         ///< the rank of the first trainer
-  std::map<std::string, std::string> agreed;  ///< TrainingPlan::agree()
+  std::map<std::string, std::string> agreed;  ///< values of TrainingPlan::agree(), by name
   std::map<std::string, std::string> alike;
-  std::map<std::string, int64_t> used;  ///< EventSink::used()
+  std::map<std::string, int64_t> used;  ///< numbers for EventSink::used(), by field
   std::vector<PartName> parts;
   static constexpr auto kFields =
       std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
@@ -59,7 +59,7 @@ class TrainingPlan {
   /// checkpoint that the job resumes from. Also needed for an option with Option::each_own, whose
   /// value is not compared otherwise; `name` is then the option with its dashes, as `--mean`.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// Does the same for a number. `used_as`: the number's field in `config`; may be empty.
+  /// Does the same for a number. Unless `used_as` is empty, it names the number's `config` field.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
@@ -73,7 +73,7 @@ class TrainingPlan {
     parts_.push_back(std::move(part));
   }
   void keep(SingleProcessOptimizer& optimizer);
-  /// Ends the job early once `reached` returns true. Each trainer calls it when it asks for steps.
+  /// Ends the job early once `reached` returns true. Trainers call it when they request steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
   using Evaluate = std::function<Evaluation(const Share&)>;
@@ -81,17 +81,17 @@ class TrainingPlan {
   void evaluate_epochs(Evaluate evaluate) { evaluate_epoch_ = std::move(evaluate); }
   /// Evaluates this trainer's share of the test data at the end of the job.
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
-  /// Prints, on trainer 0, a `warn` line that all training data in `path` has the label `label`.
+  /// Prints, on trainer 0 only, a `warn` line that all examples in `path` have the label `label`.
   void warn_of_one_label(const std::string& path, const std::string& label);
   /// Adds the field `name` to the job's `end` line, with the greatest `value` of all trainers.
   void note_max(const std::string& name, int64_t value);
 
-  bool stopped() const { return stopped_; }      ///< after run(): the job was told to stop early
-  int64_t steps_made() const { return total_; }  ///< since the job's beginning
+  bool stopped() const { return stopped_; }      ///< after run(): a signal has stopped the job
+  int64_t steps_made() const { return total_; }  ///< returns the steps since the job's beginning
 
  protected:
-  /// `own`: the trainers of this process. The object calls the TrainingHost on rank 0 by `agent`
-  /// or, if `agent` is null, calls `host` directly.
+  /// `own` are the trainers of this process. If `agent` is not null, the object calls rank 0's
+  /// TrainingHost by RPC; otherwise it calls `host` directly.
   TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
                TrainingHost* host);
   ~TrainingPlan() = default;
@@ -108,7 +108,7 @@ class TrainingPlan {
   std::vector<int> own_;
   TrainingHost* const host_;
   optim::LearningRateSchedule lr_schedule_;
-  /// Functions to call before each step, one per optimizer. `number` is the step's number, from 1.
+  /// Called before each step, one function per optimizer. `number` counts this run's steps from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:
@@ -137,7 +137,7 @@ class TrainingPlan {
   int64_t begun_at_ = 0;  // steps before this run
   int64_t total_ = 0;     // steps since the job's beginning
   int64_t epoch_steps_ = 0, epoch_samples_ = 0;
-  int64_t line_samples_ = 0;  // since the last line
+  int64_t line_samples_ = 0;  // samples since the last `step` line
   double epoch_loss_ = 0;     // sum of the losses in this epoch
   double last_loss_ = 0;      // mean loss of the last epoch
   double first_loss_ = 0;     // loss of the first step of this run
@@ -145,7 +145,7 @@ class TrainingPlan {
   bool has_warned_ = false;
   std::map<int, Seat> seats_;  // of the trainers in `own_`
   int64_t samples_ = 0;        // samples in this run
-  int64_t steps_ = 0;          // steps in this run, by Result::steps
+  int64_t steps_ = 0;          // sum of Result::steps in this run, over the trainers in `own_`
   base::TimePoint shown_{};    // time of the last show()
   bool stopped_ = false;
 };
@@ -157,14 +157,15 @@ class TrainingPlan {
 ///   training.keep(optimizer);
 ///   training.run([&](const job::Step& step) { …; return job::Result{loss, samples}; });
 ///
-/// Rank 0 hands out steps for about a quarter of a second at a time, so that the calls cost little.
-/// Trainers that wait for each other, in a group or by --mode, make all steps of their own shards;
-/// otherwise a trainer that is done takes over steps of the slowest. Evaluations and saves run
-/// while all trainers wait. Use it on one thread, on all ranks of the role.
+/// A trainer requests steps from rank 0 for about a quarter of a second at a time, so that the
+/// requests cost little. Trainers that wait for each other, because they have a group or because of
+/// `--mode`, make only the steps of their own shards. Otherwise a trainer that has finished its
+/// shard takes over steps of the slowest trainer. All trainers pause for evaluations and saves.
+/// Every rank of the role must create and run one Training, on one thread.
 ///
-/// If a trainer other than rank 0 is lost after all have begun, the job continues unless `--mode`
-/// is sync, the trainers have a group, no part is kept, or a kept part is not Part::once. Other
-/// trainers make the lost trainer's steps, and a new process with its rank can replace it.
+/// If a trainer other than rank 0 is lost after training has begun, the job continues unless
+/// `--mode` is sync, the trainers have a group, no part is kept, or a kept part is not Part::once.
+/// The other trainers make the lost trainer's steps, and a new process can take over its rank.
 class Training : public TrainingPlan {
  public:
   Training(Rank& rank, const TrainerOptions& options, int64_t steps_per_epoch)
@@ -205,7 +206,7 @@ class Training : public TrainingPlan {
   void train(const Task& task, const std::function<Result(const Step&)>& step);
 
   Rank& rank_;
-  int64_t wanted_ = 1;  // steps to ask for
+  int64_t wanted_ = 1;  // number of steps to request next
 };
 
 }  // namespace distrain::job

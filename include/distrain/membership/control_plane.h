@@ -44,8 +44,8 @@ class ControlPlane {
   static std::shared_ptr<ControlPlane> make(net::Loop& loop, const Options& options,
                                             Callbacks callbacks);
   virtual ~ControlPlane() = default;
-  /// Joins the job; returns when every rank accepts calls, or throws. `prepare` returns this rank's
-  /// devices; it runs when rank 0's options are known, before another rank can call this rank.
+  /// Joins the job; returns when every rank accepts calls, or throws. When rank 0's options are
+  /// known and before other ranks can call this rank, gets this rank's devices from `prepare`.
   virtual void run(const std::function<wire::RankDevices()>& prepare) = 0;
   /// Called instead of run() by a process without a rank. Returns a free rank, which rank 0
   /// reserves until this process has joined or calls close(). Retries until the join timeout.
@@ -56,16 +56,17 @@ class ControlPlane {
   /// Enters the shutdown round `round`, a barrier of all ranks. The result is the sum of all ranks'
   /// `number`. Fails if a rank is lost, or if this rank has not joined or has left.
   virtual base::Future<uint64_t> enter_round(uint64_t round, uint64_t number) = 0;
-  /// Returns the ranks that this rank waits for, as far as it knows. Must not run on the loop.
+  /// Returns the ranks that this rank waits for, as far as it knows. Blocks until the loop answers.
   virtual std::vector<int> missing() = 0;
   /// Returns the join or shutdown that is waiting for other ranks, if any.
   virtual std::optional<Wait> wait() = 0;
-  /// leave() tells all ranks that this rank leaves, then disconnects. abort() also sends `error`.
+  /// Sends `error` to all connected ranks as the reason that this rank exits, then disconnects.
   virtual void abort(const base::Error& error) = 0;
+  /// Notifies all connected ranks that this rank exits because its work is done, then disconnects.
   virtual void leave() = 0;
   /// Closes all connections and refuses new ones.
   virtual void close() = 0;
-  /// Called on rank 0: sets the tolerated losses. The future completes when they are in effect.
+  /// Called on rank 0. Sets the tolerated losses; the future completes when they are in effect.
   virtual base::Future<void> tolerate(Tolerance tolerance) = 0;
   /// Called on rank 0 when the new process of `rank` has done useful work. Until this call, the job
   /// continues after any failure of that process.
@@ -75,7 +76,8 @@ class ControlPlane {
 
   // The following functions handle connections for calls. They must run on the loop thread.
 
-  /// Monitors the connection to `rank`. Returns a stream handler that passes calls to `handler`.
+  /// Monitors the connection to `rank`. Returns the handler to set on `stream`, which passes calls
+  /// to `handler`.
   virtual net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                   net::Stream::Handler handler) = 0;
   /// Returns true while this rank suspects that `rank` is lost, until rank 0 has decided.

@@ -15,7 +15,7 @@ namespace distrain::membership {
 //
 // A job may continue without a rank that is lost, and a new process may then replace that rank: it
 // is the rank's next incarnation, counted from 0. Threads of all ranks may still hold calls,
-// references and contexts of the lost process. These are not mistaken for the new one's, because
+// references and contexts of the lost process. They are not mistaken for the new process's, because
 //
 //  - each id contains the process that made it: 12 bits of incarnation, 12 bits of rank (0 in call
 //    ids, because the connection identifies the rank), 40 bits of a counter. So a reply to a call
@@ -43,32 +43,32 @@ constexpr uint64_t make_id(ProcessNumber maker, uint64_t number) {
 }
 constexpr ProcessNumber maker_of(uint64_t id) { return static_cast<ProcessNumber>(id >> 40); }
 
-/// The loss of one process of a rank.
+/// Describes which process of which rank is lost, and why.
 struct Loss {
   int rank = -1;
   base::Error error;  ///< peer_lost, or the reason that the rank sent when it left
   /// True if the job continues and a new process may replace the rank; false if all ranks end.
   bool job_goes_on = false;
-  uint32_t incarnation = 0;  ///< of the lost process
+  uint32_t incarnation = 0;  ///< incarnation of the lost process
 
   ProcessNumber process() const { return process_number(rank, incarnation); }
 };
 
 /// The losses after which a job continues.
 struct Tolerance {
-  std::set<int> ranks;
-  size_t least = 1;         ///< number of them that must remain
-  std::string if_too_few;   ///< appended to the job's error if fewer remain
+  std::set<int> ranks;      ///< the job may continue after the loss of one of these
+  size_t least = 1;         ///< number of `ranks` that must remain
+  std::string if_too_few;   ///< appended to the job's error if fewer of `ranks` remain
   bool may_return = false;  ///< new processes may replace lost ranks
 };
 
 /// An operation that waits for other ranks, described for people: see rpc::Agent::waits().
 struct Wait {
-  std::string what;  ///< names the ranks that are waited for
+  std::string what;  ///< names the awaited ranks: for example "rank 2 to join"
   base::TimePoint since;
 };
 
-/// Returns "rank 3", or "a new rank" if the number is wire::kUnassignedRank.
+/// Returns "rank 3", or "a new rank" if `rank` is wire::kUnassignedRank.
 inline std::string rank_text(int rank) {
   return rank == wire::kUnassignedRank ? "a new rank" : "rank " + std::to_string(rank);
 }

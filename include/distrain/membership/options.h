@@ -14,12 +14,13 @@ namespace distrain::membership {
 
 /// The options by which a rank finds the other ranks of its job.
 struct Contact {
-  int rank = 0;        ///< wire::kUnassignedRank: rank 0 chooses one; not for an Agent
-  int world_size = 0;  ///< other ranks: must equal rank 0's; 0: any
-  std::string master_addr = "localhost";  ///< where rank 0 listens
-  uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
-  int listen_fd = -1;                     ///< rank 0: a socket that is already listening
-  std::string listen_addr;  ///< address to bind; empty: master_addr, or the interface towards it
+  int rank = 0;        ///< wire::kUnassignedRank: rank 0 chooses (for a Slot, not an Agent)
+  int world_size = 0;  ///< the expected number of ranks; 0: any number
+  std::string master_addr = "localhost";  ///< host on which rank 0 listens
+  uint16_t master_port = 0;               ///< rank 0's port; on rank 0, 0 means any free port
+  int listen_fd = -1;                     ///< on rank 0: a socket that is already listening
+  /// Address to bind. If empty, rank 0 binds master_addr, and other ranks the interface to rank 0.
+  std::string listen_addr;
   /// If not empty, all ranks are on this host and connect to rank 0's unix socket of this name. No
   /// rank listens on TCP. If rank 0's `listen_fd` is set, it must be this socket.
   std::string rank_0_unix_name;
@@ -27,7 +28,7 @@ struct Contact {
   /// before they try TCP. Unused if `transport` is tcp. If empty, the name is derived from
   /// `job_id`, `master_addr` and the port: see meeting_name().
   std::string meeting_name;
-  net::PortRange ports;            ///< to listen on; rank 0: if master_port is 0
+  net::PortRange ports;            ///< ports to listen on; unused on rank 0 if master_port is not 0
   std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
   /// A secret shared by the job's ranks. Both sides of a connection prove that they know it. If
   /// empty, ranks trust processes of this user on this host or, with `insecure`, any process.
@@ -49,7 +50,7 @@ struct Contact {
 struct Options : Contact {
   /// The name of each rank, in the order of ranks. Set on rank 0, which sends the names to all.
   std::vector<std::string> names;
-  std::string job = "distrain";  ///< all ranks must have the same name
+  std::string job = "distrain";  ///< name of the job's command; the same on all ranks
   /// Called once for each rank and reason when this rank refuses a process that claims to be rank
   /// `why.rank`. `why` tells the user what to do. Runs on the loop thread: must not block.
   std::function<void(const base::Error& why)> on_refused;
@@ -62,9 +63,9 @@ struct Options : Contact {
   /// rank. `ranks` is the number of ranks, including this rank, that share its CPUs.
   std::function<void(int ranks)> on_cpus_shared;
   /// Called on the joining thread every 5 s while join() waits. On a rank 0 without `listen_fd`,
-  /// the first call is after 1 s. If unset, join() is silent. `missing`: on rank 0, the ranks that
-  /// have not joined or are not ready; on other ranks, rank 0. `address`: rank 0's. `reason`: why
-  /// ranks are missing, or why this rank cannot join; may be empty. See examples/runtime.cpp.
+  /// the first call is after 1 s. If unset, join() is silent. `missing` has the ranks that have not
+  /// joined or are not ready; on ranks other than 0, only rank 0. `address` is rank 0's. `reason`
+  /// says why ranks are missing or this rank cannot join; may be empty. See examples/runtime.cpp.
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;
@@ -76,8 +77,8 @@ struct Options : Contact {
 std::string meeting_name(const std::string& job_id, const std::string& master_addr, uint16_t port);
 /// Computes a port (20000 to 28999) from `job_id`, for a job whose port is not given.
 uint16_t port_of_job(const std::string& job_id);
-/// Opens rank 0's TCP socket. Binds it to `listen_addr` or, if that is empty, to the interface that
-/// `master_addr` names; to `port` or, if that is 0, to a free port of `ports`. Throws `rendezvous`.
+/// Opens rank 0's TCP socket on `port` (0: a free port of `ports`). Binds it to `listen_addr`; if
+/// empty, to the interface that `master_addr` names. Throws `rendezvous` if no such port is free.
 net::Fd listen_as_rank_0(const std::string& listen_addr, const std::string& master_addr,
                          uint16_t port, net::PortRange ports);
 

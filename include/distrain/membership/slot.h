@@ -24,7 +24,7 @@ class Slot {
   /// Returns the free rank that rank 0 has reserved. Blocks; retries until the join timeout. Must
   /// be called once only. Throws as rpc::Agent::join() does, and `rendezvous` if no rank is free.
   int reserve();
-  /// Returns the wait of reserve() while it runs; otherwise an empty vector. Thread-safe.
+  /// Returns one Wait, for reserve(), while reserve() runs; otherwise nothing. Thread-safe.
   std::vector<Wait> waits() const;
 
  private:

@@ -9,11 +9,11 @@
 
 namespace distrain::net {
 
-/// A thread that waits for sockets and timers with libuv.
+/// A thread that runs a libuv event loop for sockets and timers.
 ///
 /// Thread model: functions whose names end in `_on_loop`, handlers of streams and listeners, and
 /// posted and timed tasks run on this thread, one at a time, and must not block, throw or do tensor
-/// work. All other functions of this layer are thread-safe.
+/// work. All other functions of distrain::net are thread-safe.
 ///
 /// After activity the loop polls for up to 50 µs before it blocks (see base::AdaptivePoll).
 class Loop {
@@ -25,8 +25,8 @@ class Loop {
   Loop(Loop&&) = delete;
 
   void post(base::Task task);
-  /// Runs `task` at `when` or soon after; returns an id for cancel(). Cancelling a timer that has
-  /// run has no effect. If cancel() is called on the loop thread, the timer does not run any more.
+  /// Runs `task` at `when` or soon after; returns an id for cancel(), which has no effect if `task`
+  /// has run. After cancel() on another thread than the loop's, `task` may still run.
   uint64_t call_at(base::TimePoint when, base::Task task);
   void cancel(uint64_t timer);
 

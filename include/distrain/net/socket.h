@@ -11,7 +11,7 @@
 
 namespace distrain::net {
 
-/// Ports to try in order until one is free. If both are 0, the kernel chooses any free port.
+/// Ports to try in order until one is free. If both are 0, the kernel chooses a free port.
 struct PortRange {
   uint16_t first = 0;
   uint16_t last = 0;
@@ -44,13 +44,15 @@ base::Result<Fd> listen_unix(const std::string& path);
 
 inline constexpr const char* kResolve = "resolve";
 /// Connects to TCP `host:port` and blocks until `deadline` at the latest. Tries all addresses of
-/// the name in turn. An error whose `op` is kResolve means that the name could not be resolved.
+/// `host` in turn. An error whose `op` is kResolve means that `host` could not be resolved.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
 /// Connects to a unix socket without blocking. Fails if it cannot connect at once.
 base::Result<Fd> connect_unix(const std::string& path);
 
-/// Connect on the loop thread to a numeric `host`. Call `done` unless the loop ends first.
+/// Receives the connected socket or an error.
 using OnConnected = std::function<void(base::Result<Fd>)>;
+/// These functions connect without blocking, on the loop thread, and then call `done` there, unless
+/// the loop ends first. `host` must be numeric.
 void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
                          base::TimePoint deadline, OnConnected done);
 void connect_unix_on_loop(Loop& loop, const std::string& path, base::TimePoint deadline,
@@ -64,7 +66,7 @@ struct SocketName {
 SocketName local_name(int fd);
 SocketName remote_name(int fd);
 /// Returns the user of the process at the other end of a connected socket, unix or TCP. Returns
-/// nothing if that end is closed, on another host or in another network or user namespace.
+/// nullopt if that end is closed, on another host or in another network or user namespace.
 std::optional<uint32_t> peer_user(int fd);
 /// Returns true if `host` resolves to loopback addresses only. Blocks, unless `host` is numeric.
 bool is_loopback(const std::string& host);
@@ -74,10 +76,10 @@ bool is_loopback(const std::string& host);
 /// own name to 127.0.1.1. Otherwise returns `host`. Fails with `rendezvous` if the name does not
 /// resolve, or if `host` is another machine's numeric address. Blocks, unless `host` is numeric.
 base::Result<std::string> host_to_bind(const std::string& host);
-/// Returns "10.0.0.2:4711" or "[::1]:4711".
+/// Returns host and port as text: "10.0.0.2:4711" or "[::1]:4711".
 std::string endpoint_text(const std::string& host, uint16_t port);
 /// Returns a key that is equal for processes with the same kernel and network namespace (boot id
-/// and inode), which can share unix sockets if they see the same folders. Empty if unknown.
+/// and inode), which can share unix sockets if they see the same folders. Returns "" if unknown.
 std::string host_key();
 
 /// Accepts connections on the loop thread and owns the socket. If another thread destroys the
@@ -87,7 +89,7 @@ class Listener {
   /// Calls `on_connection` with each connected, non-blocking socket on the loop thread.
   Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection);
   ~Listener();
-  /// Pauses or resumes accepting. In a pause, connections wait in the backlog. Loop thread only.
+  /// Pauses or resumes accepting. While paused, new connections wait in the kernel's backlog.
   void set_accepting_on_loop(bool accepts);
   Listener(Listener&&) = delete;
 

@@ -60,10 +60,10 @@ class Stream {
   virtual void start(Handler handler, const wire::Limits& limits) = 0;
   /// Applies from the next frame on.
   virtual void set_limits_on_loop(const wire::Limits& limits) = 0;
-  /// Replaces the handler, from inside on_frame at the earliest.
+  /// Replaces the handler. The earliest place to call this is inside the first on_frame.
   virtual void set_handler_on_loop(Handler handler) = 0;
-  /// Returns when the frame is written or queued. Returns an error if the stream is closed, and as
-  /// check_limits(). on_close reports a connection that breaks later.
+  /// Returns when the frame is written or queued. Returns an error if the stream is closed or if
+  /// check_limits() rejects the frame. on_close reports a connection that breaks later.
   virtual base::Status send(OutFrame frame) = 0;
   /// Writes the queue, or drops it if not `flush`, then closes. Delivers frames until on_close.
   virtual void close(bool flush = true) = 0;

@@ -124,10 +124,10 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 /// and the like leave tensors unchanged, and no random operation advances the default generator.
 /// The module must not keep anything of a pass in its members.
 ///
-/// Each rank has one module for each name, made on the agent's device when a rank first asks for
-/// it; it lives as long as the agent. That request fails with `invalid` if the module cannot be
-/// shared: if it keeps running statistics, has a table with `max_norm`, or has parameters that
-/// share memory or have none. One parameter tensor may be used in several places.
+/// Each rank has one module for each name, made on the agent's device at the first request for it.
+/// The module lives as long as the agent. The first request fails with `invalid` if the module
+/// cannot be shared: if it keeps running statistics, has a table with `max_norm`, or has parameters
+/// that share memory or have none. One parameter tensor may be used in several places.
 template <class Make>
 void expose_module(rpc::Agent& agent, const std::string& name, Make make) {
   detail::add_factory(agent, name, detail::factory(make, std::function(make)));

@@ -61,14 +61,14 @@ PipelineTimeline simulate(const PipelineSchedule& schedule);
 std::string to_text(const PipelineSchedule& schedule);
 
 /// Divides a sequence of layers with the given costs into `stages` stages, so that the cost of the
-/// most expensive stage is minimal. Returns the first layer of each stage after the first.
+/// most expensive stage is minimal. Returns the first layer's index for each stage but the first.
 std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages);
 
 /// Statistics of one stage in one batch.
 struct StageReport {
   /// Seconds that the stage spent in steps. Unset on an accelerator, where a step only queues work.
   std::optional<double> compute_s;
-  int64_t activations = 0;  ///< maximum number of micro-batches between their two passes
+  int64_t activations = 0;  ///< maximum number of micro-batches whose activations the stage held
   static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
 };
 
@@ -79,7 +79,7 @@ struct StageReport {
 /// their transfer overlaps with another micro-batch's computation.
 ///
 /// A late step of an earlier batch fails with `cancelled`. A step whose output does not depend on
-/// its input fails with `invalid`; the error has the rank.
+/// its input fails with `invalid`, and the error names the rank.
 class StagePasses {
  public:
   /// Prepares `agent` for pipeline stages. Call it before join().

@@ -188,7 +188,7 @@ struct ForwardOptions {
   bool training = true;
   bool recording = true;  ///< record a graph for a backward pass
   uint64_t seed = 0;
-  uint64_t number = 0;  ///< with `seed`, the key of the pass's random numbers
+  uint64_t number = 0;  ///< `seed` and `number` together determine the pass's random numbers
   static constexpr auto kFields = std::tuple(&ForwardOptions::training, &ForwardOptions::recording,
                                              &ForwardOptions::seed, &ForwardOptions::number);
 };
@@ -244,10 +244,10 @@ class RemoteModule<ByName> {
   void eval() { train(false); }
   bool is_training() const { return training_; }
 
-  /// Makes the random numbers of the following passes (dropout, for instance) depend only on `key`
-  /// and the number of passes since this call by this handle and its copies. The default key
-  /// depends on the seed of torch's default generator and on this rank. Sending the handle to
-  /// another rank counts as a pass, and the received handle uses a new key.
+  /// Seeds the random numbers of later passes, for instance of dropout. They depend on `key` and on
+  /// the number of passes that this handle and its copies have made since. The default key depends
+  /// on the seed of torch's default generator and on this rank. Sending the handle to another rank
+  /// counts as a pass, and the received handle gets a new key.
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
   /// Returns references to the parameters that require a gradient, each once, in torch's order.

@@ -6,8 +6,8 @@
 
 namespace distrain::nn {
 
-/// Calls `make`, which makes tensors. If it throws `resources`, rethrows the error with advice to
-/// lower `options`.
+/// Returns make(), which allocates tensors. If make() throws `resources`, adds advice to the error:
+/// to lower `options`, which names the options that determine the tensors' sizes.
 template <class F>
 auto sized_by(const std::string& options, const F& make) {
   try {

@@ -30,7 +30,7 @@ struct Sharing {
 
 struct Progress {
   uint64_t updates = 0;  ///< updates applied so far
-  int64_t lead = 0;      ///< steps that the participant is ahead of the slowest
+  int64_t lead = 0;      ///< steps by which the participant is ahead of the slowest
   static constexpr auto kFields = std::tuple(&Progress::updates, &Progress::lead);
 };
 
@@ -49,14 +49,14 @@ void keep_updaters(rpc::Agent& agent);
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// Returns the number (DistributedOptimizer::set_step_number) of the last step of `process` that
 /// was applied to this rank's parameters. Returns nullopt if the mode is kSync, if `process` is
-/// unknown or does not number its steps, or if this rank's updaters disagree. Once a layer added
-/// after install() is notified of a lost process, no more steps of that process are applied.
+/// unknown or does not number its steps, or if this rank's updaters disagree. When a layer that was
+/// added after optim::install() is notified that `process` is lost, the result is final.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
 /// Returns the progress of a participant. Throws `not_found` if `parameter` has no updater.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
-/// Parameters with the same options.
+/// Parameters that are updated with one set of options.
 struct ParameterGroup {
   /// Parameters on any rank, including this one, that all participants train (see Sharing).
   std::vector<rpc::RRef<at::Tensor>> shared;
@@ -68,9 +68,9 @@ struct ParameterGroup {
 /// Updates parameters on the ranks that own them.
 ///
 /// Each rank that owns shared parameters has one parameter updater for them, which holds the state
-/// of the update rules and which DistributedOptimizers of several ranks share. (PyTorch's has one
-/// local optimizer for each training rank.) Copies of a DistributedOptimizer share their state.
-/// Thread-safe: owners apply steps one by one.
+/// of the update rules and which DistributedOptimizers of several ranks share. (PyTorch's
+/// DistributedOptimizer has one local optimizer for each training rank.) Copies of a
+/// DistributedOptimizer share their state. Thread-safe: owners apply steps one by one.
 ///
 /// A step does not disturb another context's in-flight pass if the pass works on versions of the
 /// parameters (see autograd/parameter_versions.h) or saves no parameter (a lookup with sparse
@@ -104,10 +104,10 @@ class DistributedOptimizer {
   /// If `max_norm` is above 0 and the L2 norm of the gradients of all owners' parameters is
   /// greater, the gradients are first multiplied by max_norm / norm. Throws `not_finite`, without
   /// any update, if the norm is not finite. In kSync all participants must clip or none; the norm
-  /// of the mean gradients gives one scale for all. (The `own` parameters enter it with the mean of
-  /// the participants' squared norms, which are equal under DDP.) In kAsync and kSsp each
-  /// participant's gradients have their own norm; with several participants, `own` parameters are
-  /// then scaled by their own norm only, so that replicas under DDP stay equal.
+  /// of the mean gradients gives one scale for all. (The `own` parameters add the mean of the
+  /// participants' squared norms, which are equal under DDP.) In kAsync and kSsp each participant's
+  /// gradients have their own norm; with several participants, `own` parameters are then scaled by
+  /// their own norm only, so that replicas under DDP stay equal.
   ///
   /// Each owner checks all gradients first, so it updates all of its parameters or none. An error
   /// that cannot be checked for, such as running out of memory, says which parameters were updated.
@@ -115,9 +115,9 @@ class DistributedOptimizer {
   /// the step was made, failed (after `peer_lost`, `deadline` or `cancelled` it may have been made
   /// nevertheless) or waits for other participants.
   ///
-  /// Returns the number of updates, including this one, that the first other owner's parameter
-  /// updater (or this rank's, if there is no other owner) had then applied.
-  /// Without `max_norm`, the maximum is that of the constructor's Rule.
+  /// Returns how many updates, including this one, the parameter updater of the first other owner
+  /// (of this rank, if there is no other owner) has applied. If `max_norm` is not given, the
+  /// maximum norm of the constructor's Rule applies.
   uint64_t step(const autograd::Context& context, std::optional<double> max_norm = {}) {
     return step(std::vector<uint64_t>{context.id()}, max_norm);
   }
@@ -139,7 +139,7 @@ class DistributedOptimizer {
   /// with the keys of flatten(). `names` has a name for each parameter, in the order of state().
   std::vector<rpc::RRef<rpc::NamedTensors>> snapshot(const std::vector<std::string>& names) const;
   /// Loads `state` on the owners one by one, on this rank last. Throws `bad_data` if the state does
-  /// not fit. Each owner checks its whole part before it changes anything.
+  /// not fit the parameters. Each owner checks its whole part before it changes anything.
   void load_state(const std::vector<ParameterState>& state);
   /// Return or load the states of the `own` parameters only, like state() and load_state().
   std::vector<ParameterState> own_state() const;
@@ -153,7 +153,7 @@ class DistributedOptimizer {
     int rank = -1;
     rpc::RRef<ParameterUpdater> remote;
     std::shared_ptr<ParameterUpdater> local;
-    std::vector<size_t> indices;  // the indices of its parameters in state()
+    std::vector<size_t> indices;  // indices of the owner's parameters in state()
   };
   struct Scales {
     double shared = 1;
@@ -176,8 +176,8 @@ class DistributedOptimizer {
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
-  std::vector<Owner> owners_;  // of shared parameters; this rank is the last
-  std::set<int> ranks_;        // of `owners_`
+  std::vector<Owner> owners_;  // owners of shared parameters; this rank comes last
+  std::set<int> ranks_;        // ranks in `owners_`
   Owner own_;                  // `local` is null if there are no `own` parameters
 };
 

@@ -62,8 +62,8 @@ struct ScheduleState {
       std::tuple(&ScheduleState::factor, &ScheduleState::best, &ScheduleState::bad);
 };
 
-/// A learning rate schedule. Pass factor() to DistributedOptimizer::set_lr_factor before each step;
-/// it is relative to each parameter group's own initial rate. Not thread-safe.
+/// A learning rate schedule. Pass factor(), which is relative to each parameter group's own initial
+/// rate, to DistributedOptimizer::set_lr_factor before each step. Not thread-safe.
 ///
 /// The text form is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
 /// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, optionally after `warmup:LENGTH+`, or

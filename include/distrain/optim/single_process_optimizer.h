@@ -26,8 +26,8 @@ class SingleProcessOptimizer {
   SingleProcessOptimizer(const Rule& rule, const std::string& mode, NamedParameters shared,
                          NamedParameters replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
-  /// of a RemoteModule that trainers share. Names parameters by number. Training::keep() does the
-  /// same by default, so a job and its `--local` run can resume from each other's checkpoints.
+  /// of a RemoteModule that trainers share. Names parameters by number, as Training::keep() does by
+  /// default, so a job and its `--local` run can resume from each other's checkpoints.
   SingleProcessOptimizer(const torch::nn::Module& module, const Rule& rule,
                          const std::string& mode = {});
   ~SingleProcessOptimizer();

@@ -16,8 +16,9 @@ namespace distrain::rpc {
 
 class AgentCore;
 
-/// Maps devices of this rank to the devices of `peer` on which their tensors arrive, one to one,
-/// because replies and gradients use the map in reverse. CPU tensors arrive on the CPU.
+/// Maps devices of this rank to devices of the rank `peer`: a tensor on the first device of a pair
+/// arrives on the second. Must be one to one, because replies and gradients use the map in reverse.
+/// CPU tensors arrive on the CPU.
 struct DeviceMap {
   std::string peer;  ///< a rank's name
   std::vector<std::pair<c10::Device, c10::Device>> devices;
@@ -30,23 +31,24 @@ struct AgentOptions : membership::Options {
   std::function<void(const Wait& wait)> on_long_wait;
   std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
-  /// This rank's device, current on the thread of join() and the agent's threads. Its default index
-  /// is the rank modulo the number of devices. Its tensors arrive on the receiving rank's device,
-  /// which must be an accelerator too. Sending tensors of other devices needs a map; without a map
-  /// it throws `invalid`, because nothing is copied to the CPU implicitly.
+  /// This rank's device. Its default index is the rank modulo the number of devices. join() makes
+  /// the device current on its thread and on the agent's threads. Tensors on this device arrive on
+  /// the receiving rank's device if that is an accelerator too. Sending other accelerator tensors
+  /// throws `invalid` unless a map covers them, because nothing is copied to the CPU implicitly.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
-  /// Fault injection: delays each call to another rank.
+  /// Fault injection: delays each call to another rank by this time.
   std::chrono::nanoseconds call_delay{0};
-  /// Records this rank's trace after the tracer is started. Null on all ranks or on none.
+  /// Records this rank's trace once it is started. Must be set on all ranks or on none.
   std::shared_ptr<base::Tracer> tracer;
-  /// Limits the bytes of received calls that have not begun: `peer_budget` for each rank, and
-  /// `total_budget` (at least 32 KiB per rank) for all ranks, half of it reserved in equal shares.
-  /// `total_budget` also limits, separately, the bytes of begun calls without an answer. At a
-  /// limit, callers wait, and fail with `overloaded` at their deadline. One call may exceed it.
+  /// Limits the bytes of received calls that have not begun: `peer_budget` for the calls of each
+  /// rank, `total_budget` for the calls of all ranks. Half of `total_budget` (at least 32 KiB per
+  /// rank) is reserved in equal shares. Begun but unanswered calls have a separate limit of
+  /// `total_budget`. While a limit is reached, callers wait before they send calls, which fail
+  /// with `overloaded` at their deadline. A single call may exceed a limit.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
-  int worker_threads = 4;  ///< not counting threads that wait for a reply
+  int worker_threads = 4;  ///< threads that run functions, not counting threads that wait
 };
 
 /// A component that is built on an agent and keeps state about other ranks, such as autograd
@@ -54,13 +56,15 @@ struct AgentOptions : membership::Options {
 class Layer {
  public:
   virtual ~Layer() = default;
-  /// Called once for each lost process of another rank, before any call from its next process runs.
-  /// When this agent ends, called for each remaining rank, with `cancelled`. Releases the rank's
-  /// state and fails waits for it with `loss.error`. Must be quick: one thread calls all layers.
+  /// Called once for each process of another rank that is lost, before any call of the rank's next
+  /// process runs. When this agent ends, called for each remaining rank with the error `cancelled`.
+  /// Must release the state kept for the rank and fail operations that wait for it with
+  /// `loss.error`. Must be quick, because one thread notifies all layers.
   virtual void on_rank_lost(const Loss& loss) = 0;
-  /// Called by Agent::shutdown() when all calls of this rank are answered. May call other ranks.
+  /// Called by Agent::shutdown() when all calls by this rank are answered. May call other ranks.
   virtual void on_shutdown() {}
-  /// Returns this layer's waits, for Agent::waits(). Runs on any thread; must not block or throw.
+  /// Returns the operations of this layer that wait for other ranks, which Agent::waits() includes.
+  /// Called on any thread; must not block or throw.
   virtual std::vector<Wait> waits() const { return {}; }
 };
 
@@ -70,7 +74,7 @@ struct WorkerInfo {
   uint32_t incarnation = 0;  ///< number of earlier processes of this rank: Note [Incarnations]
 };
 
-/// The rank, or the name of the rank, to which a call goes, and the call's timeout.
+/// The destination of a call (a rank or a rank's name) and the timeout of the call.
 class To {
  public:
   To(int rank) : rank_(rank) {}                         // NOLINT: implicit by design
@@ -95,7 +99,7 @@ class To {
 
 /// Passed to an exposed function whose first parameter has this type.
 struct CallContext {
-  class Agent& agent;  ///< Agent::lasting()
+  class Agent& agent;  ///< valid while the agent's threads run: Agent::lasting()
   WorkerInfo caller;
 };
 
@@ -107,12 +111,12 @@ struct Traffic {
 
 /// A received reply that is not decoded yet.
 struct RawReply {
-  std::shared_ptr<InMessage> message;             ///< if this rank called itself
-  net::InFrame frame;                             ///< otherwise
-  std::shared_ptr<DeviceReceive> device_receive;  ///< of its tensors; null: none on devices
+  std::shared_ptr<InMessage> message;             ///< set if this rank called itself
+  net::InFrame frame;                             ///< set if another rank replied
+  std::shared_ptr<DeviceReceive> device_receive;  ///< source of its device tensors; may be null
   int from = -1;
   uint64_t context = 0;
-  uint64_t sent = 0;  ///< autograd id of the call's arguments, in `context`
+  uint64_t sent = 0;  ///< send node of the call's arguments in `context`; 0 if none
   std::string function;
   /// Releases the contents if the reply is never opened. Null if there is nothing to release.
   std::shared_ptr<class UnopenedReply> unopened;
@@ -123,15 +127,15 @@ struct RawReply {
   void give_up() const;
 };
 
-/// Answers one call, on the rank that runs the function. Only the first answer counts. Destroying
-/// an unused reply answers `cancelled`. May outlive the agent. Thread-safe.
+/// Answers one call, on the rank that runs the function. Only the first answer counts. Destroying a
+/// Reply that gave no answer answers `cancelled`. May outlive the agent. Thread-safe.
 class Reply {
  public:
   virtual ~Reply() = default;
   /// Sends the values that `fill` encodes. Must not send tensors on the loop thread.
   virtual void send(const std::function<void(Encoder&)>& fill) = 0;
   virtual void fail(base::Error error) = 0;
-  /// Returns the value that a remote() call creates on this rank; null for other calls.
+  /// Returns the place of the value that a remote() call creates here; null for other calls.
   virtual const std::shared_ptr<OwnedValue>& target() const = 0;
   /// Stores `value` as target(), then answers the call.
   void store(std::shared_ptr<void> value, std::type_index type, OwnedValue::EncodeFunction encode);
@@ -155,11 +159,11 @@ class Agent {
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  /// Makes `F` callable under `name`: a function, member function or lambda without captures, with
-  /// Serializable parameters and result. The agent sets a first parameter of type CallContext&. A
-  /// function that returns a Future occupies no thread while it waits. Callers use the same `F`, so
-  /// a lambda must be a constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`. The call
-  /// starts with torch's default thread-local state, and its changes to that state end with it.
+  /// Makes `F` callable under `name`. `F` is a function, member function or lambda without
+  /// captures, with Serializable parameters and result. The agent sets a first parameter of type
+  /// CallContext&. A function that returns a Future occupies no thread while it waits. A call
+  /// starts with torch's default thread-local state and ends by restoring it. Callers name the same
+  /// `F`, so a lambda must be a constant: `constexpr auto kTwice = [](int x) { return 2 * x; };`.
   template <auto F>
   void expose(const std::string& name);
   /// Lets remote_new() create objects of T. T::Constructor declares the constructor's parameters:
@@ -167,8 +171,8 @@ class Agent {
   template <class T>
   void expose_class(const std::string& name);
 
-  /// Stores the agent's object of type T. Exposed functions get it by `context.agent.local<T>()`,
-  /// which throws `not_found` if no T was provided.
+  /// Stores `object` as the agent's only object of type T. Exposed functions get it by
+  /// `context.agent.local<T>()`, which throws `not_found` if no T was provided.
   template <class T>
   void provide(std::shared_ptr<T> object) {
     provide_erased(typeid(T), std::move(object));
@@ -177,7 +181,7 @@ class Agent {
   T& local() const {
     return *static_cast<T*>(local_erased(typeid(T)));
   }
-  /// Returns the provided T, or creates and provides a T. The constructor must not block.
+  /// Returns the provided T; if none, provides a new T(args...). Its constructor must not block.
   template <class T, class... Args>
   std::shared_ptr<T> shared(const Args&... args) {
     return std::static_pointer_cast<T>(
@@ -187,7 +191,7 @@ class Agent {
   /// Replaces AgentOptions::device. Must not be called after `prepare` of join() has returned.
   void set_device(c10::Device device);
   c10::Device device() const;
-  /// Returns the device of any rank, with that rank's device index. Waits for join().
+  /// Returns the device of `rank`, such as "cuda:1", with its index on that rank. Waits for join().
   std::string device_of(int rank) const;
 
   /// Joins the job; returns when every rank accepts calls. Throws `rendezvous`, `auth`, … if this
@@ -195,17 +199,17 @@ class Agent {
   /// `prepare` runs when job_options() are known, before any other rank can call this rank.
   void join(const std::function<void()>& prepare = {});
 
-  /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types here,
-  /// without loss: a double for an integer does not compile, an integer out of range throws
-  /// `invalid`. Gradients flow through the call if it is made in an autograd::Context, with
-  /// gradients enabled. Otherwise tensors are sent without requires_grad, as in
-  /// torch.distributed.rpc.
+  /// Calls F on `to` and waits for the result. This rank converts arguments to the types of F's
+  /// parameters, without loss: passing a double for an integer does not compile, and an integer out
+  /// of range throws `invalid`. Gradients flow through the call if it is made in an
+  /// autograd::Context with gradients enabled. Otherwise tensors are sent without requires_grad, as
+  /// in torch.distributed.rpc.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
   /// Calls F on `to` and at once returns a Future of the result (Future<void> if F returns void).
-  /// Tensor arguments are not copied: until the result arrives, do not write to them in place, or
-  /// pass `x.clone()`. (Optimizers of this rank do not write to parameters that are being sent.)
-  /// Nor may an exposed function write to a tensor that it has returned.
+  /// Tensor arguments are not copied, so do not write to them in place until the result arrives; if
+  /// you must, pass `x.clone()`. (Optimizers of this rank do not write to parameters that are being
+  /// sent.) Likewise, an exposed function must not write to a tensor that it has returned.
   template <auto F, class... Args>
   auto rpc_async(const To& to, Args&&... args);
   /// Calls F on `to`, keeps the result there and returns an RRef to it at once. Do not write to
@@ -228,7 +232,7 @@ class Agent {
   bool is_admitted() const;
   int world_size() const;
   const std::string& name() const;
-  /// Return information on a rank. Throw `not_found`, with a list of the ranks, if none matches.
+  /// Return information on a rank. Throw `not_found` if no rank has this name or number.
   WorkerInfo worker(const std::string& name) const;
   WorkerInfo worker(int rank) const;
   /// Returns the number of earlier processes of this rank in this job.
@@ -241,18 +245,19 @@ class Agent {
   const std::map<std::string, std::string>& job_options() const;
   /// Returns the port that this rank listens on. On rank 0, valid before join().
   uint16_t port() const;
-  /// Returns how the peers are connected: "unix", "tcp", "mixed" or "none".
+  /// Returns how this rank connects to the others: "unix", "tcp", "mixed", or "none" if alone.
   std::string transport() const;
 
-  /// Serves calls until every rank has called shutdown(), waits until all ranks have released their
-  /// RRefs and autograd contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled`
-  /// after abort(). Must be called once; no call may follow. `on_waiting` gets the missing ranks,
-  /// like AgentOptions::on_waiting. `at_rest` runs when all ranks have called shutdown(); it may
-  /// call other ranks, because they wait until it returns.
+  /// Serves calls until every rank has called shutdown(), waits a few seconds at most until all
+  /// ranks have released their RRefs and autograd contexts, then disconnects. Throws peer_lost if a
+  /// rank is lost, `cancelled` after abort(). Must be called once, after this rank's last call.
+  /// `on_waiting` gets the missing ranks every 5 s. `at_rest` runs when all ranks have called
+  /// shutdown(). It may call other ranks, because they serve calls until it returns.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
-  /// Sends `error` to all peers as the reason, then disconnects. All waits for other ranks fail,
-  /// including shutdown(). If one of the agent's threads calls abort(), the destructor joins them.
+  /// Sends `error` to all other ranks as the reason, then disconnects. Operations that wait for
+  /// other ranks fail, including shutdown(). If one of the agent's threads calls abort(), the
+  /// destructor joins these threads.
   void abort(const base::Error& error);
 
   /// Called on rank 0, after all ranks have joined: lets the job continue when one of `ranks` is
@@ -271,8 +276,8 @@ class Agent {
   Traffic traffic() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 
-  /// Returns what this rank waits for now (replies, collectives, ranks that join or end, …), the
-  /// longest wait first, to report a stuck program. Thread-safe at any time.
+  /// Returns the operations in which this rank now waits for others (replies, collectives, join(),
+  /// …), the longest wait first, to show where a program is stuck. Thread-safe at any time.
   std::vector<Wait> waits() const;
 
   /// Returns the worker pool. A continuation that runs there has the autograd context and torch's
@@ -281,18 +286,20 @@ class Agent {
 
   // ---- for the layers above ----
 
-  /// Returns an executor that runs continuations where their future completes, often on the loop.
+  /// Returns an executor that runs a continuation on the thread that completes its future, which is
+  /// often the loop thread.
   base::Executor& inline_executor();
 
-  /// Notifies `layer` of lost ranks, including earlier ones, as long as the layer exists.
+  /// Notifies `layer` of lost ranks, including those lost already, as long as the layer exists.
   void add_layer(const std::weak_ptr<Layer>& layer);
 
-  /// Opens a channel for one-way messages. Autograd uses number 1, jobs use numbers from 16 on.
+  /// Returns the channel of this number for one-way messages. The other ranks must open the same
+  /// number: 1 is for autograd, 16 and above are for jobs.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;
   void expose_raw(const std::string& name, Handler handler);
-  /// Calls `function` with the arguments that `fill` encodes. The result becomes `target`, if set.
+  /// Calls `function` with arguments that `fill` encodes. If set, `target` gets the result.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
                                   const std::function<void(Encoder&)>& fill,
                                   const std::shared_ptr<RRefHandle>& target = nullptr);
@@ -310,7 +317,7 @@ class Agent {
   template <class T>
   friend class RRef;
   friend class AgentCore;
-  explicit Agent(AgentCore& core);  // the core's own handle, which does not end the core
+  explicit Agent(AgentCore& core);  // creates AgentCore::agent, which does not end the core
   template <class R>
   base::Future<R> finish_async(const base::Future<RawReply>& reply);
   template <auto F, class... Args>

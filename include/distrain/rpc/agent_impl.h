@@ -7,7 +7,7 @@
 
 namespace distrain::rpc {
 
-/// The function that every agent exposes for RRef::to_here().
+/// The name of the function that every agent exposes for RRef::to_here().
 inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
 
 namespace detail {
@@ -62,7 +62,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
             static_cast<void>(object);  // keeps the object alive until the call is answered
             if (!result.ok()) {
               base::Error error = result.error();
-              // An error without a rank comes from a continuation here, so the function has failed.
+              // An error without a rank arose on this rank, so the called function has failed.
               if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
                 error.kind = base::ErrorKind::kRemoteFailed;
               }
@@ -81,7 +81,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
       answer<typename Traits::Result>(reply, invoke(bound...));
     }
   };
-  // Holding the decoded RRef keeps the object alive during the call.
+  // If F is a member function, the decoded RRef keeps its object alive during the call.
   std::apply([&](const auto&... object) { run(object.local_pointer()...); },
              rpc::decode<Object<typename Traits::Self>>(decoder));
 }
@@ -195,7 +195,7 @@ base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
     const auto known = source.lock();
     if (!known) return;
     known->cancel();
-    // Releases a reply that has arrived but still waits for a thread that decodes it.
+    // If the reply has arrived but is not decoded yet, releases its contents.
     if (known->result().ok()) known->result().unchecked().give_up();
   });
   return result;
@@ -286,7 +286,7 @@ auto RRef<T>::remote(Args&&... args) const {
   return handle_->agent().template remote<F>(To(owner()), *this, std::forward<Args>(args)...);
 }
 
-/// Lets agents expose and call a member function of an object that each rank provides:
+/// Lets agents expose and call a member function of the object that the called rank provides:
 ///
 ///   agent.provide(std::make_shared<Counter>());
 ///   agent.expose<of_local<&Counter::add>>("Counter.add");

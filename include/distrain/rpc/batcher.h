@@ -10,15 +10,15 @@
 
 namespace distrain::rpc {
 
-/// Answers requests from many threads in batches.
+/// Answers requests from many threads in batches. One call of a Pass function answers one batch.
 ///
-/// A thread that asks while no pass is running makes a pass at once, with its own request. The next
-/// pass, on the executor, answers all requests that arrive meanwhile. So batches grow with the
-/// duration of a pass, and a single thread never waits for others.
+/// If no pass is running, ask() runs one on the calling thread for its own request. Requests that
+/// arrive during a pass are answered together by the next pass, on the executor. So batches grow
+/// with the duration of a pass, and a single thread never waits for others.
 ///
-/// If a pass throws, its requests fail, and no others. If the executor drops a pass, the waiting
-/// requests are cancelled. `executor` must outlive the batcher, and the batcher its futures.
-/// Completing them is the last step of a pass, so the batcher may end with the last one.
+/// If a pass throws, only the requests of its batch fail. If the executor drops a pass, the waiting
+/// requests are cancelled. `executor` must outlive the batcher. The batcher must live until all its
+/// futures are done, but no longer, because a pass completes them as its last step.
 template <class Request, class Answer>
 class Batcher {
  public:
@@ -41,7 +41,7 @@ class Batcher {
   }
 
  private:
-  /// Deleter of a pass that is queued: cancels the waiting requests if the executor drops the task.
+  /// Deleter in a queued task: cancels the waiting requests if the executor drops the task.
   struct GiveUp {
     void operator()(Batcher* batcher) const { batcher->cancel_waiting(); }
   };
@@ -68,7 +68,7 @@ class Batcher {
       more = !requests_.empty();
       is_running_ = more;
     }
-    // Posts without the lock: a stopped executor destroys the task at once, which locks mutex_.
+    // Posts without the lock, because a stopped executor destroys the task, which locks mutex_.
     if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
     if (error) {
       for (auto& promise : promises) promise.fail(*error);
@@ -78,7 +78,7 @@ class Batcher {
   }
 
   void cancel_waiting() {
-    std::vector<base::Promise<Answer>> promises;  // cancelled without the lock
+    std::vector<base::Promise<Answer>> promises;  // cancelled by destructors, without the lock
     std::lock_guard lock(mutex_);
     requests_.clear();
     promises.swap(promises_);
@@ -88,7 +88,7 @@ class Batcher {
   base::Executor& executor_;
   const Pass pass_;
   std::mutex mutex_;
-  bool is_running_ = false;  // one thread makes passes until no request waits
+  bool is_running_ = false;  // a pass is running or queued
   std::vector<Request> requests_;
   std::vector<base::Promise<Answer>> promises_;  // one for each request
 };

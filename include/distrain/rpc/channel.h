@@ -44,13 +44,14 @@ struct ChannelMessage {
 class Channel {
  public:
   struct Handler {
-    /// Must return quickly, and neither block nor throw. Called on the loop thread; on the sending
-    /// thread if this rank is the sender; in set_handler() if the message arrived before.
+    /// Must return quickly, and neither block nor throw. Runs on the loop thread, or on the sending
+    /// thread if this rank is the sender, or in set_handler() if the message arrived earlier.
     std::function<void(ChannelMessage)> on_message;
-    /// Called when `rank` is lost, with peer_lost or the rank's own error. No message is sent to or
-    /// received from `rank` afterwards. Runs on the loop, in set_handler() or when the agent ends.
+    /// Called when `rank` is lost, with peer_lost or the error that the rank sent, or with
+    /// `cancelled` by the thread that ends the agent. No message is sent to or received from the
+    /// lost process afterwards. Runs on the loop, or in set_handler() for earlier losses.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
-    /// Returns what the layer above the channel waits for. May be unset. Called on any thread.
+    /// Returns operations on this channel that wait for ranks. May be unset. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};
   };
 
@@ -59,11 +60,11 @@ class Channel {
   virtual int world_size() const = 0;
   /// Returns this rank's tracer; null if there is none.
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
-  /// Replaces the handler. The first handler also gets all earlier messages. If the new handler is
-  /// empty, the channel drops messages. Returns when no previous handler is running.
+  /// Replaces the handler, and waits until no call of the previous handler is running. The first
+  /// handler also gets all earlier messages. Without `on_message`, the channel drops messages.
   virtual void set_handler(Handler handler) = 0;
-  /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued;
-  /// `keep_alive` is held until the kernel has the payload. Throws peer_lost, which names the rank.
+  /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued.
+  /// Holds `keep_alive` until the kernel has the payload. Throws peer_lost, which names rank `to`.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
                     std::shared_ptr<const void> keep_alive) = 0;
 };

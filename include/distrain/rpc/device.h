@@ -28,17 +28,17 @@ namespace distrain::rpc {
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 
 /// Makes `device` this thread's current device; does nothing for the CPU. Each thread must call
-/// this first, because CUDA would otherwise create a context of hundreds of megabytes on device 0.
-/// Ignores errors, because later device work reports them.
+/// this before it uses devices: CUDA would otherwise create a context of hundreds of MB on device
+/// 0. Ignores errors, because later device work reports them.
 void make_current(c10::Device device) noexcept;
 
 /// Returns the current stream of this thread on `device`, which must be an accelerator.
 c10::Stream current_stream(c10::Device device);
 
-/// Returns a stream from a small pool. Its work runs concurrently with the current stream.
+/// Returns a stream of torch's pool, whose work may run concurrently with the current stream.
 c10::Stream side_stream(c10::Device device);
 
-/// A point in the work of a stream, such as an event. Copies refer to the same point. Thread-safe.
+/// A point in a stream, reached when all earlier work is done. Copies share the point. Thread-safe.
 class StreamPoint {
  public:
   /// Creates a point that has already been reached.
@@ -54,7 +54,7 @@ class StreamPoint {
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;
-  /// As wait_on_host(), but ignores errors and does not tell the thread pool that a thread blocks.
+  /// Like wait_on_host(), but ignores errors and does not tell the thread pool that it blocks.
   void wait_in_destructor() const noexcept;
   bool reached() const;
 
@@ -63,10 +63,10 @@ class StreamPoint {
 };
 
 /// Tells the allocator of `tensor`, which was allocated under another stream, that `stream` uses
-/// its memory: once freed, the memory is not reused before `stream` has run its current work.
+/// its memory. Once freed, the memory is not reused until `stream` has run its work up to then.
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
 
-/// Returns a CPU tensor in pinned memory, which this type of device copies asynchronously.
+/// Returns a CPU tensor of `bytes` bytes in pinned memory, for asynchronous copies by `device`.
 at::Tensor pinned_bytes(c10::Device device, int64_t bytes);
 
 /// Copies device tensors to the CPU in row-major order, through two small pinned buffers in turn.

@@ -66,7 +66,7 @@ struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
 template <auto F>
 using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
-/// Tags whose addresses, equal in all translation units, are the registry keys of F and T.
+/// The addresses of these tags, which are equal in all translation units, identify F and T.
 template <auto F>
 inline constexpr char kFunctionTag = 0;
 template <class T>

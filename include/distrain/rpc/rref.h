@@ -16,7 +16,7 @@ namespace distrain::rpc {
 class Agent;
 class RRefContext;
 
-/// Stands for the agent's rpc_timeout.
+/// A timeout that stands for the agent's rpc_timeout.
 inline constexpr std::chrono::nanoseconds kAgentsTimeout{-1};
 
 /// A type-erased value that this rank owns, or will own after the call that creates it has run.
@@ -24,13 +24,13 @@ struct OwnedValue {
   using EncodeFunction = void (*)(Encoder&, const void*);
 
   base::Promise<std::shared_ptr<void>> value;
-  // Both members are written before `value` is set and read only after that.
+  // `type` and `encode` are written before `value` is set, and read only after that.
   std::type_index type = typeid(void);
   EncodeFunction encode = nullptr;  ///< null if the type is not serializable
 };
 
-/// One fork (counted reference) of an RRef, shared by this rank's copies of the RRef<T>. Destroying
-/// it notifies the owner, if that is another rank: see Note [RRef protocol].
+/// One fork (counted reference) of an RRef. Copies of an RRef<T> on this rank share one handle. If
+/// another rank is the owner, destroying the handle notifies that rank: see Note [RRef protocol].
 class RRefHandle {
  public:
   RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,
@@ -77,8 +77,8 @@ class RRefHandle {
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder);
 
-/// A reference to a value on one rank, its owner. The value lives as long as any rank holds a copy
-/// of the reference. Any call can have RRefs as arguments and result. Cheap to copy; thread-safe.
+/// A reference to a value on one rank, the owner. The value lives as long as any rank holds a copy
+/// of the reference. Calls can have RRefs as arguments and results. Cheap to copy; thread-safe.
 template <class T>
 class RRef {
  public:

@@ -31,9 +31,9 @@ struct Encoder {
   OutMessage& message;
   wire::Writer out;
   RRefContext* rrefs;          ///< of the sending agent
-  const DeviceTable* devices;  ///< of the sending agent; null: CPU tensors only
+  const DeviceTable* devices;  ///< of the sending agent; null if only CPU tensors can be sent
   int to;                      ///< the rank that will read the message
-  bool is_argument = false;    ///< the message is a call, which keeps `holds` until its reply
+  bool is_argument = false;    ///< the message is a call, not a reply
   /// Objects that the sender of a call keeps alive until the call is answered.
   std::vector<std::shared_ptr<const void>> holds;
 };
@@ -134,7 +134,7 @@ struct Serializer<Items> {
     for (const Item& item : value) rpc::encode<Item>(encoder, item);
   }
   static Items decode(Decoder& decoder) {
-    // The remaining bytes limit the count, because an item takes a byte or more (unless empty).
+    // Refuses a count above the number of remaining bytes, because an item takes at least one.
     const uint32_t count = decoder.in.get_count(1);
     Items value;
     for (uint32_t i = 0; i < count; ++i) value.insert(value.end(), rpc::decode<Item>(decoder));
@@ -154,7 +154,7 @@ struct Serializer<std::array<T, N>> {
   }
 };
 
-/// Encodes tuples and pairs, such as the items of a map, whose keys are const.
+/// Encodes tuples and pairs. Their members may be const, as the key of a map's item is.
 template <class T>
 requires detail::kIsTuple<T>
 struct Serializer<T> {

@@ -16,10 +16,10 @@ namespace distrain::rpc {
 at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
 
 /// Throws torch's IndexError, as CPU lookups do, if an element of `index` is not a row of `table`.
-/// Does nothing for a CPU table. On a GPU, a wrong index would make the device unusable for this
-/// process, so the CPU checks the values; `index` should be on the CPU already.
+/// Does nothing for a CPU table. The CPU checks the values, because a lookup with a wrong index
+/// would make a GPU unusable for this process. So `index` should be on the CPU already.
 void check_rows(const at::Tensor& index, const at::Tensor& table);
-/// Makes the check of check_rows(), for a CPU table too. Ignores an `index` that is not integer.
+/// Checks rows as check_rows() does, also for a CPU table. Ignores an `index` that is not integer.
 void expect_rows(const at::Tensor& index, const at::Tensor& table);
 
 /// Returns `tensor` on a device from which it can be sent to `rank`: this rank's device if `rank`

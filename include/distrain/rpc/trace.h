@@ -8,26 +8,26 @@ namespace distrain::rpc {
 /// One measurement of the offset between another rank's clock and rank 0's.
 struct ClockReading {
   int64_t at = 0;          ///< ns on the other rank's clock
-  int64_t offset = 0;      ///< ns to add to the other rank's clock for rank 0's
+  int64_t offset = 0;      ///< ns to add to the other rank's clock to get rank 0's
   int64_t round_trip = 0;  ///< ns of the exchange: the error of `offset` is at most half of it
 };
 
 /// All measurements of one rank's clock.
 struct RankClock {
   std::string domain;                  ///< ranks with the same domain share a clock
-  std::vector<ClockReading> readings;  ///< in order of time; empty: the clock is rank 0's
+  std::vector<ClockReading> readings;  ///< in order of time; empty if the clock is rank 0's
 };
 
 /// Converts the times of all ranks to one clock: first by the readings, then by corrections so that
-/// no flow ends before it starts. `clocks` has the order of `ranks`. Keeps the order of each rank's
-/// events. See Note [One clock] in src/rpc/trace/trace_align.cpp.
+/// no flow (an arrow from rank to rank) ends before it starts. `clocks` has the order of `ranks`.
+/// Keeps the order of each rank's events. See Note [One clock] in src/rpc/trace/trace_align.cpp.
 void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClock>& clocks);
 
 /// Gathers the traces of all ranks on rank 0. The agents of all ranks must have a tracer.
 ///
-/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): the
-/// constructor and collect() read the other ranks' clocks. Throws errors of its calls, and
-/// `protocol` if an answer is malformed; the message names the rank.
+/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(). The
+/// constructor and collect() read the other clocks, so that the drift in between is known. Throws
+/// errors of its calls, and `protocol` if an answer is malformed; the message names the rank.
 class TraceCollector {
  public:
   explicit TraceCollector(Agent& agent);

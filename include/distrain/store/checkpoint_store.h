@@ -24,12 +24,12 @@ class FolderClaim;
 ///    "files":{"model.safetensors":{"bytes":4800312,"xxh64":"0123456789abcdef"},…},
 ///    "state":{…},"xxh64":"…"}
 ///
-/// The `xxh64` of a file is the content_hash() of its bytes; the last one is that of the manifest's
-/// own text before `,"xxh64"`. The text is one line, with the keys in this order. `generation`
-/// counts the jobs that have saved in the folder so far; if missing, it is 0.
+/// The `xxh64` of a file is the content_hash() of its bytes. The last `xxh64` is the content_hash()
+/// of the manifest's text before `,"xxh64"`. The text is one line, with the keys in this order.
+/// `generation` counts the jobs that have saved in the folder so far; if missing, it is 0.
 ///
-/// `state` is the scenario's: counters, options that must agree, data position, RNG. Numbers in it
-/// that are not finite are read back as null.
+/// `state` is set by the job: its options, its position in the data, the learning rate and so on.
+/// Numbers in `state` that are not finite are read back as null.
 struct Checkpoint {
   int64_t step = 0;
   std::map<std::string, rpc::NamedTensors> files;  ///< the tensors are contiguous, on the CPU
@@ -41,24 +41,24 @@ struct LoadedCheckpoint {
   Checkpoint checkpoint;
 };
 
-/// The folder in which a job saves its checkpoints. From prepare() or the first save() until its
-/// end this object owns the folder: a save by another job, in any process, throws `bad_data`,
-/// "another job saves in this folder: …". The folder itself may be a symbolic link. If there is a
-/// link inside it, save() and load() throw `bad_data`. The process must not fork, because the child
-/// would keep the folder locked. Not thread-safe.
+/// The folder in which a job saves its checkpoints. From prepare() or the first save() until this
+/// object is destroyed, it owns the folder: a save by another job, in any process, throws
+/// `bad_data`, "another job saves in this folder: …". The folder itself may be a symbolic link, but
+/// save() and load() throw `bad_data` if they find a link inside it. The process must not fork,
+/// because the child would keep the folder locked. Not thread-safe.
 class CheckpointStore {
  public:
-  /// Called before each system call of a save, with its name. Tests end the process in it.
+  /// Called before each system call of a save with the call's name. Tests end the process in it.
   using Probe = std::function<void(const char* name)>;
 
-  /// `keep`: the number of checkpoints that remain after a save, at least one.
+  /// `keep` is the number of checkpoints that remain after a save, at least one.
   explicit CheckpointStore(std::string folder, Probe before_system_call = {}, int64_t keep = 2);
 
   ~CheckpointStore();
 
   /// Creates the folder if it does not exist, and checks that it can be written, so that a job does
-  /// not fail hours later. Throws `resources` if the folder cannot be created or written,
-  /// `bad_data` if another job saves in it or a file in it is a symbolic link.
+  /// not fail hours later. Throws `resources` if the folder cannot be created or written, and
+  /// `bad_data` if another job saves in it or its lock file is a symbolic link.
   void prepare();
 
   /// Returns the error message if the file system does not support locks. Two jobs can then save in

@@ -21,7 +21,7 @@ class Disk {
   explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
   Disk(const Disk&) = delete;
 
-  /// Calls `function` until no signal interrupts it. Returns the last result; if -1, errno is set.
+  /// Calls `function`, repeats it after EINTR, and returns the last result; if -1, errno is set.
   auto call(const char* name, auto function) const {
     for (;;) {
       if (probe_) probe_(name);
@@ -36,7 +36,7 @@ class Disk {
   const Probe probe_;
 };
 
-/// A new file. Its content is on disk only after finish().
+/// A new file that is open for writing. Its content is safely on disk only after finish().
 class OutputFile {
  public:
   /// `name` is relative to the open `folder`, which may be AT_FDCWD. Error messages show `path`.
@@ -71,9 +71,9 @@ class OpenFolder {
   Kind kind_of(const std::string& name) const;
   /// Lists the folder. Returns nullopt and sets errno if it cannot be read.
   std::optional<std::vector<std::string>> names() const;
-  /// Returns true if path() still leads to this folder. Sets errno to 0 if it leads to another one.
+  /// Returns true if path() still leads to this folder. If it leads to another, sets errno to 0.
   bool is_at_its_path() const;
-  /// Returns true if `name` is the file that is open as `fd`.
+  /// Returns true if `name` in this folder is the file that is open as `fd`.
   bool leads_to(const std::string& name, int fd) const;
 
   OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }

@@ -23,24 +23,24 @@ class OpenFolder;
 /// Throws `bad_data`: the message says that `path` cannot be opened, with the reason from errno.
 [[noreturn]] void fail_open(const std::string& path);
 
-/// The end of the error message if a file is a symbolic link.
+/// The end of an error message about a symbolic link.
 inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
 
 /// A file open for reading. Failures throw `bad_data` with the path and the reason.
 class InputFile {
  public:
   enum class Kind {
-    kAny,      ///< may be a pipe
-    kRegular,  ///< anything else is refused, and never waited for
+    kAny,      ///< any file, such as a pipe
+    kRegular,  ///< a regular file; throws for any other file, without waiting for a pipe's writer
   };
   explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
   /// Opens a regular file in `folder`. Throws if it is a symbolic link.
   InputFile(const OpenFolder& folder, const std::string& name);
 
-  /// Reads `bytes` bytes, or fewer at the end, and returns their number.
+  /// Reads `bytes` bytes, or fewer at the end of the file, and returns their number.
   size_t read(void* out, size_t bytes) const;
-  /// Waits until the file has bytes, reads at most `bytes` of them, and returns their number; 0 at
-  /// the end.
+  /// Waits until the file has bytes to read, reads at most `bytes` of them, and returns their
+  /// number. Returns 0 at the end of the file.
   size_t read_some(void* out, size_t bytes) const;
 
   /// Returns the size of a regular file, or 0 for a pipe.
@@ -55,13 +55,13 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
-/// Reads a file and decompresses it if its first bytes are those of gzip. The caller limits the
-/// length, because a small file may decompress to a thousand times its size.
+/// Reads a file, and decompresses it if it begins with the two bytes of gzip. The caller limits the
+/// decompressed length, because a small file may decompress to a thousand times its size.
 class GzipReader {
  public:
   struct Limit {
     uint64_t bytes = 0;
-    std::string whose;  ///< explains the limit in messages, as in "that its header says"
+    std::string whose;  ///< follows "longer than the N bytes" in the message that it is exceeded
   };
 
   /// Opens the file. Throws `bad_data` if the file cannot be opened or read.
@@ -71,9 +71,9 @@ class GzipReader {
 
   /// Replaces the limit. The new limit counts only the bytes read after this call.
   void limit(Limit limit);
-  /// Reads `bytes` bytes. Reads fewer only at the end of the file, when all checksums have been
-  /// verified. Throws `bad_data` if the file is damaged, or if `bytes` reaches beyond the limit and
-  /// the file is longer than the limit.
+  /// Reads `bytes` bytes, or fewer if the file ends before, and returns their number. All checksums
+  /// are verified when the end is reached. Throws `bad_data` if the file is damaged, or if the
+  /// caller asks for more bytes than Limit::bytes allows and the file has more.
   size_t read(uint8_t* out, size_t bytes);
 
  private:
@@ -82,20 +82,20 @@ class GzipReader {
 
   InputFile file_;
   Limit limit_;
-  uint64_t left_;  // what is left of the limit
+  uint64_t left_;  // number of bytes that may still be read under `limit_`
   std::array<uint8_t, 64 * 1024> input_;
-  std::unique_ptr<z_stream_s> stream_;  // next_in and avail_in: unread input_, gzip or not
+  std::unique_ptr<z_stream_s> stream_;  // has the unread part of input_, even if not gzip
   bool gzip_ = false;
-  bool between_members_ = false;  // a gzip file may have several members
+  bool between_members_ = false;  // at the end of a gzip member, which another one may follow
 };
 
-/// Reads a whole file into a std::string or std::vector<uint8_t>. Reads to the end rather than by
-/// size, because the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
+/// Reads a whole file into a std::string or std::vector<uint8_t>. Does not rely on the file's size,
+/// because it may be a pipe. Throws `bad_data` if the file has more than `limit` bytes.
 template <class Bytes>
 Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
   Bytes bytes;
   size_t used = 0;
-  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to detect the end at once
+  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // + 1: finds the end at once
   while ((used += file.read(bytes.data() + used, bytes.size() - used)) == bytes.size()) {
     if (used > limit) {
       base::bad_data(file.path() + ": longer than " + std::to_string(limit) + " bytes");
@@ -106,7 +106,7 @@ Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrd
   return bytes;
 }
 
-/// Returns the result of `function`. Throws `resources`, naming `path`, if it runs out of memory.
+/// Returns the result of `function`. Throws `resources` with `path` if memory for it is short.
 auto with_memory_for(const std::string& path, auto function) {
   try {
     return function();

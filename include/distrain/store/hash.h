@@ -9,7 +9,7 @@ struct XXH64_state_s;
 
 namespace distrain::store {
 
-/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by this hash.
+/// Returns the XXH64 hash (xxhash.com) of `bytes`. Checkpoints and ranks compare data by it.
 uint64_t content_hash(std::string_view bytes);
 
 /// Computes the content_hash() of data that arrives in pieces.
@@ -19,7 +19,7 @@ class ContentHasher {
   ~ContentHasher();
 
   void add(std::span<const uint8_t> bytes);
-  /// Returns the hash of the bytes so far.
+  /// Returns the hash of all bytes added so far.
   uint64_t value() const;
 
  private:

@@ -28,7 +28,7 @@ struct Limits {
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
-/// Limits for a rank whose kProof was accepted, until it has joined.
+/// Limits for a rank whose kProof was accepted, until the rank has joined.
 inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
 /// Limits for a joined rank's connection to rank 0, which may send a directory of many ranks.
@@ -39,7 +39,7 @@ inline constexpr size_t kMostErrorText = 64 * 1024;
 
 inline constexpr size_t kMaxDimensions = 64;
 
-/// In a frame's body, each tensor starts at a multiple of this. Receive buffers are aligned to it.
+/// The alignment in bytes of each tensor in a frame's body, and of receive buffers.
 inline constexpr size_t kPayloadAlignment = 64;
 
 constexpr uint64_t align_payload(uint64_t bytes) {

@@ -31,9 +31,9 @@ namespace distrain::wire {
 ///                                  payload_bytes > 0
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
 ///
-/// The hash detects a corrupted header, which could otherwise be valid: as a reply to an unknown
-/// call, it would leave the real caller waiting forever. Meta and payload have no checksum; they
-/// are read into one 64-byte aligned buffer, so tensors stay in place.
+/// The hash detects a corrupted header. Without the hash, a reply with a corrupted call_id would be
+/// dropped as a reply to an unknown call, and the real caller would wait forever. Meta and payload
+/// have no checksum. They are read into one 64-byte aligned buffer, so tensors need no copy.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
@@ -56,10 +56,11 @@ enum class FrameKind : uint16_t {
   kReply = 17,
   kError = 18,
   kOneway = 19,
-  kChunk = 20,   // a part of a message to come: Note [Tensors of devices] in rpc/message.h
+  kChunk = 20,   // part of a message that follows: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // the caller of call `call_id` no longer waits
-  // Note [Credit] in src/rpc/flow/credit.h. kCreditRequest has totals of credit in bytes: spent or
-  // returned (`call_id`), wanted (`context_id`; 0: none), returned unused (`autograd_id`).
+  // Credit for calls: Note [Credit] in src/rpc/flow/credit.h. A kCreditRequest has totals in bytes:
+  // `call_id` of spent or returned credit, `context_id` of wanted credit (0: no call waits),
+  // `autograd_id` of credit returned unused.
   kCredit = 22,  // grants `call_id` more bytes and sets the window to `context_id` bytes
   kCreditRequest = 23,
   // Liveness of connections and ranks (handshake.h)
@@ -102,7 +103,7 @@ uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
 /// Fails with `protocol` for a wrong magic, unknown kind or length beyond `limits`. Accepts plain
-/// kMagic in kHello and kReject, because earlier versions send it and errors name the version.
+/// kMagic in kHello and kReject, as sent by earlier versions, so that errors can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

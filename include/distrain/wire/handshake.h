@@ -11,9 +11,10 @@
 
 namespace distrain::wire {
 
-// The messages on a job's connections; `r` and `s` are any ranks but 0.
+// The messages on a job's connections.
 //
-// Each connection, made by `i`, begins with proofs: Note [Identity] in src/membership/proof.h.
+// Each connection begins with proofs: Note [Identity] in src/membership/proof.h. Rank `i` opens the
+// connection, rank `s` accepts it.
 //
 //   i → s  kHello   the identity of i, with a nonce
 //   s → i  kHello   the identity of s, with a nonce
@@ -21,27 +22,27 @@ namespace distrain::wire {
 //   s → i  kProof   proves that s knows the key
 //   s → i  kReject  instead of a kHello or kProof; tells only the protocol version
 //
-// Control connection, from each rank to rank 0 all the time; calls never delay its messages:
+// Control connection between rank 0 and each other rank `r`. Calls never delay its messages:
 //
 //   r → 0  kJoin          the options of r and its endpoint
-//   0 → r  kJoined        r is admitted and waits for the others. A rank that sent kUnassignedRank
-//                         does not join: rank `call_id` is reserved for it while this connection is
-//                         open
-//   0 → r  kReject        refuses r; for a mismatch, names the field and both values. r exits
+//   0 → r  kJoined        r is admitted and waits for the others. A process that sent
+//                         kUnassignedRank does not join: rank `call_id` is reserved for it while
+//                         this connection is open
+//   0 → r  kReject        r is refused; for a mismatch, names the field and both values
 //   0 → r  kDirectory     all ranks have joined: their endpoints, rank 0's options, and the secret
 //                         for proofs on connections between ranks
 //   r → 0  kPrepared      r can be called; the body has the devices of r
 //   0 → r  kGo            all ranks can be called; the body has the devices of all ranks
 //   r → 0  kLost          r has lost incarnation `context_id` of rank `call_id`; body: the error
-//   0 → r  kLost          all ranks lose rank `call_id`; if `context_id` is 1, the job continues
+//   0 → r  kLost          rank `call_id` is lost; if `context_id` is 1, the job continues
 //   0 → r  kReturned      a new process replaces the lost rank `call_id`, with incarnation
 //                         `context_id`, and gets kGo when all ranks know it; body: a Returned
 //   r → 0  kKnown         r knows the new process of rank `call_id`, incarnation `context_id`
 //   r → 0  kFlush         r enters round `call_id` of the shutdown with the number `context_id`
 //   0 → r  kFlush         all ranks have entered that round; `context_id` is their numbers' sum
 //
-// Calls, between any two ranks; the first that has something to send connects. s may send a kReject
-// with a reason first.
+// Connection for calls between two ranks, opened by the first rank that has something to send. The
+// accepting rank s may refuse it with a kReject that has a reason.
 //
 // On both kinds of connection, in both directions:
 //
@@ -53,7 +54,7 @@ namespace distrain::wire {
 
 enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
 
-/// The condition on which a rank trusts a peer, besides the peer's proof.
+/// The condition on which a rank trusts a peer, in addition to the peer's proof of identity.
 enum class Trust : uint8_t {
   kToken = 1,     ///< the peer knows the job's token
   kSameUser = 2,  ///< the peer's process is on this host and belongs to this user
@@ -88,7 +89,7 @@ struct Hello {
 };
 
 struct Endpoint {
-  std::string host;       ///< numeric address for connections; empty: rank 0's address
+  std::string host;       ///< numeric address for connections; if empty, rank 0's address
   uint16_t port = 0;      ///< TCP port; 0: no TCP
   std::string unix_name;  ///< name of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
@@ -117,7 +118,7 @@ struct Directory {
   };
   std::vector<Entry> ranks;
   std::map<std::string, std::string> options;
-  std::string secret;  ///< 32 random bytes that rank 0 made for this job's ranks
+  std::string secret;  ///< 32 random bytes, made by rank 0 for the proofs between ranks
   static constexpr auto kFields =
       std::tuple(&Directory::ranks, &Directory::options, &Directory::secret);
 };
@@ -125,9 +126,9 @@ struct Directory {
 /// A rank's devices, and the peers' devices to which the rank maps its own devices.
 struct RankDevices {
   struct Map {
-    std::string peer;  ///< a rank's name
-    DeviceRef from;    ///< of this rank
-    DeviceRef to;      ///< of the peer
+    std::string peer;  ///< name of the peer's rank
+    DeviceRef from;    ///< device of this rank
+    DeviceRef to;      ///< device of the peer
     static constexpr auto kFields = std::tuple(&Map::peer, &Map::from, &Map::to);
   };
 

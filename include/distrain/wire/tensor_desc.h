@@ -45,7 +45,7 @@ enum class Layout : uint8_t {
 
 enum class DeviceType : uint8_t { kCpu = 0, kCuda = 1, kPrivate = 2 };
 
-/// A device of the receiver. On the wire: u8 type · u8 index.
+/// A device of a rank; in a TensorDesc, of the receiver. On the wire: u8 type · u8 index.
 struct DeviceRef {
   DeviceType type = DeviceType::kCpu;
   uint8_t index = 0;
@@ -71,23 +71,23 @@ struct TensorDesc {
   Layout layout = Layout::kRowMajor;
   DeviceRef device;
 
-  uint64_t bytes() const;  ///< size of all elements
+  uint64_t bytes() const;  ///< returns the size of all elements
 };
 
-/// The size of the smallest descriptor.
+/// The size of the smallest descriptor: that of a tensor without dimensions.
 inline constexpr size_t kMinTensorDescBytes = 5;
 
 void encode(const TensorDesc& desc, Writer& out);
 /// Reads the number of dimensions, a u8. Throws `protocol` if it is above kMaxDimensions.
 size_t decode_dimensions(Reader& in);
-/// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if the product of `bytes`
-/// and all nonzero sizes overflows an int64, because torch computes strides from that product.
+/// Reads the sizes of a tensor with `bytes` per element. Throws `protocol` if a size is negative or
+/// if `bytes` times all nonzero sizes overflows an int64, because torch's strides could too.
 std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
 /// Reads a descriptor. Throws `protocol` for an unknown dtype, layout or device, too many
 /// dimensions, sizes that decode_sizes() refuses, or a layout that does not fit the dimensions.
 TensorDesc decode_tensor_desc(Reader& in);
 
-/// Byte offsets of consecutive tensors, each a multiple of 64, and their total length.
+/// Byte offsets of consecutive tensors in a payload, each a multiple of 64, and the payload's size.
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;

@@ -94,14 +94,14 @@ void Child::start(const std::function<int()>& body) {
   pid_ = fork();
   if (pid_ < 0) no_resources(kCannotStart);
   if (pid_ == 0) {
-    // This must not allocate, because a parent's thread may have held the heap's lock at the fork.
+    // Must not allocate, because another thread of the parent may have held the heap's lock.
     become_rank(launcher, text_end_.get());
     text_end_.reset();
     out_.close();
     err_.close();
     _exit(body());
   }
-  setpgid(pid_, pid_);  // also in become_rank(), because either process may be first
+  setpgid(pid_, pid_);  // become_rank() does so, too, because either process may run first
   lines_end_.reset();
   text_end_.reset();
 }
@@ -191,7 +191,7 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
     no_resources(kCannotStart);
   }
   nlohmann::json told = rank;
-  told["launcher"] = getpid();  // distinguishes the rank from its child processes
+  told["launcher"] = getpid();  // the rank's parent; child processes of the rank have another one
   told["started"] = rank.started.time_since_epoch().count();
   told["token_fd"] = texts->token.get();
   if (rank.generation) told["generation"] = *rank.generation;
@@ -234,7 +234,7 @@ std::optional<SpawnedRank> take_spawned_rank() {
     const net::Fd token(told.at("token_fd"));
     std::ifstream file("/proc/self/fd/" + std::to_string(token.get()));
     rank.token.assign(std::istreambuf_iterator<char>(file), {});
-  } catch (const nlohmann::json::exception&) {  // not set by a launcher
+  } catch (const nlohmann::json::exception&) {  // the variable is not a launcher's
     unsetenv(kVariable);
     return std::nullopt;
   }

@@ -67,7 +67,6 @@ std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ")
   return text;
 }
 
-/// Formats the quality metrics that `fields` contains.
 std::string quality_in(const Json& fields, const char* before = "  ") {
   std::string text;
   if (const auto accuracy = number_in(fields, "accuracy")) {
@@ -99,7 +98,7 @@ std::string broken(std::string text, size_t width) {
   while (text.size() > width) {
     size_t end = text.rfind("  -  ", width);
     if (end == text.npos) end = text.rfind(' ', width);
-    if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // after a long word
+    if (end + 1 < 3) end = text.find(' ', std::max<size_t>(width, 2));  // after a long first word
     if (end == text.npos) break;
     const bool is_separator = text.compare(end, 5, "  -  ") == 0;
     lines += text.substr(0, text.find_last_not_of(' ', end) + 1) + '\n';
@@ -205,7 +204,7 @@ void Display::on_event(const Json& event) {
       stay(fmt::format(" goes on from {}, step {}", path, integer_in(event, "step")));
     }
   } else if (name == "waiting") {
-    if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has reported all
+    if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has named the missing
     missing_ = fmt::format("{}", fmt::join(event.value("missing", std::vector<int>()), ","));
     reason_ = text_in(event, "reason");
     if (const std::string address = text_in(event, "address"); !address.empty()) address_ = address;
@@ -223,7 +222,7 @@ void Display::on_event(const Json& event) {
     const auto ranks = event.value("ranks", std::vector<int>());
     const bool of_all = std::ranges::all_of(
         trainers_, [&](auto& each) { return std::ranges::count(ranks, each.first) > 0; });
-    if (of_all) {  // otherwise only a lost trainer starts again
+    if (of_all) {  // otherwise only a lost trainer starts again, and the others continue
       ended_ = epoch_ = 0;
       pending_.clear();
       trainers_.clear();
@@ -288,8 +287,9 @@ void Display::on_progress(const Json& event) {
   end_epochs(false);
 }
 
-/// Writes the lines of pending epochs that two of three `signs` show to be complete, and the oldest
-/// of three; writes all if `all`. `is_next`: the job is past the newest epoch's evaluation.
+/// Writes the lines of pending epochs, oldest first, while two of the three `signs` show that the
+/// oldest is complete, or two newer epochs are pending. If `all`, writes all lines. `is_next`: the
+/// job has passed the newest epoch's evaluation.
 void Display::end_epochs(bool all, bool is_next) {
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {
@@ -297,7 +297,7 @@ void Display::end_epochs(bool all, bool is_next) {
     const Epoch& epoch = pending_.begin()->second;
     const bool by_all = std::ssize(epoch.ranks) + lost >= count();
     const bool is_over = is_next || epoch_ > number || pending_.size() > 1;
-    const int signs = by_all + is_over + !epoch.evaluation.empty();  // of a complete epoch
+    const int signs = by_all + is_over + !epoch.evaluation.empty();  // that the epoch is complete
     if (!all && signs < 2 && pending_.size() < 3) return;
     std::string line = fmt::format(" epoch {}", number);
     if (epochs_ > 0) line += fmt::format("/{}", epochs_);
@@ -353,7 +353,7 @@ std::string Display::status(size_t width) const {
   if (!is_ready_) return waiting(width);
   if (trainers_.empty()) return "running  " + clock_text(since(begun_));
   const double trained = since(trained_since_);
-  const bool plays = quality_.starts_with("  running reward");  // it has no fixed number of steps
+  const bool plays = quality_.starts_with("  running reward");  // rl: the total is unknown
   int64_t made = 0, here = 0, all = 0;
   for (const auto& [rank, its] : trainers_) {
     made += its.step;
@@ -362,7 +362,7 @@ std::string Display::status(size_t width) const {
   }
   made = all > 0 ? std::min(made / count(), all) : made / count();  // per trainer
   const double rate = here > 0 ? static_cast<double>(here) / count() / trained : 0;
-  // The parts of the line, in order. If the line is too long, the highest-numbered part is dropped.
+  // The parts of the line, in order. If it is too long, drop the parts with the highest numbers.
   std::vector<std::pair<int, std::string>> parts;
   if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
   if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));

@@ -11,7 +11,7 @@ using job::Json;
 
 class OutputQueue;
 
-/// The functions by which a Display writes. None of them waits for a reader.
+/// The functions by which a Display writes to a terminal or file. None waits for a slow reader.
 struct Screen {
   std::function<void(std::string text)> write;
   /// Returns true if lines may be written now; otherwise the Display queues them.
@@ -26,27 +26,27 @@ struct Screen {
 struct DisplayPlan {
   enum class Mode {
     kNone,
-    kWarnings,  ///< only warnings, losses and one hint, because the terminal shows JSON lines
+    kWarnings,  ///< only warnings, lost ranks and a hint, because the terminal shows JSON lines
     kLines,     ///< whole lines only
     kFull,      ///< lines, and below them a live region with a progress bar
   };
   Mode mode = Mode::kNone;
-  bool pretty = false;   ///< writes to stdout instead of JSON lines
-  bool colours = false;  ///< uses terminal colours
-  bool hint = false;     ///< kWarnings: mentions --pretty after a successful job
+  bool pretty = false;   ///< writes to stdout, which then gets no JSON lines
+  bool colours = false;  ///< uses the terminal's escape sequences for colours
+  bool hint = false;     ///< in mode kWarnings, mentions --pretty after a successful job
   bool on_terminal = false;
-  std::string header;   ///< the first line
-  std::string address;  ///< rank 0's, if other launchers start ranks; otherwise empty
+  std::string header;   ///< the first line that is shown
+  std::string address;  ///< rank 0's address if ranks start elsewhere; otherwise empty
   bool has_rank_0 = true;
   std::string to_go_on;  ///< command line that resumes the job; empty if the job does not save
 };
 
-/// Returns a Screen on stderr, or on stdout (`lines`) if `plan` is pretty. Writing does not block,
-/// even if the user has stopped the terminal (Ctrl-S).
+/// Returns a Screen that writes to stderr or, if `plan.pretty`, by way of `lines` to stdout. Its
+/// writes do not block, even if the user has stopped the terminal (Ctrl-S).
 Screen screen_of(const DisplayPlan& plan, OutputQueue& lines);
 
-/// Chooses the mode by the types of stdout and stderr. `progress`: auto, plain or none. `is_first`:
-/// this process is or starts rank 0. `is_leader`: no other process of its process group draws.
+/// Chooses the mode by `progress` (auto, plain, none) and the file types of stdout and stderr.
+/// `is_first`: this process is or starts rank 0. `is_leader`: no other process of its group draws.
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader);
 
 /// Shows a job's progress to a person, from the job's events and EventSink::progress(): a header,
@@ -75,8 +75,8 @@ class Display {
   using Mode = DisplayPlan::Mode;
   struct Trainer {
     std::string name = {};
-    std::optional<int64_t> first;  // the step in its first report
-    int64_t step = 0, steps = 0;   // completed, and in total
+    std::optional<int64_t> first;  // the step that the trainer reported first
+    int64_t step = 0, steps = 0;   // `step` of the job's `steps` are complete
     bool lost = false;
   };
   struct Epoch {
@@ -85,7 +85,7 @@ class Display {
     std::string evaluation;
     bool is_partial = false;
   };
-  struct Thinned {  // lines of one kind, which thin() limits
+  struct Thinned {  // lines of one kind, of which thin() shows at most one a second
     int shown = 0;
     base::TimePoint at{};
     std::string held;  // the newest line, if it is not shown yet
@@ -116,14 +116,14 @@ class Display {
   std::vector<size_t> drawn_;  // lengths of the live region's lines
   std::set<std::string> said_;
   bool is_ready_ = false, is_over_ = false, is_told_ = false, is_saved_ = false;
-  std::string missing_, reason_;         // the missing ranks, and why they are missing
-  std::string address_ = plan_.address;  // where ranks are to connect
+  std::string missing_, reason_;         // the ranks that have not joined, and why
+  std::string address_ = plan_.address;  // where ranks connect to rank 0
   Thinned epoch_lines_, saves_;
   std::map<int64_t, Trainer> trainers_;  // by rank
   std::map<int64_t, Epoch> pending_;     // epochs whose line is not shown yet
   int64_t ended_ = 0;                    // the newest epoch whose line is shown
   int64_t epoch_ = 0, epochs_ = 0;
-  int64_t count_ = 0, trainers_of_job_ = 0;  // trainers shown here, and in the job
+  int64_t count_ = 0, trainers_of_job_ = 0;  // number of trainers shown here, and in the job
   std::optional<double> loss_;
   std::string quality_;  // the model's metrics, or the number of micro-batches
 };

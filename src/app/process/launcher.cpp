@@ -14,10 +14,10 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr auto kSignalGrace = std::chrono::seconds(5);  // after a signal was forwarded to the ranks
+constexpr auto kSignalGrace = std::chrono::seconds(5);  // from a signal to SIGKILL for the ranks
 constexpr auto kFirstPause = std::chrono::milliseconds(250);  // before a restart
 constexpr auto kLongestPause = std::chrono::seconds(30);
-constexpr auto kLasts = std::chrono::seconds(5);  // no early failure after this run time
+constexpr auto kLasts = std::chrono::seconds(5);  // a rank that ran this long did not fail early
 
 class Launcher {
  public:
@@ -50,7 +50,7 @@ class Launcher {
  private:
   // ---- starts of the job ----
 
-  /// Runs the ranks until all have ended. Returns null if all succeeded.
+  /// Runs the ranks until all have ended. Returns why they failed; nullopt if all succeeded.
   std::optional<Verdict> run_ranks() {
     newest_ = newest_checkpoint();
     if (restarts_ == 0) newest_at_first_ = newest_;
@@ -83,7 +83,7 @@ class Launcher {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
 
-  /// Returns true if a restart may help. A lack of resources may pass only if all ranks had joined.
+  /// Returns true if a restart may help. After a lack of resources, only if all ranks had joined.
   bool may_restart(const Verdict& verdict) const {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
@@ -92,7 +92,7 @@ class Launcher {
     return may_pass && can_go_on && !verdict.by_signal && restarts_ < plan_.max_restarts && !ends();
   }
 
-  /// Reports the restart and pauses. Returns false after a signal, or if stdout's reader is gone.
+  /// Reports the restart and pauses. Returns false if a signal or a write error ends the job.
   bool prepare_restart(Verdict& verdict) {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
@@ -129,7 +129,7 @@ class Launcher {
 
   // ---- lost ranks that the job continues without ----
 
-  /// Schedules a lost rank's restart, if allowed, after a pause that grows while starts fail early.
+  /// Schedules a lost rank's restart, if allowed. The pause grows while the rank fails early.
   void on_lost(int rank) {
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
     Lost& its = lost_[rank];
@@ -191,7 +191,7 @@ class Launcher {
     group_->on_time();
   }
 
-  /// Returns true if the ranks' lines may be read. Ending ranks must not wait for stdout's reader.
+  /// Returns true if the queue has room, or if ranks are ending and must not wait for its reader.
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {
@@ -210,7 +210,7 @@ class Launcher {
     } else if (number == kSaveSignal) {
       group_->tell_one(number);
     } else if (is_finishing_) {
-      stop_waiting_ = true;  // do not wait until the rest is written
+      stop_waiting_ = true;  // do not wait until the queued lines are written
     } else if (!ended_by_signal_) {
       ended_by_signal_ = number;
       signalled_at_ = base::Clock::now();
@@ -222,8 +222,8 @@ class Launcher {
     }
   }
 
-  /// Stops the ranks, which are not in the terminal's foreground group, and this process until
-  /// SIGCONT. If SIGTSTP has no effect (orphaned group, or SIG_IGN), all processes go on at once.
+  /// Stops the ranks, whose process groups Ctrl-Z does not reach, and then this process until
+  /// SIGCONT. If SIGTSTP does not stop it (orphaned group or SIG_IGN), all processes go on at once.
   void stop_for_a_while() {
     const base::TimePoint since = base::Clock::now();
     group_->stop();
@@ -285,7 +285,7 @@ class Launcher {
     pump();
     await_reader();
     display_.finish(end);
-    // After a signal, ignore a lost reader: the signal or a closed terminal may have ended it.
+    // After a signal, ignore a closed stdout, because the signal may have ended the reader, too.
     const bool is_reader_gone = write_error_ == EPIPE || write_error_ == EIO;
     const bool by_signal = cause && ended_by_signal_ && is_reader_gone;
     if (write_error_ && !by_signal) return exit_code_of_write_error(write_error_);
@@ -336,14 +336,14 @@ class Launcher {
     nanoseconds pause{0};
     base::TimePoint at = base::kNever;  // when the rank is started again
     base::TimePoint started{};          // when the rank was last started
-    bool is_told = false;               // the restart is reported but not done yet
+    bool is_told = false;               // the restart is reported, but the rank is not started yet
     Cause cause;
   };
   std::map<int, Lost> lost_;                             // by rank
   int restarts_ = 0;                                     // restarts of the job and of single ranks
   uint32_t generation_ = 0;                              // restarts of the job
   bool has_met_ = false;                                 // all ranks had joined in some start
-  std::optional<std::string> newest_at_first_, newest_;  // at the first and the latest start
+  std::optional<std::string> newest_at_first_, newest_;  // checkpoint at first and latest start
   nanoseconds pause_{0};
   base::TimePoint wake_at_ = base::kNever;
   int ended_by_signal_ = 0;

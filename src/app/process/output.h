@@ -10,7 +10,7 @@ namespace distrain::app {
 
 /// Writes all of `text`, in one write(2) if the kernel accepts it. May block. Returns 0 or errno.
 int write_all(int fd, std::string_view text);
-/// Returns true if a write to `fd` would accept some bytes or fail at once.
+/// Returns true if a write to `fd` would not block: it would accept some bytes or fail.
 bool is_writable(int fd);
 /// Prints the line "PROGRAM: `message`" to stderr. Ignores errors.
 void say(std::string_view message);
@@ -18,7 +18,7 @@ void say(std::string_view message);
 /// closed the pipe, otherwise 9. If `say_so`, reports errors other than a closed pipe on stderr.
 int exit_code_of_write_error(int error, bool say_so = true);
 
-/// How long a process that ends after a signal waits for stdout's reader, which may not read.
+/// How long a process that a signal ends waits for stdout's reader, which may have stopped reading.
 inline constexpr auto kReaderGrace = std::chrono::seconds(2);
 
 /// Queues lines, so that a slow reader does not block the writing thread, which also handles
@@ -35,7 +35,7 @@ class OutputQueue {
   bool empty() const { return lines_.empty(); }
   /// Returns true if the queue is above its limit: push nothing before pump() has written lines.
   bool full() const { return bytes_ > kMaxBytes; }
-  /// Returns when to give up on the reader: kReaderGrace after `since` or a later write to fd().
+  /// Returns when to give up on the reader: kReaderGrace after `since`, or after a later write.
   base::TimePoint given_up_at(base::TimePoint since) const {
     return std::max(since, taken_at_) + kReaderGrace;
   }
@@ -52,10 +52,10 @@ class OutputQueue {
   static constexpr size_t kMaxBytes = 1 << 20;
 
   int fd_;
-  size_t pipe_ = 0;     // the pipe's capacity in bytes; 0: not a pipe
-  size_t written_ = 0;  // bytes of the first line
+  size_t pipe_ = 0;     // the pipe's capacity in bytes; 0 if fd_ is no pipe
+  size_t written_ = 0;  // bytes of the first line that are written already
   size_t bytes_ = 0;
-  base::TimePoint taken_at_{};  // the last successful write
+  base::TimePoint taken_at_{};  // time of the last successful write
   std::deque<std::string> lines_;
 };
 
@@ -73,7 +73,7 @@ Json json_event(std::string_view event, const std::string& run_id, const std::st
 /// Returns the event as a line of JSON, with newline. Numbers that are not finite become null.
 std::string line_of(const Json& event);
 
-// Return the field `name`, or nothing if it is missing or has another type.
+// Return the field `name`; nullopt or an empty text if it is missing or has another type.
 std::optional<double> number_in(const Json& fields, const std::string& name);
 std::string text_in(const Json& fields, const char* name);
 
@@ -91,13 +91,13 @@ struct Cause {
 };
 
 Cause cause_of(const base::Error& error);
-/// Returns the cause of a process's end by signal `number`; `rank` is the process's rank, if known.
+/// Returns the cause for a process that signal `number` ended; `rank` is its rank, if known.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
 /// Returns "rank 1 (trainer1)", or "rank 1" if `role` is empty.
 std::string rank_name(int rank, const std::string& role);
-/// Returns the message for a person. The message begins with the rank's name unless it names the
-/// rank, the job has one rank (`local`), a signal ended the job, or the job missed its goal.
+/// Returns the cause's message, with the failed rank's name in front unless the message has the
+/// name, the job has one rank (`local`), a signal ended the job, or the job missed its goal.
 std::string message_of(const Cause& cause);
 
 std::string signal_name(int number);  ///< "SIGKILL" for 9
@@ -107,14 +107,14 @@ inline constexpr const char* kGoalNotReached = "goal_not_reached";
 
 Json error_fields(const Cause& cause, base::TimePoint started);
 
-// Lines that only a launcher receives, from the ranks that it spawned.
+// Events that spawned ranks send to their launcher, which does not write them to stdout.
 inline constexpr const char* kMayBeLost = "may_be_lost";  ///< the job goes on if the rank is lost
 inline constexpr const char* kSaving = "saving";          ///< a save in progress has advanced
-inline constexpr const char* kFigures = "figures";        ///< from rank 0: job::Outcome::others
-inline constexpr const char* kProgress = "progress";      ///< EventSink::progress()
+inline constexpr const char* kFigures = "figures";        ///< rank 0's job::Outcome::others
+inline constexpr const char* kProgress = "progress";      ///< the fields of EventSink::progress()
 
-/// Merges the fields of the ranks' last lines into the fields of `end`. Add ranks in ascending
-/// order: counts are summed, and a metric is taken from the first rank that has it.
+/// Merges the fields of the ranks' last lines into the fields of the job's `end` line: sums counts,
+/// and takes a metric from the first rank that has it. So add the ranks in ascending order.
 class Summary {
  public:
   void add(const Json& fields);

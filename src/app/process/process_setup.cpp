@@ -38,7 +38,7 @@ namespace {
 
 bool is_directory_gone = false;
 
-// The terminate handler. If memory or threads run out where no code can catch the exception (while
+// Handles std::terminate(). If memory or threads ran out where no code catches the exception (while
 // libraries are loaded, or on a library's thread), prints one line and exits. Otherwise aborts.
 [[noreturn]] void end_unhandled() noexcept {
   try {
@@ -59,7 +59,7 @@ bool is_directory_gone = false;
 
 // Called before the constructors of shared libraries. If the working directory was deleted,
 // oneMKL's constructor ends the process, so this function changes to "/" and main() reports the
-// error. Sanitizers are excluded, because they may not be initialized yet.
+// error. It is not instrumented by sanitizers, because they may not be initialized yet.
 __attribute__((no_sanitize("address"))) __attribute__((no_sanitize("thread"))) void
 begin_before_libraries() {
   std::set_terminate(end_unhandled);
@@ -74,15 +74,15 @@ begin_before_libraries() {
 /// waits forever for a thread of its pool that did not start.
 void expect_threads(int count) {
   std::vector<std::jthread> threads;
-  std::promise<void> all;  // destroyed first, which ends the threads' wait
+  std::promise<void> all;  // destroyed before `threads`, which ends the threads' wait
   const std::shared_future<void> end = all.get_future().share();
   while (count-- > 0) threads.emplace_back([end] { end.wait(); });
 }
 
-constexpr size_t kSmallest = size_t{64} << 10;  // malloc handles smaller blocks well
+constexpr size_t kSmallest = size_t{64} << 10;  // malloc serves smaller blocks
 
-/// Returns the limit of idle bytes: an eighth of the machine's or container's memory, at least 256
-/// MiB. A ResNet stage frees some GB in each batch, which a lower limit would not hold.
+/// Returns how many freed bytes may stay idle for reuse: an eighth of the machine's or container's
+/// memory, at least 256 MiB. A ResNet stage frees some GB in each batch, which must fit in.
 size_t max_idle() {
   auto memory = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L)) *
                 static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -97,7 +97,8 @@ size_t rounded(size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
-/// Under AddressSanitizer, idle blocks and the unused ends of blocks are poisoned.
+/// LibTorch's CPU allocator after reuse_tensor_memory(). Keeps freed blocks of at least kSmallest
+/// bytes idle for reuse. Under AddressSanitizer, poisons idle blocks and unused ends of blocks.
 class TensorMemory final : public c10::Allocator {
  public:
   explicit TensorMemory(c10::Allocator& malloc) : malloc_(malloc) {}
@@ -119,7 +120,7 @@ class TensorMemory final : public c10::Allocator {
   void* take(size_t bytes) {
     {
       std::lock_guard lock(mutex_);
-      // Accept a block of up to four times the size, because an epoch's last batch is smaller.
+      // Accept up to four times the size, so that an epoch's smaller last batch reuses blocks, too.
       const auto it = idle_.lower_bound(bytes);
       if (it != idle_.end() && it->first / 4 <= bytes) {
         void* block = it->second;
@@ -171,7 +172,8 @@ class TensorMemory final : public c10::Allocator {
     malloc_.raw_deallocate(block);
   }
 
-  /// Frees idle blocks of sizes other than `but`, left by an earlier phase, until `bytes` more fit.
+  /// Frees idle blocks until `bytes` more bytes may be idle. Spares blocks of size `but`, which the
+  /// current phase of the job uses. Blocks of other sizes may be left from an earlier phase.
   void make_room_locked(size_t bytes, size_t but) {
     for (auto it = idle_.begin(); it != idle_.end() && idle_bytes_ + bytes > max_idle_;) {
       if (it->first == but) {
@@ -221,15 +223,15 @@ bool secure_standard_fds() {
 void set_up_process() {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a write beyond `ulimit -f` fails with an error
-  // A rank may need a connection to each of a thousand other ranks; the default limit, for programs
-  // that use select(), is 1,024 descriptors.
+  // A rank may need a connection to each of a thousand other ranks, but the default limit is 1,024
+  // descriptors, for the sake of programs that use select().
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = std::max(files.rlim_cur, std::min<rlim_t>(files.rlim_max, 65536));
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  // Allocates blocks up to 32 MiB, glibc's largest threshold, from the heap, and keeps freed memory
-  // there, because the page faults of new blocks halve ResNet50's speed.
+  // Allocate blocks up to 32 MiB, glibc's largest threshold, from the heap, and keep freed memory
+  // there, because page faults in newly mapped blocks would halve ResNet50's speed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
   // Use one heap. glibc returns the heaps of other threads to the kernel whenever 64 MiB are free:

@@ -8,11 +8,11 @@ namespace {
 using base::ErrorKind;
 using std::chrono::nanoseconds;
 
-constexpr auto kTermGrace = std::chrono::seconds(2);            // after the launcher's SIGTERM
-constexpr auto kExtraGrace = std::chrono::seconds(2);           // added to the peer timeout
-constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ranks have joined
+constexpr auto kTermGrace = std::chrono::seconds(2);            // from SIGTERM to SIGKILL
+constexpr auto kExtraGrace = std::chrono::seconds(2);           // after a failure + peer timeout
+constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // if not all ranks have joined yet
 constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // for a rank that all others blame
-constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // added to the peer timeout
+constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // after SIGSTOP + peer timeout
 
 bool is_secondary(const Child& child) {
   if (child.exit_code() == exit_code(ErrorKind::kPeerLost)) return true;
@@ -109,7 +109,7 @@ std::vector<int> RankGroup::reap() {
       on_failure(child);
     }
   }
-  // When the job is over, kill replacement processes that have not joined, as rank 0 is gone.
+  // When the job is over, kill replacement processes that have not joined, because rank 0 is gone.
   const auto is_there = [](const Child& child) {
     return child.alive() && (!child.is_successor || child.ready);
   };
@@ -118,7 +118,7 @@ std::vector<int> RankGroup::reap() {
 }
 
 /// Returns true if the job continues without this failed rank: it was killed, disconnected, stopped
-/// too long or out of resources, never joined as a replacement, or obeyed a signal without a save.
+/// too long, out of resources, never joined as a replacement, or ended by a signal without a save.
 bool RankGroup::is_spared(const Child& child) const {
   if (!child.failed() || !child.may_be_lost()) return false;
   if (child.is_given_up) return true;
@@ -183,8 +183,8 @@ Child* RankGroup::blamed_by_all() {
   return by_all ? &*blamed : nullptr;
 }
 
-/// Returns the time when the launcher kills `child` if it stays stopped; kNever if it is not
-/// stopped. Joining or disconnected ranks cannot detect a stopped rank themselves.
+/// Returns when the launcher kills `child` because it was stopped (SIGSTOP) too long; kNever if it
+/// is not stopped. Other ranks cannot detect a stopped rank if they are joining or disconnected.
 base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const nanoseconds limit = as_time(plan_.peer_timeout_s);
   const bool counts = child.alive() && !child.killed && child.stopped_since && limit.count() > 0;
@@ -212,7 +212,7 @@ nanoseconds RankGroup::failure_grace() const {
     const Child* const blamed = find(blamed_rank(child));
     return child.failed() && blamed && blamed->alive();
   });
-  // Ranks that are joining notice the failure only at the join timeout, so end them soon.
+  // Joining ranks would notice the failure only at the join timeout, so end them soon.
   if (!has_met() && told) return kMeetingGrace;
   return kExtraGrace + as_time(plan_.peer_timeout_s);
 }
@@ -240,10 +240,10 @@ const Child* RankGroup::find(std::optional<int> rank) const {
   return child == children_.end() ? nullptr : &*child;
 }
 
-/// Returns true if `child` failed and the launcher's signal was not the cause. A failed save counts
-/// even after that signal, as does a crash: the signal may have arrived during the core dump.
+/// Returns true if `child` failed, but not because of the launcher's signal. A failed save counts
+/// even after that signal, and so does a crash, whose core dump may have begun before the signal.
 bool RankGroup::failed_itself(const Child& child) const {
-  if (is_spared(child)) {  // only if another rank blames it
+  if (is_spared(child)) {  // its failure counts only if another rank blames it
     return std::ranges::any_of(children_, [&](const Child& other) {
       return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank;
     });

@@ -31,8 +31,8 @@ class LinePipe {
 class Child {
  public:
   struct Handlers {
-    std::function<void(const Json&, std::string)> on_event;  ///< an event and its line, with \n
-    std::function<void(std::string)> on_text;                ///< a line for stderr
+    std::function<void(const Json&, std::string)> on_event;  ///< gets an event and its JSON line
+    std::function<void(std::string)> on_text;                ///< gets a line of the rank's stderr
   };
 
   /// Creates the pipes. Throws `resources` if no pipe can be created.
@@ -44,7 +44,7 @@ class Child {
   void read_pipes(bool lines);
   /// Returns true if the process has just ended, after reading its remaining output.
   bool reap();
-  /// Signals the process group. Sets `ended_by_us` unless the rank has reported an error.
+  /// Sends `signal` to the process group. Sets `ended_by_us` unless the rank has reported an error.
   void send(int signal);
   /// Stops the process group, or lets it continue if `stopped` is false.
   void stop(bool stopped) {
@@ -62,15 +62,15 @@ class Child {
   int err_fd() const { return err_.fd(); }
   bool alive() const { return pid_ > 0 && !status_; }
   bool failed() const { return status_ && exit_code() != 0; }
-  /// Returns 128 + n if signal n killed the rank, and 1 if it exited with 0 without a `rank_end`.
+  /// Returns 128 + n if signal n killed the rank; 1, not 0, if it wrote no `rank_end`.
   int exit_code() const;
-  /// Returns true if this rank, or the process that it replaced, reported that it may be lost.
+  /// Returns true if the rank has reported, in any process, that the job can continue without it.
   bool may_be_lost() const { return may_be_lost_ || is_successor; }
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
-  /// Returns the signal after which the rank ended in good order and wrote `rank_end`; 0 if none.
+  /// Returns the signal on which the rank ended in good order and wrote `rank_end`; 0 if none.
   int stopped_by() const;
-  int signal() const;  ///< that killed the process; 0 if none
+  int signal() const;  ///< the signal that killed the process; 0 if none
 
   // RankGroup sets these two members.
   bool is_successor = false;  ///< this process replaces a lost process of the rank
@@ -79,11 +79,11 @@ class Child {
   // The functions above set these members.
   int rank;
   std::string role;
-  std::string run_id;  ///< empty until a line has it
-  bool ready = false;  ///< it has joined all other ranks
+  std::string run_id;  ///< empty until one of the rank's lines has it
+  bool ready = false;  ///< the rank has joined all other ranks
   bool ended_by_us = false;
-  bool killed = false;                           ///< by send(SIGKILL), even if it has not ended yet
-  std::optional<base::TimePoint> stopped_since;  ///< null if no signal such as SIGSTOP stops it
+  bool killed = false;                           ///< send() sent SIGKILL; may still be alive
+  std::optional<base::TimePoint> stopped_since;  ///< when a signal stopped it; null if it runs
   base::TimePoint ended_at;
   double rss_mb = 0;
   /// The rank's `rank_end` and `error` lines; empty if there is none. Errors are not printed as
@@ -99,7 +99,7 @@ class Child {
   const Handlers* handlers_;
   pid_t pid_ = -1;
   LinePipe out_, err_;
-  net::Fd lines_end_, text_end_;  // the rank's ends of the pipes, until start()
+  net::Fd lines_end_, text_end_;  // the rank's ends of the pipes, open until start()
   std::optional<int> status_;
   bool may_be_lost_ = false, is_saving_ = false;
 };
@@ -120,7 +120,7 @@ struct Verdict {
 /// notice the failure within the peer timeout. Then they get SIGTERM, then SIGKILL. The grace
 /// period is short if not all ranks have joined yet. The root cause is the first failure,
 /// preferably one that is neither a lost peer nor blamed on another rank.
-/// The loss of a rank that may be lost is no failure unless other ranks end because of it.
+/// The loss of a rank that the job can continue without counts only if other ranks blame it.
 class RankGroup {
  public:
   /// `in_child` is called in each forked process to close the launcher's descriptors.
@@ -156,12 +156,12 @@ class RankGroup {
 
   // ---- signals to the ranks ----
 
-  /// Sends `signal` to the ranks and gives them `grace` to end.
+  /// Sends `signal` to the ranks. After `grace`, kills those that have not ended.
   void end(int signal, std::chrono::nanoseconds grace) {
     send_to_all(signal);
     enter(Phase::kTerminating, grace);
   }
-  /// Makes the ranks save and end if they are not ending yet. Called when stdout's reader is gone.
+  /// Makes the ranks save and end unless they are ending. Call it if stdout cannot be written.
   void end_unheard();
   void kill() {
     send_to_all(SIGKILL);
@@ -187,7 +187,7 @@ class RankGroup {
 
   /// Returns why a lost rank failed.
   Cause cause_of_loss(int rank) const { return cause_from(*find(rank)); }
-  /// Returns null if all ranks succeeded. `ended_by`: the signal to the launcher; 0 if none.
+  /// Returns why the job failed; nullopt if it did not. `ended_by`: a signal to the launcher, or 0.
   std::optional<Verdict> verdict(int ended_by) const;
 
  private:
@@ -225,7 +225,7 @@ class RankGroup {
   base::TimePoint kill_blamed_at_ = base::kNever;
   std::optional<base::Error> start_error_;
   double rss_mb_ = 0;
-  std::optional<int> stopped_rank_;  // a stopped rank that was killed before any failure
+  std::optional<int> stopped_rank_;  // stopped too long (SIGSTOP), and killed before any failure
 };
 
 }  // namespace distrain::app

@@ -20,7 +20,7 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalExitCode = 11;
-// A failed rank has this time to unwind. Most ranks need a tenth of this time.
+// Time for the main thread of a failed rank to unwind and exit. Most ranks need a tenth of it.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
 constexpr auto kDisplayTick = std::chrono::milliseconds(500);
 constexpr int kLookAgainMs = 100;  // a blocked write checks this often whether to stop
@@ -114,14 +114,14 @@ class JsonSink : public job::EventSink {
     std::optional<int> rank;  ///< null until rank 0 has assigned a rank
     std::string role;
     job::OptionMap of_rank_0;    ///< rank 0's options; empty until they arrive
-    Json used = Json::object();  ///< replaces values in `config`
+    Json used = Json::object();  ///< from EventSink::used(); replaces values in `config`
   };
   Identity identity() const {
     std::lock_guard lock(identity_mutex_);
     return identity_;
   }
 
-  /// Describes this rank's wait for the reader of its JSON lines; null if no write is in progress.
+  /// Returns this rank's wait for the reader of its JSON lines; nullopt if no write is in progress.
   std::optional<rpc::Wait> wait() const {
     const base::TimePoint since = writing_since_;
     if (since == base::TimePoint{}) return std::nullopt;
@@ -131,8 +131,8 @@ class JsonSink : public job::EventSink {
   /// Returns true to the first caller only. That caller reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
-  /// Writes the last line. Returns false if another thread wrote it or ends the process. Waits for
-  /// the reader, but at most for kReaderGrace if a stop is requested and the reader is no launcher.
+  /// Writes the last line. Returns false if another thread has written it or is ending the process.
+  /// Waits for the reader; if the reader is no launcher and a stop is requested, for kReaderGrace.
   bool write_last(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -198,7 +198,7 @@ class RankProcess final : public JsonSink {
 
   int run() {
     base::block_in_all_threads(awaited_signals());      // threads started later inherit the mask
-    std::thread([this] { end_by_signal(); }).detach();  // because the process ends by _exit()
+    std::thread([this] { end_by_signal(); }).detach();  // never joined: the process ends by _exit()
     if (run_.display.mode != DisplayPlan::Mode::kNone) {
       show([](Display& display) { display.begin(); });
       run_aside([this] {
@@ -225,7 +225,7 @@ class RankProcess final : public JsonSink {
     const int threads = set_up_threads(run_.threads, run_.local_ranks);
     try {  // choose the devices before the first line, which shows them
       if (run_.knows_devices) run_.devices->get(run_.role, {});
-    } catch (...) {  // get() throws again after the first line
+    } catch (...) {  // ignored, because the next get(), after the first line, throws again
     }
     const Json config = run_.config({});
     emit("start", {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
@@ -242,7 +242,7 @@ class RankProcess final : public JsonSink {
                                                      : "user"},
                    {"data", run_.data},
                    {"config", config}});
-    if (run_.all_here) run_.devices->get(run_.role, {});  // otherwise the body chooses them
+    if (run_.all_here) run_.devices->get(run_.role, {});  // otherwise run_.body chooses the devices
     if (!run_.warning.empty()) emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
     return run_.body(run_.job, *this);
   }
@@ -292,7 +292,7 @@ class RankProcess final : public JsonSink {
     return true;
   }
 
-  /// Returns the current exception as an Error, caused by this rank unless it names another.
+  /// Returns the current exception as an Error, which names this rank unless it names another one.
   base::Error error_of_this_rank() const {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
@@ -313,7 +313,7 @@ class RankProcess final : public JsonSink {
     summary.add(usage);
     if (!spawned) {
       for (const auto& [other, its_fields] : others) summary.add(its_fields);
-    } else if (!run_.all_here && !others.empty()) {  // the launcher has the lines of its ranks only
+    } else if (!run_.all_here && !others.empty()) {  // the launcher gets lines of its ranks only
       emit(kFigures, {{"ranks", others}});
     }
     const auto [run_id, rank, role, of_rank_0, used] = identity();
@@ -336,17 +336,17 @@ class RankProcess final : public JsonSink {
   /// exits, because a running step, on the main thread or on a worker, cannot be interrupted.
   void failing(const base::Error& error) override {
     if (is_unwinding_.exchange(true)) return;
-    run_aside([this, error] {  // without a thread there is no time limit
+    run_aside([this, error] {  // if no thread can start, there is no time limit
       std::this_thread::sleep_for(kUnwinding);
       const Cause cause = own_cause(error);
-      leave_in_time(cause);                 // because the reader may be blocked
-      if (!tell_error_once(error)) return;  // the main thread reports it
+      leave_in_time(cause);                 // because the next lines may wait for the reader
+      if (!tell_error_once(error)) return;  // the main thread reports the error
       if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
     });
   }
 
-  /// Waits for a signal that ends the process, and reports it in the last line. A job that saves
-  /// before it ends handles its first signal itself.
+  /// Waits for a signal that ends the process, reports it in the last output line and exits. A job
+  /// that saves before it ends handles its first signal itself; this thread then waits for another.
   void end_by_signal() {
     const sigset_t set = awaited_signals();
     int number = 0;
@@ -384,10 +384,10 @@ class RankProcess final : public JsonSink {
     if (!run_aside(say_so)) telling_ = false;
   }
 
-  /// Exits after kReaderGrace, because a blocked write to stdout may hold the sink's lock. If
-  /// another thread is reporting the end, that thread gets more time.
+  /// Makes a new thread exit the process after kReaderGrace, in case a write to stdout blocks and
+  /// holds the sink's lock. If another thread is reporting the end, that thread gets more time.
   void leave_in_time(const Cause& cause) {
-    run_aside([this, cause] {  // without a thread there is no time limit
+    run_aside([this, cause] {  // if no thread can start, there is no time limit
       std::this_thread::sleep_for(kReaderGrace);
       if (is_writable(STDERR_FILENO) && !tell(cause)) std::this_thread::sleep_for(kUnwinding);
       leave(cause.exit_code);
@@ -401,7 +401,7 @@ class RankProcess final : public JsonSink {
     write_error_.compare_exchange_strong(none, error);
   }
 
-  /// Returns the errno of the failed write to stdout; 0 if none, or if a signal is the cause.
+  /// Returns the errno of the failed write to stdout; 0 if no write failed, or a signal has come.
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
   /// Exits because stdout cannot be written. Reports a pending signal as the cause instead: Ctrl-C
@@ -433,10 +433,10 @@ class RankProcess final : public JsonSink {
     _exit(code);  // leave_process() may raise SIGINT, and the rank would look killed
   }
 
-  std::atomic<bool> telling_{false};  // tell_waits() is running
+  std::atomic<bool> telling_{false};  // a thread of tell_waits() is running
   std::atomic<bool> ending_{false};   // the process is about to end
   std::atomic<bool> is_unwinding_{false};
-  std::mutex told_error_mutex_;  // held until the error line is written: it precedes the last line
+  std::mutex told_error_mutex_;  // held while the error line is written: the last line follows it
   bool told_error_ = false;      // guarded by told_error_mutex_
   std::atomic<int> write_error_{0};  // errno of the first failed write
 };

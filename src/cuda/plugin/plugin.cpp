@@ -22,7 +22,7 @@ namespace {
 /// Throws if `result` is an error. `what` names the operation, such as "reading the GPU's name".
 void check_cuda(cudaError_t result, const std::string& what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // otherwise torch would report this error for one of its kernels
+  cudaGetLastError();  // clears the error, or torch would report it for its own kernel
   fail("CUDA failed " + what + ": " + cudaGetErrorString(result) + " (" + cudaGetErrorName(result) +
        ")");
 }
@@ -78,7 +78,7 @@ class Communicator final : public NcclCommunicator {
     enter(guard);
     try {
       finish();
-    } catch (...) {  // abort() ends it
+    } catch (...) {  // abort() ends the communicator
     }
     abort();
     cudaEventDestroy(last_work_);
@@ -198,7 +198,7 @@ class Communicator final : public NcclCommunicator {
   }
 
   /// Ends the communicator gracefully, because work of this rank may still be in flight to other
-  /// ranks. Throws or returns early if NCCL cannot finish.
+  /// ranks. Returns early if the work fails or does not end in time. Throws if NCCL fails.
   void finish() {
     {
       const std::lock_guard lock(mutex_);

@@ -55,8 +55,8 @@ namespace {
 
 constexpr const char* kSuffix = ".safetensors";
 
-// Refuses parameters that have diverged: they must not push out older checkpoints. Looks at them in
-// pieces that torch does not spread over threads: they have the training to do.
+// Throws if `tensor` is not finite, so that diverged parameters do not replace older checkpoints.
+// Checks pieces that are too small for torch to use several threads, because training needs them.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
   constexpr int64_t kPiece = 16'384;
   if (!tensor.is_floating_point()) return;
@@ -86,7 +86,7 @@ Snapshot read(const std::string& path, const char* use,
   return snapshot;
 }
 
-// A job that begins afresh in a folder with checkpoints would mix two lines of them.
+// Throws if the job would add its checkpoints to those of another run or to newer ones.
 void refuse_strangers(const CheckpointOptions& options) {
   if (options.resume == "auto") return;
   const auto newest = store::CheckpointStore::newest(options.dir);
@@ -188,7 +188,7 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
       before_save_(job.inject.before_save),
       device_(job.device()) {
   if (options_.dir.empty() || options_.read_only) return;
-  // Dies as by kill -9 at system call `at` of the first save, if `at` is not 0.
+  // Kills this process at system call number `at` of its first save, if `at` is not 0.
   auto each_call = [this, at = job.inject.fail_checkpoint,
                     calls = int64_t{0}](const char*) mutable {
     sink_.saving();
@@ -252,7 +252,7 @@ void Checkpoints::run(Save& save) {
   } catch (...) {
     error = base::current_error(base::ErrorKind::kInternal);
   }
-  const int64_t step = std::exchange(save.snapshot, {}).step;  // before the next one comes
+  const int64_t step = std::exchange(save.snapshot, {}).step;  // frees the tensors
   save.fill = {};
   const bool lacks_resources = error && error->kind == base::ErrorKind::kResources;
   if (lacks_resources) {
@@ -302,7 +302,7 @@ void Checkpoints::write(const Save& save) {
 
 base::Future<void> Checkpoints::idle() const {
   std::lock_guard lock(mutex_);
-  return idle_.shared();  // nobody's cancel() is another's
+  return idle_.shared();  // one caller's cancel() must not affect others
 }
 
 void Checkpoints::finish() const {

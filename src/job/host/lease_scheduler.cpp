@@ -122,8 +122,9 @@ void LeaseScheduler::advance() {
   }
 }
 
-// Notifies all ranks of the trainers that wait for a task, so that no rank waits for their
-// steps. Needed only after a loss: until then all trainers make the same number of steps.
+// Notifies all ranks of the trainers that wait for a task, so that no rank waits for steps of these
+// trainers. Not needed before a loss, because all trainers then make equally many steps. Not needed
+// with options_.take_over, because ranks then never wait for other trainers' steps.
 void LeaseScheduler::tell_who_rests() {
   if (options_.take_over) return;
   std::vector<int> resting;
@@ -161,7 +162,8 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
   return lost;
 }
 
-// Hands out a lost trainer's remaining steps first, because other trainers may wait for them.
+// Hands the unfinished steps of lost trainers to trainers that wait for a task, because the job
+// cannot go on without these steps. Then enters the next phase if all trainers wait.
 void LeaseScheduler::go_on() {
   const auto may_hand_out = [this] {
     std::lock_guard lock(mutex_);
@@ -199,15 +201,17 @@ int64_t LeaseScheduler::next_save() const {
   return (saved_ / options_.save_every + 1) * options_.save_every;
 }
 
-// Returns the next number of steps at which all trainers wait for each other, to save or to end.
+// Returns the number of steps per trainer after which all trainers next stop, to save or to end.
 int64_t LeaseScheduler::gate_locked() const {
   const int64_t last = options_.steps > 0 ? options_.steps : kNever;
   const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
   return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
-// Returns the steps of the furthest trainer. All trainers must reach them before a joint task such
-// as a save: in sync and ssp modes they wait for each other's steps and could otherwise deadlock.
+// Returns the number of steps handed out to the furthest trainer. All trainers must make as many
+// before a save or the end: in sync and ssp modes the furthest trainer may wait for their steps, so
+// the job could otherwise deadlock. Returns 0 if trainers take over steps of other shards, because
+// they then need not make equally many.
 int64_t LeaseScheduler::furthest_locked() const {
   if (takes_over_) return 0;
   return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
@@ -237,7 +241,7 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   if (returned_.empty()) {
     its.lease = take_new_locked(trainer, wanted);
-  } else {  // these were counted when first handed out
+  } else {  // these steps were counted when first handed out
     Range& first = returned_.front();
     its.lease = {first.shard, first.step, std::min(wanted, first.count)};
     first.step += its.lease.count;
@@ -340,7 +344,7 @@ void LeaseScheduler::hand_out() {
     std::lock_guard lock(mutex_);
     const auto all = static_cast<int32_t>(waiting_.size());
     int32_t part = 0;
-    for (auto it = waiting_.begin(); it != waiting_.end();) {  // empty after fail()
+    for (auto it = waiting_.begin(); it != waiting_.end();) {  // none after fail()
       std::optional<Task> task = task_locked(it->first, it->second.wanted);
       if (task) {
         task->part = part;

@@ -10,7 +10,7 @@ namespace distrain::job {
 
 namespace {
 
-/// Describes how the plan of `rank` differs from the first one; empty if they are equal.
+/// Describes how `other`, the plan of `rank`, differs from `first`; empty if the plans agree.
 std::string difference(const Plan& first, const Plan& other, int rank) {
   const std::string who = "trainer " + std::to_string(rank);
   const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
@@ -65,7 +65,7 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` for each rank and awaits the answers. Omits ranks without which the job continues.
+/// Calls `ask` for each rank and awaits the answers. Omits lost ranks that the job can spare.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -222,7 +222,7 @@ void TrainingHost::begin(const Plan& plan) {
   try {
     load();
   } catch (...) {
-    plan_.reset();  // so that the next trainer gets the same error
+    plan_.reset();  // makes the next trainer's attach() call begin() again and get the same error
     throw;
   }
   current_ = &*scheduler_;
@@ -238,7 +238,7 @@ std::optional<int> TrainingHost::trainer_of(int rank) const {
   return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
 }
 
-// Lets the job continue when a trainer other than rank 0 is lost. `may_return`: it may be replaced.
+// Lets the job continue when a trainer other than rank 0 is lost. `may_return` allows replacements.
 void TrainingHost::go_on_without_any(bool may_return) const {
   const int least = known_.min_trainers;
   std::vector<int> ranks(static_cast<size_t>(plan_->trainers));
@@ -248,8 +248,8 @@ void TrainingHost::go_on_without_any(bool may_return) const {
                         may_return);
 }
 
-/// Tells all ranks not to wait for `trainer` until its next step. Ignores the answers: if a call
-/// fails, the called rank is lost and waits for nobody.
+/// Tells all ranks not to wait for `trainer` until its next step. Ignores the answers, because a
+/// call fails only if the called rank is lost, and a lost rank waits for nobody.
 void TrainingHost::rest(int trainer) const {
   if (!may_lose_) return;
   const int rank = plan_->first_rank + trainer;
@@ -334,7 +334,7 @@ rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   return found;
 }
 
-// Throws if `seat` is of a lost process of the trainer, even if a new process has replaced it.
+// Throws unless `seat` is that of the trainer's current process, which must not be lost.
 void TrainingHost::check_seat_locked(Seat seat) const {
   const auto its = trainers_.find(seat.trainer);
   if (its != trainers_.end() && its->second.before == seat.before) return;
@@ -349,7 +349,7 @@ base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // A replacement's second request means that it has finished a task: Agent::note_of_use().
+    // The second request of a replacement means that the replacement has finished a task.
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);
@@ -374,9 +374,9 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     if (!scheduler_) return;
   }
   if (!trainer) return scheduler_->fail(loss.error);
-  // The lost trainer's last step that was applied to this rank's parameters; nullopt if unknown.
+  // Number of the lost trainer's last step that updated this rank's parameters, if known.
   const auto made = optim::last_step_of(*agent_, loss.process());
-  bool was_there = false;  // false: it was lost before it attached
+  bool was_there = false;  // true if the lost process had attached
   {
     std::lock_guard lock(mutex_);
     lost_before_[*trainer] = loss.incarnation + 1;
@@ -497,10 +497,10 @@ void TrainingHost::save(const Position& position) {
 }
 
 void TrainingHost::add_to(Json& fields, bool all_steps) const {
-  if (!current_) return;  // begin() may hold the lock for long
+  if (!current_) return;  // avoids waiting for begin(), which may hold the lock for long
   std::lock_guard lock(mutex_);
   fields.update(metrics_);
-  add_loss(fields);  // if the job was stopped within an epoch
+  add_loss(fields);  // of an unfinished epoch, if there is one
   if (may_lose_) fields["lost"] = lost_;
   const int64_t own = fields.value("steps", int64_t{0}) + lost_steps_;
   const int64_t all = all_steps ? scheduler_->steps_made() + lost_steps_ : 0;

@@ -12,16 +12,15 @@ inline constexpr int kHostRank = 0;
 
 /// The reply to a trainer that attaches.
 struct Attached {
-  std::string path;        ///< checkpoint to resume from; empty: none
+  std::string path;        ///< checkpoint to resume from; empty if the job starts afresh
   int64_t steps_made = 0;  ///< steps that each trainer has made so far
-  bool saves = false;      ///< whether the job saves checkpoints
+  bool saves = false;      ///< the job saves checkpoints
   Seat seat;
   bool is_late = false;  ///< the trainer replaces a lost one in a running job
   static constexpr auto kFields = std::tuple(&Attached::path, &Attached::steps_made,
                                              &Attached::saves, &Attached::seat, &Attached::is_late);
 };
 
-/// The next task of a trainer, and the state of the learning rate schedule.
 struct NextTask {
   Task task;
   optim::ScheduleState schedule;
@@ -30,7 +29,7 @@ struct NextTask {
 
 /// A trainer's results of an epoch and of its share of an evaluation.
 struct Report {
-  double loss = 0;  ///< mean of its steps
+  double loss = 0;  ///< mean loss of the trainer's steps
   int64_t steps = 0;
   Evaluation valid, test;  ///< after an epoch (`valid`) and after the job (`test`)
   std::map<std::string, int64_t> maxima;
@@ -38,7 +37,7 @@ struct Report {
       std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
 };
 
-/// A trainer's part of a checkpoint in progress.
+/// The tensors that a trainer contributes to a part of the checkpoint that is being saved.
 struct HeldPart {
   PartName part;
   int32_t trainer = 0;
@@ -63,19 +62,22 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Returns a part of the checkpoint that the job resumes from.
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
+  /// Returns the next task of the trainer in `seat`: see LeaseScheduler::next() for `stop` and
+  /// `wanted`. If `last` is true, no steps are handed out any more and the job ends early.
   base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Completes when no save is in progress. Await it before a save, to hold one snapshot at a time.
+  /// Returns a future that completes when no save is in progress. Trainers wait for it before they
+  /// take a snapshot, so that memory holds only one snapshot.
   base::Future<void> await_save() { return checkpoints_.idle(); }
-  /// Adds the parts of a trainer to the current save.
+  /// Adds the tensors of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
 
   // Note [Who waits on rank 0]
   //
-  // A trainer's call to rank 0 waits for other trainers' steps. The call fails only if rank 0 is
-  // lost, so it would wait forever if another trainer is lost. The host therefore handles each
-  // loss: it fails all waiting calls or, if the job continues without the lost rank, no longer
-  // waits for that rank: Note [Leases].
+  // A trainer's call of next() waits on rank 0 for other trainers' steps. RPC fails the call only
+  // if rank 0 is lost, so the call would wait forever if another trainer is lost. The host
+  // therefore handles each loss: it fails all waiting calls or, if the job continues without the
+  // lost rank, no longer waits for that rank: Note [Leases].
   void on_rank_lost(const rpc::Loss& loss) override;
 
   /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
@@ -114,10 +116,10 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   mutable std::mutex mutex_;  // guards what follows, except the scheduler, which locks itself
   std::optional<Plan> plan_;
   std::map<int, Seat> trainers_;         // attached and not lost
-  std::map<int, int> untried_;           // requests of each replacement in its first task
-  std::map<int, uint32_t> lost_before_;  // next incarnation of each lost trainer
+  std::map<int, int> untried_;           // next() calls of replacements that finished no task yet
+  std::map<int, uint32_t> lost_before_;  // lowest incarnation that can replace a lost trainer
   bool may_lose_ = false;                // the job continues without lost trainers
-  int64_t lost_steps_ = 0;               // made by lost trainers
+  int64_t lost_steps_ = 0;               // steps made by lost trainers
   int64_t lost_ = 0;                     // number of losses
   bool told_of_schedule_ = false;
   std::optional<LeaseScheduler> scheduler_;

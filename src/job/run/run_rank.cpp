@@ -64,7 +64,7 @@ std::string figures(rpc::CallContext& call) {
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct SlotIsTaken {};
 
-/// Called on rank 0 when another rank has received a signal to stop.
+/// Called on rank 0, by a rank that has received a signal to stop.
 void request_stop(rpc::CallContext& call) {
   auto& stop = call.agent.local<StopSignal>();
   stop.arm();  // rank 0 may not be armed yet
@@ -89,7 +89,7 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
       on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
 
-/// Its destructor removes the callbacks of `stop` and freezes `progress`.
+/// A guard. Its destructor removes the callbacks from `stop` and freezes the fields of `progress`.
 struct Untold {
   StopSignal& stop;
   Progress* progress = nullptr;
@@ -155,7 +155,8 @@ class RankRunner {
   Outcome run() {
     Outcome outcome;
     {
-      // On scope exit, awaits the current save. shutdown() or abort() has ended its remote fetches.
+      // On scope exit, waits for the current save. By then shutdown() or abort() has ended the
+      // calls that the save makes.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });
@@ -173,7 +174,8 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // A refused join means that the rank is taken: Slot::reserve() reports all other reasons.
+        // If rank 0 has chosen this rank, a refused join can only mean that another process has
+        // taken the rank, because reserve() has reported all other reasons for a refusal.
         const bool is_refused =
             !agent_->is_admitted() && error.kind == base::ErrorKind::kRendezvous;
         if (has_asked_ && is_refused) throw SlotIsTaken();
@@ -221,7 +223,7 @@ class RankRunner {
     job_.progress->report([this, own](Json& fields) {
       fields.update(own);
       add_to(fields);
-      if (host_) host_->add_to(fields, !job_.spawned);  // all steps, for the last line of the job
+      if (host_) host_->add_to(fields, !job_.spawned);  // all trainers' steps, for `end`
     });
   }
 
@@ -275,7 +277,7 @@ class RankRunner {
     return error_of_rank(std::move(error), rank, name);
   }
 
-  Job job_;  // has the devices of this rank after join()
+  Job job_;  // a copy, in which join() sets the devices of this rank
   EventSink& sink_;
   const RankBody& body_;
   const bool has_asked_;

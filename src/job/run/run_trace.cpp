@@ -193,8 +193,8 @@ std::string temporary(const std::string& target) {
          (path.filename().string().substr(0, NAME_MAX - ending.size()) + ending);
 }
 
-// In a sticky folder only the owner can replace a file, and nobody can replace an immutable one.
-// rmdir() makes the same checks and then fails, because a file is not a folder. It removes nothing.
+// Throws if rename() could not replace `target`, such as another user's file in a sticky folder or
+// an immutable file. Calls rmdir(), which makes the same checks but never removes a file.
 void check_replaceable(const std::string& target) {
   struct statx info {};
   if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
@@ -266,7 +266,7 @@ void RunTrace::collect() {
 std::optional<base::Error> RunTrace::write() {
   if (ranks_.empty()) return std::nullopt;
   const std::vector<base::RankTrace> ranks = std::exchange(ranks_, {});
-  const std::string path = std::exchange(path_, {});  // write_own() must not replace the file
+  const std::string path = std::exchange(path_, {});  // write_own() must not overwrite the file
   try {
     write_trace(path, ranks);
   } catch (...) {

@@ -10,13 +10,13 @@ namespace distrain::job {
 /// form, one event per line), which ui.perfetto.dev and chrome://tracing open.
 ///
 /// Each rank is a process and each track a thread with a number unique in the file; times are in us
-/// since the first event. A flow is omitted unless both ends are recorded in order. The file
-/// appears complete: it is written beside `path`, or beside the target of a link, and renamed.
-/// Throws as check_trace_path(). For tests, `before_system_call` is called before each system call.
+/// since the first event. A flow arrow is omitted unless both ends were recorded, the sender first.
+/// The file appears complete, because it is written beside `path` (or beside a link's target) and
+/// then renamed. Throws the errors of check_trace_path(). Tests use `before_system_call`.
 void write_trace(const std::string& path, const std::vector<base::RankTrace>& ranks,
                  const std::function<void(const char* name)>& before_system_call = {});
 
-/// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
+/// The trace of a whole run: each rank records events, and rank 0 collects and writes them.
 class RunTrace {
  public:
   /// `sink` receives a warning if events were dropped because the trace was full.
@@ -26,11 +26,11 @@ class RunTrace {
 
   /// Starts recording if `options` have `--trace`. The `world_size` ranks share the size limit.
   void start(const OptionMap& options, int world_size);
-  /// Prepares collect(). Must be called when all ranks have joined.
+  /// Makes collect() and write_own() possible. Must be called when all ranks have joined.
   void begin(rpc::Agent& agent);
   /// Replaces begin() in a run without other ranks.
   void begin_alone() { begun_ = true; }
-  /// Gathers all traces on rank 0 while other ranks wait in shutdown(). Keeps errors for write().
+  /// Fetches all traces on rank 0 while other ranks wait in shutdown(). write() returns its error.
   void collect();
   /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
   std::optional<base::Error> write();
@@ -40,7 +40,7 @@ class RunTrace {
  private:
   EventSink& sink_;
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
-  std::string path_;  // empty: no trace is to be written (any more)
+  std::string path_;  // empty if there is no trace to write, or if it has been written
   bool begun_ = false;
   rpc::Agent* agent_ = nullptr;
   std::optional<base::Error> error_;

@@ -21,8 +21,8 @@ struct QueuedCall {
   uint32_t incarnation = 0;  ///< of the calling rank
   uint64_t id = 0;
   base::TimePoint arrived{};
-  std::shared_ptr<InMessage> message{};  ///< if this rank called itself
-  net::InFrame frame{};                  ///< otherwise
+  std::shared_ptr<InMessage> message{};  ///< set if this rank called itself
+  net::InFrame frame{};                  ///< set if another rank called
   std::shared_ptr<DeviceReceive> device_receive{};
   uint64_t credit = 0;       ///< credit that the call took
   bool is_given_up = false;  ///< the caller has given up: only release the call
@@ -43,7 +43,7 @@ class CallQueue {
     }
     if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
-  /// Removes and returns the first call whose rank is not blocked. Parks the calls before it.
+  /// Removes and returns the first call of a rank that is not `blocked`. Parks the calls before it.
   template <class F>
   std::optional<QueuedCall> pop(const F& blocked) {
     std::lock_guard lock(mutex_);

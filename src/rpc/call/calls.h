@@ -47,12 +47,13 @@ inline base::Tracer* tracer_of(const std::shared_ptr<base::Tracer>& tracer,
   return tracer.get();
 }
 
-/// Returns a call's flow id in the trace, which both ranks of the call can compute.
+/// Returns the id that links the two sides of a call in the trace. Both ranks can compute it.
 inline uint64_t flow_id(int caller, uint64_t call_id) {
   return (static_cast<uint64_t>(caller) << 40) | call_id;
 }
 
-/// Records one side of a call in the trace: a slice of this thread and one end of the call's flow.
+/// Records one side of a call in the trace: the time span on this thread, and the start or the end
+/// of the flow (arrow) that links the two sides.
 class CallSlice : public base::TraceSlice {
  public:
   explicit CallSlice(base::Tracer* tracer)
@@ -124,7 +125,7 @@ class PendingCalls {
   void fail_all_to(int rank, const base::Error& error);
   /// Fails all waiting calls and, from now on, each new call.
   void fail_all(const base::Error& error);
-  /// Returns a future that completes when no call waits. Only one may be in use at a time.
+  /// Returns a future that is done when no call waits for a reply. Only one may exist at a time.
   base::Future<void> drained();
 
  private:
@@ -132,11 +133,11 @@ class PendingCalls {
 
   void expire_on_loop(base::TimePoint when);
   void arm_locked();
-  /// Removes a call from `calls_` and ends its slice in the trace.
+  /// Removes a call from `calls_` and, if it is traced, records it.
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Removes and returns the calls to `rank`, or all calls if `rank` is -1.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
-  /// Must be called with `mutex_` locked. Unlocks it before completing the promise.
+  /// Completes drained() if no call waits. `lock` holds `mutex_`, and is unlocked before that.
   void complete_if_drained(std::unique_lock<std::mutex> lock);
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false) {
     on_failure_(id, call, given_up);

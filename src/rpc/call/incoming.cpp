@@ -47,11 +47,11 @@ class ReplyImpl final : public Reply {
   const std::shared_ptr<OwnedValue>& target() const override { return created; }
 
   std::shared_ptr<OwnedValue> created;  // the value of a remote() call
-  std::string function;                 // added to errors without one
+  std::string function;                 // added to errors that name no function
   Budget::Work work;
 
  private:
-  /// Calls `answer(core)` unless the caller is lost. Then releases the call's credit.
+  /// Calls `answer(core)` unless the caller is lost. Releases the call's credit in both cases.
   template <class F>
   void end_call(const F& answer) {
     gate_->enter([&](AgentCore& core) {
@@ -90,7 +90,7 @@ void AgentCore::queue_call(QueuedCall&& call) {
   });
 }
 
-// Unless too many replies to rank `from` are unwritten, runs one parked call and posts the next.
+// Unless too many replies to rank `from` are unwritten, runs a parked call and posts the next one.
 void AgentCore::run_parked_call(int from) {
   auto [call, has_more] =
       queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });

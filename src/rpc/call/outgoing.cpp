@@ -21,7 +21,7 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
 
 }  // namespace
 
-/// Releases a reply if its caller gives up, or drops it, before it is opened. Thread-safe.
+/// Releases the contents of a reply that its caller drops or gives up unopened. Thread-safe.
 class UnopenedReply {
  public:
   UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
@@ -50,7 +50,8 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
   size_t behind_wait = 0;                       // bytes of the body from its timeout field on
   bool has_credit = false;
 
-  // Sets the timeout in `bytes`, which end with the call's body, to the remaining time.
+  // Writes the remaining time to the timeout field in `bytes`. The field is found from the end,
+  // because `bytes` end with the call's body.
   void set_wait(wire::Bytes& bytes) const {
     if (deadline == base::kNever) return;
     const uint32_t left = wait_ms(deadline - base::Clock::now());
@@ -65,8 +66,8 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
 //   register  from now on, a reply, the deadline or a loss completes the call
 //   send      waits for credit that is missing, then sends the message
 //
-// A call to this rank itself goes to its own queue. A worker sends a message with device tensors,
-// because it waits for the device; the calling thread sends any other. Fault injection delays both.
+// A call to this rank goes to its own queue. A worker sends a message with device tensors, because
+// sending waits for the device; the calling thread sends others. Fault injection delays both.
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
@@ -149,8 +150,8 @@ AgentCore::OutgoingCall AgentCore::encode_call(PendingCalls::Call& waiting, base
   return call;
 }
 
-// Encodes the values that `fill` writes as a message to rank `to`, and records its send node. If
-// encoding throws, undoes its side effects.
+// Encodes the values that `fill` writes as a message to rank `to`, and records its autograd send
+// node. If encoding throws, drops the node and the RRefs' forks.
 AgentCore::OutgoingMessage AgentCore::encode(int to, wire::FrameHeader header,
                                              const std::function<void(Encoder&)>& fill) {
   const uint64_t context = header.context_id;
@@ -311,8 +312,8 @@ void AgentCore::fail_if_unsent(const OutgoingCall& call, const base::Status& sen
   pending.fail(call.id, call.to, std::move(error));
 }
 
-// Sends a message with device tensors. A device failure is this rank's error, even if the message
-// is a reply to another rank.
+// Sends a message with device tensors. A failed device is reported as an error of this rank, even
+// if the message is a reply to another rank.
 base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
                                          const DeviceSend::StillWanted& still_wanted) {
   try {
@@ -352,13 +353,13 @@ void RawReply::give_up() const {
 }
 
 void AgentCore::release(RawReply reply) {
-  if (reply.context != 0 && hook) {  // both pairs of nodes stay incomplete
+  if (reply.context != 0 && hook) {  // neither the call nor the reply gets a gradient
     hook->on_failed(reply.context, reply.sent);
     hook->on_given_up(reply.context, reply.from, header_of(reply).call_id);
   }
   pool.post([this, reply = std::move(reply)] {
     try {
-      static_cast<void>(read(reply));  // releases its RRefs
+      static_cast<void>(read(reply));  // decodes its RRefs, which releases them
     } catch (...) {                    // nobody waits for the error
     }
   });

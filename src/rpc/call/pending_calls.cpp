@@ -28,8 +28,8 @@ void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
   arm_locked();
 }
 
-// Sets a timer for the earliest deadline, unless an earlier timer is set. A new call usually finds
-// one of an older call, so it does not wake up the loop. Replaced timers expire without effect.
+// Sets a timer for the earliest deadline, unless an earlier timer is set. For a new call, an older
+// call has usually set a timer, so the loop is not woken up. Replaced timers expire without effect.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;

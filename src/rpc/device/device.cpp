@@ -253,7 +253,7 @@ base::Task under_this_thread(base::Task task) {
   std::vector<c10::Stream> streams = own_streams();
   if (streams.empty()) return task;
   return [streams = std::move(streams), task = std::move(task)]() mutable {
-    // The worker's default stream already waits for the work that completed the future.
+    // `streams` follow the default streams, which wait for the work that completed the future.
     follow_default_streams(streams);
     const c10::MultiStreamGuard guard(streams);
     task();

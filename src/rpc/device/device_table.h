@@ -23,7 +23,8 @@ class DeviceTable {
   wire::RankDevices freeze();
   /// Sets the devices of all ranks, once. Functions that need these devices wait until then.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
-  /// Replaces the devices of `rank`, which has a new process. Throws if a map is wrong.
+  /// Replaces the devices of `rank`, which has a new process. Throws if a device map of any rank
+  /// names a device that its target rank does not have.
   void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
@@ -31,7 +32,7 @@ class DeviceTable {
     std::lock_guard lock(mutex_);
     return home_;
   }
-  /// Returns the own device of any rank. Waits for learn().
+  /// Returns the device of any rank. Waits for learn().
   wire::DeviceRef home_of(int rank) const {
     known_.wait();
     return all()->at(static_cast<size_t>(rank)).home;
@@ -63,8 +64,8 @@ class DeviceTable {
 // Note [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// Sets the type of this process's accelerators, which are all of one type. The functions below
-/// and completed futures keep the work in the streams of that type in order.
+/// Sets the type of this process's accelerators, which are all of one type. From then on, completed
+/// futures and the functions below keep work in streams of this type in order.
 void use_streams_of(c10::DeviceType type);
 
 /// Wraps a continuation so that it runs with the current streams of the thread that calls this.

@@ -284,7 +284,7 @@ DeviceSend::Transfer DeviceSend::make_transfer(DeviceGroup group) const {
   Transfer transfer{std::move(group), 0, device, {}};
   for (const size_t i : transfer.group.tensors) {
     const at::Tensor& tensor = message_.tensors[i];
-    if (tensor.device() != device) {  // the caller waits only for `device`
+    if (tensor.device() != device) {  // copies wait only for work on `device`
       throw base::Exception(base::ErrorKind::kInternal,
                             fmt::format("tensors of {} and of {} are to go to the same device",
                                         device.str(), tensor.device().str()));

@@ -32,7 +32,7 @@ struct DeviceGroup {
 };
 std::vector<DeviceGroup> group_by_device(const std::vector<wire::TensorDesc>& tensors);
 
-/// Counts the host blocks of one message that the network still uses.
+/// Counts the blocks of host memory of one message that the network still uses.
 class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
  public:
   /// State that all messages of one DeviceStager share, so that it can end all their waits.
@@ -42,7 +42,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
     bool open = false;  // true: await_fewer_than() returns at once
   };
   explicit BlocksSent(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
-  /// Counts `block`, which the result owns, until the last copy of the result is destroyed.
+  /// Counts `block` as in use until the last copy of the result, which owns it, is destroyed.
   std::shared_ptr<const void> count(base::BufferPtr block) {
     {
       std::lock_guard lock(gate_->mutex);
@@ -56,7 +56,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
               self->gate_->returned.notify_all();
             }};
   }
-  /// Waits for a count below `number`. Throws `overloaded` if the thread pool is exhausted.
+  /// Waits until fewer than `number` blocks are in use. Throws `overloaded` if no thread is left.
   void await_fewer_than(size_t number) {
     const auto may_go_on = [&] { return number_ < number || gate_->open; };
     {
@@ -73,8 +73,8 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
   size_t number_ = 0;  // guarded by the gate's mutex
 };
 
-/// Copies between devices and network buffers, on its own streams. Each agent has one. Thread-safe;
-/// no function blocks the loop.
+/// Provides streams and blocks of pinned host memory for copies between devices and network
+/// buffers. Each agent has one. Thread-safe; no function blocks the loop.
 class DeviceStager {
  public:
   DeviceStager();
@@ -84,14 +84,15 @@ class DeviceStager {
   }
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
-  /// Returns pinned memory of `size` bytes, at most a chunk. Throws `resources`. Not for the loop.
+  /// Returns a block of `size` bytes, at most kChunkBytes. Throws `resources` if there is no
+  /// memory. Must not run on the loop.
   base::BufferPtr host_block(c10::Device device, size_t size);
   /// Returns an idle block, or null if there is none. May run on the loop.
   base::BufferPtr idle_host_block(size_t size);
   /// Keeps `memory` alive until the device has reached `point`.
   void release_at(StreamPoint point, base::BufferPtr memory);
-  /// Allocates blocks, up to a limit: one for each of the last `frames` chunks that were received
-  /// when no block was idle. Must run on a worker.
+  /// Allocates an idle block for each chunk that arrived when no block was idle, for at most
+  /// `frames` chunks and up to a total limit. Must run on a worker.
   void restock(c10::Device device, size_t frames);
 
   std::shared_ptr<BlocksSent> new_blocks_sent() { return std::make_shared<BlocksSent>(sending_); }
@@ -132,7 +133,7 @@ inline constexpr size_t kMaxOpenTransfers = 1024;
 /// A transfer that is being received: its chunks are copied to the device as they arrive.
 class IncomingTransfer {
  public:
-  /// Called to release the credit of a call that will not begin.
+  /// Called to return the credit of a call that will not begin.
   using Return = std::function<void(uint64_t bytes)>;
   /// If `error` is set, drops all chunks, and finish() throws the error.
   IncomingTransfer(DeviceStager& stager, wire::DeviceRef device, uint64_t bytes,
@@ -191,8 +192,8 @@ class IncomingTransfer {
 /// If a frame is the first of a transfer, returns the credit that the transfer takes; else 0.
 uint64_t credit_of_transfer(const wire::FrameHeader& header);
 
-/// The device transfers of one rank, which arrive before the messages that they belong to. Owned
-/// by the connection and by that rank's undecoded messages, so a transfer that no message takes is
+/// The device transfers from one rank, which arrive before the messages that they belong to. Owned
+/// by the connection and by undecoded messages of that rank, so a transfer that no message takes is
 /// destroyed at the latest once the rank is lost and the last of these messages is decoded.
 class DeviceReceive {
  public:
@@ -216,7 +217,7 @@ class DeviceReceive {
   std::map<uint64_t, std::shared_ptr<IncomingTransfer>> open_;
 };
 
-/// For one message: the most chunks copied ahead of sending, and the most blocks in send queues.
+/// Limits for one message: copies of chunks enqueued ahead of sending, and blocks in send queues.
 inline constexpr size_t kCopiesAhead = 8;
 inline constexpr size_t kMaxSending = 8;
 
@@ -240,7 +241,7 @@ class DeviceSend {
                     const StillWanted& still_wanted = {});
 
  private:
-  // A part of a transfer. The destructor waits, because a copy uses the tensors and the block.
+  // A part of a transfer. The destructor waits for its copy, which uses the tensors and the block.
   struct Piece {
     ~Piece() { copied.wait_in_destructor(); }
     size_t transfer = 0;
@@ -276,7 +277,7 @@ class DeviceSend {
   std::vector<Transfer> transfers_;
   std::vector<Piece> pieces_;  // the chunks of all transfers, then the last piece of each
   size_t chunks_ = 0;          // number of the pieces that are chunks
-  uint64_t bytes_left_ = 0;    // a transfer counts with its first chunk
+  uint64_t bytes_left_ = 0;    // a transfer counts as sent with its first chunk
   size_t begun_ = 0;           // pieces whose copy is enqueued
   const std::shared_ptr<BlocksSent> sending_;
 };

@@ -75,7 +75,7 @@ std::optional<Window::Request> Window::next_request_locked() {
   return last_request_;
 }
 
-// Sends requests until none is due. Returns at once if another thread already does this.
+// Sends requests until none is due. Returns at once if another thread already sends them.
 void Window::send_requests() {
   std::unique_lock lock(mutex_);
   if (std::exchange(is_sending_, true)) return;
@@ -242,7 +242,7 @@ void Budget::serve_pool_locked(Grants& grants) {
   while (!order_.empty()) {
     const auto [tag, rank] = *order_.begin();
     Peer& peer = at(rank);
-    const uint64_t held = peer.target - peer.returned;  // afterwards
+    const uint64_t held = peer.target - peer.returned;  // after the grant
     const uint64_t others = pooled_ - beyond_window(peer);
     if (others > 0 && others + (held - window_) > pool_) return;
     leave_order_locked(rank);

@@ -20,9 +20,9 @@ namespace distrain::rpc {
 
 // Note [Credit]
 //
-// A call needs credit for its bytes before its first byte is sent, and its caller waits for it.
-// Each rank grants credit for calls to itself from one `Budget`. A caller keeps the credit that one
-// rank granted to it in a `Window`. Neither does I/O, so both can be simulated.
+// A call needs credit for its bytes before its first byte is sent, and its caller waits for the
+// credit. Each rank grants credit for calls to itself from one `Budget`. A caller keeps the credit
+// that one rank granted to it in a `Window`. Neither class does I/O, so tests can simulate both.
 //
 // A rank *holds* the credit that it was granted and has not returned: unspent, in transit, queued
 // at the receiver, or kept by a call that has begun. Of B bytes for N ranks, each rank may always
@@ -66,14 +66,14 @@ namespace distrain::rpc {
 
 /// Added to a call's bytes to get its cost. This limits the number of small calls.
 inline constexpr uint64_t kCallCost = 1024;
-/// Initial credit for calls to one rank. A budget for N ranks is at least 2 * N times as large.
+/// Initial credit for calls to one rank. A budget for N ranks is at least 2 * N * kFirstCredit.
 inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 
 /// This rank's credit for calls to one other rank: see Note [Credit]. Thread-safe.
 class Window {
  public:
-  /// Totals in bytes. `spent` includes `returned`, which is credit returned without being used;
-  /// `target` is all credit that this rank wants to have been granted (0: no call waits).
+  /// Totals in bytes: `spent` is credit that was used or returned, `returned` is credit that was
+  /// returned unused, `target` is all credit that this rank wants to get (0: no call waits).
   struct Request {
     uint64_t spent = 0;
     uint64_t target = 0;
@@ -93,8 +93,8 @@ class Window {
   bool try_take(uint64_t bytes) {
     return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
   }
-  /// Takes `bytes`, or waits for them until `deadline`. Fails with `overloaded`, or with the error
-  /// of fail(). Throws `overloaded` if the thread pool has no other thread left to wait.
+  /// Takes `bytes`; waits for credit if there is not enough. Returns `overloaded` at `deadline`, or
+  /// the error given to fail(). Throws `overloaded` if the thread pool would have no idle thread.
   base::Status take(uint64_t bytes, base::TimePoint deadline);
   /// Adds back credit that was taken for a call that was not sent after all.
   void give_back(uint64_t bytes) {
@@ -116,13 +116,13 @@ class Window {
     }
     send_requests();
   }
-  /// Fails all calls of take(), those that wait and later ones.
+  /// Makes all calls of take() fail with `error`, both those that wait and later ones.
   void fail(const base::Error& error);
   bool has_failed() const {
     std::lock_guard lock(mutex_);
     return failed_.has_value();
   }
-  /// Returns when the first waiting call began to wait, or nothing if no call waits.
+  /// Returns the time when the first waiting call began to wait; nullopt if no call waits.
   std::optional<base::TimePoint> waiting_since() const {
     std::lock_guard lock(mutex_);
     if (waiters_.empty()) return std::nullopt;
@@ -137,7 +137,7 @@ class Window {
     }
     send_requests();
   }
-  /// If `waiter` is the first and its credit is available, takes the credit and returns true.
+  /// If `waiter` is first in the queue and its credit is available, takes the credit; returns true.
   bool try_serve(const Waiter& waiter) {
     std::lock_guard lock(mutex_);
     return try_serve_locked(waiter);
@@ -181,14 +181,13 @@ class Budget {
 
    private:
     friend class Budget;
-    bool is_kept = false;  // the call has not returned its credit
+    bool is_kept = false;  // the call keeps its credit until it ends or there is room
     std::list<Work*>::iterator at;
   };
 
   Budget(int ranks, uint64_t total, uint64_t per_peer);
 
   uint64_t window() const { return window_; }
-  /// Returns the total credit that all ranks hold.
   uint64_t held() const {
     std::lock_guard lock(mutex_);
     return held_;
@@ -281,7 +280,7 @@ class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
   UnwrittenReplies(int ranks, uint64_t limit, OnRoom on_room)
       : limit_(limit), on_room_(std::move(on_room)), bytes_(static_cast<size_t>(ranks)) {}
 
-  /// Counts `bytes` until the result's last copy is destroyed. The result keeps `also` alive.
+  /// Counts `bytes` for `rank` until the last copy of the result, which owns `also`, is destroyed.
   std::shared_ptr<const void> count(int rank, uint64_t bytes, std::shared_ptr<const void> also);
   bool is_full(int rank) const { return bytes_[static_cast<size_t>(rank)] >= limit_; }
 

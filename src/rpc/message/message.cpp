@@ -227,9 +227,9 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
         fmt::format("a payload of {} bytes for tensors of {}", frame.payload.size(), layout.bytes));
   }
   message.tensors.resize(count);
-  // Copies small tensors, so that a kept tensor keeps no large buffer alive. Small is at most a
-  // sixteenth of the message and at most 4 KiB (no slower than creating a tensor), or at most 64
-  // KiB while all copies together stay within that sixteenth.
+  // Copies small tensors, so that a kept tensor keeps no large buffer alive. A tensor of at most
+  // 1/16 of the message is small if it has at most 4 KiB (copying is no slower than creating a
+  // tensor), or if it has at most 64 KiB and all copies together are at most 1/16 of the message.
   const uint64_t message_bytes = frame.header.body_bytes(), small_part = message_bytes / 16;
   uint64_t copied = 0;
   const auto is_copied = [&](uint64_t bytes) {

@@ -38,7 +38,8 @@ void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   encoder.rrefs->encode(encoder, handle);
 }
 
-// Reads an RRef's position among the message's RRefs (u32) and takes its handle out.
+// Reads an index (u32) into the message's RRefs and moves the handle at this index out of the
+// message.
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
   const auto position = decoder.in.get<uint32_t>();
   auto& received = decoder.message.rrefs;
@@ -101,7 +102,8 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
 bool RRefContext::is_freed_locked(uint64_t id) const {
   const auto it = owned_.find(id);
   if (it == owned_.end()) return freed_.contains(id);
-  // An expired value stays in `owned_` while its deleter waits for this lock.
+  // The entry of a destroyed value stays in `owned_` while the value's deleter waits for this lock.
+  // So an expired value counts as freed here.
   return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 
@@ -176,7 +178,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     } else {
       mode = encoder.to == owner ? Mode::kLocalHoldAccept : Mode::kUnconfirmed;
       std::lock_guard lock(mutex_);
-      // For a lost value, the owner sends no Accept and no handle needs to be kept alive.
+      // If the value is lost, its owner sends no Accept and no handle needs to be kept alive.
       if (!lost_.contains(handle->owning_process())) {
         pending_children_.emplace(fork, std::pair(handle, encoder.to));
       }

@@ -102,16 +102,16 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     const uint64_t id = next_id();
     return user_handle(id, next_id(), process());
   }
-  /// Returns the value with this id, which a remote() call of `caller` with this fork creates here.
+  /// Returns the value `id`, which a remote() call of `caller` creates here and holds by `fork`.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
 
   void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
   /// Undoes encode() for the RRefs of a message that was not sent.
   void retract(const std::vector<RRefTicket>& tickets);
-  /// Creates a handle for each ticket of `message`. Throws `protocol` if a ticket is invalid: for
-  /// example, if it names a rank that does not exist.
+  /// Creates an RRefHandle in `message` for each RRef that it contains. Throws `protocol` if an
+  /// RRef is invalid: for example, if it names a rank that does not exist.
   void receive(InMessage& message);
-  /// Handles kRRefFork(id, fork, parent), kRRefAccept(-, fork, -) or kRRefDelete(id, fork, -).
+  /// Handles Fork(id, fork, parent), Accept(-, fork, -) or Delete(id, fork, -) of rank `from`.
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
   void on_peer_lost(ProcessNumber process, const base::Error& error);
   /// Fails all values that do not exist yet, because this agent ends.
@@ -176,7 +176,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
   std::map<int, ProcessNumber> newest_;        // by rank; if missing: its first process
   std::map<ProcessNumber, base::Error> lost_;  // all processes that were lost
-  std::optional<base::Error> ended_;           // set when values are no longer created
+  std::optional<base::Error> ended_;           // set when remote() calls no longer run
   RecentSet deleted_;                          // deleted forks
   RecentSet freed_;                            // ids of freed values
 };

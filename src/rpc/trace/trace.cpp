@@ -11,7 +11,7 @@ namespace {
 
 using Kind = base::TraceEvent::Kind;
 
-constexpr int64_t kChunk = 1 << 16;  // 4 MiB
+constexpr int64_t kChunk = 1 << 16;  // events in a chunk; 4 MiB
 
 // Before a trace is read, threads have this time to end the slices of calls already answered.
 constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
@@ -140,7 +140,7 @@ namespace {
 [[noreturn]] void rethrow_naming(int rank) {
   base::Error error = error_in_flight(base::ErrorKind::kInternal);
   error.message = fmt::format("the trace of rank {}: {}", rank, error.message);
-  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent a malformed answer
+  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // that rank sent bad data
   throw base::Exception(error);
 }
 

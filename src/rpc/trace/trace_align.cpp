@@ -100,7 +100,7 @@ std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
   return flows;
 }
 
-/// Step 2 of Note [One clock]. Returns false if corrections up to kMostAligned do not suffice.
+/// Does step 2 of Note [One clock]. Returns false if corrections up to kMostAligned do not suffice.
 bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   const size_t domains = corrections.size();
   constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
@@ -136,11 +136,11 @@ int64_t correction_at(const std::vector<Step>& steps, int64_t time) {
   return after == steps.begin() ? 0 : std::prev(after)->correction;
 }
 
-/// Step 3 of Note [One clock]. Returns each domain's correction as a step function.
+/// Does step 3 of Note [One clock]. Returns each domain's correction as a step function.
 std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t domains) {
   struct End {
     int64_t time;
-    bool leaves;  // at the same time arrivals come first, because their step already applies then
+    bool leaves;  // if times are equal, arrivals come first, because their step already applies
     size_t flow;
   };
   std::vector<std::vector<End>> ends(domains);

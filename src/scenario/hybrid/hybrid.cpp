@@ -20,7 +20,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 
-/// State of the master. Holds `table` from the first trainer's request until the last trainer's.
+/// State of the rank `master`. Keeps the table alive until the last trainer has requested it.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;

@@ -23,12 +23,12 @@ struct HybridOptions : job::TrainerOptions {
   }
   static void describe(job::OptionList<HybridOptions>& list);
 
-  int batches = 10;          ///< per epoch and trainer, without a file
-  int num_embeddings = 100;  ///< with a file: one per word
+  int batches = 10;          ///< random batches per epoch and trainer
+  int num_embeddings = 100;  ///< rows of the table; a file sets one per word
   int embedding_dim = 16;
-  int classes = 8;                    ///< with a file: one per label
-  std::string data;                   ///< fastText-format file; empty: random batches; or kTeacher
-  std::string valid_data, test_data;  ///< as `data`; empty: no such evaluation
+  int classes = 8;                    ///< number of classes; a file sets one per label
+  std::string data;                   ///< fastText-format file, or kTeacher; empty: random batches
+  std::string valid_data, test_data;  ///< fastText-format files; empty: no evaluation
 
   /// Value of `data` for random batches with labels from a hidden teacher.
   static constexpr const char* kTeacher = "teacher";
@@ -45,9 +45,9 @@ struct RandomBags {
   uint64_t seed = 1;
   int64_t num_embeddings = 100;
   int64_t classes = 8;
-  bool has_teacher = false;  ///< targets follow from the indices; false: random
+  bool has_teacher = false;  ///< if true, the hidden teacher sets the targets; else random
 
-  /// Returns 20 to 50 indices in bags of 1 to 10, and targets. A step always gets the same batch.
+  /// Returns 20 to 50 indices in bags of 1 to 10, and a target per bag, the same in each call.
   data::Batch batch(int trainer, int64_t epoch, int64_t step) const;
   /// Returns the label that the hidden teacher gives to `bag`. The teacher draws a class and a
   /// weight for each index; the label is the class with the largest total weight. A sum of
@@ -56,12 +56,12 @@ struct RandomBags {
   int64_t taught(std::span<const int64_t> bag) const;
 };
 
-/// Random batches, with random labels or a teacher's, or the batches of a fastText-format file.
+/// The job's batches: random, with random or a teacher's labels, or from a fastText-format file.
 class HybridData {
  public:
   /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
   explicit HybridData(const HybridOptions& options);
-  /// Reads test examples with the vocabulary of a checkpoint. They need no labels.
+  /// Reads test examples, using the vocabulary of a checkpoint. The examples need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
              const std::string& examples);
 
@@ -84,7 +84,7 @@ class HybridData {
   int64_t unknown_words() const;
   /// Returns the test examples. Call it only if there are test examples.
   const data::TextDataset& test() const { return *test_; }
-  /// Calls `use` with batches of the examples of `share`.
+  /// Calls `use` with each batch of the examples in `set` that belong to `share`.
   static void each_batch(const data::TextDataset& set, const job::Share& share,
                          const std::function<void(const data::Batch&)>& use);
   /// Returns the labels of the classes. Call it only if the data come from a file.
@@ -96,7 +96,7 @@ class HybridData {
                          options_.has_teacher()};
   std::shared_ptr<const data::TextVocabulary> words_;  // null without a file
   std::optional<data::TextDataset> train_, valid_, test_;
-  std::optional<data::Sampler> sampler_;  // of `train_`
+  std::optional<data::Sampler> sampler_;  // chooses examples from `train_`
 };
 
 /// The parameter server's module: the sum of the rows of a bag's words (EmbeddingBag, mode sum).

@@ -19,7 +19,7 @@ constexpr uint64_t kPixelSequence = 1;
 constexpr uint64_t kLabelSequence = 2;
 constexpr int64_t kColours = 3;
 
-// Formats of the data.
+// Names of the formats of the data, which checkpoints store.
 constexpr const char* kRandom = "random";
 constexpr const char* kCifar = "cifar10";
 constexpr const char* kIdx = "idx";
@@ -50,7 +50,7 @@ data::ImageSet read_test_images(const std::string& path, bool cifar, int64_t cla
 std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
                                 int64_t batch_size) {
   std::vector<int64_t> batch;
-  int64_t place = index * batch_size;  // position in the sequence of epochs
+  int64_t place = index * batch_size;  // position of the next example in the sequence of epochs
   while (place < (index + 1) * batch_size) {
     const data::EpochSampler epoch(seed, place / examples, {}, examples, examples);
     const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));

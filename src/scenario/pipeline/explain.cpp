@@ -1,4 +1,4 @@
-// The checks of the options of distrain pipeline, and --explain.
+// Checks the options of distrain pipeline, and answers --explain.
 
 #include <span>
 
@@ -18,7 +18,6 @@ std::vector<BlockRange> cut(const PipelineOptions& options) {
                     options.image_size);
 }
 
-/// Returns the schedule and its timeline as JSON.
 job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& schedule) {
   const nn::PipelineTimeline timeline = nn::simulate(schedule);
   const std::vector<std::string> blocks = resnet_blocks(options.model);

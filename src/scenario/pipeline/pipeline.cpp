@@ -16,7 +16,7 @@ namespace distrain::scenario {
 
 namespace {
 
-/// Calls F on all stages and returns all results in one container.
+/// Calls F, which returns a container, on all stages. Returns all elements in one container.
 template <auto F>
 auto joined(const nn::Pipeline<PipelineStage>& stages) {
   auto all = stages.call_all<F>();

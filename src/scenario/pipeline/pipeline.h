@@ -17,19 +17,19 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
 
   int stages = 2;
   std::string model = "resnet50";  ///< resnet18 or resnet50
-  /// The last block of each stage except the last ("layer2", "layer3.2"); empty: see cut_resnet().
+  /// The last block of each stage but the last one, such as "layer3.2"; empty: see cut_resnet().
   std::vector<std::string> split;
-  std::vector<int64_t> num_split = {1, 2, 4, 8};  ///< micro-batches per batch; one run each
+  std::vector<int64_t> num_split = {1, 2, 4, 8};  ///< micro-batches per batch, one run for each
   std::string schedule = "gpipe";                 ///< gpipe, 1f1b or naive
   std::string loss = "mse";                       ///< mse (against one-hot labels) or ce
-  int64_t batches = 3;                            ///< of each run
-  int64_t epochs = 0;                             ///< epochs of each run; 0: use `batches`
+  int64_t batches = 3;                            ///< number of batches of each run
+  int64_t epochs = 0;                             ///< number of epochs of each run; 0: `batches`
   int64_t batch_size = 120;
   int64_t image_size = 128;  ///< width and height in pixels
   int64_t classes = 1000;
   std::string data;                   ///< folder with CIFAR-10 or IDX files; empty: random images
   std::string valid_data, test_data;  ///< folders with test images; empty: no such evaluation
-  std::string weights;   ///< safetensors file of initial weights; empty: as torchvision
+  std::string weights;   ///< safetensors file of initial weights; empty: random, as torchvision
   bool explain = false;  ///< print the schedule and train nothing
   /// For tests: called on the master with the gradients of each batch before they are applied.
   std::function<void(const rpc::NamedTensors&)> on_gradients;

@@ -19,7 +19,7 @@ namespace distrain::scenario {
 namespace {
 
 constexpr int kLayers = 4;
-// Batch norm, addition and ReLU of one element take as long on a CPU as this many multiply-adds.
+// Cost of batch norm, addition and ReLU together, per element on a CPU, in multiply-adds.
 constexpr double kElementCost = 60;
 constexpr int64_t kImagesForOneDnn = 16;
 
@@ -241,8 +241,8 @@ at::Tensor ConvNorm::convolve(const at::Tensor& x) const {
   const int64_t padding = kernel / 2;
   const int64_t samples = x.size(0), height = x.size(2), width = x.size(3);
   // For a 1x1 convolution of fewer than 16 images on one thread LibTorch uses a kernel that takes
-  // 1.5 times as long as oneDNN's. Pixels are independent in a 1x1 convolution, so pass each half,
-  // quarter, … of an image as an image of its own, without a copy.
+  // 1.5 times as long as oneDNN's. To get oneDNN's, pass halves, quarters, … of images as images of
+  // their own, without a copy. This is correct because a 1x1 convolution treats pixels separately.
   int64_t parts = 1;
   while (x.is_cpu() && kernel == 1 && stride == 1 && samples * parts < kImagesForOneDnn &&
          height % (2 * parts) == 0) {

@@ -41,11 +41,11 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
                                    const std::vector<std::string>& split, int64_t classes,
                                    int64_t image_size);
 
-/// Throws `invalid` if batch norm cannot train on micro-batches of `smallest_micro_batch` images:
-/// it needs more than one value for each channel, and images of up to 32 pixels are reduced to one.
+/// Throws `invalid` if batch norm cannot train on micro-batches of `smallest_micro_batch` images.
+/// It needs two values per channel, but at the last layer an image of up to 32 x 32 pixels has one.
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
 
-/// Returns the tensors of a whole state_dict that belong to `blocks`.
+/// Returns the tensors that belong to `blocks`, out of the whole model's state_dict `weights`.
 rpc::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
                              const rpc::NamedTensors& weights);
 

@@ -106,7 +106,7 @@ job::Result PipelineRun::step(const job::Step& step) {
   const auto split = static_cast<size_t>(step.total / batches());
   const int64_t index = step.total % batches();
   if (split_ != split) {
-    if (split_) {  // the constructor has begun the first split
+    if (split_) {  // otherwise the constructor has begun the first model
       end_split();
       begin(options_.num_split[split]);
     }

@@ -21,7 +21,7 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, 
 ///
 /// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
 /// depend only on the seed and the batch. Files are read epoch after epoch: see full_batch().
-/// CIFAR-10 is normalised by channel, grey images by mean and deviation 0.5, as three channels.
+/// CIFAR-10 is normalised by channel. Grey images become (x - 0.5) / 0.5 in three equal channels.
 class PipelineData {
  public:
   /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
@@ -59,10 +59,10 @@ class PipelineData {
 struct BatchResult {
   double loss = 0;
   std::optional<double> accuracy;  ///< nullopt for random data
-  double batch_s = 0;              ///< passes and update, until devices have finished
-  /// Compute time of each stage; nullopt on an accelerator.
+  double batch_s = 0;              ///< seconds for passes and update, until devices finish
+  /// Compute time of each stage in seconds; nullopt on an accelerator.
   std::vector<std::optional<double>> stage_s;
-  std::vector<int64_t> activations;  ///< most micro-batches that each stage held
+  std::vector<int64_t> activations;  ///< most micro-batches that each stage held at a time
 };
 
 /// Returns a micro-batch's part of the loss of its batch of `batch_size`. The sum of the parts is
@@ -93,8 +93,8 @@ class PipelineModel {
   virtual void load(const rpc::NamedTensors& state) = 0;
 };
 
-/// Trains on the first rank or in one process: a new model for each number of micro-batches in
-/// `num_split`. Prints the output lines.
+/// The training loop, on rank 0 or in a single process: trains a new model for each number of
+/// micro-batches in `num_split`, and prints the output lines.
 class PipelineRun {
  public:
   /// Begins the model for the first number of micro-batches in `num_split`.
@@ -105,11 +105,11 @@ class PipelineRun {
   /// Adds the model and its evaluations to `training`.
   void keep_in(job::TrainingPlan& training);
   job::Result step(const job::Step& step);
-  /// Ends the last model's training and adds the fields of the `end` line.
+  /// Ends the last model's training and adds the results to `fields`, for the `end` line.
   void add_to(job::Json& fields);
 
  private:
-  int64_t batches() const;  // per run
+  int64_t batches() const;  // number of batches of each model
   void begin(int64_t num_split);
   void end_split();
 
@@ -126,7 +126,7 @@ class PipelineRun {
   std::optional<size_t> split_;
   base::TimePoint split_begun_;
   std::vector<BatchResult> results_;
-  job::Json last_, best_;  // of the completed splits
+  job::Json last_, best_;  // fields of the last completed run, and of the fastest
 };
 
 }  // namespace distrain::scenario

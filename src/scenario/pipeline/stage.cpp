@@ -16,7 +16,7 @@ void sleep_for(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
-/// Returns the side of a block's input in pixels: the stem divides it by 4, layer2 to layer4 by 2.
+/// Returns the width of a block's input. The stem divides the width by 4, layer2 to layer4 by 2.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
   const std::vector<std::string> names = resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
@@ -38,8 +38,8 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == whole_resnet(model).last) {}
 
-// Copies buffers, because passes write to them in place. Does not copy parameters: while another
-// tensor shares a parameter's memory, an update writes to a copy.
+// Copies buffers, because passes write to them in place. Does not copy parameters: while a snapshot
+// shares a parameter's memory, an update writes the new values to other memory.
 rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   rpc::NamedTensors all = store::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
@@ -66,13 +66,13 @@ base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {
   if (sleep_s_ > 0) return sleep(input, sleep_s_ * static_cast<double>(input.size(0)));
   if (is_first_ || input.dim() != 2) return module_.forward(input);
-  // A stage that sleeps instead of computing sends a small output. Expand it to the input's shape.
+  // A sleeping previous stage sends a small output. Expand it to the shape of this stage's input.
   const int64_t channels = module_.parameters()[0].second.size(1);
   return module_.forward(
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());
 }
 
-// Sleeps in forward and backward. The cheap output has gradients for the input and one parameter.
+// Sleeps in both passes. The output is cheap, but gives gradients to the input and to a parameter.
 at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
   sleep_for(seconds);
   const auto size = [](const auto& named) { return named.second.numel(); };

@@ -49,10 +49,10 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
 
   ResNetStage module_;
   const int64_t classes_;
-  const int64_t input_side_;  // size of the input in pixels
+  const int64_t input_side_;  // width and height of the stage's input in pixels
   const bool is_first_, is_last_;
   nn::StagePasses passes_{"PipelineStage.forward"};
-  double sleep_s_ = 0;  // per sample and pass; set between batches
+  double sleep_s_ = 0;  // time to sleep per sample and pass (--inject); set between batches
 };
 
 }  // namespace distrain::scenario

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kSide = 28;
 constexpr int kClasses = 10;
-// Largest evaluation batch: activations stay below 32 MiB, above which glibc maps new memory.
+// Largest evaluation batch. Activations stay below 32 MiB; for larger ones, glibc maps new memory.
 constexpr int64_t kMostAtOnce = 128;
 
 void check_images(const std::string& path, const data::ImageSet& images) {

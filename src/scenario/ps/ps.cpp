@@ -58,7 +58,8 @@ at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at:
 PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
                                     std::optional<uint64_t> dropout_key,
                                     std::optional<double> dropout_rate) {
-  // Trainer t is rank t + 1. Get `progress` first, so that it counts only updates in `versions`.
+  // Trainer t is rank t + 1. Read `progress` before `versions`: an update between the two is then
+  // not counted although `versions` has it, but no update is counted that `versions` lacks.
   const optim::Progress progress =
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);

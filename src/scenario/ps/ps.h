@@ -18,14 +18,14 @@ struct PsOptions : job::TrainerOptions {
   PsOptions() { lr = 0.03; }
   static void describe(job::OptionList<PsOptions>& list);
 
-  std::optional<double> dropout;  ///< of both layers; nullopt: the tutorial's 0.25 and 0.5
+  std::optional<double> dropout;  ///< rate of both layers; nullopt: the tutorial's 0.25 and 0.5
   bool verify_grads = false;
   std::string data;                   ///< folder with IDX files
-  std::string valid_data, test_data;  ///< as `data`; empty: the test images of `data`; no test
-  int64_t limit = 0;                  ///< training examples; 0: all
+  std::string valid_data, test_data;  ///< as `data`; an empty valid_data: the test images of `data`
+  int64_t limit = 0;                  ///< number of training examples; 0: all
   double mean = 0.1307;
   double std = 0.3081;
-  std::optional<int> num_gpus;  ///< of the server; nullopt: see `--device`
+  std::optional<int> num_gpus;  ///< number of the server's GPUs; nullopt: `--device` decides
 };
 
 /// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
@@ -54,18 +54,18 @@ class PsData {
   const PsOptions options_;
   const data::ImageForm form_{{options_.mean}, {options_.std}};
   data::ImageFolder files_;
-  std::optional<data::ImageSet> valid_, test_;  // evaluated after each epoch; at the end
+  std::optional<data::ImageSet> valid_, test_;  // evaluated after each epoch, and at the end
   int64_t examples_ = 0;                        // number of training examples
   data::Sampler sampler_;
 };
 
-/// Returns the random key of dropout in one training step, or nullopt without dropout.
+/// Returns the key of the random dropout in one training step; nullopt if there is no dropout.
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step);
 
-/// Result of a forward pass over shared parameters.
+/// The result of a forward pass with the parameters that all trainers share.
 struct PsForward {
   at::Tensor scores;      ///< log-probabilities [n, 10]
-  uint64_t version = 0;   ///< number of updates in the parameters used; a lower bound
+  uint64_t version = 0;   ///< number of updates in the parameters; a lower bound
   int64_t staleness = 0;  ///< the caller's lead over the slowest trainer; an upper bound
   static constexpr auto kFields =
       std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
@@ -88,7 +88,7 @@ class ConvNet {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   rpc::NamedTensors named_parameters() const;
 
-  // Functions that the trainers call.
+  // Functions that the trainers call over RPC.
 
   /// Runs a training pass on the current versions of the parameters, which concurrent updates do
   /// not change. Without a `dropout_key` there is no dropout.

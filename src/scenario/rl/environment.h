@@ -10,12 +10,12 @@
 
 namespace distrain::scenario {
 
-/// An environment's state, rounded to float.
+/// The state of an environment as the policy sees it: CartPole::State, rounded to float.
 using Observation = std::array<float, 4>;
 
 /// CartPole-v1: a pole on a cart that is pushed left (action 0) or right (1) with 10 N for 20 ms
-/// per step. Each step has a reward of 1. An episode ends if the pole is over 12 degrees from
-/// upright or the cart over 2.4 m from the center, or after 500 steps.
+/// per step. Each step has a reward of 1. An episode ends if the pole is more than 12 degrees from
+/// upright or the cart is more than 2.4 m from the center, or after 500 steps.
 ///
 /// The dynamics are from Barto, Sutton and Anderson (1983). Rounding errors grow fast, so this
 /// class computes in Gymnasium's order: double precision, Euler's method.
@@ -33,7 +33,6 @@ class CartPole {
 
   /// Starts an episode from a random state near the center.
   Observation reset(base::Random random);
-  /// Starts an episode from `state`.
   Observation begin(const State& state);
   /// Makes one step. Do not call it after the end of the episode.
   Step step(int action);

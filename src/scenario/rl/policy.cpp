@@ -66,7 +66,7 @@ Activations forward(const std::vector<at::Tensor>& parameters, const PolicyInput
   return at;
 }
 
-/// Returns the preferences of all inputs, double [n], by matrix products on the parameters' device.
+/// Computes each input's preference for action 1, double [n], on the parameters' device.
 /// Appends to `draws` the random number with which each input's action is chosen.
 at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
                              const std::vector<PolicyInput>& inputs, std::vector<double>& draws) {

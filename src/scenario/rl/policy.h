@@ -15,7 +15,7 @@ namespace distrain::scenario {
 
 struct PolicyInput {
   Observation observation{};
-  base::Random random{0};  ///< draws the step's dropout and action, whatever the other inputs are
+  base::Random random{0};  ///< draws the dropout and the action for this input only
 };
 
 struct PolicyStep {
@@ -58,7 +58,7 @@ class Policy {
   Loss loss(std::span<const PolicyStep> steps) const;
 
   using Row = std::array<float, kHidden>;
-  /// Draws a dropout factor, 0 or 1 / (1 - kDropout), per hidden unit: two per random number.
+  /// Draws a dropout factor, 0 or 1 / (1 - kDropout), for each hidden unit.
   static Row dropout_mask(base::Random& random);
 
  private:

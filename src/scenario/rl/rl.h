@@ -23,7 +23,7 @@ struct RlOptions : job::CommonOptions, job::RuleOptions {
   int observers = 1;
   int envs_per_observer = 1;
   double gamma = 0.99;        ///< discount factor per step
-  int64_t max_steps = 10000;  ///< per environment and episode
+  int64_t max_steps = 10000;  ///< step limit per environment and episode
   double threshold = 475;     ///< the running reward above which CartPole is solved
   int64_t max_episodes = 0;   ///< 0: train until solved
 };
@@ -54,12 +54,12 @@ class Learner {
   /// Throws `invalid` if `request` is not valid for choose(): its observer is unknown, or one of
   /// its environments does not exist or occurs twice. Any thread may call it at any time.
   void check(const ActionRequest& request) const;
-  /// Chooses actions by one pass over all requests, and records the data for the update. An
+  /// Chooses actions by one forward pass for all requests, and records the data for the update. An
   /// observer must not send another request before it has received its actions.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// Records the end states of an observer's episode.
   void report(int observer, const EnvironmentStates& ends);
-  /// Updates the policy and prints the `episode` line, after all observers have reported.
+  /// Updates the policy and prints the `episode` line if due. Call it when all have reported.
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }
@@ -96,12 +96,12 @@ class Learner {
   Policy policy_;
   job::SingleProcessOptimizer optimizer_;
   int64_t episode_ = 0;              // number of the current or last episode
-  double reward_ = 0;                // smallest of all environments in that episode
-  const at::Tensor running_reward_;  // a scalar, as checkpoints keep tensors
+  double reward_ = 0;                // smallest reward of any environment in that episode
+  const at::Tensor running_reward_;  // a tensor, because checkpoints keep only tensors
 
   std::mutex mutex_;  // guards the members below, which choose() and report() write
   std::vector<Trajectory> trajectories_;  // by observer, then by environment
-  Counts begun_, logged_, now_;           // `logged_`: at the last line
+  Counts begun_, logged_, now_;           // `logged_`: at the last `episode` line
   int64_t episode_steps_ = 0;
 };
 

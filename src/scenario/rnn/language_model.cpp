@@ -43,7 +43,7 @@ void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data
 
 job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
   constexpr int64_t kColumns = 10;  // as in PyTorch's word language model
-  // `all` is not 0: each line has at least a word and an end, so a text has at least two tokens.
+  // `all` is at least 1, because a text has at least two tokens: each line has a word and an end.
   const int64_t all = std::min(kColumns, std::ssize(text.tokens) / 2);
   const int64_t first = share.first(all), count = share.end(all) - first;
   job::Evaluation evaluation;

@@ -17,7 +17,6 @@ optim::NamedParameters in_order(const WordEmbedding& embedding, const Decoder& d
           {"decoder.bias", decoder.parameters()[1]}};
 }
 
-/// Names the tensors of a state for checkpoints.
 rpc::NamedTensors named(const LstmState& state) {
   return {{"hidden", state.hidden}, {"cell", state.cell}};
 }

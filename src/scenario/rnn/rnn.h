@@ -24,22 +24,23 @@ struct RnnOptions : job::TrainerOptions {
   static void describe(job::OptionList<RnnOptions>& list);
 
   int batches = 5;      ///< per epoch; random data only
-  int bptt = 10;        ///< words per column in a batch; random data: rows
+  int bptt = 10;        ///< number of words that a batch has of each text column
   int vocab_size = 10;  ///< including `<unk>` and `<eos>`
   int emsize = 2;
   int nhid = 3;
   int nlayers = 4;
   double dropout = 0.5;
   std::string data;                   ///< text file; empty: random batches
-  std::string valid_data, test_data;  ///< as `data`; empty: no such evaluation
+  std::string valid_data, test_data;  ///< text files; empty: no such evaluation
   int generate = 0;                   ///< number of words of the final sample
   std::string prompt;
 };
 
 using WordBatch = data::TokenColumns::Batch;
 
-/// The text of the job, read in columns: trainer t of T reads batch_size of the T · batch_size
-/// columns. Without a file, the words are random.
+/// The text of the job, cut into T · batch_size columns (see TokenColumns) for T trainers. Trainer
+/// t reads its own batch_size columns side by side, from column t · batch_size on. Without a file,
+/// the words are random.
 class RnnData {
  public:
   /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
@@ -85,14 +86,14 @@ class LanguageModel {
 
   /// Returns the loss of a training batch, and updates the state for the next batch.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
-  /// Has `training` evaluate data.valid() and data.test(). This object and `data` must outlive it.
+  /// Makes `training` evaluate the texts of `data`. `data` and this object must outlive `training`.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
-  /// Evaluates a share of `text` from a zero state, without gradients.
+  /// Evaluates a share of `text`, from a zero LSTM state on. The caller disables gradients.
   job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
   /// Prints the `text` line if --generate is given and there is a vocabulary.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
-  /// Returns the probability of each word of the vocabulary to follow `words`.
+  /// Returns the probability of each word of the vocabulary to follow `words`. Updates `state`.
   at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const;
   /// Returns `text`, whose tokens are `words`, and `--generate` more words, sampled by probability.
   std::string continued(std::string text, std::vector<int64_t> words,

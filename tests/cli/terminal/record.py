@@ -101,7 +101,7 @@ def ways(job):
     }
 
 
-# What else there is to see of single jobs, at 80 columns.
+# Ways to run that are recorded for single jobs only, at 80 columns.
 extras = {
     "rl": {"not solved": ["distrain rl --max-episodes 2 > out", "end:", "shot:"]},
     "rnn": {"pretty, piped": [f"{jobs['rnn'].quick} --pretty | cat", "end:", "shot:"]},
@@ -118,7 +118,7 @@ extras = {
 }
 sessions = {(job, way, columns): steps for job, its in jobs.items() for columns in (80, 40)
             for way, steps in (ways(its) | (extras.get(job, {}) if columns == 80 else {})).items()}
-others = ("ps.file", "ps.lost", "rl.interrupted", "pipeline.interrupted")  # that show what hybrid does not
+others = ("ps.file", "ps.lost", "rl.interrupted", "pipeline.interrupted")  # ways that show what no way of hybrid shows
 lean = [each for each in sessions if each[0] == "hybrid" or each[1] in extras.get(each[0], {}) or
         ".".join(each[:2]) in others]
 
@@ -134,7 +134,7 @@ masks = [
     (r"\d+(\.\d+)?/s", "RATE"),
     (r"^ ?\d+ %|(?<= ) ?\d+ %", "PERCENT"),
     (r"(the other process|\S+)(:? closed the connection|: connection reset by peer)", "CAUSE"),
-    (r"\(\d+ s\)(: .*)?", "(SECONDS)"),  # how much of the reason there is depends on the figure
+    (r"\(\d+ s\)(: .*)?", "(SECONDS)"),  # the figure's width decides how much of the reason fits
     (r"(localhost:|port[ =])\d+", r"\1PORT"),
     (r"step-\d+", "step-STEP"),
     (r"\b\d+(?=/\d{3,} )", "N"),
@@ -163,7 +163,7 @@ class Session:
         self.prompts = 1
         self.folder.mkdir()
         (self.folder / "images").symlink_to(folder / "images")
-        # While this socket holds the port, the kernel gives it to nobody else, but a job may listen there.
+        # While this socket holds the port, the kernel assigns it to no other process, but a job may listen on it.
         self.port = socket.socket()
         self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.port.bind(("", 0))
@@ -254,7 +254,7 @@ def record_all(pool, folder, distrain, chosen):
     wrapper.chmod(0o755)
     images = f"source '{here.parent}/lib.bash' /bin/true; make_images '{folder}/images' 1000 20"
     subprocess.run(["bash", "-c", images], check=True)
-    # The server ends with this process, however that ends: nobody holds the pipe open then.
+    # When this process ends in any way, no process has the pipe open for writing, so `cat` ends the server.
     os.mkfifo(folder / "alive")
     alive = os.open(folder / "alive", os.O_RDWR)
     server = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]

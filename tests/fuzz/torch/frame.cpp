@@ -74,7 +74,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   const Input meta = rest.first(header.meta_bytes);
   const auto descs = read_descs(meta, header.tensor_count);
   header.payload_bytes = std::min<uint64_t>(header.payload_bytes, kMostPayload);
-  // Sets the payload size that the descriptors need. One input in eight keeps that of its header.
+  // Sets the payload size to what the descriptors need. One input in eight keeps its own size.
   if (descs && is_on_cpu(descs->first) && descs->second <= kMostPayload &&
       header.call_id % 8 != 0) {
     header.payload_bytes = descs->second;
@@ -106,7 +106,7 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
   } catch (const std::exception&) {
-    // Torch throws because this machine does not have the device of a descriptor.
+    // Torch throws if this machine does not have the device of a tensor descriptor.
     check(descs && !is_on_cpu(descs->first), "nothing but our own errors, but for devices");
   }
   return std::nullopt;

@@ -57,7 +57,7 @@ struct Inflated {
   size_t taken = 0;  // number of input bytes read
 };
 
-// Inflates a raw deflate stream. Returns nullopt if it is incomplete or its content too large.
+// Inflates a raw deflate stream. Returns nullopt if it is incomplete or the content is too large.
 std::optional<Inflated> inflate_raw(Input input) {
   z_stream stream{};
   check(inflateInit2(&stream, -MAX_WBITS) == Z_OK, "zlib inflates");
@@ -86,7 +86,7 @@ Bytes gzip_member(Input raw, Input content) {
   return member;
 }
 
-// Returns all bytes of a file, read `piece` bytes at a time, or nullopt if the file is refused.
+// Reads a file, `piece` bytes at a time. Returns its content, or nullopt if the file is refused.
 std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   const MemoryFile file(file_bytes);
   const MemoryLimit limit(kSmall + 4 * (kMostContent + piece), "what was read of it");
@@ -107,8 +107,8 @@ std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   }
 }
 
-// Input: u8 (bits 0 to 3: log2 of the read size; bits 6 and 7: number of additional copies of the
-// gzip member), then a file or a raw deflate stream.
+// Checks GzipReader. The input is a byte and then a file or a raw deflate stream. Bits 0 to 3 of
+// the byte are log2 of the read size, bits 6 and 7 the number of extra copies of the gzip member.
 void run_gzip(Input input) {
   if (input.empty()) return;
   const size_t piece = size_t{1} << (input[0] & 15);
@@ -146,8 +146,8 @@ std::vector<Bytes> gzip_seeds() {
   return seeds;
 }
 
-// Input: u8 flags · u16 size of the image file · image file · label file. If flag bit 0 (bit 1) is
-// set, the target compresses the image file (the label file).
+// Checks read_idx(). The input is: u8 flags · u16 size of the image file · image file · label file.
+// Flag 1 makes the target compress the image file, flag 2 the label file.
 void run_idx(Input input) {
   if (input.size() < 3) return;
   const Input files = input.subspan(3);
@@ -159,7 +159,7 @@ void run_idx(Input input) {
   };
   const MemoryFile images_file(as_stored(images, (input[0] & 1) != 0));
   const MemoryFile labels_file(as_stored(labels, (input[0] & 2) != 0));
-  // A header alone may allocate 1 MiB. The input itself may be gzip data that expands 1000-fold.
+  // A header alone may allocate 1 MiB, and if the input is gzip data, it may expand 1000-fold.
   const MemoryLimit limit((size_t{8} << 20) + 4096 * input.size(), "what the files hold");
   try {
     const data::ImageSet set = data::read_idx(images_file.path(), labels_file.path());

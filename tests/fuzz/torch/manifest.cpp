@@ -12,9 +12,9 @@ namespace {
 
 using store::Manifest;
 
-// Parses a manifest. If it is accepted, checks that saving and parsing it again changes nothing.
+// Parses a manifest. If it is valid, checks that saving it and parsing it again changes nothing.
 void parse_text(std::string_view text) {
-  // A JSON value of two bytes takes dozens of bytes once parsed, and a second copy is parsed below.
+  // A JSON value of two bytes needs dozens of bytes once parsed, and two parsed copies coexist.
   const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
   try {
     const Manifest manifest = store::parse_manifest(text, "fuzz");
@@ -38,7 +38,7 @@ std::string with_hash(std::string text) {
   return text + end;
 }
 
-// Parses the input as a whole manifest, and as the part of a manifest before its hash.
+// Parses the input as a whole manifest. Then appends the right hash and parses it again.
 void run_manifest(Input input) {
   const std::string text(input.begin(), input.end());
   parse_text(text);

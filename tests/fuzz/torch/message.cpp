@@ -24,15 +24,15 @@ struct Point {
   std::optional<int64_t> number;
   static constexpr auto kFields = std::tuple(&Point::x, &Point::on, &Point::number);
 };
-// The types that messages are decoded as: each kind of value, some of them nested.
+// Messages are decoded to these types, which contain each kind of value, some of them nested.
 using Values = std::tuple<std::string, at::Tensor, Tensors>;
 using Nested = std::tuple<std::map<std::string, std::optional<at::Tensor>>, std::vector<Point>,
                           std::variant<int64_t, std::string, at::Tensor>>;
 using Maps = std::vector<std::map<int32_t, std::pair<std::array<float, 2>, std::string>>>;
 
-constexpr int64_t kMostElements = 1 << 14;  // larger tensors are not inspected
+constexpr int64_t kMostElements = 1 << 14;  // larger tensors are not copied
 
-// Checks the indices of a sparse tensor, because torch's kernels use them unchecked.
+// Checks the indices of a sparse tensor, because torch's kernels do not check them.
 void check_sparse(const at::Tensor& tensor) {
   const at::Tensor indices = tensor._indices().contiguous();
   const int64_t count = indices.size(1);
@@ -94,7 +94,7 @@ void decode_values<at::Tensor>(rpc::InMessage message) {
   look_at(rpc::decode<at::Tensor>(decoder));
 }
 
-// Decodes a message as one of four types, which the context ID in the header selects.
+// Decodes a message to one of four types. The context ID in the header selects the type.
 void run_message(Input input) {
   const MemoryLimit limit((size_t{8} << 20) + 256 * input.size(), "a multiple of the message");
   auto message = read_frame(input);

@@ -48,11 +48,11 @@ void run_safetensors(Input input) {
   const size_t size = input.size();
   parse_safetensors({input.begin(), input.end()});
   if (size == 0) return;
-  // Prepends a header length that fits the text. The first byte of the input selects the length.
+  // Prepends a header length of at most the text's size. The first byte of the input selects it.
   const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
   parse_safetensors(with_length(text, text.size() * data[0] / 255));
 
-  // Random bytes are hardly ever JSON, so a valid header is changed at up to four places.
+  // Changes a valid header at up to four places, because random bytes are hardly ever JSON.
   static const std::vector<std::string> kPieces = {"[",
                                                    "]",
                                                    "{",

@@ -36,12 +36,12 @@ void check_events(const base::TraceTrack& track) {
   }
 }
 
-// Imports the frame as the trace of rank 1 and as that of rank 2. The context ID selects the offset
-// of rank 1's clock. Rank 2 has the same clock as rank 0.
+// Imports the frame as the traces of ranks 1 and 2. The frame's context ID selects the offset of
+// rank 1's clock. Rank 2 has the same clock as rank 0.
 void run_trace(Input input) {
   auto message = read_frame(input);
   if (!message) return;
-  // The import reserves memory at once for the number of events that the frame announces.
+  // The import reserves memory for all events that the frame announces, before they arrive.
   const MemoryLimit limit(3 * sizeof(base::TraceEvent) * base::Tracer::kLimit + (size_t{16} << 20),
                           "the limit of a rank's events");
   base::Tracer tracer;
@@ -69,7 +69,7 @@ void run_trace(Input input) {
   if (events > 1000) return;
   ranks.push_back(ranks[1]);
   ranks[2].rank = 2;
-  // The offset is less than the largest difference of two valid clocks.
+  // Valid times are up to ±kMostTime, so two valid clocks may differ by this offset.
   const auto offset = static_cast<int64_t>(message->header.context_id) % (2 * rpc::kMostTime);
   rpc::align_traces(ranks,
                     {{"a", {}}, {"b", {{0, offset, 1000}, {1'000'000, offset, 10}}}, {"a", {}}});

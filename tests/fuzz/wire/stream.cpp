@@ -1,4 +1,4 @@
-// Fuzz target for a stream: sends arbitrary bytes in pieces and checks the received frames.
+// Fuzz target for net::Stream: sends arbitrary bytes in pieces and checks the received frames.
 #include "distrain/net/stream.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct Received {
   friend bool operator==(const Received&, const Received&) = default;
 };
 
-// Returns the frames that a stream must deliver for these bytes. Parses them without a connection.
+// Parses the bytes without a connection. Returns the frames that a stream must deliver for them.
 Received parse(Input bytes) {
   Received all;
   while (bytes.size() >= wire::kHeaderBytes) {
@@ -91,7 +91,7 @@ Received receive(Input bytes, size_t piece) {
   return all;
 }
 
-// Corrects the hash of each frame whose header begins with the plain magic.
+// Corrects the hash in each header that begins with kMagic.
 void add_hashes(std::span<uint8_t> bytes) {
   while (bytes.size() >= wire::kHeaderBytes) {
     wire::add_hash(bytes);
@@ -101,7 +101,7 @@ void add_hashes(std::span<uint8_t> bytes) {
   }
 }
 
-// Input: u8 that selects the length of the pieces · the bytes of the connection.
+// The first byte of the input selects the length of the pieces. The rest is sent.
 void run_stream(Input input) {
   if (input.empty()) return;
   Bytes bytes(input.begin() + 1, input.end());

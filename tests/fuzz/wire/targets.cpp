@@ -10,10 +10,10 @@ namespace distrain::fuzz {
 
 namespace {
 
-// A decoder may use this multiple of its input: strings and options are larger once decoded.
+// A decoder may use this multiple of its input, because decoded strings and options are larger.
 constexpr size_t kFactor = 64;
 
-// Decodes the input; `try_decode` checks an accepted message. Fails for errors except `protocol`.
+// Decodes the input by `try_decode`, which checks accepted messages and may throw only `protocol`.
 template <class Try>
 void decode(Input input, Try try_decode) {
   const MemoryLimit limit(kSmall + kFactor * input.size(), "a multiple of the message");

@@ -1,4 +1,4 @@
-// Declares the fuzz target that is not in targets.cpp.
+// Declares the only fuzz target of fuzz_wire that is not in targets.cpp.
 #pragma once
 
 #include "../target.h"

@@ -1,6 +1,6 @@
 // ctest: timeout=120
-// Tests the errors of cuda::load() and of the plugin. Each check runs in its own process because
-// LibTorch looks for CUDA once and a process has one driver.
+// Tests the errors of cuda::load() and of the plugin. Each check runs in its own process, because
+// LibTorch looks for CUDA only once and a process can load only one driver.
 #include <functional>
 #include <string>
 
@@ -17,7 +17,7 @@
 namespace distrain {
 namespace {
 
-/// Returns the kind and the message of the error that `use` throws after `before`.
+/// Runs `before` and `use` in a child process. Returns kind and message of the error of `use`.
 std::string refusal_after(
     const std::function<void()>& before, const std::function<void()>& use = [] { cuda::load(); }) {
   int ends[2];
@@ -55,7 +55,7 @@ TEST_CASE("load() names a seed, a backward pass or a query that came before CUDA
 TEST_CASE("a driver that is too old is reported with the required version") {
   const std::string refusal = refusal_after(
       [] {
-        // The CUDA runtime will use this fake driver because a libcuda.so.1 is already loaded.
+        // The CUDA runtime uses a libcuda.so.1 that is already loaded, here a fake one.
         if (!dlopen(DISTRAIN_OLD_DRIVER, RTLD_NOW | RTLD_GLOBAL)) _exit(2);
       },
       [] { cuda::load().device_count(); });

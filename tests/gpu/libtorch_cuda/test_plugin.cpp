@@ -20,7 +20,7 @@ namespace {
 using base::ErrorKind;
 using testing::error_of;
 
-/// Returns the mapped files of this process by library name, up to ".so".
+/// Returns the files that are mapped into this process, by library name without ".so".
 std::map<std::string, std::set<std::string>> libraries() {
   std::map<std::string, std::set<std::string>> found;
   std::string line;
@@ -58,7 +58,7 @@ TEST_CASE("the plugin loads beside CPU work and reports why no GPU can be used")
 
   if (mapped.count("libcuda")) {
     std::cout << "this machine has a driver\n";
-    return;  // the tests with label gpu check the rest
+    return;  // tests with the label gpu check the rest
   }
   const base::Error error = error_of([&plugin] { plugin.device_count(); });
   std::cout << error.message << "\n";

@@ -1,5 +1,4 @@
-// Tests wrong values of the options that app declares for every job: exit code 2 and one clear
-// error.
+// Tests that a wrong value of an option that every job has gives exit code 2 and one clear error.
 #include <string>
 #include <vector>
 
@@ -13,7 +12,7 @@ using namespace distrain::testing;
 
 namespace {
 
-// Checkpoint and fault-tolerance options, which every job has.
+// Invalid checkpoint and fault options, which every job has, each with a part of its error.
 const std::vector<Refused> kOfEveryJob = {
     {{"--checkpoint-every", "5"}, "--checkpoint-every needs --checkpoint"},
     {{"--resume", "auto"}, "--resume auto needs --checkpoint"},

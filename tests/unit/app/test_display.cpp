@@ -79,7 +79,7 @@ TEST_CASE("the waiting line names the missing ranks and the reason") {
   CHECK(lines.take() == "waiting for rank 0 at a:1 (5 s): nobody there\n");
   lines.event(rank_0);
   CHECK(lines.take() == "waiting for ranks 1,3 at a:1 (5 s): refused rank 1\n");
-  lines.event(rank_2);  // has fewer details than the event of rank 0
+  lines.event(rank_2);  // ignored: rank 0 has reported all missing ranks
   lines.event(rank_0);
   CHECK(lines.take().empty());
 }
@@ -89,7 +89,7 @@ TEST_CASE("a header is broken at separators and between words if the terminal is
   wide.header =
       "hybrid  master, ps, 2 trainers, async  -  random labels: nothing can be learned"
       "  -  run 0123abcd";
-  CHECK(Shown(wide, 40).take() == wide.header + '\n');  // no terminal
+  CHECK(Shown(wide, 40).take() == wide.header + '\n');  // output is not a terminal
   wide.on_terminal = true;
   CHECK(Shown(wide, 96).take() == wide.header + '\n');
   CHECK(Shown(wide, 95).take() ==
@@ -159,7 +159,7 @@ TEST_CASE("the line of several trainers names slow, lost and restarted trainers"
         text.npos);
   CHECK(text.ends_with("trainer1 20    trainer2 lost at step 10"));
   CHECK(text.find("15/100") != text.npos);
-  shown.columns_ = 40;  // too narrow for both: lost ranks come first
+  shown.columns_ = 40;  // too narrow for the state of each trainer: lost ones come first
   shown.event(progress(1, 21, 100, 1, 2));
   CHECK(shown.bar() == "lost trainer2  slowest trainer1 21");
   shown.columns_ = 80;

@@ -20,7 +20,7 @@ std::vector<std::string> split(const std::string& words) {
   return {std::istream_iterator<std::string>(stream), {}};
 }
 
-/// Sets the environment to "NAME=value ..." and unsets all other variables that place ranks.
+/// Sets the environment variables in a text "NAME=value ..." and unsets others that place ranks.
 class Variables {
  public:
   explicit Variables(const std::string& settings) {
@@ -51,8 +51,8 @@ class Variables {
 struct Placed {
   std::string environment;
   std::string arguments;
-  std::string expected;  ///< the output of --dump-placement
-  std::string warned;    ///< a part of its warning
+  std::string expected;  ///< some fields of the JSON object that --dump-placement prints
+  std::string warned;    ///< a part of the field "warning"
 };
 
 std::vector<std::string> dump_placement(const std::string& arguments) {
@@ -171,7 +171,8 @@ TEST_CASE("the first source that places a rank wins") {
   });
 }
 
-// A rank uses the GPU of its local rank, or else of its index among the ranks that use GPUs.
+// The GPU's index is the local rank or, if no launcher sets a local rank, the number of lower ranks
+// on this host that use GPUs.
 TEST_CASE("a rank knows which of the GPUs of its host it uses") {
   check_placed({
       {"", "--device cuda", R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},
@@ -189,7 +190,7 @@ TEST_CASE("a rank knows which of the GPUs of its host it uses") {
        "--device cuda", R"({"gpu_places": {"3": 1}})"},
       {"PMI_RANK=1 PMI_SIZE=5 MPI_LOCALRANKID=3", "--device cuda", R"({"gpu_places": {"1": 3}})"},
       {kSlurm + " SLURM_STEP_ID=0 SLURM_LOCALID=1", "--device cuda", R"({"gpu_places": {"3": 1}})"},
-      // SLURM_LOCALID without a step ID comes from a batch script, so it does not count.
+      // SLURM_LOCALID without a step ID is that of a batch script, so it is ignored.
       {"SLURM_LOCALID=1", "--rank 3 --trainers 4 --device cuda", R"({"gpu_places": {"3": 3}})"},
       {"LOCAL_RANK=3", "--spawn --device cuda",
        R"({"gpu_places": {"0": 0, "1": 1, "2": null, "3": 2}})"},

@@ -293,7 +293,7 @@ TEST_CASE("the schema is closed and lists the fields that are always present") {
   CHECK(step[0]["properties"]["clicks_per_s"]["type"] == Json::array({"number", "null"}));
   CHECK(has(step[0]["required"].dump(), "clicks_per_s"));
   const Json end = schema_of("end");
-  REQUIRE(end.size() == 2);  // without a job, and with the job
+  REQUIRE(end.size() == 2);  // for errors before the command is known, and for the job
   CHECK(end[0]["properties"]["cmd"]["enum"] == Json::array({nullptr}));
   CHECK_FALSE(end[0]["properties"].contains("auc"));
   CHECK(schema_of("rank_end")[0]["properties"].contains("auc"));
@@ -301,7 +301,7 @@ TEST_CASE("the schema is closed and lists the fields that are always present") {
   const Json start = schema_of("start")[0]["properties"]["config"];
   CHECK(start["additionalProperties"] == false);
   CHECK(start["properties"]["rows_per_rank"]["type"] == Json::array({"integer", "null"}));
-  CHECK_FALSE(start["properties"].contains("rank"));  // of a process without ranks
+  CHECK_FALSE(start["properties"].contains("rank"));  // --rank is no option of the job
 }
 
 TEST_CASE("an undeclared line is refused") {

@@ -83,7 +83,8 @@ at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   return a * 2;
 }
 
-// Both inputs get a gradient for row 1. The sparse gradients share their values or their indices.
+// An addition that gives both inputs a sparse gradient for row 1. The two gradients share their
+// tensor of values if `share_values` is true, and otherwise their tensor of indices.
 struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& y, bool share_values) {
@@ -130,7 +131,7 @@ at::Tensor fail_in_backward(at::Tensor a) {
   return b * 3;
 }
 
-// Returns the gradients of a local backward pass over the same computation.
+// Returns the gradients of `leaves` from a local backward pass of `loss`, and resets their .grad.
 std::vector<at::Tensor> local_gradients(const at::Tensor& loss,
                                         const std::vector<at::Tensor>& leaves) {
   loss.backward();
@@ -453,7 +454,7 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     CHECK(token.use_count() == 1);
   }
   {
-    // If a result is unused, the error names the function that returned the result, and the loss.
+    // If a result is unused, the error names the loss and the function that returned the result.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
     static_cast<void>(cluster[0].rpc_sync<&identity>(1, a));
@@ -477,7 +478,8 @@ TEST_CASE("failures reach the initiator and end its hooks") {
     autograd::backward(context, {used.sum()});
   }
   {
-    // Rank 1 wastes the result of a call to itself, so rank 0 knows only that rank 1 sent messages.
+    // Rank 1 does not use the result of a call to itself. Rank 0 knows only that rank 1 sent
+    // messages, so the error names no function.
     autograd::Context context(cluster[0]);
     const at::Tensor used = cluster[0].rpc_sync<&wasteful>(1, a);
     const base::Error e = error_of([&] { autograd::backward(context, {used.sum()}); });
@@ -506,7 +508,7 @@ TEST_CASE("contexts that a lost rank began end, contexts that it only joined do 
   g_told = 0;
   std::optional<autograd::Context> kept(cluster[0]);
   cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1);  // which calls rank 2
-  std::thread loser([&] {  // the current context of this thread is the lost rank's own
+  std::thread loser([&] {  // a new thread, whose current context is the lost rank's own
     autograd::Context context(cluster[1]);
     cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})), 2);  // → rank 2 → rank 3 → rank 0
     cluster[1].rpc_sync<&mul_guarded>(3, leaf(at::ones({2})));
@@ -522,7 +524,7 @@ TEST_CASE("contexts that a lost rank began end, contexts that it only joined do 
   };
   while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(over());
-  // Fails once rank 0 detects the loss of rank 1, through which rank 2 joined the context.
+  // Fails when rank 0 knows that rank 1, through which rank 2 joined the context, is lost.
   CHECK_THROWS_AS(cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1), base::Exception);
   kept.reset();
   const auto gone = [&] { return cluster[2].live_contexts() == 0; };

@@ -19,8 +19,8 @@ using Scope = autograd::Context::Scope;
 
 namespace {
 
-/// Counts the calls to pass guards. The guards share this object, because a failure may reach a
-/// guard after the initiator has received it and destroyed the stage.
+/// Counts the calls to pass guards. The guards share this object, because the initiator may receive
+/// a failure and destroy the stage before the failure reaches a guard.
 struct Told {
   uint64_t gather_in = 0;
   std::atomic<int> ended{0};
@@ -28,7 +28,7 @@ struct Told {
 };
 
 /// A stage whose backward passes wait until the test opens a gate. A task that waits at the gate
-/// holds the guard, so the guard must not hold the gate.
+/// holds the guard, so a guard that held the gate would form a reference cycle.
 struct GatedStage : std::enable_shared_from_this<GatedStage> {
   using Constructor = GatedStage(double weight);
   explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}

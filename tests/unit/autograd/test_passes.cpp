@@ -38,7 +38,7 @@ void set_up(Agent& agent) {
 
 const base::Error kBroken{ErrorKind::kBadData, "broken", 0, {}};
 
-/// The state of a context whose next pass has a guard. `told` counts the failures that it is told.
+/// The state of a context whose next pass has a guard. `told` counts the guard's failures.
 struct Guarded {
   explicit Guarded(Agent& agent_in) : agent(agent_in), state(std::make_shared<ContextState>(1)) {
     guard();
@@ -132,7 +132,7 @@ TEST_CASE("late messages for an ended context do not create it again") {
     ended.push_back(some[static_cast<size_t>(i)]->id());
     here->release(ended.back());
   }
-  CHECK(cluster[0].rpc_sync<&times_two>(1, leaf()).defined());  // a message behind all releases
+  CHECK(cluster[0].rpc_sync<&times_two>(1, leaf()).defined());  // arrives after all notices
   CHECK(std::ranges::all_of(ended, is_refused));
   CHECK_FALSE(is_refused(longest.id()));
   CHECK_FALSE(is_refused(some[2]->id()));
@@ -308,7 +308,7 @@ TEST_CASE("an abandoned call whose answer has arrived unread does not spoil a la
       options);
   Agent& agent = cluster[0];
   testing::g_gate = false;
-  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(0);  // the only thread to read
+  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(0);  // blocks the only worker thread
   testing::wait_for_call_at_gate();
   const at::Tensor a = leaf();
   autograd::Context context(agent);

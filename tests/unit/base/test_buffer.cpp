@@ -134,7 +134,8 @@ TEST_CASE("AdaptivePoll sees an event that is ready or arrives, and gives up aft
     return false;
   }));
   CHECK(looks >= 1);
-  // If a busy machine made poll() above pause polling, the next poll() returns false at once.
+  // On a busy machine, poll() above may have paused polling. The next poll() then returns false at
+  // once.
   looks = 0;
   const TimePoint still_off = Clock::now() + AdaptivePoll::kFirstPause / 2;
   if (!poll.allowed(still_off)) {
@@ -157,7 +158,7 @@ TEST_CASE("a slow yield disables polling, each time for twice as long, at most f
     CHECK(expected >= pause);
     pause = expected;
   }
-  // A paused poll() still checks once. Repeats if the pause ended first because a machine is slow.
+  // A paused poll() checks only once. Repeats if the pause ended too early on a slow machine.
   int looks = 0;
   bool seen = false;
   TimePoint until;

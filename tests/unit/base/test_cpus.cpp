@@ -35,7 +35,7 @@ class Root {
   std::string path_ = (std::filesystem::temp_directory_path() / "cpus-XXXXXX").string();
 };
 
-/// Returns `count`, or the number of CPUs in this process's affinity mask if it is smaller.
+/// Returns the smaller of `count` and the number of CPUs in this process's affinity mask.
 int at_most(int count) {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -24,7 +24,7 @@ ErrorKind error_kind(const Future<T>& future) {
   return result.ok() ? ErrorKind{} : result.error().kind;
 }
 
-// Keeps tasks until run() is called and counts how many tasks were bound to it.
+// Keeps posted tasks until run_all() is called, and counts the calls to bind().
 class ManualExecutor final : public Executor {
  public:
   void post(Task task) override { tasks.push_back(std::move(task)); }

@@ -1,5 +1,5 @@
 // ctest: labels=notsan
-// Not run under thread sanitizer: it delays signal handlers and loses their changes of the mask.
+// Not run under thread sanitizer, which delays signal handlers and loses their mask changes.
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -6,7 +6,7 @@
 namespace distrain::base {
 
 TEST_CASE("The sequence of random numbers is fixed") {
-  // The values of SplitMix64 from state 0. The first one is also in the test of its authors.
+  // The first values of SplitMix64 from state 0. Its authors' own test has the first of them, too.
   Random random({});
   CHECK(random.next() == 0xE220A8397B1DCDAFULL);
   CHECK(random.next() == 0x6E789E6AA1B965F4ULL);

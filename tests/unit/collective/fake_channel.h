@@ -24,9 +24,9 @@
 
 namespace distrain::testing {
 
-/// One loop thread delivers all messages in a random order that keeps the order of each pair of
-/// ranks. The bytes of a message are read at its delivery, not when it is sent, as in a queued
-/// zero-copy send.
+/// A network whose one loop thread delivers all messages in a random order that keeps the order of
+/// each pair of ranks. The bytes of a message are read when it is delivered, not when it is sent,
+/// as in a queued zero-copy send.
 class FakeNetwork {
  public:
   explicit FakeNetwork(int size, uint32_t seed = 1) : random_(seed), handlers_(size_t(size)) {
@@ -211,7 +211,7 @@ class FakeNetwork {
   std::thread loop_;
 };
 
-/// CHECK for the threads of run_ranks, because only one thread at a time may use Catch2's.
+/// Like CHECK, for threads of run_ranks(). Two threads must not use Catch2's CHECK concurrently.
 #define RANK_CHECK(...)                                                                 \
   do {                                                                                  \
     if (!(__VA_ARGS__)) {                                                               \

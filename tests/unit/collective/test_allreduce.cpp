@@ -70,7 +70,7 @@ void check_allreduce(TestGroup& group, ReduceOp op, at::ScalarType dtype, at::In
 TEST_CASE("allreduce equals the serial sum in rank order, bit for bit") {
   const int size = GENERATE(1, 2, 3, 4, 8);
   TestGroup group(size);
-  // The sizes are around the thresholds of 16 KiB and 64 KiB.
+  // These counts are around 16 KiB and 64 KiB, above which allreduce works in chunks.
   for (int64_t count : {0, 1, 7, 4095, 4096, 4097, 16384, 16385, 1 << 18}) {
     check_allreduce(group, ReduceOp::SUM, at::kFloat, {count});
   }
@@ -170,7 +170,7 @@ TEST_CASE("many operations may be in flight and be awaited in another order") {
       tensors.push_back(at::full({count}, double(rank + i)));
       pending.push_back(group[rank].allreduce(tensors.back()));
     }
-    // Sends may still be in flight; the next round must not disturb them.
+    // A completed operation may have sends in flight. Overwriting its tensor must not affect them.
     for (int i = 59; i >= 0; --i) {
       pending[size_t(i)].wait();
       const double sum = size * i + size * (size - 1) / 2.0;

@@ -13,7 +13,7 @@ namespace {
 
 using Call = std::function<collective::Pending(Backend&)>;
 
-// Returns the error of each rank when rank r calls calls[r].
+// Runs calls[r] on each rank r and returns the error of each rank.
 std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& calls) {
   std::vector<base::Error> errors(calls.size());
   run_ranks(int(calls.size()), [&](int rank) {
@@ -132,7 +132,7 @@ TEST_CASE("messages of a late rank do not disturb later operations") {
   CHECK(thrown_by([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
         ErrorKind::kDeadline);
   run_ranks(2, [&](int rank) {
-    if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 has sent its part
+    if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 had sent its data
     const at::Tensor y = at::ones({5});
     group[rank].allreduce(y).wait();
     RANK_CHECK(y.eq(2).all().item<bool>());
@@ -286,7 +286,7 @@ TEST_CASE("a rank that closes the group fails the others' current and later wait
 }
 
 TEST_CASE("a rank that is far ahead waits until the others have begun") {
-  constexpr int kCalls = 8, kAhead = 3;  // kAhead broadcasts of the size below fit in 64 MiB
+  constexpr int kCalls = 8, kAhead = 3;  // three broadcasts of 20 MiB fit in the limit of 64 MiB
   TestGroup group(2);
   const at::Tensor x = at::zeros({20 << 20}, at::kByte), y = at::empty_like(x);
   std::atomic<int> issued{0};
@@ -342,7 +342,7 @@ TEST_CASE("a rank that sends too much for operations that have not begun is over
 
 TEST_CASE("malformed messages fail the operation") {
   std::mt19937 random(3);
-  std::vector<uint8_t> bytes;  // the network may read them until it is destroyed
+  std::vector<uint8_t> bytes;  // the network may read these bytes until it is destroyed
   for (int round = 0; round < 300; ++round) {
     FakeNetwork network(2, uint32_t(round));
     base::ThreadPool pool({.name = "test"});

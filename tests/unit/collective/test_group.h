@@ -20,7 +20,7 @@ using collective::Backend;
 using BackendPtr = c10::intrusive_ptr<Backend>;
 using ReduceOp = Backend::ReduceOp;
 
-/// All ranks of a job in one group.
+/// A group of all ranks of a job, connected by a FakeNetwork in this process.
 struct TestGroup {
   explicit TestGroup(int size, Backend::Settings settings = {}, uint32_t seed = 1)
       : network(size, seed) {
@@ -50,7 +50,7 @@ base::Error thrown_by(F f) {
   throw std::runtime_error("no error was thrown");
 }
 
-/// Compares bit by bit: NaN equals itself, 0 differs from -0.
+/// Returns true if `a` and `b` are equal bit by bit: NaN equals itself, 0 differs from -0.
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.contiguous();
   const at::Tensor y = b.contiguous();

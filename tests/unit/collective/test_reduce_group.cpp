@@ -48,7 +48,7 @@ TEST_CASE("a group reports why it has failed permanently") {
   CHECK_FALSE(group[0].failure());
   group.network.kill(1);
   CHECK(thrown_by([&] { group[0].allreduce(at::ones({3})).wait(); }).kind == ErrorKind::kPeerLost);
-  while (!group[0].failure()) std::this_thread::yield();  // a send may know it earlier
+  while (!group[0].failure()) std::this_thread::yield();  // a send may fail before the group does
   CHECK(group[0].failure()->kind == ErrorKind::kPeerLost);
   CHECK(group[0].failure()->rank == 1);
   group[1].shutdown();

@@ -21,7 +21,7 @@ namespace {
 
 constexpr size_t kGiB = size_t{1} << 30;
 
-// Returns a gzip file of `begin` and a GiB of zeros, about a MiB long, in 256 members of 4 MiB.
+// Returns a gzip file of about 1 MiB that holds `begin` and, in 256 gzip members, 1 GiB of zeros.
 std::string bomb(const std::string& begin) {
   static const std::string zeros = gzip(std::string(kGiB / 256, '\0'));
   std::string text = begin.empty() ? "" : gzip(begin);

@@ -12,7 +12,7 @@ namespace distrain::data {
 using namespace testing;
 namespace {
 
-// Returns a record. Plane k is filled with `label` + k, except that its first pixel is `first`.
+// Returns the record of one image. The pixels of plane k are `label` + k, but the first is `first`.
 std::string record(char label, char first = 100) {
   std::string bytes(1, label);
   for (int plane = 0; plane < 3; ++plane) {
@@ -24,7 +24,7 @@ std::string record(char label, char first = 100) {
 
 std::string batch_name(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
 
-// Writes five files; file k has the labels k and k + 1.
+// Writes the five training files. File k has two images, with the labels k and k + 1.
 void write_batches(const Folder& folder, const std::string& below = "") {
   for (int k = 1; k <= 5; ++k) {
     folder.write(below + batch_name(k),

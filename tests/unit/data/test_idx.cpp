@@ -37,7 +37,7 @@ class Files : public Folder {
   ImageSet read(std::string_view images, std::string_view labels) const {
     return read_idx(write("images", images), write("labels", labels));
   }
-  // Returns the reason for which read() refuses the files; the message must name `file`.
+  // Checks that read() refuses the files and names `file`. Returns the reason in the message.
   std::string bad(const std::string& file, std::string_view images, std::string_view labels) const {
     const std::string message = bad_data([&] { read(images, labels); });
     REQUIRE(message.starts_with(path(file) + ": "));
@@ -121,7 +121,7 @@ TEST_CASE("A changed bit in a gzip file is detected or changes nothing") {
   const Files files;
   const std::string whole = gzip(kImages);
   int same = 0;
-  for (size_t at = 10; at < whole.size(); ++at) {  // the gzip header has ten bytes: time, system, …
+  for (size_t at = 10; at < whole.size(); ++at) {  // skips the gzip header (time, system, …)
     for (int bit = 0; bit < 8; ++bit) {
       std::string text = whole;
       text[at] = static_cast<char>(text[at] ^ 1 << bit);
@@ -136,7 +136,7 @@ TEST_CASE("A changed bit in a gzip file is detected or changes nothing") {
       }
     }
   }
-  CHECK(same < 8);  // the padding bits of the last byte
+  CHECK(same < 8);  // only padding bits of the last byte may change
 }
 
 TEST_CASE("A file that is not an IDX file of bytes is refused") {

@@ -9,7 +9,7 @@ namespace distrain::data {
 using namespace testing;
 namespace {
 
-// Returns three images of two channels, 2 x 3, with numbered pixels.
+// Returns three images with two channels of 2 x 3 pixels. The pixel values count up from 0.
 ImageSet numbered() {
   ImageSet set;
   set.count = 3;

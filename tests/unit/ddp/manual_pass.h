@@ -17,8 +17,8 @@
 
 namespace distrain::testing {
 
-/// A pass of an autograd context without an agent. The test says which gradients come, in which
-/// order and when the pass ends. `.grad` is not touched.
+/// A backward pass of an autograd context without an agent. The test decides which gradients come,
+/// in which order, and when the pass ends. The pass does not use `.grad`.
 class ManualPass {
  public:
   explicit ManualPass(ddp::Reducer& reducer)
@@ -27,8 +27,8 @@ class ManualPass {
     context_->pass_or(id_, [] { return nullptr; });
   }
 
-  /// Hands the reducer the final gradient of `variable` on this rank. Does not copy a gradient that
-  /// the caller does not keep, so that gradient may have another shape or device than the variable.
+  /// Hands the reducer the final gradient of `variable` on this rank. A gradient that the caller
+  /// moves in is not copied, so its shape or device may differ from that of `variable`.
   void give(const at::Tensor& variable, at::Tensor gradient) {
     context_->accumulate(variable, std::move(gradient), id_);
     auto& hook = *torch::autograd::impl::post_acc_grad_hooks(variable);
@@ -42,8 +42,8 @@ class ManualPass {
   /// Ends the pass as a failed one.
   void fail() { context_->fail_pass(id_, {base::ErrorKind::kCancelled, "failed by the test"}); }
 
-  /// Runs a backward pass of `loss` and gives the gradients of `variables` in their order. A
-  /// variable that `loss` does not use gets none.
+  /// Computes the gradients of `loss`, hands the reducer those of `variables` in their order, and
+  /// ends the pass. Skips variables that `loss` does not use.
   void backward(const at::Tensor& loss, const std::vector<at::Tensor>& variables) {
     const auto gradients =
         torch::autograd::grad({loss}, variables, {}, /*retain_graph=*/true, false, true);
@@ -53,7 +53,7 @@ class ManualPass {
     end();
   }
 
-  /// Returns the gradient of `variable`; after the pass, its mean over the ranks.
+  /// Returns this rank's gradient of `variable` or, after end(), the mean over the ranks.
   at::Tensor gradient(const at::Tensor& variable) const { return context_->gradient(variable); }
 
  private:

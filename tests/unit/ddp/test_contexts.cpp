@@ -35,7 +35,7 @@ TEST_CASE("passes of contexts and plain passes give the same bits, the means tha
   };
   const Values plain = train(true, false);
   CHECK(all_same_bits(plain, train(false, false)));
-  CHECK(all_same_bits(plain, train(true, true)));  // alternating
+  CHECK(all_same_bits(plain, train(true, true)));  // plain and context passes alternate
 }
 
 TEST_CASE("several forwards before one backward and several backwards are averaged") {
@@ -98,7 +98,7 @@ TEST_CASE("contexts of micro-batches may be in flight together") {
 TEST_CASE("a forward() without gradients announces no pass to the reducer") {
   on_trainers([](Trainer& trainer) {
     for (int step = 0; step < 3; ++step) {
-      if (trainer.rank() == 1) {  // without the other rank
+      if (trainer.rank() == 1) {  // rank 0 runs none of these forwards
         autograd::Context context(trainer.agent);
         {
           const at::NoGradGuard no_grad;

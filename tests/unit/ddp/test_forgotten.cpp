@@ -1,4 +1,4 @@
-// Tests a trainer that omits a call in a pass of an autograd context.
+// Tests trainers that omit forward(), or the backward pass after it, in an autograd context.
 // ctest: timeout=120
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -12,21 +12,21 @@ using namespace distrain::testing;
 TEST_CASE("using parameters without forward() is an error on all trainers") {
   const auto forgetting = GENERATE(0, 1, 2, 3, 4);
   const bool on_both = GENERATE(false, true);
-  if (forgetting == 2 && !on_both) return;  // the other trainer has announced a backward, too
+  if (forgetting == 2 && !on_both) return;  // both have announced a pass, so none is missing
   on_trainers([&](Trainer& trainer) {
     const auto forget = [&] {
       switch (forgetting) {
         case 0:  // calls the module's forward instead of the DistributedDataParallel's
           return trainer.forward_alone(2);
-        case 1: {  // out of the context
+        case 1: {  // runs forward() outside of the context
           const rpc::ContextScope outside(0);
           return trainer.forward(2);
         }
-        case 2: {  // in another context
+        case 2: {  // runs forward() in another context
           autograd::Context other(trainer.agent);
           return trainer.forward(2);
         }
-        case 3: {  // in eval mode
+        case 3: {  // runs forward() in eval mode
           trainer.model->module()->eval();
           const at::Tensor loss = trainer.forward(2);
           trainer.model->module()->train();
@@ -166,7 +166,7 @@ TEST_CASE("a plain backward over the result of a call names autograd::backward")
           expect(contains(error.message, "on rank " + std::to_string(1 - trainer.rank())),
                  error.message);
         } else if (step == 0) {
-          // All gradients arrived, but rank 1 does not reorder its buckets after the first pass.
+          // Rank 1 sent all gradients but does not reorder its buckets after the first pass.
           expect(error.kind == ErrorKind::kRemoteFailed && error.rank == 1, error.message);
           expect(contains(error.message, "rank 1 failed before its end"), error.message);
         } else {

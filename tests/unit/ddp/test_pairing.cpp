@@ -25,7 +25,7 @@ TEST_CASE("if a rank omits a backward, its next step is not averaged with the om
     trainer.forward(1).backward();
     trainer.update(trainer.grads());
     if (trainer.rank() == 1) trainer.forward(2);
-    for (int step : {2, 3}) {  // and not in any later step
+    for (int step : {2, 3}) {  // later steps are not averaged with it either
       const at::Tensor loss = trainer.forward(step + trainer.rank());
       expect_left_out(error_of([&] { loss.backward(); }), "of forward " + std::to_string(step + 1),
                       "of forward " + std::to_string(step));

@@ -70,7 +70,7 @@ std::vector<at::Tensor> reference(int size, int step) {
   return gradients;
 }
 
-// Uses a tolerance relative to the largest element, because small elements come from cancellation.
+// Compares relative to the largest element, because small elements result from cancellation.
 bool close(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
          (a - b).abs().max().item<double>() <= 1e-6 * std::max(1.0, b.abs().max().item<double>());
@@ -137,7 +137,7 @@ TEST_CASE("a distributed pass gets the mean and does not touch .grad") {
   run_ranks(size, [&](int rank) {
     const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
-    std::vector<std::unique_ptr<ManualPass>> passes;  // later passes must not change them
+    std::vector<std::unique_ptr<ManualPass>> passes;  // kept until later passes have run
     for (int step = 0; step < 4; ++step) {
       passes.push_back(std::make_unique<ManualPass>(reducer));
       passes.back()->backward(model.loss(input_of(rank, step)), model.tensors());
@@ -331,7 +331,7 @@ TEST_CASE("the hooks of a Reducer are removed with it") {
   TestGroup group(2);
   const PlainModel model;
   { Reducer reducer(model.parameters, group.backends[0]); }
-  model.loss(input_of(0, 0)).backward();  // would otherwise wait for rank 1
+  model.loss(input_of(0, 0)).backward();  // would wait for rank 1 if a hook remained
   CHECK(model[0].grad().defined());
   Reducer again(model.parameters, group.backends[0]);
 }

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMostSent = 1 << 20;
 
-/// Returns the error of rank 0 when rank 1 describes its model by `bytes` and `text`.
+/// Returns the error of rank 0 when rank 1 claims a model description of `bytes` and sends `text`.
 base::Error check_against(int64_t bytes, const std::string& text) {
   TestGroup group(2, {.timeout = std::chrono::seconds(20)});
   base::Error error;
@@ -44,7 +44,7 @@ base::Error check_against(int64_t bytes, const std::string& text) {
   return error;
 }
 
-const std::string kText = "a: Float [2], without gradient\n";  // rank 0's
+const std::string kText = "a: Float [2], without gradient\n";  // rank 0's model
 
 }  // namespace
 
@@ -55,7 +55,7 @@ TEST_CASE("a false description of a peer's model is refused") {
     CHECK(error.kind == ErrorKind::kProtocol);
     CHECK(error.rank == 1);
   }
-  CHECK(check_against(size, kText).kind == ErrorKind::kProtocol);  // with another checksum
+  CHECK(check_against(size, kText).kind == ErrorKind::kProtocol);  // the checksum is wrong
   CHECK(check_against(size, kText.substr(0, kText.size() - 1)).kind == ErrorKind::kProtocol);
   const base::Error other = check_against(size, "a: Float [3]\n");
   CHECK(other.kind == ErrorKind::kInvalid);

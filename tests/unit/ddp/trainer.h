@@ -72,7 +72,7 @@ class CountingGroup final : public ReduceGroup {
     group_->refuse(count, error);
   }
 
-  std::atomic<int>& refused = *count_;  // counts refusals of duplicates, too
+  std::atomic<int>& refused = *count_;  // includes calls on duplicates of this group
 };
 
 inline std::shared_ptr<CountingGroup> join_group(rpc::Agent& agent) {

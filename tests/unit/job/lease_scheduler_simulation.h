@@ -30,7 +30,7 @@ inline int64_t steps_of_each(const LeaseScheduler::Options& options) {
   return options.steps > 0 ? options.steps : options.epochs * options.steps_per_epoch;
 }
 
-// Returns the number of steps of each trainer at each save of a job that is not stopped.
+// Returns how many steps each trainer has made at each save, for a job that is not stopped.
 inline std::vector<int64_t> expected_saves(const LeaseScheduler::Options& options,
                                            int64_t from = 0) {
   std::vector<int64_t> saves;
@@ -56,7 +56,7 @@ struct Saved {
 
 class Simulation {
  public:
-  // A trainer waits after a step while another one is more than `lead` steps behind; 0: sync mode.
+  // After a step, a trainer waits while another trainer is more than `lead` steps behind.
   Simulation(const LeaseScheduler::Options& options, int64_t lead, uint64_t seed)
       : options_(options),
         lead_(options.take_over ? kUnbounded : lead),
@@ -195,7 +195,7 @@ class Simulation {
     trainer.asks = true;
   }
 
-  // Begins or ends the step. These are two events, so that other trainers' events come in between.
+  // Begins the step or, if it has begun, ends it. Other trainers' events may come in between.
   void make_step(Trainer& trainer, const Task& task) {
     const StepKey key(task.epoch, task.shard, task.step);
     if (in_hand_.insert(key).second) {

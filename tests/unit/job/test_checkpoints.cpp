@@ -107,7 +107,7 @@ TEST_CASE("a save continues in the background") {
 TEST_CASE("values that are not finite are not saved, and a later save works") {
   Saving saving;
   Snapshot bad = Saving::snapshot(1);
-  // The last element, because the tensor is checked in pieces.
+  // Changes the last element, because the check must read all pieces of the tensor.
   bad.files["model"]["x"][-1] =
       GENERATE(std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN());
   saving.checkpoints->save(bad, {}, base::Clock::now());

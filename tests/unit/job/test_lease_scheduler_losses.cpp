@@ -55,8 +55,8 @@ class Pace {
 };
 
 struct Chances {
-  int64_t loss = 0;         // per thousand events
-  int64_t unknown = 0;      // per ten losses: it is unknown which steps the lost trainer made
+  int64_t loss = 0;         // probability of a loss, per thousand events
+  int64_t unknown = 0;      // losses in ten after which the trainer's steps are unknown
   int64_t most_losses = 0;  // per run
   bool come_back = true;
 };
@@ -172,7 +172,8 @@ class LossSimulation {
     if (!right) errors_.push_back(what);
   }
 
-  // Checks that no trainer holds a lease and that each part of the save or evaluation came once.
+  // Checks that no trainer holds a lease and that each trainer has sent its part of the save or
+  // evaluation exactly once.
   void expect_meeting(const std::string& what) {
     for (const Trainer& each : trainers_) {
       expect(each.at == At::kAsking || each.at == At::kGone, what + " while one was at work");
@@ -232,7 +233,7 @@ class LossSimulation {
     in_next_ = t;
     its.asked = schedule_.next(its.seat, its.stops, 1 + static_cast<int64_t>(random_.below(4)));
     in_next_ = -1;
-    if (its.at == At::kGone) expect_failed(its);  // lost in a hook
+    if (its.at == At::kGone) expect_failed(its);  // the trainer was lost in a hook of next()
   }
 
   void make_step(int t) {
@@ -295,7 +296,7 @@ class LossSimulation {
     ++losses_;
     const bool asks = its.at == At::kAsking;
     const bool was_told = asks && t != in_next_ && its.asked.done();
-    if (was_told) {  // the task was handed out but has not arrived
+    if (was_told) {  // the scheduler has handed out a task that the trainer has not read
       its.task = its.asked.wait();
       its.of_lease = 0;
     }
@@ -371,7 +372,7 @@ class LossSimulation {
   Pace pace_;
   LeaseScheduler schedule_;
   std::vector<Trainer> trainers_;
-  std::vector<std::pair<int32_t, int32_t>> parts_;  // brought to the current meeting
+  std::vector<std::pair<int32_t, int32_t>> parts_;  // parts of the current save or evaluation
   Steps done_;
   Steps doubted_;
   std::vector<std::string> errors_;
@@ -383,7 +384,7 @@ class LossSimulation {
   int64_t twice_ = 0;
   int64_t in_doubt_ = 0;
   int in_next_ = -1;  // the trainer that is in next() now, or -1
-  int to_tell_ = 0;   // losses that need a call of go_on()
+  int to_tell_ = 0;   // losses after which go_on() has not been called yet
   int ends_ = 0;
 };
 

@@ -23,7 +23,7 @@ class NoSink final : public EventSink {
 TEST_CASE("Training ends at the smaller of two limits that are given") {
   const job::OptionTable table = {{.name = "epochs", .kind = ValueKind::kInteger},
                                   {.name = "steps", .kind = ValueKind::kInteger}};
-  // Returns the epochs and steps of a plan with 10 steps per epoch; 0 steps: limited by the epochs.
+  // Returns the epochs and steps that limit a plan with 10 steps per epoch. 0 stands for no limit.
   // `taken` has the options of the checkpoint, or the defaults.
   const auto planned = [&](TrainerOptions taken, std::optional<int> epochs,
                            std::optional<int64_t> steps) {
@@ -49,7 +49,7 @@ TEST_CASE("Training ends at the smaller of two limits that are given") {
   CHECK(planned(resumed, {}, {}) == Limits{3, 0});
   CHECK(planned(resumed, {}, 40) == Limits{0, 40});
   CHECK(planned(resumed, 6, {}) == Limits{6, 0});
-  resumed.epochs = 0;  // the epochs of a run with --steps alone, which is complete
+  resumed.epochs = 0;  // as after a run with --steps alone
   resumed.steps = 0;
   CHECK(planned(resumed, {}, {}) == Limits{100, 0});
 }

@@ -165,7 +165,7 @@ inline bool intact(const InFrame& frame) {
           reinterpret_cast<uintptr_t>(frame.payload.data()) % wire::kPayloadAlignment == 0);
 }
 
-// Returns a frame as it is sent on the wire.
+// Returns the bytes that a stream sends for `frame`.
 inline std::vector<uint8_t> wire_bytes(const OutFrame& frame) {
   wire::FrameHeader header = frame.header;
   header.meta_bytes = static_cast<uint32_t>(frame.meta.size());
@@ -254,7 +254,7 @@ inline StreamPtr started(Loop& loop, Fd fd, Record& record, const wire::Limits& 
   return stream;
 }
 
-// Runs `fn` on the loop and waits for it.
+// Runs `fn` on the loop and waits until `fn` has returned.
 template <class F>
 void on_loop(Loop& loop, F fn) {
   base::Promise<void> promise;

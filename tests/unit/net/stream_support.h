@@ -35,7 +35,8 @@ struct Half {
   StreamPtr stream;
 };
 
-// Queues frames: sends more than the socket's buffer holds. Returns weak references to the frames.
+// Sends frames, usually more than the socket's buffer holds, so that the stream queues the rest.
+// Returns weak references, which expire when the stream releases the frames.
 inline std::vector<std::weak_ptr<const void>> fill(Stream& stream, size_t frames, size_t bytes) {
   std::vector<std::weak_ptr<const void>> alive;
   for (size_t i = 0; i < frames; ++i) {

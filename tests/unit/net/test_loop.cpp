@@ -169,7 +169,7 @@ TEST_CASE("a cancelled timer does not run and releases its task") {
   on_loop(loop, [] {});
 }
 
-// A reply may cancel its timeout before the loop has added the timer that call_at() returned.
+// call_at() returns before the loop adds the timer, so a fast reply may cancel its timeout earlier.
 TEST_CASE("the loop cancels a timer that is still in its queue") {
   Loop loop;
   std::atomic<bool> ran{false};

@@ -26,7 +26,7 @@ base::TimePoint soon() { return base::deadline_after(kLongest); }
 
 bool has_ipv6() { return listen_tcp("::1", 0).ok(); }
 
-// Returns an address such as "fe80::1%eth0", or an empty string.
+// Returns a link-local address of this host such as "fe80::1%eth0", or "" if there is none.
 std::string link_local_address() {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return {};
@@ -74,7 +74,7 @@ TEST_CASE("TCP sockets listen and connect") {
     const Fd server = accept_one(listener);
     CHECK(remote_name(client.get()).port == port);
     CHECK(local_name(client.get()).port == remote_name(server.get()).port);
-    CHECK(remote_name(server.get()).host == "127.0.0.1");  // also for a socket that accepts IPv6
+    CHECK(remote_name(server.get()).host == "127.0.0.1");  // also if the listener accepts IPv6
   }
   if (has_ipv6()) {
     const Fd all = std::move(listen_tcp("", 0).value());
@@ -358,7 +358,7 @@ TEST_CASE("a listener may destroy itself inside on_connection, or outlive its lo
     listener =
         std::make_unique<Listener>(loop, std::move(listen_unix(folder / "b").value()), [](Fd) {});
   }
-  CHECK_FALSE(connect_unix(folder / "b").ok());  // closed with the loop
+  CHECK_FALSE(connect_unix(folder / "b").ok());  // the loop has closed the listener
   listener.reset();
 }
 

@@ -168,7 +168,8 @@ void check_last_words_heard(Half<Unix>& half, base::Promise<void>& go) {
 
 }  // namespace
 
-// The last frame may be an abort with its reason, so a failed write must not discard it.
+// The peer's last frame may be an abort with its reason, so a failed write on this side must not
+// discard the frame.
 TEST_CASE("a peer's last frame is received though the peer left our queue unread") {
   for (int round = 0; round < 10; ++round) {
     Half<Unix> half;
@@ -325,7 +326,7 @@ TEMPLATE_TEST_CASE("streams leave no descriptor open", "", Tcp, Unix) {
     }
     return count;
   };
-  { const Loop first; }  // libuv keeps the pipe of the first loop open
+  { const Loop first; }  // libuv keeps a pipe of the first loop open, so count it in `before`
   const size_t before = descriptors();
   {
     Loop loop;

@@ -78,7 +78,7 @@ TEMPLATE_TEST_CASE("sending a frame that no peer would accept is refused", "", T
   meta.meta.resize(size_t{wire::Limits{}.max_meta_bytes} + 1);
   OutFrame tensors;
   tensors.header.tensor_count = wire::Limits{}.max_tensors + 1;
-  OutFrame payload;  // only its length is read, which is too large
+  OutFrame payload;  // spans that are too long; only their lengths are read
   payload.payload.assign(2, std::span<const uint8_t>(reinterpret_cast<const uint8_t*>(&payload),
                                                      wire::Limits{}.max_payload_bytes));
   for (OutFrame* frame : {&meta, &tensors, &payload}) {
@@ -139,7 +139,7 @@ TEMPLATE_TEST_CASE("a handler that is set in on_frame gets all later frames", ""
   const std::weak_ptr<int> watch = token;
   stream->start({[&, token](InFrame frame) {
                    stream->set_handler_on_loop(after.handler());
-                   alive_inside = *token == 1;  // although the handler has been replaced
+                   alive_inside = *token == 1;  // still alive after its replacement
                    before.add(std::move(frame));
                  },
                  [&](const base::Error& error) { before.closed(error); }},

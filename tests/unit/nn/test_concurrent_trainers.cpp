@@ -29,7 +29,7 @@ torch::nn::Sequential make_dropping_net() {
                                torch::nn::Linear(64, 3));
 }
 
-// A module that returns the difference of two lookups of the same rows in one pass.
+// Returns the difference of two lookups of the same rows: 0 unless the table changes in between.
 struct TwoLookupsImpl : torch::nn::Module {
   torch::nn::Embedding table = register_module(
       "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)));
@@ -66,7 +66,7 @@ TEST_CASE("four async trainers over a plain Sequential have right gradients and 
       return make_net();
     });
   });
-  // The targets are the outputs of a separate net for the same inputs.
+  // The targets are the classes that a separate net predicts for the same inputs.
   const at::Tensor inputs = at::rand({64, 8});
   const at::Tensor targets = make_net()->forward(inputs).detach().argmax(1);
   const auto loss_at = [&](const RemoteModule<>& net, const at::Tensor& x, const at::Tensor& y) {
@@ -146,7 +146,7 @@ TEST_CASE("dropout depends only on the pass's key, even with concurrent random d
       for (uint64_t key = static_cast<uint64_t>(t); key < 16; key += 4) {
         mine.seed(key);
         if (!at::equal(mine.forward(x), alone[key])) ++different;
-        at::rand({3});  // in the same process
+        at::rand({3});  // draws from torch's generator, which all ranks share
       }
     }
   });
@@ -166,7 +166,7 @@ TEST_CASE("passes and replicas do not advance torch's generator; its seed gives 
     return torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Dropout(0.5));
   };
   Cluster cluster = cluster_with(make);
-  const RemoteModule first(cluster[0], 1, "net");  // creates it with torch's generator
+  const RemoteModule first(cluster[0], 1, "net");  // draws its weights from torch's generator
   const at::Tensor x = at::ones({100, 64});
   torch::manual_seed(7);
   const at::Tensor expected = at::rand({4});
@@ -229,7 +229,7 @@ TEST_CASE("transferring a module's whole state has no deadline") {
     agent.expose<&move_states>("move_states");
     nn::expose_module(agent, "net", [] { return torch::nn::Linear(8, 8); });
   };
-  // With the default deadline, every call of rank 2 exceeds its deadline.
+  // The default deadline of a call by rank 2 is 1 ns, so a call that has a deadline fails.
   Cluster cluster(3, setup, {}, [](rpc::AgentOptions& options) {
     options.rpc_timeout = std::chrono::nanoseconds(options.rank == 2 ? 1 : 60'000'000'000);
   });

@@ -25,7 +25,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// In training mode, writes a buffer: by the batch_norm kernel if `by_kernel`, otherwise in place.
+// Writes a buffer in training mode: in the batch_norm kernel if `by_kernel`, otherwise in place.
 struct CounterImpl : torch::nn::Module {
   explicit CounterImpl(bool by_kernel) : by_kernel_(by_kernel) {
     linear = register_module("linear", torch::nn::Linear(8, 4));
@@ -51,7 +51,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 
-// Has parameters that cannot be versioned, for example because they overlap in memory.
+// A module with parameters that cannot be versioned, for example because they overlap in memory.
 struct OddImpl : torch::nn::Module {
   explicit OddImpl(const std::string& how) {
     const at::Tensor whole = at::rand({4, 4});
@@ -162,7 +162,7 @@ TEST_CASE("parameters that cannot be copied to a version are refused by name") {
 
   Cluster cluster = cluster_with([] { return Odd("other"); });
   const RemoteModule net(cluster[0], 1, "net");
-  error_of([&] { net.forward(); });  // the first module is not used again
+  error_of([&] { net.forward(); });  // fails, so the next pass needs a second module
   const base::Error error = error_of([&] { net.forward(at::ones({1})); });
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.message.starts_with("module net: make() gave another one than at first: first is"));

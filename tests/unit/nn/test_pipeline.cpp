@@ -185,7 +185,7 @@ TEST_CASE("an impossible batch is refused and ends all its waits") {
 
 namespace {
 
-/// A stage on rank 1 that a test can give two batches of two micro-batches each.
+/// A stage on rank 1. begin() starts a batch of two micro-batches; a test starts two batches.
 struct TwoBatches {
   explicit TwoBatches(rpc::Agent& agent_in)
       : agent(agent_in), stage(agent.remote_new<TanhStage>(1, 1)), whole(agent) {}

@@ -155,14 +155,15 @@ TEST_CASE("replicas are reused, and an update copies only parameters that a pass
   const auto moved = addresses();
   for (int i = 0; i < 5; ++i) step();
   CHECK(addresses() == moved);
-  // Outside of a context no replica is kept.
+  // A pass outside of a context keeps no replica.
   for (int i = 0; i < 5; ++i) net.forward(x);
   CHECK(made == 2);
 }
 
 namespace {
 
-// Returns weighted sums of word bags. If `ids` is empty, decodes `weights` with the same matrix.
+// Returns weighted sums of the table's rows `ids`, in bags of two rows. If `ids` is empty, returns
+// the product of `weights` and the transposed table.
 struct WeightedBagImpl : torch::nn::Module {
   WeightedBagImpl() {
     const at::NoGradGuard no_grad;
@@ -228,8 +229,8 @@ namespace {
 
 constexpr int kAtOnce = 4;
 
-// Counts the bytes of CPU tensors that are allocated during its lifetime. A thread that allocates a
-// tensor of `meeting` bytes waits until kAtOnce threads have done so.
+// Measures the peak memory of the CPU tensors that are allocated during its lifetime. A thread that
+// allocates a tensor of `meeting` bytes waits until kAtOnce threads have done so.
 class CountedMemory final : public c10::Allocator {
  public:
   explicit CountedMemory(size_t meeting) : meeting_(meeting) { c10::SetCPUAllocator(this); }
@@ -262,7 +263,7 @@ class CountedMemory final : public c10::Allocator {
   std::atomic<size_t> peak_{0};
 };
 
-// Has 4 MiB of parameters and makes all passes run concurrently.
+// A module with 4 MiB of parameters. Each pass waits until all passes have begun.
 struct BigImpl : torch::nn::Module {
   explicit BigImpl(std::latch& all) : all(all) {}
   at::Tensor forward(const at::Tensor& x) {

@@ -27,8 +27,8 @@ inline void expose_layers(rpc::Agent& agent) {
   agent.expose<&Layer::value>("Layer.value");
 }
 
-/// Runs a backward pass that gives each element of the weight of `layer`, which must have the shape
-/// [2, 1], the gradient `scale`.
+/// Runs a backward pass in which each element of the weight of `layer` gets the gradient `scale`.
+/// The weight must have the shape [2, 1].
 inline void backward_of(autograd::Context& context, const rpc::RRef<Layer>& layer, double scale) {
   const at::Tensor x = at::full({1, 2}, scale, at::kDouble);
   autograd::backward(context, {layer.rpc_sync<&Layer::forward>(x).sum()});

@@ -24,7 +24,7 @@ at::Tensor zeros_leaf() { return at::zeros({2, 2}, at::kDouble).requires_grad_()
 at::Tensor ones() { return at::ones({2, 2}, at::kDouble); }
 at::Tensor zeros() { return at::zeros({2, 2}, at::kDouble); }
 
-// Returns a gradient that passes every check and cannot be applied.
+// Returns a gradient that passes every check but cannot be applied: its row is out of range.
 at::Tensor rows_out_of_range() {
   return at::_sparse_coo_tensor_unsafe(at::full({1, 1}, 1000000, at::kLong),
                                        at::ones({1, 2}, at::kDouble), {2, 2});

@@ -79,7 +79,7 @@ TEST_CASE("a participant that clips does not wait for one that has ended, in asy
     });
   });
   const bool done = steps.wait_for(60s) == std::future_status::ready;
-  if (!done) cluster.kill(2);  // ends the wait
+  if (!done) cluster.kill(2);  // ends the steps that still wait
   CHECK(steps.get().message == "(no error)");
   REQUIRE(done);
   CHECK(at::allclose(shared.first.rpc_sync<&Weight::value>(), -kSteps * g1 / 5, 1e-6));
@@ -89,7 +89,7 @@ TEST_CASE("a participant that clips does not wait for one that has ended, in asy
 TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives last") {
   const at::Tensor g1[3] = {row({3, 1}), row({-1, 7}), row({0.1, 0.2})};
   const at::Tensor g2[3] = {row({0.3, 2}), row({5, -2}), row({-0.7, 0})};
-  const at::Tensor own_gradient = row({0.3, 0.7});  // equal on all, as under DDP
+  const at::Tensor own_gradient = row({0.3, 0.7});  // equal for all participants, as under DDP
   const double max_norm = GENERATE(0.5, 100.0);
   at::Tensor l1 = at::zeros({2}, at::kDouble).requires_grad_(), l2 = l1.clone().detach(),
              l3 = l1.clone().detach();
@@ -115,7 +115,7 @@ TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives l
         shared.step(optimizer, g1[p], g2[p], max_norm, own[at], own_gradient);
       });
       if (threads.size() == 3) break;
-      // To enforce the order of arrival, waits until both owners have this participant's part.
+      // To enforce the order of arrival, waits until both owners have this participant's norm.
       std::string wanted;
       for (int other = 0; other < 3; ++other) {
         const auto end = order.begin() + static_cast<std::ptrdiff_t>(threads.size());

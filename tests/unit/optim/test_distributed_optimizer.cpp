@@ -31,7 +31,7 @@ using testing::Layer;
 
 namespace {
 
-std::vector<optim::UpdateCount> g_counts;  // by rank, of the most recent cluster
+std::vector<optim::UpdateCount> g_counts;  // one per rank of the most recent cluster
 
 struct Table {
   using Constructor = Table(at::Tensor weight);
@@ -143,7 +143,7 @@ TEST_CASE("sync mode applies the mean of all participants, in any order of arriv
       const auto layer = cluster[3].make_rref(Layer(w));
       std::vector<RRef<Layer>> layers(3);
       std::vector<std::unique_ptr<DistributedOptimizer>> optimizers;
-      // Each participant has its own RRef to the same layer.
+      // The three participants run on rank 0 and train one layer of rank 3.
       const auto shared = cluster[0].remote_new<Layer>(3, w);
       const auto parameter = shared.rpc_sync<&Layer::parameter>();
       std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -380,7 +380,7 @@ TEST_CASE("parameters have one optimizer; later ones must have the same options"
   CHECK(attach({parameters[2], parameters[0]}, sgd).kind == ErrorKind::kInvalid);
   CHECK(attach({parameters[2]}, optim::Adam{}).message == "(no error)");
   CHECK(attach(two, optim::Sgd{.lr = -1}).kind == ErrorKind::kInvalid);
-  // A participant number out of range is refused.
+  // A step of a participant whose number is out of range is refused.
   DistributedOptimizer odd(agent, {parameters[3]}, sgd, Sharing{Sharing::Mode::kSync, 2, 5});
   autograd::Context context(agent);
   CHECK(error_of([&] { odd.step(context); }).kind == ErrorKind::kInvalid);
@@ -410,7 +410,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   }
   const at::Tensor between = table.rpc_sync<&Table::value>();
   CHECK_FALSE(at::allclose(between, w));
-  autograd::backward(*slow, {early.pow(2).sum()});  // no "modified by an inplace operation"
+  autograd::backward(*slow, {early.pow(2).sum()});  // no error "modified by an inplace operation"
   optimizer.step(*slow);
   slow.reset();
 

@@ -38,7 +38,7 @@ double cosine(double floor, double part) {
   return floor + 0.5 * (1 - floor) * (1 + std::cos(std::numbers::pi * part));
 }
 
-// Returns the error of parse() for an invalid text, which must be one line and of kind invalid.
+// Checks that parse() refuses `text` with an `invalid` error of one line. Returns its message.
 std::string refused(const std::string& text) {
   const base::Error error = error_of([&] { LearningRateSchedule::parse(text); });
   CAPTURE(text, error.message);

@@ -90,7 +90,7 @@ TEST_CASE("in ssp a resting participant is not waited for until it makes a step"
   shared.optimizer.rest(OneNumber::process(1));
   CHECK(waits.done());
   for (int i = 0; i < 3; ++i) CHECK(shared.step(0).done());
-  // Participant 1 resumes at participant 0's count of five steps; this is then its sixth step.
+  // Participant 1 resumes at participant 0's count of five steps; this step is its sixth.
   CHECK(shared.step(1).done());
   CHECK(shared.optimizer.progress(1).lead == 1);
   CHECK(shared.step(0).done());
@@ -121,12 +121,12 @@ TEST_CASE("in ssp a new process begins where the slowest of the others is") {
   for (int i = 0; i < 3; ++i) {
     for (const int each : {0, 1}) CHECK(shared.step(each).done());
   }
-  CHECK(shared.step(0).done());  // steps: 4 and 3
+  CHECK(shared.step(0).done());  // participants 0 and 1 have made 4 and 3 steps
   shared.optimizer.take_part(2, OneNumber::process(2, 1));
   CHECK(shared.optimizer.progress(2).lead == 0);
   CHECK(shared.step(1).done());
   const auto waits = shared.step(0);
-  CHECK_FALSE(waits.done());  // steps: 5, 4 and 3
+  CHECK_FALSE(waits.done());  // the participants have made 5, 4 and 3 steps
   CHECK(shared.step(2, 1).done());
   CHECK(waits.done());
   // The new process of participant 2 can be lost, too.

@@ -149,7 +149,7 @@ TEST_CASE("two groups of one owner may have rules of different kinds") {
     both();
     optimizer.set_lr_factor(0.5);
     both();
-    // Fast: 1 · 1 + 1/2 · 1. Slow, with momentum 1/2: 1/4 · 1 + 1/8 · 3/2.
+    // `fast` sums rate · step: 1 · 1 + 1/2 · 1. `slow` has momentum 1/2: 1/4 · 1 + 1/8 · 3/2.
     CHECK(at::equal(fast.rpc_sync<&Layer::value>(), at::full({2, 1}, -1.5, at::kDouble)));
     CHECK(at::equal(slow.rpc_sync<&Layer::value>(), at::full({2, 1}, -0.4375, at::kDouble)));
 
@@ -245,7 +245,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: async") 
 }
 
 TEST_CASE("a rank trains its own parameters together with another rank: sync, clipped or not") {
-  // Only a rank's own steps update its local parameters.
+  // Each rank also has local parameters, which only its own steps update.
   const double max_norm = GENERATE(0.0, 0.5);
   Cluster cluster(2, set_up_homes);
   {
@@ -284,7 +284,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: sync, cl
 }
 
 TEST_CASE("a rank trains its own parameters together with another rank: ssp limits the lead") {
-  const int fast = GENERATE(0, 1);  // 0: the owner is faster; 1: the other rank
+  const int fast = GENERATE(0, 1);  // the faster rank; rank 0 owns the layer
   CAPTURE(fast);
   Cluster cluster(2, set_up_homes);
   {
@@ -293,7 +293,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: ssp limi
     std::mutex mutex;
     std::condition_variable changed;
     int begun = 0;       // begun steps of the fast rank
-    int64_t slow = 0;    // completed steps of the slow rank
+    int64_t slow = 0;    // steps of the slow rank, counted before they run
     bool ahead = false;  // true if the fast rank exceeded the limit
     cluster.on_all([&](Agent& agent) {
       const auto layer = agent.rpc_sync<&home_layer>(0);
@@ -311,7 +311,7 @@ TEST_CASE("a rank trains its own parameters together with another rank: ssp limi
             // Waits until the fast rank is as far ahead as allowed.
             const int limit = std::min<int>(kSteps, i + static_cast<int>(kStaleness) + 1);
             changed.wait(lock, [&] { return begun >= limit; });
-            ++slow;  // before the step completes
+            ++slow;  // before step(), because step() may release the fast rank
           }
         }
         step(agent, optimizer, layer, 1);

@@ -112,7 +112,7 @@ TEST_CASE("an update keeps the version that a pass in flight was built on") {
     CHECK(layer.rpc_sync<&SquareLayer::address>() != first);
     autograd::backward(*slow, {early.sum()});
     optimizer.step(*slow);
-    // The pass computed its gradient with the first weights; its step changes the second ones.
+    // The slow pass used the first weights. Its step changes the weights that the quick pass left.
     CHECK(at::allclose(layer.rpc_sync<&SquareLayer::value>(), between - 0.5 * gradient_at(w, x),
                        1e-12, 1e-12));
   }
@@ -271,7 +271,7 @@ TEST_CASE("in ssp no trainer runs more than the staleness ahead of the slowest")
     std::this_thread::sleep_for(10ms);
     CHECK(done[0] == expected);
     const auto progress = layer.rpc_sync<&SquareLayer::progress>(0);
-    CHECK(progress.lead <= staleness + 1);  // it may not read before the slow one's step
+    CHECK(progress.lead <= staleness + 1);  // includes a step that waits for the slow trainer
     slow();
   }
   fast.join();
@@ -290,7 +290,7 @@ TEST_CASE("clipping uses the norm over all owners, as torch does over one model"
   // Both participants run on rank 0; ranks 2 and 3 each own one parameter.
   const RRef<at::Tensor> parameters[2] = {first.rpc_sync<&SquareLayer::parameter>(),
                                           second.rpc_sync<&SquareLayer::parameter>()};
-  std::latch have_gradients(2);  // both ranks have the gradients of their first parameters
+  std::latch have_gradients(2);  // both participants have gradients at w1 and w2
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
@@ -322,7 +322,7 @@ TEST_CASE("clipping uses the norm over all owners, as torch does over one model"
   } else {
     e1 = w1.clone();
     e2 = w2.clone();
-    for (const int t : {0, 1}) {  // each with its own norm
+    for (const int t : {0, 1}) {  // each participant clips with its own norm
       const double scale = std::min(1.0, max_norm / (norm(g1[t], g2[t]) + 1e-6));
       e1 -= 0.5 * scale * g1[t];
       e2 -= 0.5 * scale * g2[t];

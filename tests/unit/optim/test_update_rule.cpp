@@ -63,7 +63,7 @@ void compare_dense(
   for (int step = 0; step < kSteps; ++step) {
     for (size_t i = 0; i < own.size(); ++i) {
       at::Tensor gradient = at::randn(own[i].sizes(), type);
-      if (i == 1) gradient = at::randn({1}, type).expand({7});  // as the gradient of a sum
+      if (i == 1) gradient = at::randn({1}, type).expand({7});  // like the gradient of a sum
       rule->apply(i, own[i], gradient);
       reference[i].mutable_grad() = gradient.clone();
     }
@@ -298,7 +298,7 @@ TEST_CASE("A sparse gradient without rows counts as a step, as in torch, and cha
   rule->apply(0, parameter, sparse({}, at::empty({0, 2}), {4, 2}));
   CHECK(at::equal(parameter, before));
   CHECK(rule->step_count(0) == 1);
-  // The state is complete.
+  // The state after this step can be loaded.
   make_update_rule(options)->load(0, parameter, rule->state(0));
   rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {4, 2}));
   CHECK(rule->step_count(0) == 2);

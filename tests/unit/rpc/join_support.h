@@ -48,7 +48,7 @@ class Joining {
       return error_of([&] { agent_->join(prepare); });
     });
   }
-  /// Returns kind internal and the message "(no error)" if the rank has joined.
+  /// Waits for join() and returns its error, or kind `internal` and "(no error)" if it succeeded.
   base::Error result() {
     if (!result_) result_ = done_.get();
     return *result_;
@@ -64,7 +64,7 @@ class Joining {
   std::optional<base::Error> result_;
 };
 
-// Checks that rank 1 can join rank 0 after a test's faults, and that the job of two works.
+// Checks that rank 1 can join rank 0 after a test's faults, and that the job of two ranks works.
 inline void check_comes_up(Joining& zero) {
   Joining one(options_for(1, 2, zero.agent().port()));
   CHECK(one.joined());

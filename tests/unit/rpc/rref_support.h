@@ -71,7 +71,7 @@ bool eventually(F holds, std::chrono::milliseconds limit = 30s) {
   return true;
 }
 
-// Checks that all RRefs and their values are released, while the job still runs.
+// Waits until all RRefs and their values are released. The test fails if that takes too long.
 inline void check_all_gone(Cluster& cluster) {
   const auto live = [&] {
     std::vector<size_t> counts;

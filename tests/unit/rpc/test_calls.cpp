@@ -60,7 +60,7 @@ std::set<std::string> texts_of(const std::unordered_set<int>& numbers) {
 }
 at::Tensor compressed_rows() { return at::eye(2).to_sparse_csr(); }
 
-// Returns as a text the part of torch's thread-local state that the test changes.
+// Returns a text that describes the thread-local state of torch that the test changes.
 std::string torch_state() {
   std::string state = at::GradMode::is_enabled() ? "grad" : "no grad";
   if (at::autocast::is_autocast_enabled(at::kCPU)) state += ", autocast";

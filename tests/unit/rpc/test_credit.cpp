@@ -20,7 +20,8 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// A receiver's budget and the windows of its senders, connected without a network.
+// The budget from which a receiver grants credit, and the windows in which its senders keep that
+// credit, connected without a network.
 struct Flows {
   Flows(int ranks, uint64_t total, uint64_t per_peer) : budget(ranks, total, per_peer) {
     for (int rank = 0; rank < ranks; ++rank) {
@@ -97,7 +98,7 @@ bool waits_for_room(const Agent& agent) {
 
 std::atomic<int> g_in_flood{0};
 
-// Waits until flood() occupies all workers. Then sends its caller more than the credit allows.
+// Waits until calls of flood() occupy all workers, then sends the caller more than credit allows.
 int64_t flood(rpc::CallContext& call, int workers) {
   for (++g_in_flood; g_in_flood < workers;) std::this_thread::sleep_for(1ms);
   std::vector<base::Future<int64_t>> sizes;
@@ -239,7 +240,7 @@ TEST_CASE("the credit of a lost rank is free for others, and its successor start
   flows.send(1, 8 * kMiB);
   CHECK_FALSE(flows.has_room(2, 3 * kMiB));
   flows.tell(flows.budget.lose(1));
-  CHECK(flows.budget.arrive(1, 64 * kMiB));  // was in flight at the loss and never runs
+  CHECK(flows.budget.arrive(1, 64 * kMiB));  // a call that was in flight at the loss
   CHECK(flows.has_room(2, 8 * kMiB));
   const rpc::ProcessNumber next = rpc::process_number(1, 1);
   flows.budget.renew(next);
@@ -632,7 +633,7 @@ TEST_CASE("a waiting call is found by its rank and ID") {
   CHECK_FALSE(queue.take(1, 1));
   CHECK(queue.take(2, 7)->from == 2);
   CHECK_FALSE(queue.take(2, 7));
-  CHECK(queue.take(1, 8));  // pushed twice: takes the last one
+  CHECK(queue.take(1, 8));  // takes the last of the two calls with this ID
   queue.drop_all_of(3);
   std::vector<std::pair<int, uint64_t>> left;
   const auto never = [](int) { return false; };

@@ -82,7 +82,7 @@ TEST_CASE("a rank can be taken only once") {
   Joining first(options_for(1, 3, port));
   // Both processes ask to be rank 1. Rank 0 admits one of them and refuses the other.
   Joining second(options_for(1, 3, port));
-  // Waits until rank 0 has refused one of them. Only then rank 2 starts and completes the job.
+  // Waits until rank 0 has refused one of the two. Only then rank 2 starts and completes the job.
   const auto limit = base::deadline_after(45s);
   while (!first.ended() && !second.ended() && base::Clock::now() < limit) {
     std::this_thread::sleep_for(1ms);

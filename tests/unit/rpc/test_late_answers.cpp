@@ -168,5 +168,5 @@ TEST_CASE("an error of a message handler is not the sender's fault") {
   });
   CHECK(error.rank == 1);
   CHECK(error.message == "no room here");
-  cluster[1].open_channel(kLane).set_handler({});  // the failed handler has ended
+  cluster[1].open_channel(kLane).set_handler({});  // returns when the failed handler has ended
 }

@@ -143,7 +143,7 @@ TEST_CASE("a continuation of a call that fails with its agent may end the agent,
 
 namespace {
 
-// An object that an agent owns. Sets a promise when the agent has been destroyed.
+// An object that an agent owns. Its destructor, called by that of the agent, sets a promise.
 struct EndOfAgent {
   explicit EndOfAgent(base::Promise<void>& promise) : told(promise) {}
   ~EndOfAgent() { told.set(); }

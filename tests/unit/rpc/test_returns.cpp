@@ -218,7 +218,7 @@ TEST_CASE("references to values of a lost process do not refer to those of its s
     CHECK(error_of([&] { value_of(of_1); }).kind == ErrorKind::kPeerLost);
   };
   check_gone();
-  cluster[0].rpc_sync<&shelve>(1, made);  // a fork that its dead owner never hears of
+  cluster[0].rpc_sync<&shelve>(1, made);  // a fork of which the dead owner is not notified
   cluster.bring_back(2);
   const Ref fresh = cluster[2].make_rref(Tracked(7));
   const Ref fresh_made = cluster[0].remote_new<Tracked>(2, 8);
@@ -463,7 +463,7 @@ TEST_CASE("a process that is lost while it prepares has used its incarnation") {
     cluster.bring_back(2);
     CHECK(cluster[2].incarnation() == 2);
     check_all_call_all(cluster);
-    CHECK_FALSE(cluster[0].local<Losses>().of(2, 1));  // no layer was notified of it
+    CHECK_FALSE(cluster[0].local<Losses>().of(2, 1));  // no layer was notified of the loss
     cluster.shutdown();
   }
   SECTION("the others end without it") {

@@ -211,7 +211,7 @@ TEST_CASE("many threads share and drop RRefs for a second") {
       try {
         while (!stop) {
           Agent& agent = cluster[rank()];
-          // An RRef belongs to the agent that created it.
+          // Makes all calls on one agent, because an RRef must be sent by the agent that made it.
           Ref ref = agent.remote_new<Tracked>(rank(), t);
           switch (random() % 7) {
             case 0:

@@ -29,7 +29,7 @@ struct Control {
 struct Item {
   std::optional<Control> control;
   std::optional<rpc::InMessage> shared;
-  std::vector<std::shared_ptr<const void>> holds;  // released by the answer
+  std::vector<std::shared_ptr<const void>> holds;  // RRefs kept alive until the answer arrives
   bool is_call = false;
 };
 
@@ -260,7 +260,7 @@ TEST_CASE("using a value that was released by a rank's loss fails with the error
   REQUIRE(net.alive == 1);
   net.at(0).on_peer_lost(1, {ErrorKind::kNotFinite, "the loss is NaN", 1, {}});
   REQUIRE(net.alive == 0);
-  rpc::InMessage late;  // rank 2 uses its reference before rank 0 has heard of it
+  rpc::InMessage late;  // rank 2 uses its reference before rank 0 knows of it
   late.tickets.push_back({id, 0, 1, 0, 2});
   net.at(0).receive(late);
   const base::Error error = error_of([&] { late.rrefs[0]->local(typeid(int)); });

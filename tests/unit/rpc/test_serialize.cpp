@@ -37,8 +37,9 @@ struct SparseParts {
   }
 };
 
-// Returns a message of the described tensors with `payload_bytes` of payload. If `bits` is not
-// empty, the message has an autograd context, and `bits` says which tensors require a gradient.
+// Returns a message of the tensors `descs` with `payload_bytes` of payload. If `bits` is not empty,
+// the message has an autograd context, and `bits` says which tensors require a gradient. The header
+// claims `more_tensors` more tensors than there are.
 rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes,
                           const wire::Bytes& bits = {}, uint32_t more_tensors = 0) {
   wire::Bytes meta;
@@ -141,7 +142,7 @@ TEST_CASE("dense tensors of a message match their descriptors or are refused") {
   const at::Tensor good = message_of(one(DType::kFloat32, {4, 4}), 64).tensors.at(0);
   CHECK(good.sizes() == at::IntArrayRef({4, 4}));
   CHECK(good.is_contiguous());
-  // Sizes.
+  // Negative sizes, sizes that overflow and too many dimensions are refused.
   CHECK(refused(one(DType::kFloat32, {-4, -4})));
   CHECK(refused(one(DType::kFloat32, {std::numeric_limits<int64_t>::min()})));
   CHECK(refused(one(DType::kUInt8, {int64_t{1} << 32, int64_t{1} << 32})));
@@ -201,7 +202,7 @@ TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are r
   };
   const at::Tensor values = at::ones({2, 4});
   CHECK_FALSE(refused(row({0, 2}), values, {3, 4}));
-  // Sizes.
+  // Negative sizes and sizes whose product overflows are refused.
   CHECK(refused(row({0, 2}), values, {-3, 4}));
   CHECK(refused(row({0, 2}), values, {std::numeric_limits<int64_t>::min(), 4}));
   CHECK(refused(row({0, 2}), values, {3, -4}));
@@ -222,7 +223,7 @@ TEST_CASE("the parts of a sparse tensor match each other and its sizes, or are r
   CHECK_FALSE(refused(none, at::empty({0}), {int64_t{1} << 40, 1 << 20, 0}));
   CHECK(refused(at::zeros({65, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(65, 1)));
   CHECK_FALSE(refused(at::zeros({64, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(64, 1)));
-  // The numbers of dimensions and of elements must match.
+  // Indices, values and sizes must agree in their numbers of dimensions and of elements.
   CHECK(refused(at::tensor({0, 2}, at::kLong), values, {3, 4}));
   CHECK(refused(row({0, 2}).unsqueeze(0), values, {3, 4}));
   CHECK(refused(at::scalar_tensor(0, at::kLong), values, {3, 4}));
@@ -263,7 +264,8 @@ TEST_CASE("values that cannot be sent are refused in one line") {
 
 TEST_CASE("a tensor keeps its message alive only if it is a large part of it") {
   using wire::DType;
-  // Receives tensors of these sizes. Returns true if the last one keeps the message alive.
+  // Receives a message with a tensor of 2 * size bytes for each of `sizes`. Returns true if the
+  // last tensor keeps the message alive.
   const auto keeps = [](const std::vector<int64_t>& sizes) {
     std::vector<wire::TensorDesc> descs;
     for (const int64_t size : sizes) {
@@ -296,7 +298,7 @@ TEST_CASE("a missing tensor, or one of an unknown kind, is refused") {
     });
   };
   const at::Tensor tensor = at::ones({1});
-  CHECK_FALSE(refused({0}, {}));  // undefined
+  CHECK_FALSE(refused({0}, {}));  // an undefined tensor
   CHECK_FALSE(refused({1}, {tensor}));
   CHECK(refused({}, {tensor}));
   CHECK(refused({1}, {}));
@@ -306,7 +308,7 @@ TEST_CASE("a missing tensor, or one of an unknown kind, is refused") {
   CHECK_FALSE(refused(sparse, {row({0}), tensor}));
   CHECK(refused(sparse, {row({0})}));
   CHECK(refused(sparse, {}));
-  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0}, {row({0}), tensor}));  // not a bool
+  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0}, {row({0}), tensor}));  // an invalid flag
   for (size_t size = 1; size < sparse.size(); ++size) {
     CHECK(refused(wire::Bytes(sparse.begin(), sparse.begin() + static_cast<long>(size)),
                   {row({0}), tensor}));

@@ -97,7 +97,7 @@ int count(const std::vector<RankTrace>& ranks, int rank, Kind kind, const std::s
   return found;
 }
 
-/// Checks that no flow ends before it begins. Returns the number of flows with both ends.
+/// Checks that no call's flow ends before it begins. Returns the number of flows with both ends.
 int check_flows(const std::vector<RankTrace>& ranks) {
   std::map<uint64_t, int64_t> left;
   int flows = 0;
@@ -114,7 +114,7 @@ int check_flows(const std::vector<RankTrace>& ranks) {
   return flows;
 }
 
-/// Artificial traces with one track per rank. A test adds calls at any times.
+/// Artificial traces with one track per rank. A test adds calls with any times.
 struct MadeUp {
   std::vector<RankTrace> ranks;
   std::vector<rpc::RankClock> clocks;
@@ -427,7 +427,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   CHECK(refuses(with(2, -1)));
   CHECK(refuses(with(3, 2)));
   CHECK(refuses(with(6, 9)));
-  // Returns true if an event with these times is refused. `left`: when a call left its rank.
+  // Returns true if an event with these times is refused. At `left`, a call left its rank.
   const auto at_times = [&](Kind kind, int64_t left, int64_t start, int64_t end) {
     at::Tensor events = good.clone();
     const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};
@@ -469,7 +469,7 @@ TEST_CASE("Clock readings are interpolated, and held constant outside their rang
   CHECK(made.start(1, 3) == 2600);
   CHECK(made.start(1, 4) == 2700);
 
-  // Two readings that are too close to estimate a drift: only the more accurate one is used.
+  // If two readings are too close to estimate a drift, only the more accurate one is used.
   MadeUp brief({"a", "b"});
   brief.clocks[1].readings = {{1000, 500, 90}, {1050, 460, 30}};
   brief.slice(1, 1000, 1001);
@@ -478,7 +478,7 @@ TEST_CASE("Clock readings are interpolated, and held constant outside their rang
 }
 
 TEST_CASE("Wrong estimates are corrected by the flows", "[trace][align]") {
-  // Rank 1's clock is 100 behind rank 0's and rank 2's is 100 ahead, but there are no readings.
+  // Rank 1's clock is 100 behind rank 0's, rank 2's is 100 ahead, and there are no clock readings.
   MadeUp made({"a", "b", "c"});
   made.call(0, 1000, 1, 920);
   made.call(1, 930, 0, 1060);

@@ -20,7 +20,7 @@ PipelineOptions small_options(const std::string& data = "") {
   return options;
 }
 
-// Writes 15 images; all pixels of a plane of image i are i + 20 * plane, its label is i % 10.
+// Writes 15 images. Image i has label i % 10, and all pixels of its planes are i + 20 * plane.
 void write_cifar(const testing::Folder& folder) {
   for (int file = 0; file < 5; ++file) {
     std::string text;
@@ -129,7 +129,7 @@ TEST_CASE("images are drawn epoch by epoch, each shuffled") {
   CHECK(epochs[0] != epochs[1]);
   CHECK(images_of(source.batch(2)) == std::vector<int64_t>(seen.begin() + 8, seen.begin() + 12));
   PipelineOptions options = small_options(folder.path());
-  options.batch_size = 40;  // more than there are
+  options.batch_size = 40;  // more images than the folder has
   CHECK(images_of(PipelineData(options).batch(0)) ==
         std::vector<int64_t>(seen.begin(), seen.begin() + 40));
   options.seed = 2;
@@ -165,7 +165,7 @@ TEST_CASE("grey images get three channels, and every image is resized") {
   CHECK(at::equal(batch.images.select(1, 0), batch.images.select(1, 2)));
   CHECK(batch.images.min().item<double>() >= -1);
   CHECK(batch.images.max().item<double>() <= 1);
-  // The position of the bright bar is the label.
+  // The label determines the position of the bright bar in an image.
   for (int64_t i = 0; i < 4; ++i) {
     const at::Tensor rows = batch.images[i][0].mean(1);
     CHECK(rows.argmax().item<int64_t>() / 2 == batch.labels[i].item<int64_t>() + 2);

@@ -85,7 +85,7 @@ TEST_CASE("an action depends only on its own state and key") {
 
 TEST_CASE("actions are drawn with the policy's probabilities") {
   Policy policy(1);
-  // Zeroes the weights of the second layer, so that dropout has no effect on the output.
+  // Zeroes all but the last bias, so that neither the input nor dropout changes the probabilities.
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, std::log(3.0F)}));
   std::vector<PolicyInput> inputs = some_inputs(4000);

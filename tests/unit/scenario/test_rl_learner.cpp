@@ -51,6 +51,7 @@ struct Learners {
   }
 
   // Plays an episode of three steps in each environment. `last` has the rewards of the last step.
+  // If `together`, one call of choose() serves the requests of both observers.
   static void play(Learner& learner, int64_t episode, const std::vector<double>& last,
                    bool together) {
     learner.begin_episode(episode);

@@ -1,4 +1,4 @@
-// Tests wrong options of each job: exit code 2 and one clear error, for both spellings of options.
+// Tests that a wrong option gives exit code 2 and one clear error in each job, spelled either way.
 #include "../cmd/jobs.h"
 #include "support/catch.h"
 #include "support/refusal.h"

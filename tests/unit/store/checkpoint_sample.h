@@ -58,7 +58,7 @@ inline void check_newest(const std::string& folder, const Sample& expected) {
   check_same(CheckpointStore::load(*path), expected.checkpoint);
 }
 
-// Appends to the manifest `text` the checksum that ends a valid manifest; returns the result.
+// Returns the manifest that consists of `text` and the checksum that ends a valid manifest.
 inline std::string sealed(const std::string& text) {
   char digits[17];
   std::snprintf(digits, sizeof digits, "%016llx",

@@ -1,4 +1,4 @@
-// Child processes that save checkpoints and are killed or stopped during a save.
+// Helpers for child processes that save checkpoints and are killed or stopped during a save.
 #pragma once
 
 #include <cstddef>

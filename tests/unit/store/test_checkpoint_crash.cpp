@@ -102,7 +102,7 @@ TEST_CASE("Files are synced to the disk before they are renamed") {
                             "openat",   "write",    "fsync",    "close",  // the manifest
                             "fsync",                 // the folder of these files
                             "getdents",              // the folder is still ours
-                            "renameat", "renameat",  // no old checkpoint; the new one
+                            "renameat", "renameat",  // no old one to move; publishes the new
                             "fsync",                 // the parent folder
                             "getdents", "renameat",  // nothing was replaced
                             "getdents"};

@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kLinkRefused = ": a symbolic link, which is not followed";
 
-/// A checkpoint outside of the folder, which must not be reached through a link.
+/// A checkpoint outside of the tested folder. A save or load must not reach it through a link.
 class Outside {
  public:
   Outside() {
@@ -242,7 +242,7 @@ TEST_CASE("After the lock file is removed, another job may take the folder over"
   first.prepare();
   first.save(Sample(1).checkpoint);
   REQUIRE(fs::remove(lock));
-  first.save(Sample(2).checkpoint);  // and takes the folder over again
+  first.save(Sample(2).checkpoint);  // also takes the folder over again
   std::optional<CheckpointStore> second(folder.path());
   CHECK(bad_data([&] { second->prepare(); }).starts_with(expected));
   REQUIRE(fs::remove(lock));
@@ -395,7 +395,7 @@ TEST_CASE("A job whose folder another job took over neither writes nor deletes")
 }
 
 // If rank 0's machine is suspended, the job may be resumed on another machine, which does not see
-// the lock; then the first machine continues.
+// the lock. Later the first machine may continue its save.
 TEST_CASE("A save that is suspended while another job takes over the folder does no harm") {
   constexpr int kSaved = 0;
   constexpr int kRefused = 1;
@@ -431,7 +431,7 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
       WARN("no seccomp here");
       return;
     }
-    if (!WIFSTOPPED(status)) {  // the child has made its last call
+    if (!WIFSTOPPED(status)) {  // the child ended before its nth call
       REQUIRE(WEXITSTATUS(status) == kSaved);
       break;
     }
@@ -445,7 +445,8 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
     late += names_in(folder.path()) == before ? 0 : 1;
   }
   CHECK(refusals > 15);
-  // Only a job that is suspended before one of four calls (two publish, two remove) changes files.
+  // A suspended save may still finish the system call in which it was suspended. Only four of its
+  // calls publish or remove files, so at most four saves changed the folder after the stop.
   CHECK(late <= 4);
 }
 

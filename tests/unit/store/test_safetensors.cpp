@@ -104,7 +104,7 @@ TEST_CASE("A written file is read back") {
   const Folder folder;
   const auto path = folder.write("f", {reinterpret_cast<const char*>(file.data()), file.size()});
   check_same(read_safetensors(path), tensors);
-  // DISTRAIN_KEEP_SAFETENSORS=<file> keeps a file for inspection by other readers.
+  // If DISTRAIN_KEEP_SAFETENSORS is set, copies the file there, so that other readers can read it.
   if (const char* keep = std::getenv("DISTRAIN_KEEP_SAFETENSORS")) {
     write_text(keep, read_text(path));
   }

@@ -16,7 +16,7 @@ inline bool is_plain(std::span<const uint8_t> in) {
   return in.size() >= sizeof kMagic && std::memcmp(in.data(), &kMagic, sizeof kMagic) == 0;
 }
 
-// Adds the hash to a header that has the plain magic; does not change other headers.
+// Adds a header's hash to its magic if the magic is plain (has no hash). Otherwise does nothing.
 inline void add_hash(std::span<uint8_t> bytes) {
   if (bytes.size() < kHeaderBytes || !is_plain(bytes)) return;
   const uint32_t magic = magic_of(bytes.first<kHeaderBytes>());
@@ -41,7 +41,7 @@ inline bool try_header(std::span<const uint8_t> in) {
   }
   std::array<uint8_t, kHeaderBytes> again;
   encode_header(h, again);
-  // The plain magic contains no hash: earlier versions send it, and encoding replaces it.
+  // Earlier versions send a plain magic, which has no hash. Encoding adds the hash.
   if (!std::equal(again.begin() + sizeof kMagic, again.end(), in.begin() + sizeof kMagic) ||
       (!std::equal(again.begin(), again.end(), in.begin()) && !is_plain(in))) {
     __builtin_trap();

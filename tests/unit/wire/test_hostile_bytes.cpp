@@ -127,7 +127,7 @@ TEST_CASE("random bytes are accepted or refused without harm") {
     RandomMessages random(14);
     for (int i = 0; i < kInputs; ++i) {
       Bytes bytes = random.noise(i % 100 == 0 ? 2000 : 120);
-      if (i % 2 == 0 && bytes.size() >= 4) {  // passes the first check
+      if (i % 2 == 0 && bytes.size() >= 4) {  // passes the decoder's first check
         const uint32_t start = decoder.decode == try_header ? kMagic : kProtocolVersion;
         std::memcpy(bytes.data(), &start, 4);
         if (decoder.decode == try_header && i % 4 == 0) add_hash(bytes);
