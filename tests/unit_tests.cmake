@@ -27,9 +27,11 @@ target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
 distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::cmd)
-foreach(program IN ITEMS integration unit_scenario)
-  target_sources(${program} PRIVATE support/tensor_memory.cpp)
-endforeach()
+if(DISTRAIN_SANITIZER STREQUAL "asan")
+  foreach(program IN ITEMS integration unit_scenario)
+    target_sources(${program} PRIVATE support/tensor_memory.cpp)
+  endforeach()
+endif()
 
 if(DISTRAIN_SANITIZER STREQUAL "tsan")
   return()  # the other tests have one thread
@@ -44,13 +46,14 @@ target_include_directories(fake_network PRIVATE ${PROJECT_SOURCE_DIR}/src/member
 # own random mutations, or use libFuzzer in the `fuzz` preset. Each target is a test.
 option(DISTRAIN_LIBFUZZER "Build tests/fuzz with libFuzzer (clang)" OFF)
 add_custom_target(fuzz_programs)
+add_dependencies(ci_programs fuzz_programs)
 
 # distrain_fuzz_program(<program> <folder> <flags> LINK <target>... TARGETS <name>...)
 function(distrain_fuzz_program program folder)
   cmake_parse_arguments(arg "" "" "LINK;TARGETS" ${ARGN})
   set(here ${CMAKE_CURRENT_SOURCE_DIR})
   file(GLOB files CONFIGURE_DEPENDS ${here}/fuzz/${folder}/*.cpp)
-  add_executable(${program} ${files} support/fuzz_target.cpp support/heap_use.cpp)
+  add_executable(${program} EXCLUDE_FROM_ALL ${files} support/fuzz_target.cpp support/heap_use.cpp)
   target_include_directories(${program} PRIVATE ${here})
   target_link_libraries(${program} PRIVATE ${arg_LINK})
   add_dependencies(fuzz_programs ${program})
@@ -68,7 +71,7 @@ function(distrain_fuzz_program program folder)
     else()
       add_test(NAME fuzz.${target} COMMAND ${program} --target=${target} ${here}/fuzz/corpus/${target})
     endif()
-    set_tests_properties(fuzz.${target} PROPERTIES LABELS "fuzz;${folder}" TIMEOUT 240)
+    set_tests_properties(fuzz.${target} PROPERTIES LABELS "fuzz;ci;${folder}" TIMEOUT 240)
   endforeach()
 endfunction()
 
@@ -91,7 +94,9 @@ list(REMOVE_ITEM files ${device_suites})
 distrain_catch_tests(fake_device TORCH LABELS fake_device FILES ${files} SUITES ${device_suites}
                      LINK distrain::cmd distrain_fake_device)
 target_include_directories(fake_device PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
-target_sources(fake_device PRIVATE support/tensor_memory.cpp)
+if(DISTRAIN_SANITIZER STREQUAL "asan")
+  target_sources(fake_device PRIVATE support/tensor_memory.cpp)
+endif()
 add_test(NAME fake_device.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh $<TARGET_FILE:fake_device>
                  ${PROJECT_SOURCE_DIR})

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=300
+# ctest: labels=ci timeout=300
 # Runs every fenced block of README.md and docs/*.md, or only those of the pages in further arguments: see
 # docs_blocks.py.
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=300
+# ctest: labels=ci timeout=300
 # The examples train, join from several terminals, resume bit by bit after a kill, and have distrain's help and
 # completion. DISTRAIN_EXAMPLES is the folder of the programs; without it they are those of this build.
 # tests/soak/examples.sh builds them with an installed distrain.

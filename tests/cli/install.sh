@@ -41,7 +41,7 @@ case_files_and_binary() {
   grep -q 'T _ZN8distrain3app4mainEiPPc' "$tmp/symbols" || fail "libdistrain.so has no app::main"
 }
 
-case_package() {
+case_package() { # ctest: labels=ci
   local package uv spins port clang
   PATH=$build/bin:$PATH cmake -S "$root/tests/package" -B "$tmp/build" \
     -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF >"$tmp/log" 2>&1 && fail "the build tree is found by PATH"

@@ -1,4 +1,4 @@
-// ctest: timeout=180
+// ctest: labels=ci timeout=180
 // Tests whole jobs whose ranks compute on fake devices: their losses equal those on the CPU, and no
 // tensor is copied unnecessarily.
 #include "support/fake_device.h"

@@ -1,4 +1,4 @@
-// ctest: labels=tsan_soak timeout=180 first
+// ctest: labels=ci,tsan_soak timeout=180 first
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
