@@ -148,7 +148,10 @@ void ControlPlaneImpl::close() {
   acceptor_->close();
   loop_.post([self = shared_from_this()] {
     self->is_leaving_ = true;
-    if (!self->ready_.future().done()) self->on_failed(self->left_already());  // ends run()
+    if (!self->ready_.future().done()) {  // ends run() or reserve_rank()
+      self->on_failed(
+          Error{ErrorKind::kCancelled, "this rank is shutting down", self->options_.rank, "join"});
+    }
     self->is_closed_ = true;
     self->coordinator_ = nullptr;
     self->protocol_ = nullptr;

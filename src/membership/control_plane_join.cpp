@@ -287,6 +287,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
     if (next.wait_until(std::min(deadline, base::Clock::now() + pause))) {
       next.wait();  // throws if joining has failed
       if (is_prepared) return;
+      if (ready.done()) ready.wait();  // throws after close()
       if (options_.on_cpus_shared) options_.on_cpus_shared(cpu_sharers_);
       if (options_.rank != 0) own_devices_ = prepare();
       loop_.post([self = shared_from_this(), devices = own_devices_]() mutable {

@@ -50,7 +50,10 @@ Agent::~Agent() {
   }
   const auto* const core = new std::shared_ptr<AgentCore>(std::move(core_));
   try {
-    std::thread([core] { delete core; }).detach();
+    std::thread([core] {
+      (*core)->close();  // join() may hold the core, too
+      delete core;
+    }).detach();
   } catch (const std::system_error&) {
   }
 }

@@ -132,7 +132,7 @@ case_breaks_while_joining() {
   options=(--epochs 1000000 --peer-timeout 10 --join-timeout 20)
   blamed[2]="[0, 1, null]"
   for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 5; done
-  for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 21 ends "$fault" 3 5; done
+  for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 11 ends "$fault" 3 5; done
 }
 
 # A flipped bit in a header breaks the header's checksum, so the connection fails, and with it the job. (The data
@@ -149,7 +149,7 @@ case_flipped_bits() {
       flips+=("$place.$((RANDOM % 48)):$((RANDOM % 8))")
     done
   fi
-  options=(--epochs 4 --peer-timeout 10 --join-timeout 30 --rpc-timeout 12)
+  options=(--epochs 4 --peer-timeout 10 --join-timeout 20 --rpc-timeout 12)
   for fault in "${flips[@]}"; do
     start "$fault"
     await "$fault"

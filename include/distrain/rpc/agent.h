@@ -197,6 +197,7 @@ class Agent {
   /// Joins the job; returns when every rank accepts calls. Throws `rendezvous`, `auth`, … if this
   /// rank cannot join, and `invalid` if join() has been called before, even without success.
   /// `prepare` runs when job_options() are known, before any other rank can call this rank.
+  /// `prepare` and the callbacks of AgentOptions may run until join() returns or throws.
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. This rank converts arguments to the types of F's

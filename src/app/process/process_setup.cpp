@@ -17,18 +17,12 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
+#include <sanitizer/asan_interface.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
-#if __has_include(<sanitizer/asan_interface.h>)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(block, bytes)
-#define ASAN_UNPOISON_MEMORY_REGION(block, bytes)
-#endif
 
 #include "distrain/base/error.h"
 #include "process/output.h"

@@ -117,13 +117,18 @@ TEST_CASE("a joining rank that disconnects during the meeting frees its place") 
 }
 
 TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is free again") {
+  const bool on_own_thread = GENERATE(false, true);
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   for (int i = 0; i < 5; ++i) {
     Joining one(options_for(1, 3, port));
     while (!one.agent().is_admitted() && !one.ended()) std::this_thread::sleep_for(1ms);
-    one.kill();
-    CHECK(one.result().kind == ErrorKind::kCancelled);
+    if (on_own_thread) {
+      one.agent().executor().post([&] { one.kill(); });
+    } else {
+      one.kill();
+    }
+    CHECK(one.result().message == "this rank is shutting down");
     let_rank_0_catch_up(port);
   }
   Joining one(options_for(1, 3, port));
@@ -131,6 +136,21 @@ TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is 
   CHECK(one.joined());
   CHECK(two.joined());
   CHECK(zero.joined());
+}
+
+TEST_CASE("a join fails when its agent is destroyed while the rank prepares") {
+  base::Promise<void> prepares, destroyed;
+  Joining zero(options_for(0, 2));
+  Joining one(options_for(1, 2, zero.agent().port()), [&] {
+    prepares.set();
+    destroyed.future().wait();
+  });
+  CHECK(prepares.future().wait_until(base::deadline_after(60s)));
+  one.kill();
+  destroyed.set();
+  CHECK(one.result().message == "this rank is shutting down");
+  zero.kill();
+  CHECK_FALSE(zero.joined());
 }
 
 TEST_CASE("a rank that has joined is not a peer before all others have joined") {
