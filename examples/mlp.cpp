@@ -1,5 +1,5 @@
 // A multilayer perceptron that reads digits. Each trainer has a replica, and
-// DistributedDataParallel averages the gradients; the job has no server. It supports --local and
+// DistributedDataParallel averages the gradients; the job has no server. It has --local and
 // predict.
 //
 //   python3 make_data.py .
@@ -38,7 +38,7 @@ struct Options : job::TrainerOptions {
   }
 };
 
-// The images that one process reads, and the sampler that chooses batches of them.
+// The images of one process.
 struct Digits {
   data::ImageFolder images;
   data::Sampler sampler;

@@ -38,8 +38,7 @@ struct Options : job::TrainerOptions {
   }
 };
 
-// Writes clicks of users on items of the same parity, with 5 % noise. Several trainers may do so at
-// once, because each writes a file of its own (suffix `own`) and then renames it.
+// Makes clicks of users on items of the same parity, and 5 % noise. Any trainer may make the file.
 void make_clicks(const Options& options, const std::string& own) {
   std::ofstream file(options.data + own);
   base::Random random({options.seed});

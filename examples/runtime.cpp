@@ -21,7 +21,7 @@
 using namespace distrain;
 using namespace std::chrono_literals;
 
-at::Tensor scale(at::Tensor x, double factor) {  // a function that other ranks call
+at::Tensor scale(at::Tensor x, double factor) {  // a function for other ranks
   if (factor == 0) throw std::runtime_error("the factor is 0");
   return x * factor;
 }
@@ -88,17 +88,17 @@ void train_table_and_net(rpc::Agent& agent) {  // on both trainers
 void run(int rank, uint16_t port) {
   rpc::AgentOptions options;
   options.rank = rank;
-  options.names = {"server", "trainer1", "trainer2"};  // rank 0's names apply to all ranks
+  options.names = {"server", "trainer1", "trainer2"};  // those of rank 0 count
   options.master_port = port;
   options.on_waiting = [](const std::vector<int>& missing, const std::string& address,
-                          const std::string& reason) {  // every 5 s while join() waits
+                          const std::string& reason) {  // every 5 s in join()
     std::fprintf(stderr, "waiting for %zu ranks at %s: %s\n", missing.size(), address.c_str(),
                  reason.c_str());
   };
   rpc::Agent agent(options);
   autograd::install(agent);  // on every rank, before join()
   optim::install(agent);
-  agent.expose<&scale>("scale");  // other ranks can call exposed functions only
+  agent.expose<&scale>("scale");  // other ranks can call what is exposed, and nothing else
   agent.expose_class<Weight>("Weight");
   agent.expose<&Weight::multiply>("Weight.multiply");
   agent.expose<&Weight::parameter>("Weight.parameter");
@@ -109,7 +109,7 @@ void run(int rank, uint16_t port) {
     train_weight(agent);
   }
   if (rank != 0) train_table_and_net(agent);
-  agent.shutdown();  // waits for all ranks; until then, the server answers calls
+  agent.shutdown();  // the server serves until all ranks are here
 }
 
 int main(int argc, char** argv) try {

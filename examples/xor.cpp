@@ -23,7 +23,7 @@ void train(job::Rank& rank, const Options& options) {  // runs on each trainer
   optim::DistributedOptimizer optimizer(rank.agent(), net.remote_parameters(), {}, options.rule(),
                                         options.sharing(rank.index()));
   job::Training training(rank, options, 200);  // steps in an epoch
-  training.keep("net", net);                   // saved in checkpoints
+  training.keep("net", net);                   // part of a checkpoint
   training.keep(optimizer);
   torch::manual_seed(options.seed + static_cast<uint64_t>(rank.number()));
   training.run([&](const job::Step&) {
