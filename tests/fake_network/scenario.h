@@ -10,7 +10,7 @@
 
 namespace distrain::fake_network {
 
-/// What happens in a fault. `a`, `b` and `group` are the members of Fault.
+/// The kinds of faults that a scenario can inject. `a`, `b` and `group` are members of Fault.
 enum class FaultKind {
   kDie,
   kStop,

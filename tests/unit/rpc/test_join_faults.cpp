@@ -12,6 +12,19 @@ using base::ErrorKind;
 using rpc::Agent;
 using rpc::AgentOptions;
 
+namespace {
+
+// Checks that ranks 1 and 2 of three can join rank 0 after a test's faults.
+void check_three_join(Joining& zero) {
+  Joining one(options_for(1, 3, zero.agent().port()));
+  Joining two(options_for(2, 3, zero.agent().port()));
+  CHECK(one.joined());
+  CHECK(two.joined());
+  CHECK(zero.joined());
+}
+
+}  // namespace
+
 TEST_CASE("rank 0 survives strangers of all kinds") {
   Joining zero(options_for(0, 2));
   const uint16_t port = zero.agent().port();
@@ -109,11 +122,7 @@ TEST_CASE("a joining rank that disconnects during the meeting frees its place") 
     RawRank(port).join(1);
     let_rank_0_catch_up(port);
   }
-  Joining one(options_for(1, 3, port));
-  Joining two(options_for(2, 3, port));
-  CHECK(one.joined());
-  CHECK(two.joined());
-  CHECK(zero.joined());
+  check_three_join(zero);
 }
 
 TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is free again") {
@@ -131,11 +140,7 @@ TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is 
     CHECK(one.result().message == "this rank is shutting down");
     let_rank_0_catch_up(port);
   }
-  Joining one(options_for(1, 3, port));
-  Joining two(options_for(2, 3, port));
-  CHECK(one.joined());
-  CHECK(two.joined());
-  CHECK(zero.joined());
+  check_three_join(zero);
 }
 
 TEST_CASE("a join fails when its agent is destroyed while the rank prepares") {
@@ -165,11 +170,7 @@ TEST_CASE("a rank that has joined is not a peer before all others have joined") 
     CHECK(peer.closed_by_peer());
   }
   let_rank_0_catch_up(port);
-  Joining one(options_for(1, 3, port));
-  Joining two(options_for(2, 3, port));
-  CHECK(one.joined());
-  CHECK(two.joined());
-  CHECK(zero.joined());
+  check_three_join(zero);
 }
 
 TEST_CASE("the join timeout names the missing ranks") {
