@@ -78,10 +78,9 @@ endfunction()
 distrain_fuzz_program(fuzz_wire wire LINK distrain::net distrain_strict_flags
                       TARGETS header tensor_desc hello join directory rank_devices all_devices error
                               stream)
-distrain_fuzz_program(fuzz_torch torch LINK distrain::job ZLIB::ZLIB
-                                            distrain_test_flags
+distrain_fuzz_program(fuzz_torch torch LINK distrain::job ZLIB::ZLIB distrain_flags
                       TARGETS message trace collective manifest gzip idx safetensors)
-target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
+distrain_use_torch_pch(fuzz_torch)
 
 # The fake device registers itself, so its object files must be linked directly.
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/fake_device*.cpp)

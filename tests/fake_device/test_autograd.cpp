@@ -1,6 +1,5 @@
 // Tests the streams of a backward pass on one rank. Work that one stream produces and another uses
 // needs a wait; on the fake device a missing wait gives wrong values every time.
-// ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>

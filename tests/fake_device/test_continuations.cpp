@@ -1,3 +1,4 @@
+// ctest: timeout=120
 // Tests values that one thread computes and another uses, each on its own stream. The consumer's
 // stream waits for the producer's stream, even if then() is called after the future is complete.
 #include <cstdlib>

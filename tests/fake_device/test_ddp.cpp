@@ -1,5 +1,4 @@
 // Tests DistributedDataParallel on devices: its results equal those on the CPU.
-// ctest: timeout=120
 #include <optional>
 
 #include <ATen/ATen.h>

@@ -1,5 +1,4 @@
 // Tests the fake device itself: the properties that other tests rely on.
-// ctest: timeout=120
 #include <csignal>
 #include <thread>
 #include <vector>

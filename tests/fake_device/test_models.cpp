@@ -1,5 +1,4 @@
 // Tests whole models on the fake device: their gradients equal the CPU's.
-// ctest: timeout=120
 #include <torch/csrc/autograd/autograd.h>
 
 #include "nets.h"

@@ -1,6 +1,5 @@
 // Tests ordinary torch modules on the fake device: they behave as on the CPU, whichever streams
 // read and change their parameters.
-// ctest: timeout=120
 #include <thread>
 
 #include <c10/core/StreamGuard.h>

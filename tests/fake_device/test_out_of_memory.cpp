@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests that a failure of a device is a `resources` error and names the rank.
 #include <c10/util/Exception.h>
 

@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests that a batch on a device ends after all its work, and the times that a stage reports.
 #include <ATen/Functions.h>
 

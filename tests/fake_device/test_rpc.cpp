@@ -1,3 +1,4 @@
+// ctest: timeout=120
 // Tests calls with device tensors. The fake device detects each missing wait, each extra copy and
 // memory that is freed too early.
 #include <algorithm>

@@ -1,5 +1,4 @@
 // Tests collectives on device tensors over our own Backend, which stages them in host memory.
-// ctest: timeout=120
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 

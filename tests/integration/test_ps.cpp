@@ -36,11 +36,11 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   if (options.dropout > 0.0 && options.trainers != 2) return;
   options.limit = 101;  // shards of different sizes
   if (kSanitized && options.trainers == 2 && !(options.dropout > 0.0)) return;
-  options.steps = 30;
+  options.steps = 14;
   CAPTURE(options.trainers, options.dropout.value_or(-1));
   const Snapshot ranks = checkpoint_of(Place::kRanks, options);
   const Snapshot local = checkpoint_of(Place::kLocal, options);
-  CHECK(ranks.step == 30);
+  CHECK(ranks.step == 14);
   CHECK(ranks.state == local.state);
   check_close(ranks.file("model"), local.file("model"), 1e-5);
 }
@@ -151,17 +151,17 @@ TEST_CASE_METHOD(PsImages, "with ssp 2 fast trainers are at most two steps ahead
                       [](const Json& step) { return step["staleness"] == 0; }) > 15);
 }
 
-TEST_CASE_METHOD(PsImages, "four async trainers make 200 steps each without an error") {
+TEST_CASE_METHOD(PsImages, "four async trainers make 50 steps each without an error") {
   PsOptions options = this->options();
   options.trainers = 4;
   options.batch_size = 2;
-  options.steps = 200;
-  options.log_interval = 20;
+  options.steps = 50;
+  options.log_interval = 10;
   const Finished job = run_job(Place::kRanks, options);
-  CHECK(job.fields(0)["updates"] == 800);
+  CHECK(job.fields(0)["updates"] == 200);
   int64_t steps = 0;
   for (int rank = 1; rank <= 4; ++rank) steps += job.fields(rank)["steps"].get<int64_t>();
-  CHECK(steps == 800);
+  CHECK(steps == 200);
 }
 
 TEST_CASE_METHOD(PsImages, "async trainers take over steps of a slow one") {

@@ -34,7 +34,7 @@ void set_size(RlOptions& options, std::pair<int, int> size) {
 }  // namespace
 
 TEST_CASE("the episodes of observers equal those of one process bit for bit") {
-  RlOptions options = short_rl(30);
+  RlOptions options = short_rl(15);
   set_size(options, GENERATE(std::pair(1, 1), std::pair(3, 1), std::pair(1, 4), std::pair(2, 3)));
   options.seed = kSanitized ? 1 : GENERATE(1, 2);
   CAPTURE(options.observers, options.envs_per_observer, options.seed);
@@ -46,13 +46,13 @@ TEST_CASE("the episodes of observers equal those of one process bit for bit") {
     const Finished job = run_job(place, options);
     lines[local] = episodes_of(job);
     CHECK(job.outcomes.at(0).goal_missed);
-    CHECK(contains(job.outcomes.at(0).message, "not solved after 30 episodes"));
+    CHECK(contains(job.outcomes.at(0).message, "not solved after 15 episodes"));
     CHECK(job.fields(0)["solved"] == false);
     for (const auto& [rank, outcome] : job.outcomes) {
       if (rank > 0) CHECK_FALSE(outcome.goal_missed);
     }
   }
-  REQUIRE(lines[0].size() == 30);
+  REQUIRE(lines[0].size() == 15);
   for (size_t i = 0; i < lines[0].size(); ++i) {
     CHECK(lines[0][i] == lines[1][i]);
     const auto reward = lines[0][i]["reward"].get<int64_t>();

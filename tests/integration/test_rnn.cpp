@@ -52,7 +52,7 @@ TEST_CASE_METHOD(RnnText, "sync training on random words equals the one-process 
   options.trainers = trainers;
   options.clip = clip;
   options.dropout = dropout;
-  options.steps = 30;
+  options.steps = 16;
   CAPTURE(options.trainers, options.clip, options.dropout);
   check_close(checkpoint_of(Place::kRanks, options).file("model"),
               checkpoint_of(Place::kLocal, options).file("model"), 1e-5);
@@ -61,7 +61,7 @@ TEST_CASE_METHOD(RnnText, "sync training on random words equals the one-process 
 TEST_CASE_METHOD(RnnText, "one async trainer equals the one-process run, too") {
   RnnOptions options = GENERATE(false, true) ? on_text() : on_random();
   options.mode = "async";
-  options.steps = 30;
+  options.steps = 16;
   check_close(checkpoint_of(Place::kRanks, options).file("model"),
               checkpoint_of(Place::kLocal, options).file("model"), 1e-5);
 }
@@ -96,10 +96,10 @@ TEST_CASE_METHOD(RnnText, "async trainers of the language model make all their s
   options.mode = "async";
   options.trainers = 3;
   options.clip = 0.25;
-  options.steps = 40;
+  options.steps = 15;
   const Finished job = run_job(Place::kRanks, options);
-  CHECK(job.fields(0)["updates"] == 120);
-  for (int rank = 1; rank <= 3; ++rank) CHECK(job.fields(rank)["steps"] == 40);
+  CHECK(job.fields(0)["updates"] == 45);
+  for (int rank = 1; rank <= 3; ++rank) CHECK(job.fields(rank)["steps"] == 15);
 }
 
 TEST_CASE_METHOD(RnnText, "the language model learns, and its lines show it") {

@@ -1,4 +1,3 @@
-// ctest: timeout=120
 #include <ATen/ATen.h>
 
 #include "support/catch.h"

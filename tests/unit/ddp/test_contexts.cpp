@@ -1,6 +1,5 @@
 // Tests DistributedDataParallel in passes of autograd contexts, which forward() announces to the
 // reducer.
-// ctest: timeout=120
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
 #include "unit/ddp/manual_pass.h"

@@ -1,5 +1,4 @@
 // Tests trainers that omit forward(), or the backward pass after it, in an autograd context.
-// ctest: timeout=120
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -1,5 +1,4 @@
 // Tests which passes of two ranks are averaged with each other.
-// ctest: timeout=120
 #include "distrain/ddp/reducer.h"
 #include "support/catch.h"
 #include "unit/ddp/trainer.h"

@@ -1,3 +1,4 @@
+// ctest: timeout=120
 #include <algorithm>
 #include <atomic>
 #include <functional>

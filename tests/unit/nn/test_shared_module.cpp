@@ -1,4 +1,3 @@
-// ctest: timeout=120
 #include <latch>
 
 #include <c10/core/CPUAllocator.h>

@@ -1,5 +1,4 @@
 // Tests clipping if several participants train the same parameters.
-// ctest: timeout=120
 #include <algorithm>
 #include <chrono>
 #include <future>

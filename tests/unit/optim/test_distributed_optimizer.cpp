@@ -1,4 +1,3 @@
-// ctest: timeout=120
 #include <algorithm>
 #include <atomic>
 #include <chrono>

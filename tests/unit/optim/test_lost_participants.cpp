@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests parameters whose participants are lost, rest (make no steps for a while) and return.
 #include <chrono>
 #include <memory>

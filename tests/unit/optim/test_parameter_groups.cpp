@@ -1,6 +1,5 @@
 // Tests parameter groups that span several ranks, and parameters that several ranks train,
 // including the rank that owns them.
-// ctest: timeout=120
 #include <condition_variable>
 #include <mutex>
 #include <thread>

@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests answers that arrive after the agent has ended, and calls that do not reach their peer.
 #include <atomic>
 #include <stdexcept>

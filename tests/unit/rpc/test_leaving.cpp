@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests how a rank leaves its job, from any thread and for any reason.
 #include <thread>
 

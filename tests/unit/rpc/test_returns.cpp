@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests a job that continues without a lost rank, and the process that replaces it.
 #include <algorithm>
 #include <array>

@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests that RRefs can be passed between ranks and that a value is released with its last RRef.
 #include <atomic>
 #include <map>

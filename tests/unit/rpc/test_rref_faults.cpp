@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests RRefs of calls that fail or arrive late, and of ranks that die.
 #include <chrono>
 #include <stdexcept>

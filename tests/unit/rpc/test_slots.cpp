@@ -1,4 +1,3 @@
-// ctest: timeout=120
 // Tests processes that join without a rank number: rank 0 reserves a free rank for each.
 #include <set>
 

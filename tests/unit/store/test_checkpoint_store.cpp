@@ -1,3 +1,4 @@
+// ctest: timeout=120
 #include <cstdio>
 #include <functional>
 #include <optional>

@@ -1,3 +1,4 @@
+// ctest: timeout=120
 // Tests bytes from a broken or hostile peer. A decoder must accept them or throw `protocol`, and
 // must allocate at most a fixed multiple of its input.
 #include <algorithm>
