@@ -1,5 +1,5 @@
 # One target per layer, the shared precompiled header, and the "every header compiles alone" check.
-set(DISTRAIN_TORCH_FREE_LAYERS base wire net membership)
+set(DISTRAIN_TORCH_FREE_LAYERS base rows wire net membership)
 
 # The precompiled header of all layers that use torch, and of their tests.
 add_library(distrain_torch_pch OBJECT ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)

@@ -1,0 +1,227 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "distrain/rows/id_groups.h"
+
+namespace distrain::rows {
+
+/// The header of a row's block. The block goes on with the value (dim floats) and the optimizer's
+/// state (state_floats floats).
+struct alignas(16) Row {
+  uint64_t id;
+  uint32_t updates;  ///< number of updates of this row
+  float row_state;   ///< state that an optimizer keeps once for the whole row
+
+  float* value() { return reinterpret_cast<float*>(this + 1); }
+  const float* value() const { return reinterpret_cast<const float*>(this + 1); }
+};
+static_assert(sizeof(Row) == 16);
+
+/// Writes the initial value of the row `id`. Threads may call it at the same time.
+using InitialValue = std::function<void(uint64_t id, std::span<float> value)>;
+
+/// Return initial values that depend only on `seed` and the id: uniform in [-bound, bound), or
+/// normal with mean 0 (Box and Muller 1958).
+InitialValue keyed_uniform(uint64_t seed, float bound);
+InitialValue keyed_normal(uint64_t seed, float standard_deviation);
+
+struct RowStoreOptions {
+  size_t dim = 0;                ///< floats of a value
+  size_t state_floats = 0;       ///< floats of optimizer state after the value
+  float initial_state = 0;       ///< of each of the state's floats, and of Row::row_state
+  uint64_t max_rows = 0;         ///< 0: no limit except 2^24 - 1 rows in one stripe
+  InitialValue initial_value{};  ///< null: zeros
+};
+
+/// The number of a row in its stripe, in the order of creation. A row keeps its number.
+using RowNumber = uint32_t;
+inline constexpr RowNumber kNoRow = ~RowNumber{0};
+
+/// Rows of floats by 64-bit id, with the state of their optimizer.
+///
+///     RowStore store({.dim = 32, .initial_value = keyed_normal(seed, 0.01f)});
+///     const IdGroups groups(ids);
+///     std::vector<RowNumber> numbers(groups.size());
+///     store.find_or_create(groups, numbers);   // then update_rows() or copy_rows() of kernels.h
+///
+/// The top bits of an id's hash choose one of 64 stripes. A stripe has a lock, an index and its
+/// rows. The index is a hash table with linear probing whose slots have 4 bytes: 24 bits of row
+/// number and 8 bits of hash. The index doubles when it is 70 % full. Rows lie in segments
+/// of at most 32 KiB, cut from chunks of 2 MiB, and never move. So a row needs its block and 6 to
+/// 12 bytes of index, and growth copies no rows.
+///
+/// Thread-safe. Rows are never removed.
+class RowStore {
+ public:
+  explicit RowStore(RowStoreOptions options);
+  ~RowStore();
+  RowStore(const RowStore&) = delete;
+  RowStore& operator=(const RowStore&) = delete;
+
+  const RowStoreOptions& options() const { return options_; }
+  /// Returns the bytes of a row's block: the header, the value, the state, and padding to 16 bytes.
+  size_t block_bytes() const { return block_bytes_; }
+  uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
+  /// Returns the bytes that the store has allocated.
+  uint64_t memory_bytes() const;
+
+  /// Writes the row numbers of the ids `first` to `last` - 1 of `groups` to the same places of
+  /// `numbers`: kNoRow for ids without a row.
+  void find(const IdGroups& groups, std::span<RowNumber> numbers, size_t first, size_t last) const;
+  void find(const IdGroups& groups, std::span<RowNumber> numbers) const {
+    find(groups, numbers, 0, groups.size());
+  }
+  /// Writes the row numbers as find() does, and creates missing rows. Throws `resources` if a row
+  /// would exceed max_rows or there is no memory; rows created until then stay.
+  void find_or_create(const IdGroups& groups, std::span<RowNumber> numbers, size_t first,
+                      size_t last);
+  void find_or_create(const IdGroups& groups, std::span<RowNumber> numbers) {
+    find_or_create(groups, numbers, 0, groups.size());
+  }
+  /// Writes the initial value of the row `id`. Creates no row.
+  void initial_value(uint64_t id, std::span<float> value) const;
+  /// Creates the row `id` from a checkpoint: `fill` sets everything except the id, and is called
+  /// before other threads can see the row. Throws `bad_data` if the row exists, otherwise as
+  /// find_or_create().
+  void restore(uint64_t id, const std::function<void(Row&)>& fill);
+
+  // Note [Snapshot of a row store]
+  //
+  // A snapshot is the rows at the time of begin_snapshot(), in the order of stripes and row
+  // numbers. Its saver reads them by save_rows(), while training continues. Each row of the
+  // snapshot has a bit that says whether it is saved. Before the first update of a row that is not
+  // saved, the updating thread passes the row to `on_overwrite` and sets the bit. So each row of
+  // the snapshot is passed exactly once, to save_rows() or to `on_overwrite`, with the value that
+  // it had at the beginning.
+
+  /// Receives a row and its position in the snapshot. The caller holds the lock of the row's
+  /// stripe, so the function must not use the store, must not wait for a thread that does, and must
+  /// not throw.
+  using RowSink = std::function<void(uint64_t position, const Row& row)>;
+
+  /// Begins a snapshot and returns its number of rows. The snapshot may lack or contain an update
+  /// that runs concurrently, because the stripes are prepared one after the other; without such
+  /// updates the snapshot is consistent. Throws `invalid` if there is a snapshot already.
+  uint64_t begin_snapshot(RowSink on_overwrite);
+  /// Passes the rows at the positions `first` to `last` - 1 that are not saved yet to `sink`. Holds
+  /// a stripe's lock for the rows of one call, so a few hundred rows a call keep updates waiting
+  /// only shortly.
+  void save_rows(uint64_t first, uint64_t last, const RowSink& sink);
+  /// Ends the snapshot, complete or not. `on_overwrite` is not called after the return.
+  void end_snapshot();
+
+  class LockedStripe;
+  /// Locks a stripe, so that its rows may be read and updated.
+  LockedStripe lock(size_t stripe);
+
+  /// Calls `f(LockedStripe&, begin, end)` for each stripe among the ids `first` to `last` - 1 of
+  /// `groups`; `begin` to `end` - 1 are the ids of the stripe.
+  template <class F>
+  void for_each_stripe(const IdGroups& groups, size_t first, size_t last, F f);
+
+ private:
+  struct alignas(64) Stripe {
+    mutable std::mutex mutex;
+    uint32_t rows = 0;
+    int index_bits = 0;           // the index has 2^index_bits slots, or none
+    std::vector<uint32_t> index;  // row number + 1 above 8 bits of hash; 0: an empty slot
+    std::vector<std::byte*> segments;
+    // Of the snapshot; `saved` is empty if there is none.
+    std::vector<uint64_t> saved;
+    uint32_t snapshot_rows = 0;
+    uint64_t first_position = 0;
+  };
+
+  Row* row(const Stripe& stripe, RowNumber number) const {
+    return reinterpret_cast<Row*>(stripe.segments[number >> segment_shift_] +
+                                  (number & segment_mask_) * block_bytes_);
+  }
+  static size_t home_of(const Stripe& stripe, uint64_t hash) {
+    return (hash << kStripeBits) >> (64 - stripe.index_bits);
+  }
+  RowNumber find_locked(const Stripe& stripe, uint64_t id, uint64_t hash) const;
+  template <bool kCreate, class Store>
+  static void find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
+                       size_t first, size_t last);
+  RowNumber create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
+                          const std::function<void(Row&)>& fill);
+  void grow_index_locked(Stripe& stripe);
+  std::byte* allocate_segment();
+  void end_snapshot_locked();
+  static bool mark_saved(Stripe& stripe, RowNumber number) {
+    uint64_t& word = stripe.saved[number / 64];
+    const uint64_t bit = uint64_t{1} << (number % 64);
+    const bool was_saved = (word & bit) != 0;
+    word |= bit;
+    return !was_saved;
+  }
+
+  const RowStoreOptions options_;
+  const size_t block_bytes_;
+  const int segment_shift_;  // a segment has 2^segment_shift_ rows
+  const uint32_t segment_mask_;
+  std::atomic<uint64_t> rows_{0};
+  std::array<Stripe, kStripes> stripes_;
+  // Guards the beginning and the end of a snapshot; locked before a stripe's mutex.
+  std::mutex snapshot_mutex_;
+  RowSink on_overwrite_;  // changes only while no stripe has `saved` bits
+
+  mutable std::mutex chunks_mutex_;  // locked after a stripe's mutex
+  std::vector<std::byte*> chunks_;
+  size_t chunk_bytes_;
+  size_t chunk_used_;  // bytes of the last chunk that segments occupy
+};
+
+/// Holds the lock of a stripe.
+class RowStore::LockedStripe {
+ public:
+  Row& row(RowNumber number) { return *store_.row(stripe_, number); }
+  uint32_t rows() const { return stripe_.rows; }
+  /// Must be called before each update of a row: passes the row to the snapshot that needs it.
+  void before_update(RowNumber number) {
+    if (!stripe_.saved.empty() && number < stripe_.snapshot_rows && mark_saved(stripe_, number)) {
+      store_.on_overwrite_(stripe_.first_position + number, row(number));
+    }
+  }
+
+ private:
+  friend class RowStore;
+  LockedStripe(RowStore& store, Stripe& stripe)
+      : store_(store), stripe_(stripe), lock_(stripe.mutex) {}
+
+  RowStore& store_;
+  Stripe& stripe_;
+  const std::lock_guard<std::mutex> lock_;
+};
+
+inline RowStore::LockedStripe RowStore::lock(size_t stripe) {
+  return LockedStripe(*this, stripes_[stripe]);
+}
+
+/// Returns the end of the ids that are of the stripe of the id `begin`, at most `last`.
+inline size_t end_of_stripe(std::span<const uint64_t> hashes, size_t begin, size_t last) {
+  size_t end = begin + 1;
+  while (end < last && stripe_of(hashes[end]) == stripe_of(hashes[begin])) ++end;
+  return end;
+}
+
+template <class F>
+void RowStore::for_each_stripe(const IdGroups& groups, size_t first, size_t last, F f) {
+  for (size_t begin = first; begin < last;) {
+    const size_t end = end_of_stripe(groups.hashes(), begin, last);
+    LockedStripe stripe = lock(stripe_of(groups.hashes()[begin]));
+    f(stripe, begin, end);
+    begin = end;
+  }
+}
+
+}  // namespace distrain::rows

@@ -1,0 +1,109 @@
+#include "distrain/rows/id_groups.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "distrain/base/error.h"
+
+namespace distrain::rows {
+namespace {
+
+constexpr int kDigitBits = 11;
+constexpr size_t kDigits = size_t{1} << kDigitBits;
+constexpr int kMaxPasses = 3;
+constexpr size_t kSmall = 128;  // up to this size a comparison sort is faster
+
+}  // namespace
+
+// Least significant digit first: each pass is stable, so equal hashes stay in the order of their
+// positions.
+void IdGroups::sort(size_t n) {
+  const auto before = [](const Entry& a, const Entry& b) {
+    return a.hash != b.hash ? a.hash < b.hash : a.position < b.position;
+  };
+  if (n <= kSmall) return std::sort(entries_.begin(), entries_.end(), before);
+
+  const int passes = n <= (size_t{1} << 16) ? 2 : kMaxPasses;
+  std::array<std::array<uint32_t, kDigits>, kMaxPasses> counts{};
+  const auto digit_of = [passes](uint64_t hash, int pass) {
+    return (hash >> (64 - kDigitBits * (passes - pass))) & (kDigits - 1);
+  };
+  for (const Entry& entry : entries_) {
+    for (int pass = 0; pass < passes; ++pass) ++counts[pass][digit_of(entry.hash, pass)];
+  }
+  swap_.resize(n);
+  for (int pass = 0; pass < passes; ++pass) {
+    uint32_t next = 0;
+    for (uint32_t& count : counts[pass]) next += std::exchange(count, next);
+    for (const Entry& entry : entries_) {
+      swap_[counts[pass][digit_of(entry.hash, pass)]++] = entry;
+    }
+    entries_.swap(swap_);
+  }
+
+  // Sorts runs that agree in the sorted bits but not in the rest.
+  const int rest = 64 - kDigitBits * passes;
+  for (size_t begin = 0; begin < n;) {
+    size_t end = begin + 1;
+    bool sorted = true;
+    while (end < n && entries_[end].hash >> rest == entries_[begin].hash >> rest) {
+      sorted = sorted && entries_[end - 1].hash <= entries_[end].hash;
+      ++end;
+    }
+    if (!sorted) std::sort(entries_.data() + begin, entries_.data() + end, before);
+    begin = end;
+  }
+}
+
+void IdGroups::assign(std::span<const uint64_t> ids) {
+  const size_t n = ids.size();
+  if (n >> 32 != 0) base::invalid("a lookup has 2^32 ids or more");
+  entries_.resize(n);
+  for (size_t i = 0; i < n; ++i) entries_[i] = {hash_of_id(ids[i]), static_cast<uint32_t>(i)};
+  sort(n);
+
+  positions_.resize(n);
+  ids_.resize(n);
+  hashes_.resize(n);
+  starts_.resize(n + 1);
+  size_t distinct = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Entry& entry = entries_[i];
+    positions_[i] = entry.position;
+    if (distinct > 0 && hashes_[distinct - 1] == entry.hash) continue;
+    hashes_[distinct] = entry.hash;
+    ids_[distinct] = ids[entry.position];
+    starts_[distinct++] = static_cast<uint32_t>(i);
+  }
+  ids_.resize(distinct);
+  hashes_.resize(distinct);
+  starts_.resize(distinct + 1);
+  starts_[distinct] = static_cast<uint32_t>(n);
+}
+
+std::vector<uint32_t> IdGroups::inverse() const {
+  std::vector<uint32_t> result(total());
+  for (size_t i = 0; i < size(); ++i) {
+    for (const uint32_t position : positions_of(i)) result[position] = static_cast<uint32_t>(i);
+  }
+  return result;
+}
+
+std::vector<size_t> IdGroups::split(size_t parts) const {
+  std::vector<size_t> bounds = {0};
+  for (size_t part = 1; part < parts; ++part) {
+    const auto target = static_cast<uint32_t>(total() * part / parts);
+    auto bound = static_cast<size_t>(std::lower_bound(starts_.begin(), starts_.end(), target) -
+                                     starts_.begin());
+    while (bound > 0 && bound < size() &&
+           stripe_of(hashes_[bound]) == stripe_of(hashes_[bound - 1])) {
+      ++bound;
+    }
+    if (bound > bounds.back() && bound < size()) bounds.push_back(bound);
+  }
+  if (size() > 0) bounds.push_back(size());
+  return bounds;
+}
+
+}  // namespace distrain::rows

@@ -1,0 +1,245 @@
+#include "distrain/rows/kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#include "distrain/base/error.h"
+#include "kernel_functions.h"
+
+namespace distrain::rows {
+namespace {
+
+// Number of rows that are prefetched together.
+constexpr size_t kBatch = 32;
+
+double corrected_rate(const RowRule& rule, const Step& step) {
+  const auto n = static_cast<double>(step.number);
+  switch (rule.optimizer) {
+    case Optimizer::kAdagrad:
+    case Optimizer::kRowwiseAdagrad:
+      return step.lr / (1 + (n - 1) * rule.lr_decay);
+    case Optimizer::kAdam:
+    case Optimizer::kAdamW:
+      return step.lr * std::sqrt(1 - std::pow(rule.beta2, n)) / (1 - std::pow(rule.beta1, n));
+    default:
+      return step.lr;
+  }
+}
+
+template <class T>
+UpdateConstants<T> constants_of(const RowRule& rule, const Step& step) {
+  const bool adam_w = rule.optimizer == Optimizer::kAdamW;
+  const double beta2 = rule.optimizer == Optimizer::kRmsProp ? rule.alpha : rule.beta2;
+  return {.optimizer = rule.optimizer,
+          .scale = static_cast<T>(step.gradient_scale),
+          .rate = static_cast<T>(corrected_rate(rule, step)),
+          .beta1 = static_cast<T>(rule.beta1),
+          .share1 = static_cast<T>(1 - rule.beta1),
+          .beta2 = static_cast<T>(beta2),
+          .share2 = static_cast<T>(1 - beta2),
+          .eps = static_cast<T>(rule.eps),
+          .shrink = static_cast<T>(adam_w ? 1 - step.lr * rule.weight_decay : 1)};
+}
+
+template <class T>
+const KernelFunctions<T>& functions_of(Isa isa) {
+  const auto of = [](const KernelFunctions<float>& floats,
+                     const KernelFunctions<double>& doubles) -> const KernelFunctions<T>& {
+    if constexpr (std::is_same_v<T, float>)
+      return floats;
+    else
+      return doubles;
+  };
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return of(avx512::kFloats, avx512::kDoubles);
+  if (isa == Isa::kAvx2) return of(avx2::kFloats, avx2::kDoubles);
+#endif
+  static_cast<void>(isa);
+  return of(baseline::kFloats, baseline::kDoubles);
+}
+
+}  // namespace
+
+Isa best_isa() {
+#if defined(__x86_64__)
+  static const Isa isa = __builtin_cpu_supports("avx512f") ? Isa::kAvx512
+                         : __builtin_cpu_supports("avx2")  ? Isa::kAvx2
+                                                           : Isa::kBaseline;
+  return isa;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
+size_t state_vectors(const RowRule& rule) {
+  switch (rule.optimizer) {
+    case Optimizer::kSgd:
+    case Optimizer::kRowwiseAdagrad:
+      return 0;
+    case Optimizer::kAdagrad:
+    case Optimizer::kRmsProp:
+      return 1;
+    case Optimizer::kAdam:
+    case Optimizer::kAdamW:
+      return 2;
+  }
+  return 0;
+}
+
+void set_state(RowStoreOptions& options, const RowRule& rule) {
+  options.state_floats = options.dim * state_vectors(rule);
+  const bool adagrad =
+      rule.optimizer == Optimizer::kAdagrad || rule.optimizer == Optimizer::kRowwiseAdagrad;
+  options.initial_state = adagrad ? static_cast<float>(rule.initial_accumulator_value) : 0.0F;
+}
+
+template <class T>
+BagGradients<T>::BagGradients(const Bags<T>& bags) {
+  const size_t total = bags.size() == 0 ? 0 : static_cast<size_t>(bags.offsets.back());
+  rows.resize(total);
+  if (bags.mean || !bags.weights.empty()) factors.resize(total);
+  for (size_t bag = 0; bag < bags.size(); ++bag) {
+    const auto start = static_cast<size_t>(bags.offsets[bag]);
+    const auto end = static_cast<size_t>(bags.offsets[bag + 1]);
+    const T share = bags.mean && end > start ? T{1} / static_cast<T>(end - start) : T{1};
+    std::fill(rows.begin() + start, rows.begin() + end, static_cast<uint32_t>(bag));
+    if (factors.empty()) continue;
+    for (size_t p = start; p < end; ++p) {
+      factors[p] = bags.weights.empty() ? share : bags.weights[p] * share;
+    }
+  }
+}
+
+void update_rows(RowStore& store, const RowRule& rule, const Step& step, const IdGroups& groups,
+                 std::span<const RowNumber> numbers, const Gradients<float>& gradients,
+                 size_t first, size_t last, Isa isa) {
+  for (size_t i = first; i < last; ++i) {
+    if (numbers[i] == kNoRow) {
+      base::invalid("there is a gradient for the id " + std::to_string(groups.ids()[i]) +
+                    " of a table, which has no row");
+    }
+  }
+  const size_t dim = store.options().dim;
+  const size_t block_bytes = store.block_bytes();
+  const UpdateConstants<float> constants = constants_of<float>(rule, step);
+  const auto& update = functions_of<float>(isa).update;
+  std::vector<float> buffer(dim);
+  std::array<RowPointers<float>, kBatch> rows;
+  store.for_each_stripe(
+      groups, first, last, [&](RowStore::LockedStripe& stripe, size_t begin, size_t end) {
+        for (; begin < end; begin += kBatch) {
+          const size_t count = std::min(kBatch, end - begin);
+          for (size_t i = 0; i < count; ++i) {
+            Row& row = stripe.row(numbers[begin + i]);
+            const auto* bytes = reinterpret_cast<const char*>(&row);
+            for (size_t at = 0; at < block_bytes; at += 64) __builtin_prefetch(bytes + at, 1);
+            __builtin_prefetch(bytes + block_bytes - 1, 1);
+            float* value = row.value();
+            rows[i] = {value, {value + dim, value + 2 * dim}, &row.row_state, &row.updates};
+          }
+          for (size_t i = 0; i < count; ++i) stripe.before_update(numbers[begin + i]);
+          update(constants,
+                 {gradients, groups.starts().data() + begin, groups.positions().data(), dim,
+                  buffer.data()},
+                 rows.data(), count);
+        }
+      });
+}
+
+template <class T>
+void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, const Step& step,
+                   const IdGroups& groups, const Gradients<T>& gradients, size_t first, size_t last,
+                   Isa isa) {
+  const UpdateConstants<T> constants = constants_of<T>(rule, step);
+  const auto& update = functions_of<T>(isa).update;
+  const size_t states = state_vectors(rule);
+  std::vector<T> buffer(dim);
+  std::array<RowPointers<T>, kBatch> rows;
+  for (size_t begin = first; begin < last; begin += kBatch) {
+    const size_t count = std::min(kBatch, last - begin);
+    for (size_t i = 0; i < count; ++i) {
+      const uint64_t id = groups.ids()[begin + i];
+      rows[i] = {arrays.values + id * dim, {}, nullptr, nullptr};
+      for (size_t state = 0; state < states; ++state) {
+        rows[i].states[state] = arrays.states[state] + id * dim;
+      }
+      if (arrays.row_states) {
+        rows[i].row_state = arrays.row_states + id;
+        __builtin_prefetch(rows[i].row_state, 1);
+      }
+      for (size_t at = 0; at < dim; at += 64 / sizeof(T)) {
+        __builtin_prefetch(rows[i].value + at, 1);
+        for (size_t state = 0; state < states; ++state) {
+          __builtin_prefetch(rows[i].states[state] + at, 1);
+        }
+      }
+    }
+    update(
+        constants,
+        {gradients, groups.starts().data() + begin, groups.positions().data(), dim, buffer.data()},
+        rows.data(), count);
+  }
+}
+
+template <class T>
+double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<T>& gradients,
+                             size_t first, size_t last, Isa isa) {
+  std::vector<T> buffer(dim);
+  return functions_of<T>(isa).norm_squared(
+      {gradients, groups.starts().data() + first, groups.positions().data(), dim, buffer.data()},
+      last - first);
+}
+
+void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumber> numbers,
+               float* values, size_t first, size_t last) {
+  const size_t dim = store.options().dim;
+  const size_t bytes = dim * sizeof(float);
+  store.for_each_stripe(
+      groups, first, last, [&](RowStore::LockedStripe& stripe, size_t begin, size_t end) {
+        for (; begin < end; begin += kBatch) {
+          const size_t batch_end = std::min(begin + kBatch, end);
+          for (size_t i = begin; i < batch_end; ++i) {
+            if (numbers[i] == kNoRow) continue;
+            const auto* value = reinterpret_cast<const char*>(stripe.row(numbers[i]).value());
+            for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(value + at);
+            __builtin_prefetch(value + bytes - 1);
+          }
+          for (size_t i = begin; i < batch_end; ++i) {
+            float* to = values + i * dim;
+            if (numbers[i] == kNoRow) {
+              store.initial_value(groups.ids()[i], {to, dim});
+            } else {
+              std::memcpy(to, stripe.row(numbers[i]).value(), bytes);
+            }
+          }
+        }
+      });
+}
+
+template <class T>
+void pool_rows(const T* values, size_t dim, std::span<const uint32_t> row_of, const Bags<T>& bags,
+               T* pooled, size_t first, size_t last, Isa isa) {
+  const Gradients<T> terms{values, row_of.data(),
+                           bags.weights.empty() ? nullptr : bags.weights.data()};
+  functions_of<T>(isa).pool(terms, bags.offsets.data(), dim, bags.mean, pooled, first, last);
+}
+
+template struct BagGradients<float>;
+template struct BagGradients<double>;
+template void update_arrays(const RowArrays<float>&, size_t, const RowRule&, const Step&,
+                            const IdGroups&, const Gradients<float>&, size_t, size_t, Isa);
+template void update_arrays(const RowArrays<double>&, size_t, const RowRule&, const Step&,
+                            const IdGroups&, const Gradients<double>&, size_t, size_t, Isa);
+template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<float>&, size_t,
+                                      size_t, Isa);
+template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<double>&, size_t,
+                                      size_t, Isa);
+template void pool_rows(const float*, size_t, std::span<const uint32_t>, const Bags<float>&, float*,
+                        size_t, size_t, Isa);
+template void pool_rows(const double*, size_t, std::span<const uint32_t>, const Bags<double>&,
+                        double*, size_t, size_t, Isa);
+
+}  // namespace distrain::rows

@@ -1,0 +1,4 @@
+#if defined(__x86_64__)
+#define DISTRAIN_ISA avx2
+#include "kernels_isa.h"
+#endif

@@ -1,0 +1,2 @@
+#define DISTRAIN_ISA baseline
+#include "kernels_isa.h"
