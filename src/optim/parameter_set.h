@@ -41,7 +41,7 @@ class ParameterSet {
   /// Updates parameter `i` with `gradient` times `scale`. Does nothing if `gradient` is undefined.
   void apply(size_t i, const at::Tensor& gradient, double scale) {
     if (!gradient.defined()) return;
-    rule_of(i).apply(i, parameters_[i], scale == 1 ? gradient : gradient * scale);
+    rule_of(i).apply(i, parameters_[i], gradient, scale);
   }
 
   /// Returns the state without copying, so the next update changes the returned tensors.

@@ -6,9 +6,11 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/util/StringUtil.h>
 
 #include "distrain/base/error.h"
+#include "distrain/rows/kernels.h"
 #include "validate.h"
 
 namespace distrain::optim {
@@ -29,6 +31,20 @@ struct Rows {
   at::Tensor coalesced;
   at::Tensor numbers;  // int64 [n]
   at::Tensor values;   // [n, the parameter's other dimensions]
+};
+
+// The rows of a sparse gradient on the CPU, grouped for the kernels.
+struct CpuRows {
+  explicit CpuRows(const at::Tensor& gradient)
+      : numbers(gradient._indices().select(0, 0).contiguous()),
+        values(gradient._values().contiguous()),
+        // Row numbers are not negative, so they may be read as unsigned.
+        groups({reinterpret_cast<const uint64_t*>(numbers.const_data_ptr<int64_t>()),
+                static_cast<size_t>(numbers.numel())}) {}
+
+  const at::Tensor numbers;  // int64 [n]
+  const at::Tensor values;   // [n, the parameter's other dimensions]
+  const rows::IdGroups groups;
 };
 
 class SgdRule final : public UpdateRule {
@@ -60,6 +76,8 @@ class SgdRule final : public UpdateRule {
     if (options_.momentum != 0) refuse("sgd with momentum cannot take sparse gradients");
     if (options_.weight_decay != 0) refuse("sgd with weight_decay cannot take sparse gradients");
   }
+
+  rows::RowRule row_rule() const override { return {.optimizer = rows::Optimizer::kSgd}; }
 
   std::vector<std::string> kept_names() const override {
     if (options_.momentum == 0) return {};
@@ -96,6 +114,13 @@ class AdagradRule final : public UpdateRule {
     if (options_.weight_decay != 0) {
       refuse("adagrad with weight_decay cannot take sparse gradients");
     }
+  }
+
+  rows::RowRule row_rule() const override {
+    return {.optimizer = rows::Optimizer::kAdagrad,
+            .lr_decay = options_.lr_decay,
+            .initial_accumulator_value = options_.initial_accumulator_value,
+            .eps = options_.eps};
   }
 
   double rate(int64_t step) const {
@@ -156,6 +181,13 @@ class AdamRule final : public UpdateRule {
     if (options_.amsgrad) refuse("adam with amsgrad cannot take sparse gradients");
   }
 
+  rows::RowRule row_rule() const override {
+    return {.optimizer = rows::Optimizer::kAdam,
+            .eps = options_.eps,
+            .beta1 = options_.beta1,
+            .beta2 = options_.beta2};
+  }
+
   static double correction(double beta, int64_t step) {
     return 1 - std::pow(beta, static_cast<double>(step));
   }
@@ -198,6 +230,8 @@ class RmsPropRule final : public UpdateRule {
   void check_sparse() const override {
     refuse("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
   }
+
+  rows::RowRule row_rule() const override { return {.optimizer = rows::Optimizer::kRmsProp}; }
 
   std::vector<std::string> kept_names() const override {
     std::vector<std::string> names = {"square_avg"};
@@ -311,6 +345,14 @@ double norm_squared(const std::vector<at::Tensor>& gradients) {
   std::map<c10::DeviceIndex, at::Tensor> sums;  // on devices: the host waits once for each
   for (const at::Tensor& gradient : gradients) {
     if (!gradient.defined()) continue;
+    if (gradient.is_sparse() && gradient.is_cpu() && gradient.scalar_type() == at::kFloat) {
+      const CpuRows sparse(gradient);
+      const auto dim =
+          static_cast<size_t>(sparse.values.numel() / std::max<int64_t>(sparse.numbers.numel(), 1));
+      sum += rows::gradient_norm_squared<float>(
+          dim, sparse.groups, {sparse.values.const_data_ptr<float>()}, 0, sparse.groups.size());
+      continue;
+    }
     const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
     if (values.numel() == 0) continue;
     if (values.is_cpu()) {
@@ -342,16 +384,58 @@ void UpdateRule::check(size_t i, const at::Tensor& parameter, const at::Tensor& 
       (gradient.layout() != at::kSparse || gradient.sparse_dim() != 1)) {
     refuse("the gradient of parameter ", i, " is neither dense nor sparse by rows");
   }
-  if (gradient.is_sparse()) check_sparse();
+  if (!gradient.is_sparse()) return;
+  check_sparse();
+  if (gradient.is_cpu() && gradient._nnz() > 0) {
+    const auto [least, greatest] = at::aminmax(gradient._indices());
+    if (least.item<int64_t>() < 0 || greatest.item<int64_t>() >= parameter.size(0)) {
+      refuse("the gradient of parameter ", i, " is for a row outside 0 to ", parameter.size(0) - 1);
+    }
+  }
 }
 
-void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient) {
+// Updates the rows of a parameter on the CPU with the fused kernels. Returns false if they cannot:
+// on a device, and for types of half precision.
+bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter,
+                              const at::Tensor& gradient, double scale) {
+  constexpr int64_t kRowsPerTask = 1024;
+  const at::ScalarType type = parameter.scalar_type();
+  if (!parameter.is_cpu() || !parameter.is_contiguous() ||
+      (type != at::kFloat && type != at::kDouble)) {
+    return false;
+  }
+  const CpuRows sparse(gradient);
+  const rows::RowRule rule = row_rule();
+  const auto dim = static_cast<size_t>(parameter.numel() / std::max<int64_t>(parameter.size(0), 1));
+  const auto update = [&]<class T>(T) {
+    rows::RowArrays<T> arrays{.values = parameter.mutable_data_ptr<T>()};
+    size_t state = 0;
+    for (const std::string& name : kept_names()) {
+      arrays.states[state++] = kept(i, name.c_str(), parameter, rule.initial_accumulator_value)
+                                   .template mutable_data_ptr<T>();
+    }
+    const rows::Gradients<T> gradients{sparse.values.const_data_ptr<T>()};
+    at::parallel_for(0, static_cast<int64_t>(sparse.groups.size()), kRowsPerTask,
+                     [&](int64_t first, int64_t last) {
+                       rows::update_arrays(arrays, dim, rule, {lr(), step, scale}, sparse.groups,
+                                           gradients, static_cast<size_t>(first),
+                                           static_cast<size_t>(last));
+                     });
+  };
+  type == at::kFloat ? update(0.0F) : update(0.0);
+  parameter.unsafeGetTensorImpl()->bump_version();  // as torch's in-place operations
+  return true;
+}
+
+void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient, double scale) {
   check(i, parameter, gradient);
   const at::NoGradGuard no_grad;
   const int64_t step = ++own(i).steps;
-  if (gradient.is_sparse()) return apply_sparse(i, step, parameter, gradient);
+  if (gradient.is_sparse() && apply_on_cpu(i, step, parameter, gradient, scale)) return;
+  const at::Tensor scaled = scale == 1 ? gradient : gradient * scale;
+  if (gradient.is_sparse()) return apply_sparse(i, step, parameter, scaled);
   apply_dense(i, step, parameter,
-              weight_decay_ != 0 ? gradient.add(parameter, weight_decay_) : gradient);
+              weight_decay_ != 0 ? scaled.add(parameter, weight_decay_) : scaled);
 }
 
 std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {

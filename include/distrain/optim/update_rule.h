@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/optim/learning_rate_schedule.h"
+#include "distrain/rows/rule.h"
 #include "distrain/rpc/named_tensors.h"
 
 namespace distrain::optim {
@@ -104,10 +105,11 @@ class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
 
-  /// Updates `parameter` by `gradient`: of the same shape, floating dtype and device, dense or
-  /// sparse COO with one sparse dimension (rows; repeated rows count summed). A sparse gradient
-  /// touches its rows and their state only; one without rows counts as a step. Throws as check().
-  void apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient);
+  /// Updates `parameter` by `gradient` times `scale`: of the same shape, floating dtype and device,
+  /// dense or sparse COO with one sparse dimension (rows; repeated rows count summed). A sparse
+  /// gradient touches its rows and their state only; one without rows counts as a step. Throws as
+  /// check().
+  void apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient, double scale = 1);
 
   /// Throws `invalid` for a gradient that apply() would not take.
   void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const;
@@ -147,8 +149,13 @@ class UpdateRule {
 
   /// Throws `invalid` when the options of this rule cannot be applied to a sparse gradient.
   virtual void check_sparse() const = 0;
+  /// Returns the rule of the kernels that do the same as apply_sparse() on the CPU.
+  virtual rows::RowRule row_rule() const = 0;
 
  private:
+  bool apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter, const at::Tensor& gradient,
+                    double scale);
+
   const double lr_;
   const double weight_decay_;
   Loaded& own(size_t i);

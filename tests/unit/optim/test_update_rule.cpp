@@ -370,6 +370,11 @@ TEST_CASE("A gradient that does not fit is refused and changes nothing") {
         "the gradient of parameter 4 is neither dense nor sparse by rows");
   CHECK(message(at::empty({3, 2}, at::device(at::kMeta))) ==
         "the gradient of parameter 4 is on meta, the parameter on cpu");
+  for (const int64_t row : {-1, 3}) {
+    CHECK(message(at::_sparse_coo_tensor_unsafe(at::full({1, 1}, row, at::kLong), at::ones({1, 2}),
+                                                {3, 2})) ==
+          "the gradient of parameter 4 is for a row outside 0 to 2");
+  }
   CHECK(at::equal(parameter, at::ones({3, 2})));
   CHECK(rule->step_count(4) == 0);
 
