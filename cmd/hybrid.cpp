@@ -17,6 +17,13 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   list.integer("classes", &Self::classes, "predict N classes, or with a file its labels")
       .range(1, 1048576)
       .random_only();
+  list.choice("task", &Self::task, {"classes", "binary"},
+              "predict one of several classes, or the second of two (log loss, AUC)")
+      .details(R"(
+`binary` has one output, the log-odds of the second label in the order of their names. `eval` and `end` then
+have the area under the ROC curve (auc), and loss is the log loss. Without a file it needs --classes 2.)");
+  list.integers("dense", &Self::dense, "put hidden ReLU layers of these sizes before the output")
+      .range(1, 65536);
   list.file("data", &Self::data,
             "train on lines of '__label__X word word ...'; teacher makes learnable random batches")
       .or_word(HybridOptions::kTeacher)
@@ -66,6 +73,11 @@ without a label. Words that are not in the training data are ignored.)")
                    "Start four ranks one by one")
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
                    "Start the first two ranks on node0; on another machine give --ranks 2-3")
+          .check([](const HybridOptions& options, const job::Preflight&) {
+            if (options.is_binary() && !options.has_text() && options.classes != 2) {
+              base::invalid("--task binary predicts two classes: give --classes 2");
+            }
+          })
           .event("end", "",
                  {sometimes(
                      {"unknown_words", kInteger,

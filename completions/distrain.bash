@@ -12,7 +12,7 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--num-embeddings --embedding-dim --classes --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --task --dense --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
@@ -25,6 +25,9 @@ _distrain() {
     '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
   esac
   case $command/$prev in
+    hybrid/--task)
+      mapfile -t COMPREPLY < <(compgen -W 'classes binary' -- "$cur"); return
+      ;;
     hybrid/--data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'teacher' -- "$cur"; compgen -f -- "$cur"); return
       ;;

@@ -20,6 +20,8 @@ complete -c distrain -n '__fish_seen_subcommand_from schema' -a 'start waiting r
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l num-embeddings -d 'give the embedding table N rows, or with a file one for each word'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l embedding-dim -d 'give each row N numbers'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l classes -d 'predict N classes, or with a file its labels'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l task -a 'classes binary' -d 'predict one of several classes, or the second of two (log loss, AUC)'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l dense -d 'put hidden ReLU layers of these sizes before the output'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -r -F -l data -a 'teacher' -d 'train on lines of \'__label__X word word ...\'; teacher makes learnable random batches'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid rnn' -r -F -l valid-data -d 'evaluate on FILE after each epoch'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid rnn' -r -F -l test-data -d 'evaluate on FILE at the end'

@@ -73,6 +73,11 @@ Field quality(Unit unit) {
       {"accuracy", kNumber, "share of correctly predicted examples, if the job counts them"});
 }
 
+Field auc_field() {
+  return sometimes({"auc", kNumber,
+                    "area under the ROC curve, if there are two classes; null if one is missing"});
+}
+
 }  // namespace
 
 const char* counted(Unit unit) { return unit == Unit::kWords ? "words" : "samples"; }
@@ -86,6 +91,7 @@ Json fields_of(const Evaluation& evaluation, Unit unit) {
     fields["accuracy"] =
         static_cast<double>(*evaluation.right) / static_cast<double>(evaluation.samples);
   }
+  if (evaluation.has_auc()) fields["auc"] = evaluation.auc();
   fields[counted(unit)] = evaluation.samples;
   for (const auto& [name, sum] : evaluation.sums) fields[name] = sum;
   for (const auto& [name, sum] : evaluation.means) {
@@ -192,6 +198,7 @@ Event eval_event(std::string when, Unit unit) {
            {"step", kInteger, "steps of each trainer so far"},
            {"loss", kNumber, "mean loss of the evaluated data"},
            quality(unit),
+           auc_field(),
            {counted(unit), kInteger, std::string("number of evaluated ") + counted(unit)},
            sometimes({"lr", kNumber, "learning rate so far, with the plateau schedule"})}};
 }
@@ -208,12 +215,12 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
                sometimes({"partial", kFlag, "true if the job ended within the epoch"})}};
   if (unit == Unit::kWords) epoch.fields.push_back(quality(unit));
   Event eval = eval_event("printed at the end of an epoch or of the job", unit);
-  Event end{
-      "end",
-      "",
-      {sometimes({"loss", kNumber, "mean loss of all trainers in the last epoch"}),
-       sometimes(quality(unit)), sometimes({"eval", kObject, "last `eval` line", eval.fields}),
-       sometimes({"ddp", kText, "how trainers on GPUs average gradients: staged or nccl"})}};
+  Event end{"end",
+            "",
+            {sometimes({"loss", kNumber, "mean loss of all trainers in the last epoch"}),
+             sometimes(quality(unit)), auc_field(),
+             sometimes({"eval", kObject, "last `eval` line", eval.fields}),
+             sometimes({"ddp", kText, "how trainers on GPUs average gradients: staged or nccl"})}};
   end.fields[1].what = unit == Unit::kWords ? "exp(loss)" : "accuracy of the last evaluation";
   std::vector<Event> events{
       step_event({{what + "_per_s", kNumber, what + " per second of this trainer"}}),

@@ -1,6 +1,7 @@
 #include "distrain/job/training.h"
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -31,12 +32,45 @@ Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
   return evaluation;
 }
 
+Evaluation Evaluation::of_binary(const at::Tensor& logits, const at::Tensor& targets) {
+  const at::Tensor scores = logits.flatten();
+  const at::Tensor here = rpc::to_device(targets, scores.device());
+  const at::Tensor loss = at::binary_cross_entropy_with_logits(scores, here.to(scores.dtype()), {},
+                                                               {}, at::Reduction::Sum);
+  const at::Tensor is_positive = here == 1;
+  const auto on_host = [&](const at::Tensor& which) {
+    return scores.masked_select(which).to(at::kCPU, at::kFloat);
+  };
+  return {.samples = here.numel(),
+          .right = ((scores > 0) == is_positive).sum().item<int64_t>(),
+          .loss_sum = loss.item<double>(),
+          .positive = on_host(is_positive),
+          .negative = on_host(is_positive.logical_not())};
+}
+
+double Evaluation::auc() const {
+  const int64_t pairs =
+      (positive.defined() ? positive.numel() : 0) * (negative.defined() ? negative.numel() : 0);
+  if (pairs == 0) return std::numeric_limits<double>::quiet_NaN();
+  const at::Tensor sorted = std::get<0>(negative.sort());
+  const auto below = [&](bool or_equal) {
+    return at::searchsorted(sorted, positive, /*out_int32=*/false, or_equal).sum().item<int64_t>();
+  };
+  return (static_cast<double>(below(false)) + static_cast<double>(below(true))) /
+         (2.0 * static_cast<double>(pairs));
+}
+
 void Evaluation::add(const Evaluation& other) {
   samples += other.samples;
   if (other.right) right = right.value_or(0) + *other.right;
   loss_sum += other.loss_sum;
   for (const auto& [name, sum] : other.sums) sums[name] += sum;
   for (const auto& [name, sum] : other.means) means[name] += sum;
+  const auto append = [](at::Tensor& to, const at::Tensor& more) {
+    if (more.defined()) to = to.defined() ? at::cat({to, more}) : more;
+  };
+  append(positive, other.positive);
+  append(negative, other.negative);
 }
 
 void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {

@@ -213,3 +213,39 @@ TEST_CASE("the checkpoint of another hybrid job is refused, naming the differenc
        {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
        {[](Snapshot& s) { s.state["position"] = 3; }, "the position is"}});
 }
+
+TEST_CASE("a binary task with hidden layers equals the one-process run, with its AUC") {
+  const Folder folder;
+  std::string examples;
+  for (int i = 0; i < 80; ++i) {
+    examples += std::string("__label__") + (i % 3 == 0 ? "yes" : "no");
+    for (int k = 0; k < 4; ++k)
+      examples += " w" + std::to_string((i * 13 + k * 29) % 20 + (i % 3 == 0 ? 0 : 15));
+    examples += "\n";
+  }
+  HybridOptions options;
+  options.task = "binary";
+  options.dense = {8, 4};
+  options.mode = "sync";
+  options.epochs = 6;
+  options.batch_size = 4;
+  options.data = options.test_data = folder.write("examples", examples);
+  options.optimizer = "adagrad";
+  options.lr = 0.2;
+  const Snapshot ranks = checkpoint_of(Place::kRanks, options);
+  const Snapshot local = checkpoint_of(Place::kLocal, options);
+  REQUIRE(local.file("model").size() == 7);
+  CHECK(local.file("model").at("fc.weight").sizes() == at::IntArrayRef({1, 4}));
+  CHECK(local.file("model").at("fc.hidden0.weight").sizes() == at::IntArrayRef({8, 16}));
+  check_close(ranks.file("model"), local.file("model"), 1e-5);
+  const Finished job = run_job(Place::kRanks, options);
+  const double auc = job.all("eval", 0).back()["auc"].get<double>();
+  CHECK(auc > 0.9);
+  CHECK(job.fields(0)["auc"] == auc);
+  CHECK(run_job(Place::kLocal, options).fields(0)["auc"].get<double>() == Approx(auc).margin(1e-3));
+
+  options.data = folder.write("three", make_examples(60));
+  options.test_data.clear();
+  CHECK(contains(error_of_job(base::ErrorKind::kBadData, Place::kLocal, options).message,
+                 "has 3 labels; --task binary needs two"));
+}

@@ -51,15 +51,26 @@ struct Evaluation {
   /// The job's own metrics by name, summed over the examples. Rank 0 adds the trainers' sums and
   /// reports the totals in `sums` as they are, those in `means` divided by the number of samples.
   std::map<std::string, double> sums{}, means{};
+  /// Scores of the examples of each class of two, float [n]; undefined if there is no such example
+  /// or no auc().
+  at::Tensor positive{}, negative{};
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,
-                 &Evaluation::means);
+                 &Evaluation::means, &Evaluation::positive, &Evaluation::negative);
   /// Evaluates `scores` [n, classes] for int64 `targets` [n] by cross-entropy, on any devices.
   static Evaluation of(const at::Tensor& scores, const at::Tensor& targets);
+  /// Evaluates the logits [n] or [n, 1] of class 1 of two, for int64 `targets` [n] of 0 and 1, by
+  /// log loss. auc() then has a value.
+  static Evaluation of_binary(const at::Tensor& logits, const at::Tensor& targets);
   void add(const Evaluation& other);
   /// Adds examples: `scores` [n, classes], int64 `targets` [n], and the sum of their losses.
   void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
   double loss() const { return loss_sum / static_cast<double>(samples); }
+  bool has_auc() const { return positive.defined() || negative.defined(); }
+  /// Returns the area under the ROC curve: the share of the pairs of a positive and a negative
+  /// example in which the positive one has the higher score, where equal scores count half. The
+  /// result is exact, and NaN if one class is missing.
+  double auc() const;
 };
 
 /// Prints step lines as `--log-interval N` says: a line for every Nth step or, if N is unset, for

@@ -57,8 +57,8 @@ std::string text_of(const Json& value) {
 /// `of_eval`, also leaves out the fields that all `eval` events have.
 std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ") {
   static const std::set<std::string> kAll = {"v", "ts", "run", "event", "cmd", "rank", "role"};
-  static const std::set<std::string> kEval = {"set",     "epoch", "step",     "loss",      "lr",
-                                              "samples", "words", "accuracy", "perplexity"};
+  static const std::set<std::string> kEval = {"set",     "epoch", "step",     "loss", "lr",
+                                              "samples", "words", "accuracy", "auc",  "perplexity"};
   std::string text;
   for (const auto& [name, value] : event.items()) {
     if (kAll.contains(name) || (of_eval && kEval.contains(name))) continue;
@@ -72,6 +72,7 @@ std::string quality_in(const Json& fields, const char* before = "  ") {
   if (const auto accuracy = number_in(fields, "accuracy")) {
     text += fmt::format("{}accuracy {:.2f} %", before, *accuracy * 100);
   }
+  if (const auto auc = number_in(fields, "auc")) text += fmt::format("{}AUC {:.4f}", before, *auc);
   if (const auto perplexity = number_in(fields, "perplexity")) {
     text += fmt::format("{}perplexity {:.1f}", before, *perplexity);
   }

@@ -463,7 +463,9 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   fields["step"] = position.total / plan_->trainers;
   if (lr_schedule_.observes()) fields["lr"] = plan_->lr * lr_schedule_.state().factor;
   metrics_["eval"] = fields;
-  if (fields.contains("accuracy")) metrics_["accuracy"] = fields["accuracy"];
+  for (const char* name : {"accuracy", "auc"}) {
+    if (fields.contains(name)) metrics_[name] = fields[name];
+  }
   sink_.emit("eval", fields);
 }
 

@@ -48,7 +48,7 @@ Json Predictions::fields() const {
   Json fields = added_;
   fields["predicted"] = told_;
   const Json found = fields_of(evaluation_, unit_);
-  for (const char* name : {"accuracy", "perplexity"}) {
+  for (const char* name : {"accuracy", "auc", "perplexity"}) {
     if (found.contains(name)) fields[name] = found[name];
   }
   return fields;

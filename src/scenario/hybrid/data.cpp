@@ -75,6 +75,10 @@ HybridData::HybridData(const HybridOptions& options) : options_(options) {
   train_ = data::read_fast_text(options.data);
   data::check_enough(options.data, train_->size(), options.trainers);
   words_ = train_->vocabulary;
+  if (options.is_binary() && classes() != 2) {
+    base::bad_data(options.data + ": has " + std::to_string(classes()) +
+                   " labels; --task binary needs two");
+  }
   sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
   if (!options.valid_data.empty()) valid_ = data::read_fast_text(options.valid_data, words_);
   if (!options.test_data.empty()) test_ = data::read_fast_text(options.test_data, words_);
@@ -122,10 +126,12 @@ void HybridData::each_batch(const data::TextDataset& set, const job::Share& shar
 void HybridData::evaluate_in(job::TrainingPlan& training,
                              const std::function<at::Tensor(const data::Batch&)>& forward) const {
   const auto of = [&](const data::TextDataset& set) {
-    return [&set, forward](const job::Share& share) {
+    return [this, &set, forward](const job::Share& share) {
       job::Evaluation evaluation;
       each_batch(set, share, [&](const data::Batch& batch) {
-        evaluation.add(job::Evaluation::of(forward(batch), batch.targets));
+        const at::Tensor scores = forward(batch);
+        evaluation.add(options_.is_binary() ? job::Evaluation::of_binary(scores, batch.targets)
+                                            : job::Evaluation::of(scores, batch.targets));
       });
       return evaluation;
     };

@@ -43,7 +43,7 @@ struct WholeModel {
   WholeModel(const HybridOptions& options, const HybridData& data, c10::Device device)
       : table(data.rows(), options.embedding_dim, options.embedding_range(), options.seed,
               device.str()),
-        dense(options.embedding_dim, data.classes(), options.seed + 1, device) {}
+        dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense) {}
 
   at::Tensor forward(const data::Batch& batch) const {
     return dense->forward(table.lookup(batch.indices, batch.offsets));
@@ -85,14 +85,36 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
                                        /*mode: sum*/ 0, /*sparse=*/true));
 }
 
-DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
-  weight = register_parameter("weight", nn::uniform({classes, inputs}, bound, generator, device));
-  bias = register_parameter("bias", nn::uniform({classes}, bound, generator, device));
+at::Tensor HybridOptions::loss(const at::Tensor& scores, const at::Tensor& targets) const {
+  if (!is_binary()) return at::cross_entropy_loss(scores, targets);
+  return at::binary_cross_entropy_with_logits(scores.flatten(), targets.to(scores.dtype()));
 }
 
-at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+DenseImpl::DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device device,
+                     const std::vector<int64_t>& hidden) {
+  for (const int64_t size : hidden) {
+    const std::string number = std::to_string(hidden_.size());
+    hidden_.push_back(register_module(
+        "hidden" + number,
+        std::make_shared<DenseImpl>(inputs, size, seed + 1 + hidden_.size(), device)));
+    inputs = size;
+  }
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
+  weight = register_parameter("weight", nn::uniform({outputs, inputs}, bound, generator, device));
+  bias = register_parameter("bias", nn::uniform({outputs}, bound, generator, device));
+}
+
+at::Tensor DenseImpl::forward(at::Tensor x) const {
+  for (const auto& layer : hidden_) x = at::relu(layer->forward(x));
+  return at::linear(x, weight, bias);
+}
+
+std::vector<std::string> DenseImpl::names() const {
+  std::vector<std::string> names;
+  for (const auto& parameter : named_parameters()) names.push_back("fc." + parameter.key());
+  return names;
+}
 
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
@@ -107,7 +129,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       rpc::To("master").without_deadline(), data.rows(), options.embedding_dim,
       options.embedding_range(), options.seed, options.trainers);
   ddp::DistributedDataParallel dense(
-      Dense(options.embedding_dim, data.classes(), options.seed + 1, device),
+      Dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense),
       rank.group("trainer"));
   optim::DistributedOptimizer optimizer(rank.agent(), table.remote_parameters(), dense.parameters(),
                                         options.rule(), options.sharing(rank.index()));
@@ -119,7 +141,9 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   data.agree(training);
   training.keep("embedding", table.rref());
   training.keep("fc", dense);
-  training.keep(optimizer, {"embedding.weight", "fc.weight", "fc.bias"});
+  std::vector<std::string> names = dense.module()->names();
+  names.insert(names.begin(), "embedding.weight");
+  training.keep(optimizer, names);
   data.evaluate_in(
       training, [&](const data::Batch& batch) { return dense.module()->forward(look_up(batch)); });
   training.run([&](const job::Step& step) {
@@ -128,8 +152,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     autograd::Context context(rank.agent());
     const at::Tensor embedded = look_up(batch);
     const at::Tensor scores = base::traced("forward", [&] { return dense.forward(embedded); });
-    const at::Tensor loss =
-        base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
+    const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
     autograd::backward(context, {loss});
     optimizer.step(context);
     return job::Result{loss, batch.size()};
@@ -141,9 +164,12 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
   const rpc::NamedTensors rows = model.table.named_parameters();
-  job::SingleProcessOptimizer optimizer(
-      options.rule(), options.mode, {rows.begin(), rows.end()},
-      {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});
+  std::vector<std::pair<std::string, at::Tensor>> layers;
+  for (const auto& parameter : model.dense->named_parameters()) {
+    layers.emplace_back("fc." + parameter.key(), parameter.value());
+  }
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode, {rows.begin(), rows.end()},
+                                        layers);
 
   job::SingleProcessTraining training(local, options, data.steps_per_epoch());
   data.agree(training);
@@ -154,8 +180,7 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
     const data::Batch batch = data.batch(step);
     const at::Tensor targets = rpc::to_device(batch.targets, local.device());
     const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });
-    const at::Tensor loss =
-        base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
+    const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
     return job::Result{loss, batch.size()};
   });
 }
@@ -165,12 +190,24 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
   predictions.add("unknown_words", data.unknown_words());
+  job::Evaluation evaluation;
   // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::Batch& batch) {
-      predictions.tell_labels(model.forward(batch), batch.targets, data.labels());
+      at::Tensor scores = model.forward(batch);
+      if (options.is_binary()) {
+        const at::Tensor known = batch.targets >= 0;
+        if (known.any().item<bool>()) {
+          evaluation.add(job::Evaluation::of_binary(
+              scores.flatten().masked_select(rpc::to_device(known, scores.device())),
+              batch.targets.masked_select(known)));
+        }
+        scores = at::cat({at::zeros_like(scores), scores}, 1);  // their softmax is the sigmoid
+      }
+      predictions.tell_labels(scores, batch.targets, data.labels());
     });
   }
+  if (options.is_binary()) predictions.evaluated(evaluation, job::Unit::kSamples);
 }
 
 }  // namespace distrain::scenario

@@ -29,6 +29,8 @@ struct HybridOptions : job::TrainerOptions {
   int classes = 8;                    ///< number of classes; a file sets one per label
   std::string data;                   ///< fastText-format file, or kTeacher; empty: random batches
   std::string valid_data, test_data;  ///< fastText-format files; empty: no evaluation
+  std::string task = "classes";  ///< or "binary": two classes, of which one logit is the output
+  std::vector<int64_t> dense;    ///< sizes of hidden layers after the embedding
 
   /// Value of `data` for random batches with labels from a hidden teacher.
   static constexpr const char* kTeacher = "teacher";
@@ -38,6 +40,11 @@ struct HybridOptions : job::TrainerOptions {
   /// Returns the bound of the table's uniform initial values, or 0 for the tutorial's N(0, 1). With
   /// `data`, returns fastText's bound, so that the sum over the words of a long text stays small.
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
+
+  bool is_binary() const { return task == "binary"; }
+  /// Returns the mean loss of `scores` [n, outputs] for int64 `targets` [n]: cross-entropy, or log
+  /// loss for the binary task.
+  at::Tensor loss(const at::Tensor& scores, const at::Tensor& targets) const;
 };
 
 /// Random batches as in PyTorch's tutorial on combining DDP with RPC.
@@ -68,6 +75,8 @@ class HybridData {
   /// Returns the number of rows of the embedding table.
   int64_t rows() const { return words_ ? words_->words.size() : options_.num_embeddings; }
   int64_t classes() const { return words_ ? std::ssize(words_->labels) : options_.classes; }
+  /// Returns the number of outputs of the net.
+  int64_t outputs() const { return options_.is_binary() ? 1 : classes(); }
   /// Adds to `training` the vocabulary for predict and the data properties that all trainers share.
   void agree(job::TrainingPlan& training) const;
   int64_t steps_per_epoch() const {
@@ -118,14 +127,22 @@ class EmbeddingTable {
   at::Tensor weight_;
 };
 
-/// The trainers' module: torch.nn.Linear with initial values that depend only on the seed.
+/// The trainers' module: torch.nn.Linear with initial values that depend only on the seed, after
+/// hidden layers with ReLU.
 class DenseImpl : public torch::nn::Module {
  public:
-  DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device);
-  at::Tensor forward(const at::Tensor& x) const;
+  DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device device,
+            const std::vector<int64_t>& hidden = {});
+  /// Maps [n, inputs] to [n, outputs].
+  at::Tensor forward(at::Tensor x) const;
+  /// Returns the names of the parameters, in the order of parameters(), with "fc." before each.
+  std::vector<std::string> names() const;
 
   at::Tensor weight;
   at::Tensor bias;
+
+ private:
+  std::vector<std::shared_ptr<DenseImpl>> hidden_;
 };
 TORCH_MODULE(Dense);
 
