@@ -104,7 +104,16 @@ class Placer {
 
   /// Returns the number of ranks that the job's own options imply.
   int own_size() const {
-    return static_cast<int>(options_.integer(job_.count_option)) + job_.fixed_ranks;
+    return static_cast<int>(options_.integer(job_.count_option)) + other_ranks();
+  }
+
+  /// Returns the number of ranks that the option `count_option` does not count.
+  int other_ranks() const {
+    int ranks = job_.fixed_ranks;
+    for (const std::string& option : job_.other_counts) {
+      ranks += static_cast<int>(options_.integer(option));
+    }
+    return ranks;
   }
 
   void warn_if_other(const std::string& flag, const std::string& value, const char* name) {
@@ -143,9 +152,9 @@ class Placer {
     if (!size) {
       if (known || given) placement_.world_size = own_size();
     } else {
-      if (size->value <= job_.fixed_ranks) {
+      if (size->value <= other_ranks()) {
         invalid("{} {} is too small: the job needs {} ranks beside its {}{}", size->source,
-                size->value, job_.fixed_ranks, job_.count_option,
+                size->value, other_ranks(), job_.count_option,
                 size->source[0] == '-' ? "" : " (--spawn starts every rank here)");
       }
       if (given && own_size() != size->value) {
@@ -153,8 +162,7 @@ class Placer {
                 options_.text(job_.count_option), own_size(), size->source, size->value);
       }
       placement_.world_size = size->value;
-      if (!given)
-        options_.derive(job_.count_option, std::to_string(size->value - job_.fixed_ranks));
+      if (!given) options_.derive(job_.count_option, std::to_string(size->value - other_ranks()));
     }
     if (placement_.world_size > kMaxWorld) {
       invalid("a world of {} ranks is too large: {} at most", placement_.world_size, kMaxWorld);

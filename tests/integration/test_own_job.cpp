@@ -166,6 +166,26 @@ TEST_CASE("the ranks of a role are numbered if the role has, or may have, severa
         std::vector<std::string>{"server0", "server1", "server2", "master", "trainer4"});
 }
 
+struct ServerOptions : job::TrainerOptions {
+  int servers = 1;
+  static void describe(job::OptionList<ServerOptions>& list) {
+    list.integer("servers", &ServerOptions::servers, "start N servers").range(1, 8);
+  }
+};
+
+TEST_CASE("a second option that counts ranks does not number a single rank") {
+  const auto job = job::define<ServerOptions>("towers", "two counted roles")
+                       .role("trainer", &ServerOptions::trainers)
+                       .role("server", &ServerOptions::servers);
+  CHECK(job.info().count_option == "trainers");
+  CHECK(job.info().other_counts == std::vector<std::string>{"servers"});
+  ServerOptions options;
+  options.trainers = 1;
+  CHECK(job.roles(options).names() == std::vector<std::string>{"trainer0", "server"});
+  options.servers = 2;
+  CHECK(job.roles(options).names() == std::vector<std::string>{"trainer0", "server1", "server2"});
+}
+
 TEST_CASE("a parameter that is not finite is named, and not saved") {
   const Folder folder;
   OwnOptions options;

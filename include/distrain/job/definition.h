@@ -44,8 +44,9 @@ struct JobInfo {
   /// If not null, called to change the full option table, which has the options of every job, too.
   std::function<void(OptionTable&)> change;
   std::vector<DeviceRole> roles;
-  std::string count_option;  ///< the option that sets the number of ranks of one role
-  int fixed_ranks = 0;       ///< the number of ranks of all other roles
+  std::string count_option;  ///< the option from which, or for which, `--world-size` is computed
+  std::vector<std::string> other_counts;  ///< options that set the number of ranks of other roles
+  int fixed_ranks = 0;                    ///< the number of ranks of roles without such an option
   bool has_local = false;
   bool has_predict = false;
   bool has_stages = false;  ///< `--inject stage=...` has an effect
@@ -159,9 +160,10 @@ class Definition final : public AnyDefinition {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }
 
-  /// Adds a role with the next `count` ranks. Only one role may have an option as its count. If
-  /// `count` is an option or above 1, the ranks' names end in their number, as in trainer3. Each
-  /// rank runs `main` or, if `main` is empty, serves calls until the other ranks are done.
+  /// Adds a role with the next `count` ranks, a number or an option. `--world-size` sets the first
+  /// such option. The ranks' names end in their number, as in trainer3, if there are several or the
+  /// role has the first option. Each rank runs `main` or, if `main` is empty, serves calls until
+  /// the other ranks are done.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     return declare([&] {
@@ -173,9 +175,13 @@ class Definition final : public AnyDefinition {
         refuse_if(*fixed < 1, "it needs at least one rank");
         info_.fixed_ranks += *fixed;
       } else {
-        refuse_if(!info_.count_option.empty(), "an option already sets another role's ranks");
-        info_.count_option = list_.name_of(std::get<int Options::*>(count));
-        refuse_if(info_.count_option.empty(), "no option sets its number of ranks");
+        std::string option = list_.name_of(std::get<int Options::*>(count));
+        refuse_if(option.empty(), "no option sets its number of ranks");
+        if (info_.count_option.empty()) {
+          info_.count_option = std::move(option);
+        } else {
+          info_.other_counts.push_back(std::move(option));
+        }
       }
       info_.roles.push_back({name, std::move(alias), use});
       roles_.push_back({std::move(name), count, std::move(main)});
@@ -250,7 +256,8 @@ class Definition final : public AnyDefinition {
     for (const RoleRow& row : roles_) {
       const auto* member = std::get_if<int Options::*>(&row.count);
       const int count = member ? options.**member : std::get<int>(row.count);
-      roles.add(row.name, count, member != nullptr || count > 1);
+      const bool is_first = member && list_.name_of(*member) == info_.count_option;
+      roles.add(row.name, count, is_first || count > 1);
     }
     return roles;
   }
