@@ -73,8 +73,9 @@ without a label. Words that are not in the training data are ignored.)")
                    "Start four ranks one by one")
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
                    "Start the first two ranks on node0; on another machine give --ranks 2-3")
-          .check([](const HybridOptions& options, const job::Preflight&) {
-            if (options.is_binary() && !options.has_text() && options.classes != 2) {
+          .check([](const HybridOptions& options, const job::Preflight& preflight) {
+            if (preflight.has_rank_0 && options.is_binary() && !options.has_text() &&
+                options.classes != 2) {
               base::invalid("--task binary predicts two classes: give --classes 2");
             }
           })

@@ -45,7 +45,7 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     const std::string now = options.text(option.name);
     if (now == was) continue;
     if (!option.may_change) {
-      saved.expect_option(option.name, now, of_model_only ? "" : job::kTrainAnew);
+      saved.expect_option(option.name, now, option.initial, of_model_only ? "" : job::kTrainAnew);
     }
     // Do not report the paths of files in `agreed`, because rank 0 compares the files' content.
     if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;

@@ -18,7 +18,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
       continue;  // a path that is not UTF-8 cannot be in a manifest
     }
     known.options[option.name] = value;
-    if (!option.may_change) known.must_agree.push_back(option.name);
+    if (!option.may_change) known.must_agree[option.name] = option.initial;
   }
   return known;
 }

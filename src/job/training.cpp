@@ -44,17 +44,22 @@ Evaluation Evaluation::of_binary(const at::Tensor& logits, const at::Tensor& tar
   return {.samples = here.numel(),
           .right = ((scores > 0) == is_positive).sum().item<int64_t>(),
           .loss_sum = loss.item<double>(),
-          .positive = on_host(is_positive),
-          .negative = on_host(is_positive.logical_not())};
+          .positive = {on_host(is_positive)},
+          .negative = {on_host(is_positive.logical_not())}};
 }
 
 double Evaluation::auc() const {
-  const int64_t pairs =
-      (positive.defined() ? positive.numel() : 0) * (negative.defined() ? negative.numel() : 0);
-  if (pairs == 0) return std::numeric_limits<double>::quiet_NaN();
-  const at::Tensor sorted = std::get<0>(negative.sort());
+  const auto joined = [](const std::vector<at::Tensor>& pieces) {
+    return pieces.empty() ? at::empty({0}) : at::cat(pieces);
+  };
+  const at::Tensor above = joined(positive), sorted = std::get<0>(joined(negative).sort());
+  const int64_t pairs = above.numel() * sorted.numel();
+  const auto has_nan = [](const at::Tensor& x) { return x.isnan().any().item<bool>(); };
+  if (pairs == 0 || has_nan(above) || has_nan(sorted)) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
   const auto below = [&](bool or_equal) {
-    return at::searchsorted(sorted, positive, /*out_int32=*/false, or_equal).sum().item<int64_t>();
+    return at::searchsorted(sorted, above, /*out_int32=*/false, or_equal).sum().item<int64_t>();
   };
   return (static_cast<double>(below(false)) + static_cast<double>(below(true))) /
          (2.0 * static_cast<double>(pairs));
@@ -66,8 +71,15 @@ void Evaluation::add(const Evaluation& other) {
   loss_sum += other.loss_sum;
   for (const auto& [name, sum] : other.sums) sums[name] += sum;
   for (const auto& [name, sum] : other.means) means[name] += sum;
-  const auto append = [](at::Tensor& to, const at::Tensor& more) {
-    if (more.defined()) to = to.defined() ? at::cat({to, more}) : more;
+  // Joins pieces of similar sizes, so that their number and the time grow with the logarithm.
+  const auto append = [](std::vector<at::Tensor>& to, const std::vector<at::Tensor>& more) {
+    for (const at::Tensor& piece : more) {
+      at::Tensor last = piece;
+      for (; !to.empty() && to.back().numel() <= last.numel(); to.pop_back()) {
+        last = at::cat({to.back(), last});
+      }
+      to.push_back(last);
+    }
   };
   append(positive, other.positive);
   append(negative, other.negative);

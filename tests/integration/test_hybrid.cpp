@@ -209,9 +209,29 @@ TEST_CASE("the checkpoint of another hybrid job is refused, naming the differenc
        {[](Snapshot& s) { s.files["optimizer"]["embedding.weight.x"] = at::zeros({1}); },
         "of another optimizer"},
        {[](Snapshot& s) { s.files.erase("optimizer"); }, "no optimizer.safetensors"},
-       {[](Snapshot& s) { s.state["options"].erase("seed"); }, "it does not say its --seed"},
        {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
        {[](Snapshot& s) { s.state["position"] = 3; }, "the position is"}});
+}
+
+TEST_CASE("a checkpoint of a version without an option is resumed with the option's default") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  HybridOptions options;
+  options.steps = 3;
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  run_job(place, options);
+  Snapshot older = newest_checkpoint(folder.path());
+  older.state["options"].erase("task");
+  older.state["options"].erase("dense");
+  replace_checkpoint(folder.path(), older);
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
+  options.steps = 5;
+  run_job(place, options);
+  CHECK(newest_checkpoint(folder.path()).step == 5);
+  options.dense = {4};
+  CHECK(contains(error_of_job(base::ErrorKind::kBadData, place, options).message,
+                 "saved without --dense, not with 4"));
 }
 
 TEST_CASE("a binary task with hidden layers equals the one-process run, with its AUC") {
@@ -247,5 +267,5 @@ TEST_CASE("a binary task with hidden layers equals the one-process run, with its
   options.data = folder.write("three", make_examples(60));
   options.test_data.clear();
   CHECK(contains(error_of_job(base::ErrorKind::kBadData, Place::kLocal, options).message,
-                 "has 3 labels; --task binary needs two"));
+                 "the number of labels is 3; --task binary needs 2"));
 }

@@ -113,9 +113,10 @@ struct Snapshot : store::Checkpoint {
   void expect_cmd(const std::string& cmd) const;
   /// Returns the saved value of an option in canonical form, if there is one.
   std::optional<std::string> option(const std::string& name) const;
-  /// Throws unless the saved value is `value`. The message says "saved with --trainers 2, not 3:
-  /// leave --trainers out", followed by `otherwise`.
-  void expect_option(const std::string& name, const std::string& value,
+  /// Throws unless the saved value is `value`. A checkpoint of a version without the option counts
+  /// as saved with the default `initial`. The message says "saved with --trainers 2, not 3: leave
+  /// --trainers out", followed by `otherwise`.
+  void expect_option(const std::string& name, const std::string& value, const std::string& initial,
                      const std::string& otherwise = kTrainAnew) const;
   /// Returns the saved value that a trainer passed to TrainingPlan::agree() with this `name`.
   std::string agreed(const std::string& name) const;

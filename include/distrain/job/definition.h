@@ -92,9 +92,9 @@ struct RankBody {
   struct Known {
     Roles roles;
     CheckpointOptions checkpoint;
-    OptionMap options;                    ///< the options that checkpoints store
-    std::vector<std::string> must_agree;  ///< options that a resumed job must not change
-    int min_trainers = 1;                 ///< `--min-trainers`
+    OptionMap options;     ///< the options that checkpoints store
+    OptionMap must_agree;  ///< the defaults of the options that a resumed job must not change
+    int min_trainers = 1;  ///< `--min-trainers`
   };
   std::function<Known(int rank, const OptionMap& of_rank_0)> adopt;
   std::function<void(Rank&)> prepare, run;

@@ -51,9 +51,9 @@ struct Evaluation {
   /// The job's own metrics by name, summed over the examples. Rank 0 adds the trainers' sums and
   /// reports the totals in `sums` as they are, those in `means` divided by the number of samples.
   std::map<std::string, double> sums{}, means{};
-  /// Scores of the examples of each class of two, float [n]; undefined if there is no such example
-  /// or no auc().
-  at::Tensor positive{}, negative{};
+  /// The scores of the examples of class 1 and of class 0, in pieces: float [n]. Empty if
+  /// of_binary() has not been used.
+  std::vector<at::Tensor> positive{}, negative{};
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,
                  &Evaluation::means, &Evaluation::positive, &Evaluation::negative);
@@ -66,10 +66,11 @@ struct Evaluation {
   /// Adds examples: `scores` [n, classes], int64 `targets` [n], and the sum of their losses.
   void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
   double loss() const { return loss_sum / static_cast<double>(samples); }
-  bool has_auc() const { return positive.defined() || negative.defined(); }
+  bool has_auc() const { return !positive.empty() || !negative.empty(); }
   /// Returns the area under the ROC curve: the share of the pairs of a positive and a negative
   /// example in which the positive one has the higher score, where equal scores count half. The
-  /// result is exact, and NaN if one class is missing.
+  /// result is exact for fewer than 2^53 pairs. It is NaN if one class is missing or a score is
+  /// NaN.
   double auc() const;
 };
 

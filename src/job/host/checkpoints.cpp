@@ -126,13 +126,12 @@ std::optional<std::string> Snapshot::option(const std::string& name) const {
 }
 
 void Snapshot::expect_option(const std::string& name, const std::string& value,
-                             const std::string& otherwise) const {
-  const auto saved = option(name);
-  if (!saved) refuse("it does not say its --" + name);
-  if (*saved == value) return;
-  refuse((saved->empty()  ? "saved without --" + name + ", not with " + value
-          : value.empty() ? "saved with --" + name + " " + *saved + ", not without"
-                          : "saved with --" + name + " " + *saved + ", not " + value) +
+                             const std::string& initial, const std::string& otherwise) const {
+  const std::string saved = option(name).value_or(initial);
+  if (saved == value) return;
+  refuse((saved.empty()   ? "saved without --" + name + ", not with " + value
+          : value.empty() ? "saved with --" + name + " " + saved + ", not without"
+                          : "saved with --" + name + " " + saved + ", not " + value) +
          ": leave --" + name + " out" + otherwise);
 }
 

@@ -284,8 +284,8 @@ void TrainingHost::load() {
                     ": resume with the data that it was trained on" +
                     (was.empty() ? "" : ", --data " + was) + kTrainAnew);
   }
-  for (const std::string& name : known_.must_agree) {
-    snapshot.expect_option(name, known_.options.at(name));
+  for (const auto& [name, initial] : known_.must_agree) {
+    snapshot.expect_option(name, known_.options.at(name), initial);
   }
   const auto refuse = [&](const std::string& why) {
     snapshot.refuse(why + ": resume with the data and options that it was saved with" + kTrainAnew);

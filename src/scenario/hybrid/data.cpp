@@ -76,8 +76,8 @@ HybridData::HybridData(const HybridOptions& options) : options_(options) {
   data::check_enough(options.data, train_->size(), options.trainers);
   words_ = train_->vocabulary;
   if (options.is_binary() && classes() != 2) {
-    base::bad_data(options.data + ": has " + std::to_string(classes()) +
-                   " labels; --task binary needs two");
+    base::bad_data(options.data + ": the number of labels is " + std::to_string(classes()) +
+                   "; --task binary needs 2");
   }
   sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
   if (!options.valid_data.empty()) valid_ = data::read_fast_text(options.valid_data, words_);

@@ -202,7 +202,8 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
               scores.flatten().masked_select(rpc::to_device(known, scores.device())),
               batch.targets.masked_select(known)));
         }
-        scores = at::cat({at::zeros_like(scores), scores}, 1);  // their softmax is the sigmoid
+        // The softmax of these two scores is the sigmoid of the logit.
+        scores = at::cat({at::zeros_like(scores), scores}, 1);
       }
       predictions.tell_labels(scores, batch.targets, data.labels());
     });

@@ -62,6 +62,26 @@ TEST_CASE("without examples of one class there is no area under the ROC curve") 
   CHECK_FALSE(Evaluation().has_auc());
 }
 
+TEST_CASE("a score that is not a number leaves no area under the ROC curve") {
+  const at::Tensor classes = at::tensor({0, 1, 0, 1}, at::kLong);
+  const at::Tensor logits = at::tensor({0.1F, 0.2F, 0.3F, 0.4F});
+  CHECK(Evaluation::of_binary(logits, classes).auc() == 0.75);
+  for (int64_t i = 0; i < 4; ++i) {
+    const at::Tensor bad = logits.clone();
+    bad[i] = std::nan("");
+    CHECK(std::isnan(Evaluation::of_binary(bad, classes).auc()));
+  }
+}
+
+TEST_CASE("the scores of many batches are kept in few pieces") {
+  const Examples examples(3);
+  Evaluation merged;
+  for (int64_t i = 0; i < 500; i += 4) merged.add(examples.evaluate(i, i + 4));
+  CHECK(merged.positive.size() < 12);
+  CHECK(merged.negative.size() < 12);
+  CHECK(merged.auc() == examples.evaluate(0, 500).auc());
+}
+
 TEST_CASE("the loss of a binary evaluation is the log loss") {
   const Examples examples(2);
   double sum = 0;
