@@ -231,7 +231,9 @@ class RmsPropRule final : public UpdateRule {
     refuse("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
   }
 
-  rows::RowRule row_rule() const override { return {.optimizer = rows::Optimizer::kRmsProp}; }
+  rows::RowRule row_rule() const override {
+    return {.optimizer = rows::Optimizer::kRmsProp, .eps = options_.eps, .alpha = options_.alpha};
+  }
 
   std::vector<std::string> kept_names() const override {
     std::vector<std::string> names = {"square_avg"};
@@ -345,7 +347,8 @@ double norm_squared(const std::vector<at::Tensor>& gradients) {
   std::map<c10::DeviceIndex, at::Tensor> sums;  // on devices: the host waits once for each
   for (const at::Tensor& gradient : gradients) {
     if (!gradient.defined()) continue;
-    if (gradient.is_sparse() && gradient.is_cpu() && gradient.scalar_type() == at::kFloat) {
+    if (gradient.is_sparse() && gradient.sparse_dim() == 1 && gradient.is_cpu() &&
+        gradient.scalar_type() == at::kFloat) {
       const CpuRows sparse(gradient);
       const auto dim =
           static_cast<size_t>(sparse.values.numel() / std::max<int64_t>(sparse.numbers.numel(), 1));
@@ -411,8 +414,9 @@ bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& paramete
     rows::RowArrays<T> arrays{.values = parameter.mutable_data_ptr<T>()};
     size_t state = 0;
     for (const std::string& name : kept_names()) {
-      arrays.states[state++] = kept(i, name.c_str(), parameter, rule.initial_accumulator_value)
-                                   .template mutable_data_ptr<T>();
+      at::Tensor& value = kept(i, name.c_str(), parameter, rule.initial_accumulator_value);
+      value = value.contiguous();
+      arrays.states[state++] = value.mutable_data_ptr<T>();
     }
     const rows::Gradients<T> gradients{sparse.values.const_data_ptr<T>()};
     at::parallel_for(0, static_cast<int64_t>(sparse.groups.size()), kRowsPerTask,

@@ -116,10 +116,13 @@ BagGradients<T>::BagGradients(const Bags<T>& bags) {
 void update_rows(RowStore& store, const RowRule& rule, const Step& step, const IdGroups& groups,
                  std::span<const RowNumber> numbers, const Gradients<float>& gradients,
                  size_t first, size_t last, Isa isa) {
+  if (store.options().state_floats != store.options().dim * state_vectors(rule)) {
+    base::invalid("the rows of this store have no state for the optimizer: see set_state()");
+  }
   for (size_t i = first; i < last; ++i) {
     if (numbers[i] == kNoRow) {
       base::invalid("there is a gradient for the id " + std::to_string(groups.ids()[i]) +
-                    " of a table, which has no row");
+                    ", of which a table has no row");
     }
   }
   const size_t dim = store.options().dim;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <new>
 #include <numbers>
 #include <string>
@@ -37,6 +36,24 @@ size_t block_bytes_of(const RowStoreOptions& options) {
   if (options.dim == 0) base::invalid("a row must have at least one value");
   const size_t bytes = sizeof(Row) + (options.dim + options.state_floats) * sizeof(float);
   return (bytes + alignof(Row) - 1) / alignof(Row) * alignof(Row);
+}
+
+// Maps memory that begins at a multiple of kChunkBytes. malloc would put its own header into a huge
+// page beside each chunk.
+std::byte* map_chunk(size_t bytes) {
+  void* mapped = mmap(nullptr, bytes + kChunkBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  auto* const first = static_cast<std::byte*>(mapped);
+  const size_t skipped =
+      (kChunkBytes - reinterpret_cast<uintptr_t>(first) % kChunkBytes) % kChunkBytes;
+  std::byte* const chunk = first + skipped;
+  if (skipped > 0) munmap(first, skipped);
+  if (skipped < kChunkBytes) munmap(chunk + bytes, kChunkBytes - skipped);
+  // Random accesses to rows in small pages would spend most of their time in page table walks.
+  // Without huge pages the store only is slower, so the result does not matter.
+  madvise(chunk, bytes, MADV_HUGEPAGE);
+  return chunk;
 }
 
 }  // namespace
@@ -74,7 +91,7 @@ RowStore::RowStore(RowStoreOptions options)
 }
 
 RowStore::~RowStore() {
-  for (std::byte* chunk : chunks_) std::free(chunk);
+  for (std::byte* chunk : chunks_) munmap(chunk, chunk_bytes_);
 }
 
 uint64_t RowStore::memory_bytes() const {
@@ -94,12 +111,7 @@ std::byte* RowStore::allocate_segment() {
   const std::lock_guard lock(chunks_mutex_);
   if (chunk_used_ + segment > chunk_bytes_) {
     chunks_.reserve(chunks_.size() + 1);
-    void* chunk = std::aligned_alloc(kChunkBytes, chunk_bytes_);
-    if (chunk == nullptr) throw std::bad_alloc();
-    // Random accesses to rows in small pages would spend most of their time in page table walks.
-    // Without huge pages the store only is slower, so the result does not matter.
-    madvise(chunk, chunk_bytes_, MADV_HUGEPAGE);
-    chunks_.push_back(static_cast<std::byte*>(chunk));
+    chunks_.push_back(map_chunk(chunk_bytes_));
     chunk_used_ = 0;
   }
   return chunks_.back() + std::exchange(chunk_used_, chunk_used_ + segment);

@@ -36,9 +36,9 @@ class IdGroups {
   IdGroups() = default;
   explicit IdGroups(std::span<const uint64_t> ids) { assign(ids); }
 
-  /// Groups `ids`: a radix sort by 22 bits of the hash (33 bits for more than 2^16 ids), then a
-  /// comparison sort of the few ids that agree in those bits. Throws `invalid` for 2^32 ids or
-  /// more.
+  /// Groups `ids`: for more than 128 ids by a radix sort of 22 bits of the hash (33 bits for more
+  /// than 2^16 ids), then a comparison sort of the few ids that agree in those bits. Throws
+  /// `invalid` for 2^32 ids or more.
   void assign(std::span<const uint64_t> ids);
 
   size_t size() const { return ids_.size(); }             ///< distinct ids

@@ -31,7 +31,7 @@ void set_state(RowStoreOptions& options, const RowRule& rule);
 template <class T>
 struct Bags {
   std::span<const int64_t> offsets;  ///< bag b has the positions offsets[b] to offsets[b + 1] - 1
-  std::span<const T> weights{};      ///< by position; empty: 1
+  std::span<const T> weights{};      ///< by position; if empty, all are 1
   bool mean = false;                 ///< divides the sum by the number of the bag's positions
 
   size_t size() const { return offsets.empty() ? 0 : offsets.size() - 1; }
@@ -55,8 +55,8 @@ enum class Isa : uint8_t { kBaseline, kAvx2, kAvx512 };
 Isa best_isa();
 
 /// Updates the rows of the ids `first` to `last` - 1 of `groups`, whose row numbers are in
-/// `numbers`. Throws `invalid`, before any update, if one of them has no row. Threads may update
-/// disjoint ranges at the same time: see IdGroups::split.
+/// `numbers`. Throws `invalid`, before any update, if one of them has no row or the store was made
+/// without set_state(). Threads may update disjoint ranges at the same time: see IdGroups::split.
 void update_rows(RowStore& store, const RowRule& rule, const Step& step, const IdGroups& groups,
                  std::span<const RowNumber> numbers, const Gradients<float>& gradients,
                  size_t first, size_t last, Isa isa = best_isa());

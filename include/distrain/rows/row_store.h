@@ -26,10 +26,11 @@ struct alignas(16) Row {
 };
 static_assert(sizeof(Row) == 16);
 
-/// Writes the initial value of the row `id`. Threads may call it at the same time.
+/// Writes the initial value of the row `id`. Threads may call it at the same time. It must not use
+/// the store.
 using InitialValue = std::function<void(uint64_t id, std::span<float> value)>;
 
-/// Return initial values that depend only on `seed` and the id: uniform in [-bound, bound), or
+/// Return initial values that depend only on `seed` and the id: uniform in [-bound, bound], or
 /// normal with mean 0 (Box and Muller 1958).
 InitialValue keyed_uniform(uint64_t seed, float bound);
 InitialValue keyed_normal(uint64_t seed, float standard_deviation);
@@ -38,8 +39,8 @@ struct RowStoreOptions {
   size_t dim = 0;                ///< floats of a value
   size_t state_floats = 0;       ///< floats of optimizer state after the value
   float initial_state = 0;       ///< of each of the state's floats, and of Row::row_state
-  uint64_t max_rows = 0;         ///< 0: no limit except 2^24 - 1 rows in one stripe
-  InitialValue initial_value{};  ///< null: zeros
+  uint64_t max_rows = 0;         ///< if not 0, the maximum; a stripe has at most 2^24 - 1 rows
+  InitialValue initial_value{};  ///< if null, the value is zeros
 };
 
 /// The number of a row in its stripe, in the order of creation. A row keeps its number.
@@ -56,7 +57,7 @@ inline constexpr RowNumber kNoRow = ~RowNumber{0};
 /// The top bits of an id's hash choose one of 64 stripes. A stripe has a lock, an index and its
 /// rows. The index is a hash table with linear probing whose slots have 4 bytes: 24 bits of row
 /// number and 8 bits of hash. The index doubles when it is 70 % full. Rows lie in segments
-/// of at most 32 KiB, cut from chunks of 2 MiB, and never move. So a row needs its block and 6 to
+/// of about 32 KiB, cut from chunks of 2 MiB, and never move. So a row needs its block and 6 to
 /// 12 bytes of index, and growth copies no rows.
 ///
 /// Thread-safe. Rows are never removed.
@@ -108,7 +109,8 @@ class RowStore {
   /// not throw.
   using RowSink = std::function<void(uint64_t position, const Row& row)>;
 
-  /// Begins a snapshot and returns its number of rows. The snapshot may lack or contain an update
+  /// Begins a snapshot and returns its number of rows. Updates may call `on_overwrite` before the
+  /// return. The snapshot may lack or contain an update
   /// that runs concurrently, because the stripes are prepared one after the other; without such
   /// updates the snapshot is consistent. Throws `invalid` if there is a snapshot already.
   uint64_t begin_snapshot(RowSink on_overwrite);
@@ -135,7 +137,7 @@ class RowStore {
     int index_bits = 0;           // the index has 2^index_bits slots, or none
     std::vector<uint32_t> index;  // row number + 1 above 8 bits of hash; 0: an empty slot
     std::vector<std::byte*> segments;
-    // Of the snapshot; `saved` is empty if there is none.
+    // The snapshot's rows of this stripe; `saved` is empty if there is no snapshot.
     std::vector<uint64_t> saved;
     uint32_t snapshot_rows = 0;
     uint64_t first_position = 0;

@@ -32,7 +32,7 @@ struct RowRule {
 
 struct Step {
   double lr = 0;
-  int64_t number = 1;         ///< of the table, from 1
+  int64_t number = 1;         ///< the number of the table's step, from 1
   double gradient_scale = 1;  ///< multiplies each gradient, for clipping
 };
 
@@ -41,8 +41,8 @@ struct Step {
 template <class T>
 struct Gradients {
   const T* values = nullptr;
-  const uint32_t* rows = nullptr;  ///< by position; null: vector i belongs to position i
-  const T* factors = nullptr;      ///< by position; null: 1
+  const uint32_t* rows = nullptr;  ///< by position; if null, vector i belongs to position i
+  const T* factors = nullptr;      ///< by position; if null, all are 1
 };
 
 /// A row has at most this number of state vectors as long as its value: Adagrad's `sum`, Adam's

@@ -79,14 +79,14 @@ void compare_dense(
 }
 
 // Applies the same gradients sparse and dense; the results must be equal.
-void compare_sparse(const OptimizerOptions& options) {
+void compare_sparse(const OptimizerOptions& options, int64_t rows = 10) {
   at::manual_seed(4);
-  at::Tensor by_rows = at::randn({10, 4});
+  at::Tensor by_rows = at::randn({rows, 4});
   at::Tensor whole = by_rows.clone();
   const auto sparse_rule = make_update_rule(options);
   const auto dense_rule = make_update_rule(options);
   for (int step = 0; step < kSteps; ++step) {
-    SparsePair pair = random_rows(10, 4, 8);
+    SparsePair pair = random_rows(rows, 4, rows - 2);
     if (step % 2 == 1) pair.sparse_gradient = pair.sparse_gradient.coalesce();
     sparse_rule->apply(0, by_rows, pair.sparse_gradient);
     dense_rule->apply(0, whole, pair.dense_gradient);
@@ -239,6 +239,7 @@ TEST_CASE("Sparse SGD and Adagrad equal the dense rules with the same gradient")
   compare_sparse(Sgd{0.1});
   compare_sparse(Adagrad{0.05});
   compare_sparse(Adagrad{0.05, 0.1, 0, 0.2, 1e-6});
+  compare_sparse(Adagrad{0.05}, 5000);  // enough rows for several threads
 }
 
 TEST_CASE("Sparse Adam equals SparseAdam") {

@@ -29,7 +29,10 @@ const std::map<std::string, RowRule>& rules() {
       {"sgd", {}},
       {"adagrad",
        {.optimizer = Optimizer::kAdagrad, .lr_decay = 0.1, .initial_accumulator_value = 0.2}},
-      {"row-wise adagrad", {.optimizer = Optimizer::kRowwiseAdagrad}},
+      {"row-wise adagrad",
+       {.optimizer = Optimizer::kRowwiseAdagrad,
+        .lr_decay = 0.1,
+        .initial_accumulator_value = 0.2}},
       {"adam", {.optimizer = Optimizer::kAdam, .eps = 1e-8}},
       {"adamw", {.optimizer = Optimizer::kAdamW, .eps = 1e-8, .weight_decay = 0.1}},
       {"rmsprop", {.optimizer = Optimizer::kRmsProp, .eps = 1e-8}},
@@ -67,7 +70,7 @@ struct Reference {
           w[i] -= lr / (1 + (step - 1) * rule.lr_decay) * g[i] / (std::sqrt(a[i]) + rule.eps);
           break;
         case Optimizer::kRowwiseAdagrad:
-          w[i] -= lr * g[i] / (std::sqrt(row_sum) + rule.eps);
+          w[i] -= lr / (1 + (step - 1) * rule.lr_decay) * g[i] / (std::sqrt(row_sum) + rule.eps);
           break;
         case Optimizer::kAdam:
         case Optimizer::kAdamW:
@@ -175,9 +178,14 @@ std::vector<T> train_arrays(const RowRule& rule, size_t dim, bool weighted, bool
   return values;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
+
+// With and without weights, sums and means. Sums without weights take no factors.
+constexpr std::array<std::pair<bool, bool>, 4> kKindsOfBags = {
+    {{false, false}, {true, false}, {false, true}, {true, true}}};
 
 }  // namespace
 
@@ -186,13 +194,24 @@ TEST_CASE("row updates in arrays follow the formulas in float64 and float32") {
     CAPTURE(name);
     for (const size_t dim : {1, 7, 16, 32, 83}) {
       CAPTURE(dim);
-      for (const bool mean : {false, true}) {
-        train_arrays<double>(rule, dim, !mean, mean, best_isa(), 1e-12);
+      for (const auto& [weighted, mean] : kKindsOfBags) {
+        train_arrays<double>(rule, dim, weighted, mean, best_isa(), 1e-12);
         // Adam's and RMSprop's first steps divide by roots of very small squares.
-        train_arrays<float>(rule, dim, !mean, mean, best_isa(), 2e-5);
+        train_arrays<float>(rule, dim, weighted, mean, best_isa(), 2e-5);
       }
     }
   }
+}
+
+TEST_CASE("a store without state for the rule is not updated") {
+  RowStore store({.dim = 4});
+  const IdGroups groups(std::vector<uint64_t>{1});
+  std::vector<RowNumber> numbers(1);
+  store.find_or_create(groups, numbers);
+  const std::vector<float> gradient(4, 1);
+  CHECK_THROWS_AS(update_rows(store, {.optimizer = Optimizer::kAdam}, {0.1}, groups, numbers,
+                              {gradient.data()}, 0, 1),
+                  base::Exception);
 }
 
 TEST_CASE("all instruction sets give the same bits") {
@@ -200,11 +219,18 @@ TEST_CASE("all instruction sets give the same bits") {
     CAPTURE(name);
     for (const size_t dim : {1, 15, 32, 50, 130}) {
       CAPTURE(dim);
-      const auto train = [&, &rule = rule](Isa isa) {
-        return train_arrays<float>(rule, dim, true, true, isa, 10);
-      };
-      const std::vector<float> baseline = train(Isa::kBaseline);
-      for (const Isa isa : isas()) CHECK(same_bits(train(isa), baseline));
+      for (const auto& [weighted, mean] : kKindsOfBags) {
+        const auto bits_are_equal = [&, &rule = rule, weighted = weighted,
+                                     mean = mean]<class T>(T) {
+          const auto train = [&](Isa isa) {
+            return train_arrays<T>(rule, dim, weighted, mean, isa, 10);
+          };
+          const std::vector<T> baseline = train(Isa::kBaseline);
+          for (const Isa isa : isas()) CHECK(same_bits(train(isa), baseline));
+        };
+        bits_are_equal(0.0F);
+        bits_are_equal(0.0);
+      }
     }
   }
   const Push<float> push(50, 3);
