@@ -101,7 +101,9 @@ DenseImpl::DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device
   }
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
-  weight = register_parameter("weight", nn::uniform({outputs, inputs}, bound, generator, device));
+  weight = register_parameter("weight", nn::sized_by("--dense, --embedding-dim or --classes", [&] {
+                                return nn::uniform({outputs, inputs}, bound, generator, device);
+                              }));
   bias = register_parameter("bias", nn::uniform({outputs}, bound, generator, device));
 }
 
