@@ -75,7 +75,8 @@ Field quality(Unit unit) {
 
 Field auc_field() {
   return sometimes({"auc", kNumber,
-                    "area under the ROC curve, if the job computes it; null if one of the two classes is missing"});
+                    "area under the ROC curve, if the job computes it; null if one of the two "
+                    "classes is missing"});
 }
 
 }  // namespace
