@@ -1,4 +1,4 @@
-// ctest: labels=tsan_soak timeout=120
+// ctest: labels=ci,tsan_soak timeout=120
 #include <cmath>
 
 #include "support/scenario_job.h"

@@ -1,4 +1,4 @@
-// ctest: timeout=180
+// ctest: labels=ci timeout=180
 #include <algorithm>
 #include <cmath>
 #include <sstream>

@@ -1,4 +1,4 @@
-// ctest: labels=notsan timeout=120
+// ctest: labels=ci,notsan timeout=120
 #include <csignal>
 #include <functional>
 #include <string>
