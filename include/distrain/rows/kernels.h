@@ -37,7 +37,8 @@ struct Bags {
   size_t size() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };
 
-/// What Gradients needs to pass a bag's gradient to the bag's positions.
+/// The bag of each position and the factor of its gradient, from which of() makes Gradients that
+/// give each position the gradient of its bag.
 template <class T>
 struct BagGradients {
   explicit BagGradients(const Bags<T>& bags);
