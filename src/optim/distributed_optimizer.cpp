@@ -65,14 +65,6 @@ RRef<rpc::NamedTensors> snapshot_here(rpc::CallContext& context,
   return context.agent.make_rref(flatten(names, updater.local_value().state()));
 }
 
-// Returns the address of a rank, without a deadline if `waits`: a call that waits for participants
-// or moves a whole state may take any time. The loss of the owner or a participant ends the call.
-rpc::To to(int rank, bool waits) {
-  rpc::To owner(rank);
-  if (waits) owner.without_deadline();
-  return owner;
-}
-
 template <class T>
 std::vector<T> select(const std::vector<T>& from, const std::vector<size_t>& indices) {
   std::vector<T> some;
@@ -110,6 +102,65 @@ struct OwnerPart {
 };
 
 }  // namespace
+
+/// The parameters that one rank owns. Their updater is on another rank (`remote`) or this one.
+class DistributedOptimizer::Owner final : public StepTarget {
+ public:
+  Owner(rpc::Agent& agent, int rank, std::vector<size_t> its_indices,
+        std::shared_ptr<ParameterUpdater> local, RRef<ParameterUpdater> remote,
+        const Sharing& sharing)
+      : indices(std::move(its_indices)),
+        agent_(agent),
+        rank_(rank),
+        local_(std::move(local)),
+        remote_(std::move(remote)),
+        steps_wait_(sharing.mode != Sharing::Mode::kAsync && sharing.participants > 1),
+        norms_wait_(sharing.mode == Sharing::Mode::kSync && sharing.participants > 1) {}
+
+  std::string where() const override { return fmt::format("rank {}", rank_); }
+  Future<Norms> norm(const std::vector<uint64_t>& contexts,
+                     const NormArguments& arguments) override {
+    if (local_) return local_->norms_squared(arguments, gradients_of(agent_, *local_, contexts));
+    return agent_.rpc_async<&norms_here>(to(norms_wait_), remote_, contexts, arguments);
+  }
+  Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
+                         const StepOptions& options) override {
+    if (!local_) {
+      return agent_.rpc_async<&step_here>(to(steps_wait_), remote_, contexts, options);
+    }
+    return local_->step(options, gradients_of(agent_, *local_, contexts), own_process(agent_));
+  }
+  std::vector<ParameterState> state() const {
+    if (local_) return local_->state();
+    return agent_.rpc_sync<&ParameterUpdater::state>(to(true), remote_);
+  }
+  Future<RRef<rpc::NamedTensors>> snapshot(const std::vector<std::string>& names) const {
+    if (!local_) return agent_.rpc_async<&snapshot_here>(to(true), remote_, names);
+    return Future<RRef<rpc::NamedTensors>>::ready(
+        agent_.make_rref(flatten(names, local_->state())));
+  }
+  void load_state(const std::vector<ParameterState>& state) const {
+    if (local_) return local_->load_state(state);
+    agent_.rpc_sync<&ParameterUpdater::load_state>(to(true), remote_, state);
+  }
+
+  const std::vector<size_t> indices;  // of the parameters in DistributedOptimizer::state()
+
+ private:
+  // Returns the owner's address, without a deadline if `waits`: a call that waits for participants
+  // or moves a whole state may take any time. The loss of the owner or a participant ends the call.
+  rpc::To to(bool waits) const {
+    rpc::To owner(rank_);
+    if (waits) owner.without_deadline();
+    return owner;
+  }
+
+  rpc::Agent& agent_;
+  const int rank_;
+  const std::shared_ptr<ParameterUpdater> local_;
+  const RRef<ParameterUpdater> remote_;
+  const bool steps_wait_, norms_wait_;
+};
 
 UpdateCount install(rpc::Agent& agent) {
   const auto updaters = std::make_shared<UpdaterRegistry>(agent.lasting());
@@ -194,28 +245,36 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
 
   auto& updaters = agent.local<UpdaterRegistry>();
   UpdaterOptions options{{}, sharing.mode, sharing.participants, sharing.staleness};
-  Owner here_last;
+  const auto make = [&](int rank, OwnerPart& part, std::shared_ptr<ParameterUpdater> local,
+                        RRef<ParameterUpdater> remote = {}) {
+    return std::make_shared<Owner>(agent, rank, std::move(part.indices), std::move(local),
+                                   std::move(remote), sharing);
+  };
+  std::shared_ptr<Owner> here_last;
   for (auto& [rank, part] : by_owner) {
     ranks_.insert(rank);
     options.groups = std::move(part.groups);
     if (rank == agent.rank()) {
-      here_last.rank = rank;
-      here_last.local = updaters.find_or_make(select(tensors, part.indices), options);
-      here_last.indices = std::move(part.indices);
-      here_last.local->take_part(sharing.participant, own_process(agent));
+      const auto local = updaters.find_or_make(select(tensors, part.indices), options);
+      local->take_part(sharing.participant, own_process(agent));
+      here_last = make(rank, part, local);
     } else {
-      auto updater =
-          agent.rpc_sync<&attach>(rank, select(rrefs, part.indices), options, sharing.participant);
-      owners_.push_back({rank, std::move(updater), nullptr, std::move(part.indices)});
+      owners_.push_back(make(rank, part, nullptr,
+                             agent.rpc_sync<&attach>(rank, select(rrefs, part.indices), options,
+                                                     sharing.participant)));
     }
   }
-  if (here_last.local) owners_.push_back(std::move(here_last));
+  if (here_last) owners_.push_back(std::move(here_last));
   if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(ranks_);
   if (own.indices.empty()) return;
-  own_.local =
+  const auto local =
       updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
                             UpdaterRegistry::Counts::kNo);
-  own_.indices = std::move(own.indices);
+  own_ = make(agent.rank(), own, local);
+}
+
+void DistributedOptimizer::add(std::shared_ptr<StepTarget> target) {
+  targets_.push_back(std::move(target));
 }
 
 int DistributedOptimizer::participant() const {
@@ -227,9 +286,9 @@ bool DistributedOptimizer::steps_wait() const {
   return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
 }
 
-std::vector<DistributedOptimizer::Owner> DistributedOptimizer::all_owners() const {
-  std::vector<Owner> all = owners_;
-  if (own_.local) all.push_back(own_);
+std::vector<std::shared_ptr<DistributedOptimizer::Owner>> DistributedOptimizer::all_owners() const {
+  std::vector<std::shared_ptr<Owner>> all = owners_;
+  if (own_) all.push_back(own_);
   return all;
 }
 
@@ -239,31 +298,25 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   const rpc::ContextScope outside(0);  // updates are not recorded in the autograd context
   StepOptions options{participant(), 1, *lr_factor_, *step_number_};
   const double limit = max_norm.value_or(max_norm_);
+  for (const auto& target : targets_) target->check(contexts);
   const Scales scales = limit > 0 ? scales_for(contexts, limit) : Scales{};
   options.scale = scales.shared;
   if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
   std::vector<Step> steps;
-  const auto add_step = [&](const Owner& owner, const StepOptions& how, const char* which) {
-    if (!owner.local) {
-      steps.push_back({fmt::format("rank {}", owner.rank),
-                       agent_.rpc_async<&step_here>(to(owner.rank, steps_wait()), owner.remote,
-                                                    contexts, how)});
-      return;
-    }
-    Step& step = steps.emplace_back();
-    step.where = fmt::format("rank {}{}", agent_.rank(), which);
-    // A local failure becomes a failed future, so that step() still waits for the remote steps.
+  const auto add_step = [&](StepTarget& target, const StepOptions& how, const char* which = "") {
+    Step& step = steps.emplace_back(Step{target.where() + which, {}});
+    // A failure here becomes a failed future, so that step() still waits for the other owners.
     try {
-      step.done =
-          owner.local->step(how, gradients_of(agent_, *owner.local, contexts), own_process(agent_));
+      step.done = target.apply(contexts, how);
     } catch (...) {
       step.done = Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
-  for (const Owner& owner : owners_) add_step(owner, options, "");
+  for (const auto& owner : owners_) add_step(*owner, options);
+  for (const auto& target : targets_) add_step(*target, options);
   options.participant = 0;  // `own_` has one participant
   options.scale = scales.own;
-  if (own_.local) add_step(own_, options, " (its own)");
+  if (own_) add_step(*own_, options, " (its own)");
   std::vector<Future<uint64_t>> all;
   for (const Step& step : steps) all.push_back(step.done);
   try {
@@ -291,23 +344,19 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Returns the clipping factors. Adds norms in rank order, so that all participants get equal bits.
+// Returns the clipping factors. Adds norms in rank order, those of other targets last, so that all
+// participants get equal bits.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
-  const double own = own_.local ? norm_squared(gradients_of(agent_, *own_.local, contexts)) : 0;
+  const double own = own_ ? own_->norm(contexts, {}).wait().shared : 0;
   const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
-  std::map<int, Future<Norms>> by_rank;
-  for (const Owner& owner : owners_) {
-    by_rank.emplace(
-        owner.rank,
-        owner.local
-            ? owner.local->norms_squared(arguments, gradients_of(agent_, *owner.local, contexts))
-            : agent_.rpc_async<&norms_here>(to(owner.rank, is_sync && steps_wait()), owner.remote,
-                                            contexts, arguments));
-  }
   std::vector<Future<Norms>> all;
-  for (const auto& [rank, norms] : by_rank) all.push_back(norms);
+  for (const auto& owner : owners_) all.push_back(owner->norm(contexts, arguments));
+  if (const auto here = ranks_.find(agent_.rank()); here != ranks_.end()) {
+    std::rotate(all.begin() + std::distance(ranks_.begin(), here), all.end() - 1, all.end());
+  }
+  for (const auto& target : targets_) all.push_back(target->norm(contexts, arguments));
   base::wait_all(all);
   double shared = 0;
   for (const auto& norms : all) shared += norms.wait().shared;
@@ -325,53 +374,35 @@ void DistributedOptimizer::set_lr_factor(double factor) {
 
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
-  for (const Owner& owner : all_owners()) {
-    scatter(all, owner.indices,
-            owner.local
-                ? owner.local->state()
-                : agent_.rpc_sync<&ParameterUpdater::state>(to(owner.rank, true), owner.remote));
-  }
+  for (const auto& owner : all_owners()) scatter(all, owner->indices, owner->state());
   return all;
 }
 
 std::vector<RRef<rpc::NamedTensors>> DistributedOptimizer::snapshot(
     const std::vector<std::string>& names) const {
-  std::vector<Future<RRef<rpc::NamedTensors>>> remote;
-  std::vector<RRef<rpc::NamedTensors>> held;
-  for (const Owner& owner : all_owners()) {
-    const auto its_names = select(names, owner.indices);
-    if (owner.local) {
-      held.push_back(agent_.make_rref(flatten(its_names, owner.local->state())));
-    } else {
-      remote.push_back(
-          agent_.rpc_async<&snapshot_here>(to(owner.rank, true), owner.remote, its_names));
-    }
+  std::vector<Future<RRef<rpc::NamedTensors>>> states;
+  for (const auto& owner : all_owners()) {
+    states.push_back(owner->snapshot(select(names, owner->indices)));
   }
-  base::wait_all(remote);
-  for (const auto& state : remote) held.push_back(state.wait());
+  base::wait_all(states);
+  std::vector<RRef<rpc::NamedTensors>> held;
+  for (const auto& state : states) held.push_back(state.wait());
   return held;
 }
 
 std::vector<ParameterState> DistributedOptimizer::own_state() const {
-  return own_.local ? own_.local->state() : std::vector<ParameterState>();
+  return own_ ? own_->state() : std::vector<ParameterState>();
 }
 
 void DistributedOptimizer::load_own_state(const std::vector<ParameterState>& state) {
-  if (own_.local) own_.local->load_state(state);
+  if (own_) own_->load_state(state);
 }
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters_) {
     base::bad_data(fmt::format("the state of {} parameters, not of {}", state.size(), parameters_));
   }
-  for (const Owner& owner : all_owners()) {
-    const auto its_state = select(state, owner.indices);
-    if (owner.local) {
-      owner.local->load_state(its_state);
-    } else {
-      agent_.rpc_sync<&ParameterUpdater::load_state>(to(owner.rank, true), owner.remote, its_state);
-    }
-  }
+  for (const auto& owner : all_owners()) owner->load_state(select(state, owner->indices));
 }
 
 }  // namespace distrain::optim

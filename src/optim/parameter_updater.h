@@ -37,27 +37,6 @@ struct UpdaterOptions {
                  &UpdaterOptions::staleness);
 };
 
-struct StepOptions {
-  int participant = 0;
-  double scale = 1;      ///< factor by which the gradients are multiplied
-  double lr_factor = 1;  ///< factor by which each group's learning rate is multiplied
-  int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
-  static constexpr auto kFields = std::tuple(&StepOptions::participant, &StepOptions::scale,
-                                             &StepOptions::lr_factor, &StepOptions::number);
-};
-
-struct NormArguments {
-  int participant = 0;
-  double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
-  static constexpr auto kFields = std::tuple(&NormArguments::participant, &NormArguments::own);
-};
-/// Squared L2 norms of the gradients of shared and `own` parameters.
-struct Norms {
-  double shared = 0;
-  double own = 0;
-  static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
-};
-
 /// Optimizes a set of one rank's parameters and holds their state. Thread-safe: one step at a time.
 class ParameterUpdater {
  public:

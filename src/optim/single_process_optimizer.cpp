@@ -68,6 +68,7 @@ void SingleProcessOptimizer::gather() {
     }
     each->gathered.push_back(std::move(gradients));
   }
+  if (target_) gathered_.push_back(target_->gather());
 }
 
 // Clips as DistributedOptimizer does. The scale of an update is computed from the norm of its own
@@ -87,9 +88,18 @@ void SingleProcessOptimizer::step() {
   };
   const double of_replicas = norm(replicated);
   double scale = scale_of(of_replicas);
-  for (const Gradients& gradients : updates) {
-    const double with_replicas = scale_of(norm(gradients) + of_replicas);
-    shared_->apply(gradients, with_replicas);
+  const std::vector<uint64_t> gathered = std::exchange(gathered_, {});
+  for (size_t i = 0; i < updates.size(); ++i) {
+    double squared = norm(updates[i]) + of_replicas;
+    const auto its = sync_ || !target_ ? gathered : std::vector<uint64_t>{gathered[i]};
+    const double trainers = target_ ? static_cast<double>(its.size()) : 1;
+    if (target_) target_->check(its);
+    if (target_ && max_norm_ > 0) {
+      squared += target_->norm(its, {}).wait().shared / (trainers * trainers);
+    }
+    const double with_replicas = scale_of(squared);
+    shared_->apply(updates[i], with_replicas);
+    if (target_) target_->apply(its, {0, with_replicas / trainers, lr_factor_}).wait();
     if (updates.size() == 1) scale = with_replicas;
   }
   replicated_->apply(replicated, scale);
@@ -97,6 +107,7 @@ void SingleProcessOptimizer::step() {
 }
 
 void SingleProcessOptimizer::set_lr_factor(double factor) {
+  lr_factor_ = factor;
   shared_->set.set_lr_factor(factor);
   replicated_->set.set_lr_factor(factor);
 }

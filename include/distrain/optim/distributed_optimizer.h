@@ -4,12 +4,11 @@
 #include <set>
 
 #include "distrain/autograd/context.h"
+#include "distrain/optim/step_target.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::optim {
-
-class ParameterUpdater;
 
 /// Settings of several ranks (the participants) that update the same parameters.
 struct Sharing {
@@ -93,6 +92,10 @@ class DistributedOptimizer {
       : DistributedOptimizer(agent, {ParameterGroup{shared, own, rule.options}}, rule.max_norm,
                              sharing) {}
 
+  /// Adds a target, such as the tables of a ShardedEmbedding, that steps of this object and of its
+  /// later copies update. state(), snapshot() and load_state() do not include added targets.
+  void add(std::shared_ptr<StepTarget> target);
+
   /// Applies the gradients of `context` on each owner; parameters without a gradient stay as they
   /// are. Returns when this rank may begin its next step: see Sharing::Mode.
   ///
@@ -130,7 +133,7 @@ class DistributedOptimizer {
   void set_lr_factor(double factor);
   /// Sets the number of the following steps, which last_step_of() returns; 0 means no number.
   void set_step_number(int64_t number) { *step_number_ = number; }
-  bool has_own() const { return own_.local != nullptr; }
+  bool has_own() const { return own_ != nullptr; }
   size_t size() const { return parameters_; }
   /// Returns copies of the parameters' states on the CPU, group by group, `shared` before `own`.
   /// The result is a consistent snapshot only if no participant steps during the call.
@@ -148,13 +151,7 @@ class DistributedOptimizer {
  private:
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
                        double max_norm, Sharing sharing);
-  /// A parameter updater on another rank (`remote`) or this one (`local`).
-  struct Owner {
-    int rank = -1;
-    rpc::RRef<ParameterUpdater> remote;
-    std::shared_ptr<ParameterUpdater> local;
-    std::vector<size_t> indices;  // indices of the owner's parameters in state()
-  };
+  class Owner;
   struct Scales {
     double shared = 1;
     double own = 1;
@@ -168,7 +165,7 @@ class DistributedOptimizer {
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
   bool steps_wait() const;
-  std::vector<Owner> all_owners() const;
+  std::vector<std::shared_ptr<Owner>> all_owners() const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;
@@ -176,9 +173,10 @@ class DistributedOptimizer {
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
-  std::vector<Owner> owners_;  // owners of shared parameters; this rank comes last
-  std::set<int> ranks_;        // ranks in `owners_`
-  Owner own_;                  // `local` is null if there are no `own` parameters
+  std::vector<std::shared_ptr<Owner>> owners_;        // of shared parameters; this rank comes last
+  std::set<int> ranks_;                               // ranks in `owners_`
+  std::vector<std::shared_ptr<StepTarget>> targets_;  // of add()
+  std::shared_ptr<Owner> own_;                        // null if there are no `own` parameters
 };
 
 }  // namespace distrain::optim

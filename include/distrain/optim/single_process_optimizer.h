@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "distrain/optim/step_target.h"
 #include "distrain/optim/update_rule.h"
 
 namespace torch::nn {
@@ -32,6 +33,9 @@ class SingleProcessOptimizer {
                          const std::string& mode = {});
   ~SingleProcessOptimizer();
 
+  /// Sets a target, such as the tables of a ShardedEmbedding, which is updated as `shared` is.
+  void add(std::shared_ptr<StepTarget> target) { target_ = std::move(target); }
+
   /// Moves the `.grad` of every parameter to this object. Call it after each trainer's backward().
   void gather();
   /// Updates the parameters with the gathered gradients and clears these gradients.
@@ -51,6 +55,9 @@ class SingleProcessOptimizer {
   const double max_norm_;
   const bool sync_;
   const std::unique_ptr<Parameters> shared_, replicated_;
+  std::shared_ptr<StepTarget> target_;  // may be null
+  std::vector<uint64_t> gathered_;      // by trainer: StepTarget::gather()
+  double lr_factor_ = 1;
   int64_t updates_ = 0;
 };
 

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "distrain/base/error.h"
+#include "distrain/base/future.h"
+
+namespace distrain::optim {
+
+struct StepOptions {
+  int participant = 0;
+  double scale = 1;      ///< factor by which the gradients are multiplied
+  double lr_factor = 1;  ///< factor by which each group's learning rate is multiplied
+  int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
+  static constexpr auto kFields = std::tuple(&StepOptions::participant, &StepOptions::scale,
+                                             &StepOptions::lr_factor, &StepOptions::number);
+};
+
+struct NormArguments {
+  int participant = 0;
+  double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
+  static constexpr auto kFields = std::tuple(&NormArguments::participant, &NormArguments::own);
+};
+/// Squared L2 norms of the gradients of shared and `own` parameters.
+struct Norms {
+  double shared = 0;
+  double own = 0;
+  static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
+};
+
+/// Parameters, on one or several ranks, that an optimizer updates together: those of one owner, or
+/// the tables of a ShardedEmbedding.
+///
+/// A step calls check() of all targets, then norm() of all if it clips, then apply() of all. So no
+/// target has changed if check() or norm() of one of them throws. `contexts` are the ids of
+/// autograd contexts whose gradients are summed.
+class StepTarget {
+ public:
+  virtual ~StepTarget() = default;
+  /// Names the target in errors, for example "rank 3".
+  virtual std::string where() const = 0;
+  /// Throws if apply() would refuse the gradients. Changes nothing.
+  virtual void check(const std::vector<uint64_t>& contexts) { static_cast<void>(contexts); }
+  virtual base::Future<Norms> norm(const std::vector<uint64_t>& contexts,
+                                   const NormArguments& arguments) = 0;
+  /// Updates the parameters. Returns the number of updates, this one included. A target may return
+  /// before the update is made; then the next check() throws the error of an update that failed.
+  virtual base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
+                                       const StepOptions& options) = 0;
+  /// For an optimizer without contexts: moves the `.grad` of all leaves that the target has made
+  /// since the last call to the target. Returns a number that stands for a context's id.
+  virtual uint64_t gather() { base::invalid("this target takes its gradients from contexts"); }
+};
+
+}  // namespace distrain::optim
