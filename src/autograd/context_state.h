@@ -31,6 +31,7 @@ using CallResults = std::vector<std::tuple<uint64_t, int, std::string>>;
 class ContextState {
  public:
   using ReadyHook = std::function<void(const at::Tensor&)>;
+  using Attachment = std::pair<const void*, std::shared_ptr<void>>;  // an owner and its object
 
   explicit ContextState(uint64_t id) : id_(id) {}
   uint64_t id() const { return id_; }
@@ -124,6 +125,19 @@ class ContextState {
     return all;
   }
 
+  void attach(Attachment attachment) {
+    std::lock_guard lock(mutex_);
+    attachments_.push_back(std::move(attachment));
+  }
+  std::vector<Attachment> attachments() const {
+    std::lock_guard lock(mutex_);
+    return attachments_;
+  }
+  std::vector<Attachment> take_attachments() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(attachments_, {});
+  }
+
   void on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
     std::lock_guard lock(mutex_);
     hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
@@ -138,6 +152,11 @@ class ContextState {
   bool runs(uint64_t pass) const {
     std::lock_guard lock(mutex_);
     return runs_locked(pass);
+  }
+  /// Returns true if the newest pass has failed.
+  bool pass_failed() const {
+    std::lock_guard lock(mutex_);
+    return pass_state_ == PassState::kFailed;
   }
   void set_guard(PassGuard guard) {
     std::lock_guard lock(mutex_);
@@ -185,6 +204,7 @@ class ContextState {
   std::unordered_map<uint64_t, std::shared_ptr<SendNode>> sends_;
   std::set<std::pair<int, uint64_t>> given_up_;  // calls to this rank, by (caller, call number)
   std::unordered_map<const c10::TensorImpl*, Entry> gradients_;
+  std::vector<Attachment> attachments_;
   Hooks hooks_;
   std::shared_ptr<Pass> pass_;  // the newest; null if it has not begun here, has failed or is over
   uint64_t newest_ = 0;         // the number of the newest pass

@@ -406,6 +406,25 @@ at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) 
   return state ? state->gradient(variable) : at::Tensor();
 }
 
+void attach(rpc::Agent& agent, uint64_t id, const void* owner, std::shared_ptr<void> object) {
+  Runtime::of(agent)->find_or_create(id)->attach({owner, std::move(object)});
+}
+
+std::vector<std::shared_ptr<void>> attachments(rpc::Agent& agent, uint64_t id, const void* owner) {
+  std::vector<std::shared_ptr<void>> its;
+  const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
+  if (!state) return its;
+  for (auto& [attached_by, object] : state->attachments()) {
+    if (attached_by == owner) its.push_back(std::move(object));
+  }
+  return its;
+}
+
+bool pass_failed(rpc::Agent& agent, uint64_t id) {
+  const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
+  return state && state->pass_failed();
+}
+
 void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
   const std::shared_ptr<Runtime> runtime = Runtime::of(agent);
   const std::shared_ptr<ContextState> source = runtime->find(from);
@@ -417,6 +436,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
         "know, or that has ended");
   }
   const at::NoGradGuard no_grad;
+  for (auto& attachment : source->take_attachments()) target->attach(std::move(attachment));
   for (auto& [variable, gradient] : source->take_gradients()) {
     target->accumulate(variable, std::move(gradient));
   }

@@ -133,9 +133,19 @@ void fail_passes(const Context& context, const base::Error& error);
 /// tensor if there is none. Use it in remote functions that receive a context's id.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 
-/// Adds the gradients of context `from` to those of `to` on the rank of `agent` and clears `from`,
-/// so that micro-batches share one set of gradients. Throws `invalid` if `to` is unknown.
+/// Adds the gradients of context `from` to those of `to` on the rank of `agent`, moves the
+/// attachments, and clears `from`, so that micro-batches share one set of gradients. Throws
+/// `invalid` if `to` is unknown.
 void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
+
+/// Keeps `object` on the rank of `agent` until context `id` ends there. Its destructor may run on
+/// the thread that notifies layers of lost ranks, so it must not block. Throws `invalid` if the
+/// context has ended.
+void attach(rpc::Agent& agent, uint64_t id, const void* owner, std::shared_ptr<void> object);
+/// Returns the objects that `owner` has attached to context `id` on the rank of `agent`, in order.
+std::vector<std::shared_ptr<void>> attachments(rpc::Agent& agent, uint64_t id, const void* owner);
+/// Returns true if the newest pass over context `id` has failed on the rank of `agent`.
+bool pass_failed(rpc::Agent& agent, uint64_t id);
 
 /// Callbacks of one rank for the next pass over a context.
 struct PassGuard {
