@@ -25,3 +25,4 @@
 #include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/rref.h"
+#include "distrain/table/sharded_embedding.h"

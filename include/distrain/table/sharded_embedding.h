@@ -1,0 +1,107 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "distrain/optim/step_target.h"
+#include "distrain/table/table_server.h"
+
+namespace distrain::table {
+
+enum class Pooling : uint8_t { kNone, kSum, kMean };
+
+struct Query {
+  int table = 0;   ///< index in the constructor's `tables`
+  at::Tensor ids;  ///< int64, of any shape; with pooling of shape [n]
+  /// With pooling: int64 [bags], the index in `ids` where each bag starts, as torch's EmbeddingBag.
+  at::Tensor offsets{};
+  at::Tensor weights{};  ///< with kSum: float [n], which multiply the rows, and may want gradients
+  Pooling pooling = Pooling::kNone;
+};
+
+struct LookupSettings {
+  /// Type of rows and gradients in messages: kFloat, kBFloat16 or kHalf.
+  at::ScalarType wire_dtype = at::kFloat;
+  /// Lets servers add the rows of a bag if that moves fewer bytes. Evaluations never do so, so that
+  /// their results do not depend on the number of servers.
+  bool pools_on_servers = true;
+};
+
+/// Embedding tables whose rows are spread over several ranks (servers) by the hash of their ids.
+///
+///     auto tables = std::make_shared<table::ShardedEmbedding>(agent, servers, options, sharing);
+///     optimizer->add(tables);                                  // a DistributedOptimizer
+///     const at::Tensor pooled = tables->bags(ids, offsets);    // within an autograd::Context
+///     autograd::backward(context, {loss(pooled)});
+///     optimizer->step(context);
+///
+/// A lookup is not part of the distributed graph: the rows arrive as a leaf of this rank's graph.
+/// optimizer.step() sends the gradients of all lookups of its contexts in one message to each
+/// server, and does not wait for the update. So an error of an update is thrown by the next step or
+/// by settle(), which must follow the last step. A lookup includes all earlier steps of this rank
+/// and, in sync mode, of all participants: see Note [Steps of tables] in table_server.h.
+///
+/// Within a NoGradGuard a lookup is an evaluation: it makes no rows, and unknown ids have their
+/// initial values. Rows are floats on the CPU. Lookups are thread-safe; steps are made one by one.
+class ShardedEmbedding final : public optim::StepTarget {
+ public:
+  struct Lookup;
+  using Pending = std::shared_ptr<Lookup>;  ///< a lookup that has been sent
+
+  /// Opens the tables on `servers`, whose order all ranks must agree on. Modes are kAsync and
+  /// kSync. A kOnlooker makes no steps. Throws `invalid` if the tables are open with other options.
+  ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers, std::vector<TableOptions> tables,
+                   optim::Sharing sharing, LookupSettings settings = {});
+  /// Opens tables of `server` in this process, for a SingleProcessOptimizer or for evaluations.
+  ShardedEmbedding(std::shared_ptr<TableServer> server, std::vector<TableOptions> tables);
+  /// Closes the tables: in sync mode, participants that wait for steps of this one get `peer_lost`.
+  ~ShardedEmbedding() override;
+
+  /// Returns the rows of `ids` in table 0, [..., dim].
+  at::Tensor forward(const at::Tensor& ids);
+  /// Returns the pooled rows of bags of table 0, [bags, dim].
+  at::Tensor bags(const at::Tensor& ids, const at::Tensor& offsets, const at::Tensor& weights = {},
+                  Pooling pooling = Pooling::kSum);
+  /// Answers all queries by one call to each server.
+  std::vector<at::Tensor> look_up(const std::vector<Query>& queries);
+
+  /// Sends the requests of look_up(), so that the rows travel while this rank computes. Needs no
+  /// current context. Destroying the result gives up the lookup.
+  Pending start(const std::vector<Query>& queries);
+  /// Waits for the rows. Throws `invalid` if gradients are enabled and there is no current context,
+  /// or if in sync mode a step was made after start().
+  std::vector<at::Tensor> finish(Pending lookup);
+  /// Returns how many steps of this rank were made between start() and finish() of the last lookup.
+  int64_t staleness() const;
+
+  /// Waits until the servers have applied the last step. Throws the error of a step that failed.
+  void settle();
+
+  // Called by optimizers.
+  std::string where() const override;
+  void check(const std::vector<uint64_t>& contexts) override;
+  base::Future<optim::Norms> norm(const std::vector<uint64_t>& contexts,
+                                  const optim::NormArguments& arguments) override;
+  base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
+                               const optim::StepOptions& options) override;
+  uint64_t gather() override;
+
+ private:
+  struct Client;
+  struct PreparedStep;
+
+  void open();
+  std::vector<std::shared_ptr<Lookup>> take_lookups(uint64_t context);
+  std::vector<base::Future<optim::Norms>> push(PushRequest request, const PreparedStep& step);
+
+  const std::vector<TableOptions> tables_;
+  const optim::Sharing sharing_;
+  const LookupSettings settings_;
+  const std::shared_ptr<Client> client_;  // shared with lookups in contexts
+  std::unique_ptr<PreparedStep> step_;    // of check()
+  std::unique_ptr<PreparedStep> pushed_;  // of apply(); servers keep its lookups until settle()
+  std::vector<base::Future<optim::Norms>> pushing_;
+};
+
+}  // namespace distrain::table

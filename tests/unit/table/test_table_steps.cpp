@@ -1,0 +1,321 @@
+// ctest: timeout=120
+// Tests when steps of tables are applied, refused and waited for.
+#include <future>
+#include <limits>
+#include <thread>
+
+#include "tables.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+
+namespace {
+
+// Several trainers, ranks 0 to n - 1, and two servers.
+struct Job {
+  explicit Job(int trainers, Mode mode = Mode::kAsync,
+               std::vector<TableOptions> options = {table_of("t")})
+      : cluster(trainers + 2, set_up_tables) {
+    for (int p = 0; p < trainers; ++p) {
+      const optim::Sharing sharing{mode, trainers, p};
+      tables.push_back(std::make_shared<ShardedEmbedding>(
+          cluster[p], std::vector<int>{trainers, trainers + 1}, options, sharing));
+      optimizers.push_back(std::make_unique<optim::DistributedOptimizer>(
+          cluster[p], std::vector<optim::ParameterGroup>{}, sharing));
+      optimizers.back()->add(tables.back());
+    }
+  }
+
+  // Makes a step in which each number of the rows has the gradient `gradient`.
+  void step(int trainer, const at::Tensor& ids, double gradient) {
+    const auto at = static_cast<size_t>(trainer);
+    autograd::Context context(cluster[trainer]);
+    autograd::backward(context, {(tables[at]->forward(ids) * gradient).sum()});
+    optimizers[at]->step(context);
+  }
+  table::TableServer& server(int number) {
+    return cluster[cluster.size() - 2 + number].local<table::TableServer>();
+  }
+  size_t kept() { return server(0).kept_lookups() + server(1).kept_lookups(); }
+
+  Cluster cluster;
+  std::vector<std::shared_ptr<ShardedEmbedding>> tables;
+  std::vector<std::unique_ptr<optim::DistributedOptimizer>> optimizers;
+};
+
+const at::Tensor kIds = at::arange(1, 5);
+
+// Waits until one of the servers reports a wait with this text.
+void await_wait(Job& job, const std::string& text) {
+  const auto has_come = [&] {
+    for (const int number : {0, 1}) {
+      for (const rpc::Wait& wait : job.server(number).waits()) {
+        if (wait.what.find(text) != std::string::npos) return true;
+      }
+    }
+    return false;
+  };
+  while (!has_come()) std::this_thread::yield();
+}
+
+}  // namespace
+
+TEST_CASE("clipping counts two tables and a net, with one and several participants") {
+  const Mode mode = GENERATE(Mode::kAsync, Mode::kSync);
+  const int trainers = GENERATE(1, 2);
+  CAPTURE(static_cast<int>(mode), trainers);
+  Job job(trainers, mode, {table_of("a"), table_of("b", 2)});
+  const at::Tensor before_a = all_rows(*job.tables[0], 0), before_b = all_rows(*job.tables[0], 1);
+  const double max_norm = 2;
+  std::vector<at::Tensor> nets;
+  for (int p = 0; p < trainers; ++p) nets.push_back(at::zeros({2}).requires_grad_());
+  const auto train = [&](int p) {
+    const auto at = static_cast<size_t>(p);
+    const optim::Sharing sharing{mode, trainers, p};
+    optim::DistributedOptimizer optimizer(job.cluster[p], {}, {nets[at]},
+                                          optim::Rule{optim::Sgd{.lr = 1}, {}, max_norm}, sharing);
+    optimizer.add(job.tables[at]);
+    autograd::Context context(job.cluster[p]);
+    const auto rows = job.tables[at]->look_up({{0, at::tensor({1, 1, 2 + p})}, {1, kIds}});
+    autograd::backward(context, {(rows[0] * (p + 1)).sum() + rows[1].sum() + nets[at].sum() * 3});
+    optimizer.step(context);
+    job.tables[at]->settle();
+  };
+  std::vector<std::thread> threads;
+  for (int p = 0; p < trainers; ++p) {
+    if (mode == Mode::kSync) {
+      threads.emplace_back(train, p);
+    } else {
+      train(p);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  at::Tensor sum_a = at::zeros({50, 4}), sum_b = at::zeros({50, 2});
+  const auto scale_of = [&](const at::Tensor& a, const at::Tensor& b, double net) {
+    return max_norm /
+           (std::sqrt((a * a).sum().item<double>() + (b * b).sum().item<double>() + net) + 1e-6);
+  };
+  for (int p = 0; p < trainers; ++p) {
+    at::Tensor a = at::zeros({50, 4}), b = at::zeros({50, 2});
+    a.index_add_(0, at::tensor({1, 1, 2 + p}, at::kLong), at::full({3, 4}, p + 1.0F));
+    b.index_add_(0, kIds, at::ones({4, 2}));
+    const double scale = mode == Mode::kAsync ? scale_of(a, b, 18) : 1.0 / trainers;
+    sum_a += a * scale;
+    sum_b += b * scale;
+  }
+  double scale = mode == Mode::kSync ? scale_of(sum_a, sum_b, 18) : 1;
+  CHECK(is_close(before_a - all_rows(*job.tables[0], 0), sum_a * scale, 1e-5));
+  CHECK(is_close(before_b - all_rows(*job.tables[0], 1), sum_b * scale, 1e-5));
+  if (mode == Mode::kAsync)
+    scale = trainers == 1 ? scale_of(sum_a, sum_b, 18) : 2 / std::sqrt(18.0);
+  if (mode == Mode::kSync) CHECK(is_close(nets[0].detach(), at::full({2}, -3 * scale), 1e-5));
+  for (const at::Tensor& net : nets) CHECK(at::equal(net.detach(), nets[0].detach()));
+}
+
+TEST_CASE("a failed pass, a dropped context and a gradient that is not finite change nothing") {
+  Job job(1);
+  const at::Tensor before = all_rows(*job.tables[0]);
+  {
+    autograd::Context context(job.cluster[0]);
+    const at::Tensor rows = job.tables[0]->forward(kIds);
+    CHECK(job.kept() == 2);
+    const at::Tensor net = at::ones({1}).requires_grad_();
+    context.on_gradient_ready(net, [](const at::Tensor&) { throw std::runtime_error("broken"); });
+    CHECK_THROWS(autograd::backward(context, {(rows * net).sum()}));
+    CHECK(error_of([&] { job.optimizers[0]->step(context); }).kind == ErrorKind::kInvalid);
+  }
+  {
+    autograd::Context context(job.cluster[0]);
+    autograd::backward(context, {job.tables[0]->forward(kIds).sum()});
+  }
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    const base::Error error = error_of([&] { job.step(0, kIds, bad); });
+    CHECK(error.kind == ErrorKind::kNotFinite);
+    CHECK(error.message.find("table t") != std::string::npos);
+  }
+  // The next lookup tells the servers that the lookups before it are released.
+  job.step(0, kIds, 1);
+  job.tables[0]->settle();
+  CHECK(job.kept() == 0);
+  CHECK(is_close(before - all_rows(*job.tables[0]), before.zero_().index_fill(0, kIds, 1)));
+  CHECK(job.server(1).updates_of("t") == 1);
+}
+
+TEST_CASE("a trainer sees its own updates though steps do not wait for them") {
+  Job job(1);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  for (int i = 1; i <= 20; ++i) {
+    job.step(0, kIds, 1);
+    CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::full({4, 4}, i), 1e-5));
+    CHECK(job.tables[0]->staleness() == 0);
+  }
+}
+
+TEST_CASE("lookups that are started early lack the steps made meanwhile") {
+  Job job(1);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  const bool is_frozen = GENERATE(false, true);
+  std::vector<ShardedEmbedding::Pending> ahead;
+  for (int i = 0; i < 3; ++i) ahead.push_back(job.tables[0]->start({{0, kIds}}));
+  for (int i = 0; i < 3; ++i) {
+    autograd::Context context(job.cluster[0]);
+    const at::Tensor rows = job.tables[0]->finish(std::move(ahead[static_cast<size_t>(i)]))[0];
+    CHECK(job.tables[0]->staleness() == i);
+    if (is_frozen) CHECK(at::equal(rows.detach(), before));
+    autograd::backward(context, {(rows * (is_frozen ? 0 : 1)).sum()});
+    job.optimizers[0]->step(context);
+  }
+  CHECK(
+      is_close(before - rows_of(*job.tables[0], kIds), at::full({4, 4}, is_frozen ? 0 : 3), 1e-5));
+  { const auto dropped = job.tables[0]->start({{0, kIds}}); }
+  job.tables[0]->settle();
+  while (job.kept() > 0) rows_of(*job.tables[0], kIds);  // until the dropped lookup is answered
+}
+
+TEST_CASE("in sync mode a step waits for all participants, and the next lookup for the step") {
+  Job job(2, Mode::kSync);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  job.step(0, kIds, 1);
+  auto next = std::async(std::launch::async, [&] { return rows_of(*job.tables[0], kIds); });
+  await_wait(job, "a step of tables here that wants participant 1");
+  await_wait(job, "a lookup of rank 0 here that waits for push 1");
+  job.step(1, kIds, 3);
+  CHECK(is_close(before - next.get(), at::full({4, 4}, 2)));
+  // A lookup must not begin before the step that it follows.
+  const auto early = [&] {
+    auto pending = job.tables[0]->start({{0, kIds}});
+    job.step(0, kIds, 1);
+    job.tables[0]->finish(std::move(pending));
+  };
+  auto other = std::async(std::launch::async, [&] { job.step(1, kIds, 1); });
+  CHECK(error_of(early).kind == ErrorKind::kInvalid);
+  other.get();
+}
+
+TEST_CASE("in sync mode the order in which steps arrive does not change a bit") {
+  std::vector<at::Tensor> results;
+  for (const int first : {0, 1, 2}) {
+    Job job(3, Mode::kSync);
+    const double gradients[] = {0.1, 1e7, -1e7};  // their sum depends on the order
+    for (int i = 0; i < 3; ++i) {
+      const int p = (first + i) % 3;
+      job.step(p, kIds, gradients[p]);
+      if (i == 0) await_wait(job, "a step of tables here that wants participant ");
+      if (i == 1) await_wait(job, "wants participant " + std::to_string((p + 1) % 3));
+    }
+    results.push_back(rows_of(*job.tables[0], kIds));
+  }
+  CHECK(at::equal(results[0], results[1]));
+  CHECK(at::equal(results[0], results[2]));
+}
+
+TEST_CASE("in sync mode a participant that closes its tables is not waited for") {
+  Job job(2, Mode::kSync);
+  const bool closes_first = GENERATE(false, true);
+  if (closes_first) {
+    job.optimizers[1].reset();
+    job.tables[1].reset();
+    while (job.cluster[1].waits().size() > 0) std::this_thread::yield();
+  }
+  job.step(0, kIds, 1);
+  if (!closes_first) {
+    await_wait(job, "wants participant 1");
+    // A rank that makes no steps may come and go.
+    for (int i = 0; i < 2; ++i) {
+      ShardedEmbedding onlooker(job.cluster[1], {2, 3}, {table_of("t")},
+                                {Mode::kSync, 2, optim::Sharing::kOnlooker});
+      rows_of(onlooker, kIds);
+      await_wait(job, "wants participant 1");
+    }
+    job.optimizers[1].reset();
+    job.tables[1].reset();
+  }
+  const base::Error error = error_of([&] { job.tables[0]->settle(); });
+  CHECK(error.kind == ErrorKind::kPeerLost);
+  CHECK(error.message.find("participant 1") != std::string::npos);
+}
+
+TEST_CASE("the lookups that a session keeps on a server are bounded") {
+  Job job(1);
+  autograd::Context context(job.cluster[0]);
+  ShardedEmbedding tables(job.cluster[0], {1}, {table_of("u")}, {});
+  const base::Error error = error_of([&] {
+    for (size_t i = 0; i <= table::TableServer::kMaxLookups; ++i) tables.forward(kIds);
+  });
+  CHECK(error.kind == ErrorKind::kResources);
+  CHECK(error.message.find("rank 0 has 4096 lookups") != std::string::npos);
+}
+
+TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
+  Job job(2);
+  job.cluster[0].go_on_without({1}, 0, "", false);
+  autograd::Context context(job.cluster[1], autograd::Context::Scope::kExplicit);
+  {
+    const rpc::ContextScope scope(job.cluster[1], context.id());
+    job.tables[1]->forward(kIds);
+  }
+  CHECK(job.kept() == 2);
+  job.server(0).on_rank_lost(
+      {1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, /*job_goes_on=*/true, 0});
+  CHECK(job.kept() == 1);
+  CHECK(error_of([&] { rows_of(*job.tables[1], kIds); }).kind == ErrorKind::kPeerLost);
+  job.step(0, kIds, 1);
+  job.tables[0]->settle();
+}
+
+TEST_CASE("in sync mode a lost rank ends the steps that wait") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  auto next = std::async(std::launch::async,
+                         [&] { return error_of([&] { rows_of(*job.tables[0], kIds); }); });
+  await_wait(job, "a lookup of rank 0 here");
+  for (const int number : {0, 1}) {
+    job.server(number).on_rank_lost(
+        {1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, /*job_goes_on=*/false, 0});
+  }
+  CHECK(next.get().kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kPeerLost);
+}
+
+TEST_CASE("in sync mode a step whose norm is not finite can be made again") {
+  Job job(2, Mode::kSync);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  job.cluster.on_all([&](rpc::Agent& agent) {
+    const int p = agent.rank();
+    if (p > 1) return;
+    const at::Tensor own = at::zeros({1}).requires_grad_();
+    optim::DistributedOptimizer optimizer(agent, {}, {own}, optim::Rule{optim::Sgd{.lr = 1}, {}, 0},
+                                          {Mode::kSync, 2, p});
+    optimizer.add(job.tables[static_cast<size_t>(p)]);
+    for (const float factor : {std::numeric_limits<float>::infinity(), 1.0F}) {
+      autograd::Context context(agent);
+      const at::Tensor rows = job.tables[static_cast<size_t>(p)]->forward(kIds);
+      autograd::backward(context, {rows.sum() + own.sum() * factor});
+      const base::Error error = error_of([&] { optimizer.step(context, 100); });
+      expect((error.kind == ErrorKind::kNotFinite) == (factor > 1), error.message);
+    }
+    job.tables[static_cast<size_t>(p)]->settle();
+  });
+  CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::ones({4, 4})));
+}
+
+TEST_CASE("in sync mode participants that clip differently are refused, and can go on") {
+  Job job(2, Mode::kSync);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  auto clipped = std::async(std::launch::async, [&] {
+    autograd::Context context(job.cluster[0]);
+    autograd::backward(context, {job.tables[0]->forward(kIds).sum()});
+    job.optimizers[0]->step(context, 0.5);
+  });
+  job.step(1, kIds, 1);
+  clipped.get();
+  for (const auto& tables : job.tables) {
+    CHECK(error_of([&] { tables->settle(); }).kind == ErrorKind::kInvalid);
+  }
+  CHECK(at::equal(rows_of(*job.tables[1], kIds), before));
+  for (const int p : {0, 1}) job.step(p, kIds, 1);
+  CHECK(is_close(before - rows_of(*job.tables[1], kIds), at::ones({4, 4})));
+}
