@@ -77,6 +77,9 @@ void SingleProcessOptimizer::gather() {
 void SingleProcessOptimizer::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;
+  if (shared_->gathered.empty() || (target_ && gathered_.size() < shared_->gathered.size())) {
+    base::invalid("step() needs a gather() before it, and an add() before that");
+  }
   std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
   const Gradients replicated = mean_of(std::exchange(replicated_->gathered, {}));
   if (sync_) updates = {mean_of(updates)};
@@ -107,9 +110,9 @@ void SingleProcessOptimizer::step() {
 }
 
 void SingleProcessOptimizer::set_lr_factor(double factor) {
-  lr_factor_ = factor;
-  shared_->set.set_lr_factor(factor);
+  shared_->set.set_lr_factor(factor);  // checks it
   replicated_->set.set_lr_factor(factor);
+  lr_factor_ = factor;
 }
 
 bool SingleProcessOptimizer::has_replicas() const { return !replicated_->names.empty(); }

@@ -77,7 +77,10 @@ class SgdRule final : public UpdateRule {
     if (options_.weight_decay != 0) refuse("sgd with weight_decay cannot take sparse gradients");
   }
 
-  rows::RowRule row_rule() const override { return {.optimizer = rows::Optimizer::kSgd}; }
+  rows::RowRule row_rule() const override {
+    check_sparse();
+    return {.optimizer = rows::Optimizer::kSgd};
+  }
 
   std::vector<std::string> kept_names() const override {
     if (options_.momentum == 0) return {};
@@ -117,6 +120,7 @@ class AdagradRule final : public UpdateRule {
   }
 
   rows::RowRule row_rule() const override {
+    check_sparse();
     return {.optimizer = rows::Optimizer::kAdagrad,
             .lr_decay = options_.lr_decay,
             .initial_accumulator_value = options_.initial_accumulator_value,
@@ -182,10 +186,13 @@ class AdamRule final : public UpdateRule {
   }
 
   rows::RowRule row_rule() const override {
-    return {.optimizer = rows::Optimizer::kAdam,
+    if (!kIsAdamW) check_sparse();
+    if (options_.amsgrad) refuse("adamw with amsgrad cannot update rows");
+    return {.optimizer = kIsAdamW ? rows::Optimizer::kAdamW : rows::Optimizer::kAdam,
             .eps = options_.eps,
             .beta1 = options_.beta1,
-            .beta2 = options_.beta2};
+            .beta2 = options_.beta2,
+            .weight_decay = options_.weight_decay};
   }
 
   static double correction(double beta, int64_t step) {
@@ -232,6 +239,9 @@ class RmsPropRule final : public UpdateRule {
   }
 
   rows::RowRule row_rule() const override {
+    if (options_.weight_decay != 0 || options_.momentum != 0 || options_.centered) {
+      refuse("rmsprop with weight_decay, momentum or centered cannot update rows");
+    }
     return {.optimizer = rows::Optimizer::kRmsProp, .eps = options_.eps, .alpha = options_.alpha};
   }
 

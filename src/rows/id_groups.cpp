@@ -14,32 +14,37 @@ constexpr size_t kDigits = size_t{1} << kDigitBits;
 constexpr int kMaxPasses = 3;
 constexpr size_t kSmall = 128;  // up to this size a comparison sort is faster
 
-}  // namespace
+struct Entry {
+  uint64_t hash;
+  uint32_t position;
+};
+using Entries = std::vector<Entry>;
 
 // Least significant digit first: each pass is stable, so equal hashes stay in the order of their
 // positions.
-void IdGroups::sort(size_t n) {
+void sort(Entries& entries, Entries& swap) {
+  const size_t n = entries.size();
   const auto before = [](const Entry& a, const Entry& b) {
     return a.hash != b.hash ? a.hash < b.hash : a.position < b.position;
   };
-  if (n <= kSmall) return std::sort(entries_.begin(), entries_.end(), before);
+  if (n <= kSmall) return std::sort(entries.begin(), entries.end(), before);
 
   const int passes = n <= (size_t{1} << 16) ? 2 : kMaxPasses;
   std::array<std::array<uint32_t, kDigits>, kMaxPasses> counts{};
   const auto digit_of = [passes](uint64_t hash, int pass) {
     return (hash >> (64 - kDigitBits * (passes - pass))) & (kDigits - 1);
   };
-  for (const Entry& entry : entries_) {
+  for (const Entry& entry : entries) {
     for (int pass = 0; pass < passes; ++pass) ++counts[pass][digit_of(entry.hash, pass)];
   }
-  swap_.resize(n);
+  swap.resize(n);
   for (int pass = 0; pass < passes; ++pass) {
     uint32_t next = 0;
     for (uint32_t& count : counts[pass]) next += std::exchange(count, next);
-    for (const Entry& entry : entries_) {
-      swap_[counts[pass][digit_of(entry.hash, pass)]++] = entry;
+    for (const Entry& entry : entries) {
+      swap[counts[pass][digit_of(entry.hash, pass)]++] = entry;
     }
-    entries_.swap(swap_);
+    entries.swap(swap);
   }
 
   // Sorts runs that agree in the sorted bits but not in the rest.
@@ -47,21 +52,24 @@ void IdGroups::sort(size_t n) {
   for (size_t begin = 0; begin < n;) {
     size_t end = begin + 1;
     bool sorted = true;
-    while (end < n && entries_[end].hash >> rest == entries_[begin].hash >> rest) {
-      sorted = sorted && entries_[end - 1].hash <= entries_[end].hash;
+    while (end < n && entries[end].hash >> rest == entries[begin].hash >> rest) {
+      sorted = sorted && entries[end - 1].hash <= entries[end].hash;
       ++end;
     }
-    if (!sorted) std::sort(entries_.data() + begin, entries_.data() + end, before);
+    if (!sorted) std::sort(entries.data() + begin, entries.data() + end, before);
     begin = end;
   }
 }
 
+}  // namespace
+
 void IdGroups::assign(std::span<const uint64_t> ids) {
   const size_t n = ids.size();
   if (n >> 32 != 0) base::invalid("a lookup has 2^32 ids or more");
-  entries_.resize(n);
-  for (size_t i = 0; i < n; ++i) entries_[i] = {hash_of_id(ids[i]), static_cast<uint32_t>(i)};
-  sort(n);
+  thread_local Entries entries, swap;  // kept for their memory
+  entries.resize(n);
+  for (size_t i = 0; i < n; ++i) entries[i] = {hash_of_id(ids[i]), static_cast<uint32_t>(i)};
+  sort(entries, swap);
 
   positions_.resize(n);
   ids_.resize(n);
@@ -69,7 +77,7 @@ void IdGroups::assign(std::span<const uint64_t> ids) {
   starts_.resize(n + 1);
   size_t distinct = 0;
   for (size_t i = 0; i < n; ++i) {
-    const Entry& entry = entries_[i];
+    const Entry& entry = entries[i];
     positions_[i] = entry.position;
     if (distinct > 0 && hashes_[distinct - 1] == entry.hash) continue;
     hashes_[distinct] = entry.hash;

@@ -56,25 +56,12 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
     refuse(table, "the offsets do not ascend from 0 to the number of ids");
   }
   if (query.weights.defined() &&
-      (query.pooling == Pooling::kMean || query.weights.numel() != ids ||
-       query.weights.scalar_type() != at::kFloat || !query.weights.is_cpu())) {
+      (query.pooling == Pooling::kMean || query.weights.dim() != 1 ||
+       query.weights.numel() != ids || query.weights.scalar_type() != at::kFloat ||
+       !query.weights.is_cpu())) {
     refuse(table, "weights must be a float for each id, and need sums");
   }
   return tensor_of(std::move(offsets), at::kLong);
-}
-
-// Returns a number that the distinct ids are not below: the bits that their hashes set in a bitmap.
-size_t least_distinct(std::span<const uint64_t> ids) {
-  const int bits = std::max(6, static_cast<int>(std::bit_width(ids.size())) + 3);
-  std::vector<uint64_t> seen(size_t{1} << (bits - 6));
-  size_t count = 0;
-  for (const uint64_t id : ids) {
-    const uint64_t at = rows::hash_of_id(id) >> (64 - bits);
-    const uint64_t bit = uint64_t{1} << (at % 64);
-    count += (seen[at / 64] & bit) == 0 ? 1 : 0;
-    seen[at / 64] |= bit;
-  }
-  return count;
 }
 
 size_t server_of(uint64_t hash, size_t servers) { return servers == 1 ? 0 : hash % servers; }
@@ -106,9 +93,8 @@ void divide_bags(QueryPlan& plan, std::span<const uint64_t> ids, std::span<const
 }
 
 // Asks each server for its distinct ids, in the order of their hashes.
-void divide_ids(QueryPlan& plan, std::span<const uint64_t> ids) {
+void divide_ids(QueryPlan& plan) {
   GatherPlan& gather = *plan.gather;
-  gather.groups.assign(ids);
   const auto hashes = gather.groups.hashes();
   std::vector<std::vector<int64_t>> by_server(plan.parts.size());
   for (size_t i = 0; i < hashes.size(); ++i) {
@@ -201,12 +187,16 @@ QueryPlan plan_query(const Query& query, const TableOptions& table, size_t serve
   if (offsets.defined()) plan.shape = {offsets.numel() - 1};
   plan.shape.push_back(table.dim);
 
+  plan.gather = std::make_shared<GatherPlan>();
+  plan.gather->groups.assign(ids);
   const bool weights_learn = query.weights.defined() && query.weights.requires_grad();
   if (offsets.defined() && bytes_of_number > 0 && !weights_learn) {
     // A vector travels twice, as a row and as a gradient.
     const size_t vector = 2 * bytes_of_number * static_cast<size_t>(table.dim) + sizeof(int64_t);
     const auto bags = static_cast<size_t>(offsets.numel() - 1);
-    if (bags * servers * vector + ids.size() * sizeof(int64_t) < least_distinct(ids) * vector) {
+    if (bags * servers * vector + ids.size() * sizeof(int64_t) <
+        plan.gather->groups.size() * vector) {
+      plan.gather.reset();
       divide_bags(plan, ids, span_of<int64_t>(offsets),
                   query.weights.defined() ? query.weights.contiguous() : at::Tensor());
       if (query.pooling == Pooling::kMean) {
@@ -216,11 +206,10 @@ QueryPlan plan_query(const Query& query, const TableOptions& table, size_t serve
       return plan;
     }
   }
-  plan.gather = std::make_shared<GatherPlan>();
   plan.gather->offsets = offsets.defined() ? offsets : at::arange(ids_tensor.numel() + 1);
   plan.gather->is_mean = query.pooling == Pooling::kMean;
   plan.weights = query.weights;
-  divide_ids(plan, ids);
+  divide_ids(plan);
   return plan;
 }
 

@@ -12,38 +12,95 @@ namespace distrain::table {
 
 using base::Future;
 
+namespace {
+
+// Waits until all futures are done, then throws the error of one that failed.
+template <class T>
+void await_each(const std::vector<Future<T>>& futures) {
+  for (const auto& each : futures) static_cast<void>(each.wait_result());
+  base::wait_all(futures);
+}
+
+}  // namespace
+
 /// Sends requests to the servers, here or on other ranks.
-struct ShardedEmbedding::Client {
+struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this<Client> {
   Client(rpc::Agent* its_agent, std::vector<int> servers, std::shared_ptr<TableServer> server = {})
       : agent(its_agent), ranks(std::move(servers)), here(std::move(server)) {}
 
-  /// Returns a future of the result of `Method` on the server, which `Call` calls on another rank.
-  template <auto Call, auto Method, class Request>
+  /// Calls a method of a server. Returns a failed future if the call cannot be made.
+  template <auto Method, class Request>
   auto call(size_t server, const Request& request) {
-    using Reply = decltype(agent->rpc_async<Call>(0, request));
+    using Reply = decltype(((*here).*Method)(request, 0));
     const rpc::ContextScope outside(0);  // the calls are not part of the distributed graph
-    if (agent) return agent->rpc_async<Call>(rpc::To(ranks[server]).without_deadline(), request);
-    if constexpr (std::is_same_v<Reply, decltype(((*here).*Method)(request, 0))>) {
-      return ((*here).*Method)(request, 0);
-    } else if constexpr (std::is_same_v<Reply, Future<void>>) {
-      ((*here).*Method)(request, 0);
-      return Reply::ready({});
-    } else {
-      return Reply::ready(((*here).*Method)(request, 0));
+    try {
+      if (!agent) return ((*here).*Method)(request, 0);
+      return agent->rpc_async<&serve<Method, Request>>(rpc::To(ranks[server]).without_deadline(),
+                                                       request);
+    } catch (...) {
+      return Reply::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
+  }
+
+  Future<optim::Norms> push(size_t server, const PushRequest& request) {
+    const auto reply = call<&TableServer::push>(server, request);
+    if (!agent) return reply;
+    const PushRequest abandon{.session = request.session,
+                              .number = request.number,
+                              .phase = PushRequest::Phase::kAbandon};
+    const auto send = [self = shared_from_this(), server, abandon] {
+      static_cast<void>(self->call<&TableServer::push>(server, abandon));
+    };
+    reply.on_complete(agent->inline_executor(), [this, send](const auto& result) {
+      if (!result.ok()) agent->executor().post(send);  // lookups may wait for the push
+    });
+    return reply;
+  }
+
+  void open(OpenRequest request) {
+    request.servers = static_cast<int>(ranks.size());
+    std::vector<Future<uint64_t>> replies;
+    for (size_t server = 0; server < ranks.size(); ++server) {
+      request.server = static_cast<int>(server);
+      replies.push_back(call<&TableServer::open>(server, request));
+    }
+    for (const auto& reply : replies) {
+      const auto& session = reply.wait_result();
+      sessions.push_back(session.ok() ? session.unchecked() : 0);
+    }
+    is_open = true;
+    if (std::ranges::count(sessions, uint64_t{0}) > 0) close();
+    base::wait_all(replies);
+  }
+
+  /// Closes the sessions, and waits until the servers know it.
+  void close() {
+    if (!is_open.exchange(false)) return;
+    std::vector<Future<void>> replies;
+    for (size_t server = 0; server < ranks.size(); ++server) {
+      replies.push_back(call<&TableServer::close>(server, sessions[server]));
+    }
+    for (const auto& reply : replies) static_cast<void>(reply.wait_result());
+  }
+  void on_shutdown() override { close(); }
+  // When this agent ends, all other ranks are reported as lost.
+  void on_rank_lost(const rpc::Loss& loss) override {
+    if (std::ranges::count(ranks, loss.rank) > 0) is_open = false;
   }
 
   rpc::Agent* const agent;       // null: the only server is `here`
   const std::vector<int> ranks;  // the servers
   const std::shared_ptr<TableServer> here;
-  std::vector<uint64_t> sessions;  // by server
 
-  std::mutex mutex;
-  uint64_t lookups = 0;  // number of the last lookup
-  std::set<uint64_t>
-      unpushed;         // lookups that servers may keep: those of contexts and of unanswered pushes
-  uint64_t pushes = 0;  // number of the last push
-  int64_t staleness = 0;
+  std::vector<uint64_t> sessions;     // by server
+  std::atomic<bool> is_open = false;  // false if there is no session to close
+  uint64_t pushes = 0;                // number of the last step that was staged or applied
+  std::atomic<uint64_t> applied = 0;  // number of the last step of apply()
+  std::atomic<int64_t> staleness = 0;
+
+  std::mutex mutex;             // guards what follows
+  uint64_t lookups = 0;         // number of the last lookup
+  std::set<uint64_t> unpushed;  // lookups that servers may keep for a push
   // Without contexts: the lookups by number of the gather() that follows them.
   std::map<uint64_t, std::vector<std::shared_ptr<Lookup>>> gathered;
   uint64_t gathers = 0;
@@ -66,15 +123,13 @@ struct ShardedEmbedding::Lookup {
 
 /// The gradients of a step, checked and in the type of messages.
 struct ShardedEmbedding::PreparedStep {
-  explicit PreparedStep(std::vector<uint64_t> ids) : contexts(std::move(ids)) {}
-
   struct Part {
     std::shared_ptr<Lookup> lookup;
     std::vector<at::Tensor> gradients;  // by query; undefined if there is none
   };
-  const std::vector<uint64_t> contexts;
-  std::vector<Part> parts;
-  bool is_staged = false;
+  std::vector<uint64_t> contexts;
+  std::vector<Part> parts{};
+  uint64_t staged = 0;  // number of the step that norm() has staged
 };
 
 ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
@@ -83,44 +138,29 @@ ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
     : tables_(std::move(tables)),
       sharing_(sharing),
       settings_(settings),
-      client_(std::make_shared<Client>(&agent, std::move(servers))) {
+      client_(std::make_shared<Client>(&agent.lasting(), std::move(servers))) {
   if (sharing.mode == optim::Sharing::Mode::kSsp) base::invalid("tables have no mode ssp");
   const at::ScalarType wire = settings.wire_dtype;
   if (wire != at::kFloat && wire != at::kBFloat16 && wire != at::kHalf) {
     base::invalid("tables send rows as float, bfloat16 or half");
   }
-  open();
+  if (client_->ranks.empty()) base::invalid("tables need servers");
+  client_->open({tables_, sharing.mode, sharing.participants, sharing.participant});
+  agent.add_layer(client_);
 }
 
 ShardedEmbedding::ShardedEmbedding(std::shared_ptr<TableServer> server,
                                    std::vector<TableOptions> tables)
     : tables_(std::move(tables)),
       client_(std::make_shared<Client>(nullptr, std::vector{0}, std::move(server))) {
-  open();
-}
-
-void ShardedEmbedding::open() {
-  const auto servers = static_cast<int>(client_->ranks.size());
-  if (tables_.empty() || servers == 0) base::invalid("there are no tables, or no servers");
-  std::vector<Future<OpenReply>> replies;
-  for (int server = 0; server < servers; ++server) {
-    replies.push_back(client_->call<&open_here, &TableServer::open>(
-        static_cast<size_t>(server), OpenRequest{tables_, sharing_.mode, sharing_.participants,
-                                                 sharing_.participant, server, servers}));
-  }
-  base::wait_all(replies);
-  for (const auto& reply : replies) client_->sessions.push_back(reply.wait().first);
-  client_->pushes = replies.front().wait().second;
+  client_->open({tables_});
 }
 
 ShardedEmbedding::~ShardedEmbedding() {
-  for (size_t server = 0; server < client_->sessions.size(); ++server) {
-    try {
-      static_cast<void>(
-          client_->call<&close_here, &TableServer::close>(server, client_->sessions[server]));
-    } catch (const base::Exception&) {  // the server or this rank has ended
-    }
-  }
+  std::unique_lock lock(client_->mutex);
+  const auto gathered = std::move(client_->gathered);  // its lookups hold the client
+  lock.unlock();
+  client_->close();
 }
 
 at::Tensor ShardedEmbedding::forward(const at::Tensor& ids) { return look_up({{0, ids}})[0]; }
@@ -148,7 +188,7 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
   {
     const std::lock_guard lock(client_->mutex);
     request.lookup = ++client_->lookups;
-    request.after = client_->pushes;
+    request.after = client_->applied;
     if (!request.evaluates) client_->unpushed.insert(request.lookup);
     request.oldest = client_->unpushed.empty() ? request.lookup : *client_->unpushed.begin();
   }
@@ -158,7 +198,7 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
     request.session = client_->sessions[server];
     request.parts.clear();
     for (const QueryPlan& plan : lookup->plans) request.parts.push_back(plan.parts[server]);
-    lookup->replies.push_back(client_->call<&look_up_here, &TableServer::look_up>(server, request));
+    lookup->replies.push_back(client_->call<&TableServer::look_up>(server, request));
   }
   return lookup;
 }
@@ -168,17 +208,12 @@ std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
   const bool learns = !lookup->evaluates && at::GradMode::is_enabled();
   const uint64_t context = rpc::current_context();
   if (learns && client_->agent && context == 0) {
-    base::invalid(
-        "a lookup that trains needs an autograd::Context; an evaluation needs a "
-        "NoGradGuard");
+    base::invalid("a lookup needs an autograd::Context, or a NoGradGuard if it evaluates");
   }
   base::wait_all(lookup->replies);
-  {
-    const std::lock_guard lock(client_->mutex);
-    client_->staleness = static_cast<int64_t>(client_->pushes - lookup->after);
-    if (client_->staleness > 0 && sharing_.mode == optim::Sharing::Mode::kSync) {
-      base::invalid("in sync mode a lookup cannot begin before the previous step");
-    }
+  client_->staleness = static_cast<int64_t>(client_->applied - lookup->after);
+  if (client_->applied > lookup->after && sharing_.mode == optim::Sharing::Mode::kSync) {
+    base::invalid("in sync mode a lookup cannot begin before the previous step");
   }
   std::vector<at::Tensor> results;
   for (size_t i = 0; i < lookup->plans.size(); ++i) {
@@ -195,7 +230,6 @@ std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
     plan.leaf = vectors.size() == 1 ? vectors[0].contiguous() : at::cat(vectors);
     plan.leaf.set_requires_grad(learns);
     results.push_back(result_of(plan));
-    if (plan.gather && !learns) plan.gather.reset();
   }
   lookup->replies.clear();
   if (!learns) return results;
@@ -208,15 +242,11 @@ std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
   return results;
 }
 
-int64_t ShardedEmbedding::staleness() const {
-  const std::lock_guard lock(client_->mutex);
-  return client_->staleness;
-}
+int64_t ShardedEmbedding::staleness() const { return client_->staleness; }
 
 void ShardedEmbedding::settle() {
-  const auto pushing = std::exchange(pushing_, {});
   const std::unique_ptr<PreparedStep> pushed = std::move(pushed_);  // until the push is answered
-  base::wait_all(pushing);
+  await_each(std::exchange(pushing_, {}));
 }
 
 std::string ShardedEmbedding::where() const {
@@ -231,8 +261,12 @@ uint64_t ShardedEmbedding::gather() {
 std::vector<std::shared_ptr<ShardedEmbedding::Lookup>> ShardedEmbedding::take_lookups(
     uint64_t context) {
   if (!client_->agent) {
+    std::map<uint64_t, std::vector<std::shared_ptr<Lookup>>> older;  // which no step took
     const std::lock_guard lock(client_->mutex);
     auto taken = client_->gathered.extract(context);
+    while (!client_->gathered.empty() && client_->gathered.begin()->first < context) {
+      older.insert(client_->gathered.extract(client_->gathered.begin()));
+    }
     return taken ? std::move(taken.mapped()) : std::vector<std::shared_ptr<Lookup>>();
   }
   if (autograd::pass_failed(*client_->agent, context)) {
@@ -261,7 +295,7 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
                               tables_[static_cast<size_t>(plan.parts[0].table)].name +
                               " is not finite, so no table is updated");
   };
-  auto step = std::make_unique<PreparedStep>(contexts);
+  auto step = std::make_unique<PreparedStep>(PreparedStep{contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
       if (lookup->is_pushed) base::invalid("this context has made its step of the tables already");
@@ -280,20 +314,19 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
 // have the same number of updates everywhere.
 std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
                                                          const PreparedStep& step) {
-  using Phase = PushRequest::Phase;
-  const bool has_gradients = request.phase != Phase::kCommit;
   std::vector<Future<optim::Norms>> replies;
   for (size_t server = 0; server < client_->ranks.size(); ++server) {
     request.session = client_->sessions[server];
     request.gradients.clear();
     for (const PreparedStep::Part& part : step.parts) {
-      if (!has_gradients) break;
+      if (request.phase == PushRequest::Phase::kCommit) break;
+      part.lookup->is_pushed = true;
       LookupReply& its = request.gradients[part.lookup->number];
       for (size_t q = 0; q < part.gradients.size(); ++q) {
         its.push_back(part.lookup->plans[q].of_server(part.gradients[q], server));
       }
     }
-    replies.push_back(client_->call<&push_here, &TableServer::push>(server, request));
+    replies.push_back(client_->push(server, request));
   }
   return replies;
 }
@@ -304,14 +337,11 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
   if (sharing_.mode == optim::Sharing::Mode::kSync && sharing_.participants > 1) {
-    PushRequest request{.phase = PushRequest::Phase::kStage, .own_norm = arguments.own};
-    {
-      const std::lock_guard lock(client_->mutex);
-      request.number = client_->pushes + 1;
-    }
-    step_->is_staged = true;
-    const auto replies = push(request, *step_);
-    base::wait_all(replies);
+    step_->staged = ++client_->pushes;
+    const auto replies = push(
+        {.number = step_->staged, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
+        *step_);
+    await_each(replies);  // a step that fails must have ended on all servers
     for (const auto& reply : replies) norms.shared += reply.wait().shared;
     norms.own = replies.front().wait().own;
     return Future<optim::Norms>::ready(norms);
@@ -336,19 +366,18 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
                                          const optim::StepOptions& options) {
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
-  PushRequest request{
-      .phase = step_->is_staged ? PushRequest::Phase::kCommit : PushRequest::Phase::kApply,
-      .lr_factor = options.lr_factor,
-      .scale = options.scale};
-  {
-    const std::lock_guard lock(client_->mutex);
-    request.number = ++client_->pushes;
-  }
+  using Phase = PushRequest::Phase;
+  const bool is_staged = step_->staged > 0;
+  const uint64_t number = is_staged ? step_->staged : ++client_->pushes;
+  client_->applied = number;
   pushed_ = std::move(step_);
-  for (const PreparedStep::Part& part : pushed_->parts) part.lookup->is_pushed = true;
-  pushing_ = push(request, *pushed_);
+  pushing_ = push({.number = number,
+                   .phase = is_staged ? Phase::kCommit : Phase::kApply,
+                   .lr_factor = options.lr_factor,
+                   .scale = options.scale},
+                  *pushed_);
   if (!client_->agent) settle();
-  return Future<uint64_t>::ready(request.number);
+  return Future<uint64_t>::ready(number);
 }
 
 }  // namespace distrain::table

@@ -1,5 +1,7 @@
 #include "distrain/table/table_server.h"
 
+#include <cmath>
+
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -8,37 +10,12 @@
 
 namespace distrain::table {
 
-namespace {
-
-base::Error lost_error(rpc::ProcessNumber process) {
-  return {base::ErrorKind::kPeerLost, "this process is lost", rpc::rank_of(process)};
-}
-
-template <class R>
-base::Task completion(base::Promise<R> promise, std::type_identity_t<base::Result<R>> result) {
-  return [promise = std::move(promise), result = std::move(result)]() mutable {
-    promise.complete(std::move(result));
-  };
-}
-
-// Returns what `compute` returns or the error that it throws.
-template <class F>
-auto result_of(const F& compute) -> base::Result<decltype(compute())> {
-  try {
-    const at::NoGradGuard no_grad;
-    return compute();
-  } catch (...) {
-    return rpc::error_in_flight(base::ErrorKind::kInternal);
-  }
-}
-
-}  // namespace
-
 struct TableServer::Session {
-  uint64_t pushes() const { return set.is_sync() ? set.steps : applied; }
-  void release(uint64_t lookup) {
-    for (const KeptPart& part : *kept.at(lookup)) kept_ids -= part.part.ids.numel();
-    kept.erase(lookup);
+  // Forgets a lookup and returns it.
+  std::shared_ptr<const KeptLookup> take(uint64_t lookup) {
+    auto taken = kept.extract(lookup);
+    for (const KeptPart& part : *taken.mapped()) kept_ids -= part.part.ids.numel();
+    return std::move(taken.mapped());
   }
 
   // Moves the gradients of the request to `lookups`, with the lookups, which the session then
@@ -48,33 +25,37 @@ struct TableServer::Session {
       const auto it = kept.find(number);
       if (it == kept.end()) base::invalid("gradients of an unknown lookup");
       set.check(*it->second, gradients);
-      push.lookups.emplace_back(it->second, gradients);
     }
-    for (const auto& [number, gradients] : push.request.gradients) release(number);
+    for (auto& [number, gradients] : push.request.gradients) {
+      push.lookups.emplace_back(take(number), std::move(gradients));
+    }
     push.request.gradients.clear();
   }
 
   TableSet& set;
+  const std::shared_ptr<Steps> steps;
   const rpc::ProcessNumber process;
   const int participant;
-  uint64_t applied = 0;  // pushes of async mode
-  uint64_t oldest = 0;   // older lookups are released
+  const uint64_t first = steps->ended;  // push n of the session is of step `first` + n
+  uint64_t oldest = 0;                  // older lookups are released
   std::map<uint64_t, std::shared_ptr<const KeptLookup>> kept;
   int64_t kept_ids = 0;
-  std::optional<base::Error> refused;  // the error of a push, for lookups that would wait for it
 };
 
-struct TableServer::WaitingLookup {
-  SessionPtr session;
-  LookupRequest request;
-  base::Promise<LookupReply> promise;
-  base::TimePoint since;
-};
-
-/// Runs tasks, which complete promises, in its destructor. Declare it before a lock.
+/// Completes promises and frees objects in its destructor. Declare it before a lock.
 struct TableServer::Tasks : std::vector<base::Task> {
   ~Tasks() {
     for (base::Task& each : *this) each();
+  }
+  template <class R>
+  void complete(std::shared_ptr<base::Promise<R>> promise,
+                base::Result<typename base::Promise<R>::Stored> result) {
+    push_back(
+        [promise = std::move(promise), result = std::move(result)] { promise->complete(result); });
+  }
+  template <class T>
+  void free(T object) {
+    push_back([object = std::move(object)] {});
   }
 };
 
@@ -82,49 +63,73 @@ TableServer::TableServer(rpc::Agent* agent) : agent_(agent) {}
 TableServer::~TableServer() = default;
 
 TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNumber caller) const {
-  if (lost_.contains(caller)) throw base::Exception(lost_error(caller));
+  const auto lost = lost_.find(caller);
+  if (lost != lost_.end()) throw base::Exception(lost->second);
   const auto it = sessions_.find(id);
   if (it == sessions_.end() || it->second->process != caller) {
-    base::invalid("a call to tables that the caller has not opened");
+    base::invalid("a call to tables that the caller has not opened, or has closed");
   }
   return it->second;
 }
 
-OpenReply TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
-  const std::lock_guard lock(mutex_);
-  if (lost_.contains(caller)) throw base::Exception(lost_error(caller));
-  if (request.participant >= request.participants) base::invalid("an unknown participant");
+base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
+  if (request.tables.empty() || request.participants > 1 << 16 ||
+      request.participant >= request.participants) {
+    base::invalid("there are no tables, or the participant is unknown");
+  }
+  const std::lock_guard opening(opening_);
   TableSet* set = nullptr;
   for (const TableOptions& table : request.tables) {
     for (const auto& each : sets_) set = each->find(table.name) ? each.get() : set;
   }
-  if (set) {
-    set->check_same(request);
-  } else {
-    set = sets_.emplace_back(std::make_unique<TableSet>(request)).get();
+  if (set) set->check_same(request);
+  std::unique_ptr<TableSet> made = set ? nullptr : std::make_unique<TableSet>(request);
+  const std::lock_guard lock(mutex_);
+  if (made) {
+    set = sets_.emplace_back(std::move(made)).get();
+    if (set->steps && request.participants > 1 && !lost_.empty()) {
+      set->steps->lost = lost_.begin()->second;
+    }
   }
-  set->left.erase(request.participant);
-  const auto session = std::make_shared<Session>(Session{*set, caller, request.participant});
-  sessions_.emplace(++last_session_, session);
-  return {last_session_, session->pushes()};
+  for (const auto& [id, other] : sessions_) {
+    if (set->steps && &other->set == set && request.participant >= 0 &&
+        other->participant == request.participant) {
+      base::invalid(fmt::format("participant {} has opened these tables on rank {} already",
+                                request.participant, rpc::rank_of(other->process)));
+    }
+  }
+  const auto steps = set->steps ? set->steps : std::make_shared<Steps>();
+  steps->left.erase(request.participant);
+  sessions_.emplace(++last_session_,
+                    std::make_shared<Session>(Session{*set, steps, caller, request.participant}));
+  return base::Future<uint64_t>::ready(last_session_);
 }
 
-void TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
+base::Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
   Tasks done;
   const std::lock_guard lock(mutex_);
   const SessionPtr session = session_locked(id, caller);
+  remove_locked(id, session, {base::ErrorKind::kCancelled, "the tables are closed"}, done);
   sessions_.erase(id);
-  const bool stays =
-      session->participant < 0 || std::ranges::any_of(sessions_, [&](const auto& other) {
-        return &other.second->set == &session->set &&
-               other.second->participant == session->participant;
-      });
-  if (!stays) session->set.left.insert(session->participant);
-  end_if_left_locked(session->set, done);
+  if (session->participant >= 0) session->steps->left.insert(session->participant);
+  end_if_left_locked(*session->steps, done);
+  return base::Future<void>::ready({});
+}
+
+// Fails the lookups of a session that wait.
+void TableServer::remove_locked(uint64_t id, const SessionPtr& session, const base::Error& error,
+                                Tasks& done) {
+  done.free(session);
+  std::erase_if(session->steps->waiting, [&](auto& each) {
+    if (each.second.session != id) return false;
+    done.complete(each.second.may_go_on, error);
+    return true;
+  });
 }
 
 // Reads the rows of a lookup and keeps its ids for the push.
 LookupReply TableServer::answer(Session& session, LookupRequest& request) {
+  const at::NoGradGuard no_grad;
   const auto kept = std::make_shared<KeptLookup>();
   LookupReply reply;
   int64_t ids = 0;
@@ -138,167 +143,142 @@ LookupReply TableServer::answer(Session& session, LookupRequest& request) {
   if (session.kept.size() >= kMaxLookups || session.kept_ids + ids > kMaxLookupIds) {
     throw base::Exception(
         base::ErrorKind::kResources,
-        fmt::format("rank {} has {} lookups without a step: end their contexts, or look up under "
-                    "a NoGradGuard",
-                    rpc::rank_of(session.process), session.kept.size()));
+        fmt::format("rank {} has {} lookups of {} ids without a step, so one of {} ids is too "
+                    "much: end their contexts, or look up under a NoGradGuard",
+                    rpc::rank_of(session.process), session.kept.size(), session.kept_ids, ids));
   }
   if (session.kept.emplace(request.lookup, kept).second) session.kept_ids += ids;
   return reply;
 }
 
 base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumber caller) {
+  Tasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
   session->oldest = std::max(session->oldest, request.oldest);
   while (!session->kept.empty() && session->kept.begin()->first < session->oldest) {
-    session->release(session->kept.begin()->first);
+    done.free(session->take(session->kept.begin()->first));
   }
-  if (session->pushes() < request.after) {
-    const auto& error = session->refused ? session->refused : session->set.lost;
-    if (error) throw base::Exception(*error);
-    waiting_.push_back(std::make_shared<WaitingLookup>(
-        WaitingLookup{session, std::move(request), {}, base::Clock::now()}));
-    return waiting_.back()->promise.future();
+  Steps& steps = *session->steps;
+  const uint64_t after = session->first + request.after;
+  if (after <= steps.ended) {
+    lock.unlock();
+    return base::Future<LookupReply>::ready(answer(*session, request));
   }
-  lock.unlock();
-  return base::Future<LookupReply>::from_result(
-      result_of([&] { return answer(*session, request); }));
-}
-
-template <class Condition>
-std::vector<std::shared_ptr<TableServer::WaitingLookup>> TableServer::take_waiting_locked(
-    const Condition& condition) {
-  std::vector<std::shared_ptr<WaitingLookup>> taken;
-  std::erase_if(waiting_, [&](const auto& each) {
-    if (!condition(*each)) return false;
-    taken.push_back(each);
-    return true;
-  });
-  return taken;
-}
-
-template <class Condition>
-void TableServer::fail_waiting_locked(const Condition& condition, const base::Error& error,
-                                      Tasks& done) {
-  for (const auto& lookup : take_waiting_locked(condition)) {
-    done.push_back(completion(std::move(lookup->promise), error));
-  }
-}
-
-// Answers the lookups whose push has been applied.
-void TableServer::wake_locked(Tasks& done) {
-  const auto is_ready = [](const WaitingLookup& each) {
-    return each.session->pushes() >= each.request.after;
-  };
-  for (const auto& lookup : take_waiting_locked(is_ready)) {
-    const auto answer = [self = shared_from_this(), lookup] {
-      lookup->promise.complete(
-          result_of([&] { return self->answer(*lookup->session, lookup->request); }));
-    };
-    done.push_back([this, answer] { agent_ ? agent_->executor().post(answer) : answer(); });
-  }
+  const auto waiting =
+      steps.waiting.emplace(after, Steps::WaitingLookup{request.session, rpc::rank_of(caller)});
+  return waiting->second.may_go_on->future().then(
+      agent_ ? agent_->executor() : inline_executor_,
+      [this, session, request = std::move(request)]() mutable {
+        return answer(*session, request);
+      });
 }
 
 base::Future<optim::Norms> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
   Tasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
+  Steps& steps = *session->steps;
+  const uint64_t number = session->first + request.number;
+  const int participant = session->participant;
+  if (participant < 0) base::invalid("a step of an unknown participant");
+  if (number <= steps.ended) {
+    if (number == steps.ended && steps.error) throw base::Exception(*steps.error);
+    base::invalid(fmt::format("participant {} pushes a step that has ended", participant));
+  }
+  const base::Error abandoned{base::ErrorKind::kInvalid,
+                              fmt::format("participant {} has abandoned its step", participant)};
+  end_locked(steps, number - 1, abandoned, done);
   try {
+    if (request.phase == PushRequest::Phase::kAbandon) throw base::Exception(abandoned);
     return push_locked(*session, std::move(request), lock, done);
-  } catch (...) {  // the lookups that wait for this push would wait forever
-    session->refused = rpc::error_in_flight(base::ErrorKind::kInternal);
-    fail_waiting_locked([&](const WaitingLookup& each) { return each.session == session; },
-                        *session->refused, done);
+  } catch (...) {
+    end_locked(steps, number, rpc::error_in_flight(base::ErrorKind::kInternal), done);
     throw;
   }
 }
 
+// Adds a push to the next step. Returns the norms, or applies the step, if all participants have
+// got that far. Releases the lock while it computes.
 base::Future<optim::Norms> TableServer::push_locked(Session& session, PushRequest request,
                                                     std::unique_lock<std::mutex>& lock,
                                                     Tasks& done) {
   using Phase = PushRequest::Phase;
-  TableSet& set = session.set;
-  const int participant = session.participant;
-  if (participant < 0 || participant >= set.participants()) {
-    base::invalid("a step of an unknown participant");
+  Steps& steps = *session.steps;
+  const uint64_t number = steps.ended + 1;
+  if (steps.lost) throw base::Exception(*steps.lost);
+  const double factor = request.lr_factor;
+  if (!(request.scale >= 0 && request.scale <= 1 && factor >= 0 && std::isfinite(factor))) {
+    base::invalid("a step with a factor out of range");
   }
-  const auto staged = set.pushes.find(participant);
-  const bool is_staged = staged != set.pushes.end();
-  if (request.number != session.pushes() + 1 || is_staged != (request.phase == Phase::kCommit)) {
-    base::invalid(fmt::format("participant {} makes step {} of tables after step {}", participant,
-                              request.number, session.pushes()));
+  auto staged = steps.pushes.extract(session.participant);
+  if (staged.empty() == (request.phase == Phase::kCommit)) {
+    base::invalid("a step that is pushed twice, or committed before it is staged");
   }
-  Push push{std::move(request), {}};
-  if (is_staged) push.lookups = std::move(staged->second.lookups);
+  Push push = staged.empty() ? Push() : std::move(staged.mapped());
+  push.request = std::move(request);
   session.move_lookups(push);
-  if (set.is_sync()) {
-    if (set.lost) throw base::Exception(*set.lost);
-    if (set.pushes.empty()) set.since = base::Clock::now();
-    set.pushes[participant] = std::move(push);
-    const auto future = set.waiting.try_emplace(participant).first->second.future();
-    end_if_left_locked(set, done);
-    advance_step(set, lock, done);
-    return future;
-  }
-  lock.unlock();
-  const auto result = result_of([&] { return set.apply({push}); });
-  lock.lock();
-  if (result.ok()) ++*updates_;
-  session.applied = push.request.number;
-  wake_locked(done);
-  return base::Future<optim::Norms>::from_result(result);
-}
+  push.answer = std::make_shared<base::Promise<optim::Norms>>();
+  const auto future = push.answer->future();
+  if (steps.pushes.empty()) steps.since = base::Clock::now();
+  steps.pushes.emplace(session.participant, std::move(push));
+  end_if_left_locked(steps, done);
+  if (std::ssize(steps.pushes) < steps.participants) return future;
 
-// Returns the norms, or applies the step, if all participants have got that far. Releases the lock
-// while it computes; this is safe because no participant may push anything until it is answered.
-void TableServer::advance_step(TableSet& set, std::unique_lock<std::mutex>& lock, Tasks& done) {
-  if (std::ssize(set.pushes) < set.participants()) return;
-  const auto is_staged = [](const auto& push) {
-    return push.second.request.phase == PushRequest::Phase::kStage;
+  const auto is_staged = [](const auto& each) {
+    return each.second.request.phase == Phase::kStage;
   };
-  const bool applies = std::ranges::none_of(set.pushes, is_staged);
-  std::vector<Push> pushes;
-  std::vector<base::Promise<optim::Norms>> waiting;
-  for (const auto& each : set.pushes) {
-    pushes.push_back(each.second);
-    if (!applies && !is_staged(each)) continue;  // it waits for the step
-    if (auto promise = set.waiting.extract(each.first)) {
-      waiting.push_back(std::move(promise.mapped()));
+  const bool applies = std::ranges::none_of(steps.pushes, is_staged);
+  std::vector<Push> all;
+  std::vector<std::shared_ptr<base::Promise<optim::Norms>>> answers;
+  for (auto& each : steps.pushes) {
+    all.push_back(each.second);
+    if (each.second.answer && (applies || is_staged(each))) {
+      answers.push_back(std::move(each.second.answer));
     }
   }
-  if (waiting.empty()) return;
+  if (answers.empty()) return future;
+  if (applies) steps.pushes.clear();  // so that nothing ends the step while it is applied
   lock.unlock();
-  const auto result = result_of([&] { return applies ? set.apply(pushes) : set.norms(pushes); });
+  base::Result<optim::Norms> result = optim::Norms{};
+  try {
+    const at::NoGradGuard no_grad;
+    result = applies ? session.set.apply(all) : session.set.norms(all);
+  } catch (...) {
+    result = rpc::error_in_flight(base::ErrorKind::kInternal);
+  }
   lock.lock();
-  if (applies) {
-    if (result.ok()) ++*updates_;
-    set.pushes.clear();
-    ++set.steps;
-    wake_locked(done);
-  } else if (!result.ok()) {  // the participants may make the step again
-    end_steps_locked(set, result.error(), done);
-  }
-  for (auto& promise : waiting) done.push_back(completion(std::move(promise), result));
+  if (applies && result.ok()) ++*updates_;
+  if (applies || !result.ok()) end_locked(steps, number, result, done);
+  for (auto& answer : answers) done.complete(std::move(answer), result);
+  done.free(std::move(all));
+  return future;
 }
 
-// Fails the steps and lookups that wait for participants.
-void TableServer::end_steps_locked(TableSet& set, const base::Error& error, Tasks& done) {
-  set.pushes.clear();
-  for (auto& [participant, promise] : std::exchange(set.waiting, {})) {
-    done.push_back(completion(std::move(promise), error));
+// Ends all steps up to `number`: answers their pushes, and lets the lookups that wait go on.
+void TableServer::end_locked(Steps& steps, uint64_t number,
+                             const base::Result<optim::Norms>& result, Tasks& done) {
+  if (number <= steps.ended) return;
+  steps.ended = number;
+  steps.error = result.ok() ? std::nullopt : std::optional(result.error());
+  for (auto& [participant, push] : steps.pushes) {
+    if (push.answer) done.complete(std::move(push.answer), result);
   }
-  fail_waiting_locked([&](const WaitingLookup& each) { return &each.session->set == &set; }, error,
-                      done);
+  done.free(std::exchange(steps.pushes, {}));
+  const auto last = steps.waiting.upper_bound(number);
+  for (auto it = steps.waiting.begin(); it != last; ++it) {
+    done.complete(std::move(it->second.may_go_on), base::Unit{});
+  }
+  steps.waiting.erase(steps.waiting.begin(), last);
 }
 
-void TableServer::end_if_left_locked(TableSet& set, Tasks& done) {
-  for (const int left : set.left) {
-    if (set.pushes.empty() || set.pushes.contains(left)) continue;
-    end_steps_locked(
-        set,
-        {base::ErrorKind::kPeerLost,
-         fmt::format("participant {} has closed its tables, and a step waits for it", left)},
-        done);
+void TableServer::end_if_left_locked(Steps& steps, Tasks& done) {
+  for (const int left : steps.left) {
+    if (steps.pushes.empty() || steps.has(left)) continue;
+    end_locked(steps, steps.ended + 1,
+               base::Error{base::ErrorKind::kPeerLost,
+                           fmt::format("participant {} has closed its tables", left)},
+               done);
   }
 }
 
@@ -326,68 +306,51 @@ size_t TableServer::kept_lookups() const {
 void TableServer::on_rank_lost(const rpc::Loss& loss) {
   Tasks done;
   const std::lock_guard lock(mutex_);
-  lost_.insert(loss.process());
-  std::erase_if(sessions_,
-                [&](const auto& each) { return each.second->process == loss.process(); });
+  lost_.emplace(loss.process(), loss.error);
+  std::erase_if(sessions_, [&](const auto& each) {
+    if (each.second->process != loss.process()) return false;
+    remove_locked(each.first, each.second, loss.error, done);
+    return true;
+  });
   for (const auto& set : sets_) {
-    if (!set->is_sync() || set->participants() == 1) continue;
-    if (!set->lost) set->lost = loss.error;
-    end_steps_locked(*set, loss.error, done);
+    if (!set->steps || set->steps->participants == 1) continue;
+    Steps& steps = *set->steps;
+    if (!steps.lost) steps.lost = loss.error;
+    if (!steps.pushes.empty()) end_locked(steps, steps.ended + 1, loss.error, done);
   }
-  fail_waiting_locked(
-      [&](const WaitingLookup& each) { return each.session->process == loss.process(); },
-      loss.error, done);
 }
 
 std::vector<rpc::Wait> TableServer::waits() const {
   const std::lock_guard lock(mutex_);
+  std::set<const Steps*> all_steps;
+  for (const auto& [id, session] : sessions_) all_steps.insert(session->steps.get());
   std::vector<rpc::Wait> all;
-  for (const auto& set : sets_) {
+  for (const Steps* steps : all_steps) {
     std::vector<int> missing;
-    for (int each = 0; each < set->participants(); ++each) {
-      if (!set->pushes.contains(each)) missing.push_back(each);
+    for (int each = 0; !steps->pushes.empty() && each < steps->participants; ++each) {
+      if (!steps->has(each)) missing.push_back(each);
     }
-    if (set->pushes.empty()) continue;
-    all.push_back(
-        {fmt::format("a step of tables here that wants participant {}", c10::Join(", ", missing)),
-         set->since});
-  }
-  for (const auto& lookup : waiting_) {
-    all.push_back({fmt::format("a lookup of rank {} here that waits for push {}",
-                               rpc::rank_of(lookup->session->process), lookup->request.after),
-                   lookup->since});
+    if (!missing.empty()) {
+      all.push_back(
+          {fmt::format("a step of tables here that wants participant {}", c10::Join(", ", missing)),
+           steps->since});
+    }
+    for (const auto& [step, lookup] : steps->waiting) {
+      all.push_back(
+          {fmt::format("a lookup of rank {} here that waits for step {}", lookup.rank, step),
+           lookup.since});
+    }
   }
   return all;
-}
-
-namespace {
-
-rpc::ProcessNumber caller_of(const rpc::CallContext& call) {
-  return rpc::process_number(call.caller.rank, call.caller.incarnation);
-}
-
-}  // namespace
-
-OpenReply open_here(rpc::CallContext& call, const OpenRequest& request) {
-  return call.agent.local<TableServer>().open(request, caller_of(call));
-}
-void close_here(rpc::CallContext& call, uint64_t session) {
-  call.agent.local<TableServer>().close(session, caller_of(call));
-}
-base::Future<LookupReply> look_up_here(rpc::CallContext& call, LookupRequest request) {
-  return call.agent.local<TableServer>().look_up(std::move(request), caller_of(call));
-}
-base::Future<optim::Norms> push_here(rpc::CallContext& call, PushRequest request) {
-  return call.agent.local<TableServer>().push(std::move(request), caller_of(call));
 }
 
 optim::UpdateCount install(rpc::Agent& agent) {
   const auto server = std::make_shared<TableServer>(&agent.lasting());
   agent.provide(server);
-  agent.expose<&open_here>("distrain.table.open");
-  agent.expose<&close_here>("distrain.table.close");
-  agent.expose<&look_up_here>("distrain.table.look_up");
-  agent.expose<&push_here>("distrain.table.push");
+  agent.expose<&serve<&TableServer::open, OpenRequest>>("distrain.table.open");
+  agent.expose<&serve<&TableServer::close, uint64_t>>("distrain.table.close");
+  agent.expose<&serve<&TableServer::look_up, LookupRequest>>("distrain.table.look_up");
+  agent.expose<&serve<&TableServer::push, PushRequest>>("distrain.table.push");
   agent.add_layer(server);
   return server->updates();
 }

@@ -14,39 +14,18 @@ namespace {
 
 // Converts the options of a table's optimizer. Throws `invalid` for those that rows do not support.
 rows::RowRule rule_of(const TableOptions& table, double& lr) {
-  using rows::Optimizer;
-  static constexpr std::pair<std::string_view, Optimizer> kOptimizers[] = {
-      {"sgd", Optimizer::kSgd},     {"adagrad", Optimizer::kAdagrad},
-      {"adam", Optimizer::kAdam},   {"rowwise-adagrad", Optimizer::kRowwiseAdagrad},
-      {"adamw", Optimizer::kAdamW}, {"rmsprop", Optimizer::kRmsProp}};
   optim::OptimizerFields fields = table.optimizer;
-  rows::RowRule rule;
-  for (const auto& [name, optimizer] : kOptimizers) {
-    if (name == fields.name) rule.optimizer = optimizer;
+  const bool is_rowwise = fields.name == "rowwise-adagrad";
+  if (is_rowwise) fields.name = "adagrad";
+  try {
+    const optim::OptimizerOptions options = optim::from_fields(fields);
+    lr = std::visit([](const auto& its) { return its.lr; }, options);
+    rows::RowRule rule = optim::make_update_rule(options)->row_rule();
+    if (is_rowwise) rule.optimizer = rows::Optimizer::kRowwiseAdagrad;
+    return rule;
+  } catch (const base::Exception& error) {
+    base::invalid("table " + table.name + ": " + error.what());
   }
-  if (rule.optimizer == Optimizer::kRowwiseAdagrad) fields.name = "adagrad";
-  const auto all = optim::to_fields(optim::from_fields(fields)).values;  // checks them
-  const auto get = [&all](const char* name) {
-    const auto it = all.find(name);
-    return it == all.end() ? 0 : it->second;
-  };
-  const bool decays = rule.optimizer == Optimizer::kAdamW;
-  for (const char* name : {"momentum", "nesterov", "amsgrad", "centered", "weight_decay"}) {
-    if (get(name) == 0 || (decays && std::string_view(name) == "weight_decay")) continue;
-    base::invalid(fmt::format("table {} cannot be trained by {} with {}", table.name,
-                              table.optimizer.name, name));
-  }
-  const std::pair<const char*, double*> values[] = {
-      {"lr", &lr},
-      {"lr_decay", &rule.lr_decay},
-      {"eps", &rule.eps},
-      {"alpha", &rule.alpha},
-      {"beta1", &rule.beta1},
-      {"beta2", &rule.beta2},
-      {"weight_decay", &rule.weight_decay},
-      {"initial_accumulator_value", &rule.initial_accumulator_value}};
-  for (const auto& [name, value] : values) *value = get(name);
-  return rule;
 }
 
 rows::InitialValue initial_value_of(const TableOptions& options) {
@@ -159,6 +138,9 @@ Table::Table(const TableOptions& table_options)
     : options(table_options), rule(rule_of(options, lr)), store(store_options(options, rule)) {}
 
 TableSet::TableSet(const OpenRequest& request) : options_(request) {
+  if (request.mode == optim::Sharing::Mode::kSync) {
+    steps = std::make_shared<Steps>(Steps{.participants = request.participants});
+  }
   for (const TableOptions& options : request.tables) {
     if (find(options.name)) base::invalid("there are two tables named " + options.name);
     tables_.push_back(std::make_unique<Table>(options));
@@ -244,8 +226,8 @@ void TableSet::check(const KeptLookup& lookup, const LookupReply& gradients) con
 
 optim::Norms TableSet::apply(const std::vector<Push>& all) {
   const PushRequest& first = all[0].request;
-  for (const auto& [request, lookups] : all) {
-    if (request.lr_factor == first.lr_factor && request.scale == first.scale) continue;
+  for (const Push& push : all) {
+    if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
     base::invalid("the participants step with different learning rates or clip differently");
   }
   const uint64_t number = ++updates;

@@ -58,6 +58,31 @@ using KeptLookup = std::vector<KeptPart>;
 struct Push {
   PushRequest request;
   std::vector<std::pair<std::shared_ptr<const KeptLookup>, LookupReply>> lookups;
+  std::shared_ptr<base::Promise<optim::Norms>> answer;  // null if it has been answered
+};
+
+/// The steps of a set in sync mode, or of a session in async mode: Note [Steps of tables].
+struct Steps {
+  struct WaitingLookup {
+    uint64_t session;
+    int rank;
+    base::TimePoint since = base::Clock::now();
+    std::shared_ptr<base::Promise<void>> may_go_on = std::make_shared<base::Promise<void>>();
+  };
+  /// Returns true if the next step does not wait for this participant.
+  bool has(int participant) const {
+    const auto it = pushes.find(participant);
+    return it != pushes.end() && it->second.answer;
+  }
+
+  const int participants = 1;
+  uint64_t ended = 0;                // number of the last step that was applied or failed
+  std::optional<base::Error> error;  // of that step
+  std::map<int, Push> pushes;        // of step `ended` + 1, by participant
+  base::TimePoint since;             // when the first of them arrived
+  std::set<int> left;                // participants that have closed their sessions
+  std::optional<base::Error> lost;   // the first lost rank, if there are several participants
+  std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
 };
 
 struct Table {
@@ -69,16 +94,13 @@ struct Table {
   rows::RowStore store;
 };
 
-/// Tables that are looked up and updated together. The mutex of TableServer guards the public
-/// members except `updates`. The tables lock their rows themselves.
+/// Tables that are looked up and updated together. Thread-safe: the tables lock their rows.
 class TableSet {
  public:
   explicit TableSet(const OpenRequest& request);
 
   /// Throws `invalid` if a session gives other options.
   void check_same(const OpenRequest& request) const;
-  bool is_sync() const { return options_.mode == optim::Sharing::Mode::kSync; }
-  int participants() const { return options_.participants; }
   Table* find(const std::string& name) const;  ///< null if there is none
 
   /// Looks up the ids of `kept.part`. Returns a vector for each row or bag.
@@ -92,14 +114,7 @@ class TableSet {
   optim::Norms norms(const std::vector<Push>& pushes) const;
 
   std::atomic<uint64_t> updates{0};
-
-  // Of sync mode:
-  uint64_t steps = 0;                                  // applied ones
-  std::map<int, Push> pushes;                          // of the next step, by participant
-  std::map<int, base::Promise<optim::Norms>> waiting;  // the answers to `pushes`
-  base::TimePoint since;                               // when the first participant pushed
-  std::set<int> left;               // participants that have closed their sessions
-  std::optional<base::Error> lost;  // the first lost rank
+  std::shared_ptr<Steps> steps;  // null in async mode; guarded by TableServer's mutex
 
  private:
   Table& table(const LookupPart& part) const { return *tables_[static_cast<size_t>(part.table)]; }
@@ -109,10 +124,11 @@ class TableSet {
   std::vector<std::unique_ptr<Table>> tables_;
 };
 
-// The functions of a rank's TableServer that other ranks call.
-OpenReply open_here(rpc::CallContext& call, const OpenRequest& request);
-void close_here(rpc::CallContext& call, uint64_t session);
-base::Future<LookupReply> look_up_here(rpc::CallContext& call, LookupRequest request);
-base::Future<optim::Norms> push_here(rpc::CallContext& call, PushRequest request);
+/// Calls `Method` of this rank's TableServer for another rank.
+template <auto Method, class Request>
+auto serve(rpc::CallContext& call, Request request) {
+  return (call.agent.local<TableServer>().*Method)(
+      std::move(request), rpc::process_number(call.caller.rank, call.caller.incarnation));
+}
 
 }  // namespace distrain::table

@@ -93,7 +93,8 @@ class DistributedOptimizer {
                              sharing) {}
 
   /// Adds a target, such as the tables of a ShardedEmbedding, that steps of this object and of its
-  /// later copies update. state(), snapshot() and load_state() do not include added targets.
+  /// later copies update. state(), snapshot() and load_state() do not include added targets. The
+  /// target's Sharing must be that of this object. Then only one thread at a time may call step().
   void add(std::shared_ptr<StepTarget> target);
 
   /// Applies the gradients of `context` on each owner; parameters without a gradient stay as they

@@ -47,7 +47,8 @@ class StepTarget {
   virtual base::Future<Norms> norm(const std::vector<uint64_t>& contexts,
                                    const NormArguments& arguments) = 0;
   /// Updates the parameters. Returns the number of updates, this one included. A target may return
-  /// before the update is made; then the next check() throws the error of an update that failed.
+  /// before the update is made. Then it returns the number of the caller's step, and the next
+  /// check() throws the error of an update that failed.
   virtual base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
                                        const StepOptions& options) = 0;
   /// For an optimizer without contexts: moves the `.grad` of all leaves that the target has made

@@ -132,6 +132,9 @@ class UpdateRule {
   Loaded load(size_t i, const at::Tensor& parameter, const ParameterState& state) const;
   void adopt(size_t i, Loaded loaded);
 
+  /// Returns the rule of the kernels that update rows. Throws `invalid` for options that they lack.
+  virtual rows::RowRule row_rule() const = 0;
+
  protected:
   /// Adds `weight_decay` times the parameter to each dense gradient.
   UpdateRule(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
@@ -149,8 +152,6 @@ class UpdateRule {
 
   /// Throws `invalid` when the options of this rule cannot be applied to a sparse gradient.
   virtual void check_sparse() const = 0;
-  /// Returns the rule of the kernels that do the same as apply_sparse() on the CPU.
-  virtual rows::RowRule row_rule() const = 0;
 
  private:
   bool apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter, const at::Tensor& gradient,

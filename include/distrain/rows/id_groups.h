@@ -60,19 +60,10 @@ class IdGroups {
   std::vector<size_t> split(size_t parts) const;
 
  private:
-  struct Entry {
-    uint64_t hash;
-    uint32_t position;
-  };
-
-  void sort(size_t n);
-
   std::vector<uint64_t> ids_;
   std::vector<uint64_t> hashes_;
   std::vector<uint32_t> starts_{0};
   std::vector<uint32_t> positions_;
-  std::vector<Entry> entries_;  // of assign(); kept for its memory
-  std::vector<Entry> swap_;
 };
 
 }  // namespace distrain::rows

@@ -30,7 +30,7 @@ struct TableOptions {
 };
 
 // Messages between ShardedEmbedding and TableServer. A session is one ShardedEmbedding's use of a
-// server. It numbers its lookups and, separately, its pushes.
+// server. It numbers its lookups and, separately, its steps.
 
 struct OpenRequest {
   std::vector<TableOptions> tables;
@@ -43,8 +43,6 @@ struct OpenRequest {
       std::tuple(&OpenRequest::tables, &OpenRequest::mode, &OpenRequest::participants,
                  &OpenRequest::participant, &OpenRequest::server, &OpenRequest::servers);
 };
-using OpenReply = std::pair<uint64_t, uint64_t>;  ///< the session, and the number of its last push
-
 /// The ids of a query that one server holds.
 struct LookupPart {
   int table = 0;   ///< index in OpenRequest::tables
@@ -64,7 +62,7 @@ struct LookupRequest {
   uint64_t session = 0;
   uint64_t lookup = 0;
   uint64_t oldest = 0;     ///< no push will name a lookup before this one
-  uint64_t after = 0;      ///< number of the push that the rows must include
+  uint64_t after = 0;      ///< number of the step that must have ended
   bool evaluates = false;  ///< makes no rows, and the server does not keep the ids
   at::ScalarType dtype = at::kFloat;
   std::vector<LookupPart> parts;
@@ -77,9 +75,10 @@ using LookupReply = std::vector<at::Tensor>;  ///< by part: [vectors, dim] in th
 
 struct PushRequest {
   /// kStage, which is answered with the norms of the step, and kCommit do what kApply does.
-  enum class Phase : uint8_t { kApply, kStage, kCommit };
+  /// kAbandon makes the step fail, unless it has ended.
+  enum class Phase : uint8_t { kApply, kStage, kCommit, kAbandon };
   uint64_t session = 0;
-  uint64_t number = 0;
+  uint64_t number = 0;  ///< of the session's step, from 1
   Phase phase = Phase::kApply;
   double lr_factor = 1;
   double scale = 1;

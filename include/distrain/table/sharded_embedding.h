@@ -55,7 +55,8 @@ class ShardedEmbedding final : public optim::StepTarget {
                    optim::Sharing sharing, LookupSettings settings = {});
   /// Opens tables of `server` in this process, for a SingleProcessOptimizer or for evaluations.
   ShardedEmbedding(std::shared_ptr<TableServer> server, std::vector<TableOptions> tables);
-  /// Closes the tables: in sync mode, participants that wait for steps of this one get `peer_lost`.
+  /// Closes the tables, as Agent::shutdown() does: in sync mode, participants that wait for steps
+  /// of this one get `peer_lost`.
   ~ShardedEmbedding() override;
 
   /// Returns the rows of `ids` in table 0, [..., dim].
@@ -91,7 +92,6 @@ class ShardedEmbedding final : public optim::StepTarget {
   struct Client;
   struct PreparedStep;
 
-  void open();
   std::vector<std::shared_ptr<Lookup>> take_lookups(uint64_t context);
   std::vector<base::Future<optim::Norms>> push(PushRequest request, const PreparedStep& step);
 

@@ -1,6 +1,10 @@
 // Ranks with tables, and a table in one tensor to compare with.
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -18,6 +22,8 @@ using table::ShardedEmbedding;
 using table::TableOptions;
 using Mode = optim::Sharing::Mode;
 
+inline const at::Tensor kIds = at::arange(1, 5);
+
 inline void set_up_tables(rpc::Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
@@ -27,6 +33,18 @@ inline void set_up_tables(rpc::Agent& agent) {
 inline TableOptions table_of(const std::string& name, int64_t dim = 4,
                              optim::OptimizerFields optimizer = {"sgd", {{"lr", 1}}}) {
   return {.name = name, .dim = dim, .num_rows = 50, .seed = 3, .optimizer = std::move(optimizer)};
+}
+
+/// Returns the result of `f`, which runs on another thread. Ends the process if `f` does not
+/// return, because its thread could not be joined.
+template <class F>
+auto in_time(F f) {
+  auto result = std::async(std::launch::async, std::move(f));
+  if (result.wait_for(std::chrono::seconds(60)) == std::future_status::timeout) {
+    std::fputs("a wait has not ended within 60 s\n", stderr);
+    std::abort();
+  }
+  return result.get();
 }
 
 /// Returns the rows of `ids` in an evaluation.

@@ -17,9 +17,10 @@ struct Bags {
   at::Tensor ids, offsets;
 };
 
-// Bags with repeated ids, of which some are empty.
+// Bags of which some are empty. Those of step 0 and 1 repeat ids, and up to 3 servers pool them.
 Bags bags_of(int trainer, int step) {
-  const at::Tensor ids = (at::arange(12) * (3 + trainer) + step * 7).remainder(17);
+  const int64_t size = step < 2 ? 40 : 12, modulus = step < 2 ? 31 : 17;
+  const at::Tensor ids = (at::arange(size) * (3 + trainer) + step * 7).remainder(modulus);
   return {ids, at::tensor({0, 0, 5, 6, 6, 12})};
 }
 
@@ -246,7 +247,7 @@ TEST_CASE("wrong ids, too many rows and options that differ are refused by name"
   options = table_of("t", 4, {"adagrad", {}});
   CHECK(refusal(options) == "these tables are open already, with other options of table t");
   CHECK(refusal(table_of("u", 4, {"sgd", {{"momentum", 0.9}}})) ==
-        "table u cannot be trained by sgd with momentum");
+        "table u: sgd with momentum cannot take sparse gradients");
   CHECK(refusal(table_of("v"), {.mode = Mode::kSsp}) == "tables have no mode ssp");
   const at::NoGradGuard no_grad;
   CHECK_THROWS(job.tables->bags(at::tensor({1, 2}), at::tensor({1})));
@@ -284,4 +285,24 @@ TEST_CASE("an optimizer of one process updates tables as servers do, with clippi
   }
   CHECK(is_close(all_rows(*tables), same.detach(), 1e-5));
   CHECK(is_close(net.detach(), same_net.detach(), 1e-5));
+}
+
+TEST_CASE("tables in one process are destroyed with the lookups that no step took") {
+  auto server = std::make_shared<table::TableServer>();
+  const std::weak_ptr<table::TableServer> alive = server;
+  {
+    const auto tables =
+        std::make_shared<ShardedEmbedding>(std::move(server), std::vector{table_of("t")});
+    const at::Tensor net = at::ones({1}).requires_grad_();
+    optim::SingleProcessOptimizer optimizer({optim::Sgd{.lr = 1}}, "sync", {}, {{"net", net}});
+    CHECK(error_of([&] { optimizer.step(); }).kind == ErrorKind::kInvalid);
+    optimizer.gather();
+    optimizer.add(tables);
+    CHECK(error_of([&] { optimizer.step(); }).kind == ErrorKind::kInvalid);
+    tables->forward(at::arange(4));
+    optimizer.gather();
+    CHECK(error_of([&] { optimizer.set_lr_factor(-1); }).kind == ErrorKind::kInvalid);
+    tables->forward(at::arange(4));
+  }
+  CHECK(alive.expired());
 }

@@ -1,6 +1,5 @@
 // ctest: timeout=120
 // Tests when steps of tables are applied, refused and waited for.
-#include <future>
 #include <limits>
 #include <thread>
 
@@ -9,6 +8,7 @@
 using namespace distrain;
 using namespace distrain::testing;
 using base::ErrorKind;
+using base::Future;
 
 namespace {
 
@@ -43,8 +43,6 @@ struct Job {
   std::vector<std::shared_ptr<ShardedEmbedding>> tables;
   std::vector<std::unique_ptr<optim::DistributedOptimizer>> optimizers;
 };
-
-const at::Tensor kIds = at::arange(1, 5);
 
 // Waits until one of the servers reports a wait with this text.
 void await_wait(Job& job, const std::string& text) {
@@ -181,7 +179,7 @@ TEST_CASE("in sync mode a step waits for all participants, and the next lookup f
   job.step(0, kIds, 1);
   auto next = std::async(std::launch::async, [&] { return rows_of(*job.tables[0], kIds); });
   await_wait(job, "a step of tables here that wants participant 1");
-  await_wait(job, "a lookup of rank 0 here that waits for push 1");
+  await_wait(job, "a lookup of rank 0 here that waits for step 1");
   job.step(1, kIds, 3);
   CHECK(is_close(before - next.get(), at::full({4, 4}, 2)));
   // A lookup must not begin before the step that it follows.
@@ -218,7 +216,6 @@ TEST_CASE("in sync mode a participant that closes its tables is not waited for")
   if (closes_first) {
     job.optimizers[1].reset();
     job.tables[1].reset();
-    while (job.cluster[1].waits().size() > 0) std::this_thread::yield();
   }
   job.step(0, kIds, 1);
   if (!closes_first) {
@@ -238,15 +235,41 @@ TEST_CASE("in sync mode a participant that closes its tables is not waited for")
   CHECK(error.message.find("participant 1") != std::string::npos);
 }
 
-TEST_CASE("the lookups that a session keeps on a server are bounded") {
-  Job job(1);
-  autograd::Context context(job.cluster[0]);
-  ShardedEmbedding tables(job.cluster[0], {1}, {table_of("u")}, {});
-  const base::Error error = error_of([&] {
-    for (size_t i = 0; i <= table::TableServer::kMaxLookups; ++i) tables.forward(kIds);
+TEST_CASE("in sync mode a training loop ends when another participant has closed its tables") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  job.optimizers[1].reset();
+  job.tables[1].reset();
+  for (int i = 0; i < 3; ++i) {
+    const base::Error error = in_time([&] {
+      return error_of([&] {
+        for (int step = 0; step < 2; ++step) job.step(0, kIds, 1);
+      });
+    });
+    CHECK(error.kind == ErrorKind::kPeerLost);
+  }
+}
+
+TEST_CASE("in sync mode a participant in shutdown() is not waited for") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  auto leaves = std::async(std::launch::async, [&] { job.cluster[1].shutdown(); });
+  const base::Error error = in_time([&] { return error_of([&] { job.tables[0]->settle(); }); });
+  CHECK(error.kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { job.step(1, kIds, 1); }).kind == ErrorKind::kInvalid);
+  in_time([&] {
+    job.cluster.on_all([](rpc::Agent& agent) {
+      if (agent.rank() != 1) agent.shutdown();
+    });
+    leaves.get();
   });
-  CHECK(error.kind == ErrorKind::kResources);
-  CHECK(error.message.find("rank 0 has 4096 lookups") != std::string::npos);
+}
+
+TEST_CASE("tables may be destroyed after their agent") {
+  Job job(1);
+  job.optimizers.clear();
+  for (const int rank : {0, 1, 2}) job.cluster.kill(rank);
+  job.tables.clear();
 }
 
 TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
@@ -269,35 +292,81 @@ TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
 TEST_CASE("in sync mode a lost rank ends the steps that wait") {
   Job job(2, Mode::kSync);
   job.step(0, kIds, 1);
-  auto next = std::async(std::launch::async,
-                         [&] { return error_of([&] { rows_of(*job.tables[0], kIds); }); });
+  auto next = std::async(std::launch::async, [&] { return rows_of(*job.tables[0], kIds); });
   await_wait(job, "a lookup of rank 0 here");
   for (const int number : {0, 1}) {
     job.server(number).on_rank_lost(
         {1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, /*job_goes_on=*/false, 0});
   }
-  CHECK(next.get().kind == ErrorKind::kPeerLost);
+  CHECK(in_time([&] { return next.get(); }).sizes() == at::IntArrayRef({4, 4}));
   CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("in sync mode a step whose norm is not finite can be made again") {
+TEST_CASE("in sync mode steps whose norms are not finite can be made again") {
+  constexpr int kRounds = 20;
   Job job(2, Mode::kSync);
   const at::Tensor before = rows_of(*job.tables[0], kIds);
-  job.cluster.on_all([&](rpc::Agent& agent) {
+  const auto train = [&](rpc::Agent& agent) {
     const int p = agent.rank();
     if (p > 1) return;
+    ShardedEmbedding& tables = *job.tables[static_cast<size_t>(p)];
     const at::Tensor own = at::zeros({1}).requires_grad_();
     optim::DistributedOptimizer optimizer(agent, {}, {own}, optim::Rule{optim::Sgd{.lr = 1}, {}, 0},
                                           {Mode::kSync, 2, p});
     optimizer.add(job.tables[static_cast<size_t>(p)]);
-    for (const float factor : {std::numeric_limits<float>::infinity(), 1.0F}) {
+    for (int step = 0; step < 2 * kRounds; ++step) {
+      const bool is_bad = step % 2 == 0;
+      const float factor = is_bad ? std::numeric_limits<float>::infinity() : 1.0F;
       autograd::Context context(agent);
-      const at::Tensor rows = job.tables[static_cast<size_t>(p)]->forward(kIds);
-      autograd::backward(context, {rows.sum() + own.sum() * factor});
+      autograd::backward(context, {tables.forward(kIds).sum() + own.sum() * factor});
       const base::Error error = error_of([&] { optimizer.step(context, 100); });
-      expect((error.kind == ErrorKind::kNotFinite) == (factor > 1), error.message);
+      expect((error.kind == ErrorKind::kNotFinite) == is_bad, error.message);
     }
-    job.tables[static_cast<size_t>(p)]->settle();
+    tables.settle();
+  };
+  in_time([&] { job.cluster.on_all(train); });
+  CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::full({4, 4}, kRounds), 1e-5));
+}
+
+namespace {
+
+// Throws when a step asks for its norm, after the tables have staged theirs.
+struct BadNorm final : optim::StepTarget {
+  std::string where() const override { return "the bad norm"; }
+  Future<optim::Norms> norm(const std::vector<uint64_t>&, const optim::NormArguments&) override {
+    base::bad_data("there is no norm");
+  }
+  Future<uint64_t> apply(const std::vector<uint64_t>&, const optim::StepOptions&) override {
+    return Future<uint64_t>::ready(0);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("in sync mode a step that a participant abandons fails for all, and they can go on") {
+  Job job(2, Mode::kSync);
+  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  const auto step = [&](int p, bool is_bad) {
+    optim::DistributedOptimizer optimizer(job.cluster[p], {}, optim::Sgd{},
+                                          optim::Sharing{Mode::kSync, 2, p});
+    optimizer.add(job.tables[static_cast<size_t>(p)]);
+    if (is_bad) optimizer.add(std::make_shared<BadNorm>());
+    autograd::Context context(job.cluster[p]);
+    autograd::backward(context, {job.tables[static_cast<size_t>(p)]->forward(kIds).sum()});
+    return error_of([&] { optimizer.step(context, 100); });
+  };
+  auto other = std::async(std::launch::async, [&] {
+    expect(step(1, false).message == "(no error)", "the step that 0 abandons");
+    const base::Error error = step(1, false);
+    expect(error.message.find("participant 0 has abandoned") == 0, error.message);
+    expect(step(1, false).message == "(no error)", "the step after it");
+    job.tables[1]->settle();
+  });
+  in_time([&] {
+    expect(step(0, true).kind == ErrorKind::kBadData, "the step with a bad norm");
+    expect(step(0, false).message == "(no error)", "the step after it");
+    job.tables[0]->settle();
+    other.get();
   });
   CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::ones({4, 4})));
 }

@@ -1,0 +1,234 @@
+// ctest: timeout=120
+// Tests the steps of a TableServer by messages of participants in this process, in a fixed order.
+#include <limits>
+
+#include "tables.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using base::Future;
+using table::LookupReply;
+using Phase = table::PushRequest::Phase;
+
+namespace {
+
+// A server with the table "t". Process p has the session of participant p.
+struct Server {
+  explicit Server(Mode its_mode, int count = 2) : mode(its_mode), participants(count) {
+    for (int p = 0; p < count; ++p) open(p);
+  }
+
+  void open(int p, const std::string& name = "t") {
+    sessions[p] = server.open({{table_of(name)}, mode, participants, p}, process(p)).wait();
+  }
+  void close(int p) { server.close(sessions[p], process(p)).wait(); }
+  Future<LookupReply> look_up(int p, uint64_t lookup, uint64_t after = 0,
+                              table::LookupPart part = {0, kIds, {}, {}}) {
+    return server.look_up(
+        {.session = sessions[p], .lookup = lookup, .after = after, .parts = {std::move(part)}},
+        process(p));
+  }
+  Future<optim::Norms> push(int p, table::PushRequest request) {
+    request.session = sessions[p];
+    try {
+      return server.push(std::move(request), process(p));
+    } catch (const base::Exception& error) {
+      return Future<optim::Norms>::failed(error.error());
+    }
+  }
+  Future<optim::Norms> push(int p, uint64_t number, Phase phase = Phase::kApply) {
+    return push(p, {.number = number, .phase = phase});
+  }
+  // Pushes ones as the gradients of a lookup.
+  Future<optim::Norms> train(int p, uint64_t number, uint64_t lookup) {
+    return push(p, {.number = number, .gradients = {{lookup, {at::ones({4, 4})}}}});
+  }
+  uint64_t updates() const { return server.updates_of("t"); }
+  void lose(int p) {
+    server.on_rank_lost({p, {ErrorKind::kPeerLost, "it is lost", p, {}}, /*job_goes_on=*/false, 0});
+  }
+  static rpc::ProcessNumber process(int p) { return rpc::process_number(p, 0); }
+
+  const Mode mode;
+  const int participants;
+  table::TableServer server;
+  std::map<int, uint64_t> sessions;
+};
+
+// Returns the error of a future that must be done, or "(no error)".
+template <class T>
+base::Error error_in(const Future<T>& future) {
+  REQUIRE(future.done());
+  return error_of([&] { static_cast<void>(future.wait_result().value()); });
+}
+template <class T>
+bool is_good(const Future<T>& future) {
+  return error_in(future).message == "(no error)";
+}
+
+}  // namespace
+
+TEST_CASE("a participant that pushes its next step has abandoned the step that it staged") {
+  Server server(Mode::kSync);
+  const auto next = GENERATE(Phase::kStage, Phase::kApply, Phase::kAbandon);
+  const auto staged = server.push(0, 1, Phase::kStage);
+  CHECK(!staged.done());
+  CHECK(is_good(server.push(1, 1, Phase::kStage)));
+  CHECK(is_good(staged));
+  const auto committed = server.push(1, 1, Phase::kCommit);
+  const auto lookup = server.look_up(1, 1, /*after=*/1);
+  CHECK(!committed.done());
+  CHECK(!lookup.done());
+  const auto again = server.push(0, next == Phase::kAbandon ? 1 : 2, next);
+  CHECK(error_in(committed).message == "participant 0 has abandoned its step");
+  CHECK(is_good(lookup));
+  const auto other = server.push(1, 2, Phase::kStage);
+  if (next == Phase::kAbandon) {
+    CHECK(error_in(again).kind == ErrorKind::kInvalid);
+    CHECK(is_good(server.push(0, 2, Phase::kStage)));
+  }
+  if (next != Phase::kApply) CHECK(!server.push(0, 2, Phase::kCommit).done());
+  CHECK(is_good(other));
+  CHECK(is_good(server.push(1, 2, Phase::kCommit)));
+  CHECK(server.updates() == 1);
+}
+
+TEST_CASE("a push of a step that has ended is refused with that step's error") {
+  Server server(Mode::kSync);
+  uint64_t number = 0;
+  for (int round = 1; round <= 3; ++round) {
+    const auto first = server.push(0, ++number, Phase::kStage);
+    const auto retry = server.push(0, ++number, Phase::kStage);  // before 1 pushes the first
+    CHECK(error_in(first).message == "participant 0 has abandoned its step");
+    const base::Error late = error_in(server.push(1, number - 1, Phase::kStage));
+    CHECK(late.message == "participant 0 has abandoned its step");
+    CHECK(!retry.done());
+    CHECK(is_good(server.push(1, number, Phase::kStage)));
+    CHECK(is_good(retry));
+    const auto committed = server.push(0, number, Phase::kCommit);
+    CHECK(is_good(server.push(1, number, Phase::kCommit)));
+    CHECK(is_good(committed));
+    CHECK(server.updates() == static_cast<uint64_t>(round));
+  }
+}
+
+TEST_CASE("a participant that closes its tables ends the step that it has staged") {
+  Server server(Mode::kSync);
+  const bool closes_first = GENERATE(false, true);
+  const auto staged = server.push(0, 1, Phase::kStage);
+  CHECK(is_good(server.push(1, 1, Phase::kStage)));
+  CHECK(is_good(staged));
+  if (closes_first) server.close(1);
+  const auto committed = server.push(0, 1, Phase::kCommit);
+  if (!closes_first) server.close(1);
+  CHECK(error_in(committed).kind == ErrorKind::kPeerLost);
+  CHECK(is_good(server.look_up(0, 1, /*after=*/1)));
+  CHECK(error_in(server.push(0, 2)).kind == ErrorKind::kPeerLost);
+  // A new session counts its steps from 1.
+  server.open(1);
+  const auto third = server.push(0, 3);
+  CHECK(is_good(server.push(1, 1)));
+  CHECK(is_good(third));
+}
+
+TEST_CASE("closing a session fails its lookups that wait") {
+  Server server(Mode::kAsync);
+  const auto own = server.look_up(0, 1, /*after=*/1), other = server.look_up(1, 1, /*after=*/1);
+  CHECK(server.server.waits().size() == 2);
+  server.close(0);
+  CHECK(error_in(own).kind == ErrorKind::kCancelled);
+  CHECK(server.server.waits().size() == 1);
+  CHECK(is_good(server.push(1, 1)));
+  CHECK(is_good(other));
+}
+
+TEST_CASE("in sync mode a participant has one session") {
+  Server server(Mode::kSync);
+  CHECK(error_of([&] { server.open(1); }).kind == ErrorKind::kInvalid);
+  server.close(1);
+  server.open(1);
+  CHECK(error_of([&] {
+          static_cast<void>(server.server.open({{}, Mode::kAsync, 1, 0}, Server::process(0)));
+        }).kind == ErrorKind::kInvalid);
+}
+
+TEST_CASE("tables that are opened after the loss of a rank do not wait for it") {
+  Server server(Mode::kSync);
+  server.lose(1);
+  server.open(0, "later");
+  CHECK(error_in(server.push(0, 1)).kind == ErrorKind::kPeerLost);
+  CHECK(is_good(server.look_up(0, 1, /*after=*/1)));
+}
+
+TEST_CASE("a lost trainer's step is refused, and others go on") {
+  Server server(Mode::kAsync);
+  CHECK(is_good(server.look_up(0, 1)));
+  CHECK(is_good(server.look_up(1, 1)));
+  const auto waits = server.look_up(1, 2, /*after=*/1);
+  server.lose(1);
+  CHECK(server.server.kept_lookups() == 1);
+  CHECK(error_in(waits).kind == ErrorKind::kPeerLost);
+  CHECK(error_in(server.train(1, 1, 1)).kind == ErrorKind::kPeerLost);
+  CHECK(is_good(server.train(0, 1, 1)));
+  CHECK(server.updates() == 1);
+}
+
+TEST_CASE("a refused push ends its step, and a good one follows") {
+  const Mode mode = GENERATE(Mode::kAsync, Mode::kSync);
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const std::vector<table::PushRequest> refused{
+      {.gradients = {{7, {at::ones({4, 4})}}}},  // of an unknown lookup
+      {.gradients = {{1, {at::ones({4, 3})}}}},
+      {.scale = 2},
+      {.scale = std::numeric_limits<double>::quiet_NaN()},
+      {.lr_factor = -1},
+      {.lr_factor = kInf},
+      {.phase = Phase::kCommit},
+      {.phase = Phase::kAbandon}};
+  for (table::PushRequest request : refused) {
+    CAPTURE(static_cast<int>(mode), request.scale, request.lr_factor);
+    Server server(mode);
+    CHECK(is_good(server.look_up(0, 1)));
+    CHECK(is_good(server.look_up(1, 1)));
+    const auto next = server.look_up(0, 2, /*after=*/1);
+    const auto other = server.train(1, 1, 1);
+    request.number = 1;
+    CHECK(!is_good(server.push(0, request)));
+    CHECK(is_good(next));
+    CHECK(is_good(other) == (mode == Mode::kAsync));
+    CHECK(is_good(server.look_up(1, 2)));
+    const auto good = server.train(0, 2, 2);
+    CHECK(is_good(server.train(1, 2, 2)));
+    CHECK(is_good(good));
+    CHECK(server.updates() == (mode == Mode::kAsync ? 3 : 1));
+  }
+}
+
+TEST_CASE("the lookups that a session keeps on a server are bounded") {
+  Server server(Mode::kAsync);
+  for (uint64_t i = 1; i <= table::TableServer::kMaxLookups; ++i) {
+    static_cast<void>(server.look_up(0, i));
+  }
+  const base::Error error = error_of([&] { static_cast<void>(server.look_up(0, 5000)); });
+  CHECK(error.kind == ErrorKind::kResources);
+  CHECK(error.message.find("rank 0 has 4096 lookups of 16384 ids") != std::string::npos);
+}
+
+TEST_CASE("the ids that a session keeps on a server are bounded") {
+  Server server(Mode::kAsync);
+  const auto part_of = [](int64_t ids) {  // one bag
+    return table::LookupPart{0, at::ones({ids}, at::kLong), at::tensor({int64_t{0}, ids}), {}};
+  };
+  constexpr int64_t kMost = table::TableServer::kMaxLookupIds;
+  const auto refusal = [&](uint64_t lookup, int64_t ids) {
+    const base::Error error =
+        error_of([&] { static_cast<void>(server.look_up(0, lookup, 0, part_of(ids))); });
+    CHECK(error.kind == ErrorKind::kResources);
+    return error.message;
+  };
+  CHECK(refusal(1, kMost + 1).find("one of 4194305 ids is too much") != std::string::npos);
+  CHECK(is_good(server.look_up(0, 2, 0, part_of(kMost - 1))));
+  CHECK(is_good(server.look_up(0, 3, 0, part_of(1))));
+  CHECK(refusal(4, 1).find("rank 0 has 2 lookups of 4194304 ids without a step") == 0);
+}
