@@ -24,6 +24,40 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
 have the area under the ROC curve (auc), and loss is the log loss. Without a file it needs --classes 2.)");
   list.integers("dense", &Self::dense, "put hidden ReLU layers of these sizes before the output")
       .range(1, 65536);
+  list.choice("table", &Self::table, {"module", "sharded"},
+              "hold the embedding in a module on one server, or spread its rows over servers")
+      .by_default("module, or sharded if an option needs it")
+      .details(R"(
+`module` is the tutorial's way: one RemoteModule, whose gradient distributed autograd sends back.
+`sharded` keeps each row, with its optimizer state, on the server that the hash of its id selects; a
+row is made when it is first looked up for training. Each step sends one lookup and one update to each
+server, and the next step's lookup does not wait for the update to return. --servers, --hash-bits,
+--max-rows, --prefetch, --wire-dtype and --optimizer rowwise-adagrad imply it. Of the optimizers' options,
+a sharded table has --lr and, with adamw, --weight-decay; adam, adamw and rmsprop change only the rows
+of a step, as torch.optim.SparseAdam.)");
+  list.integer("servers", &Self::servers, "spread the table's rows over N servers")
+      .range(1, 256)
+      .may_change();
+  list.integer("hash-bits", &Self::hash_bits,
+               "number words by N bits of their hash, without a vocabulary; 0 keeps a vocabulary")
+      .range(0, 62)
+      .data_only();
+  list.integer("max-rows", &Self::max_rows, "hold at most N rows on a server; 0 sets no limit")
+      .range(0, 1e12)
+      .may_change();
+  list.integer("prefetch", &Self::prefetch,
+               "look up the rows of N batches ahead, which then lack the updates in between")
+      .range(0, 64)
+      .details("Needs --mode async. `step` lines tell how many updates the rows lack (staleness).")
+      .may_change();
+  list.choice("wire-dtype", &Self::wire_dtype, {"fp32", "bf16", "fp16"},
+              "send rows and gradients in this type")
+      .of_training();
+  std::vector<std::string>& rules = list.find("optimizer").choices;
+  rules.insert(rules.begin() + 2, optim::kRowwiseAdagrad);
+  list.row("optimizer").details(R"(
+`rowwise-adagrad` keeps one sum of squares for each row of a sharded table, and updates the dense layers
+by adagrad.)");
   list.file("data", &Self::data,
             "train on lines of '__label__X word word ...'; teacher makes learnable random batches")
       .or_word(HybridOptions::kTeacher)
@@ -43,6 +77,39 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
   list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
 }
 
+namespace {
+
+void check(const HybridOptions& options, const job::Preflight& preflight) {
+  if (!preflight.has_rank_0) return;
+  if (options.is_binary() && !options.has_text() && options.classes != 2) {
+    base::invalid("--task binary predicts two classes: give --classes 2");
+  }
+  if (!options.is_sharded()) {
+    const std::string option = options.sharded_option();
+    if (!option.empty()) base::invalid(option + " needs --table sharded");
+    return;
+  }
+  if (options.prefetch > 0 && options.mode == "sync") {
+    base::invalid(
+        "--prefetch needs --mode async: in sync mode a lookup includes all earlier steps");
+  }
+  const std::string devices = preflight.text("device");
+  for (const std::string_view device : base::split(devices, ',')) {
+    const bool is_server = device.starts_with("ps") || device.starts_with("server");
+    if (is_server && !device.ends_with("=cpu")) {
+      base::invalid("--table sharded keeps its rows in host memory: give --device trainer=" +
+                    std::string(device.substr(device.find('=') + 1)));
+    }
+  }
+  for (const char* option : {"servers", "prefetch", "wire-dtype"}) {
+    if (preflight.local && preflight.given(option)) {
+      preflight.warn("--" + std::string(option) + " has no effect with --local");
+    }
+  }
+}
+
+}  // namespace
+
 const job::Definition<HybridOptions>& cmd::hybrid_job() {
   static const auto kJob =
       job::define<HybridOptions>("hybrid",
@@ -51,16 +118,21 @@ const job::Definition<HybridOptions>& cmd::hybrid_job() {
               R"(Trains a text classifier. Its EmbeddingBag is on a parameter server, and
 trainers look up rows over RPC. Its Linear layer is replicated on the trainers
 with DistributedDataParallel. Ranks 0 to T-1 are the trainers, rank T is the
-master, and rank T+1 is the parameter server.)")
+master, and rank T+1 is the parameter server. With --servers S, ranks T+1 to
+T+S hold the rows of the table.)")
           .details(
               R"(Distributed autograd sends the gradients of the rows back to the server. The ranks' roles are
-`trainer0`, `trainer1`, ..., `master` and `ps`. Only the trainers read the data, and each trainer
+`trainer0`, `trainer1`, ..., `master` and `ps`, or `ps3`, `ps4`, ... with --servers. Only the trainers read the data, and each trainer
 may be given its own path.
 
 `distrain predict CHECKPOINT [FILE]` prints the labels of examples in the format of --data, with or
 without a label. Words that are not in the training data are ignored.)")
           .example("distrain hybrid --data teacher", "Learn the labels of a hidden teacher")
           .example("distrain hybrid", "Run the tutorial's job; nothing can be learned")
+          .example(
+              "distrain hybrid --data clicks --hash-bits 26 --servers 4 --optimizer "
+              "rowwise-adagrad --task binary",
+              "Spread a table of hashed words over four servers")
           .example("distrain hybrid --epochs 20 --mode sync",
                    "Keep the trainers in step with each other")
           .example(
@@ -73,19 +145,24 @@ without a label. Words that are not in the training data are ignored.)")
                    "Start four ranks one by one")
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
                    "Start the first two ranks on node0; on another machine give --ranks 2-3")
-          .check([](const HybridOptions& options, const job::Preflight& preflight) {
-            if (preflight.has_rank_0 && options.is_binary() && !options.has_text() &&
-                options.classes != 2) {
-              base::invalid("--task binary predicts two classes: give --classes 2");
-            }
+          .derive_defaults([](HybridOptions& options, const auto& given) {
+            if (!given("table") && !options.sharded_option().empty()) options.table = "sharded";
           })
+          .check(check)
+          .gpus([](const HybridOptions& options, const std::string& rank) {
+            const bool holds_rows = options.is_sharded() && rank.starts_with("ps");
+            return holds_rows ? std::optional(0) : std::nullopt;
+          })
+          .event("step", "",
+                 {sometimes({"staleness", kInteger,
+                             "updates of this trainer that the rows of this step lack"})})
           .event("end", "",
                  {sometimes(
                      {"unknown_words", kInteger,
                       "evaluated words that are ignored because the training data lacks them"})})
           .role("trainer", &HybridOptions::trainers, train_hybrid)
           .role("master", 1, {}, Use::kNone)
-          .role("ps", 1, {}, Use::kCompute, "server")
+          .role("ps", &HybridOptions::servers, {}, Use::kCompute, "server")
           .expose<EmbeddingTable>("EmbeddingTable")
           .expose(expose_hybrid)
           .local(train_hybrid_local)

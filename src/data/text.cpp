@@ -140,9 +140,10 @@ void Vocabulary::grow() {
 }
 
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
-                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
+                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels,
+                            int hash_bits) {
   TextDataset data;
-  TextVocabulary own;                            // filled from this text if `vocabulary` is null
+  TextVocabulary own{{}, {}, hash_bits};         // filled from this text if `vocabulary` is null
   std::map<std::string, int64_t> label_numbers;  // of this text, by first appearance
   int64_t line_number = 0;
   const auto fail_at = [&](const char* what, std::string_view shown) {
@@ -164,6 +165,13 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
     }
     return found - known.begin();
   };
+  const TextVocabulary& words = vocabulary ? *vocabulary : own;
+  const auto number_of_word = [&](std::string_view token) {
+    if (words.hash_bits > 0) {
+      return static_cast<int64_t>(store::content_hash(token) >> (64 - words.hash_bits));
+    }
+    return vocabulary ? words.words.find(token) : own.words.add(token);
+  };
   data.offsets.push_back(0);
   data.content_hash = store::content_hash(text);
   for_each_line(text, [&](std::string_view line) {
@@ -177,7 +185,7 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
         label = number_of_label(token);
         return;
       }
-      const int64_t word = vocabulary ? vocabulary->words.find(token) : own.words.add(token);
+      const int64_t word = number_of_word(token);
       if (word == Vocabulary::kUnknown) {
         ++data.dropped_tokens;
       } else {
@@ -193,7 +201,7 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
   });
   if (data.labels.empty()) base::bad_data(name + ": no example in this file");
   if (!vocabulary) {
-    if (own.words.size() == 0) base::bad_data(name + ": no word in any example");
+    if (data.tokens.empty()) base::bad_data(name + ": no word in any example");
     // Classes are numbered by name, so that their numbers do not depend on the order of the lines.
     std::vector<int64_t> class_of(label_numbers.size());
     for (const auto& [label, number] : label_numbers) {
@@ -208,9 +216,11 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
 }
 
 TextDataset read_fast_text(const std::string& path,
-                           std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
+                           std::shared_ptr<const TextVocabulary> vocabulary, Labels labels,
+                           int hash_bits) {
   return store::with_memory_for(path, [&] {
-    return parse_fast_text(read_text(store::InputFile(path)), path, std::move(vocabulary), labels);
+    return parse_fast_text(read_text(store::InputFile(path)), path, std::move(vocabulary), labels,
+                           hash_bits);
   });
 }
 

@@ -297,6 +297,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
     optimizer.set_lr_factor(factor);
     optimizer.set_step_number(number);
   });
+  settle_.emplace_back([&optimizer] { optimizer.settle(); });
   const auto take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
@@ -331,9 +332,11 @@ void Training::run(const std::function<Result(const Step&)>& step) {
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
   const base::TimePoint begun = base::Clock::now();
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
-    const Step what = {task.epoch, task.shard, number, steps_made()};
+    const Step what = {task.epoch, task.shard, number, steps_made(),
+                       task.step + task.count - 1 - number};
     make(what, [&] { return step(what); });
   }
+  for (const auto& settle : settle_) settle();
   // Requests as many steps as take kLease_s at the current pace, but at most twice as many as
   // before, because steps may become slower.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);

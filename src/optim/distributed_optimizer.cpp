@@ -277,6 +277,10 @@ void DistributedOptimizer::add(std::shared_ptr<StepTarget> target) {
   targets_.push_back(std::move(target));
 }
 
+void DistributedOptimizer::settle() {
+  for (const auto& target : targets_) target->settle();
+}
+
 int DistributedOptimizer::participant() const {
   if (sharing_.participant == Sharing::kOnlooker) base::invalid("an onlooker makes no steps");
   return sharing_.participant;

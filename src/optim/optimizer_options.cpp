@@ -72,7 +72,8 @@ void validate(const OptimizerOptions& options) {
 }
 
 OptimizerOptions from_fields(const OptimizerFields& fields) {
-  const auto known = std::ranges::find(kNames, std::string_view(fields.name));
+  const std::string name = fields.name == kRowwiseAdagrad ? "adagrad" : fields.name;
+  const auto known = std::ranges::find(kNames, std::string_view(name));
   if (known == std::end(kNames)) {
     base::invalid("no optimizer '" + fields.name + "': sgd, adagrad, adam, adamw or rmsprop");
   }

@@ -14,14 +14,12 @@ namespace {
 
 // Converts the options of a table's optimizer. Throws `invalid` for those that rows do not support.
 rows::RowRule rule_of(const TableOptions& table, double& lr) {
-  optim::OptimizerFields fields = table.optimizer;
-  const bool is_rowwise = fields.name == "rowwise-adagrad";
-  if (is_rowwise) fields.name = "adagrad";
   try {
-    const optim::OptimizerOptions options = optim::from_fields(fields);
+    const optim::OptimizerOptions options = optim::from_fields(table.optimizer);
     lr = std::visit([](const auto& its) { return its.lr; }, options);
     rows::RowRule rule = optim::make_update_rule(options)->row_rule();
-    if (is_rowwise) rule.optimizer = rows::Optimizer::kRowwiseAdagrad;
+    if (table.optimizer.name == optim::kRowwiseAdagrad)
+      rule.optimizer = rows::Optimizer::kRowwiseAdagrad;
     return rule;
   } catch (const base::Exception& error) {
     base::invalid("table " + table.name + ": " + error.what());

@@ -52,6 +52,11 @@ std::vector<std::string> all_words(const Vocabulary& vocabulary);
 struct TextVocabulary {
   Vocabulary words;
   std::vector<std::string> labels;
+  /// If not 0, at most 62: words are numbered by this many bits of their store::content_hash(), so
+  /// that no word is unknown, and `words` is empty.
+  int hash_bits = 0;
+
+  int64_t num_words() const { return hash_bits > 0 ? int64_t{1} << hash_bits : words.size(); }
 };
 
 /// Labelled bags of words. Example i is tokens[offsets[i] .. offsets[i + 1]) and may be empty.
@@ -64,7 +69,7 @@ struct TextDataset {
   int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
 
   int64_t size() const { return static_cast<int64_t>(labels.size()); }
-  int64_t num_words() const { return vocabulary->words.size(); }
+  int64_t num_words() const { return vocabulary->num_words(); }
   int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
 };
 
@@ -78,18 +83,18 @@ enum class Labels : uint8_t { kAll, kSome };
 /// makes an empty bag. Empty lines and a byte order mark are skipped.
 ///
 /// With the `vocabulary` of a training file, unknown words are dropped and counted, and an unknown
-/// label is an error.
+/// label is an error. Without it, the dataset gets a vocabulary with this `hash_bits`.
 ///
 /// Throws `bad_data`, with file and line, for a file that cannot be read, a line with no label or
 /// with several, a label without a name, no example at all, or no word at all.
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
-                           Labels labels = Labels::kAll);
+                           Labels labels = Labels::kAll, int hash_bits = 0);
 
 /// Does the same as read_fast_text() for bytes in memory. Error messages show `name` as the path.
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
-                            Labels labels = Labels::kAll);
+                            Labels labels = Labels::kAll, int hash_bits = 0);
 
 /// The first two words of each vocabulary of read_words(). The words of the text follow, sorted by
 /// falling frequency; equally frequent words are in the order of their first appearance.

@@ -17,6 +17,7 @@ struct Step {
   int shard = 0;       ///< the shard of the data; trainer i's own shard has the number i
   int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
   int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
+  int64_t left = 0;    ///< steps that follow for certain: `number` + 1 and so on of the same shard
 };
 
 struct Result {

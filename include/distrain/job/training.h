@@ -207,6 +207,7 @@ class Training : public TrainingPlan {
 
   Rank& rank_;
   int64_t wanted_ = 1;  // number of steps to request next
+  std::vector<std::function<void()>> settle_;  // called after the steps of a task
 };
 
 }  // namespace distrain::job

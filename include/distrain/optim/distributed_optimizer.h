@@ -96,6 +96,8 @@ class DistributedOptimizer {
   /// later copies update. state(), snapshot() and load_state() do not include added targets. The
   /// target's Sharing must be that of this object. Then only one thread at a time may call step().
   void add(std::shared_ptr<StepTarget> target);
+  /// Waits until the updates of all added targets are made. Throws the error of a failed update.
+  void settle();
 
   /// Applies the gradients of `context` on each owner; parameters without a gradient stay as they
   /// are. Returns when this rank may begin its next step: see Sharing::Mode.

@@ -54,6 +54,8 @@ class StepTarget {
   /// For an optimizer without contexts: moves the `.grad` of all leaves that the target has made
   /// since the last call to the target. Returns a number that stands for a context's id.
   virtual uint64_t gather() { base::invalid("this target takes its gradients from contexts"); }
+  /// Waits until the updates of all calls of apply() are made. Throws the error of a failed update.
+  virtual void settle() {}
 };
 
 }  // namespace distrain::optim

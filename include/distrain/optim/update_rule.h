@@ -65,9 +65,13 @@ struct RmsProp {
 
 using OptimizerOptions = std::variant<Sgd, Adagrad, Adam, AdamW, RmsProp>;
 
+/// An optimizer that keeps one sum of squares for each row of a table of the layer `table`. It is
+/// Adagrad for all other parameters.
+inline constexpr const char* kRowwiseAdagrad = "rowwise-adagrad";
+
 /// OptimizerOptions as plain data, for the command line and the wire.
 struct OptimizerFields {
-  std::string name;                      ///< sgd, adagrad, adam, adamw or rmsprop
+  std::string name;  ///< sgd, adagrad, adam, adamw or rmsprop; from_fields() takes kRowwiseAdagrad
   std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
 
   bool operator==(const OptimizerFields&) const = default;

@@ -76,9 +76,6 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// Returns how many steps of this rank were made between start() and finish() of the last lookup.
   int64_t staleness() const;
 
-  /// Waits until the servers have applied the last step. Throws the error of a step that failed.
-  void settle();
-
   // Called by optimizers.
   std::string where() const override;
   void check(const std::vector<uint64_t>& contexts) override;
@@ -87,6 +84,8 @@ class ShardedEmbedding final : public optim::StepTarget {
   base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
                                const optim::StepOptions& options) override;
   uint64_t gather() override;
+  /// Waits until the servers have applied the last step. Throws the error of a step that failed.
+  void settle() override;
 
  private:
   struct Client;

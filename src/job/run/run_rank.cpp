@@ -8,6 +8,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/membership/slot.h"
 #include "distrain/rpc/error.h"
+#include "distrain/table/table_server.h"
 #include "host/training_host.h"
 #include "run/run_trace.h"
 
@@ -141,6 +142,7 @@ class RankRunner {
     agent_->add_layer(loss_watch_);
     autograd::install(*agent_);
     updates_ = optim::install(*agent_);
+    table_updates_ = table::install(*agent_);
     TrainingHost::expose(*agent_, sink);
     agent_->expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
     agent_->expose<&request_stop>("job.request_stop");
@@ -232,7 +234,8 @@ class RankRunner {
     const rpc::Traffic traffic = agent_->traffic();
     fields["rpc"] = {
         {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
-    if (*updates_ > 0) fields["updates"] = updates_->load();  // of parameters on this rank
+    const uint64_t updates = *updates_ + *table_updates_;  // of parameters and tables on this rank
+    if (updates > 0) fields["updates"] = updates;
     if (job_.add_usage) job_.add_usage(fields);
   }
 
@@ -285,7 +288,7 @@ class RankRunner {
   RunTrace trace_;
   const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
-  optim::UpdateCount updates_;
+  optim::UpdateCount updates_, table_updates_;
   bool joined_ = false;
   std::optional<Rank> rank_;
   std::shared_ptr<TrainingHost> host_;

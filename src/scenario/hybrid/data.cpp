@@ -72,7 +72,7 @@ int64_t RandomBags::taught(std::span<const int64_t> bag) const {
 HybridData::HybridData(const HybridOptions& options) : options_(options) {
   if (options.has_teacher()) valid_ = held_out(bags_);
   if (!options.has_text()) return;
-  train_ = data::read_fast_text(options.data);
+  train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
   data::check_enough(options.data, train_->size(), options.trainers);
   words_ = train_->vocabulary;
   if (options.is_binary() && classes() != 2) {
@@ -88,7 +88,8 @@ HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapsh
                        const std::string& examples)
     : options_(options),
       words_(std::make_shared<data::TextVocabulary>(data::TextVocabulary{
-          data::Vocabulary(snapshot.words("words")), snapshot.words("labels")})),
+          options.hash_bits > 0 ? data::Vocabulary() : data::Vocabulary(snapshot.words("words")),
+          snapshot.words("labels"), options.hash_bits})),
       test_(data::read_fast_text(examples, words_, data::Labels::kSome)) {}
 
 int64_t HybridData::unknown_words() const {

@@ -2,8 +2,6 @@
 //
 // After PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
-#include "hybrid.h"
-
 #include <cmath>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,6 +11,7 @@
 #include "distrain/nn/random.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"
+#include "embedding.h"
 
 namespace distrain::scenario {
 
@@ -39,23 +38,58 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
   return *std::exchange(master->table, std::nullopt);
 }
 
+/// The embedding in a module, here (EmbeddingTable) or on the server (RemoteTable). `lookup` maps
+/// indices and offsets to sums of rows.
+class ModuleTable final : public Embedding {
+ public:
+  using Lookup = std::function<at::Tensor(const at::Tensor& indices, const at::Tensor& offsets)>;
+  ModuleTable(HybridData& data, Lookup lookup) : data_(data), lookup_(std::move(lookup)) {}
+
+  EmbeddedBatch embed(const job::Step& step) override {
+    const data::Batch batch = data_.batch(step);
+    return {batch, embed(batch)};
+  }
+  at::Tensor embed(const data::Batch& batch) override {
+    return lookup_(batch.indices, batch.offsets);
+  }
+
+ private:
+  HybridData& data_;
+  const Lookup lookup_;
+};
+
+/// The whole model in one process.
 struct WholeModel {
-  WholeModel(const HybridOptions& options, const HybridData& data, c10::Device device)
-      : table(data.rows(), options.embedding_dim, options.embedding_range(), options.seed,
-              device.str()),
-        dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense) {}
+  WholeModel(const HybridOptions& options, HybridData& data, c10::Device device)
+      : dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense) {
+    if (options.is_sharded()) {
+      auto sharded = std::make_unique<ShardedTable>(options, data);
+      tables = sharded->tables();
+      embedding = std::move(sharded);
+      return;
+    }
+    const auto table = std::make_shared<EmbeddingTable>(
+        data.rows(), options.embedding_dim, options.embedding_range(), options.seed, device.str());
+    rows = table->named_parameters();
+    embedding = std::make_unique<ModuleTable>(
+        data, [table](const at::Tensor& indices, const at::Tensor& offsets) {
+          return table->lookup(indices, offsets);
+        });
+  }
 
   at::Tensor forward(const data::Batch& batch) const {
-    return dense->forward(table.lookup(batch.indices, batch.offsets));
+    return dense->forward(rpc::to_device(embedding->embed(batch), dense->bias.device()));
   }
   rpc::NamedTensors parameters() const {
     rpc::NamedTensors all = store::named_tensors("fc", *dense);
-    all.merge(table.named_parameters());
+    all.insert(rows.begin(), rows.end());
     return all;
   }
 
-  EmbeddingTable table;
   Dense dense;
+  std::unique_ptr<Embedding> embedding;
+  rpc::NamedTensors rows;                           // of the module; empty if the table is sharded
+  std::shared_ptr<table::ShardedEmbedding> tables;  // null if the table is a module
 };
 
 }  // namespace
@@ -88,6 +122,15 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
 at::Tensor HybridOptions::loss(const at::Tensor& scores, const at::Tensor& targets) const {
   if (!is_binary()) return at::cross_entropy_loss(scores, targets);
   return at::binary_cross_entropy_with_logits(scores.flatten(), targets.to(scores.dtype()));
+}
+
+std::string HybridOptions::sharded_option() const {
+  if (servers > 1) return "--servers " + std::to_string(servers);
+  if (hash_bits > 0) return "--hash-bits " + std::to_string(hash_bits);
+  if (max_rows > 0) return "--max-rows " + std::to_string(max_rows);
+  if (prefetch > 0) return "--prefetch " + std::to_string(prefetch);
+  if (wire_dtype != "fp32") return "--wire-dtype " + wire_dtype;
+  return optimizer == optim::kRowwiseAdagrad ? "--optimizer " + optimizer : "";
 }
 
 DenseImpl::DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device device,
@@ -127,37 +170,55 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   const c10::Device device = rank.device();
   HybridData data(options);
   if (data.evaluates_text()) rank.fields()["unknown_words"] = data.unknown_words();
-  const auto table = rank.agent().rpc_sync<&table_of_job>(
-      rpc::To("master").without_deadline(), data.rows(), options.embedding_dim,
-      options.embedding_range(), options.seed, options.trainers);
+  std::optional<RemoteTable> module;
+  std::shared_ptr<table::ShardedEmbedding> tables;
+  std::unique_ptr<Embedding> embedding;
+  if (options.is_sharded()) {
+    auto sharded = std::make_unique<ShardedTable>(rank, options, data);
+    tables = sharded->tables();
+    embedding = std::move(sharded);
+  } else {
+    module = rank.agent().rpc_sync<&table_of_job>(rpc::To("master").without_deadline(), data.rows(),
+                                                  options.embedding_dim, options.embedding_range(),
+                                                  options.seed, options.trainers);
+    embedding = std::make_unique<ModuleTable>(
+        data, [&module](const at::Tensor& indices, const at::Tensor& offsets) {
+          return module->forward(indices, offsets);
+        });
+  }
   ddp::DistributedDataParallel dense(
       Dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense),
       rank.group("trainer"));
-  optim::DistributedOptimizer optimizer(rank.agent(), table.remote_parameters(), dense.parameters(),
-                                        options.rule(), options.sharing(rank.index()));
-  const auto look_up = [&](const data::Batch& batch) {
-    return rpc::to_device(table.forward(batch.indices, batch.offsets), device);
-  };
+  optim::DistributedOptimizer optimizer(
+      rank.agent(), module ? module->remote_parameters() : std::vector<rpc::RRef<at::Tensor>>(),
+      dense.parameters(), options.rule(), options.sharing(rank.index()));
 
   job::Training training(rank, options, data.steps_per_epoch());
   data.agree(training);
-  training.keep("embedding", table.rref());
-  training.keep("fc", dense);
   std::vector<std::string> names = dense.module()->names();
-  names.insert(names.begin(), "embedding.weight");
+  if (module) {
+    training.keep("embedding", module->rref());
+    names.insert(names.begin(), "embedding.weight");
+  } else {
+    optimizer.add(tables);
+  }
+  training.keep("fc", dense);
   training.keep(optimizer, names);
-  data.evaluate_in(
-      training, [&](const data::Batch& batch) { return dense.module()->forward(look_up(batch)); });
+  data.evaluate_in(training, [&](const data::Batch& batch) {
+    return dense.module()->forward(rpc::to_device(embedding->embed(batch), device));
+  });
   training.run([&](const job::Step& step) {
-    const data::Batch batch = data.batch(step);
-    const at::Tensor targets = rpc::to_device(batch.targets, device);
     autograd::Context context(rank.agent());
-    const at::Tensor embedded = look_up(batch);
+    const auto [batch, rows] = embedding->embed(step);
+    const at::Tensor targets = rpc::to_device(batch.targets, device);
+    const at::Tensor embedded = rpc::to_device(rows, device);
     const at::Tensor scores = base::traced("forward", [&] { return dense.forward(embedded); });
     const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
     autograd::backward(context, {loss});
     optimizer.step(context);
-    return job::Result{loss, batch.size()};
+    job::Result result{loss, batch.size()};
+    if (options.prefetch > 0) result.more["staleness"] = tables->staleness();
+    return result;
   });
 }
 
@@ -165,13 +226,13 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   HybridData data(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
-  const rpc::NamedTensors rows = model.table.named_parameters();
   std::vector<std::pair<std::string, at::Tensor>> layers;
   for (const auto& parameter : model.dense->named_parameters()) {
     layers.emplace_back("fc." + parameter.key(), parameter.value());
   }
-  job::SingleProcessOptimizer optimizer(options.rule(), options.mode, {rows.begin(), rows.end()},
-                                        layers);
+  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
+                                        {model.rows.begin(), model.rows.end()}, layers);
+  if (model.tables) optimizer.add(model.tables);
 
   job::SingleProcessTraining training(local, options, data.steps_per_epoch());
   data.agree(training);
@@ -179,19 +240,21 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   training.keep(optimizer);
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(optimizer, [&](const job::Step& step) {
-    const data::Batch batch = data.batch(step);
+    const auto [batch, rows] = model.embedding->embed(step);
     const at::Tensor targets = rpc::to_device(batch.targets, local.device());
-    const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });
+    const at::Tensor embedded = rpc::to_device(rows, local.device());
+    const at::Tensor scores =
+        base::traced("forward", [&] { return model.dense->forward(embedded); });
     const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
     return job::Result{loss, batch.size()};
   });
 }
 
 void predict_hybrid(job::Predictions& predictions, const HybridOptions& options) {
-  const HybridData data(options, predictions.snapshot(), predictions.input());
+  HybridData data(options, predictions.snapshot(), predictions.input());
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
-  predictions.add("unknown_words", data.unknown_words());
+  if (options.hash_bits == 0) predictions.add("unknown_words", data.unknown_words());
   job::Evaluation evaluation;
   // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {

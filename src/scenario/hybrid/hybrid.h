@@ -32,6 +32,13 @@ struct HybridOptions : job::TrainerOptions {
   std::string task = "classes";  ///< or "binary": two classes, of which one logit is the output
   std::vector<int64_t> dense;    ///< sizes of hidden layers after the embedding
 
+  std::string table = "module";     ///< or "sharded": rows of the layer `table`
+  int servers = 1;                  ///< ranks that hold the sharded table
+  int hash_bits = 0;                ///< see data::TextVocabulary; 0: words are not hashed
+  int64_t max_rows = 0;             ///< maximum number of rows on a server; 0: no limit
+  int prefetch = 0;                 ///< batches that are looked up ahead of the current one
+  std::string wire_dtype = "fp32";  ///< type of rows and gradients in messages: or bf16, fp16
+
   /// Value of `data` for random batches with labels from a hidden teacher.
   static constexpr const char* kTeacher = "teacher";
   bool has_teacher() const { return data == kTeacher; }
@@ -42,6 +49,10 @@ struct HybridOptions : job::TrainerOptions {
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 
   bool is_binary() const { return task == "binary"; }
+  bool is_sharded() const { return table == "sharded"; }
+  /// Returns the first option that only a sharded table has, as it is on the command line; empty if
+  /// all of these options have their defaults.
+  std::string sharded_option() const;
   /// Returns the mean loss of `scores` [n, outputs] for int64 `targets` [n]: cross-entropy, or log
   /// loss for the binary task.
   at::Tensor loss(const at::Tensor& scores, const at::Tensor& targets) const;
@@ -73,7 +84,7 @@ class HybridData {
              const std::string& examples);
 
   /// Returns the number of rows of the embedding table.
-  int64_t rows() const { return words_ ? words_->words.size() : options_.num_embeddings; }
+  int64_t rows() const { return words_ ? words_->num_words() : options_.num_embeddings; }
   int64_t classes() const { return words_ ? std::ssize(words_->labels) : options_.classes; }
   /// Returns the number of outputs of the net.
   int64_t outputs() const { return options_.is_binary() ? 1 : classes(); }
@@ -88,7 +99,8 @@ class HybridData {
   /// `forward` returns the scores of a batch. This object must outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const data::Batch&)>& forward) const;
-  bool evaluates_text() const { return words_ && (valid_ || test_); }
+  /// Returns true if words of the evaluated files may be unknown.
+  bool evaluates_text() const { return words_ && words_->hash_bits == 0 && (valid_ || test_); }
   /// Returns how many words of the validation and test data are not in the training data.
   int64_t unknown_words() const;
   /// Returns the test examples. Call it only if there are test examples.

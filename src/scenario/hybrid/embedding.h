@@ -1,0 +1,50 @@
+#pragma once
+
+#include <deque>
+
+#include "distrain/table/sharded_embedding.h"
+#include "hybrid.h"
+
+namespace distrain::scenario {
+
+/// A training batch and the sum of the rows of each bag, float [bags, dim].
+struct EmbeddedBatch {
+  data::Batch batch;
+  at::Tensor rows;
+};
+
+/// The embedding as a trainer uses it: the rows of a module, or of tables on servers (`--table`).
+class Embedding {
+ public:
+  virtual ~Embedding() = default;
+  /// Returns the batch of a training step. Call it once for each step, in the step's context.
+  virtual EmbeddedBatch embed(const job::Step& step) = 0;
+  /// Returns the sums of the rows of a batch that is evaluated.
+  virtual at::Tensor embed(const data::Batch& batch) = 0;
+};
+
+/// An embedding in tables of the layer `table`, on servers or in this process.
+class ShardedTable final : public Embedding {
+ public:
+  ShardedTable(job::Rank& rank, const HybridOptions& options, HybridData& data);
+  /// Keeps all rows in this process.
+  ShardedTable(const HybridOptions& options, HybridData& data);
+
+  EmbeddedBatch embed(const job::Step& step) override;
+  at::Tensor embed(const data::Batch& batch) override {
+    return tables_->bags(batch.indices, batch.offsets);
+  }
+  const std::shared_ptr<table::ShardedEmbedding>& tables() const { return tables_; }
+
+ private:
+  struct Started {
+    data::Batch batch;
+    table::ShardedEmbedding::Pending rows;
+  };
+  HybridData& data_;
+  const int64_t prefetch_;
+  const std::shared_ptr<table::ShardedEmbedding> tables_;
+  std::deque<Started> started_;  // the lookups of the next steps
+};
+
+}  // namespace distrain::scenario
