@@ -49,6 +49,14 @@ TEST_CASE("wrong options of hybrid are refused by name") {
           {{"--rank", "0", "--spawn"}, "--rank excludes --spawn"},
           {{"--local", "--rank", "0"}, "--local excludes --rank"},
           {{"--inject", "stage=1s"}, "no stages"},
+          {{"--table", "module", "--servers", "2"}, "--servers 2 needs --table sharded"},
+          {{"--table", "module", "--wire-dtype", "fp16"},
+           "--wire-dtype fp16 needs --table sharded"},
+          {{"--prefetch", "2", "--mode", "sync"}, "--prefetch needs --mode async"},
+          {{"--servers", "2", "--device", "trainer=cpu,ps3=cuda"}, "rows in host memory"},
+          {{"--servers", "2", "--momentum", "0.9"}, "momentum"},
+          {{"--servers", "2", "--world-size", "3"}, "--world-size 3 is too small"},
+          {{"--hash-bits", "63"}, "--hash-bits must be a whole number from 0 to 62"},
       });
 }
 
