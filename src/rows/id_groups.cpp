@@ -68,8 +68,12 @@ void IdGroups::assign(std::span<const uint64_t> ids) {
   if (n >> 32 != 0) base::invalid("a lookup has 2^32 ids or more");
   thread_local Entries entries, swap;  // kept for their memory
   entries.resize(n);
-  for (size_t i = 0; i < n; ++i) entries[i] = {hash_of_id(ids[i]), static_cast<uint32_t>(i)};
-  sort(entries, swap);
+  bool is_sorted = true;
+  for (size_t i = 0; i < n; ++i) {
+    entries[i] = {hash_of_id(ids[i]), static_cast<uint32_t>(i)};
+    is_sorted = is_sorted && (i == 0 || entries[i - 1].hash <= entries[i].hash);
+  }
+  if (!is_sorted) sort(entries, swap);
 
   positions_.resize(n);
   ids_.resize(n);
@@ -88,6 +92,8 @@ void IdGroups::assign(std::span<const uint64_t> ids) {
   hashes_.resize(distinct);
   starts_.resize(distinct + 1);
   starts_[distinct] = static_cast<uint32_t>(n);
+  constexpr size_t kKept = size_t{1} << 20;
+  if (n > kKept) entries = swap = {};
 }
 
 std::vector<uint32_t> IdGroups::inverse() const {

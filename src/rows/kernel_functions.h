@@ -48,8 +48,8 @@ struct KernelFunctions {
   double (*norm_squared)(const GroupedGradients<T>&, size_t count);
   /// Pools the bags `first` to `last` - 1: bag b has the positions offsets[b] to offsets[b + 1]
   /// - 1.
-  void (*pool)(const Gradients<T>& terms, const int64_t* offsets, size_t dim, bool mean, T* pooled,
-               size_t first, size_t last);
+  void (*pool)(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride,
+               bool mean, T* pooled, size_t first, size_t last);
 };
 
 #define DISTRAIN_DECLARE_KERNELS(isa)            \

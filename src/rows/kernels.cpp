@@ -223,11 +223,12 @@ void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumbe
 }
 
 template <class T>
-void pool_rows(const T* values, size_t dim, std::span<const uint32_t> row_of, const Bags<T>& bags,
-               T* pooled, size_t first, size_t last, Isa isa) {
+void pool_rows(const T* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
+               const Bags<T>& bags, T* pooled, size_t first, size_t last, Isa isa) {
   const Gradients<T> terms{values, row_of.data(),
                            bags.weights.empty() ? nullptr : bags.weights.data()};
-  functions_of<T>(isa).pool(terms, bags.offsets.data(), dim, bags.mean, pooled, first, last);
+  functions_of<T>(isa).pool(terms, bags.offsets.data(), dim, stride, bags.mean, pooled, first,
+                            last);
 }
 
 template struct BagGradients<float>;
@@ -240,9 +241,9 @@ template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<f
                                       size_t, Isa);
 template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<double>&, size_t,
                                       size_t, Isa);
-template void pool_rows(const float*, size_t, std::span<const uint32_t>, const Bags<float>&, float*,
-                        size_t, size_t, Isa);
-template void pool_rows(const double*, size_t, std::span<const uint32_t>, const Bags<double>&,
-                        double*, size_t, size_t, Isa);
+template void pool_rows(const float*, size_t, size_t, std::span<const uint32_t>, const Bags<float>&,
+                        float*, size_t, size_t, Isa);
+template void pool_rows(const double*, size_t, size_t, std::span<const uint32_t>,
+                        const Bags<double>&, double*, size_t, size_t, Isa);
 
 }  // namespace distrain::rows

@@ -8,15 +8,15 @@ namespace {
 float root(float x) { return __builtin_sqrtf(x); }
 double root(double x) { return __builtin_sqrt(x); }
 
-// Writes the sum of `count` vectors to `sum`. The position of the k-th is positions[k], or
-// `first` + k if `positions` is null.
+// Writes the sum of `count` vectors, which are at multiples of `stride`, to `sum`. The position of
+// the k-th is positions[k], or `first` + k if `positions` is null.
 template <class T>
 void add_up(const Gradients<T>& from, const uint32_t* positions, size_t first, size_t count,
-            size_t dim, T* __restrict sum) {
+            size_t dim, size_t stride, T* __restrict sum) {
   const auto position = [&](size_t k) { return positions ? positions[k] : first + k; };
   const auto vector = [&](size_t k) {
     const size_t p = position(k);
-    return from.values + (from.rows ? from.rows[p] : p) * dim;
+    return from.values + (from.rows ? from.rows[p] : p) * stride;
   };
   for (size_t i = 0; i < dim; ++i) sum[i] = 0;
   for (size_t k = 0; k < count; ++k) {
@@ -41,7 +41,7 @@ const T* gradient_of(const GroupedGradients<T>& grouped, size_t row) {
     const size_t p = grouped.positions[start];
     return from.values + (from.rows ? from.rows[p] : p) * grouped.dim;
   }
-  add_up(from, grouped.positions + start, 0, count, grouped.dim, grouped.buffer);
+  add_up(from, grouped.positions + start, 0, count, grouped.dim, grouped.dim, grouped.buffer);
   return grouped.buffer;
 }
 
@@ -125,13 +125,13 @@ double norm_squared(const GroupedGradients<T>& grouped, size_t count) {
 }
 
 template <class T>
-void pool(const Gradients<T>& terms, const int64_t* offsets, size_t dim, bool mean, T* pooled,
-          size_t first, size_t last) {
+void pool(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride, bool mean,
+          T* pooled, size_t first, size_t last) {
   for (size_t bag = first; bag < last; ++bag) {
     const auto start = static_cast<size_t>(offsets[bag]);
     const auto count = static_cast<size_t>(offsets[bag + 1]) - start;
     T* __restrict sum = pooled + bag * dim;
-    add_up<T>(terms, nullptr, start, count, dim, sum);
+    add_up<T>(terms, nullptr, start, count, dim, stride, sum);
     if (!mean || count < 2) continue;
     for (size_t i = 0; i < dim; ++i) sum[i] /= static_cast<T>(count);
   }

@@ -1,6 +1,7 @@
 #include "query_plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -12,13 +13,6 @@
 namespace distrain::table {
 
 namespace {
-
-template <class T>
-at::Tensor tensor_of(std::vector<T> values, at::ScalarType type) {
-  const auto kept = std::make_shared<std::vector<T>>(std::move(values));
-  return at::from_blob(
-      kept->data(), {std::ssize(*kept)}, [kept](void*) {}, at::dtype(type));
-}
 
 [[noreturn]] void refuse(const TableOptions& table, const std::string& why) {
   base::invalid("a lookup in table " + table.name + ": " + why);
@@ -61,61 +55,10 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
        !query.weights.is_cpu())) {
     refuse(table, "weights must be a float for each id, and need sums");
   }
-  return tensor_of(std::move(offsets), at::kLong);
+  return at::tensor(offsets, at::kLong);
 }
 
 size_t server_of(uint64_t hash, size_t servers) { return servers == 1 ? 0 : hash % servers; }
-
-// Lets the servers pool the bags: each gets the positions whose ids it holds.
-void divide_bags(QueryPlan& plan, std::span<const uint64_t> ids, std::span<const int64_t> offsets,
-                 const at::Tensor& weights) {
-  struct Bags {
-    std::vector<int64_t> ids, offsets{0};
-    std::vector<float> weights;
-  };
-  std::vector<Bags> bags(plan.parts.size());
-  const auto factors = span_of<float>(weights);
-  for (size_t bag = 0; bag + 1 < offsets.size(); ++bag) {
-    for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
-      const auto p = static_cast<size_t>(i);
-      Bags& its = bags[server_of(rows::hash_of_id(ids[p]), bags.size())];
-      its.ids.push_back(static_cast<int64_t>(ids[p]));
-      if (!factors.empty()) its.weights.push_back(factors[p]);
-    }
-    for (Bags& each : bags) each.offsets.push_back(std::ssize(each.ids));
-  }
-  for (size_t server = 0; server < bags.size(); ++server) {
-    LookupPart& part = plan.parts[server];
-    part.ids = tensor_of(std::move(bags[server].ids), at::kLong);
-    part.offsets = tensor_of(std::move(bags[server].offsets), at::kLong);
-    if (!factors.empty()) part.weights = tensor_of(std::move(bags[server].weights), at::kFloat);
-  }
-}
-
-// Asks each server for its distinct ids, in the order of their hashes.
-void divide_ids(QueryPlan& plan) {
-  GatherPlan& gather = *plan.gather;
-  const auto hashes = gather.groups.hashes();
-  std::vector<std::vector<int64_t>> by_server(plan.parts.size());
-  for (size_t i = 0; i < hashes.size(); ++i) {
-    by_server[server_of(hashes[i], by_server.size())].push_back(
-        static_cast<int64_t>(gather.groups.ids()[i]));
-  }
-  std::vector<uint32_t> next(by_server.size());  // the next vector of each server
-  for (size_t server = 0; server < by_server.size(); ++server) {
-    if (server > 0) {
-      next[server] = next[server - 1] + static_cast<uint32_t>(plan.parts[server - 1].ids.numel());
-    }
-    plan.parts[server].ids = tensor_of(std::move(by_server[server]), at::kLong);
-  }
-  for (const uint64_t hash : hashes) gather.leaf_of.push_back(next[server_of(hash, next.size())]++);
-  gather.row_of = gather.groups.inverse();
-  for (uint32_t& row : gather.row_of) row = gather.leaf_of[row];
-}
-
-rows::Bags<float> bags_of(const GatherPlan& gather, const at::Tensor& weights) {
-  return {span_of<int64_t>(gather.offsets), span_of<float>(weights), gather.is_mean};
-}
 
 // Adds `factor` times `from` to `to`. Blocks of constant length are vectorized.
 void add_scaled(float* to, const float* from, float factor, size_t dim) {
@@ -127,114 +70,252 @@ void add_scaled(float* to, const float* from, float factor, size_t dim) {
   for (; at < dim; ++at) to[at] += factor * from[at];
 }
 
-/// The backward function of a lookup that is pooled on this rank.
-struct GatherBackward final : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    torch::autograd::variable_list result(2);
-    if (!grads[0].defined()) return result;
-    const at::NoGradGuard no_grad;
-    const at::Tensor grad = grads[0].contiguous();
-    const rows::BagGradients<float> bags(bags_of(*gather, weights));
-    if (task_should_compute_output(0)) result[0] = of_leaf(grad, bags);
-    if (task_should_compute_output(1)) result[1] = of_weights(grad, bags);
-    return result;
-  }
-  std::string name() const override { return "distrain::GatherBackward"; }
-
-  at::Tensor of_leaf(const at::Tensor& grad, const rows::BagGradients<float>& bags) const {
-    constexpr int64_t kRowsPerTask = 1024;
-    const auto dim = static_cast<size_t>(grad.size(1));
-    at::Tensor sums = at::empty(leaf.sizes(), at::kFloat);
-    at::parallel_for(0, sums.size(0), kRowsPerTask, [&](int64_t first, int64_t last) {
-      for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-        float* const to = sums.mutable_data_ptr<float>() + gather->leaf_of[i] * dim;
-        std::fill_n(to, dim, 0.0F);  // here and not at once, so that the row is in the cache
-        for (const uint32_t p : gather->groups.positions_of(i)) {
-          add_scaled(to, grad.const_data_ptr<float>() + bags.rows[p] * dim,
-                     bags.factors.empty() ? 1 : bags.factors[p], dim);
-        }
-      }
-    });
-    return sums;
-  }
-
-  at::Tensor of_weights(const at::Tensor& grad, const rows::BagGradients<float>& bags) const {
-    const auto dim = static_cast<size_t>(grad.size(1));
-    at::Tensor result = at::empty({std::ssize(gather->row_of)}, at::kFloat);
-    for (size_t p = 0; p < gather->row_of.size(); ++p) {
-      const float* const a = grad.const_data_ptr<float>() + bags.rows[p] * dim;
-      const float* const b = leaf.const_data_ptr<float>() + gather->row_of[p] * dim;
-      result.mutable_data_ptr<float>()[p] = std::inner_product(a, a + dim, b, 0.0F);
-    }
-    return result;
-  }
-
-  std::shared_ptr<const GatherPlan> gather;
-  at::Tensor leaf, weights;  // detached: their values in the forward pass
-};
-
 }  // namespace
 
-QueryPlan plan_query(const Query& query, const TableOptions& table, size_t servers,
-                     size_t bytes_of_number) {
-  const at::Tensor ids_tensor = flat_ids(query, table);
-  const auto ids = span_of<uint64_t>(ids_tensor);
-  at::Tensor offsets = all_offsets(query, table, ids_tensor.numel());
-  QueryPlan plan;
-  plan.parts.resize(servers);
-  for (LookupPart& part : plan.parts) part.table = query.table;
-  plan.shape = query.ids.sizes().vec();
-  if (offsets.defined()) plan.shape = {offsets.numel() - 1};
-  plan.shape.push_back(table.dim);
-
-  plan.gather = std::make_shared<GatherPlan>();
-  plan.gather->groups.assign(ids);
-  const bool weights_learn = query.weights.defined() && query.weights.requires_grad();
-  if (offsets.defined() && bytes_of_number > 0 && !weights_learn) {
-    // A vector travels twice, as a row and as a gradient.
-    const size_t vector = 2 * bytes_of_number * static_cast<size_t>(table.dim) + sizeof(int64_t);
-    const auto bags = static_cast<size_t>(offsets.numel() - 1);
-    if (bags * servers * vector + ids.size() * sizeof(int64_t) <
-        plan.gather->groups.size() * vector) {
-      plan.gather.reset();
-      divide_bags(plan, ids, span_of<int64_t>(offsets),
-                  query.weights.defined() ? query.weights.contiguous() : at::Tensor());
-      if (query.pooling == Pooling::kMean) {
-        const at::Tensor counts = offsets.diff().clamp_min(1);
-        plan.share = counts.to(at::kFloat).reciprocal().unsqueeze(1);
+/// The backward function of all results of a lookup. Its inputs are the results' gradients, its
+/// outputs the gradients of the leaf and of the weights.
+struct LookupBackward final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const at::NoGradGuard no_grad;
+    torch::autograd::variable_list result(1 + grads.size());
+    at::Tensor& of_leaf = result[0] = at::empty(plan->leaf_.sizes(), at::kFloat);
+    for (size_t q = 0; q < grads.size(); ++q) {
+      const QueryPlan& query = plan->queries_[q];
+      if (!grads[q].defined()) {
+        set_zero(query, q, of_leaf);
+        continue;
       }
-      return plan;
+      std::atomic_ref(plan->learns_[q]).store(1, std::memory_order_relaxed);
+      const at::Tensor grad = grads[q].contiguous();
+      const rows::BagGradients<float> bags(
+          {span_of<int64_t>(query.offsets), span_of<float>(weights[q]), query.is_mean});
+      if (query.is_pooled) {
+        copy_to_servers(query, grad, of_leaf);
+      } else {
+        sum_by_row(query, bags, grad, of_leaf);
+      }
+      if (task_should_compute_output(1 + q)) result[1 + q] = of_weights(query, bags, grad);
+    }
+    return result;
+  }
+  std::string name() const override { return "distrain::LookupBackward"; }
+
+  void set_zero(const QueryPlan& query, size_t q, at::Tensor& of_leaf) const {
+    for (size_t server = 0; server < query.starts.size(); ++server) {
+      const LookupPart& part = plan->ids_[server].parts[q];
+      const auto count = static_cast<size_t>(part.vectors()) * query.dim;
+      std::fill_n(of_leaf.mutable_data_ptr<float>() + query.starts[server], count, 0.0F);
     }
   }
-  plan.gather->offsets = offsets.defined() ? offsets : at::arange(ids_tensor.numel() + 1);
-  plan.gather->is_mean = query.pooling == Pooling::kMean;
-  plan.weights = query.weights;
-  divide_ids(plan);
-  return plan;
+
+  // Gives each server, which has added its rows of each bag, the gradients of the bags.
+  void copy_to_servers(const QueryPlan& query, const at::Tensor& grad, at::Tensor& of_leaf) const {
+    const at::Tensor scaled = query.is_mean ? grad * means_factor(query) : grad;
+    for (const uint32_t start : query.starts) {
+      std::copy_n(scaled.const_data_ptr<float>(), scaled.numel(),
+                  of_leaf.mutable_data_ptr<float>() + start);
+    }
+  }
+
+  static void sum_by_row(const QueryPlan& query, const rows::BagGradients<float>& bags,
+                         const at::Tensor& grad, at::Tensor& of_leaf) {
+    constexpr int64_t kRowsPerTask = 1024;
+    const rows::IdGroups& groups = query.groups;
+    float* const sums = of_leaf.mutable_data_ptr<float>();
+    at::parallel_for(
+        0, static_cast<int64_t>(groups.size()), kRowsPerTask, [&](int64_t first, int64_t last) {
+          for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
+            float* const to = sums + query.row_of[groups.positions_of(i)[0]];
+            std::fill_n(to, query.dim, 0.0F);
+            for (const uint32_t p : groups.positions_of(i)) {
+              add_scaled(to, grad.const_data_ptr<float>() + bags.rows[p] * query.dim,
+                         bags.factors.empty() ? 1 : bags.factors[p], query.dim);
+            }
+          }
+        });
+  }
+
+  at::Tensor of_weights(const QueryPlan& query, const rows::BagGradients<float>& bags,
+                        const at::Tensor& grad) const {
+    at::Tensor result = at::empty({std::ssize(query.row_of)}, at::kFloat);
+    for (size_t p = 0; p < query.row_of.size(); ++p) {
+      const float* const a = grad.const_data_ptr<float>() + bags.rows[p] * query.dim;
+      const float* const b = values.const_data_ptr<float>() + query.row_of[p];
+      result.mutable_data_ptr<float>()[p] = std::inner_product(a, a + query.dim, b, 0.0F);
+    }
+    return result;
+  }
+
+  // Returns 1 / the number of ids of each bag, float [bags, 1].
+  static at::Tensor means_factor(const QueryPlan& query) {
+    return query.offsets.diff().clamp_min(1).to(at::kFloat).reciprocal().unsqueeze(1);
+  }
+
+  std::shared_ptr<LookupPlan> plan;
+  at::Tensor values;                // the leaf's values in the forward pass
+  std::vector<at::Tensor> weights;  // copies, because the caller may change the weights
+};
+
+LookupPlan::LookupPlan(const std::vector<Query>& queries, const std::vector<TableOptions>& tables,
+                       size_t servers, size_t bytes_of_number)
+    : ids_(servers), by_server_(servers), learns_(queries.size()) {
+  const auto has_weights = [](const Query& query) { return query.weights.defined(); };
+  const bool any_weights = std::ranges::any_of(queries, has_weights);
+  for (const Query& query : queries) {
+    if (query.table < 0 || query.table >= std::ssize(tables)) base::invalid("no such table");
+    const TableOptions& table = tables[static_cast<size_t>(query.table)];
+    const at::Tensor ids_tensor = flat_ids(query, table);
+    const auto ids = span_of<uint64_t>(ids_tensor);
+    QueryPlan& plan = queries_.emplace_back(QueryPlan{.table = query.table});
+    plan.dim = static_cast<size_t>(table.dim);
+    plan.offsets = all_offsets(query, table, ids_tensor.numel());
+    plan.shape = query.ids.sizes().vec();
+    if (plan.offsets.defined()) plan.shape = {plan.offsets.numel() - 1};
+    plan.shape.push_back(table.dim);
+    plan.is_mean = query.pooling == Pooling::kMean;
+    plan.weights = query.weights;
+    const bool weights_learn = query.weights.defined() && query.weights.requires_grad();
+    if (plan.offsets.defined() && bytes_of_number > 0 && !weights_learn) {
+      // A vector travels twice, as a row and as a gradient.
+      const size_t vector = 2 * bytes_of_number * plan.dim + sizeof(int64_t);
+      const auto bags = static_cast<size_t>(plan.offsets.numel() - 1);
+      const size_t pooled = bags * servers * vector + ids.size() * sizeof(int64_t);
+      // The ids are grouped only if the number of distinct ids is likely to matter.
+      constexpr size_t kFewOfAnId = 8;
+      plan.is_pooled = pooled < ids.size() / kFewOfAnId * vector;
+      if (!plan.is_pooled && pooled < ids.size() * vector) {
+        plan.groups.assign(ids);
+        plan.is_pooled = pooled < plan.groups.size() * vector;
+      }
+    }
+    if (!plan.is_pooled && plan.groups.total() != ids.size()) plan.groups.assign(ids);
+    divide(plan, ids);
+    if (!plan.offsets.defined()) plan.offsets = at::arange(ids_tensor.numel() + 1);
+    for (Ids& each : by_server_) {
+      if (any_weights) each.weights.resize(each.ids.size(), 1);
+    }
+  }
+  int64_t base = 0;
+  for (size_t server = 0; server < servers; ++server) {
+    Ids& its = by_server_[server];
+    bases_.push_back(base);
+    base += its.numbers;
+    ids_[server] = {std::move(its.parts), at::tensor(its.ids, at::kLong)};
+    if (!its.offsets.empty()) ids_[server].offsets = at::tensor(its.offsets, at::kLong);
+    if (any_weights) ids_[server].weights = at::tensor(its.weights, at::kFloat);
+  }
+  bases_.push_back(base);
+  if (base >> 32 != 0) base::invalid("a lookup of 2^32 numbers or more");
+  by_server_.clear();
+  for (QueryPlan& plan : queries_) {
+    for (size_t server = 0; server < servers; ++server) {
+      plan.starts[server] += static_cast<uint32_t>(bases_[server]);
+    }
+    if (plan.is_pooled) continue;
+    std::vector<uint32_t> next = plan.starts;
+    plan.row_of.resize(plan.groups.total());
+    for (size_t i = 0; i < plan.groups.size(); ++i) {
+      uint32_t& start = next[server_of(plan.groups.hashes()[i], servers)];
+      for (const uint32_t p : plan.groups.positions_of(i)) plan.row_of[p] = start;
+      start += static_cast<uint32_t>(plan.dim);
+    }
+  }
 }
 
-at::Tensor result_of(const QueryPlan& plan) {
-  if (!plan.gather) {
-    const int64_t servers = std::ssize(plan.parts);
-    const at::Tensor& leaf = plan.leaf;
-    // A copy, because a caller may write to the result.
-    at::Tensor sum = servers == 1 ? leaf.clone() : leaf.view({servers, -1, leaf.size(1)}).sum(0);
-    if (plan.share.defined()) sum = sum * plan.share;
-    return sum.view(plan.shape);
+// Gives each server the ids that it holds: those of each bag if the servers pool, otherwise the
+// distinct ids in the order of their hashes.
+void LookupPlan::divide(QueryPlan& plan, std::span<const uint64_t> ids) {
+  const size_t servers = by_server_.size();
+  for (Ids& each : by_server_) {
+    plan.starts.push_back(static_cast<uint32_t>(each.numbers));
+    each.parts.push_back({plan.table, -std::ssize(each.ids)});
   }
-  // A copy of the weights, because the caller may change them before the backward pass.
-  const at::Tensor weights = plan.weights.defined() ? plan.weights.detach().clone() : at::Tensor();
-  const at::Tensor result =
-      pool(plan.leaf.detach(), plan.gather->row_of, bags_of(*plan.gather, weights));
-  if (torch::autograd::compute_requires_grad(plan.leaf, plan.weights)) {
-    const auto node = std::make_shared<GatherBackward>();
-    node->gather = plan.gather;
-    node->leaf = plan.leaf.detach();
-    node->weights = weights;
-    node->set_next_edges(torch::autograd::collect_next_edges(plan.leaf, plan.weights));
-    torch::autograd::set_history(result, node);
+  if (plan.is_pooled) {
+    const auto offsets = span_of<int64_t>(plan.offsets);
+    const auto weights = span_of<float>(plan.weights);
+    std::vector<int64_t> first;
+    for (Ids& each : by_server_) first.push_back(std::ssize(each.ids));
+    for (size_t bag = 0; bag < offsets.size(); ++bag) {
+      for (size_t server = 0; server < servers; ++server) {
+        Ids& its = by_server_[server];
+        its.offsets.push_back(std::ssize(its.ids) - first[server]);
+      }
+      if (bag + 1 == offsets.size()) break;
+      for (auto p = static_cast<size_t>(offsets[bag]); p < static_cast<size_t>(offsets[bag + 1]);
+           ++p) {
+        Ids& its = by_server_[server_of(rows::hash_of_id(ids[p]), servers)];
+        if (!weights.empty()) {
+          its.weights.resize(its.ids.size(), 1);
+          its.weights.push_back(weights[p]);
+        }
+        its.ids.push_back(static_cast<int64_t>(ids[p]));
+      }
+    }
+  } else {
+    for (size_t i = 0; i < plan.groups.size(); ++i) {
+      by_server_[server_of(plan.groups.hashes()[i], servers)].ids.push_back(
+          static_cast<int64_t>(plan.groups.ids()[i]));
+    }
   }
-  return result.view(plan.shape);
+  for (Ids& each : by_server_) {
+    LookupPart& part = each.parts.back();
+    part.ids += std::ssize(each.ids);
+    if (plan.is_pooled) part.bags = plan.offsets.numel() - 1;
+    each.numbers += part.vectors() * static_cast<int64_t>(plan.dim);
+  }
+}
+
+std::vector<int> LookupPlan::learning() const {
+  std::vector<int> queries;
+  for (size_t q = 0; q < learns_.size(); ++q) {
+    if (learns_[q] != 0) queries.push_back(static_cast<int>(q));
+  }
+  return queries;
+}
+
+at::Tensor LookupPlan::result_of(const QueryPlan& plan) const {
+  at::Tensor result = at::empty(plan.shape, at::kFloat);
+  float* const to = result.mutable_data_ptr<float>();
+  const float* const values = leaf_.const_data_ptr<float>();
+  if (!plan.is_pooled) {
+    pool(values, plan.dim, 1, plan.row_of,
+         {span_of<int64_t>(plan.offsets), span_of<float>(plan.weights), plan.is_mean}, to);
+    return result;
+  }
+  const auto numbers = static_cast<size_t>(result.numel());
+  std::copy_n(values + plan.starts[0], numbers, to);
+  for (size_t server = 1; server < plan.starts.size(); ++server) {
+    add_scaled(to, values + plan.starts[server], 1, numbers);
+  }
+  if (plan.is_mean) result *= LookupBackward::means_factor(plan);
+  return result;
+}
+
+std::vector<at::Tensor> LookupPlan::results(const std::shared_ptr<LookupPlan>& plan,
+                                            const std::vector<at::Tensor>& replies, bool learns) {
+  std::vector<at::Tensor> vectors;
+  for (size_t server = 0; server < replies.size(); ++server) {
+    const int64_t numbers = plan->bases_[server + 1] - plan->bases_[server];
+    if (!replies[server].defined() || replies[server].sizes() != at::IntArrayRef({numbers})) {
+      wire::Reader::fail("rows of another shape than the lookup");
+    }
+    vectors.push_back(replies[server].to(at::kFloat));
+  }
+  plan->leaf_ = vectors.size() == 1 ? vectors[0].contiguous() : at::cat(vectors);
+  std::vector<at::Tensor> results;
+  for (const QueryPlan& each : plan->queries_) results.push_back(plan->result_of(each));
+  if (!learns) return results;
+  const auto node = std::make_shared<LookupBackward>();
+  node->plan = plan;
+  node->values = plan->leaf_.detach();
+  std::vector<at::Tensor> inputs{plan->leaf_.set_requires_grad(true)};
+  for (const QueryPlan& each : plan->queries_) {
+    inputs.push_back(each.weights);
+    node->weights.push_back(each.weights.defined() ? each.weights.detach().clone() : at::Tensor());
+  }
+  node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
+  torch::autograd::set_history(results, node);
+  return results;
 }
 
 }  // namespace distrain::table

@@ -5,39 +5,60 @@
 
 namespace distrain::table {
 
-/// How the vectors that arrive for a query become its result on this rank.
-struct GatherPlan {
-  rows::IdGroups groups;          // of all ids of the query
-  std::vector<uint32_t> leaf_of;  // the vector of each distinct id
-  std::vector<uint32_t> row_of;   // the vector of each position
-  at::Tensor offsets;             // int64 [bags + 1]; without pooling, each position is a bag
-  bool is_mean = false;
-};
-
-/// A query, divided among servers. The vectors of all servers, in their order, are the rows of
-/// `leaf`, whose gradient is pushed.
+/// A query, divided among servers.
 struct QueryPlan {
-  /// Returns the rows of `gradient`, which is undefined or like `leaf`, that belong to a server.
-  at::Tensor of_server(const at::Tensor& gradient, size_t server) const {
-    int64_t start = 0;
-    for (size_t each = 0; each < server; ++each) start += parts[each].vectors();
-    return gradient.defined() ? gradient.narrow(0, start, parts[server].vectors()) : gradient;
-  }
-
-  std::vector<LookupPart> parts;       // by server
-  std::vector<int64_t> shape;          // of the result
-  std::shared_ptr<GatherPlan> gather;  // null: the servers pool
-  at::Tensor weights;                  // of a query that is pooled here
-  at::Tensor share;                    // float [bags, 1]: a mean's factor if the servers pool
-  at::Tensor leaf;                     // set by finish()
+  int table = 0;
+  size_t dim = 0;
+  std::vector<int64_t> shape;  // of the result
+  bool is_pooled = false;      // by the servers
+  bool is_mean = false;
+  at::Tensor offsets;            // int64 [bags + 1]; without pooling, each position is a bag
+  at::Tensor weights;            // the caller's
+  rows::IdGroups groups;         // of all ids, if the servers do not pool
+  std::vector<uint32_t> starts;  // by server: where its vectors begin in the leaf
+  std::vector<uint32_t> row_of;  // by position: where its vector begins in the leaf
 };
 
-/// Divides a query. `bytes_of_number` is the size of a number in messages; 0: the servers do not
-/// pool. Throws `invalid` if the query is not valid.
-QueryPlan plan_query(const Query& query, const TableOptions& table, size_t servers,
-                     size_t bytes_of_number);
+/// A lookup, divided among servers. What the servers return, one server after another, is one leaf
+/// of the autograd graph, whose gradient is pushed.
+class LookupPlan {
+ public:
+  /// `bytes_of_number` is the size of a number in messages; 0: the servers do not pool. Throws
+  /// `invalid` or `not_finite` if a query is not valid.
+  LookupPlan(const std::vector<Query>& queries, const std::vector<TableOptions>& tables,
+             size_t servers, size_t bytes_of_number);
 
-/// Returns the result of the query from `plan.leaf`, with gradients for the leaf and the weights.
-at::Tensor result_of(const QueryPlan& plan);
+  const std::vector<ServerIds>& ids() const { return ids_; }  ///< by server
+  /// Returns the elements of the leaf, or of its gradient, that belong to a server.
+  at::Tensor of_server(const at::Tensor& leaf, size_t server) const {
+    return leaf.narrow(0, bases_[server], bases_[server + 1] - bases_[server]);
+  }
+  const std::vector<QueryPlan>& queries() const { return queries_; }
+
+  /// Returns the results of the queries from the servers' replies, with gradients if `learns`.
+  static std::vector<at::Tensor> results(const std::shared_ptr<LookupPlan>& plan,
+                                         const std::vector<at::Tensor>& replies, bool learns);
+  const at::Tensor& leaf() const { return leaf_; }
+  /// Returns the queries of whose results the loss depends, ascending.
+  std::vector<int> learning() const;
+
+ private:
+  friend struct LookupBackward;
+  struct Ids {
+    std::vector<LookupPart> parts;
+    std::vector<int64_t> ids, offsets;
+    std::vector<float> weights;  // empty: 1
+    int64_t numbers = 0;         // of the reply
+  };
+  void divide(QueryPlan& plan, std::span<const uint64_t> ids);
+  at::Tensor result_of(const QueryPlan& plan) const;
+
+  std::vector<QueryPlan> queries_;
+  std::vector<ServerIds> ids_;  // by server
+  std::vector<Ids> by_server_;  // while the plan is made
+  std::vector<int64_t> bases_;  // by server: where its numbers begin in the leaf; and the end
+  at::Tensor leaf_;
+  std::vector<uint8_t> learns_;  // by query; set by backward passes
+};
 
 }  // namespace distrain::table

@@ -116,7 +116,7 @@ struct ShardedEmbedding::Lookup {
   const uint64_t number;
   const uint64_t after;  // the last push before start()
   const bool evaluates;
-  std::vector<QueryPlan> plans;
+  const std::shared_ptr<LookupPlan> plan;
   std::vector<Future<LookupReply>> replies{};  // by server
   bool is_pushed = false;
 };
@@ -125,7 +125,8 @@ struct ShardedEmbedding::Lookup {
 struct ShardedEmbedding::PreparedStep {
   struct Part {
     std::shared_ptr<Lookup> lookup;
-    std::vector<at::Tensor> gradients;  // by query; undefined if there is none
+    at::Tensor gradient;
+    std::vector<int> queries;  // that have a gradient
   };
   std::vector<uint64_t> contexts;
   std::vector<Part> parts{};
@@ -178,13 +179,8 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
   LookupRequest request{.evaluates = !at::GradMode::is_enabled(), .dtype = settings_.wire_dtype};
   const at::NoGradGuard no_grad;
   const bool pools = settings_.pools_on_servers && !request.evaluates;
-  std::vector<QueryPlan> plans;
-  for (const Query& query : queries) {
-    if (query.table < 0 || query.table >= std::ssize(tables_)) base::invalid("no such table");
-    plans.push_back(plan_query(query, tables_[static_cast<size_t>(query.table)],
-                               client_->ranks.size(),
-                               pools ? at::elementSize(settings_.wire_dtype) : 0));
-  }
+  const auto plan = std::make_shared<LookupPlan>(queries, tables_, client_->ranks.size(),
+                                                 pools ? at::elementSize(settings_.wire_dtype) : 0);
   {
     const std::lock_guard lock(client_->mutex);
     request.lookup = ++client_->lookups;
@@ -193,11 +189,10 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
     request.oldest = client_->unpushed.empty() ? request.lookup : *client_->unpushed.begin();
   }
   const std::shared_ptr<Lookup> lookup(
-      new Lookup{client_, request.lookup, request.after, request.evaluates, std::move(plans)});
+      new Lookup{client_, request.lookup, request.after, request.evaluates, plan});
   for (size_t server = 0; server < client_->ranks.size(); ++server) {
     request.session = client_->sessions[server];
-    request.parts.clear();
-    for (const QueryPlan& plan : lookup->plans) request.parts.push_back(plan.parts[server]);
+    request.ids = plan->ids()[server];
     lookup->replies.push_back(client_->call<&TableServer::look_up>(server, request));
   }
   return lookup;
@@ -215,22 +210,9 @@ std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
   if (client_->applied > lookup->after && sharing_.mode == optim::Sharing::Mode::kSync) {
     base::invalid("in sync mode a lookup cannot begin before the previous step");
   }
-  std::vector<at::Tensor> results;
-  for (size_t i = 0; i < lookup->plans.size(); ++i) {
-    QueryPlan& plan = lookup->plans[i];
-    std::vector<at::Tensor> vectors;
-    for (size_t server = 0; server < lookup->replies.size(); ++server) {
-      const LookupReply& reply = lookup->replies[server].wait_result().value();
-      const std::array<int64_t, 2> sizes{plan.parts[server].vectors(), plan.shape.back()};
-      if (reply.size() != lookup->plans.size() || reply[i].sizes() != at::IntArrayRef(sizes)) {
-        wire::Reader::fail("rows of another shape than the lookup");
-      }
-      vectors.push_back(reply[i].to(at::kFloat));
-    }
-    plan.leaf = vectors.size() == 1 ? vectors[0].contiguous() : at::cat(vectors);
-    plan.leaf.set_requires_grad(learns);
-    results.push_back(result_of(plan));
-  }
+  std::vector<at::Tensor> replies;
+  for (const auto& reply : lookup->replies) replies.push_back(reply.wait());
+  const std::vector<at::Tensor> results = LookupPlan::results(lookup->plan, replies, learns);
   lookup->replies.clear();
   if (!learns) return results;
   if (client_->agent) {
@@ -279,32 +261,37 @@ std::vector<std::shared_ptr<ShardedEmbedding::Lookup>> ShardedEmbedding::take_lo
   return lookups;
 }
 
+// Returns a gradient in the type of messages. Throws `not_finite`.
+at::Tensor ShardedEmbedding::checked(const LookupPlan& plan, const at::Tensor& gradient) const {
+  const auto is_finite = [](const at::Tensor& numbers) {  // a sum is, only if all terms are
+    return std::isfinite(numbers.sum(at::kFloat).item<float>());
+  };
+  at::Tensor sent = gradient.to(settings_.wire_dtype).contiguous();
+  if (is_finite(sent)) return sent;
+  const bool is_too_large = is_finite(gradient);
+  std::set<std::string> names;
+  for (const QueryPlan& query : plan.queries()) {
+    names.insert(tables_[static_cast<size_t>(query.table)].name);
+  }
+  throw base::Exception(
+      base::ErrorKind::kNotFinite,
+      fmt::format("a gradient of table {} is {}, so no table is updated", c10::Join(" or ", names),
+                  is_too_large ? "too large for fp16" : "not finite"));
+}
+
 void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
   const at::NoGradGuard no_grad;
   settle();
   step_.reset();
-  const auto gradient_of = [&](const QueryPlan& plan, uint64_t context) {
-    at::Tensor gradient =
-        client_->agent ? autograd::gradient(*client_->agent, context, plan.leaf) : plan.leaf.grad();
-    if (!gradient.defined()) return gradient;
-    gradient = gradient.to(settings_.wire_dtype).contiguous();
-    // The sum is finite only if all gradients are.
-    if (std::isfinite(gradient.sum(at::kFloat).item<float>())) return gradient;
-    throw base::Exception(base::ErrorKind::kNotFinite,
-                          "a gradient of table " +
-                              tables_[static_cast<size_t>(plan.parts[0].table)].name +
-                              " is not finite, so no table is updated");
-  };
   auto step = std::make_unique<PreparedStep>(PreparedStep{contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
       if (lookup->is_pushed) base::invalid("this context has made its step of the tables already");
-      PreparedStep::Part part{lookup, {}};
-      for (const QueryPlan& plan : lookup->plans) {
-        part.gradients.push_back(gradient_of(plan, context));
-      }
-      const auto is_defined = [](const at::Tensor& gradient) { return gradient.defined(); };
-      if (std::ranges::any_of(part.gradients, is_defined)) step->parts.push_back(std::move(part));
+      const at::Tensor& leaf = lookup->plan->leaf();
+      const at::Tensor gradient =
+          client_->agent ? autograd::gradient(*client_->agent, context, leaf) : leaf.grad();
+      if (!gradient.defined()) continue;
+      step->parts.push_back({lookup, checked(*lookup->plan, gradient), lookup->plan->learning()});
     }
   }
   step_ = std::move(step);
@@ -321,14 +308,35 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
     for (const PreparedStep::Part& part : step.parts) {
       if (request.phase == PushRequest::Phase::kCommit) break;
       part.lookup->is_pushed = true;
-      LookupReply& its = request.gradients[part.lookup->number];
-      for (size_t q = 0; q < part.gradients.size(); ++q) {
-        its.push_back(part.lookup->plans[q].of_server(part.gradients[q], server));
-      }
+      request.gradients[part.lookup->number] = {
+          part.queries, part.lookup->plan->of_server(part.gradient, server)};
     }
     replies.push_back(client_->push(server, request));
   }
   return replies;
+}
+
+// Returns the squared norm of the gradients of `step_`.
+double ShardedEmbedding::norm_squared() const {
+  const auto dim_of = [this](int table) { return tables_[static_cast<size_t>(table)].dim; };
+  std::deque<std::vector<PartView>> views;
+  std::map<int, std::vector<TableGradients::Part>> by_table;
+  for (const PreparedStep::Part& part : step_->parts) {
+    const LookupPlan& plan = *part.lookup->plan;
+    const at::Tensor gradient = part.gradient.to(at::kFloat);
+    for (size_t server = 0; server < plan.ids().size(); ++server) {
+      const auto& its = views.emplace_back(parts_of(plan.ids()[server], dim_of));
+      for (const int query : part.queries) {
+        const PartView& view = its[static_cast<size_t>(query)];
+        by_table[view.table].push_back({&view, plan.of_server(gradient, server)});
+      }
+    }
+  }
+  double sum = 0;
+  for (const auto& [table, parts] : by_table) {
+    sum += TableGradients(parts, dim_of(table)).norm_squared();
+  }
+  return sum;
 }
 
 Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& contexts,
@@ -346,19 +354,7 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
     norms.own = replies.front().wait().own;
     return Future<optim::Norms>::ready(norms);
   }
-  for (int table = 0; table < std::ssize(tables_); ++table) {
-    std::vector<TableGradients::Part> parts;
-    for (const PreparedStep::Part& part : step_->parts) {
-      for (size_t q = 0; q < part.gradients.size(); ++q) {
-        const QueryPlan& plan = part.lookup->plans[q];
-        if (plan.parts[0].table != table || !part.gradients[q].defined()) continue;
-        for (size_t server = 0; server < plan.parts.size(); ++server) {
-          parts.push_back({&plan.parts[server], plan.of_server(part.gradients[q], server)});
-        }
-      }
-    }
-    if (!parts.empty()) norms.shared += TableGradients(parts).norm_squared();
-  }
+  norms.shared = norm_squared();
   return Future<optim::Norms>::ready(norms);
 }
 

@@ -14,20 +14,20 @@ struct TableServer::Session {
   // Forgets a lookup and returns it.
   std::shared_ptr<const KeptLookup> take(uint64_t lookup) {
     auto taken = kept.extract(lookup);
-    for (const KeptPart& part : *taken.mapped()) kept_ids -= part.part.ids.numel();
+    kept_ids -= taken.mapped()->ids.ids.numel();
     return std::move(taken.mapped());
   }
 
   // Moves the gradients of the request to `lookups`, with the lookups, which the session then
   // forgets.
   void move_lookups(Push& push) {
-    for (const auto& [number, gradients] : push.request.gradients) {
+    for (const auto& [number, gradient] : push.request.gradients) {
       const auto it = kept.find(number);
       if (it == kept.end()) base::invalid("gradients of an unknown lookup");
-      set.check(*it->second, gradients);
+      set.check(*it->second, gradient);
     }
-    for (auto& [number, gradients] : push.request.gradients) {
-      push.lookups.emplace_back(take(number), std::move(gradients));
+    for (auto& [number, gradient] : push.request.gradients) {
+      push.lookups.emplace_back(take(number), std::move(gradient));
     }
     push.request.gradients.clear();
   }
@@ -130,14 +130,9 @@ void TableServer::remove_locked(uint64_t id, const SessionPtr& session, const ba
 // Reads the rows of a lookup and keeps its ids for the push.
 LookupReply TableServer::answer(Session& session, LookupRequest& request) {
   const at::NoGradGuard no_grad;
-  const auto kept = std::make_shared<KeptLookup>();
-  LookupReply reply;
-  int64_t ids = 0;
-  for (LookupPart& part : request.parts) {
-    kept->push_back({std::move(part), {}, {}});
-    reply.push_back(session.set.read(kept->back(), !request.evaluates).to(request.dtype));
-    ids += kept->back().part.ids.numel();
-  }
+  const auto kept = std::make_shared<KeptLookup>(KeptLookup{std::move(request.ids), {}, {}});
+  LookupReply reply = session.set.read(*kept, !request.evaluates).to(request.dtype);
+  const int64_t ids = kept->ids.ids.numel();
   const std::lock_guard lock(mutex_);
   if (request.evaluates || request.lookup < session.oldest) return reply;
   if (session.kept.size() >= kMaxLookups || session.kept_ids + ids > kMaxLookupIds) {

@@ -71,65 +71,105 @@ void for_ranges(const rows::IdGroups& groups, const F& f) {
 
 // Groups the gradients of table `index`. Returns null if there are none. Sets `only` if they are of
 // one part.
-std::unique_ptr<TableGradients> gradients_of(const std::vector<Push>& pushes, int index,
-                                             const KeptPart** only = nullptr) {
+std::unique_ptr<TableGradients> gradients_of(std::vector<Push>& pushes, int index, int64_t dim,
+                                             const KeptLookup::Part** only = nullptr) {
   std::vector<TableGradients::Part> parts;
-  for (const Push& push : pushes) {
-    for (const auto& [lookup, gradients] : push.lookups) {
-      for (size_t i = 0; i < gradients.size(); ++i) {
-        const KeptPart& kept = (*lookup)[i];
-        if (kept.part.table != index || !gradients[i].defined()) continue;
-        if (only) *only = parts.empty() ? &kept : nullptr;
-        parts.push_back({&kept.part, gradients[i], &kept.groups});
+  for (Push& push : pushes) {
+    for (auto& [lookup, gradient] : push.lookups) {
+      gradient.numbers = gradient.numbers.to(at::kFloat).contiguous();
+      for (const int part : gradient.parts) {
+        const auto i = static_cast<size_t>(part);
+        if (lookup->views[i].table != index) continue;
+        if (only) *only = parts.empty() ? &lookup->parts[i] : nullptr;
+        parts.push_back({&lookup->views[i], gradient.numbers, &lookup->parts[i].groups});
       }
     }
   }
-  return parts.empty() ? nullptr : std::make_unique<TableGradients>(parts);
+  return parts.empty() ? nullptr : std::make_unique<TableGradients>(parts, dim);
 }
 
 }  // namespace
 
-at::Tensor pool(const at::Tensor& rows, const std::vector<uint32_t>& row_of,
-                const rows::Bags<float>& bags) {
+void pool(const float* values, size_t dim, size_t stride, const std::vector<uint32_t>& row_of,
+          const rows::Bags<float>& bags, float* pooled) {
   constexpr int64_t kBagsPerTask = 512;
-  const auto dim = static_cast<size_t>(rows.size(1));
-  const auto size = static_cast<int64_t>(bags.size());
-  const at::Tensor pooled = at::empty({size, rows.size(1)}, at::kFloat);
-  at::parallel_for(0, size, kBagsPerTask, [&](int64_t first, int64_t last) {
-    rows::pool_rows(rows.const_data_ptr<float>(), dim, row_of, bags,
-                    pooled.mutable_data_ptr<float>(), static_cast<size_t>(first),
-                    static_cast<size_t>(last));
-  });
-  return pooled;
+  at::parallel_for(0, static_cast<int64_t>(bags.size()), kBagsPerTask,
+                   [&](int64_t first, int64_t last) {
+                     rows::pool_rows(values, dim, stride, row_of, bags, pooled,
+                                     static_cast<size_t>(first), static_cast<size_t>(last));
+                   });
 }
 
-TableGradients::TableGradients(const std::vector<Part>& parts) {
+std::vector<PartView> parts_of(const ServerIds& all,
+                               const std::function<int64_t(int table)>& dim_of) {
+  const auto check = [](bool good) {
+    if (!good) wire::Reader::fail("a malformed lookup of a table");
+  };
+  const auto check_vector = [&](const at::Tensor& tensor, at::ScalarType type) {
+    check(tensor.is_cpu() && tensor.dim() == 1 && tensor.scalar_type() == type &&
+          tensor.is_contiguous());
+  };
+  check(all.ids.defined());
+  check_vector(all.ids, at::kLong);
+  if (all.offsets.defined()) check_vector(all.offsets, at::kLong);
+  if (all.weights.defined()) check_vector(all.weights, at::kFloat);
+  auto ids = span_of<uint64_t>(all.ids);
+  auto offsets = span_of<int64_t>(all.offsets);
+  auto weights = span_of<float>(all.weights);
+  check(weights.empty() || weights.size() == ids.size());
+  std::vector<PartView> views;
+  size_t first = 0;
+  const auto take = [&]<class T>(std::span<T>& from, int64_t count) {
+    check(count >= 0 && count <= std::ssize(from));
+    const auto taken = from.first(static_cast<size_t>(count));
+    from = from.subspan(taken.size());
+    return taken;
+  };
+  for (const LookupPart& part : all.parts) {
+    const int64_t dim = dim_of(part.table);
+    check(dim > 0 && part.bags >= -1);
+    PartView view{.table = part.table, .ids = take(ids, part.ids), .is_pooled = part.bags >= 0};
+    const auto its_weights = weights.empty() ? weights : take(weights, part.ids);
+    if (view.is_pooled) {
+      view.bags = {take(offsets, part.bags + 1), its_weights};
+      check(view.bags.offsets.front() == 0 && view.bags.offsets.back() == part.ids &&
+            std::ranges::is_sorted(view.bags.offsets));
+    }
+    view.first = first;
+    view.vectors = part.vectors();
+    first += static_cast<size_t>(view.vectors * dim);
+    views.push_back(view);
+  }
+  check(ids.empty() && offsets.empty());
+  return views;
+}
+
+TableGradients::TableGradients(const std::vector<Part>& parts, int64_t dim)
+    : dim_(static_cast<size_t>(dim)) {
   std::vector<at::Tensor> values;
   std::vector<uint64_t> ids;
   uint32_t vectors = 0;
   for (const Part& each : parts) {
-    const auto its_ids = span_of<uint64_t>(each.part->ids);
+    const PartView& part = *each.part;
     const size_t start = rows_.size();
-    if (each.part->offsets.defined()) {
-      const rows::BagGradients<float> bags({.offsets = span_of<int64_t>(each.part->offsets),
-                                            .weights = span_of<float>(each.part->weights)});
+    if (part.is_pooled) {
+      const rows::BagGradients<float> bags(part.bags);
       rows_.resize(start + bags.rows.size());
       for (size_t p = 0; p < bags.rows.size(); ++p) rows_[start + p] = vectors + bags.rows[p];
       if (!bags.factors.empty()) factors_.resize(start, 1);
       factors_.insert(factors_.end(), bags.factors.begin(), bags.factors.end());
     } else {
-      rows_.resize(start + its_ids.size());
+      rows_.resize(start + part.ids.size());
       std::iota(rows_.begin() + static_cast<std::ptrdiff_t>(start), rows_.end(), vectors);
     }
     if (!factors_.empty()) factors_.resize(rows_.size(), 1);
-    vectors += static_cast<uint32_t>(each.part->vectors());
-    values.push_back(each.values.to(at::kFloat));
-    if (parts.size() > 1) ids.insert(ids.end(), its_ids.begin(), its_ids.end());
+    vectors += static_cast<uint32_t>(part.vectors);
+    values.push_back(each.numbers.narrow(0, static_cast<int64_t>(part.first), part.vectors * dim));
+    if (parts.size() > 1) ids.insert(ids.end(), part.ids.begin(), part.ids.end());
   }
-  values_ = parts.size() == 1 ? values[0].contiguous() : at::cat(values);
+  values_ = parts.size() == 1 ? values[0] : at::cat(values);
   if (parts.size() == 1) known_groups_ = parts[0].groups;
-  if (!known_groups_)
-    own_groups_.assign(parts.size() == 1 ? span_of<uint64_t>(parts[0].part->ids) : ids);
+  if (!known_groups_) own_groups_.assign(parts.size() == 1 ? parts[0].part->ids : ids);
 }
 
 Table::Table(const TableOptions& table_options)
@@ -165,64 +205,56 @@ void TableSet::check_same(const OpenRequest& request) const {
         "participants or mode");
 }
 
-void TableSet::check(const LookupPart& part) const {
-  const auto is_vector = [](const at::Tensor& tensor, at::ScalarType type) {
-    return tensor.defined() && tensor.is_cpu() && tensor.dim() == 1 &&
-           tensor.scalar_type() == type && tensor.is_contiguous();
-  };
-  bool good = part.table >= 0 && part.table < std::ssize(tables_) &&
-              is_vector(part.ids, at::kLong) &&
-              (!part.weights.defined() ||
-               (is_vector(part.weights, at::kFloat) && part.weights.numel() == part.ids.numel()));
-  if (good && part.offsets.defined()) {
-    good = is_vector(part.offsets, at::kLong) && part.offsets.numel() > 0;
-    const auto offsets = good ? span_of<int64_t>(part.offsets) : std::span<const int64_t>();
-    good = good && offsets.front() == 0 && offsets.back() == part.ids.numel() &&
-           std::ranges::is_sorted(offsets);
-  }
-  if (!good) wire::Reader::fail("a malformed lookup of a table");
-}
-
-at::Tensor TableSet::read(KeptPart& kept, bool creates) const {
-  const LookupPart& part = kept.part;
-  check(part);
-  rows::RowStore& store = table(part).store;
-  const size_t dim = store.options().dim;
-  const auto width = static_cast<int64_t>(dim);
-  kept.groups.assign(span_of<uint64_t>(part.ids));
-  kept.numbers.resize(kept.groups.size());
-  const at::Tensor rows = at::empty({std::ssize(kept.numbers), width}, at::kFloat);
-  for_ranges(kept.groups, [&](size_t first, size_t last) {
-    if (creates) {
-      store.find_or_create(kept.groups, kept.numbers, first, last);
-    } else {
-      store.find(kept.groups, kept.numbers, first, last);
-    }
-    rows::copy_rows(store, kept.groups, kept.numbers, rows.mutable_data_ptr<float>(), first, last);
+LookupReply TableSet::read(KeptLookup& kept, bool creates) const {
+  int64_t numbers = 0;
+  kept.views = parts_of(kept.ids, [&](int index) {
+    return index >= 0 && index < std::ssize(tables_) ? table(index).options.dim : 0;
   });
-  // Clients send distinct ids in the order of IdGroups.
-  if (!part.offsets.defined() &&
-      std::ranges::equal(span_of<uint64_t>(part.ids), kept.groups.ids())) {
-    return rows;
+  for (const PartView& part : kept.views) numbers += part.vectors * table(part.table).options.dim;
+  at::Tensor reply = at::empty({numbers}, at::kFloat);
+  kept.parts.resize(kept.views.size());
+  for (size_t i = 0; i < kept.views.size(); ++i) {
+    const PartView& view = kept.views[i];
+    KeptLookup::Part& part = kept.parts[i];
+    rows::RowStore& store = table(view.table).store;
+    const size_t dim = store.options().dim;
+    part.groups.assign(view.ids);
+    part.numbers.resize(part.groups.size());
+    if (!view.is_pooled && !std::ranges::equal(view.ids, part.groups.ids())) {
+      wire::Reader::fail("a lookup with ids that are not distinct and in order");
+    }
+    float* const result = reply.mutable_data_ptr<float>() + view.first;
+    at::Tensor rows;  // of the distinct ids of bags
+    if (view.is_pooled) {
+      rows = at::empty({static_cast<int64_t>(part.groups.size() * dim)}, at::kFloat);
+    }
+    float* const to = view.is_pooled ? rows.mutable_data_ptr<float>() : result;
+    for_ranges(part.groups, [&](size_t first, size_t last) {
+      if (creates) {
+        store.find_or_create(part.groups, part.numbers, first, last);
+      } else {
+        store.find(part.groups, part.numbers, first, last);
+      }
+      rows::copy_rows(store, part.groups, part.numbers, to, first, last);
+    });
+    if (view.is_pooled) pool(to, dim, dim, part.groups.inverse(), view.bags, result);
   }
-  at::Tensor offsets = part.offsets;
-  if (!offsets.defined()) offsets = at::arange(part.ids.numel() + 1);
-  return pool(rows, kept.groups.inverse(),
-              {span_of<int64_t>(offsets), span_of<float>(part.weights)});
+  return reply;
 }
 
-void TableSet::check(const KeptLookup& lookup, const LookupReply& gradients) const {
-  bool good = gradients.size() == lookup.size();
-  for (size_t i = 0; good && i < gradients.size(); ++i) {
-    const LookupPart& part = lookup[i].part;
-    good = !gradients[i].defined() ||
-           (gradients[i].is_cpu() && at::isFloatingType(gradients[i].scalar_type()) &&
-            gradients[i].sizes() == at::IntArrayRef({part.vectors(), table(part).options.dim}));
-  }
+void TableSet::check(const KeptLookup& lookup, const LookupGradient& gradient) const {
+  int64_t numbers = 0;
+  for (const PartView& part : lookup.views) numbers += part.vectors * table(part.table).options.dim;
+  const auto& its = gradient.parts;
+  const bool good = gradient.numbers.defined() && gradient.numbers.is_cpu() &&
+                    at::isFloatingType(gradient.numbers.scalar_type()) &&
+                    gradient.numbers.sizes() == at::IntArrayRef({numbers}) &&
+                    std::ranges::adjacent_find(its, std::greater_equal()) == its.end() &&
+                    (its.empty() || (its.front() >= 0 && its.back() < std::ssize(lookup.views)));
   if (!good) wire::Reader::fail("gradients of another shape than their lookup");
 }
 
-optim::Norms TableSet::apply(const std::vector<Push>& all) {
+optim::Norms TableSet::apply(std::vector<Push>& all) {
   const PushRequest& first = all[0].request;
   for (const Push& push : all) {
     if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
@@ -231,8 +263,8 @@ optim::Norms TableSet::apply(const std::vector<Push>& all) {
   const uint64_t number = ++updates;
   for (int i = 0; i < std::ssize(tables_); ++i) {
     Table& table = *tables_[static_cast<size_t>(i)];
-    const KeptPart* only = nullptr;
-    const auto sum = gradients_of(all, i, &only);
+    const KeptLookup::Part* only = nullptr;
+    const auto sum = gradients_of(all, i, table.options.dim, &only);
     if (!sum) continue;
     const rows::IdGroups& groups = sum->groups();
     std::vector<rows::RowNumber> found(only ? 0 : groups.size());
@@ -247,11 +279,11 @@ optim::Norms TableSet::apply(const std::vector<Push>& all) {
   return {};
 }
 
-optim::Norms TableSet::norms(const std::vector<Push>& all) const {
+optim::Norms TableSet::norms(std::vector<Push>& all) const {
   const auto count = static_cast<double>(all.size());
   optim::Norms norms;
   for (int i = 0; i < std::ssize(tables_); ++i) {
-    if (const auto sum = gradients_of(all, i)) {
+    if (const auto sum = gradients_of(all, i, table(i).options.dim)) {
       norms.shared += sum->norm_squared() / (count * count);
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <span>
 
@@ -14,19 +15,33 @@ std::span<const T> span_of(const at::Tensor& tensor) {
   return {static_cast<const T*>(tensor.const_data_ptr()), static_cast<size_t>(tensor.numel())};
 }
 
-/// Returns the pooled rows of the bags. Position p of a bag has the row `row_of[p]` of `rows`.
-at::Tensor pool(const at::Tensor& rows, const std::vector<uint32_t>& row_of,
-                const rows::Bags<float>& bags);
+/// Pools bags into `pooled`. Position p of a bag has the vector `values` + row_of[p] * stride.
+void pool(const float* values, size_t dim, size_t stride, const std::vector<uint32_t>& row_of,
+          const rows::Bags<float>& bags, float* pooled);
+
+/// A part of a lookup with its elements of the tensors of ServerIds, and its place in the reply.
+struct PartView {
+  int table = 0;
+  std::span<const uint64_t> ids{};
+  bool is_pooled = false;
+  rows::Bags<float> bags{};  // if it is pooled
+  size_t first = 0;          // its first number in the reply
+  int64_t vectors = 0;
+};
+/// Returns the parts of `ids`. Throws `protocol` if `ids` is malformed. `dim_of` returns the
+/// numbers of a row of a table, or 0 if there is no such table.
+std::vector<PartView> parts_of(const ServerIds& ids,
+                               const std::function<int64_t(int table)>& dim_of);
 
 /// The gradients of one table, which the kernels add by id in the order of the parts.
 class TableGradients {
  public:
   struct Part {
-    const LookupPart* part;
-    at::Tensor values;                       // [part->vectors(), dim] of any floating type
+    const PartView* part;
+    at::Tensor numbers;                      // float: a LookupReply of gradients
     const rows::IdGroups* groups = nullptr;  // of the part's ids, if they are known
   };
-  explicit TableGradients(const std::vector<Part>& parts);
+  TableGradients(const std::vector<Part>& parts, int64_t dim);
 
   const rows::IdGroups& groups() const { return known_groups_ ? *known_groups_ : own_groups_; }
   rows::Gradients<float> gradients() const {
@@ -34,30 +49,33 @@ class TableGradients {
             factors_.empty() ? nullptr : factors_.data()};
   }
   double norm_squared() const {
-    return rows::gradient_norm_squared(static_cast<size_t>(values_.size(1)), groups(), gradients(),
-                                       0, groups().size());
+    return rows::gradient_norm_squared(dim_, groups(), gradients(), 0, groups().size());
   }
 
  private:
-  at::Tensor values_;           // float [vectors of all parts, dim]
+  const size_t dim_;
+  at::Tensor values_;           // float: the vectors of all parts
   std::vector<uint32_t> rows_;  // the vector of each position
   std::vector<float> factors_;  // by position; empty: 1
   rows::IdGroups own_groups_;
   const rows::IdGroups* known_groups_ = nullptr;
 };
 
-/// A part of a lookup, as the server keeps it for the push.
-struct KeptPart {
-  LookupPart part;
-  rows::IdGroups groups;                 // of part.ids
-  std::vector<rows::RowNumber> numbers;  // the row of each distinct id
+/// A lookup, as the server keeps it for the push.
+struct KeptLookup {
+  struct Part {
+    rows::IdGroups groups;                 // of the part's ids
+    std::vector<rows::RowNumber> numbers;  // the row of each distinct id
+  };
+  ServerIds ids;
+  std::vector<PartView> views;  // of the ids
+  std::vector<Part> parts;
 };
-using KeptLookup = std::vector<KeptPart>;
 
 /// A participant's push of a step. The lookups are taken out of the request's `gradients`.
 struct Push {
   PushRequest request;
-  std::vector<std::pair<std::shared_ptr<const KeptLookup>, LookupReply>> lookups;
+  std::vector<std::pair<std::shared_ptr<const KeptLookup>, LookupGradient>> lookups;
   std::shared_ptr<base::Promise<optim::Norms>> answer;  // null if it has been answered
 };
 
@@ -103,22 +121,22 @@ class TableSet {
   void check_same(const OpenRequest& request) const;
   Table* find(const std::string& name) const;  ///< null if there is none
 
-  /// Looks up the ids of `kept.part`. Returns a vector for each row or bag.
-  at::Tensor read(KeptPart& kept, bool creates) const;
-  /// Throws `protocol` if the gradients have not the shape of the lookup.
-  void check(const KeptLookup& lookup, const LookupReply& gradients) const;
+  /// Looks up `kept.ids` and sets the other members. Makes missing rows if `creates`. Returns
+  /// floats. Throws `protocol` if the ids are malformed.
+  LookupReply read(KeptLookup& kept, bool creates) const;
+  /// Throws `protocol` if the gradients do not fit the lookup.
+  void check(const KeptLookup& lookup, const LookupGradient& gradient) const;
   /// Updates the tables by the mean of `pushes`. Throws `invalid` if their factors differ. Returns
-  /// no norms.
-  optim::Norms apply(const std::vector<Push>& pushes);
+  /// zeros.
+  optim::Norms apply(std::vector<Push>& pushes);
   /// Returns the norms of the mean of `pushes`. Throws `not_finite`.
-  optim::Norms norms(const std::vector<Push>& pushes) const;
+  optim::Norms norms(std::vector<Push>& pushes) const;
 
   std::atomic<uint64_t> updates{0};
   std::shared_ptr<Steps> steps;  // null in async mode; guarded by TableServer's mutex
 
  private:
-  Table& table(const LookupPart& part) const { return *tables_[static_cast<size_t>(part.table)]; }
-  void check(const LookupPart& part) const;
+  Table& table(int index) const { return *tables_[static_cast<size_t>(index)]; }
 
   const OpenRequest options_;
   std::vector<std::unique_ptr<Table>> tables_;

@@ -97,7 +97,7 @@ void run(const Config& config, const char* name, const RowRule& rule, bool all) 
     const std::vector<uint32_t> row_of = groups[0].inverse();
     std::vector<float> pooled(kBags * config.dim);
     measure(config, "pool", [&](int) {
-      pool_rows(rows.data(), config.dim, row_of, bags, pooled.data(), 0, kBags);
+      pool_rows(rows.data(), config.dim, config.dim, row_of, bags, pooled.data(), 0, kBags);
     });
   }
   measure(config, name, [&](int i) {

@@ -18,7 +18,7 @@ inline uint64_t hash_of_id(uint64_t id) {
 }
 
 /// Rows are divided into stripes by the top bits of their hash. Each stripe has a lock.
-inline constexpr int kStripeBits = 6;
+inline constexpr int kStripeBits = 5;
 inline constexpr size_t kStripes = size_t{1} << kStripeBits;
 inline size_t stripe_of(uint64_t hash) { return hash >> (64 - kStripeBits); }
 
@@ -36,9 +36,9 @@ class IdGroups {
   IdGroups() = default;
   explicit IdGroups(std::span<const uint64_t> ids) { assign(ids); }
 
-  /// Groups `ids`: for more than 128 ids by a radix sort of 22 bits of the hash (33 bits for more
-  /// than 2^16 ids), then a comparison sort of the few ids that agree in those bits. Throws
-  /// `invalid` for 2^32 ids or more.
+  /// Groups `ids`. If they are not in the order of their hashes, sorts them: for more than 128 ids
+  /// by a radix sort of 22 bits of the hash (33 bits for more than 2^16 ids), then a comparison
+  /// sort of the few ids that agree in those bits. Throws `invalid` for 2^32 ids or more.
   void assign(std::span<const uint64_t> ids);
 
   size_t size() const { return ids_.size(); }             ///< distinct ids

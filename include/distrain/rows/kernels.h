@@ -89,10 +89,10 @@ void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumbe
                float* values, size_t first, size_t last);
 
 /// Pools the bags `first` to `last` - 1 into `pooled` + bag * dim. Position p adds the vector
-/// `values` + row_of[p] * dim: see copy_rows() and IdGroups::inverse. An empty bag gives zeros. T
-/// is float or double.
+/// `values` + row_of[p] * stride: see copy_rows() and IdGroups::inverse. An empty bag gives zeros.
+/// T is float or double.
 template <class T>
-void pool_rows(const T* values, size_t dim, std::span<const uint32_t> row_of, const Bags<T>& bags,
-               T* pooled, size_t first, size_t last, Isa isa = best_isa());
+void pool_rows(const T* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
+               const Bags<T>& bags, T* pooled, size_t first, size_t last, Isa isa = best_isa());
 
 }  // namespace distrain::rows

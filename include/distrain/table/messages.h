@@ -43,19 +43,29 @@ struct OpenRequest {
       std::tuple(&OpenRequest::tables, &OpenRequest::mode, &OpenRequest::participants,
                  &OpenRequest::participant, &OpenRequest::server, &OpenRequest::servers);
 };
-/// The ids of a query that one server holds.
+/// A query's ids that one server holds, as numbers of elements in the tensors of ServerIds.
 struct LookupPart {
-  int table = 0;   ///< index in OpenRequest::tables
-  at::Tensor ids;  ///< int64 [n]
-  /// int64 [bags + 1]: the server adds the rows of ids offsets[b] to offsets[b + 1] - 1. Undefined:
-  /// it returns the row of each id.
-  at::Tensor offsets;
-  at::Tensor weights;  ///< float [n], of the ids in bags; undefined: 1
+  int table = 0;      ///< index in OpenRequest::tables
+  int64_t ids = 0;    ///< number of ids
+  int64_t bags = -1;  ///< number of bags that the server pools; -1: it returns a row for each id
 
-  /// Returns the number of vectors that the server returns.
-  int64_t vectors() const { return offsets.defined() ? offsets.numel() - 1 : ids.numel(); }
+  int64_t vectors() const { return bags < 0 ? ids : bags; }  ///< number of vectors in the reply
   static constexpr auto kFields =
-      std::tuple(&LookupPart::table, &LookupPart::ids, &LookupPart::offsets, &LookupPart::weights);
+      std::tuple(&LookupPart::table, &LookupPart::ids, &LookupPart::bags);
+};
+
+/// The ids of a lookup that one server holds.
+struct ServerIds {
+  std::vector<LookupPart> parts;
+  /// int64: the ids of all parts, one part after another. Without bags, the ids of a part differ
+  /// and are in the order of rows::hash_of_id().
+  at::Tensor ids;
+  /// int64: for each part with bags, the bags + 1 offsets of its bags in its ids, the first of
+  /// which is 0 and the last the number of ids. Undefined if there is no such part.
+  at::Tensor offsets;
+  at::Tensor weights;  ///< float, of all ids of all parts; undefined: 1
+  static constexpr auto kFields =
+      std::tuple(&ServerIds::parts, &ServerIds::ids, &ServerIds::offsets, &ServerIds::weights);
 };
 
 struct LookupRequest {
@@ -65,13 +75,19 @@ struct LookupRequest {
   uint64_t after = 0;      ///< number of the step that must have ended
   bool evaluates = false;  ///< makes no rows, and the server does not keep the ids
   at::ScalarType dtype = at::kFloat;
-  std::vector<LookupPart> parts;
-  static constexpr auto kFields =
-      std::tuple(&LookupRequest::session, &LookupRequest::lookup, &LookupRequest::oldest,
-                 &LookupRequest::after, &LookupRequest::evaluates, &LookupRequest::dtype,
-                 &LookupRequest::parts);
+  ServerIds ids;
+  static constexpr auto kFields = std::tuple(
+      &LookupRequest::session, &LookupRequest::lookup, &LookupRequest::oldest,
+      &LookupRequest::after, &LookupRequest::evaluates, &LookupRequest::dtype, &LookupRequest::ids);
 };
-using LookupReply = std::vector<at::Tensor>;  ///< by part: [vectors, dim] in the request's dtype
+/// The vectors of all parts, one after another: [numbers] in the request's dtype.
+using LookupReply = at::Tensor;
+
+struct LookupGradient {
+  std::vector<int> parts;  ///< the parts that have a gradient, ascending
+  at::Tensor numbers;      ///< as LookupReply; of other parts it does not matter
+  static constexpr auto kFields = std::tuple(&LookupGradient::parts, &LookupGradient::numbers);
+};
 
 struct PushRequest {
   /// kStage, which is answered with the norms of the step, and kCommit do what kApply does.
@@ -82,8 +98,8 @@ struct PushRequest {
   Phase phase = Phase::kApply;
   double lr_factor = 1;
   double scale = 1;
-  double own_norm = 0;                        ///< optim::NormArguments::own
-  std::map<uint64_t, LookupReply> gradients;  ///< by lookup; undefined: the part has no gradient
+  double own_norm = 0;                           ///< optim::NormArguments::own
+  std::map<uint64_t, LookupGradient> gradients;  ///< by lookup
   static constexpr auto kFields = std::tuple(
       &PushRequest::session, &PushRequest::number, &PushRequest::phase, &PushRequest::lr_factor,
       &PushRequest::scale, &PushRequest::own_norm, &PushRequest::gradients);

@@ -9,6 +9,8 @@
 
 namespace distrain::table {
 
+class LookupPlan;
+
 enum class Pooling : uint8_t { kNone, kSum, kMean };
 
 struct Query {
@@ -92,6 +94,8 @@ class ShardedEmbedding final : public optim::StepTarget {
   struct PreparedStep;
 
   std::vector<std::shared_ptr<Lookup>> take_lookups(uint64_t context);
+  at::Tensor checked(const LookupPlan& plan, const at::Tensor& gradient) const;
+  double norm_squared() const;
   std::vector<base::Future<optim::Norms>> push(PushRequest request, const PreparedStep& step);
 
   const std::vector<TableOptions> tables_;

@@ -342,7 +342,7 @@ TEST_CASE("bags are pooled as sums, means and weighted sums, and empty bags are 
       for (const bool mean : {false, true}) {
         const Bags<float> bags = push.bags(weighted, mean);
         std::vector<float> pooled(bags.size() * dim, NAN);
-        pool_rows(values.data(), dim, row_of, bags, pooled.data(), 0, bags.size());
+        pool_rows(values.data(), dim, dim, row_of, bags, pooled.data(), 0, bags.size());
         double largest = 0;
         for (size_t bag = 0; bag < bags.size(); ++bag) {
           std::vector<double> sum(dim);
@@ -359,7 +359,7 @@ TEST_CASE("bags are pooled as sums, means and weighted sums, and empty bags are 
         CHECK(largest < 1e-5);
         for (const Isa isa : isas()) {
           std::vector<float> other(pooled.size());
-          pool_rows(values.data(), dim, row_of, bags, other.data(), 0, bags.size(), isa);
+          pool_rows(values.data(), dim, dim, row_of, bags, other.data(), 0, bags.size(), isa);
           CHECK(same_bits(other, pooled));
         }
       }

@@ -1,5 +1,6 @@
 // ctest: timeout=120
 // Tests the steps of a TableServer by messages of participants in this process, in a fixed order.
+#include <functional>
 #include <limits>
 
 #include "tables.h"
@@ -24,10 +25,22 @@ struct Server {
   }
   void close(int p) { server.close(sessions[p], process(p)).wait(); }
   Future<LookupReply> look_up(int p, uint64_t lookup, uint64_t after = 0,
-                              table::LookupPart part = {0, kIds, {}, {}}) {
-    return server.look_up(
-        {.session = sessions[p], .lookup = lookup, .after = after, .parts = {std::move(part)}},
-        process(p));
+                              const at::Tensor& ids = in_order(kIds),
+                              const at::Tensor& offsets = {}) {
+    const int64_t bags = offsets.defined() ? offsets.numel() - 1 : -1;
+    return server.look_up({.session = sessions[p],
+                           .lookup = lookup,
+                           .after = after,
+                           .ids = {{{0, ids.numel(), bags}}, ids, offsets, {}}},
+                          process(p));
+  }
+  // Returns the ids in the order of their hashes, as lookups without bags need them.
+  static at::Tensor in_order(const at::Tensor& ids) {
+    const rows::IdGroups groups({reinterpret_cast<const uint64_t*>(ids.const_data_ptr<int64_t>()),
+                                 static_cast<size_t>(ids.numel())});
+    at::Tensor ordered = at::empty_like(ids);
+    std::ranges::copy(groups.ids(), ordered.mutable_data_ptr<int64_t>());
+    return ordered;
   }
   Future<optim::Norms> push(int p, table::PushRequest request) {
     request.session = sessions[p];
@@ -42,7 +55,7 @@ struct Server {
   }
   // Pushes ones as the gradients of a lookup.
   Future<optim::Norms> train(int p, uint64_t number, uint64_t lookup) {
-    return push(p, {.number = number, .gradients = {{lookup, {at::ones({4, 4})}}}});
+    return push(p, {.number = number, .gradients = {{lookup, {{0}, at::ones({16})}}}});
   }
   uint64_t updates() const { return server.updates_of("t"); }
   void lose(int p) {
@@ -178,8 +191,10 @@ TEST_CASE("a refused push ends its step, and a good one follows") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSync);
   constexpr double kInf = std::numeric_limits<double>::infinity();
   const std::vector<table::PushRequest> refused{
-      {.gradients = {{7, {at::ones({4, 4})}}}},  // of an unknown lookup
-      {.gradients = {{1, {at::ones({4, 3})}}}},
+      {.gradients = {{7, {{0}, at::ones({16})}}}},  // of an unknown lookup
+      {.gradients = {{1, {{0}, at::ones({12})}}}},
+      {.gradients = {{1, {{1}, at::ones({16})}}}},
+      {.gradients = {{1, {{0, 0}, at::ones({16})}}}},
       {.scale = 2},
       {.scale = std::numeric_limits<double>::quiet_NaN()},
       {.lr_factor = -1},
@@ -205,6 +220,46 @@ TEST_CASE("a refused push ends its step, and a good one follows") {
   }
 }
 
+TEST_CASE("malformed lookups are refused") {
+  Server server(Mode::kAsync);
+  const at::Tensor ids = Server::in_order(kIds), ends = at::tensor({int64_t{0}, int64_t{4}});
+  const auto request = [&](auto change) {
+    table::LookupRequest it{
+        .session = server.sessions[0], .lookup = 1, .ids = {{{0, 4, 1}}, ids, ends, {}}};
+    change(it.ids);
+    return server.server.look_up(it, Server::process(0));
+  };
+  CHECK(is_good(request([](auto&) {})));
+  const std::vector<std::function<void(table::ServerIds&)>> changes{
+      [](auto& it) { it.parts[0].table = 1; },
+      [](auto& it) { it.parts[0].table = -1; },
+      [](auto& it) { it.parts[0].ids = 3; },
+      [](auto& it) { it.parts[0].ids = 5; },
+      [](auto& it) { it.parts[0].ids = -1; },
+      [](auto& it) { it.parts[0].bags = 2; },
+      [](auto& it) { it.parts[0].bags = -2; },
+      [](auto& it) { it.ids = at::Tensor(); },
+      [](auto& it) { it.ids = it.ids.to(at::kInt); },
+      [](auto& it) { it.offsets = at::Tensor(); },
+      [](auto& it) {
+        it.offsets = at::tensor({int64_t{1}, int64_t{4}});
+      },
+      [](auto& it) {
+        it.offsets = at::tensor({int64_t{0}, int64_t{3}});
+      },
+      [](auto& it) { it.weights = at::ones({3}); },
+      [](auto& it) { it.parts[0].bags = -1; },  // an offset is left
+      [](auto& it) {                            // ids out of order
+        it.parts[0].bags = -1;
+        it.offsets = at::Tensor();
+        it.ids = it.ids.flip(0).contiguous();
+      }};
+  for (size_t i = 0; i < changes.size(); ++i) {
+    CAPTURE(i);
+    CHECK(error_of([&] { static_cast<void>(request(changes[i])); }).kind == ErrorKind::kProtocol);
+  }
+}
+
 TEST_CASE("the lookups that a session keeps on a server are bounded") {
   Server server(Mode::kAsync);
   for (uint64_t i = 1; i <= table::TableServer::kMaxLookups; ++i) {
@@ -217,18 +272,17 @@ TEST_CASE("the lookups that a session keeps on a server are bounded") {
 
 TEST_CASE("the ids that a session keeps on a server are bounded") {
   Server server(Mode::kAsync);
-  const auto part_of = [](int64_t ids) {  // one bag
-    return table::LookupPart{0, at::ones({ids}, at::kLong), at::tensor({int64_t{0}, ids}), {}};
+  const auto look_up = [&](uint64_t lookup, int64_t ids) {  // in one bag
+    return server.look_up(0, lookup, 0, at::ones({ids}, at::kLong), at::tensor({int64_t{0}, ids}));
   };
   constexpr int64_t kMost = table::TableServer::kMaxLookupIds;
   const auto refusal = [&](uint64_t lookup, int64_t ids) {
-    const base::Error error =
-        error_of([&] { static_cast<void>(server.look_up(0, lookup, 0, part_of(ids))); });
+    const base::Error error = error_of([&] { static_cast<void>(look_up(lookup, ids)); });
     CHECK(error.kind == ErrorKind::kResources);
     return error.message;
   };
   CHECK(refusal(1, kMost + 1).find("one of 4194305 ids is too much") != std::string::npos);
-  CHECK(is_good(server.look_up(0, 2, 0, part_of(kMost - 1))));
-  CHECK(is_good(server.look_up(0, 3, 0, part_of(1))));
+  CHECK(is_good(look_up(2, kMost - 1)));
+  CHECK(is_good(look_up(3, 1)));
   CHECK(refusal(4, 1).find("rank 0 has 2 lookups of 4194304 ids without a step") == 0);
 }
