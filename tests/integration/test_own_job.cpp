@@ -186,6 +186,19 @@ TEST_CASE("a second option that counts ranks does not number a single rank") {
   CHECK(job.roles(options).names() == std::vector<std::string>{"trainer0", "server1", "server2"});
 }
 
+TEST_CASE("--world-size sets the first option that counts ranks with a function") {
+  const auto job = job::define<ServerOptions>("towers", "two counted roles")
+                       .role("server", &ServerOptions::servers)
+                       .role("trainer", &ServerOptions::trainers, [](auto&, const auto&) {});
+  CHECK(job.info().count_option == "trainers");
+  CHECK(job.info().other_counts == std::vector<std::string>{"servers"});
+  ServerOptions options;
+  options.trainers = 1;
+  CHECK(job.roles(options).names() == std::vector<std::string>{"server", "trainer1"});
+  options.servers = 2;
+  CHECK(job.roles(options).names() == std::vector<std::string>{"server0", "server1", "trainer2"});
+}
+
 TEST_CASE("a parameter that is not finite is named, and not saved") {
   const Folder folder;
   OwnOptions options;

@@ -161,9 +161,9 @@ class Definition final : public AnyDefinition {
   }
 
   /// Adds a role with the next `count` ranks, a number or an option. `--world-size` sets the first
-  /// such option. The ranks' names end in their number, as in trainer3, if there are several or the
-  /// role has the first option. Each rank runs `main` or, if `main` is empty, serves calls until
-  /// the other ranks are done.
+  /// such option of a role with a `main`, or else the first one. The ranks' names end in their
+  /// number, as in trainer3, if there are several or `--world-size` sets the role's option. Each
+  /// rank runs `main` or, if `main` is empty, serves calls until the other ranks are done.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     return declare([&] {
@@ -177,11 +177,10 @@ class Definition final : public AnyDefinition {
       } else {
         std::string option = list_.name_of(std::get<int Options::*>(count));
         refuse_if(option.empty(), "no option sets its number of ranks");
-        if (info_.count_option.empty()) {
-          info_.count_option = std::move(option);
-        } else {
-          info_.other_counts.push_back(std::move(option));
-        }
+        const bool is_main = info_.count_option.empty() || (main && !has_main_count_);
+        if (main) has_main_count_ = true;
+        if (is_main) std::swap(info_.count_option, option);
+        if (!option.empty()) info_.other_counts.push_back(std::move(option));
       }
       info_.roles.push_back({name, std::move(alias), use});
       roles_.push_back({std::move(name), count, std::move(main)});
@@ -256,8 +255,8 @@ class Definition final : public AnyDefinition {
     for (const RoleRow& row : roles_) {
       const auto* member = std::get_if<int Options::*>(&row.count);
       const int count = member ? options.**member : std::get<int>(row.count);
-      const bool is_first = member && list_.name_of(*member) == info_.count_option;
-      roles.add(row.name, count, is_first || count > 1);
+      const bool is_main = member && list_.name_of(*member) == info_.count_option;
+      roles.add(row.name, count, is_main || count > 1);
     }
     return roles;
   }
@@ -367,6 +366,7 @@ class Definition final : public AnyDefinition {
 
   OptionList<Options> list_;
   std::vector<RoleRow> roles_;
+  bool has_main_count_ = false;  // a role with a `main` has info_.count_option
   std::vector<std::function<void(rpc::Agent&)>> exposures_;
   Main prepare_;
   std::function<void(SingleProcess&, const Options&)> local_;
