@@ -18,7 +18,9 @@ struct PartName {
   std::string name{};  ///< prefix of its tensors' names, as "fc" of "fc.weight"; empty: no prefix
   std::string file = "model";  ///< model, optimizer or state
   bool each_own = false;  ///< each trainer has a part of its own; otherwise the first one's is kept
-  static constexpr auto kFields = std::tuple(&PartName::name, &PartName::file, &PartName::each_own);
+  std::vector<std::string> tensors{};  ///< if not empty: the part has only these tensors
+  static constexpr auto kFields =
+      std::tuple(&PartName::name, &PartName::file, &PartName::each_own, &PartName::tensors);
 
   /// Returns true if the stored `tensor` belongs to this part and, if `each_own`, to `trainer`.
   bool has(const std::string& tensor, int trainer) const;

@@ -175,9 +175,11 @@ class Training : public TrainingPlan {
   using TrainingPlan::keep;
   /// Adds a module on another rank to each checkpoint.
   void keep(const std::string& name, const nn::RemoteModule<>& module);
-  /// Adds an object on another rank to each checkpoint; see expose_parameters().
+  /// Adds an object on another rank to each checkpoint; see expose_parameters(). `tensors` names
+  /// its parameters if other parts have the same `name`.
   template <class T>
-  void keep(const std::string& name, const rpc::RRef<T>& object) {
+  void keep(const std::string& name, const rpc::RRef<T>& object,
+            std::vector<std::string> tensors = {}) {
     rpc::Agent& agent = rank_.agent();
     const auto take = [&agent, object](int) {
       return agent.rpc_sync<&detail::hold_parameters<T>>(rpc::To(object.owner()).without_deadline(),
@@ -187,7 +189,7 @@ class Training : public TrainingPlan {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),
                                                   object, saved);
     };
-    keep(name, {{}, /*once=*/true, take, give});
+    keep(name, {{.tensors = std::move(tensors)}, /*once=*/true, take, give});
   }
   /// Adds to each checkpoint a module of which each trainer has a replica.
   template <class Module>

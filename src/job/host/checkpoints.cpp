@@ -21,6 +21,7 @@ void Held::leave_at(rpc::Agent& agent) {
 
 bool PartName::has(const std::string& tensor, int trainer) const {
   if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+  if (!tensors.empty() && std::ranges::find(tensors, tensor) == tensors.end()) return false;
   return tensor.ends_with(stored("", trainer));
 }
 
