@@ -25,8 +25,11 @@ void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string
   if (!given("std")) options.std = 0.353;
 }
 
-/// Throws `invalid` if `--num-gpus` and `--device` select different devices for the server.
+/// Throws `invalid` if `--num-gpus` does not fit `--servers` or `--device`.
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
+  if (options.num_gpus.value_or(0) > 0 && options.servers > 1 && !preflight.local) {
+    base::invalid("--num-gpus needs one server: with --servers, give --device server=cuda");
+  }
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
   const job::DeviceSpec spec(device, c10::kCUDA, cmd::ps_job().info().roles);
@@ -52,6 +55,9 @@ void check_ps(const PsOptions& options, const job::Preflight& preflight) {
   }
   if (preflight.has_rank_0 && preflight.given("staleness") && options.mode != "ssp") {
     preflight.warn("--staleness has no effect without --mode ssp");
+  }
+  if (preflight.local && preflight.given("servers")) {
+    preflight.warn("--servers has no effect with --local, which has no servers");
   }
   if (preflight.local && options.verify_grads) {
     preflight.warn("--verify-grads has no effect with --local, which sends no gradients");
@@ -90,7 +96,13 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.folder("test-data", &PsOptions::test_data, "evaluate on the test images in DIR at the end")
       .needs("data");
   list.group("Training");
-  list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
+  list.row("trainers").help("run N trainers beside the servers").range(1, 1023);
+  list.integer("servers", &PsOptions::servers, "spread the net's parameters over N servers by size")
+      .range(1, static_cast<double>(ConvNet::names().size()))  // each server has a parameter
+      .may_change()
+      .details(
+          R"(The largest parameter is assigned first, and each goes to the server with the fewest bytes. Trainers
+fetch the parameters from all servers for each forward pass, which the trainers then run.)");
   list.find("mode").choices.push_back("ssp");
   list.find("mode").help += "; ssp: async within --staleness";
   list.integer("staleness", &PsOptions::staleness,
@@ -119,11 +131,13 @@ const job::Definition<PsOptions>& cmd::ps_job() {
               R"(Trains an image classifier on a parameter server that holds the whole net.
 Trainers send their batches to the server over RPC, the server runs the forward
 pass, and distributed autograd runs the backward pass. Rank 0 is the server, and
-ranks 1 to T are the trainers.)")
+ranks 1 to T are the trainers. With --servers S, ranks 0 to S-1 are servers that
+share the net's parameters, and the trainers run the forward passes.)")
           .details(
               R"(The net has two convolutions, max pooling and two linear layers. The passes of several trainers
 run at the same time; each pass uses the parameters that were current at its start. The ranks' roles
-are `parameter_server`, `trainer1`, `trainer2`, .... Only the trainers read the data.
+are `parameter_server`, `trainer1`, `trainer2`, ..., or, with two servers, `parameter_server0`,
+`parameter_server1`, `trainer2`, .... Only the trainers read the data.
 
 `distrain predict CHECKPOINT [FILE]` prints the classes, 0 to 9, of the images in an IDX file, plain
 or gzip, or of the test images in a folder. If there is a file of labels beside the images, `end`
@@ -148,7 +162,7 @@ has the accuracy.)")
           .event("end", "",
                  {sometimes({"staleness", kInteger,
                              "most steps that a trainer was ahead of the slowest"})})
-          .role("parameter_server", 1, {}, Use::kCompute, "server")
+          .role("parameter_server", &PsOptions::servers, {}, Use::kCompute, "server")
           .role("trainer", &PsOptions::trainers, train_ps)
           .expose(expose_ps)
           .local(train_ps_local)
@@ -156,7 +170,7 @@ has the accuracy.)")
           .derive_defaults(derive_ps_defaults)
           .check(check_ps)
           .gpus([](const PsOptions& options, const std::string& rank) {
-            // Only the server uses GPUs. With --local, the job's only process uses them.
+            // --num-gpus is for the server only. With --local, the job's only process uses them.
             return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
           });
   return kJob;

@@ -143,6 +143,52 @@ case_ranks_that_join() {
   expect_no_process "$selected"
 }
 
+# --servers N spreads the parameters.
+case_servers() {
+  local place losses=()
+  run "${ps[@]}" --servers 2 --mode sync --steps 4 --checkpoint "$tmp/saved"
+  expect 0 "two servers"
+  expect_log "two servers"
+  expect_jq '[.[] | select(.event == "start")] | (sort_by(.rank) | map(.role))
+    == ["parameter_server0", "parameter_server1", "trainer2", "trainer3"] and all(.[]; .config.servers == 2)' "two servers"
+  run "${ps[@]}" --world-size 5 --servers 3 --steps 1
+  expect 0 "--world-size with --servers"
+  expect_jq '[.[] | select(.event == "start")] | length == 5 and all(.[]; .config.trainers == 2)' "--world-size with --servers"
+
+  # Any number of servers evaluates the checkpoint and goes on from it.
+  for place in "" "--servers 3" "--servers 1" --local; do
+    # shellcheck disable=SC2086
+    run ps --data "$tmp/data" --resume "$tmp/saved" --eval-only $place
+    expect 0 "evaluated, $place"
+    losses+=("$(jq -r 'select(.event == "eval").loss' "$tmp/out")")
+    # shellcheck disable=SC2086
+    run ps --data "$tmp/data" --resume "$tmp/saved" --steps 5 $place
+    expect 0 "resumed, $place"
+    expect_jq '.[-1].steps == 2' "resumed, $place"
+  done
+  printf '%s\n' "${losses[@]}" | jq -es 'length == 4 and max - min < 1e-5' >/dev/null ||
+    fail "the loss depends on the servers: ${losses[*]}"
+  run ps --data "$tmp/data" --resume "$tmp/saved" --steps 5 --servers 3
+  expect_jq '[.[] | select(.event == "warn" and (.message | contains("servers")))] | length == 1' "another --servers"
+  run predict "$tmp/saved" "$tmp/data"
+  expect 0 "predict"
+  expect_jq '[.[] | select(.event == "prediction")] | length == 32' "predict"
+
+  run ps --data "$tmp/data" --servers 0
+  expect_error 2 invalid "--servers" "--servers 0"
+  run ps --data "$tmp/data" --servers 9
+  expect_error 2 invalid "--servers" "--servers 9"
+  run ps --data "$tmp/data" --servers 2 --num-gpus 1
+  expect_error 2 invalid "--num-gpus needs one server: with --servers, give --device server=cuda" "--num-gpus with --servers"
+  run ps --data "$tmp/data" --servers 3 --world-size 3
+  expect_error 2 invalid "the job needs 3 ranks beside its trainers" "--world-size without trainers"
+  run "${ps[@]}" --local --servers 2 --steps 1
+  expect 0 "--servers with --local"
+  expect_jq '[.[] | select(.event == "warn" and (.message | contains("--servers has no effect")))] | length == 1' \
+    "--servers with --local"
+  expect_no_process "$selected"
+}
+
 # --valid-data and --test-data name other folders.
 case_other_data() {
   make_images "$tmp/valid" 1 12

@@ -50,6 +50,16 @@ case_job_ends() {
   expect 137 "$name"
   expect_jq 'all(.[]; .event != "lost") and .[-1].cause_rank == 0' "$name"
 
+  name="one of two servers is killed, after a loss"
+  start --servers 2 --trainers 3
+  kill -9 "$(pid_of 3)"
+  wait_for_lines 1 lost "$tmp/out"
+  expect_jq '[.[] | select(.event == "lost")] | length == 1 and (.[0] | .lost_role == "trainer3" and .trainers_left == 2)' "$name"
+  kill -9 "$(pid_of 1)"
+  await_end
+  expect 137 "$name"
+  expect_jq '.[-1].cause_rank == 1' "$name"
+
   name="the launcher is told to end, after a loss"
   start --trainers 3
   kill -9 "$(pid_of 1)"

@@ -45,6 +45,64 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   check_close(ranks.file("model"), local.file("model"), 1e-5);
 }
 
+TEST_CASE_METHOD(PsImages, "sync training on several servers equals the one-process run") {
+  PsOptions options = this->options();
+  options.mode = "sync";
+  options.servers = GENERATE(2, 3);
+  options.optimizer = options.servers == 2 ? "sgd" : "adam";
+  options.clip = options.servers == 2 ? 0.5 : 0;  // the norm is that of all servers' gradients
+  options.verify_grads = true;
+  options.limit = 101;
+  options.steps = 8;
+  CAPTURE(options.servers);
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  const Finished ranks = run_job(Place::kRanks, options);
+  CHECK(ranks.outcomes.size() == static_cast<size_t>(options.servers) + 2);
+  CHECK(ranks.fields(0)["updates"] == 8);
+  for (const Json& step : ranks.all("step")) {
+    CAPTURE(step.dump());
+    CHECK(step["version"] == step["step"].get<int64_t>() - 1);
+    CHECK(step["delay"] == 0);
+    CHECK(step["staleness"] == 0);
+  }
+  const Snapshot local = checkpoint_of(Place::kLocal, options);
+  const Snapshot saved = newest_checkpoint(folder.path());
+  CHECK(saved.state == local.state);
+  check_close(saved.file("model"), local.file("model"), 1e-5);
+  check_close(saved.file("optimizer"), local.file("optimizer"), 1e-5);
+}
+
+TEST_CASE_METHOD(PsImages, "one async trainer of two servers equals the one-process run") {
+  PsOptions options = this->options();
+  options.servers = 2;
+  options.trainers = 1;
+  options.steps = 5;
+  check_same(checkpoint_of(Place::kRanks, options), checkpoint_of(Place::kLocal, options));
+}
+
+TEST_CASE_METHOD(PsImages, "several servers train in the modes async and ssp") {
+  PsOptions options = this->options();
+  options.mode = GENERATE("async", "ssp");
+  options.staleness = 1;
+  options.servers = 2;
+  options.trainers = 3;
+  options.batch_size = 2;
+  options.steps = 15;
+  options.verify_grads = true;
+  CAPTURE(options.mode);
+  const Finished job = run_job(Place::kRanks, options, slow_rank<PsOptions>(2, 0.003));
+  const std::vector<Json> steps = job.all("step");
+  REQUIRE(steps.size() == 45);
+  for (const Json& step : steps) {
+    CAPTURE(step.dump());
+    CHECK(step["version"] >= 0);
+    CHECK(step["delay"] >= 0);
+    if (options.mode == "ssp") CHECK(step["staleness"] <= 1);
+  }
+  CHECK(job.fields(0)["updates"] == 45);
+}
+
 TEST_CASE_METHOD(PsImages, "training on images improves and prints the same as one process") {
   PsOptions options = this->options();
   options.mode = "sync";

@@ -50,6 +50,63 @@ TEST_CASE_METHOD(FewPsImages, "an async job resumes with the remaining steps") {
   CHECK(newest_checkpoint(folder.path()).state["position"]["total"] == 40);
 }
 
+TEST_CASE_METHOD(FewPsImages, "a job that was saved by two servers resumes on any number of them") {
+  PsOptions options = this->options();
+  options.optimizer = "adam";
+  options.servers = 2;
+  options.steps = 8;
+  const Snapshot expected = checkpoint_of(Place::kRanks, options);
+  const Folder folder;
+  options.steps = 4;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  run_job(Place::kRanks, options);
+  const Snapshot half = newest_checkpoint(folder.path());
+  options.checkpoint = {"", 0, folder.path()};
+  options.eval_only = true;
+  const std::vector<Json> evaluated = run_job(Place::kRanks, options).all("eval");
+  REQUIRE(evaluated.size() == 1);
+  options.eval_only = false;
+  for (const int servers : {3, 1, 2, 0}) {  // 0: one process
+    CAPTURE(servers);
+    const Place place = servers == 0 ? Place::kLocal : Place::kRanks;
+    options.servers = std::max(servers, 1);
+    options.eval_only = true;
+    options.checkpoint = {"", 0, folder.path()};
+    options.steps = 4;
+    const std::vector<Json> again = run_job(place, options).all("eval");
+    REQUIRE(again.size() == 1);
+    CHECK(again[0]["accuracy"] == evaluated[0]["accuracy"]);
+    CHECK(again[0]["loss"].get<double>() ==
+          Approx(evaluated[0]["loss"].get<double>()).margin(1e-5));
+    options.eval_only = false;
+    const Folder copy;
+    options.checkpoint = {copy.path(), kSaveAtEndOnly, folder.path()};
+    options.steps = 8;
+    run_job(place, options);
+    const Snapshot resumed = newest_checkpoint(copy.path());
+    CHECK(resumed.step == 8);
+    check_close(resumed.file("model"), expected.file("model"), 1e-5);
+    check_close(resumed.file("optimizer"), expected.file("optimizer"), 1e-5);
+    if (servers == 2) check_same(resumed, expected);
+  }
+}
+
+TEST_CASE_METHOD(FewPsImages, "several servers refuse a checkpoint that does not hold the model") {
+  const Folder folder;
+  PsOptions options = this->options();
+  options.servers = 2;
+  options.steps = 2;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  run_job(Place::kRanks, options);
+  check_spoilt_refused(Place::kRanks, options, folder.path(),
+                       {{[](Snapshot& s) { s.files["model"].erase("fc1.weight"); },
+                         "model.safetensors: no fc1.weight"},
+                        {[](Snapshot& s) { s.files["model"]["fc3.bias"] = at::zeros({1}); },
+                         "model.safetensors has fc3.bias, which the model has not"},
+                        {[](Snapshot& s) { s.files["model"]["fc2.bias"] = at::zeros({11}); },
+                         "model.safetensors: fc2.bias has another shape or dtype"}});
+}
+
 TEST_CASE_METHOD(FewPsImages, "a completed job that is resumed ends at once") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();

@@ -4,7 +4,10 @@
 
 #include "ps.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/util/accumulate.h>
@@ -15,19 +18,52 @@
 
 namespace distrain::scenario {
 
-ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
+namespace {
+
+nn::Dropout dropout_of(std::optional<uint64_t> key) {
+  return key ? nn::Dropout({*key}) : nn::Dropout();
+}
+
+// The shapes of the parameters in the order of ConvNet::names(): a weight, its bias, and so on.
+const std::vector<std::vector<int64_t>> kShapes = {{32, 1, 3, 3}, {32},  {64, 32, 3, 3}, {64},
+                                                   {128, 9216},   {128}, {10, 128},      {10}};
+
+}  // namespace
+
+std::vector<size_t> spread_by_size(const std::vector<int64_t>& sizes, int servers) {
+  std::vector<std::pair<int64_t, size_t>> order;  // of negated sizes, so the largest comes first
+  for (size_t i = 0; i < sizes.size(); ++i) order.emplace_back(-sizes[i], i);
+  std::ranges::sort(order);
+  std::vector<int64_t> held(static_cast<size_t>(servers));
+  std::vector<size_t> server_of_each(sizes.size());
+  for (const auto& [negated, tensor] : order) {
+    const auto least = std::ranges::min_element(held);
+    *least -= negated;
+    server_of_each[tensor] = static_cast<size_t>(least - held.begin());
+  }
+  return server_of_each;
+}
+
+ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices, int servers, size_t server)
+    : servers_(servers) {
   const at::Generator generator = nn::keyed_generator({seed});
-  const auto layer = [&](const std::vector<int64_t>& shape, c10::Device device) {
-    const int64_t inputs = c10::multiply_integers(shape) / shape[0];
-    const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
-    for (const at::IntArrayRef sizes : {at::IntArrayRef(shape), at::IntArrayRef(shape[0])}) {
-      parameters_.push_back(nn::uniform(sizes, bound, generator, device).requires_grad_());
-    }
-  };
-  layer({32, 1, 3, 3}, devices.front());
-  layer({64, 32, 3, 3}, devices.front());
-  layer({128, 9216}, devices.back());
-  layer({10, 128}, devices.back());
+  const std::vector<size_t> server_of = server_of_each(servers);
+  for (size_t i = 0; i < kShapes.size(); ++i) {
+    const std::vector<int64_t>& weight = kShapes[i - i % 2];
+    const auto inputs = static_cast<double>(c10::multiply_integers(weight) / weight[0]);
+    const c10::Device device = i < 4 ? devices.front() : devices.back();
+    // Draws the values of other servers' parameters, too, because all come from one generator.
+    at::Tensor parameter = nn::uniform(kShapes[i], 1.0 / std::sqrt(inputs), generator, device);
+    if (server_of[i] != server) continue;
+    names_.push_back(names()[i]);
+    parameters_.push_back(parameter.requires_grad_());
+  }
+}
+
+std::vector<size_t> ConvNet::server_of_each(int servers) {
+  std::vector<int64_t> sizes;
+  for (const auto& shape : kShapes) sizes.push_back(c10::multiply_integers(shape));
+  return spread_by_size(sizes, servers);
 }
 
 const std::vector<std::string>& ConvNet::names() {
@@ -38,7 +74,7 @@ const std::vector<std::string>& ConvNet::names() {
 }
 
 rpc::NamedTensors ConvNet::named_parameters() const {
-  const auto named = optim::named(names(), parameters_);
+  const auto named = optim::named(names_, parameters_);
   return {named.begin(), named.end()};
 }
 
@@ -55,17 +91,17 @@ at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at:
   return at::log_softmax(x, 1);
 }
 
-PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
-                                    std::optional<uint64_t> dropout_key,
-                                    std::optional<double> dropout_rate) {
-  // Trainer t is rank t + 1. Read `progress` before `versions`: an update between the two is then
-  // not counted although `versions` has it, but no update is counted that `versions` lacks.
+PsPass ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
+                                 std::optional<uint64_t> dropout_key,
+                                 std::optional<double> dropout_rate) {
+  // Trainer t is rank t + servers_. Read `progress` before `versions`: an update between the two is
+  // then not counted although `versions` has it, but no update is counted that `versions` lacks.
   const optim::Progress progress =
-      optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
-  const auto versions = autograd::current_versions(call.agent, parameters_);
-  const at::Tensor scores = forward(
-      versions, images, dropout_key ? nn::Dropout({*dropout_key}) : nn::Dropout(), dropout_rate);
-  return {rpc::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
+      optim::progress_of(call.agent, parameters_[0], call.caller.rank - servers_);
+  auto tensors = autograd::current_versions(call.agent, parameters_);
+  if (servers_ == 1) tensors = {forward(tensors, images, dropout_of(dropout_key), dropout_rate)};
+  for (at::Tensor& each : tensors) each = rpc::for_rank(call.agent, call.caller.rank, each);
+  return {std::move(tensors), progress.updates, progress.lead};
 }
 
 at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
@@ -92,28 +128,93 @@ std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t cont
 
 namespace {
 
-/// Returns the server's net. The first call creates it.
-rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed) {
+/// Returns the net of server number `server`. The first call creates it.
+rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed, int servers, size_t server) {
   const auto& devices = call.agent.local<job::Job>().devices;
-  return call.agent.make_rref(call.agent.shared<ConvNet>(seed, devices));
+  return call.agent.make_rref(call.agent.shared<ConvNet>(seed, devices, servers, server));
 }
 
-/// Checks, as the tutorial does, that the gradients of this step are on the server and finite.
-void verify_gradients(const rpc::RRef<ConvNet>& net, const autograd::Context& context, int rank) {
-  const auto gradients = net.rpc_sync<&ConvNet::gradients>(context.id());
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const std::string& name = ConvNet::names()[i];
-    if (!gradients[i].defined()) {
-      throw base::Exception(base::Error{
-          base::ErrorKind::kInternal, "no gradient of " + name + " arrived on the parameter server",
-          rank, "verify-grads"});
-    }
-    if (!gradients[i].isfinite().all().item<bool>()) {
-      throw base::Exception(base::ErrorKind::kNotFinite,
-                            "the gradient of " + name + " is not finite: try a smaller --lr");
+/// The net as a trainer uses it. A single server runs the passes of the net. If there are several
+/// servers, the trainer fetches versions of their parameters and runs the passes itself.
+class RemoteNet {
+ public:
+  RemoteNet(const job::Rank& rank, uint64_t seed) : rank_(rank) {
+    const job::Roles::Role& role = rank.roles().named("parameter_server");
+    server_of_each_ = ConvNet::server_of_each(role.count);
+    for (int i = 0; i < role.count; ++i) {
+      nets_.push_back(rank.agent().rpc_sync<&net_of_job>(role.first + i, seed, role.count, i));
     }
   }
-}
+
+  void keep_in(job::Training& training) const {
+    if (nets_.size() == 1) return training.keep("", nets_[0]);
+    std::vector<std::vector<std::string>> names(nets_.size());
+    for (size_t i = 0; i < server_of_each_.size(); ++i) {
+      names[server_of_each_[i]].push_back(ConvNet::names()[i]);
+    }
+    for (size_t i = 0; i < nets_.size(); ++i) training.keep("", nets_[i], names[i]);
+  }
+
+  std::vector<rpc::RRef<at::Tensor>> parameters() const {
+    return ask_all<&ConvNet::parameter_rrefs, rpc::RRef<at::Tensor>>(std::identity());
+  }
+
+  PsPass forward_training(const at::Tensor& images, std::optional<uint64_t> key,
+                          std::optional<double> rate) const {
+    if (nets_.size() == 1) return nets_[0].rpc_sync<&ConvNet::forward_training>(images, key, rate);
+    PsPass pass{{}, ~uint64_t{0}};
+    const auto versions_in = [&pass](const PsPass& share) {
+      pass.version = std::min(pass.version, share.version);
+      pass.staleness = std::max(pass.staleness, share.staleness);
+      return share.tensors;
+    };
+    auto parameters = ask_all<&ConvNet::forward_training>(versions_in, at::Tensor(), key, rate);
+    for (at::Tensor& each : parameters) each = rpc::to_device(each, rank_.device());
+    pass.tensors = {ConvNet::forward(parameters, images, dropout_of(key), rate)};
+    return pass;
+  }
+
+  at::Tensor forward_evaluating(const at::Tensor& images) const {
+    if (nets_.size() == 1) return nets_[0].rpc_sync<&ConvNet::forward_evaluating>(images);
+    return forward_training(images, {}, {}).tensors[0];
+  }
+
+  /// Checks, as the tutorial does, that the gradients of this step are on the servers and finite.
+  void verify_gradients(const autograd::Context& context) const {
+    const auto gradients = ask_all<&ConvNet::gradients>(std::identity(), context.id());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const std::string& name = ConvNet::names()[i];
+      if (!gradients[i].defined()) {
+        const std::string why = "no gradient of " + name + " arrived on the parameter server";
+        throw base::Exception(
+            base::Error{base::ErrorKind::kInternal, why, rank_.number(), "verify-grads"});
+      }
+      if (!gradients[i].isfinite().all().item<bool>()) {
+        throw base::Exception(base::ErrorKind::kNotFinite,
+                              "the gradient of " + name + " is not finite: try a smaller --lr");
+      }
+    }
+  }
+
+ private:
+  /// Calls `method` on all servers concurrently. `list_in` returns the list in a reply. Returns the
+  /// elements of all lists in the order of ConvNet::names().
+  template <auto method, class T = at::Tensor, class... Args>
+  std::vector<T> ask_all(const auto& list_in, const Args&... args) const {
+    std::vector<decltype(nets_[0].template rpc_async<method>(args...))> replies;
+    for (const auto& net : nets_) replies.push_back(net.template rpc_async<method>(args...));
+    std::vector<std::vector<T>> lists;
+    for (const auto& reply : replies) lists.push_back(list_in(reply.take()));
+    std::vector<size_t> used(lists.size());
+    std::vector<T> all;
+    for (const size_t server : server_of_each_) all.push_back(lists[server].at(used[server]++));
+    return all;
+  }
+
+  const job::Rank& rank_;
+  std::vector<rpc::RRef<ConvNet>> nets_;  // one on each server
+  std::vector<size_t> server_of_each_;    // of each parameter, in the order of ConvNet::names()
+};
 
 }  // namespace
 
@@ -129,28 +230,28 @@ void expose_ps(rpc::Agent& agent) {
 void train_ps(job::Rank& rank, const PsOptions& options) {
   const c10::Device device = rank.device();
   PsData data(options);
-  const auto net = rank.agent().rpc_sync<&net_of_job>("parameter_server", options.seed);
-  optim::DistributedOptimizer optimizer(rank.agent(), net.rpc_sync<&ConvNet::parameter_rrefs>(), {},
-                                        options.rule(), options.sharing(rank.index()));
+  const RemoteNet net(rank, options.seed);
+  optim::DistributedOptimizer optimizer(rank.agent(), net.parameters(), {}, options.rule(),
+                                        options.sharing(rank.index()));
 
   job::Training training(rank, data.plan());
   data.agree(training);
-  training.keep("", net);
+  net.keep_in(training);
   training.keep(optimizer, ConvNet::names());
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&](const at::Tensor& images) {
-    return rpc::to_device(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
+    return rpc::to_device(net.forward_evaluating(images), device);
   });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::to_device(batch.labels, device);
     autograd::Context context(rank.agent());
-    const PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
-        batch.images, dropout_key(options, step), options.dropout);
-    const at::Tensor scores = rpc::to_device(forward.scores, device);
+    const PsPass forward =
+        net.forward_training(batch.images, dropout_key(options, step), options.dropout);
+    const at::Tensor scores = rpc::to_device(forward.tensors[0], device);
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     autograd::backward(context, {loss});
-    if (options.verify_grads) verify_gradients(net, context, rank.number());
+    if (options.verify_grads) net.verify_gradients(context);
     const uint64_t updates = optimizer.step(context);
     training.note_max("staleness", forward.staleness);
     // `delay` is the number of other trainers' updates since the forward pass. It is 0 in sync
@@ -180,9 +281,8 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   training.run(optimizer, [&](const job::Step& step) {
     const int64_t version = optimizer.updates();
     const data::ImageBatch batch = data.batch(step);
-    const auto key = dropout_key(options, step);
     const at::Tensor scores = ConvNet::forward(
-        net.parameters(), batch.images, key ? nn::Dropout({*key}) : nn::Dropout(), options.dropout);
+        net.parameters(), batch.images, dropout_of(dropout_key(options, step)), options.dropout);
     const at::Tensor targets = rpc::to_device(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     return job::Result{

@@ -26,6 +26,7 @@ struct PsOptions : job::TrainerOptions {
   double mean = 0.1307;
   double std = 0.3081;
   std::optional<int> num_gpus;  ///< number of the server's GPUs; nullopt: `--device` decides
+  int servers = 1;              ///< number of servers that share the net's parameters
 };
 
 /// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
@@ -62,21 +63,27 @@ class PsData {
 /// Returns the key of the random dropout in one training step; nullopt if there is no dropout.
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step);
 
-/// The result of a forward pass with the parameters that all trainers share.
-struct PsForward {
-  at::Tensor scores;      ///< log-probabilities [n, 10]
-  uint64_t version = 0;   ///< number of updates in the parameters; a lower bound
-  int64_t staleness = 0;  ///< the caller's lead over the slowest trainer; an upper bound
+/// The reply of a server to a trainer that begins a training pass.
+struct PsPass {
+  std::vector<at::Tensor> tensors;  ///< log-probabilities [n, 10], or versions of the parameters
+  uint64_t version = 0;             ///< number of updates in the parameters; a lower bound
+  int64_t staleness = 0;            ///< the caller's lead over the slowest trainer; an upper bound
   static constexpr auto kFields =
-      std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
+      std::tuple(&PsPass::tensors, &PsPass::version, &PsPass::staleness);
 };
 
-/// The parameter server's model: the net of PyTorch's MNIST example. It has no training flag,
-/// because trainers would share it: each call runs either a training or an evaluation pass.
+/// Assigns tensors of these sizes to servers: the largest first, each to the server with the least
+/// so far, and of several such servers to the first. Returns the number of each tensor's server.
+std::vector<size_t> spread_by_size(const std::vector<int64_t>& sizes, int servers);
+
+/// The net of PyTorch's MNIST example, or the part of it that one of several servers holds. It has
+/// no training flag, because trainers would share it: each call trains or evaluates.
 class ConvNet {
  public:
   /// Initializes as torch.nn does. Convolutions are on the first device, linear layers on the last.
-  explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU});
+  /// Holds the parameters of server number `server`. Their values do not depend on `servers`.
+  explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU},
+                   int servers = 1, size_t server = 0);
 
   /// Computes log-probabilities [n, 10] of images [n, 1, 28, 28]. `parameters` are in the order of
   /// names(), on any devices. The result is on the last parameter's device. `rate` is the rate of
@@ -85,22 +92,26 @@ class ConvNet {
                             nn::Dropout dropout, std::optional<double> rate = {});
 
   static const std::vector<std::string>& names();
+  /// Returns the number of each parameter's server, in the order of names().
+  static std::vector<size_t> server_of_each(int servers);
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   rpc::NamedTensors named_parameters() const;
 
   // Functions that the trainers call over RPC.
 
   /// Runs a training pass on the current versions of the parameters, which concurrent updates do
-  /// not change. Without a `dropout_key` there is no dropout.
-  PsForward forward_training(rpc::CallContext& call, at::Tensor images,
-                             std::optional<uint64_t> dropout_key,
-                             std::optional<double> dropout_rate);
+  /// not change. Without a `dropout_key` there is no dropout. One of several servers returns its
+  /// versions instead, for a pass on the trainer.
+  PsPass forward_training(rpc::CallContext& call, at::Tensor images,
+                          std::optional<uint64_t> dropout_key, std::optional<double> dropout_rate);
   at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  /// Returns the gradients of an autograd context in the order of names(); undefined if missing.
+  /// Returns the gradients of parameters() in an autograd context; undefined if missing.
   std::vector<at::Tensor> gradients(rpc::CallContext& call, uint64_t context);
 
  private:
+  const int servers_;
+  std::vector<std::string> names_;  // of parameters_
   std::vector<at::Tensor> parameters_;
 };
 

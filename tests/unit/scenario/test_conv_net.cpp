@@ -109,3 +109,35 @@ TEST_CASE("the ConvNet's dropout depends on its key") {
   CHECK_FALSE(at::equal(scores(Dropout({4})), scores(Dropout({4}), 0.5)));
   CHECK(at::equal(scores(Dropout({4}), 0), scores(Dropout())));
 }
+
+TEST_CASE("tensors go to the server with the fewest bytes, the largest first") {
+  using Servers = std::vector<size_t>;
+  CHECK(scenario::spread_by_size({}, 2).empty());
+  CHECK(scenario::spread_by_size({4, 1, 9}, 1) == Servers{0, 0, 0});
+  CHECK(scenario::spread_by_size({1, 2, 3, 4}, 2) == Servers{0, 1, 1, 0});
+  CHECK(scenario::spread_by_size({5, 5, 5, 5}, 3) == Servers{0, 1, 2, 0});
+  CHECK(scenario::spread_by_size({1, 8, 1, 3}, 2) == Servers{1, 0, 1, 1});
+  CHECK(scenario::spread_by_size({7}, 3) == Servers{0});
+}
+
+TEST_CASE("the servers of a ConvNet hold all of its parameters once, with the values of one net") {
+  const ConvNet whole(3);
+  CHECK(ConvNet::server_of_each(2) == std::vector<size_t>{1, 1, 1, 1, 0, 1, 1, 1});
+  CHECK(ConvNet::server_of_each(3) == std::vector<size_t>{2, 2, 1, 2, 0, 2, 2, 2});
+  for (int servers = 1; servers <= 8; ++servers) {
+    CAPTURE(servers);
+    NamedTensors all;
+    for (int server = 0; server < servers; ++server) {
+      NamedTensors share = ConvNet(3, {c10::kCPU}, servers, server).named_parameters();
+      CHECK_FALSE(share.empty());
+      all.merge(share);
+      CHECK(share.empty());  // no name is on two servers
+    }
+    REQUIRE(all.size() == 8);
+    for (const auto& [name, parameter] : whole.named_parameters()) {
+      CAPTURE(name);
+      CHECK(at::equal(all.at(name), parameter));
+      CHECK(all.at(name).requires_grad());
+    }
+  }
+}
