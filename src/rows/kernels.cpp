@@ -131,19 +131,19 @@ void update_rows(RowStore& store, const RowRule& rule, const Step& step, const I
   const auto& update = functions_of<float>(isa).update;
   std::vector<float> buffer(dim);
   std::array<RowPointers<float>, kBatch> rows;
-  store.for_each_stripe(
-      groups, first, last, [&](RowStore::LockedStripe& stripe, size_t begin, size_t end) {
+  store.for_each_range(
+      groups, numbers, first, last, [&](RowStore::LockedRows& locked, size_t begin, size_t end) {
         for (; begin < end; begin += kBatch) {
           const size_t count = std::min(kBatch, end - begin);
           for (size_t i = 0; i < count; ++i) {
-            Row& row = stripe.row(numbers[begin + i]);
+            Row& row = locked[begin + i];
             const auto* bytes = reinterpret_cast<const char*>(&row);
             for (size_t at = 0; at < block_bytes; at += 64) __builtin_prefetch(bytes + at, 1);
             __builtin_prefetch(bytes + block_bytes - 1, 1);
             float* value = row.value();
             rows[i] = {value, {value + dim, value + 2 * dim}, &row.row_state, &row.updates};
           }
-          for (size_t i = 0; i < count; ++i) stripe.before_update(numbers[begin + i]);
+          for (size_t i = 0; i < count; ++i) locked.before_update(begin + i);
           update(constants,
                  {gradients, groups.starts().data() + begin, groups.positions().data(), dim,
                   buffer.data()},
@@ -200,26 +200,27 @@ void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumbe
                float* values, size_t first, size_t last) {
   const size_t dim = store.options().dim;
   const size_t bytes = dim * sizeof(float);
-  store.for_each_stripe(
-      groups, first, last, [&](RowStore::LockedStripe& stripe, size_t begin, size_t end) {
-        for (; begin < end; begin += kBatch) {
-          const size_t batch_end = std::min(begin + kBatch, end);
-          for (size_t i = begin; i < batch_end; ++i) {
-            if (numbers[i] == kNoRow) continue;
-            const auto* value = reinterpret_cast<const char*>(stripe.row(numbers[i]).value());
-            for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(value + at);
-            __builtin_prefetch(value + bytes - 1);
-          }
-          for (size_t i = begin; i < batch_end; ++i) {
-            float* to = values + i * dim;
-            if (numbers[i] == kNoRow) {
-              store.initial_value(groups.ids()[i], {to, dim});
-            } else {
-              std::memcpy(to, stripe.row(numbers[i]).value(), bytes);
-            }
-          }
-        }
-      });
+  store.for_each_range(groups, numbers, first, last,
+                       [&](RowStore::LockedRows& locked, size_t begin, size_t end) {
+                         for (; begin < end; begin += kBatch) {
+                           const size_t batch_end = std::min(begin + kBatch, end);
+                           for (size_t i = begin; i < batch_end; ++i) {
+                             if (numbers[i] == kNoRow) continue;
+                             const auto* value = reinterpret_cast<const char*>(locked[i].value());
+                             for (size_t at = 0; at < bytes; at += 64)
+                               __builtin_prefetch(value + at);
+                             __builtin_prefetch(value + bytes - 1);
+                           }
+                           for (size_t i = begin; i < batch_end; ++i) {
+                             float* to = values + i * dim;
+                             if (numbers[i] == kNoRow) {
+                               store.initial_value(groups.ids()[i], {to, dim});
+                             } else {
+                               std::memcpy(to, locked[i].value(), bytes);
+                             }
+                           }
+                         }
+                       });
 }
 
 template <class T>

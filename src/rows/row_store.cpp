@@ -16,7 +16,7 @@
 namespace distrain::rows {
 namespace {
 
-constexpr int kTagBits = 8;
+constexpr int kTagBits = 7;
 constexpr uint32_t kMaxRowsOfStripe = (uint32_t{1} << (32 - kTagBits)) - 1;
 constexpr int kFirstIndexBits = 5;
 constexpr size_t kSegmentBytes = size_t{32} << 10;
@@ -196,29 +196,30 @@ void RowStore::initial_value(uint64_t id, std::span<float> value) const {
   }
 }
 
-// The ids of a stripe are looked up in batches. For each batch, three passes make the cache misses
-// of its ids overlap: prefetch the slots, then prefetch the rows that the slots name, then compare.
+// Looks ids up in batches. For each batch, three passes make the cache misses of its ids overlap:
+// prefetch the slots, then prefetch the rows that the slots name, then compare.
 template <bool kCreate, class Store>
 void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
                         size_t first, size_t last) {
   const std::span<const uint64_t> ids = groups.ids();
   const std::span<const uint64_t> hashes = groups.hashes();
+  const auto stripe_at = [&](size_t i) -> auto& { return store.stripes_[stripe_of(hashes[i])]; };
   for (size_t begin = first; begin < last;) {
-    const size_t end_of_ids = end_of_stripe(hashes, begin, last);
-    auto& stripe = store.stripes_[stripe_of(hashes[begin])];
-    const std::lock_guard lock(stripe.mutex);
+    const size_t end_of_ids = end_of_range(hashes, begin, last);
+    const StripeLocks locks(store, stripe_of(hashes[begin]), stripe_of(hashes[end_of_ids - 1]));
     while (begin < end_of_ids) {
       const size_t end = std::min(begin + kLookupBatch, end_of_ids);
-      if (!stripe.index.empty()) {
-        for (size_t i = begin; i < end; ++i) {
-          __builtin_prefetch(&stripe.index[home_of(stripe, hashes[i])]);
-        }
-        for (size_t i = begin; i < end; ++i) {
-          const uint32_t slot = stripe.index[home_of(stripe, hashes[i])];
-          if (slot != 0) __builtin_prefetch(store.row(stripe, (slot >> kTagBits) - 1));
-        }
+      for (size_t i = begin; i < end; ++i) {
+        const auto& stripe = stripe_at(i);
+        if (!stripe.index.empty()) __builtin_prefetch(&stripe.index[home_of(stripe, hashes[i])]);
       }
       for (size_t i = begin; i < end; ++i) {
+        const auto& stripe = stripe_at(i);
+        const uint32_t slot = stripe.index.empty() ? 0 : stripe.index[home_of(stripe, hashes[i])];
+        if (slot != 0) __builtin_prefetch(store.row(stripe, (slot >> kTagBits) - 1));
+      }
+      for (size_t i = begin; i < end; ++i) {
+        auto& stripe = stripe_at(i);
         numbers[i] = store.find_locked(stripe, ids[i], hashes[i]);
         if constexpr (kCreate) {
           if (numbers[i] == kNoRow) {

@@ -18,7 +18,7 @@ inline uint64_t hash_of_id(uint64_t id) {
 }
 
 /// Rows are divided into stripes by the top bits of their hash. Each stripe has a lock.
-inline constexpr int kStripeBits = 5;
+inline constexpr int kStripeBits = 4;
 inline constexpr size_t kStripes = size_t{1} << kStripeBits;
 inline size_t stripe_of(uint64_t hash) { return hash >> (64 - kStripeBits); }
 

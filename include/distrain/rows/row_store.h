@@ -121,21 +121,21 @@ class RowStore {
   /// Ends the snapshot, complete or not. `on_overwrite` is not called after the return.
   void end_snapshot();
 
-  class LockedStripe;
-  /// Locks a stripe, so that its rows may be read and updated.
-  LockedStripe lock(size_t stripe);
-
-  /// Calls `f(LockedStripe&, begin, end)` for each stripe among the ids `first` to `last` - 1 of
-  /// `groups`; `begin` to `end` - 1 are the ids of the stripe.
+  class LockedRows;
+  /// Calls `f(LockedRows&, begin, end)` for adjacent ranges of the ids `first` to `last` - 1 of
+  /// `groups`, whose row numbers are in `numbers`. A range has at least 64 ids, if there are so
+  /// many, so that cache misses of its rows can overlap.
   template <class F>
-  void for_each_stripe(const IdGroups& groups, size_t first, size_t last, F f);
+  void for_each_range(const IdGroups& groups, std::span<const RowNumber> numbers, size_t first,
+                      size_t last, F f);
 
  private:
+  class StripeLocks;
   struct alignas(64) Stripe {
     mutable std::mutex mutex;
     uint32_t rows = 0;
     int index_bits = 0;           // the index has 2^index_bits slots, or none
-    std::vector<uint32_t> index;  // row number + 1 above 8 bits of hash; 0: an empty slot
+    std::vector<uint32_t> index;  // row number + 1 above 7 bits of hash; 0: an empty slot
     std::vector<std::byte*> segments;
     // The snapshot's rows of this stripe; `saved` is empty if there is no snapshot.
     std::vector<uint64_t> saved;
@@ -183,45 +183,69 @@ class RowStore {
   size_t chunk_used_;  // bytes of the last chunk that segments occupy
 };
 
-/// Holds the lock of a stripe.
-class RowStore::LockedStripe {
+/// Holds the locks of adjacent stripes. Locks them in ascending order, so threads do not deadlock.
+class RowStore::StripeLocks {
  public:
-  Row& row(RowNumber number) { return *store_.row(stripe_, number); }
-  uint32_t rows() const { return stripe_.rows; }
+  StripeLocks(const RowStore& store, size_t first, size_t last)
+      : store_(store), first_(first), last_(last) {
+    for (size_t i = first_; i <= last_; ++i) store_.stripes_[i].mutex.lock();
+  }
+  ~StripeLocks() {
+    for (size_t i = first_; i <= last_; ++i) store_.stripes_[i].mutex.unlock();
+  }
+  StripeLocks(const StripeLocks&) = delete;
+
+ private:
+  const RowStore& store_;
+  const size_t first_, last_;
+};
+
+/// The rows of the ids of an IdGroups, some of which are locked.
+class RowStore::LockedRows {
+ public:
+  /// Returns the row of the i-th id, which must be in the range of for_each_range().
+  Row& operator[](size_t i) { return *store_.row(stripe(i), numbers_[i]); }
   /// Must be called before each update of a row: passes the row to the snapshot that needs it.
-  void before_update(RowNumber number) {
-    if (!stripe_.saved.empty() && number < stripe_.snapshot_rows && mark_saved(stripe_, number)) {
-      store_.on_overwrite_(stripe_.first_position + number, row(number));
+  void before_update(size_t i) {
+    Stripe& its = stripe(i);
+    if (its.saved.empty() || numbers_[i] >= its.snapshot_rows || !mark_saved(its, numbers_[i])) {
+      return;
     }
+    store_.on_overwrite_(its.first_position + numbers_[i], (*this)[i]);
   }
 
  private:
   friend class RowStore;
-  LockedStripe(RowStore& store, Stripe& stripe)
-      : store_(store), stripe_(stripe), lock_(stripe.mutex) {}
+  LockedRows(RowStore& store, std::span<const uint64_t> hashes, std::span<const RowNumber> numbers)
+      : store_(store), hashes_(hashes), numbers_(numbers) {}
+  Stripe& stripe(size_t i) { return store_.stripes_[stripe_of(hashes_[i])]; }
 
   RowStore& store_;
-  Stripe& stripe_;
-  const std::lock_guard<std::mutex> lock_;
+  const std::span<const uint64_t> hashes_;
+  const std::span<const RowNumber> numbers_;
 };
 
-inline RowStore::LockedStripe RowStore::lock(size_t stripe) {
-  return LockedStripe(*this, stripes_[stripe]);
-}
-
-/// Returns the end of the ids that are of the stripe of the id `begin`, at most `last`.
-inline size_t end_of_stripe(std::span<const uint64_t> hashes, size_t begin, size_t last) {
+/// Returns the end of a range of ids that begins at `begin` and has all its ids of its stripes: at
+/// least 64 ids or up to `last`.
+inline size_t end_of_range(std::span<const uint64_t> hashes, size_t begin, size_t last) {
+  constexpr size_t kLeast = 64;
   size_t end = begin + 1;
-  while (end < last && stripe_of(hashes[end]) == stripe_of(hashes[begin])) ++end;
+  while (end < last &&
+         (end - begin < kLeast || stripe_of(hashes[end]) == stripe_of(hashes[end - 1]))) {
+    ++end;
+  }
   return end;
 }
 
 template <class F>
-void RowStore::for_each_stripe(const IdGroups& groups, size_t first, size_t last, F f) {
+void RowStore::for_each_range(const IdGroups& groups, std::span<const RowNumber> numbers,
+                              size_t first, size_t last, F f) {
+  const std::span<const uint64_t> hashes = groups.hashes();
+  LockedRows rows(*this, hashes, numbers);
   for (size_t begin = first; begin < last;) {
-    const size_t end = end_of_stripe(groups.hashes(), begin, last);
-    LockedStripe stripe = lock(stripe_of(groups.hashes()[begin]));
-    f(stripe, begin, end);
+    const size_t end = end_of_range(hashes, begin, last);
+    const StripeLocks locks(*this, stripe_of(hashes[begin]), stripe_of(hashes[end - 1]));
+    f(rows, begin, end);
     begin = end;
   }
 }
