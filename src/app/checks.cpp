@@ -161,8 +161,8 @@ std::string read_token(const std::string& path) {
 }
 
 /// A fault of --inject. `delay=50ms` delays each call. `stage=100ms` makes a pipeline stage sleep
-/// instead of computing. `fail=checkpoint.3` kills rank 0 at the third system call of its first
-/// save. `save=200ms` delays saves.
+/// instead of computing. `fail=checkpoint.3` kills rank 0, or a rank that writes a part of
+/// the checkpoint, at the third system call of its first save. `save=200ms` delays saves.
 struct InjectedFault {
   std::string text;         // as the user gave it
   std::string kind;         // delay, stage, fail or save
@@ -324,7 +324,14 @@ std::string take_token(const ParsedOptions& options, Placement& placement) {
   return token;
 }
 
-void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement) {
+void check_injections(const ParsedOptions& options, const job::AnyDefinition& job,
+                      Placement& placement) {
+  const std::string saving_role = job.saving_role(options);
+  const job::Roles roles = job.roles(options);
+  const auto saves = [&](int rank, bool has_part) {
+    return rank == 0 || (has_part && !saving_role.empty() && !placement.is_local() &&
+                         roles.named(saving_role).has(rank));
+  };
   for (const InjectedFault& fault : faults_of(options)) {
     const std::string where = "--inject " + fault.text;
     const bool is_stage = fault.kind == "stage";
@@ -334,9 +341,13 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
       invalid(where + ": with --rank auto, rank 0 assigns the rank later");
     }
     placement.check_rank(rank, where);
-    if (is_stage && !has_stages) invalid(where + ": this job has no stages");
+    if (is_stage && !job.info().has_stages) invalid(where + ": this job has no stages");
     if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, not a stage");
-    if (of_saves && rank != 0) invalid(where + ": only rank 0 saves checkpoints");
+    if (of_saves && !saves(rank, fault.kind == "fail")) {
+      invalid(where + ": only rank 0 saves checkpoints" +
+              (fault.kind == "fail" && !saving_role.empty() ? ", and the ranks of " + saving_role
+                                                            : ""));
+    }
     if (of_saves && options.text("checkpoint").empty()) {
       placement.warn(where + " has no effect without --checkpoint");
     }

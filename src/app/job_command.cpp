@@ -352,7 +352,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                       .ranks = placement.here(),
                       .warn = [&](const std::string& message) { placement.warn(message); }});
     check_devices(options, definition, placement);
-    check_injections(options, command.has_stages, placement);
+    check_injections(options, definition, placement);
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));

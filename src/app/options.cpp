@@ -132,8 +132,8 @@ several launchers start ranks on this host, the number is known only when all ra
       "inject faults for tests: delay=50ms@rank=2, fail=checkpoint.3, save=200ms")
       .details(
           R"(`delay` delays each call of the rank, or of every rank without `@rank`; `fail=checkpoint.N` kills
-rank 0 at the Nth system call of its first save; `save` delays the writing of each checkpoint.
-Times are in us, ms or s.)");
+rank 0, or the given server of tables, at the Nth system call of its first save; `save` delays the
+writing of each checkpoint. Times are in us, ms or s.)");
   flag("pretty", "print lines for people on standard output in place of JSON")
       .details(
           "The environment variable DISTRAIN_PRETTY=1 does so if standard output is a terminal.")

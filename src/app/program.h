@@ -119,8 +119,9 @@ std::string take_token(const ParsedOptions& options, Placement& placement);
 void check_options(const ParsedOptions& options, Placement& placement);
 
 /// Throws `invalid` if `--inject KIND=VALUE[@rank=N][,...]` is malformed or has a fault that cannot
-/// occur. Warns in `placement` of faults without effect. `has_stages`: ranks 1, 2, ... are stages.
-void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement);
+/// occur. Warns in `placement` of faults without effect.
+void check_injections(const ParsedOptions& options, const job::AnyDefinition& job,
+                      Placement& placement);
 /// Returns the injected faults of `rank`. If a kind of fault is given twice, the last one applies.
 job::Injection injection_of(const ParsedOptions& options, int rank);
 

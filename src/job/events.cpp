@@ -152,7 +152,10 @@ std::vector<Event> common_events() {
         {"path", kText, "folder of the checkpoint"},
         {"step", kInteger, "number of completed steps, batches or episodes"},
         {"wall_s", kNumber, "duration of the save or load in seconds"},
-        sometimes({"held_s", kNumber, "seconds that training paused for the save"})}},
+        sometimes({"held_s", kNumber, "seconds that training paused for the save"}),
+        sometimes(
+            {"stalled_s", kNumber,
+             "seconds for which updates of tables waited for the save, at most on a server"})}},
       {"restart",
        "printed when the launcher restarts ranks (--max-restarts)",
        {{"ranks", kIntegers, "ranks that restart: all of this launcher's, or one lost trainer"},

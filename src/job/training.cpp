@@ -80,6 +80,16 @@ void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   keep("", {{.file = "optimizer"}, /*once=*/true, take, give});
 }
 
+void TrainingPlan::keep(const std::string& name, const table::ShardedEmbedding& tables) {
+  if (!plan_.tables.empty() &&
+      (plan_.table_servers != tables.servers() || plan_.local_tables != tables.local_server())) {
+    base::invalid("the tables " + name + " are on other servers than the tables before them");
+  }
+  for (const std::string& table : tables.table_names()) plan_.tables.push_back(table);
+  plan_.table_servers = tables.servers();
+  plan_.local_tables = tables.local_server();
+}
+
 void TrainingPlan::warn_of_one_label(const std::string& path, const std::string& label) {
   if (own_.front() != 0) return;
   process_.sink().warn(base::ErrorKind::kBadData, path + ": all examples have the label " + label +
@@ -118,6 +128,7 @@ void TrainingPlan::attach() {
                          "from one begins with fresh momentum and moments");
   }
   if (attached.path.empty()) return;
+  if (!plan_.tables.empty() && own_.front() == 0) ask<&TrainingHost::load_tables>();
   for (const int trainer : own_) {
     for (const Part& part : parts_) {
       if (part.once && trainer != 0) continue;

@@ -62,13 +62,9 @@ inline constexpr const char* kManifestName = "manifest.json";
 
 /// The content of manifest.json: see checkpoint_store.h.
 struct Manifest {
-  struct File {
-    uint64_t bytes = 0;
-    uint64_t hash = 0;
-  };
   int64_t generation = 0;  ///< of the saving job: Note [One job saves in a folder]
   int64_t step = 0;
-  std::map<std::string, File> files;
+  std::map<std::string, FileSum> files;
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
 };
 

@@ -109,7 +109,7 @@ class Parser {
   }
 
   // Accepts only plain names, so that no file outside of the checkpoint is opened.
-  Manifest::File parse_file(const std::string& name, const Json& file) const {
+  FileSum parse_file(const std::string& name, const Json& file) const {
     const std::string what = "file " + base::in_quotes(name);
     const bool plain = std::ranges::none_of(
         name, [](unsigned char c) { return c == '/' || c < 0x20 || c == 0x7F; });

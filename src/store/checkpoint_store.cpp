@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <random>
 #include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "checkpoint_folder.h"
 #include "distrain/base/error.h"
@@ -44,34 +47,38 @@ std::optional<std::string> newest_in(const OpenFolder& folder) {
   return steps.empty() ? std::nullopt : std::optional(saves->name(*steps.rbegin()));
 }
 
-std::vector<uint8_t> read_listed(const OpenFolder& checkpoint, const std::string& name,
-                                 const Manifest::File& listed) {
-  InputFile file(checkpoint, name);
-  const auto check_size = [&](uint64_t size) {
-    if (size == listed.bytes) return;
-    bad_data(file.path() + ": of " + std::to_string(size) + " bytes, the manifest says " +
+// Opens a file of a checkpoint and compares its size and hash with the manifest.
+std::shared_ptr<const InputFile> open_listed(const OpenFolder& checkpoint, const std::string& name,
+                                             const FileSum& listed) {
+  auto file = std::make_shared<InputFile>(checkpoint, name);
+  if (file->size() != listed.bytes) {
+    bad_data(file->path() + ": of " + std::to_string(file->size()) + " bytes, the manifest says " +
              std::to_string(listed.bytes));
-  };
-  check_size(file.size());
-  auto bytes = read_to_end<std::vector<uint8_t>>(file, listed.bytes);
-  check_size(bytes.size());
-  if (content_hash({reinterpret_cast<const char*>(bytes.data()), bytes.size()}) != listed.hash) {
-    bad_data(file.path() + ": damaged: its checksum differs from the one in manifest.json");
   }
-  return bytes;
+  std::vector<uint8_t> piece(std::min<uint64_t>(kPieceBytes, listed.bytes));
+  ContentHasher hasher;
+  for (uint64_t done = 0; done < listed.bytes; done += piece.size()) {
+    piece.resize(std::min<uint64_t>(piece.size(), listed.bytes - done));
+    file->read_at(done, piece);
+    hasher.add(piece);
+  }
+  if (hasher.value() != listed.hash) {
+    bad_data(file->path() + ": damaged: its checksum differs from the one in manifest.json");
+  }
+  return file;
 }
 
-enum class Depth { kManifest, kTensors };
+enum class Depth { kManifest, kFiles };
 
 LoadedCheckpoint load_one(const OpenFolder& folder, Depth depth) {
   Manifest manifest = read_manifest(folder);
-  LoadedCheckpoint loaded{folder.path(), {manifest.step, {}, std::move(manifest.state)}};
+  LoadedCheckpoint loaded{folder.path(), manifest.step, std::move(manifest.state)};
   if (depth == Depth::kManifest) return loaded;
   for (const auto& [name, listed] : manifest.files) {
-    const std::string path = folder.path_of(name);
-    loaded.checkpoint.files[name] = with_memory_for(path, [&, &name = name, &listed = listed] {
-      return parse_safetensors(read_listed(folder, name, listed), path);
-    });
+    const auto file = open_listed(folder, name, listed);
+    if (name.ends_with(".json")) continue;
+    loaded.files.emplace(name, SafetensorsFile(file->path(), file->size(),
+                                               [file](auto... range) { file->read_at(range...); }));
   }
   return loaded;
 }
@@ -92,8 +99,6 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
   });
 }
 
-constexpr size_t kPiece = size_t{4} << 20;  // write() finds a hashed piece in the CPU's cache
-
 // Returns the saves in a folder. Throws `bad_data` if a checkpoint is a symbolic link.
 Saves real_saves(const OpenFolder& folder) {
   auto saves = find_saves(folder);
@@ -112,151 +117,19 @@ OpenFolder make_and_open(const OpenFolder& folder, const std::string& name) {
   return *std::move(made);
 }
 
-class Save {
- public:
-  Save(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep)
-      : claim_(claim),
-        checkpoint_(checkpoint),
-        keep_(keep),
-        manifest_{claim.generation(), checkpoint.step, {}, checkpoint.state} {
-    for (const auto& [name, tensors] : checkpoint.files) {
-      const std::string& header = headers_[name] = safetensors_header(tensors);
-      uint64_t bytes = header.size();
-      for (const auto& [_, tensor] : tensors) bytes += tensor.nbytes();
-      manifest_.files[name].bytes = bytes;
-    }
-    manifest_text(manifest_);  // throws early if load() would refuse the checkpoint
-  }
-
-  std::string run() {
-    claim_.check();
-    clean_up();
-    try {
-      write();
-      publish();
-    } catch (const Exception&) {
-      // Frees disk space, unless another job has put its own folder under this name.
-      const std::string name = own_name(kUnfinished);
-      if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
-      throw;
-    }
-    retire(own_name(kReplaced), checkpoint_.step);
-    remove_old();
-    return folder().path_of(own_name(kWhole));
-  }
-
- private:
-  const OpenFolder& folder() const { return claim_.folder(); }
-  std::string own_name(std::string_view prefix) const { return name_of(prefix, checkpoint_.step); }
-
-  void clean_up() const {
-    const Saves saves = real_saves(folder());
-    for (const std::string& name : saves.remains) {
-      claim_.check();
-      folder().remove_folder(name);
-    }
-    for (const int64_t step : saves.replaced) {
-      const std::string replaced = name_of(kReplaced, step);
-      if (!saves.whole.contains(step)) {
-        folder().rename(replaced, name_of(kWhole, step));
-      } else {
-        retire(replaced, step);
-      }
-    }
-  }
-
-  void write() {
-    unfinished_ = make_and_open(folder(), own_name(kUnfinished));
-    for (const auto& [name, tensors] : checkpoint_.files) {
-      manifest_.files[name].hash = write_file(name, headers_[name], tensors);
-    }
-    write_file(kManifestName, manifest_text(manifest_), {});
-    unfinished_->sync();
-  }
-
-  // Writes a file of the checkpoint and returns its hash.
-  uint64_t write_file(const std::string& name, std::string_view begin,
-                      const rpc::NamedTensors& tensors) const {
-    OutputFile file = unfinished_->create(name);
-    ContentHasher hasher;
-    const auto put = [&](const void* data, size_t size) {
-      std::span<const uint8_t> bytes(static_cast<const uint8_t*>(data), size);
-      while (!bytes.empty()) {
-        const auto piece = bytes.first(std::min(bytes.size(), kPiece));
-        hasher.add(piece);
-        file.write(piece);
-        bytes = bytes.subspan(piece.size());
-      }
-    };
-    put(begin.data(), begin.size());
-    for (const auto& [_, tensor] : tensors) put(tensor.const_data_ptr(), tensor.nbytes());
-    file.finish();
-    return hasher.value();
-  }
-
-  void publish() {
-    const std::string whole = own_name(kWhole);
-    const std::string replaced = own_name(kReplaced);
-    claim_.check();
-    const bool replaces = folder().rename(whole, replaced);
-    try {
-      if (!folder().rename(own_name(kUnfinished), whole)) {
-        Disk::fail("cannot rename", unfinished_->path());
-      }
-      claim_.has_saved();
-    } catch (const Exception&) {
-      if (replaces) folder().rename(replaced, whole);
-      throw;
-    }
-    folder().sync();
-    // Another user who can write to the folder may have replaced the new checkpoint.
-    if (!folder().leads_to(whole, unfinished_->fd())) {
-      base::bad_data(folder().path_of(whole) + ": not the folder that was written");
-    }
-  }
-
-  // Removes old checkpoints. Keeps checkpoints of later steps, because they belong to another run.
-  void remove_old() const {
-    auto others = real_saves(folder()).whole;
-    others.erase(others.lower_bound(checkpoint_.step), others.end());
-    while (static_cast<int64_t>(others.size()) >= keep_) {
-      const int64_t step = *others.begin();
-      others.erase(others.begin());
-      retire(name_of(kWhole, step), step);
-    }
-  }
-
-  // Removes an old checkpoint. Ignores errors, because the new checkpoint is safe already and the
-  // next save retries. Throws only if another job has taken over the folder.
-  void retire(const std::string& name, int64_t step) const {
-    claim_.check();
-    const std::string old = name_of(kOld, step);
-    try {
-      if (folder().rename(name, old)) folder().remove_folder(old);
-    } catch (const Exception&) {
-    }
-  }
-
-  FolderClaim& claim_;
-  const Checkpoint& checkpoint_;
-  const int64_t keep_;
-  std::map<std::string, std::string> headers_;
-  Manifest manifest_;
-  std::optional<OpenFolder> unfinished_;
-};
-
-// Checks that the folder can be written.
-void try_folder(const OpenFolder& folder) {
-  real_saves(folder);
-  // If the process dies before it removes the trial folder, the next save removes that folder.
+// Calls `use` with the path of a file of this name, which is then removed. If the process dies
+// before, the next save removes the file's folder.
+void with_file(const OpenFolder& folder, const std::string& file_name,
+               const std::function<void(const std::string& path)>& use) {
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);
   try {
-    OutputFile file = made.create("trial");
+    OutputFile file = made.create(file_name);
     const uint8_t byte = 0;
     file.write({&byte, 1});
     file.finish();
+    use(made.path_of(file_name));
   } catch (const Exception&) {
     folder.remove_folder(trial);
     throw;
@@ -265,6 +138,124 @@ void try_folder(const OpenFolder& folder) {
 }
 
 }  // namespace
+
+Saving::Saving(FolderClaim& claim, int64_t step, nlohmann::ordered_json state, int64_t keep)
+    : claim_(claim), step_(step), state_(std::move(state)), keep_(keep) {
+  manifest();  // throws early if load() would refuse the checkpoint
+  claim_.check();
+  clean_up();
+  unfinished_ = make_and_open(folder(), own_name(kUnfinished));
+}
+
+Saving::~Saving() {
+  if (!unfinished_) return;
+  try {
+    // Frees disk space, unless another job has put its own folder under this name.
+    const std::string name = own_name(kUnfinished);
+    if (folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
+  } catch (const std::exception&) {
+  }
+}
+
+std::string Saving::manifest() const {
+  return manifest_text({claim_.generation(), step_, files_, state_});
+}
+
+OutputFile Saving::create(const std::string& name) const {
+  manifest_text({0, 0, {{name, {}}}, nlohmann::ordered_json::object()});  // checks the name
+  return unfinished_->create(name);
+}
+
+OutputFile Saving::create(const std::string& name, std::span<TensorInfo> tensors) const {
+  const std::string header = safetensors_header(tensors);
+  OutputFile file = create(name);
+  file.write({reinterpret_cast<const uint8_t*>(header.data()), header.size()});
+  return file;
+}
+
+void Saving::adopt(const std::string& name, const FileSum& sum) {
+  const InputFile file(*unfinished_, name);
+  if (file.size() != sum.bytes) {
+    bad_data(file.path() + ": of " + std::to_string(file.size()) + " bytes, its writer says " +
+             std::to_string(sum.bytes));
+  }
+  files_[name] = sum;
+}
+
+std::string Saving::commit() {
+  const std::string text = manifest();
+  OutputFile file = unfinished_->create(kManifestName);
+  file.write({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+  file.finish();
+  unfinished_->sync();
+  publish();
+  unfinished_.reset();
+  retire(own_name(kReplaced), step_);
+  remove_old();
+  return folder().path_of(own_name(kWhole));
+}
+
+const OpenFolder& Saving::folder() const { return claim_.folder(); }
+std::string Saving::own_name(std::string_view prefix) const { return name_of(prefix, step_); }
+
+void Saving::clean_up() const {
+  const Saves saves = real_saves(folder());
+  for (const std::string& name : saves.remains) {
+    claim_.check();
+    folder().remove_folder(name);
+  }
+  for (const int64_t step : saves.replaced) {
+    const std::string replaced = name_of(kReplaced, step);
+    if (!saves.whole.contains(step)) {
+      folder().rename(replaced, name_of(kWhole, step));
+    } else {
+      retire(replaced, step);
+    }
+  }
+}
+
+void Saving::publish() {
+  const std::string whole = own_name(kWhole);
+  const std::string replaced = own_name(kReplaced);
+  claim_.check();
+  const bool replaces = folder().rename(whole, replaced);
+  try {
+    if (!folder().rename(own_name(kUnfinished), whole)) {
+      Disk::fail("cannot rename", unfinished_->path());
+    }
+    claim_.has_saved();
+  } catch (const Exception&) {
+    if (replaces) folder().rename(replaced, whole);
+    throw;
+  }
+  folder().sync();
+  // Another user who can write to the folder may have replaced the new checkpoint.
+  if (!folder().leads_to(whole, unfinished_->fd())) {
+    base::bad_data(folder().path_of(whole) + ": not the folder that was written");
+  }
+}
+
+// Removes old checkpoints. Keeps checkpoints of later steps, because they belong to another run.
+void Saving::remove_old() const {
+  auto others = real_saves(folder()).whole;
+  others.erase(others.lower_bound(step_), others.end());
+  while (static_cast<int64_t>(others.size()) >= keep_) {
+    const int64_t step = *others.begin();
+    others.erase(others.begin());
+    retire(name_of(kWhole, step), step);
+  }
+}
+
+// Removes an old checkpoint. Ignores errors, because the new checkpoint is safe already and the
+// next save retries. Throws only if another job has taken over the folder.
+void Saving::retire(const std::string& name, int64_t step) const {
+  claim_.check();
+  const std::string old = name_of(kOld, step);
+  try {
+    if (folder().rename(name, old)) folder().remove_folder(old);
+  } catch (const Exception&) {
+  }
+}
 
 CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, int64_t keep)
     : folder_(without_slashes(std::move(folder))),
@@ -275,16 +266,38 @@ CheckpointStore::~CheckpointStore() = default;
 
 void CheckpointStore::prepare() {
   if (!claim_) claim_ = std::make_unique<FolderClaim>(probe_, folder_, Missing::kMake);
-  try_folder(claim_->folder());
+  real_saves(claim_->folder());
+  with_file(claim_->folder(), "trial", [](const std::string&) {});
 }
 
 std::optional<std::string> CheckpointStore::why_no_lock() const {
   return claim_ ? claim_->why_no_lock() : std::nullopt;
 }
 
-std::string CheckpointStore::save(const Checkpoint& checkpoint) {
+std::unique_ptr<Saving> CheckpointStore::begin(int64_t step, nlohmann::ordered_json state) {
   if (!claim_) claim_ = std::make_unique<FolderClaim>(probe_, folder_, Missing::kRefuse);
-  return Save(*claim_, checkpoint, keep_).run();
+  return std::make_unique<Saving>(*claim_, step, std::move(state), keep_);
+}
+
+std::string CheckpointStore::save(const Checkpoint& checkpoint) {
+  const auto saving = begin(checkpoint.step, checkpoint.state);
+  for (const auto& [name, tensors] : checkpoint.files) {
+    std::vector<TensorInfo> infos = infos_of(tensors);
+    OutputFile file = saving->create(name, infos);
+    for (const TensorInfo& info : infos) {
+      const void* const data = tensors.at(info.name).const_data_ptr();
+      file.write_at(info.offset, {static_cast<const uint8_t*>(data), info.bytes});
+    }
+    saving->add(name, file);
+  }
+  return saving->commit();
+}
+
+void CheckpointStore::show(const std::function<void(const std::string& path)>& use) {
+  std::random_device random;
+  const uint64_t number = uint64_t{random()} << 32 | random();
+  with_file(claim_->folder(), fmt::format("{:016x}", number),
+            [&](const std::string& path) { use(std::filesystem::absolute(path)); });
 }
 
 bool CheckpointStore::holds(const std::string& folder, const std::string& path) {
@@ -303,7 +316,7 @@ std::optional<std::string> CheckpointStore::newest(const std::string& folder) {
 }
 
 LoadedCheckpoint CheckpointStore::load(const std::string& path) {
-  return load_from(path, Depth::kTensors);
+  return load_from(path, Depth::kFiles);
 }
 
 LoadedCheckpoint CheckpointStore::look(const std::string& path) {
@@ -325,7 +338,7 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
       continue;
     }
     try {
-      load_one(open_save(*folder, name), Depth::kTensors);
+      load_one(open_save(*folder, name), Depth::kFiles);
       return folder->path_of(name);
     } catch (const Exception&) {
     }

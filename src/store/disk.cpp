@@ -1,11 +1,15 @@
 #include "distrain/store/disk.h"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "distrain/store/hash.h"
 
 namespace distrain::store {
 namespace {
@@ -31,24 +35,29 @@ void Disk::fail(const char* what, const std::string& path) {
 // Creates the file. O_EXCL prevents open() from following a symbolic link.
 OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path)
     : disk_(disk), path_(std::move(path)), fd_(disk.call("openat", [&] {
-        return ::openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        return ::openat(folder, name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
       })) {
   if (!fd_.valid()) Disk::fail("cannot create", path_);
 }
 
-void OutputFile::write(std::span<const uint8_t> bytes) {
+void OutputFile::write_at(uint64_t offset, std::span<const uint8_t> bytes) const {
   while (!bytes.empty()) {
-    const ssize_t written =
-        disk_.call("write", [&] { return ::write(fd_.get(), bytes.data(), bytes.size()); });
+    const ssize_t written = disk_.call("pwrite", [&] {
+      return ::pwrite(fd_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    });
     if (written < 0) Disk::fail("cannot write", path_);
     bytes = bytes.subspan(static_cast<size_t>(written));
+    offset += static_cast<uint64_t>(written);
   }
 }
 
-void OutputFile::finish() {
+void OutputFile::sync() const {
   if (disk_.call("fsync", [&] { return ::fsync(fd_.get()); }) != 0) {
     Disk::fail("cannot write", path_);
   }
+}
+
+void OutputFile::close() {
   const int fd = fd_.release();
   // Linux closes the file even if close() is interrupted, so close() must not be retried.
   const int result = disk_.call("close", [&] {
@@ -56,6 +65,33 @@ void OutputFile::finish() {
     return closed != 0 && errno == EINTR ? 0 : closed;
   });
   if (result != 0) Disk::fail("cannot write", path_);
+}
+
+void OutputFile::finish() {
+  sync();
+  close();
+}
+
+FileSum OutputFile::finish_with_sum() {
+  sync();
+  struct stat info {};
+  if (::fstat(fd_.get(), &info) != 0) Disk::fail("cannot read", path_);
+  FileSum sum{.bytes = 0, .hash = 0};
+  const auto size = static_cast<uint64_t>(info.st_size);
+  std::vector<uint8_t> piece(std::min<uint64_t>(kPieceBytes, size));
+  ContentHasher hasher;
+  while (sum.bytes < size) {
+    errno = EIO;  // the reason if the file has become shorter
+    const ssize_t got = disk_.call("pread", [&] {
+      return ::pread(fd_.get(), piece.data(), piece.size(), static_cast<off_t>(sum.bytes));
+    });
+    if (got <= 0) Disk::fail("cannot read", path_);
+    hasher.add(std::span(piece).first(static_cast<size_t>(got)));
+    sum.bytes += static_cast<uint64_t>(got);
+  }
+  sum.hash = hasher.value();
+  close();
+  return sum;
 }
 
 std::optional<OpenFolder> OpenFolder::at(const Disk& disk, const std::string& path) {

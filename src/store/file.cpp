@@ -62,6 +62,17 @@ size_t InputFile::read_some(void* out, size_t bytes) const {
   }
 }
 
+void InputFile::read_at(uint64_t offset, std::span<uint8_t> out) const {
+  while (!out.empty()) {
+    const ssize_t got = ::pread(fd_.get(), out.data(), out.size(), static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
+    if (got == 0) base::bad_data(path_ + ": cut short while it is read");
+    out = out.subspan(static_cast<size_t>(got));
+    offset += static_cast<uint64_t>(got);
+  }
+}
+
 GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
     : file_(path, kind),
       limit_(std::move(limit)),

@@ -45,20 +45,41 @@ rpc::NamedTensors named_tensors(const std::string& name, const torch::nn::Module
   return named;
 }
 
-void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved) {
+namespace {
+
+// Copies the tensors that `read` returns into `live`. `saved` describes all saved tensors.
+void copy_each(const rpc::NamedTensors& live, std::span<const TensorInfo> saved,
+               const std::function<at::Tensor(const std::string& name)>& read) {
   const at::NoGradGuard no_grad;
   for (const auto& [name, into] : live) {
-    const auto it = saved.find(name);
+    const auto it = std::ranges::find(saved, name, &TensorInfo::name);
     if (it == saved.end()) base::bad_data("no " + name);
-    at::Tensor target = into;
-    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
+    if (at::IntArrayRef(it->shape) != into.sizes() || it->dtype != into.scalar_type()) {
       base::bad_data(name + " has another shape or dtype");
     }
-    target.copy_(it->second);
+    at::Tensor(into).copy_(read(name));
   }
+  for (const TensorInfo& each : saved) {
+    if (!live.contains(each.name)) {
+      base::bad_data("it has " + each.name + ", which the model has not");
+    }
+  }
+}
+
+}  // namespace
+
+void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved) {
+  std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : saved) {
-    if (!live.contains(name)) base::bad_data("it has " + name + ", which the model has not");
+    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
   }
+  copy_each(live, infos, [&](const std::string& name) { return saved.at(name); });
+}
+
+void copy_into(const rpc::NamedTensors& live, const SafetensorsFile& saved) {
+  std::vector<TensorInfo> infos;
+  for (const auto& [name, info] : saved.tensors()) infos.push_back(info);
+  copy_each(live, infos, [&](const std::string& name) { return saved.tensor(name); });
 }
 
 void naming_file(const std::string& path, const std::function<void()>& use) {

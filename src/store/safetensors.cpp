@@ -227,72 +227,98 @@ std::vector<Entry> read_header(std::span<const uint8_t> begin, int64_t size,
   return entries;
 }
 
-// Appends the next `count` bytes of the file to `bytes`, or all remaining bytes if fewer are left.
-void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
-  const size_t used = bytes.size();
-  bytes.resize(used + count);
-  bytes.resize(used + file.read(bytes.data() + used, count));
+}  // namespace
+
+TensorInfo::TensorInfo(std::string tensor, ScalarType type, std::vector<int64_t> sizes)
+    : name(std::move(tensor)), dtype(type), shape(std::move(sizes)) {
+  const auto known = bytes_of(dtype, shape);
+  if (!known) base::invalid("tensor " + base::in_quotes(name) + " has a shape that overflows");
+  bytes = static_cast<uint64_t>(*known);
+}
+
+SafetensorsFile::SafetensorsFile(std::string path, uint64_t size, ReadAt read)
+    : path_(std::move(path)), size_(size), read_(std::move(read)) {
+  std::vector<uint8_t> begin(std::min<uint64_t>(kLengthBytes, size_));
+  read_(0, begin);
+  begin.resize(kLengthBytes + header_length(begin, size_, path_));
+  read_(kLengthBytes, std::span(begin).subspan(kLengthBytes));
+  for (Entry& entry : read_header(begin, static_cast<int64_t>(size_ - begin.size()), path_)) {
+    TensorInfo& info = tensors_[entry.name];
+    info = TensorInfo(entry.name, entry.dtype, std::move(entry.shape));
+    info.offset = begin.size() + static_cast<uint64_t>(entry.offsets[0]);
+  }
+}
+
+at::Tensor SafetensorsFile::tensor(const std::string& name) const {
+  const TensorInfo& info = tensors_.at(name);
+  return with_memory_for(path_, [&] {
+    at::Tensor tensor = at::empty(info.shape, info.dtype);
+    read_(info.offset, {static_cast<uint8_t*>(tensor.mutable_data_ptr()), info.bytes});
+    return tensor;
+  });
+}
+
+namespace {
+
+rpc::NamedTensors read_all(const SafetensorsFile& file) {
+  rpc::NamedTensors tensors;
+  for (const auto& [name, _] : file.tensors()) tensors[name] = file.tensor(name);
+  return tensors;
 }
 
 }  // namespace
 
-// Checks the header before it reads the rest, because a file of another format may be large.
 rpc::NamedTensors read_safetensors(const std::string& path) {
-  return with_memory_for(path, [&] {
-    InputFile file(path, InputFile::Kind::kRegular);
-    std::vector<uint8_t> bytes;
-    read_more(file, std::min<uint64_t>(kLengthBytes, file.size()), bytes);
-    const uint64_t length = header_length(bytes, file.size(), path);
-    read_more(file, length, bytes);
-    const uint64_t rest = file.size() - kLengthBytes - length;
-    read_header(bytes, static_cast<int64_t>(rest), path);
-    read_more(file, rest, bytes);
-    return parse_safetensors(bytes, path);
-  });
+  const InputFile file(path, InputFile::Kind::kRegular);
+  return read_all({path, file.size(), [&file](auto... range) { file.read_at(range...); }});
 }
 
 rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name) {
-  const uint64_t begin = kLengthBytes + header_length(bytes, bytes.size(), name);
-  const auto rest = static_cast<int64_t>(bytes.size() - begin);
-  rpc::NamedTensors tensors;
-  for (const Entry& entry : read_header(std::span(bytes).first(begin), rest, name)) {
-    const at::Tensor& tensor = tensors[entry.name] = at::empty(entry.shape, entry.dtype);
-    std::copy_n(bytes.begin() + static_cast<ptrdiff_t>(begin) + entry.offsets[0], tensor.nbytes(),
-                static_cast<uint8_t*>(tensor.mutable_data_ptr()));
-  }
-  return tensors;
+  return read_all({name, bytes.size(), [&bytes](uint64_t offset, std::span<uint8_t> out) {
+                     std::copy_n(bytes.begin() + static_cast<ptrdiff_t>(offset), out.size(),
+                                 out.begin());
+                   }});
 }
 
-std::string safetensors_header(const rpc::NamedTensors& tensors) {
-  std::string header(kLengthBytes, '\0');
-  uint64_t offset = 0;
+std::vector<TensorInfo> infos_of(const rpc::NamedTensors& tensors) {
+  std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : tensors) {
-    const auto fail = [&, &name = name](const char* reason) {
-      base::invalid("tensor " + base::in_quotes(name) + " " + reason);
-    };
     if (!tensor.defined() || !tensor.is_cpu() || tensor.layout() != at::kStrided ||
         !tensor.is_contiguous()) {
-      fail("is not contiguous on the CPU");
+      base::invalid("tensor " + base::in_quotes(name) + " is not contiguous on the CPU");
     }
-    const auto* const found = std::ranges::find(kDTypes, tensor.scalar_type(), &DTypeName::first);
+    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
+  }
+  return infos;
+}
+
+std::string safetensors_header(std::span<TensorInfo> tensors) {
+  std::string header(kLengthBytes, '\0');
+  uint64_t offset = 0;
+  for (TensorInfo& tensor : tensors) {
+    const auto fail = [&](const char* reason) {
+      base::invalid("tensor " + base::in_quotes(tensor.name) + " " + reason);
+    };
+    const auto* const found = std::ranges::find(kDTypes, tensor.dtype, &DTypeName::first);
     if (found == kDTypes.end()) fail("has a dtype that safetensors files cannot hold");
-    if (name == kMetadata) fail("has a name that safetensors files use otherwise");
-    if (tensor.sizes().size() > wire::kMaxDimensions) fail("has too many dimensions");
+    if (tensor.name == kMetadata) fail("has a name that safetensors files use otherwise");
+    if (tensor.shape.size() > wire::kMaxDimensions) fail("has too many dimensions");
     Json entry;
     entry["dtype"] = found->second;
-    entry["shape"] = tensor.sizes().vec();
-    entry["data_offsets"] = {offset, offset + tensor.nbytes()};
+    entry["shape"] = tensor.shape;
+    entry["data_offsets"] = {offset, offset + tensor.bytes};
     header += header.size() == kLengthBytes ? '{' : ',';
     try {
-      header += Json(name).dump() + ":" + entry.dump();
+      header += Json(tensor.name).dump() + ":" + entry.dump();
     } catch (const Json::exception&) {
       fail("has a name that is not UTF-8");
     }
-    offset += tensor.nbytes();
+    tensor.offset = std::exchange(offset, offset + tensor.bytes);
   }
   if (header.size() == kLengthBytes) header += '{';
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
+  for (TensorInfo& tensor : tensors) tensor.offset += header.size();
   uint64_t length = header.size() - kLengthBytes;
   if (length > kMaxHeader) base::invalid("tensors with a header of more than 16 MiB");
   for (size_t i = 0; i < kLengthBytes; ++i, length >>= 8) header[i] = static_cast<char>(length);

@@ -231,6 +231,14 @@ void ShardedEmbedding::settle() {
   await_each(std::exchange(pushing_, {}));
 }
 
+std::vector<std::string> ShardedEmbedding::table_names() const {
+  std::vector<std::string> names;
+  for (const TableOptions& table : tables_) names.push_back(table.name);
+  return names;
+}
+const std::vector<int>& ShardedEmbedding::servers() const { return client_->ranks; }
+const std::shared_ptr<TableServer>& ShardedEmbedding::local_server() const { return client_->here; }
+
 std::string ShardedEmbedding::where() const {
   return fmt::format("the tables of rank {}", c10::Join(", ", client_->ranks));
 }

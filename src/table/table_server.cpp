@@ -287,6 +287,9 @@ TableSet& TableServer::set_of(const std::string& table) const {
 rows::RowStore& TableServer::store(const std::string& table) const {
   return set_of(table).find(table)->store;
 }
+const rows::RowRule& TableServer::rule(const std::string& table) const {
+  return set_of(table).find(table)->rule;
+}
 std::atomic<uint64_t>& TableServer::updates_of(const std::string& table) const {
   return set_of(table).updates;
 }

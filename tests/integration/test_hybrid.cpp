@@ -34,8 +34,9 @@ TEST_CASE("sync training equals the one-process run in every parameter") {
   HybridOptions options;
   options.mode = "sync";
   options.epochs = 5;  // 50 steps
-  std::tie(options.trainers, options.optimizer) = GENERATE(
-      table<int, std::string>({{1, "adam"}, {2, "sgd"}, {2, "adagrad"}, {3, "sgd"}, {3, "adam"}}));
+  std::tie(options.trainers, options.optimizer) =
+      GENERATE(Catch::Generators::table<int, std::string>(
+          {{1, "adam"}, {2, "sgd"}, {2, "adagrad"}, {3, "sgd"}, {3, "adam"}}));
   options.seed = 7;
   CAPTURE(options.trainers, options.optimizer);
   const Trained trained = train_hybrid(Place::kRanks, options);
@@ -135,8 +136,8 @@ TEST_CASE("a hybrid job resumes exactly from the middle of an epoch") {
   HybridOptions options;
   options.mode = "sync";
   options.batches = 7;
-  std::tie(options.trainers, options.optimizer) =
-      GENERATE(table<int, std::string>({{1, "adagrad"}, {2, "sgd"}, {2, "adam"}}));
+  std::tie(options.trainers, options.optimizer) = GENERATE(
+      Catch::Generators::table<int, std::string>({{1, "adagrad"}, {2, "sgd"}, {2, "adam"}}));
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(options.trainers, options.optimizer, place);
   check_resume_is_exact(place, options, 12, 24);

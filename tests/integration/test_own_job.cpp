@@ -233,11 +233,11 @@ TEST_CASE("a job on the kit learns, evaluates, and prints its own fields") {
 TEST_CASE("a job on the kit resumes exactly from the middle of an epoch") {
   OwnOptions options;
   std::tie(options.optimizer, options.lr_schedule) =
-      GENERATE(table<std::string, std::string>({{"adam", "constant"},
-                                                {"adam", "plateau:0,0.5"},
-                                                {"sgd", "warmup:1e+cosine:2e"},
-                                                {"adamw", "warmup:1e+cosine:2e"},
-                                                {"rmsprop", "plateau:0,0.5"}}));
+      GENERATE(Catch::Generators::table<std::string, std::string>({{"adam", "constant"},
+                                                                   {"adam", "plateau:0,0.5"},
+                                                                   {"sgd", "warmup:1e+cosine:2e"},
+                                                                   {"adamw", "warmup:1e+cosine:2e"},
+                                                                   {"rmsprop", "plateau:0,0.5"}}));
   if (options.optimizer == "sgd") options.momentum = 0.9;
   CAPTURE(options.optimizer, options.lr_schedule);
   check_resume_is_exact(Place::kRanks, options, 17, 30);

@@ -29,7 +29,7 @@ TEST_CASE_METHOD(FewPsImages, "a job on images resumes exactly from the middle o
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   std::tie(options.trainers, options.optimizer) =
-      GENERATE(table<int, std::string>({{1, "adam"}, {3, "sgd"}, {3, "adam"}}));
+      GENERATE(Catch::Generators::table<int, std::string>({{1, "adam"}, {3, "sgd"}, {3, "adam"}}));
   CAPTURE(place, options.trainers, options.optimizer);
   check_resume_is_exact(place, options, 5, 10);
 }

@@ -29,7 +29,7 @@ void check_perplexity(const Json& line) {
 
 TEST_CASE_METHOD(RnnText, "sync training on text equals the one-process run over several epochs") {
   RnnOptions options = on_text();
-  const auto [trainers, clip, dropout] = GENERATE(table<int, double, double>(
+  const auto [trainers, clip, dropout] = GENERATE(Catch::Generators::table<int, double, double>(
       {{1, 0.05, 0.2}, {2, 0, 0}, {2, 0.05, 0.2}, {3, 0, 0.2}, {3, 0.05, 0}}));
   options.trainers = trainers;
   options.clip = clip;
@@ -47,7 +47,7 @@ TEST_CASE_METHOD(RnnText, "sync training on text equals the one-process run over
 
 TEST_CASE_METHOD(RnnText, "sync training on random words equals the one-process run") {
   RnnOptions options = on_random();
-  const auto [trainers, clip, dropout] = GENERATE(table<int, double, double>(
+  const auto [trainers, clip, dropout] = GENERATE(Catch::Generators::table<int, double, double>(
       {{1, 0.05, 0.5}, {2, 0, 0}, {2, 0.05, 0.5}, {3, 0, 0.5}, {3, 0.05, 0}}));
   options.trainers = trainers;
   options.clip = clip;

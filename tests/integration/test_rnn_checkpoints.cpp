@@ -23,8 +23,9 @@ TEST_CASE_METHOD(RnnFewWords, "a language model resumes exactly from the middle 
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RnnOptions options = this->options();
   int64_t half = 0;
-  std::tie(options.trainers, options.optimizer, half) = GENERATE(
-      table<int, std::string, int64_t>({{1, "adagrad", 1}, {2, "sgd", 1}, {2, "adagrad", 17}}));
+  std::tie(options.trainers, options.optimizer, half) =
+      GENERATE(Catch::Generators::table<int, std::string, int64_t>(
+          {{1, "adagrad", 1}, {2, "sgd", 1}, {2, "adagrad", 17}}));
   CAPTURE(place, options.trainers, options.optimizer, half);
   check_resume_is_exact(place, options, half, 34);
 }

@@ -29,11 +29,21 @@ namespace distrain::testing {
 using job::Job;
 using job::Json;
 using job::Outcome;
-using job::Snapshot;
 using rpc::NamedTensors;
 using testing::Folder;
 
 enum class Place { kRanks, kLocal };
+
+/// A checkpoint with all of its tensors in memory.
+struct Snapshot : job::Snapshot {
+  explicit Snapshot(job::Snapshot snapshot) : job::Snapshot(std::move(snapshot)) {
+    for (const auto& [name, file] : job::Snapshot::files) {
+      for (const auto& [tensor, info] : file.tensors()) files[name][tensor] = file.tensor(tensor);
+    }
+  }
+  const NamedTensors& file(const std::string& name) const { return files.at(name); }
+  std::map<std::string, NamedTensors> files;  // hides the member of job::Snapshot
+};
 
 /// A line that a rank has printed.
 struct Line {
@@ -258,14 +268,20 @@ inline Snapshot newest_checkpoint(const std::string& folder) {
   Listener nobody;
   auto snapshot = job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();
   REQUIRE(snapshot);
-  return std::move(*snapshot);
+  return Snapshot(*std::move(snapshot));
 }
 
 /// Replaces the newest checkpoint by `snapshot`, which must be of the same step.
 inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
   Listener nobody;
   job::Checkpoints checkpoints({folder, 0, "auto"}, Job{}, nobody);
-  checkpoints.save(snapshot, {}, base::Clock::now());
+  job::Content content{snapshot.step, snapshot.state};
+  for (const auto& [name, tensors] : snapshot.files) {
+    for (const auto& [tensor, value] : tensors) {
+      content.files[name].push_back(job::HeldTensor::of(tensor, value));
+    }
+  }
+  checkpoints.save(std::move(content), {}, base::Clock::now());
   checkpoints.finish();
 }
 
@@ -342,7 +358,7 @@ void check_saved_as_it_was(Place place, Options options, int64_t every,
   REQUIRE(lines.size() == 3);
   for (const int64_t at : {every, 2 * every}) {
     options.*steps = at;
-    Snapshot saved = job::read_checkpoint(lines[static_cast<size_t>(at / every - 1)]["path"]);
+    Snapshot saved(job::read_checkpoint(lines[static_cast<size_t>(at / every - 1)]["path"]));
     const Snapshot expected = checkpoint_of(place, options);
     saved.state["options"] = expected.state["options"];
     CAPTURE(at);

@@ -10,8 +10,11 @@
 #include "distrain/rpc/rref.h"
 #include "distrain/store/checkpoint_store.h"
 #include "distrain/store/named_tensors.h"
+#include "distrain/table/table_server.h"
 
 namespace distrain::job {
+
+class TableParts;
 
 /// The name and file of a part of a checkpoint.
 struct PartName {
@@ -103,13 +106,9 @@ inline constexpr const char* kVocabulary = "vocabulary";
 inline constexpr const char* kTrainAnew =
     ", or train anew without --resume, in another --checkpoint folder";
 
-/// The content of a checkpoint. Its `files` have names without the suffix: `model`, `optimizer`, ….
-/// All functions throw `bad_data` with the checkpoint's path.
-struct Snapshot : store::Checkpoint {
-  /// Names of the trained tensors, by file. A save fails if one of these tensors is not finite.
-  std::map<std::string, std::set<std::string>> trained{};
-  std::string path{};  ///< of the folder that it was read from
-
+/// A checkpoint on disk. Its `files` have names without the suffix: `model`, `optimizer`, …. All
+/// functions throw `bad_data` with the checkpoint's path.
+struct Snapshot : store::LoadedCheckpoint {
   [[noreturn]] void refuse(const std::string& why) const;
   /// Throws unless the job `cmd` saved the checkpoint.
   void expect_cmd(const std::string& cmd) const;
@@ -122,19 +121,38 @@ struct Snapshot : store::Checkpoint {
                      const std::string& otherwise = kTrainAnew) const;
   /// Returns the saved value that a trainer passed to TrainingPlan::agree() with this `name`.
   std::string agreed(const std::string& name) const;
-  const rpc::NamedTensors& file(const std::string& name) const;
+  const store::SafetensorsFile& file(const std::string& name) const;
   /// Returns the words that part_of_words() saved under the name `list`.
   std::vector<std::string> words(const std::string& list) const;
 };
 
-/// Reads a checkpoint, or the newest one in a folder. Throws `bad_data`. If the checkpoint is
+/// Opens a checkpoint, or the newest one in a folder. Throws `bad_data`. If the checkpoint is
 /// damaged, the message recommends the option `use` with the newest intact older checkpoint.
 Snapshot read_checkpoint(const std::string& path, const char* use = "--resume");
-/// Does the same as read_checkpoint(), but reads no tensors, which is fast.
+/// Does the same as read_checkpoint(), but opens no files, which is fast.
 Snapshot read_manifest(const std::string& path, const char* use = "--resume");
 
 /// Returns the checkpoint that the job resumes from, if any.
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);
+
+/// A tensor that is being saved. It is read in pieces, so that a tensor of another rank is never
+/// whole in this process. Nothing writes to the tensor.
+struct HeldTensor {
+  store::TensorInfo info;  ///< with the name in the checkpoint
+  bool trained = false;    ///< the save fails if the tensor is not finite
+  /// Returns the tensor's elements `first` to `first` + `count` - 1 on the CPU.
+  std::function<base::Future<at::Tensor>(int64_t first, int64_t count)> read;
+
+  /// Returns a tensor of this process, which must be defined.
+  static HeldTensor of(const std::string& name, const at::Tensor& tensor, bool trained = false);
+};
+
+/// The content of a checkpoint that is being saved.
+struct Content {
+  int64_t step = 0;
+  Json state = Json::object();
+  std::map<std::string, std::vector<HeldTensor>> files{};  ///< by name without the suffix
+};
 
 /// Reads and writes the checkpoints of a job, on rank 0. A thread writes them, one at a time, while
 /// the job continues.
@@ -147,7 +165,9 @@ class Checkpoints {
   /// Locks the folder and checks that it can be written. Throws `bad_data` if another job saves
   /// there. Throws `invalid` if it has checkpoints of another run, or newer checkpoints than the
   /// one that this job resumes from.
-  Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {});
+  /// `tables`, which may be null, writes the job's tables.
+  Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {},
+              TableParts* tables = nullptr);
   /// Waits for the current save, because it is newer than all checkpoints on disk.
   ~Checkpoints();
 
@@ -156,9 +176,11 @@ class Checkpoints {
   /// Returns the checkpoint that the job resumes from, if any, and emits a `checkpoint` line.
   std::optional<Snapshot> load(const char* use = "--resume");
   /// Starts a save, and emits a `checkpoint` line when the checkpoint is on disk. `fill`, if set,
-  /// fetches further tensors. Nothing may write to the tensors of `snapshot`. Training has paused
-  /// since `since`. Call save() after idle() has completed, on one thread at a time.
-  void save(Snapshot snapshot, std::function<void(Snapshot&)> fill, base::TimePoint since);
+  /// finds further tensors. The tables must have been held. Training has paused since `since`. Call
+  /// save() after idle() has completed, on one thread at a time.
+  void save(Content content, std::function<void(Content&)> fill, base::TimePoint since);
+  /// Calls `use` with the path of a file in the folder, as store::CheckpointStore::show() does.
+  void show(const std::function<void(const std::string& path)>& use) { store_->show(use); }
   /// Completes when no save is in progress, even if the save failed.
   base::Future<void> idle() const;
   /// Waits until no save is in progress. Throws the error of the last save, if it failed.
@@ -169,13 +191,16 @@ class Checkpoints {
  private:
   struct Save;
   void run(Save& save);
-  void write(const Save& save);
+  void write(Save& save);
+  void write_file(store::Saving& saving, const std::string& name, std::vector<HeldTensor> tensors,
+                  int64_t step) const;
 
   const CheckpointOptions options_;
   EventSink& sink_;
   const Failed failed_;
   const std::function<bool()> before_save_;  // Injection::before_save; may be empty
   const c10::Device device_;                 // of this rank
+  TableParts* const tables_;
   std::unique_ptr<store::CheckpointStore> store_;
   std::thread thread_;          // of the last save
   bool in_first_save_ = false;  // used by thread_

@@ -69,6 +69,8 @@ class AnyDefinition {
   /// Returns N if the rank uses GPUs 0 to N - 1, 0 for the CPU, or nullopt if `--device` decides.
   virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
+  /// Returns the role whose ranks write parts of checkpoints; empty if only rank 0 writes.
+  virtual std::string saving_role(const ParsedOptions& parsed) const = 0;
 
   /// Runs one rank of the job to its end. This and the next two functions throw base::Exception.
   virtual Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
@@ -230,6 +232,9 @@ class Definition final : public AnyDefinition {
   Definition& gpus(std::function<std::optional<int>(const Options&, const std::string& rank)> of) {
     return set(gpus_, std::move(of));
   }
+  Definition& saving_role(std::function<std::string(const Options&)> of) {
+    return set(saving_role_, std::move(of));
+  }
   Definition& answer(std::function<std::optional<std::string>(const Options&)> answer) {
     return set(answer_, std::move(answer));
   }
@@ -249,6 +254,9 @@ class Definition final : public AnyDefinition {
     return gpus_ ? gpus_(read(parsed), rank) : std::nullopt;
   }
 
+  std::string saving_role(const ParsedOptions& parsed) const override {
+    return saving_role_ ? saving_role_(read(parsed)) : "";
+  }
   Roles roles(const ParsedOptions& parsed) const override { return roles(read(parsed)); }
   Roles roles(const Options& options) const {
     Roles roles;
@@ -374,6 +382,7 @@ class Definition final : public AnyDefinition {
   std::function<void(Options&, const Given&)> derive_defaults_;
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;
+  std::function<std::string(const Options&)> saving_role_;
   std::function<std::optional<std::string>(const Options&)> answer_;
 };
 

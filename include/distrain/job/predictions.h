@@ -2,6 +2,7 @@
 
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/events.h"
+#include "distrain/table/sharded_embedding.h"
 
 namespace distrain::job {
 
@@ -20,6 +21,8 @@ class Predictions {
 
   /// Copies the checkpoint's parameters into `model`. Throws `bad_data` if they do not fit.
   void load(const rpc::NamedTensors& model) const;
+  /// Loads the rows of tables of this process, without the state of their optimizer.
+  void load(const table::ShardedEmbedding& tables) const;
 
   /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);

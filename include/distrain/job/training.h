@@ -8,6 +8,7 @@
 #include "distrain/job/step.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/single_process_optimizer.h"
+#include "distrain/table/sharded_embedding.h"
 
 namespace distrain::job {
 
@@ -29,11 +30,14 @@ struct Plan : LeaseScheduler::Options {
   std::map<std::string, std::string> alike;
   std::map<std::string, int64_t> used;  ///< numbers for EventSink::used(), by field
   std::vector<PartName> parts;
-  static constexpr auto kFields =
-      std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
-                 &Plan::take_over, &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule,
-                 &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
-                 &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts);
+  std::vector<std::string> tables;  ///< the tables of TrainingPlan::keep(), on `table_servers`
+  std::vector<int> table_servers;
+  std::shared_ptr<table::TableServer> local_tables;  ///< if they are in this process; not sent
+  static constexpr auto kFields = std::tuple(
+      &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
+      &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
+      &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::used,
+      &Plan::parts, &Plan::tables, &Plan::table_servers);
 
   /// The `steps_per_epoch` of a plan without epochs: more steps than any job can make.
   static constexpr int64_t kEndless = 1'000'000'000'000;
@@ -73,6 +77,10 @@ class TrainingPlan {
     parts_.push_back(std::move(part));
   }
   void keep(SingleProcessOptimizer& optimizer);
+  /// Adds tables to each checkpoint, with the state of their optimizer. Each server saves its rows
+  /// in a file of its own, and a resumed job may have another number of servers. The steps of the
+  /// tables must be settled at the end of each lease. All tables must be on the same servers.
+  void keep(const std::string& name, const table::ShardedEmbedding& tables);
   /// Ends the job early once `reached` returns true. Trainers call it when they request steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 

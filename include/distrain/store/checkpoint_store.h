@@ -9,7 +9,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "distrain/rpc/named_tensors.h"
+#include "distrain/store/disk.h"
+#include "distrain/store/safetensors.h"
 
 namespace distrain::store {
 
@@ -36,15 +37,65 @@ struct Checkpoint {
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
 };
 
+/// A checkpoint on disk. Its files are open, so it can be read even after it has been removed.
 struct LoadedCheckpoint {
   std::string path;  ///< path of the checkpoint folder
-  Checkpoint checkpoint;
+  int64_t step = 0;
+  nlohmann::ordered_json state = nlohmann::ordered_json::object();
+  std::map<std::string, SafetensorsFile> files{};  ///< without those whose names end in ".json"
+};
+
+/// A checkpoint that is being written, which becomes visible in commit(). Destroying it before
+/// removes what has been written.
+///
+///   auto saving = store.begin(step, state);
+///   std::vector<TensorInfo> tensors = …;
+///   OutputFile file = saving->create("model.safetensors", tensors);
+///   file.write_at(tensors[0].offset, bytes);  // the pieces of all tensors, in any order
+///   saving->add("model.safetensors", file);
+///   saving->commit();
+///
+/// Failures throw as CheckpointStore::save() does.
+class Saving {
+ public:
+  Saving(FolderClaim& claim, int64_t step, nlohmann::ordered_json state, int64_t keep);
+  ~Saving();
+  Saving(const Saving&) = delete;
+
+  /// Returns the path of the temporary folder, in which other processes may create files.
+  const std::string& path() const { return unfinished_->path(); }
+  OutputFile create(const std::string& name) const;
+  /// Creates a safetensors file, writes its header, and sets the offsets of `tensors`.
+  OutputFile create(const std::string& name, std::span<TensorInfo> tensors) const;
+  /// Finishes a file that create() returned.
+  void add(const std::string& name, OutputFile& file) { files_[name] = file.finish_with_sum(); }
+  /// Adds a file that another process has created in the temporary folder, and synced to disk.
+  /// Throws `bad_data` if it is not a regular file of the size that `sum` has.
+  void adopt(const std::string& name, const FileSum& sum);
+  /// Publishes the checkpoint, removes old ones, and returns its path.
+  std::string commit();
+
+ private:
+  std::string manifest() const;
+  const OpenFolder& folder() const;
+  std::string own_name(std::string_view prefix) const;
+  void clean_up() const;
+  void publish();
+  void remove_old() const;
+  void retire(const std::string& name, int64_t step) const;
+
+  FolderClaim& claim_;
+  const int64_t step_;
+  const nlohmann::ordered_json state_;
+  const int64_t keep_;
+  std::map<std::string, FileSum> files_;
+  std::optional<OpenFolder> unfinished_;  // null after commit()
 };
 
 /// The folder in which a job saves its checkpoints. From prepare() or the first save() until this
 /// object is destroyed, it owns the folder: a save by another job, in any process, throws
 /// `bad_data`, "another job saves in this folder: …". The folder itself may be a symbolic link, but
-/// save() and load() throw `bad_data` if they find a link inside it. The process must not fork,
+/// saves and load() throw `bad_data` if they find a link inside it. The process must not fork,
 /// because the child would keep the folder locked. Not thread-safe.
 class CheckpointStore {
  public:
@@ -66,6 +117,9 @@ class CheckpointStore {
   /// a lock, or before the first use of the folder.
   std::optional<std::string> why_no_lock() const;
 
+  /// Begins to write a checkpoint. Only one may be written at a time.
+  std::unique_ptr<Saving> begin(int64_t step, nlohmann::ordered_json state);
+
   /// Writes a checkpoint atomically, even if the process or the machine stops: writes and fsyncs a
   /// temporary folder, renames it and fsyncs its parent. Removes the remains of interrupted saves,
   /// replaces a checkpoint of the same step, and keeps the newest `keep` checkpoints of those that
@@ -74,11 +128,15 @@ class CheckpointStore {
   /// Throws `resources`, naming the file, if writing fails (disk full, no permission, folder
   /// removed); earlier checkpoints stay. Throws `bad_data` if another job has since saved there,
   /// which is possible without locks; then nothing more is written or removed, except the temporary
-  /// folder. Throws `invalid`, before anything is written, for a checkpoint that load() would
+  /// folder. Throws `invalid`, and leaves nothing behind, for a checkpoint that load() would
   /// refuse: a step below 0 or of more than twelve digits, a file name with a '/' or a leading '.',
   /// tensors that safetensors_header() refuses, a state that is not an object, is nested 64 deep,
   /// has an object of more than 4096 keys, or exceeds 64 MiB.
   std::string save(const Checkpoint& checkpoint);
+
+  /// Calls `use` with the absolute path of a file of a random name, which exists in the folder
+  /// until `use` returns. So other processes can find out whether they see the folder.
+  void show(const std::function<void(const std::string& path)>& use);
 
   /// Returns true if `path` is `folder` itself or has the form of a checkpoint's path in it.
   static bool holds(const std::string& folder, const std::string& path);
@@ -87,11 +145,11 @@ class CheckpointStore {
   /// `bad_data` if the folder exists and cannot be read.
   static std::optional<std::string> newest(const std::string& folder);
 
-  /// Reads a checkpoint, or the newest one in a folder of checkpoints. Throws `bad_data`, with the
-  /// file and the reason, if the manifest is invalid, or if a file is missing, differs from the
-  /// manifest in size or hash, or is not a safetensors file.
+  /// Opens a checkpoint, or the newest one in a folder of checkpoints, and verifies it. Throws
+  /// `bad_data`, with the file and the reason, if the manifest is invalid, or if a file is missing,
+  /// differs from the manifest in size or hash, or is not a safetensors file.
   static LoadedCheckpoint load(const std::string& path);
-  /// Does the same as load(), but reads only the manifest, which is fast.
+  /// Does the same as load(), but reads only the manifest and opens no file, which is fast.
   static LoadedCheckpoint look(const std::string& path);
   /// Returns the newest intact checkpoint that is older than the one that load(path) would read.
   static std::optional<std::string> intact_before(const std::string& path);

@@ -6,12 +6,16 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "distrain/net/socket.h"
 
 namespace distrain::store {
+
+/// Maximum size of a buffer through which a file is written, read or sent.
+inline constexpr size_t kPieceBytes = size_t{4} << 20;
 
 /// Makes the system calls of a save, and calls a probe before each. Unless stated otherwise,
 /// failures throw `resources` with path and reason.
@@ -36,20 +40,39 @@ class Disk {
   const Probe probe_;
 };
 
+/// The size of a file and the content_hash() of its bytes.
+struct FileSum {
+  uint64_t bytes = 0;
+  uint64_t hash = 0;
+  static constexpr auto kFields = std::tuple(&FileSum::bytes, &FileSum::hash);
+};
+
 /// A new file that is open for writing. Its content is safely on disk only after finish().
 class OutputFile {
  public:
   /// `name` is relative to the open `folder`, which may be AT_FDCWD. Error messages show `path`.
   OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
 
-  void write(std::span<const uint8_t> bytes);
+  /// Appends `bytes` to those of earlier calls of write().
+  void write(std::span<const uint8_t> bytes) {
+    write_at(end_, bytes);
+    end_ += bytes.size();
+  }
+  /// Writes `bytes` at `offset`. Threads may write different ranges at the same time.
+  void write_at(uint64_t offset, std::span<const uint8_t> bytes) const;
   /// Syncs the file to disk and closes it.
   void finish();
+  /// Does the same as finish(), but reads the file before it is closed, to compute its hash.
+  FileSum finish_with_sum();
 
  private:
+  void sync() const;
+  void close();
+
   const Disk& disk_;
   const std::string path_;
   net::Fd fd_;
+  uint64_t end_ = 0;
 };
 
 /// An open folder. File names are relative to it and contain no '/'. Symbolic links are not

@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -42,6 +43,10 @@ class InputFile {
   /// Waits until the file has bytes to read, reads at most `bytes` of them, and returns their
   /// number. Returns 0 at the end of the file.
   size_t read_some(void* out, size_t bytes) const;
+
+  /// Reads all of `out` from `offset` on. Threads may call it at the same time. Throws if the file
+  /// ends before.
+  void read_at(uint64_t offset, std::span<uint8_t> out) const;
 
   /// Returns the size of a regular file, or 0 for a pipe.
   uint64_t size() const { return size_; }

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 
 #include "distrain/rpc/named_tensors.h"
+#include "distrain/store/safetensors.h"
 
 namespace distrain::store {
 
@@ -20,6 +21,8 @@ rpc::NamedTensors copies_on_host(const rpc::NamedTensors& tensors);
 rpc::NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);
 /// Copies `saved` into `live`. Throws `bad_data` if names, shapes or dtypes differ.
 void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved);
+/// Does the same, and reads one tensor of the file at a time.
+void copy_into(const rpc::NamedTensors& live, const SafetensorsFile& saved);
 /// Calls `use`. If it throws `bad_data`, puts `path` before the message and rethrows the error.
 void naming_file(const std::string& path, const std::function<void()>& use);
 

@@ -78,6 +78,12 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// Returns how many steps of this rank were made between start() and finish() of the last lookup.
   int64_t staleness() const;
 
+  // For checkpoints.
+  std::vector<std::string> table_names() const;
+  const std::vector<int>& servers() const;
+  /// Returns the server if it is of this process alone; otherwise null.
+  const std::shared_ptr<TableServer>& local_server() const;
+
   // Called by optimizers.
   std::string where() const override;
   void check(const std::vector<uint64_t>& contexts) override;

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "distrain/rows/row_store.h"
+#include "distrain/rows/rule.h"
 #include "distrain/table/messages.h"
 
 namespace distrain::table {
@@ -56,8 +57,9 @@ class TableServer final : public rpc::Layer {
   base::Future<LookupReply> look_up(LookupRequest request, rpc::ProcessNumber caller);
   base::Future<optim::Norms> push(PushRequest request, rpc::ProcessNumber caller);
 
-  /// Return the rows of a table and the number of its updates. Throw `not_found`.
+  /// Return the rows of a table, its optimizer and the number of its updates. Throw `not_found`.
   rows::RowStore& store(const std::string& table) const;
+  const rows::RowRule& rule(const std::string& table) const;
   std::atomic<uint64_t>& updates_of(const std::string& table) const;
   /// Returns the number of updates of all sets.
   optim::UpdateCount updates() const { return updates_; }

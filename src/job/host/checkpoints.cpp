@@ -2,10 +2,14 @@
 
 #include <csignal>
 #include <filesystem>
+#include <ranges>
 #include <system_error>
 
+#include <c10/util/ScopeExit.h>
 #include <pthread.h>
 #include <unistd.h>
+
+#include "host/table_parts.h"
 
 namespace distrain::job {
 
@@ -56,13 +60,13 @@ namespace {
 
 constexpr const char* kSuffix = ".safetensors";
 
-// Throws if `tensor` is not finite, so that diverged parameters do not replace older checkpoints.
-// Checks pieces that are too small for torch to use several threads, because training needs them.
-void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
-  constexpr int64_t kPiece = 16'384;
-  if (!tensor.is_floating_point()) return;
-  for (const at::Tensor& piece : tensor.contiguous().view(-1).split(kPiece)) {
-    if (piece.isfinite().all().item<bool>()) continue;
+// Throws if `piece` is not finite, so that diverged parameters do not replace older checkpoints.
+// Checks parts that are too small for torch to use several threads, because training needs them.
+void check_finite(const std::string& name, const at::Tensor& piece, int64_t step) {
+  constexpr int64_t kElements = 16'384;
+  if (!piece.is_floating_point()) return;
+  for (const at::Tensor& part : piece.split(kElements)) {
+    if (part.isfinite().all().item<bool>()) continue;
     throw base::Exception(base::ErrorKind::kNotFinite,
                           name + " is not finite at step " + std::to_string(step) +
                               ", so it was not saved: try a smaller --lr");
@@ -80,9 +84,10 @@ Snapshot read(const std::string& path, const char* use,
     if (!before) throw;
     base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
-  Snapshot snapshot{{loaded.checkpoint.step, {}, loaded.checkpoint.state}, {}, loaded.path};
-  for (auto& [file, tensors] : loaded.checkpoint.files) {
-    if (!tensors.empty()) snapshot.files[file.substr(0, file.rfind(kSuffix))] = std::move(tensors);
+  Snapshot snapshot{{loaded.path, loaded.step, std::move(loaded.state)}};
+  for (auto& [name, file] : loaded.files) {
+    if (file.tensors().empty()) continue;
+    snapshot.files.emplace(name.substr(0, name.rfind(kSuffix)), std::move(file));
   }
   return snapshot;
 }
@@ -145,10 +150,10 @@ std::string Snapshot::agreed(const std::string& name) const {
 
 std::vector<std::string> Snapshot::words(const std::string& list) const {
   const auto file = files.find(kVocabulary);
-  if (file == files.end() || !file->second.contains(list)) {
+  if (file == files.end() || !file->second.tensors().contains(list)) {
     refuse("its model was not trained on text (--data FILE)");
   }
-  const at::Tensor& text = file->second.at(list);
+  const at::Tensor text = file->second.tensor(list);
   if (text.scalar_type() != at::kByte) refuse("its words are no text");
   return store::words_of_tensor(text);
 }
@@ -166,27 +171,39 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
   return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 
-const rpc::NamedTensors& Snapshot::file(const std::string& name) const {
+const store::SafetensorsFile& Snapshot::file(const std::string& name) const {
   const auto it = files.find(name);
   if (it == files.end()) refuse("no " + name + kSuffix);
   return it->second;
 }
 
+HeldTensor HeldTensor::of(const std::string& name, const at::Tensor& tensor, bool trained) {
+  const at::Tensor flat = tensor.detach().contiguous().view(-1);
+  return {{name, tensor.scalar_type(), tensor.sizes().vec()},
+          trained,
+          [flat](int64_t first, int64_t count) {
+            const rpc::NamedTensors piece{{"", flat.narrow(0, first, count)}};
+            return base::Future<at::Tensor>::ready(store::on_host(piece).at(""));
+          }};
+}
+
 struct Checkpoints::Save {
-  Snapshot snapshot;
-  std::function<void(Snapshot&)> fill;
+  Content content;
+  std::function<void(Content&)> fill;
   base::TimePoint since;
   double held_s = 0;
   std::shared_ptr<base::Tracer> tracer;
   base::Promise<void> done;
 };
 
-Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed)
+Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed,
+                         TableParts* tables)
     : options_(std::move(options)),
       sink_(sink),
       failed_(std::move(failed)),
       before_save_(job.inject.before_save),
-      device_(job.device()) {
+      device_(job.device()),
+      tables_(tables) {
   if (options_.dir.empty() || options_.read_only) return;
   // Kills this process at system call number `at` of its first save, if `at` is not 0.
   auto each_call = [this, at = job.inject.fail_checkpoint,
@@ -221,10 +238,9 @@ Checkpoints::~Checkpoints() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Checkpoints::save(Snapshot snapshot, std::function<void(Snapshot&)> fill,
-                       base::TimePoint since) {
+void Checkpoints::save(Content content, std::function<void(Content&)> fill, base::TimePoint since) {
   if (thread_.joinable()) thread_.join();
-  Save save{std::move(snapshot),        std::move(fill),           since,
+  Save save{std::move(content),         std::move(fill),           since,
             base::seconds_since(since), base::Tracer::of_thread(), {}};
   const base::Future<void> done = save.done.future();
   try {
@@ -246,13 +262,11 @@ void Checkpoints::run(Save& save) {
   std::optional<base::Error> error;
   try {
     const base::TraceScope scope("save");
-    while (before_save_ && before_save_()) sink_.saving();
-    if (save.fill) save.fill(save.snapshot);
     write(save);
   } catch (...) {
     error = base::current_error(base::ErrorKind::kInternal);
   }
-  const int64_t step = std::exchange(save.snapshot, {}).step;  // frees the tensors
+  const int64_t step = std::exchange(save.content, {}).step;  // frees the tensors
   save.fill = {};
   const bool lacks_resources = error && error->kind == base::ErrorKind::kResources;
   if (lacks_resources) {
@@ -273,31 +287,64 @@ void Checkpoints::run(Save& save) {
   save.done.set();
 }
 
-void Checkpoints::write(const Save& save) {
-  const Snapshot& snapshot = save.snapshot;
-  store::Checkpoint checkpoint{snapshot.step, {}, snapshot.state};
-  for (const auto& [file, tensors] : snapshot.files) {
-    auto& stored = checkpoint.files[file + kSuffix];
-    const auto trained = snapshot.trained.find(file);
-    for (const auto& [name, tensor] : store::on_host(tensors)) {
-      if (trained != snapshot.trained.end() && trained->second.contains(name)) {
-        check_finite(name, tensor, snapshot.step);
-      }
-      stored[name] = tensor.contiguous();
-    }
-  }
+void Checkpoints::write(Save& save) {
+  const int64_t step = save.content.step;
+  TableParts* const tables = tables_ && !tables_->empty() ? tables_ : nullptr;
+  std::unique_ptr<store::Saving> saving;
+  // On an error, no server may write any more when the folder of `saving` is removed.
+  const auto ended = c10::make_scope_exit([tables] {
+    if (tables) tables->abandon();
+  });
+  while (before_save_ && before_save_()) sink_.saving();
+  if (save.fill) save.fill(save.content);
   in_first_save_ = last_saved().empty();
-  const std::string path = last_good_ = store_->save(checkpoint);
+  saving = store_->begin(step, save.content.state);
+  if (tables) tables->begin(*saving, step);
+  for (auto& [file, tensors] : save.content.files) {
+    write_file(*saving, file + kSuffix, std::exchange(tensors, {}), step);
+  }
+  const double stalled_s = tables ? tables->finish(*saving) : 0;
+  const std::string path = last_good_ = saving->commit();
   in_first_save_ = false;
   {
     std::lock_guard lock(mutex_);
-    last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
+    last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(step);
   }
-  sink_.emit("checkpoint", {{"action", "saved"},
-                            {"path", path},
-                            {"step", snapshot.step},
-                            {"wall_s", base::seconds_since(save.since)},
-                            {"held_s", save.held_s}});
+  Json fields{{"action", "saved"},
+              {"path", path},
+              {"step", step},
+              {"wall_s", base::seconds_since(save.since)},
+              {"held_s", save.held_s}};
+  if (tables) fields["stalled_s"] = stalled_s;
+  sink_.emit("checkpoint", fields);
+}
+
+// Writes the tensors piece by piece. Requests a piece before it writes the one before.
+void Checkpoints::write_file(store::Saving& saving, const std::string& name,
+                             std::vector<HeldTensor> tensors, int64_t step) const {
+  std::ranges::sort(tensors, {}, [](const HeldTensor& each) { return each.info.name; });
+  std::vector<store::TensorInfo> infos;
+  for (const HeldTensor& each : tensors) infos.push_back(each.info);
+  store::OutputFile file = saving.create(name, infos);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const HeldTensor held = std::move(tensors[i]);  // so that its owner frees it when it is written
+    const auto size = static_cast<int64_t>(c10::elementSize(held.info.dtype));
+    const int64_t all = static_cast<int64_t>(held.info.bytes) / size;
+    const int64_t most = static_cast<int64_t>(store::kPieceBytes) / size;
+    const auto read = [&](int64_t first) { return held.read(first, std::min(most, all - first)); };
+    base::Future<at::Tensor> next;
+    for (int64_t first = 0; first < all; first += most) {
+      const at::Tensor piece = (first == 0 ? read(0) : std::move(next)).take().contiguous();
+      if (piece.scalar_type() != held.info.dtype || piece.numel() != std::min(most, all - first)) {
+        throw base::Exception(base::ErrorKind::kInternal, held.info.name + " has changed");
+      }
+      if (first + most < all) next = read(first + most);
+      if (held.trained) check_finite(held.info.name, piece.view(-1), step);
+      file.write_at(infos[i].offset + static_cast<uint64_t>(first * size),
+                    {static_cast<const uint8_t*>(piece.const_data_ptr()), piece.nbytes()});
+    }
+  }
+  saving.add(name, file);
 }
 
 base::Future<void> Checkpoints::idle() const {

@@ -22,33 +22,62 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
     return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
   };
   if (rest(first) != rest(other)) return who + " has different training options from the others";
-  if (first.parts != other.parts) return who + " keeps different parts from the others";
+  const auto kept = [](const Plan& p) { return std::tie(p.parts, p.tables, p.table_servers); };
+  if (kept(first) != kept(other)) return who + " keeps different parts from the others";
   if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
-/// Adds the tensors of all parts to the checkpoint under their stored names. Fetches remote tensors
-/// one by one, and releases each when it has arrived.
-void fetch(std::vector<HeldPart> parts, Snapshot& into, EventSink& sink) {
+using Tensors = rpc::RRef<rpc::NamedTensors>;
+
+/// Describes the tensors of a snapshot on this rank, and makes them contiguous.
+std::vector<store::TensorInfo> describe(const Tensors& held) {
+  std::vector<store::TensorInfo> infos;
+  for (auto& [name, tensor] : held.local_value()) {
+    tensor = tensor.detach().contiguous();
+    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
+  }
+  return infos;
+}
+
+/// Returns some elements of a tensor that describe() has described.
+at::Tensor read_held(const Tensors& held, const std::string& name, int64_t first, int64_t count) {
+  const at::Tensor piece = held.local_value().at(name).view(-1).narrow(0, first, count);
+  return store::on_host({{name, piece}}).at(name);
+}
+
+/// Adds the tensors of all parts to the checkpoint under their stored names. Tensors of other ranks
+/// stay there until they are read.
+void locate(rpc::Agent* agent, std::vector<HeldPart> parts, Content& into, EventSink& sink) {
+  std::set<std::pair<std::string, std::string>> known;
   for (HeldPart& held : parts) {
     const PartName& part = held.part;
-    auto& file = into.files[part.file];
-    const auto put = [&](const rpc::NamedTensors& tensors) {
-      for (const auto& [name, tensor] : tensors) {
-        const std::string stored = part.stored(name, held.trainer);
-        if (part.has(stored, held.trainer) && file.emplace(stored, tensor).second) continue;
+    const auto add = [&](HeldTensor tensor) {
+      std::string& name = tensor.info.name;
+      tensor.trained = std::ranges::count(held.tensors.trained, name) > 0;
+      const std::string stored = part.stored(name, held.trainer);
+      if (!part.has(stored, held.trainer) || !known.emplace(part.file, stored).second) {
         throw base::Exception(base::ErrorKind::kInternal,
                               "a checkpoint's part '" + part.name + "' has the tensor " + name +
                                   ", which is not named by it or is another's, too");
       }
+      name = stored;
+      into.files[part.file].push_back(std::move(tensor));
     };
-    for (const std::string& name : held.tensors.trained) {
-      into.trained[part.file].insert(part.stored(name, held.trainer));
-    }
-    put(held.tensors.here);
+    into.files[part.file];
+    for (const auto& [name, tensor] : held.tensors.here) add(HeldTensor::of(name, tensor));
     for (auto& there : held.tensors.elsewhere) {
-      put(there.is_owner() ? there.local_value()
-                           : there.to_here_async(std::chrono::nanoseconds::max()).take());
+      const rpc::To owner = rpc::To(there.owner()).without_deadline();
+      for (store::TensorInfo& info :
+           there.is_owner() ? describe(there) : agent->rpc_sync<&describe>(owner, there)) {
+        const auto read = [agent, owner, there, name = info.name](int64_t first, int64_t count) {
+          if (!there.is_owner()) {
+            return agent->rpc_async<&read_held>(owner, there, name, first, count);
+          }
+          return base::Future<at::Tensor>::ready(read_held(there, name, first, count));
+        };
+        add({std::move(info), false, read});
+      }
       there = {};
       sink.saving();
     }
@@ -103,8 +132,9 @@ void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
     }
     return false;
   };
-  for (const auto& [file, tensors] : snapshot.files) {
-    for (const auto& [tensor, value] : tensors) {
+  for (const auto& [file, content] : snapshot.files) {
+    if (!plan.tables.empty() && file.starts_with(kTableFiles)) continue;  // checked by TablePart
+    for (const auto& [tensor, info] : content.tensors()) {
       if (is_known(file, tensor)) continue;
       snapshot.refuse(file + ".safetensors has " + tensor + ", which the model has not");
     }
@@ -120,18 +150,28 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
       agent_(agent),
       sink_(sink),
       stop_(job.stop),
-      checkpoints_(known_.checkpoint, job, sink, [this](const base::Error& error) {
-        // A save that fails because a rank is lost does not end the job: on_rank_lost() handles the
-        // loss. If no save follows, Checkpoints::finish() throws the error at the end.
-        if (error.kind == base::ErrorKind::kPeerLost) {
-          sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
-        } else if (LeaseScheduler* const scheduler = current_) {
-          scheduler->fail(error);
-        }
-      }) {}
+      tables_(std::make_shared<TableParts>(agent, [&sink] { sink.saving(); })),
+      checkpoints_(
+          known_.checkpoint, job, sink,
+          [this](const base::Error& error) {
+            // A save that fails because a rank is lost does not end the job: on_rank_lost() handles
+            // the loss. If no save follows, Checkpoints::finish() throws the error at the end.
+            if (error.kind == base::ErrorKind::kPeerLost) {
+              sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
+            } else if (LeaseScheduler* const scheduler = current_) {
+              scheduler->fail(error);
+            }
+          },
+          tables_.get()) {
+  if (agent_) agent_->provide(tables_);
+}
 
 void TrainingHost::expose(rpc::Agent& agent, EventSink& sink) {
   agent.provide(std::make_shared<LossPreparation>(LossPreparation{agent, sink}));
+  TableParts::expose(agent);
+  agent.expose<&describe>("job.describe");
+  agent.expose<&read_held>("job.read_held");
+  agent.expose<rpc::of_local<&TrainingHost::load_tables>>("job.load_all_tables");
   agent.expose<rpc::of_local<&LossPreparation::prepare>>("job.prepare_for_losses");
   agent.expose<rpc::of_local<&LossPreparation::rest>>("job.rest");
   agent.expose<rpc::of_local<&TrainingHost::attach>>("job.attach");
@@ -181,12 +221,22 @@ void TrainingHost::begin(const Plan& plan) {
   plan_->save_every = known_.checkpoint.every;
   lr_schedule_ = optim::LearningRateSchedule::parse(plan.lr_schedule);
   may_lose_ = plan.may_lose && agent_ && plan.trainers > 1;
+  tables_->set(plan.tables, plan.table_servers, plan.local_tables);
   current_ = nullptr;
   LeaseScheduler::Hooks hooks;
   hooks.on_begin = [this] {
     {
       std::lock_guard lock(mutex_);
       resumed_.reset();
+    }
+    if (plan_->save && agent_ && !tables_->empty()) {
+      checkpoints_.show([this](const std::string& path) {
+        for (const std::string& server : tables_->find_remote(path)) {
+          sink_.warn(base::ErrorKind::kInvalid,
+                     server + " does not see the folder --checkpoint " + known_.checkpoint.dir +
+                         " of rank 0, so its part of each checkpoint is sent to rank 0");
+        }
+      });
     }
     // From here on a signal makes the job save and end, because there is something to save.
     if (plan_->save && !agent_) stop_->arm();
@@ -261,7 +311,9 @@ void TrainingHost::rest(int trainer) const {
 }
 
 void TrainingHost::load() {
-  resumed_ = checkpoints_.load();
+  if (auto snapshot = checkpoints_.load()) {
+    resumed_ = std::make_shared<const Snapshot>(*std::move(snapshot));
+  }
   if (!resumed_ && plan_->eval_only) {
     base::bad_data("--eval-only: no checkpoint in " + known_.checkpoint.dir);
   }
@@ -328,10 +380,23 @@ rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   if (!resumed_) return {};
   rpc::NamedTensors found;
   const size_t suffix = part.stored("", trainer).size();
-  for (const auto& [tensor, value] : resumed_->file(part.file)) {
-    if (part.has(tensor, trainer)) found[tensor.substr(0, tensor.size() - suffix)] = value;
+  const store::SafetensorsFile& file = resumed_->file(part.file);
+  for (const auto& [tensor, info] : file.tensors()) {
+    if (!part.has(tensor, trainer)) continue;
+    found[tensor.substr(0, tensor.size() - suffix)] = file.tensor(tensor);
   }
   return found;
+}
+
+void TrainingHost::load_tables() {
+  std::shared_ptr<const Snapshot> snapshot;
+  bool with_states = false;
+  {
+    std::lock_guard lock(mutex_);
+    snapshot = resumed_;
+    with_states = !plan_->eval_only;
+  }
+  if (snapshot) tables_->load(*snapshot, with_states);
 }
 
 // Throws unless `seat` is that of the trainer's current process, which must not be lost.
@@ -476,14 +541,17 @@ void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
 }
 
 void TrainingHost::save(const Position& position) {
+  // Without the lock, because on_rank_lost() takes it and ends the call of a lost server.
+  const Json tables = tables_->empty() ? Json() : tables_->hold();
   std::lock_guard lock(mutex_);
-  Snapshot snapshot;
+  Content snapshot;
   snapshot.step = position.total / plan_->trainers;
   snapshot.state["cmd"] = cmd_;
   snapshot.state["options"] = known_.options;
   snapshot.state["agreed"] = plan_->agreed;
   snapshot.state["position"] = position.to_json();
   snapshot.state["threads"] = at::get_num_threads();
+  if (!tables.is_null()) snapshot.state["tables"] = tables;
   const optim::ScheduleState& schedule = lr_schedule_.state();
   snapshot.state["lr"] = plan_->lr;
   snapshot.state["lr_schedule"] = plan_->lr_schedule;
@@ -492,8 +560,8 @@ void TrainingHost::save(const Position& position) {
   const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
   checkpoints_.save(
       std::move(snapshot),
-      [this, parts = std::exchange(gathered_, {})](Snapshot& into) mutable {
-        fetch(std::move(parts), into, sink_);
+      [this, parts = std::exchange(gathered_, {})](Content& into) mutable {
+        locate(agent_, std::move(parts), into, sink_);
       },
       since);
 }

@@ -5,6 +5,7 @@
 #include "distrain/base/executor.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/agent.h"
+#include "host/table_parts.h"
 
 namespace distrain::job {
 
@@ -69,6 +70,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// Returns a future that completes when no save is in progress. Trainers wait for it before they
   /// take a snapshot, so that memory holds only one snapshot.
   base::Future<void> await_save() { return checkpoints_.idle(); }
+  /// Loads the tables from the checkpoint that the job resumes from.
+  void load_tables();
   /// Adds the tensors of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
 
@@ -126,13 +129,14 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   std::atomic<LeaseScheduler*> current_{nullptr};  // null until the scheduler is ready
   std::optional<base::Error> failed_;
   optim::LearningRateSchedule lr_schedule_;
-  std::optional<Snapshot> resumed_;  // set until all trainers have loaded their parts
+  std::shared_ptr<const Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
   Report total_;                                 // sum of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // start of the current save
   std::vector<HeldPart> gathered_;
   Json metrics_ = Json::object();
 
+  const std::shared_ptr<TableParts> tables_;
   Checkpoints checkpoints_;  // last, so that its thread ends before other members do
 };
 

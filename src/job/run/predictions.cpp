@@ -3,11 +3,17 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "host/table_parts.h"
+
 namespace distrain::job {
 
 void Predictions::load(const rpc::NamedTensors& model) const {
-  const rpc::NamedTensors& saved = snapshot_.file("model");
+  const store::SafetensorsFile& saved = snapshot_.file("model");
   store::naming_file(snapshot_.path, [&] { store::copy_into(model, saved); });
+}
+
+void Predictions::load(const table::ShardedEmbedding& tables) const {
+  load_tables(snapshot_, tables.table_names(), tables.local_server());
 }
 
 void Predictions::tell(const Json& fields) {

@@ -30,7 +30,8 @@ void parse_safetensors(const Bytes& bytes) {
       total += tensor.nbytes();
     }
     check(total <= bytes.size(), "tensors do not overlap");
-    store::safetensors_header(tensors);
+    std::vector<store::TensorInfo> infos = store::infos_of(tensors);
+    store::safetensors_header(infos);
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kBadData, "what does not fit is refused as 'bad_data'");
   }

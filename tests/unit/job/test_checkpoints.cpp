@@ -59,13 +59,14 @@ struct Saving {
                         [this](const base::Error& error) { told.push_back(error); });
   }
 
-  static Snapshot snapshot(int64_t step, double value = 1) {
-    Snapshot snapshot;
-    snapshot.step = step;
-    snapshot.files["model"]["x"] = at::full({100'000}, value);
-    snapshot.files["model"]["mask"] = at::full({3}, -INFINITY);  // not trained
-    snapshot.trained["model"] = {"x"};
-    return snapshot;
+  static Content content(int64_t step, double value = 1) {
+    return content_of(step, at::full({100'000}, value));
+  }
+  static Content content_of(int64_t step, const at::Tensor& x) {
+    Content content{.step = step};
+    content.files["model"] = {HeldTensor::of("x", x, /*trained=*/true),
+                              HeldTensor::of("mask", at::full({3}, -INFINITY))};
+    return content;
   }
   std::optional<std::string> newest() const {
     return store::CheckpointStore::newest(folder.path("saves"));
@@ -82,11 +83,11 @@ struct Saving {
 TEST_CASE("a save continues in the background") {
   Saving saving;
   base::Promise<void> go_on;
-  const auto fill = [may = go_on.future()](Snapshot& snapshot) {
+  const auto fill = [may = go_on.future()](Content& content) {
     may.wait();
-    snapshot.files["state"]["y"] = at::ones({3});
+    content.files["state"] = {HeldTensor::of("y", at::ones({3}))};
   };
-  saving.checkpoints->save(Saving::snapshot(4), fill, base::Clock::now());
+  saving.checkpoints->save(Saving::content(4), fill, base::Clock::now());
   const base::Future<void> idle = saving.checkpoints->idle();
   CHECK_FALSE(idle.done());
   CHECK_FALSE(saving.newest());
@@ -99,25 +100,25 @@ TEST_CASE("a save continues in the background") {
   CHECK(line["step"] == 4);
   CHECK(line["held_s"].get<double>() <= line["wall_s"].get<double>());
   const Snapshot read = read_checkpoint(saving.folder.path("saves"));
-  CHECK(read.file("model").at("x").sum().item<double>() == 100'000);
-  CHECK(read.file("state").at("y").numel() == 3);
+  CHECK(read.file("model").tensor("x").sum().item<double>() == 100'000);
+  CHECK(read.file("state").tensor("y").numel() == 3);
   CHECK(saving.checkpoints->last_saved().find("step 4") != std::string::npos);
 }
 
 TEST_CASE("values that are not finite are not saved, and a later save works") {
   Saving saving;
-  Snapshot bad = Saving::snapshot(1);
   // Changes the last element, because the check must read all pieces of the tensor.
-  bad.files["model"]["x"][-1] =
+  const at::Tensor bad = at::ones({3'000'000});
+  bad[-1] =
       GENERATE(std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN());
-  saving.checkpoints->save(bad, {}, base::Clock::now());
+  saving.checkpoints->save(Saving::content_of(1, bad), {}, base::Clock::now());
   const std::string why =
       error_of(base::ErrorKind::kNotFinite, [&] { saving.checkpoints->finish(); });
   CHECK(why.find("x is not finite at step 1, so it was not saved") == 0);
   REQUIRE(saving.told.size() == 1);
   CHECK(saving.told[0].message == why);
   CHECK_FALSE(saving.newest());
-  saving.checkpoints->save(Saving::snapshot(2), {}, base::Clock::now());
+  saving.checkpoints->save(Saving::content(2), {}, base::Clock::now());
   saving.checkpoints->finish();
   CHECK(saving.newest());
   CHECK(saving.told.size() == 1);
@@ -128,7 +129,7 @@ TEST_CASE("a save that fails on a full disk keeps the older checkpoint, and the 
   CAPTURE(on_save_error);
   Saving saving({}, on_save_error);
   const auto save = [&](int64_t step) {
-    saving.checkpoints->save(Saving::snapshot(step), {}, base::Clock::now());
+    saving.checkpoints->save(Saving::content(step), {}, base::Clock::now());
     saving.checkpoints->finish();
   };
   save(1);
@@ -168,7 +169,7 @@ TEST_CASE("a save that fails on a full disk keeps the older checkpoint, and the 
 TEST_CASE("resuming from a checkpoint that is older than the newest is refused") {
   Saving saving;
   for (const int64_t step : {1, 2}) {
-    saving.checkpoints->save(Saving::snapshot(step), {}, base::Clock::now());
+    saving.checkpoints->save(Saving::content(step), {}, base::Clock::now());
     saving.checkpoints->finish();
   }
   saving.checkpoints.reset();
@@ -188,10 +189,10 @@ TEST_CASE("resuming from a checkpoint that is older than the newest is refused")
 
 TEST_CASE("the error of a part that is unavailable is the error of the save") {
   Saving saving;
-  const auto fill = [](Snapshot&) {
+  const auto fill = [](Content&) {
     throw base::Exception(base::ErrorKind::kPeerLost, "rank 3 is gone");
   };
-  saving.checkpoints->save(Saving::snapshot(1), fill, base::Clock::now());
+  saving.checkpoints->save(Saving::content(1), fill, base::Clock::now());
   CHECK(error_of(base::ErrorKind::kPeerLost, [&] { saving.checkpoints->finish(); }) ==
         "rank 3 is gone");
   CHECK(saving.lines.saved().empty());
@@ -202,7 +203,7 @@ TEST_CASE("destroying Checkpoints waits for the save in progress") {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     return false;
   });
-  saving.checkpoints->save(Saving::snapshot(7), {}, base::Clock::now());
+  saving.checkpoints->save(Saving::content(7), {}, base::Clock::now());
   saving.checkpoints.reset();
   CHECK(saving.lines.saved().size() == 1);
   CHECK(read_checkpoint(saving.folder.path("saves")).step == 7);

@@ -38,16 +38,16 @@ struct Sample {
 };
 
 inline void check_same(const LoadedCheckpoint& loaded, const Checkpoint& expected) {
-  REQUIRE(loaded.checkpoint.step == expected.step);
-  REQUIRE(loaded.checkpoint.state == expected.state);
-  REQUIRE(loaded.checkpoint.files.size() == expected.files.size());
+  REQUIRE(loaded.step == expected.step);
+  REQUIRE(loaded.state == expected.state);
+  REQUIRE(loaded.files.size() == expected.files.size());
   for (const auto& [name, tensors] : expected.files) {
-    REQUIRE(loaded.checkpoint.files.contains(name));
-    const auto& read = loaded.checkpoint.files.at(name);
-    REQUIRE(read.size() == tensors.size());
+    REQUIRE(loaded.files.contains(name));
+    const auto& read = loaded.files.at(name);
+    REQUIRE(read.tensors().size() == tensors.size());
     for (const auto& [key, tensor] : tensors) {
-      REQUIRE(read.contains(key));
-      REQUIRE(at::equal(read.at(key), tensor));
+      REQUIRE(read.tensors().contains(key));
+      REQUIRE(at::equal(read.tensor(key), tensor));
     }
   }
 }

@@ -149,7 +149,7 @@ TEST_CASE("A link that replaces the open folder is not followed") {
     CheckpointStore(saves).prepare();
     CheckpointStore(saves).save(Sample(1).checkpoint);
     CheckpointStore store(saves, [&](const char* name) {
-      if (name == std::string("write") && !fs::is_symlink(saves)) swap();
+      if (name == std::string("pwrite") && !fs::is_symlink(saves)) swap();
     });
     CHECK(error_of(base::ErrorKind::kResources, [&] { store.save(Sample(2).checkpoint); }) ==
           saves + ": another folder stands where this job has saved");
@@ -307,8 +307,8 @@ TEST_CASE("A reader needs no lock and leaves no files") {
     for (const long number : {SYS_flock, SYS_mkdirat, SYS_unlinkat, SYS_renameat, SYS_write}) {
       forbid(number, EROFS);
     }
-    if (CheckpointStore::load(folder.path()).checkpoint.step != 2) return 1;
-    if (CheckpointStore::look(folder.path()).checkpoint.step != 2) return 2;
+    if (CheckpointStore::load(folder.path()).step != 2) return 1;
+    if (CheckpointStore::look(folder.path()).step != 2) return 2;
     if (CheckpointStore::newest(folder.path()) != folder.path(step_name(2))) return 3;
     return CheckpointStore::intact_before(folder.path()) == folder.path(step_name(1)) ? 0 : 4;
   });
@@ -369,7 +369,7 @@ TEST_CASE("A job whose folder another job took over neither writes nor deletes")
     CHECK(names_in(folder.path()) == before);
   }
   SECTION("during a write") {
-    at = GENERATE("write", "fsync");
+    at = GENERATE("pwrite", "fsync");
     CHECK(refused(zombie, 5) == expected);
     CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   }

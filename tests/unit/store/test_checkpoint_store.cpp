@@ -63,7 +63,7 @@ TEST_CASE("If the newest checkpoint is damaged, an older intact one is named") {
   const Folder folder;
   CheckpointStore store(folder.path(), {}, 3);
   for (int64_t step = 7; step < 10; ++step) store.save(Sample(step).checkpoint);
-  CHECK(CheckpointStore::look(folder.path()).checkpoint.state == Sample(9).checkpoint.state);
+  CHECK(CheckpointStore::look(folder.path()).state == Sample(9).checkpoint.state);
   const auto before = [&](const std::string& name) {
     return CheckpointStore::intact_before(folder.path(name));
   };
@@ -307,7 +307,7 @@ TEST_CASE("A valid checksum with invalid contents of a manifest is refused") {
     return refused(text_of(fields));
   };
   write_text(manifest, sealed(text_of(right)));
-  CHECK(CheckpointStore::load(folder.path()).checkpoint.step == 5);
+  CHECK(CheckpointStore::load(folder.path()).step == 5);
 
   for (const auto& [key, _] : right) {
     auto fields = right;
