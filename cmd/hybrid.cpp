@@ -154,6 +154,9 @@ without a label. Words that are not in the training data are ignored.)")
             const bool holds_rows = options.is_sharded() && rank.starts_with("ps");
             return holds_rows ? std::optional(0) : std::nullopt;
           })
+          .saving_role([](const HybridOptions& options) {
+            return options.is_sharded() ? std::string("ps") : std::string();
+          })
           .event("step", "",
                  {sometimes({"staleness", kInteger,
                              "updates of this trainer that the rows of this step lack"})})

@@ -45,8 +45,9 @@ HybridOptions with_teacher() {
 TEST_CASE("in sync mode a table on one, two or three servers equals the module in one process") {
   HybridOptions options = with_teacher();
   options.mode = "sync";
-  std::tie(options.trainers, options.optimizer, options.clip) = GENERATE(
-      table<int, std::string, double>({{1, "sgd", 0}, {2, "adagrad", 0}, {3, "adam", 0.5}}));
+  std::tie(options.trainers, options.optimizer, options.clip) =
+      GENERATE(Catch::Generators::table<int, std::string, double>(
+          {{1, "sgd", 0}, {2, "adagrad", 0}, {3, "adam", 0.5}}));
   CAPTURE(options.trainers, options.optimizer);
   const TableRun module = run_tables(Place::kLocal, options);
   options.table = "sharded";
@@ -124,4 +125,37 @@ TEST_CASE("a server with too many rows ends the job and is named") {
   const auto error = error_of_job(base::ErrorKind::kResources, place, options);
   CHECK(contains(error.message, "a table would exceed its limit of 5 rows"));
   if (place == Place::kRanks) CHECK(error.rank >= 3);
+}
+
+TEST_CASE("a hybrid job with tables resumes exactly, also one that hashes words") {
+  const Folder folder;
+  HybridOptions options = with_teacher();
+  options.mode = "sync";
+  options.optimizer = "adam";
+  options.table = "sharded";
+  options.servers = 2;
+  if (GENERATE(false, true)) {
+    options.data = folder.write("examples", make_examples(60));
+    options.batch_size = 4;
+    options.hash_bits = 30;
+  }
+  check_resume_is_exact(GENERATE(Place::kRanks, Place::kLocal), options, 11, 20);
+}
+
+TEST_CASE("tables of three servers are evaluated to the last digit on any number of servers") {
+  const Folder folder;
+  HybridOptions options = with_teacher();
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  options.table = "sharded";
+  options.servers = 3;
+  options.optimizer = "rowwise-adagrad";
+  const Json saved = run_job(Place::kRanks, options).fields(0)["eval"];
+  options.checkpoint.resume = "auto";
+  options.eval_only = true;
+  for (const int servers : {1, 2, 5}) {
+    options.servers = servers;
+    CAPTURE(servers);
+    CHECK(run_job(Place::kRanks, options).fields(0)["eval"]["loss"] == saved["loss"]);
+  }
+  CHECK(run_job(Place::kLocal, options).fields(0)["eval"]["accuracy"] == saved["accuracy"]);
 }

@@ -34,11 +34,18 @@ using testing::Folder;
 
 enum class Place { kRanks, kLocal };
 
-/// A checkpoint with all of its tensors in memory.
+/// A checkpoint with all of its tensors in memory. The rows of a table are in the order of their
+/// ids, because the order in the file depends on the order in which lookups have made the rows.
 struct Snapshot : job::Snapshot {
   explicit Snapshot(job::Snapshot snapshot) : job::Snapshot(std::move(snapshot)) {
     for (const auto& [name, file] : job::Snapshot::files) {
-      for (const auto& [tensor, info] : file.tensors()) files[name][tensor] = file.tensor(tensor);
+      for (const auto& [tensor, info] : file.tensors()) {
+        files[name][tensor] = file.tensor(tensor);
+        if (!name.starts_with("table-")) continue;
+        const std::string ids =
+            tensor.substr(0, tensor.find('.')) + ".ids" + tensor.substr(tensor.rfind('.'));
+        files[name][tensor] = files[name][tensor].index_select(0, file.tensor(ids).argsort());
+      }
     }
   }
   const NamedTensors& file(const std::string& name) const { return files.at(name); }

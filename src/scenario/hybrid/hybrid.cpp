@@ -201,6 +201,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     names.insert(names.begin(), "embedding.weight");
   } else {
     optimizer.add(tables);
+    training.keep("embedding", *tables);
   }
   training.keep("fc", dense);
   training.keep(optimizer, names);
@@ -237,6 +238,7 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   job::SingleProcessTraining training(local, options, data.steps_per_epoch());
   data.agree(training);
   training.keep("", job::part_of(model.parameters()));
+  if (model.tables) training.keep("embedding", *model.tables);
   training.keep(optimizer);
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(optimizer, [&](const job::Step& step) {
@@ -254,6 +256,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   HybridData data(options, predictions.snapshot(), predictions.input());
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
+  if (model.tables) predictions.load(*model.tables);
   if (options.hash_bits == 0) predictions.add("unknown_words", data.unknown_words());
   job::Evaluation evaluation;
   // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
