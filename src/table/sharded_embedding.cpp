@@ -12,17 +12,6 @@ namespace distrain::table {
 
 using base::Future;
 
-namespace {
-
-// Waits until all futures are done, then throws the error of one that failed.
-template <class T>
-void await_each(const std::vector<Future<T>>& futures) {
-  for (const auto& each : futures) static_cast<void>(each.wait_result());
-  base::wait_all(futures);
-}
-
-}  // namespace
-
 /// Sends requests to the servers, here or on other ranks.
 struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this<Client> {
   Client(rpc::Agent* its_agent, std::vector<int> servers, std::shared_ptr<TableServer> server = {})
@@ -42,22 +31,43 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
     }
   }
 
+  /// Sends a push. Returns its result.
   Future<optim::Norms> push(size_t server, const PushRequest& request) {
-    const auto reply = call<&TableServer::push>(server, request);
-    if (!agent) return reply;
-    const PushRequest abandon{.session = request.session,
-                              .number = request.number,
-                              .phase = PushRequest::Phase::kAbandon};
-    const auto send = [self = shared_from_this(), server, abandon] {
-      static_cast<void>(self->call<&TableServer::push>(server, abandon));
+    const Future<void> stored = call<&TableServer::push>(server, request);
+    auto result = Future<optim::Norms>::ready({});
+    if (steps_wait) {
+      result = call<&TableServer::await_step>(
+          server, PushRequest{request.session, request.number, request.phase});
+    }
+    const auto abandon_it = [self = shared_from_this(), number = request.number] {
+      self->abandon(number);
     };
-    reply.on_complete(agent->inline_executor(), [this, send](const auto& result) {
-      if (!result.ok()) agent->executor().post(send);  // lookups may wait for the push
+    base::Executor& at_once = agent ? agent->inline_executor() : inline_executor;
+    stored.on_complete(at_once, [this, abandon_it](const auto& done) {
+      if (!done.ok() && agent) agent->executor().post(abandon_it);  // lookups may wait for the push
     });
-    return reply;
+    return stored.then(at_once, [result] { return result; });
+  }
+  /// Makes a step fail on all servers where it has not ended.
+  void abandon(uint64_t number) {
+    for (size_t server = 0; server < ranks.size(); ++server) {
+      static_cast<void>(call<&TableServer::push>(
+          server, PushRequest{sessions[server], number, PushRequest::Phase::kAbandon}));
+    }
+  }
+  /// Waits until all servers have answered. Throws the error of one, which names the server.
+  void await_each(const std::vector<Future<optim::Norms>>& results) const {
+    for (const auto& each : results) static_cast<void>(each.wait_result());
+    for (size_t server = 0; server < results.size(); ++server) {
+      if (results[server].wait_result().ok()) continue;
+      base::Error error = results[server].wait_result().error();
+      if (agent) error.message += fmt::format(" (the tables of rank {})", ranks[server]);
+      throw base::Exception(std::move(error));
+    }
   }
 
   void open(OpenRequest request) {
+    steps_wait = request.mode == optim::Sharing::Mode::kSync && request.participants > 1;
     request.servers = static_cast<int>(ranks.size());
     std::vector<Future<uint64_t>> replies;
     for (size_t server = 0; server < ranks.size(); ++server) {
@@ -75,7 +85,7 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
 
   /// Closes the sessions, and waits until the servers know it.
   void close() {
-    if (!is_open.exchange(false)) return;
+    if (!is_open.exchange(false) || (agent && agent_alive.expired())) return;
     std::vector<Future<void>> replies;
     for (size_t server = 0; server < ranks.size(); ++server) {
       replies.push_back(call<&TableServer::close>(server, sessions[server]));
@@ -83,22 +93,25 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
     for (const auto& reply : replies) static_cast<void>(reply.wait_result());
   }
   void on_shutdown() override { close(); }
-  // When this agent ends, all other ranks are reported as lost.
-  void on_rank_lost(const rpc::Loss& loss) override {
-    if (std::ranges::count(ranks, loss.rank) > 0) is_open = false;
-  }
+  void on_rank_lost(const rpc::Loss&) override {}
 
-  rpc::Agent* const agent;       // null: the only server is `here`
-  const std::vector<int> ranks;  // the servers
+  struct AgentAlive {};
+
+  rpc::Agent* const agent;  // null: the only server is `here`
+  // The agent releases this object when it ends.
+  const std::weak_ptr<AgentAlive> agent_alive = agent ? agent->shared<AgentAlive>() : nullptr;
+  base::InlineExecutor inline_executor;  // if there is no agent
+  const std::vector<int> ranks;          // the servers
   const std::shared_ptr<TableServer> here;
 
+  bool steps_wait = false;            // true if steps wait for other participants
   std::vector<uint64_t> sessions;     // by server
   std::atomic<bool> is_open = false;  // false if there is no session to close
   uint64_t pushes = 0;                // number of the last step that was staged or applied
   std::atomic<uint64_t> applied = 0;  // number of the last step of apply()
   std::atomic<int64_t> staleness = 0;
 
-  std::mutex mutex;             // guards what follows
+  std::mutex mutex;             // guards the members below
   uint64_t lookups = 0;         // number of the last lookup
   std::set<uint64_t> unpushed;  // lookups that servers may keep for a push
   // Without contexts: the lookups by number of the gather() that follows them.
@@ -119,6 +132,7 @@ struct ShardedEmbedding::Lookup {
   std::vector<QueryPlan> plans;
   std::vector<Future<LookupReply>> replies{};  // by server
   bool is_pushed = false;
+  bool has_stepped = false;  // true if the step of the push was applied
 };
 
 /// The gradients of a step, checked and in the type of messages.
@@ -145,7 +159,7 @@ ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
     base::invalid("tables send rows as float, bfloat16 or half");
   }
   if (client_->ranks.empty()) base::invalid("tables need servers");
-  client_->open({tables_, sharing.mode, sharing.participants, sharing.participant});
+  client_->open({tables_, sharing.mode, sharing.participants, sharing.participant, wire});
   agent.add_layer(client_);
 }
 
@@ -175,7 +189,7 @@ std::vector<at::Tensor> ShardedEmbedding::look_up(const std::vector<Query>& quer
 }
 
 ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& queries) {
-  LookupRequest request{.evaluates = !at::GradMode::is_enabled(), .dtype = settings_.wire_dtype};
+  LookupRequest request{.evaluates = !at::GradMode::is_enabled()};
   const at::NoGradGuard no_grad;
   const bool pools = settings_.pools_on_servers && !request.evaluates;
   std::vector<QueryPlan> plans;
@@ -205,6 +219,7 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
 
 std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
   if (!lookup || lookup->replies.empty()) base::invalid("a lookup that is finished already");
+  if (lookup->client != client_) base::invalid("a lookup that another ShardedEmbedding started");
   const bool learns = !lookup->evaluates && at::GradMode::is_enabled();
   const uint64_t context = rpc::current_context();
   if (learns && client_->agent && context == 0) {
@@ -246,12 +261,16 @@ int64_t ShardedEmbedding::staleness() const { return client_->staleness; }
 
 void ShardedEmbedding::settle() {
   const std::unique_ptr<PreparedStep> pushed = std::move(pushed_);  // until the push is answered
-  await_each(std::exchange(pushing_, {}));
+  client_->await_each(std::exchange(pushing_, {}));
+  if (!pushed) return;
+  for (const PreparedStep::Part& part : pushed->parts) part.lookup->has_stepped = true;
 }
 
 std::string ShardedEmbedding::where() const {
   return fmt::format("the tables of rank {}", c10::Join(", ", client_->ranks));
 }
+
+bool ShardedEmbedding::only_sends() const { return client_->agent != nullptr; }
 
 uint64_t ShardedEmbedding::gather() {
   const std::lock_guard lock(client_->mutex);
@@ -298,7 +317,10 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
   auto step = std::make_unique<PreparedStep>(PreparedStep{contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
-      if (lookup->is_pushed) base::invalid("this context has made its step of the tables already");
+      if (lookup->is_pushed) {
+        base::invalid(lookup->has_stepped ? "this context has made its step of the tables already"
+                                          : "its step has failed: look up again in a new context");
+      }
       PreparedStep::Part part{lookup, {}};
       for (const QueryPlan& plan : lookup->plans) {
         part.gradients.push_back(gradient_of(plan, context));
@@ -336,12 +358,17 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
-  if (sharing_.mode == optim::Sharing::Mode::kSync && sharing_.participants > 1) {
+  if (client_->steps_wait) {
     step_->staged = ++client_->pushes;
     const auto replies = push(
         {.number = step_->staged, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
         *step_);
-    await_each(replies);  // a step that fails must have ended on all servers
+    try {
+      client_->await_each(replies);
+    } catch (...) {
+      client_->abandon(std::exchange(step_, nullptr)->staged);  // servers may wait for the commit
+      throw;
+    }
     for (const auto& reply : replies) norms.shared += reply.wait().shared;
     norms.own = replies.front().wait().own;
     return Future<optim::Norms>::ready(norms);
@@ -369,13 +396,18 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
   using Phase = PushRequest::Phase;
   const bool is_staged = step_->staged > 0;
   const uint64_t number = is_staged ? step_->staged : ++client_->pushes;
+  try {
+    pushing_ = push({.number = number,
+                     .phase = is_staged ? Phase::kCommit : Phase::kApply,
+                     .lr_factor = options.lr_factor,
+                     .scale = options.scale},
+                    *step_);
+  } catch (...) {
+    client_->abandon(number);  // some servers may have got the push
+    throw;
+  }
   client_->applied = number;
   pushed_ = std::move(step_);
-  pushing_ = push({.number = number,
-                   .phase = is_staged ? Phase::kCommit : Phase::kApply,
-                   .lr_factor = options.lr_factor,
-                   .scale = options.scale},
-                  *pushed_);
   if (!client_->agent) settle();
   return Future<uint64_t>::ready(number);
 }

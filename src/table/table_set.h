@@ -65,8 +65,6 @@ struct Push {
 struct Steps {
   struct WaitingLookup {
     uint64_t session;
-    int rank;
-    base::TimePoint since = base::Clock::now();
     std::shared_ptr<base::Promise<void>> may_go_on = std::make_shared<base::Promise<void>>();
   };
   /// Returns true if the next step does not wait for this participant.
@@ -80,27 +78,32 @@ struct Steps {
   std::optional<base::Error> error;  // of that step
   std::map<int, Push> pushes;        // of step `ended` + 1, by participant
   base::TimePoint since;             // when the first of them arrived
-  std::set<int> left;                // participants that have closed their sessions
-  std::optional<base::Error> lost;   // the first lost rank, if there are several participants
+  std::optional<base::Error> lost;   // of the first rank that is lost or has closed the tables
   std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
 };
 
 struct Table {
-  explicit Table(const TableOptions& table_options);
+  /// Throws `invalid` if the options are not valid or rows do not support the optimizer.
+  explicit Table(const TableOptions& table_options)
+      : options(table_options), store(set_optimizer()) {}
 
   const TableOptions options;
   double lr = 0;
   rows::RowRule rule;
   rows::RowStore store;
+  std::atomic<uint64_t> updates{0};  // number of steps that had gradients for the table
+
+ private:
+  rows::RowStoreOptions set_optimizer();
 };
 
 /// Tables that are looked up and updated together. Thread-safe: the tables lock their rows.
 class TableSet {
  public:
-  explicit TableSet(const OpenRequest& request);
+  explicit TableSet(OpenRequest request);
 
   /// Throws `invalid` if a session gives other options.
-  void check_same(const OpenRequest& request) const;
+  void check_same(OpenRequest request) const;
   Table* find(const std::string& name) const;  ///< null if there is none
 
   /// Looks up the ids of `kept.part`. Returns a vector for each row or bag.
@@ -113,7 +116,6 @@ class TableSet {
   /// Returns the norms of the mean of `pushes`. Throws `not_finite`.
   optim::Norms norms(const std::vector<Push>& pushes) const;
 
-  std::atomic<uint64_t> updates{0};
   std::shared_ptr<Steps> steps;  // null in async mode; guarded by TableServer's mutex
 
  private:
