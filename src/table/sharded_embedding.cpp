@@ -39,18 +39,16 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
       result = call<&TableServer::await_step>(
           server, PushRequest{request.session, request.number, request.phase});
     }
-    const auto abandon_it = [self = shared_from_this(), number = request.number] {
-      self->abandon(number);
-    };
     base::Executor& at_once = agent ? agent->inline_executor() : inline_executor;
-    stored.on_complete(at_once, [this, abandon_it](const auto& done) {
-      if (!done.ok() && agent) agent->executor().post(abandon_it);  // lookups may wait for the push
+    stored.on_complete(at_once, [self = shared_from_this(), number = request.number](auto& done) {
+      if (done.ok() || !self->agent) return;
+      self->agent->executor().post([self, number] { self->abandon(number); });
     });
     return stored.then(at_once, [result] { return result; });
   }
-  /// Makes a step fail on all servers where it has not ended.
+  /// Makes a step fail on all servers where it has not ended, because lookups may wait for it.
   void abandon(uint64_t number) {
-    for (size_t server = 0; server < ranks.size(); ++server) {
+    for (size_t server = 0; is_open && server < ranks.size(); ++server) {
       static_cast<void>(call<&TableServer::push>(
           server, PushRequest{sessions[server], number, PushRequest::Phase::kAbandon}));
     }
@@ -131,19 +129,23 @@ struct ShardedEmbedding::Lookup {
   const bool evaluates;
   std::vector<QueryPlan> plans;
   std::vector<Future<LookupReply>> replies{};  // by server
-  bool is_pushed = false;
-  bool has_stepped = false;  // true if the step of the push was applied
+  const char* refusal = nullptr;               // why no step can push the gradients
 };
 
 /// The gradients of a step, checked and in the type of messages.
 struct ShardedEmbedding::PreparedStep {
+  ~PreparedStep() {
+    if (number > 0) client->abandon(number);
+  }
+
   struct Part {
     std::shared_ptr<Lookup> lookup;
     std::vector<at::Tensor> gradients;  // by query; undefined if there is none
   };
-  std::vector<uint64_t> contexts;
+  const std::shared_ptr<Client> client;
+  const std::vector<uint64_t> contexts;
   std::vector<Part> parts{};
-  uint64_t staged = 0;  // number of the step that norm() has staged
+  uint64_t number = 0;  // of a step that norm() has staged, until apply() has sent the commit
 };
 
 ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
@@ -263,7 +265,9 @@ void ShardedEmbedding::settle() {
   const std::unique_ptr<PreparedStep> pushed = std::move(pushed_);  // until the push is answered
   client_->await_each(std::exchange(pushing_, {}));
   if (!pushed) return;
-  for (const PreparedStep::Part& part : pushed->parts) part.lookup->has_stepped = true;
+  for (const PreparedStep::Part& part : pushed->parts) {
+    part.lookup->refusal = "this context has made its step of the tables already";
+  }
 }
 
 std::string ShardedEmbedding::where() const {
@@ -314,13 +318,10 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
                               tables_[static_cast<size_t>(plan.parts[0].table)].name +
                               " is not finite, so no table is updated");
   };
-  auto step = std::make_unique<PreparedStep>(PreparedStep{contexts});
+  std::unique_ptr<PreparedStep> step(new PreparedStep{client_, contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
-      if (lookup->is_pushed) {
-        base::invalid(lookup->has_stepped ? "this context has made its step of the tables already"
-                                          : "its step has failed: look up again in a new context");
-      }
+      if (lookup->refusal) base::invalid(lookup->refusal);
       PreparedStep::Part part{lookup, {}};
       for (const QueryPlan& plan : lookup->plans) {
         part.gradients.push_back(gradient_of(plan, context));
@@ -342,7 +343,7 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
     request.gradients.clear();
     for (const PreparedStep::Part& part : step.parts) {
       if (request.phase == PushRequest::Phase::kCommit) break;
-      part.lookup->is_pushed = true;
+      part.lookup->refusal = "its step has failed: look up again in a new context";
       LookupReply& its = request.gradients[part.lookup->number];
       for (size_t q = 0; q < part.gradients.size(); ++q) {
         its.push_back(part.lookup->plans[q].of_server(part.gradients[q], server));
@@ -359,16 +360,13 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
   if (client_->steps_wait) {
-    step_->staged = ++client_->pushes;
+    auto step = std::move(step_);  // abandoned if an error is thrown
+    step->number = ++client_->pushes;
     const auto replies = push(
-        {.number = step_->staged, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
-        *step_);
-    try {
-      client_->await_each(replies);
-    } catch (...) {
-      client_->abandon(std::exchange(step_, nullptr)->staged);  // servers may wait for the commit
-      throw;
-    }
+        {.number = step->number, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
+        *step);
+    client_->await_each(replies);
+    step_ = std::move(step);
     for (const auto& reply : replies) norms.shared += reply.wait().shared;
     norms.own = replies.front().wait().own;
     return Future<optim::Norms>::ready(norms);
@@ -394,20 +392,17 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
   using Phase = PushRequest::Phase;
-  const bool is_staged = step_->staged > 0;
-  const uint64_t number = is_staged ? step_->staged : ++client_->pushes;
-  try {
-    pushing_ = push({.number = number,
-                     .phase = is_staged ? Phase::kCommit : Phase::kApply,
-                     .lr_factor = options.lr_factor,
-                     .scale = options.scale},
-                    *step_);
-  } catch (...) {
-    client_->abandon(number);  // some servers may have got the push
-    throw;
-  }
+  auto step = std::move(step_);  // abandoned if an error is thrown
+  const Phase phase = step->number > 0 ? Phase::kCommit : Phase::kApply;
+  if (phase == Phase::kApply) step->number = ++client_->pushes;
+  pushing_ = push({.number = step->number,
+                   .phase = phase,
+                   .lr_factor = options.lr_factor,
+                   .scale = options.scale},
+                  *step);
+  const uint64_t number = std::exchange(step->number, 0);
   client_->applied = number;
-  pushed_ = std::move(step_);
+  pushed_ = std::move(step);
   if (!client_->agent) settle();
   return Future<uint64_t>::ready(number);
 }

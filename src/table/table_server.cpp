@@ -10,14 +10,9 @@
 
 namespace distrain::table {
 
-namespace {
-
-base::Error loss_of(rpc::ProcessNumber process) {
-  const int rank = rpc::rank_of(process);
-  return {base::ErrorKind::kPeerLost, fmt::format("rank {} is lost", rank), rank};
-}
-
-}  // namespace
+using base::DeferredTasks;
+using base::ErrorKind;
+using base::Future;
 
 struct TableServer::Session {
   // A lookup, null until it is answered, and the number of its ids and vectors.
@@ -37,7 +32,7 @@ struct TableServer::Session {
     if (size > kMaxLookupIds ||
         (is_kept && (kept.size() >= kMaxLookups || kept_size + size > kMaxLookupIds))) {
       throw base::Exception(
-          base::ErrorKind::kResources,
+          ErrorKind::kResources,
           fmt::format("rank {} has {} lookups of {} ids and vectors without a step, so one of {} "
                       "is too much: end their contexts, or look up fewer ids",
                       rpc::rank_of(process), kept.size(), kept_size, size));
@@ -78,8 +73,7 @@ struct TableServer::Session {
   }
 
   // Returns the promise of a push's result. The push and await_step() may arrive in any order.
-  std::shared_ptr<base::Promise<optim::Norms>> answer_to(const PushRequest& push,
-                                                         base::DeferredTasks& done) {
+  Answer answer_to(const PushRequest& push, DeferredTasks& done) {
     const std::pair key(push.number, push.phase != PushRequest::Phase::kStage);
     if (answer && key == last_push) return answer;
     if (key < last_push) base::invalid("a push that its participant has followed by another");
@@ -89,6 +83,7 @@ struct TableServer::Session {
     return answer;
   }
 
+  const uint64_t id;
   TableSet& set;
   const std::shared_ptr<Steps> steps;
   const rpc::ProcessNumber process;
@@ -97,21 +92,24 @@ struct TableServer::Session {
   uint64_t oldest = 0;  // older lookups are released
   std::map<uint64_t, Kept> kept;
   uint64_t kept_size = 0;
-  std::pair<uint64_t, bool> last_push{0, false};        // its number, and whether it makes the step
-  std::shared_ptr<base::Promise<optim::Norms>> answer;  // to the last push
+  std::pair<uint64_t, bool> last_push{0, false};  // its number, and whether it makes the step
+  Answer answer;                                  // to the last push
 };
 
 TableServer::TableServer(rpc::Agent* agent) : agent_(agent) {}
 
 TableServer::~TableServer() {
-  base::DeferredTasks done;  // a lookup that waits holds its session
-  for (const auto& [id, session] : sessions_) {
-    fail_lookups_locked(id, session, {base::ErrorKind::kCancelled, "the tables are closed"}, done);
-  }
+  // A lookup that waits holds its session, which holds the lookup.
+  for (const auto& [id, session] : sessions_) session->steps->waiting.clear();
+}
+
+// Throws if the caller is lost.
+void TableServer::check_locked(rpc::ProcessNumber caller) const {
+  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
 }
 
 TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNumber caller) const {
-  if (lost_.contains(caller)) throw base::Exception(loss_of(caller));
+  check_locked(caller);
   const auto it = sessions_.find(id);
   if (it == sessions_.end() || it->second->process != caller) {
     base::invalid("a call to tables that the caller has not opened, or has closed");
@@ -119,7 +117,7 @@ TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNum
   return it->second;
 }
 
-base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
+Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
   const bool is_sync = request.mode == optim::Sharing::Mode::kSync;
   const bool is_known = is_sync || request.mode == optim::Sharing::Mode::kAsync;
   if (!is_known || request.participants < 1 || request.participants > 1 << 16 ||
@@ -138,7 +136,7 @@ base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::Proces
   if (set) set->check_same(request);
   std::unique_ptr<TableSet> made = set ? nullptr : std::make_unique<TableSet>(request);
   const std::lock_guard lock(mutex_);
-  if (lost_.contains(caller)) throw base::Exception(loss_of(caller));
+  check_locked(caller);
   if (made) set = sets_.emplace_back(std::move(made)).get();
   bool is_open = false;  // by a participant
   for (const auto& [id, other] : sessions_) {
@@ -151,38 +149,36 @@ base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::Proces
   }
   if (is_sync && !is_open) {
     set->steps = std::make_shared<Steps>(Steps{.participants = request.participants});
-    if (request.participants > 1 && !lost_.empty()) set->steps->lost = loss_of(*lost_.begin());
+    if (request.participants > 1 && !lost_.empty()) {
+      set->steps->lost = {ErrorKind::kPeerLost, "a rank is lost", rpc::rank_of(*lost_.begin())};
+    }
   }
   const auto steps = set->steps ? set->steps : std::make_shared<Steps>();
-  sessions_.emplace(++last_session_, std::make_shared<Session>(Session{
-                                         *set, steps, caller, request.participant, request.dtype}));
-  return base::Future<uint64_t>::ready(last_session_);
+  const uint64_t id = ++last_session_;
+  sessions_[id] = std::make_shared<Session>(
+      Session{id, *set, steps, caller, request.participant, request.dtype});
+  return Future<uint64_t>::ready(id);
 }
 
-base::Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
-  base::DeferredTasks done;
+Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
+  DeferredTasks done;
   const std::lock_guard lock(mutex_);
   const SessionPtr session = session_locked(id, caller);
-  fail_lookups_locked(id, session, {base::ErrorKind::kCancelled, "the tables are closed"}, done);
   sessions_.erase(id);
-  if (session->participant >= 0) {
-    lose_locked(*session->steps,
-                {base::ErrorKind::kPeerLost,
-                 fmt::format("participant {} has closed its tables", session->participant)},
-                done);
-  }
-  return base::Future<void>::ready({});
+  fail_lookups_locked(session, {ErrorKind::kCancelled, "the tables are closed"}, done);
+  const auto why = fmt::format("participant {} has closed its tables", session->participant);
+  if (session->participant >= 0) lose_locked(*session->steps, {ErrorKind::kPeerLost, why}, done);
+  return Future<void>::ready({});
 }
 
 // Fails the calls of a session that wait.
-void TableServer::fail_lookups_locked(uint64_t id, const SessionPtr& session,
-                                      const base::Error& error, base::DeferredTasks& done) {
+void TableServer::fail_lookups_locked(const SessionPtr& session, const base::Error& error,
+                                      DeferredTasks& done) {
   done.free(session);
   if (session->answer) done.complete(session->answer, error);
-  std::erase_if(session->steps->waiting, [&](auto& each) {
-    if (each.second.session != id) return false;
-    done.complete(each.second.may_go_on, error);
-    return true;
+  std::erase_if(session->steps->waiting, [&](const auto& each) {
+    if (each.second.session == session->id) done.complete(each.second.may_go_on, error);
+    return each.second.session == session->id;
   });
 }
 
@@ -211,8 +207,8 @@ LookupReply TableServer::answer(Session& session, LookupRequest& request) {
   return reply;
 }
 
-base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumber caller) {
-  base::DeferredTasks done;
+Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumber caller) {
+  DeferredTasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
   session->oldest = std::max(session->oldest, request.oldest);
@@ -222,7 +218,7 @@ base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::Proce
   session->reserve(request);
   if (request.after <= session->steps->ended) {
     lock.unlock();
-    return base::Future<LookupReply>::ready(answer(*session, request));
+    return Future<LookupReply>::ready(answer(*session, request));
   }
   const auto waiting =
       session->steps->waiting.emplace(request.after, Steps::WaitingLookup{request.session});
@@ -233,10 +229,10 @@ base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::Proce
       });
 }
 
-base::Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
+Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
   using Phase = PushRequest::Phase;
   if (request.phase > Phase::kAbandon) wire::Reader::fail("a push of an unknown phase");
-  base::DeferredTasks done;
+  DeferredTasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
   Steps& steps = *session->steps;
@@ -244,40 +240,34 @@ base::Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber cal
   if (session->participant < 0) base::invalid("a step of an unknown participant");
   try {
     session->check_not_ended(number);
-    const base::Error abandoned{
-        base::ErrorKind::kInvalid,
-        fmt::format("participant {} has abandoned its step", session->participant)};
-    end_locked(steps, number - 1, abandoned, done);
-    if (request.phase == Phase::kAbandon) throw base::Exception(abandoned);
-    const auto result = push_locked(*session, std::move(request), lock, done);
-    if (steps.participants > 1) return base::Future<void>::ready({});
-    return result.then(inline_executor_, [](const optim::Norms&) {});
+    const auto why = fmt::format("participant {} has abandoned its step", session->participant);
+    end_locked(steps, number - 1, base::Error{ErrorKind::kInvalid, why}, done);
+    if (request.phase == Phase::kAbandon) base::invalid(why);
+    push_locked(*session, std::move(request), lock, done);
+    if (steps.participants > 1) return Future<void>::ready({});
+    return session->answer->future().then(inline_executor_, [](const optim::Norms&) {});
   } catch (...) {
-    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+    const base::Error error = rpc::error_in_flight(ErrorKind::kInternal);
     end_locked(steps, number, error, done);
-    if (session->last_push.first == number && session->answer) {
-      done.complete(session->answer, error);
-    }
+    if (session->last_push.first == number) done.complete(session->answer, error);
     throw;
   }
 }
 
-base::Future<optim::Norms> TableServer::await_step(const PushRequest& push,
-                                                   rpc::ProcessNumber caller) {
-  base::DeferredTasks done;
+Future<optim::Norms> TableServer::await_step(const PushRequest& push, rpc::ProcessNumber caller) {
+  DeferredTasks done;
   const std::lock_guard lock(mutex_);
   return session_locked(push.session, caller)->answer_to(push, done)->future();
 }
 
-// Adds a push to the next step. Returns the norms, or applies the step, if all participants have
-// got that far. Releases the lock while it computes.
-base::Future<optim::Norms> TableServer::push_locked(Session& session, PushRequest request,
-                                                    std::unique_lock<std::mutex>& lock,
-                                                    base::DeferredTasks& done) {
+// Adds a push to the current step. If all participants have got that far, completes the pushes with
+// the norms, or applies the step. Releases the lock while it computes.
+void TableServer::push_locked(Session& session, PushRequest request,
+                              std::unique_lock<std::mutex>& lock, DeferredTasks& done) {
   using Phase = PushRequest::Phase;
   Steps& steps = *session.steps;
-  const uint64_t number = steps.ended + 1;
-  const auto promise = session.answer_to(request, done);
+  const uint64_t number = request.number;
+  const Answer answer = session.answer_to(request, done);
   if (steps.lost) throw base::Exception(*steps.lost);
   const double factor = request.lr_factor;
   if (!(request.scale >= 0 && request.scale <= 1 && factor >= 0 && std::isfinite(factor))) {
@@ -290,24 +280,24 @@ base::Future<optim::Norms> TableServer::push_locked(Session& session, PushReques
   Push push = staged.empty() ? Push() : std::move(staged.mapped());
   push.request = std::move(request);
   session.move_lookups(push);
-  push.answer = promise;
+  push.answer = answer;
   if (steps.pushes.empty()) steps.since = base::Clock::now();
   steps.pushes.emplace(session.participant, std::move(push));
-  if (std::ssize(steps.pushes) < steps.participants) return promise->future();
+  if (std::ssize(steps.pushes) < steps.participants) return;
 
   const auto is_staged = [](const auto& each) {
     return each.second.request.phase == Phase::kStage;
   };
   const bool applies = std::ranges::none_of(steps.pushes, is_staged);
   std::vector<Push> all;
-  std::vector<std::shared_ptr<base::Promise<optim::Norms>>> answers;
+  std::vector<Answer> answers;
   for (auto& each : steps.pushes) {
     all.push_back(each.second);
     if (each.second.answer && (applies || is_staged(each))) {
       answers.push_back(std::move(each.second.answer));
     }
   }
-  if (answers.empty()) return promise->future();
+  if (answers.empty()) return;
   if (applies) steps.pushes.clear();  // so that nothing ends the step while it is applied
   lock.unlock();
   base::Result<optim::Norms> result = optim::Norms{};
@@ -315,19 +305,18 @@ base::Future<optim::Norms> TableServer::push_locked(Session& session, PushReques
     const at::NoGradGuard no_grad;
     result = applies ? session.set.apply(all) : session.set.norms(all);
   } catch (...) {
-    result = rpc::error_in_flight(base::ErrorKind::kInternal);
+    result = rpc::error_in_flight(ErrorKind::kInternal);
   }
   lock.lock();
   if (applies && result.ok()) ++*updates_;
   if (applies || !result.ok()) end_locked(steps, number, result, done);
-  for (auto& answer : answers) done.complete(std::move(answer), result);
+  for (Answer& each : answers) done.complete(std::move(each), result);
   done.free(std::move(all));
-  return promise->future();
 }
 
 // Ends all steps up to `number`: answers their pushes, and lets the lookups that wait go on.
 void TableServer::end_locked(Steps& steps, uint64_t number,
-                             const base::Result<optim::Norms>& result, base::DeferredTasks& done) {
+                             const base::Result<optim::Norms>& result, DeferredTasks& done) {
   if (number <= steps.ended) return;
   steps.ended = number;
   steps.error = result.ok() ? std::nullopt : std::optional(result.error());
@@ -343,23 +332,21 @@ void TableServer::end_locked(Steps& steps, uint64_t number,
 }
 
 // Makes the current step and all later ones fail.
-void TableServer::lose_locked(Steps& steps, const base::Error& error, base::DeferredTasks& done) {
+void TableServer::lose_locked(Steps& steps, const base::Error& error, DeferredTasks& done) {
   if (!steps.lost) steps.lost = error;
   if (!steps.pushes.empty()) end_locked(steps, steps.ended + 1, error, done);
 }
 
-TableSet& TableServer::set_of(const std::string& table) const {
+Table& TableServer::table_of(const std::string& name) const {
   const std::lock_guard lock(mutex_);
   for (const auto& set : sets_) {
-    if (set->find(table)) return *set;
+    if (Table* const table = set->find(name)) return *table;
   }
-  throw base::Exception(base::ErrorKind::kNotFound, "there is no table named " + table + " here");
+  throw base::Exception(ErrorKind::kNotFound, "there is no table named " + name + " here");
 }
-rows::RowStore& TableServer::store(const std::string& table) const {
-  return set_of(table).find(table)->store;
-}
+rows::RowStore& TableServer::store(const std::string& table) const { return table_of(table).store; }
 std::atomic<uint64_t>& TableServer::updates_of(const std::string& table) const {
-  return set_of(table).find(table)->updates;
+  return table_of(table).updates;
 }
 
 size_t TableServer::kept_lookups() const {
@@ -370,12 +357,12 @@ size_t TableServer::kept_lookups() const {
 }
 
 void TableServer::on_rank_lost(const rpc::Loss& loss) {
-  base::DeferredTasks done;
+  DeferredTasks done;
   const std::lock_guard lock(mutex_);
   lost_.insert(loss.process());
   std::erase_if(sessions_, [&](const auto& each) {
     if (each.second->process != loss.process()) return false;
-    fail_lookups_locked(each.first, each.second, loss.error, done);
+    fail_lookups_locked(each.second, loss.error, done);
     return true;
   });
   for (const auto& set : sets_) {
@@ -385,19 +372,16 @@ void TableServer::on_rank_lost(const rpc::Loss& loss) {
 
 std::vector<rpc::Wait> TableServer::waits() const {
   const std::lock_guard lock(mutex_);
-  std::set<const Steps*> all_steps;
-  for (const auto& [id, session] : sessions_) all_steps.insert(session->steps.get());
   std::vector<rpc::Wait> all;
-  for (const Steps* steps : all_steps) {
+  for (const auto& set : sets_) {
+    if (!set->steps || set->steps->pushes.empty()) continue;
     std::vector<int> missing;
-    for (int each = 0; !steps->pushes.empty() && each < steps->participants; ++each) {
-      if (!steps->has(each)) missing.push_back(each);
+    for (int each = 0; each < set->steps->participants; ++each) {
+      if (!set->steps->has(each)) missing.push_back(each);
     }
-    if (!missing.empty()) {
-      all.push_back(
-          {fmt::format("a step of tables here that wants participant {}", c10::Join(", ", missing)),
-           steps->since});
-    }
+    if (missing.empty()) continue;
+    const std::string who = fmt::format("participant {}", c10::Join(", ", missing));
+    all.push_back({"a step of tables here that wants " + who, set->steps->since});
   }
   return all;
 }

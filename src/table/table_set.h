@@ -54,11 +54,13 @@ struct KeptPart {
 };
 using KeptLookup = std::vector<KeptPart>;
 
+using Answer = std::shared_ptr<base::Promise<optim::Norms>>;
+
 /// A participant's push of a step. The lookups are taken out of the request's `gradients`.
 struct Push {
   PushRequest request;
   std::vector<std::pair<std::shared_ptr<const KeptLookup>, LookupReply>> lookups;
-  std::shared_ptr<base::Promise<optim::Norms>> answer;  // null if it has been answered
+  Answer answer;  // null if it has been answered
 };
 
 /// The steps of a set in sync mode, or of a session in async mode: Note [Steps of tables].

@@ -11,6 +11,7 @@ namespace distrain::table {
 
 class TableSet;
 struct Steps;
+struct Table;
 
 /// Allows other ranks to open tables on this rank. Call it on every rank before join(). Returns the
 /// number of updates that this rank has made to sets of tables.
@@ -82,13 +83,13 @@ class TableServer final : public rpc::Layer {
   using SessionPtr = std::shared_ptr<Session>;
 
   SessionPtr session_locked(uint64_t id, rpc::ProcessNumber caller) const;
-  static void fail_lookups_locked(uint64_t id, const SessionPtr& session, const base::Error& error,
+  void check_locked(rpc::ProcessNumber caller) const;
+  static void fail_lookups_locked(const SessionPtr& session, const base::Error& error,
                                   base::DeferredTasks& done);
-  TableSet& set_of(const std::string& table) const;
+  Table& table_of(const std::string& name) const;
   LookupReply answer(Session& session, LookupRequest& request);
-  base::Future<optim::Norms> push_locked(Session& session, PushRequest request,
-                                         std::unique_lock<std::mutex>& lock,
-                                         base::DeferredTasks& done);
+  void push_locked(Session& session, PushRequest request, std::unique_lock<std::mutex>& lock,
+                   base::DeferredTasks& done);
   static void end_locked(Steps& steps, uint64_t number, const base::Result<optim::Norms>& result,
                          base::DeferredTasks& done);
   static void lose_locked(Steps& steps, const base::Error& error, base::DeferredTasks& done);
