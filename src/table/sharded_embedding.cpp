@@ -53,7 +53,7 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
           server, PushRequest{sessions[server], number, PushRequest::Phase::kAbandon}));
     }
   }
-  /// Waits until all servers have answered. Throws the error of one, which names the server.
+  /// Waits for all servers. Throws the first error, which then names the server.
   void await_each(const std::vector<Future<optim::Norms>>& results) const {
     for (const auto& each : results) static_cast<void>(each.wait_result());
     for (size_t server = 0; server < results.size(); ++server) {

@@ -29,8 +29,8 @@ struct TableServer::Session {
       size += span_of<int64_t>(part.ids).size() + span_of<int64_t>(vectors).size();
     }
     const bool is_kept = !request.evaluates && request.lookup >= oldest;
-    if (size > kMaxLookupIds ||
-        (is_kept && (kept.size() >= kMaxLookups || kept_size + size > kMaxLookupIds))) {
+    if ((is_kept ? kept_size + size : size) > kMaxLookupIds ||
+        (is_kept && kept.size() >= kMaxLookups)) {
       throw base::Exception(
           ErrorKind::kResources,
           fmt::format("rank {} has {} lookups of {} ids and vectors without a step, so one of {} "
@@ -38,9 +38,8 @@ struct TableServer::Session {
                       rpc::rank_of(process), kept.size(), kept_size, size));
     }
     if (!is_kept) return;
-    if (!kept.emplace(request.lookup, Kept{nullptr, size}).second) {
-      wire::Reader::fail("a lookup that was made before");
-    }
+    const bool is_new = kept.emplace(request.lookup, Kept{nullptr, size}).second;
+    if (!is_new) wire::Reader::fail("a lookup that was made before");
     kept_size += size;
   }
 
@@ -51,8 +50,7 @@ struct TableServer::Session {
     return std::move(taken.mapped().lookup);
   }
 
-  // Moves the gradients of the request to `lookups`, with the lookups, which the session then
-  // forgets.
+  // Moves the gradients of the request, and their lookups, to `push.lookups`.
   void move_lookups(Push& push) {
     for (const auto& [number, gradients] : push.request.gradients) {
       const auto it = kept.find(number);
@@ -103,13 +101,8 @@ TableServer::~TableServer() {
   for (const auto& [id, session] : sessions_) session->steps->waiting.clear();
 }
 
-// Throws if the caller is lost.
-void TableServer::check_locked(rpc::ProcessNumber caller) const {
-  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
-}
-
 TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNumber caller) const {
-  check_locked(caller);
+  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
   const auto it = sessions_.find(id);
   if (it == sessions_.end() || it->second->process != caller) {
     base::invalid("a call to tables that the caller has not opened, or has closed");
@@ -136,7 +129,7 @@ Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumbe
   if (set) set->check_same(request);
   std::unique_ptr<TableSet> made = set ? nullptr : std::make_unique<TableSet>(request);
   const std::lock_guard lock(mutex_);
-  check_locked(caller);
+  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
   if (made) set = sets_.emplace_back(std::move(made)).get();
   bool is_open = false;  // by a participant
   for (const auto& [id, other] : sessions_) {
@@ -249,7 +242,8 @@ Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
   } catch (...) {
     const base::Error error = rpc::error_in_flight(ErrorKind::kInternal);
     end_locked(steps, number, error, done);
-    if (session->last_push.first == number) done.complete(session->answer, error);
+    const bool is_awaited = session->answer && session->last_push.first == number;
+    if (is_awaited) done.complete(session->answer, error);
     throw;
   }
 }

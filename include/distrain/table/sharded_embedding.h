@@ -55,8 +55,8 @@ class ShardedEmbedding final : public optim::StepTarget {
                    optim::Sharing sharing, LookupSettings settings = {});
   /// Opens tables of `server` in this process, for a SingleProcessOptimizer or for evaluations.
   ShardedEmbedding(std::shared_ptr<TableServer> server, std::vector<TableOptions> tables);
-  /// Closes the tables, as Agent::shutdown() does. In sync mode, all steps then fail with
-  /// `peer_lost` until all participants have closed the tables.
+  /// Closes the tables, as Agent::shutdown() does. In sync mode the steps of the other participants
+  /// then fail with `peer_lost`.
   ~ShardedEmbedding() override;
 
   /// Returns the rows of `ids` in table 0, [..., dim].
@@ -70,8 +70,8 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// Sends the requests of look_up(), so that the rows travel while this rank computes. Needs no
   /// current context. Destroying the result gives up the lookup.
   Pending start(const std::vector<Query>& queries);
-  /// Waits for the rows. Throws `invalid` if another object started the lookup, if gradients are
-  /// enabled and there is no current context, or if in sync mode a step was made after start().
+  /// Waits for the rows. Throws `invalid` if gradients are enabled and there is no current context,
+  /// if another object started the lookup, or if in sync mode a step was made after start().
   std::vector<at::Tensor> finish(Pending lookup);
   /// Returns how many steps of this rank were made between start() and finish() of the last lookup.
   int64_t staleness() const;

@@ -26,21 +26,20 @@ optim::UpdateCount install(rpc::Agent& agent);
 //   async  Each session has its own steps, which are applied when they arrive.
 //   sync   The sessions of a set share its steps. A step is complete when all participants have
 //          pushed it. The gradients are added in the order of the participants and divided by their
-//          number. A participant that clips stages its gradients first; when all have staged or
-//          pushed theirs, it gets the norm of the mean gradients and commits. A push is answered
-//          when it is stored, because an unanswered push may hold the credit that another
-//          participant needs for its push. await_step(), sent with the push, returns the result.
+//          number. A participant that clips stages its gradients first, gets the norm of the mean
+//          gradients when all have staged or pushed theirs, and commits. A push is answered when it
+//          is stored, because an unanswered push may hold the credit that the push of another
+//          participant waits for. await_step(), which is sent with the push, returns the result.
 //
 // A step ends when it is applied, or fails: a push is refused, a rank is lost, or a participant
 // closes its tables or pushes its next step before it has committed this one. All pushes of the
-// step get the error. Later pushes of the step are refused, so pushes of two steps never meet.
-// After a loss or a close the servers may have ended different steps, so all steps fail until all
-// participants have closed their sessions; new sessions start again with step 1.
+// step get the error; later ones are refused. After a loss or a close, servers may have ended
+// different steps, so all steps fail until all participants have closed their sessions.
 //
 // A session awaits a step before it pushes the next one. A lookup names the session's last step and
-// waits here until that step has ended, because messages of a rank may overtake each other. After a
-// failed step the lookups go on, and its error ends the session's next step. A push that may not
-// have reached all servers is followed by kAbandon, so that nothing waits for it.
+// waits here until that step has ended, because messages of a rank may overtake each other. Lookups
+// also go on after a failed step, and the next step of the session throws the error. A push that
+// may not have reached all servers is followed by kAbandon, so that nothing waits for it.
 
 /// One rank's part of sets of tables. A set is opened as a whole, and keeps its rows until this
 /// object is destroyed. Thread-safe. `caller` is the process that makes a request; requests of a
@@ -66,8 +65,7 @@ class TableServer final : public rpc::Layer {
   /// Returns the result of a push, which may arrive later. Ignores the gradients of `push`.
   base::Future<optim::Norms> await_step(const PushRequest& push, rpc::ProcessNumber caller);
 
-  /// Return the rows of a table and the number of steps that had gradients for it. Throw
-  /// `not_found`.
+  /// Return a table's rows and its number of steps with gradients. Throw `not_found`.
   rows::RowStore& store(const std::string& table) const;
   std::atomic<uint64_t>& updates_of(const std::string& table) const;
   /// Returns the number of steps that were applied to any set.
@@ -83,7 +81,6 @@ class TableServer final : public rpc::Layer {
   using SessionPtr = std::shared_ptr<Session>;
 
   SessionPtr session_locked(uint64_t id, rpc::ProcessNumber caller) const;
-  void check_locked(rpc::ProcessNumber caller) const;
   static void fail_lookups_locked(const SessionPtr& session, const base::Error& error,
                                   base::DeferredTasks& done);
   Table& table_of(const std::string& name) const;

@@ -255,6 +255,7 @@ TEST_CASE("messages with unknown values are refused") {
   refuse({{table_of("u")}, Mode::kAsync, 1, 0, at::kDouble});
   refuse({{table_of("u")}, Mode::kAsync, 1, 0, static_cast<at::ScalarType>(99)});
   CHECK(error_in(server.push(0, 1, static_cast<Phase>(4))).kind == ErrorKind::kProtocol);
+  CHECK(error_in(server.push(0, 0)).kind == ErrorKind::kInvalid);
   CHECK(is_good(server.push(0, 1)));
 }
 
