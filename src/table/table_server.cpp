@@ -21,7 +21,7 @@ struct TableServer::Session {
     uint64_t size;
   };
 
-  // Counts a lookup that is about to be answered. Throws `resources` if it is too large.
+  // Counts a lookup before it is answered. Throws `resources` if a limit would be exceeded.
   void reserve(const LookupRequest& request) {
     uint64_t size = 0;
     for (const LookupPart& part : request.parts) {
@@ -87,10 +87,10 @@ struct TableServer::Session {
   const rpc::ProcessNumber process;
   const int participant;
   const at::ScalarType dtype;
-  uint64_t oldest = 0;  // older lookups are released
+  uint64_t oldest = 0;  // lookups before this number are released
   std::map<uint64_t, Kept> kept;
   uint64_t kept_size = 0;
-  std::pair<uint64_t, bool> last_push{0, false};  // its number, and whether it makes the step
+  std::pair<uint64_t, bool> last_push{0, false};  // number; false for kStage
   Answer answer;                                  // to the last push
 };
 
@@ -178,7 +178,7 @@ void TableServer::fail_lookups_locked(const SessionPtr& session, const base::Err
 // Reads the rows of a lookup and keeps its ids for the push.
 LookupReply TableServer::answer(Session& session, LookupRequest& request) {
   const at::NoGradGuard no_grad;
-  const auto end = [&](std::shared_ptr<const KeptLookup> lookup) {
+  const auto keep = [&](std::shared_ptr<const KeptLookup> lookup) {  // null: forgets it
     const std::lock_guard lock(mutex_);
     const auto it = session.kept.find(request.lookup);
     if (request.evaluates || it == session.kept.end()) return;
@@ -193,10 +193,10 @@ LookupReply TableServer::answer(Session& session, LookupRequest& request) {
       reply.push_back(session.set.read(lookup->back(), !request.evaluates).to(session.dtype));
     }
   } catch (...) {
-    end(nullptr);
+    keep(nullptr);
     throw;
   }
-  end(lookup);
+  keep(lookup);
   return reply;
 }
 
@@ -254,8 +254,8 @@ Future<optim::Norms> TableServer::await_step(const PushRequest& push, rpc::Proce
   return session_locked(push.session, caller)->answer_to(push, done)->future();
 }
 
-// Adds a push to the current step. If all participants have got that far, completes the pushes with
-// the norms, or applies the step. Releases the lock while it computes.
+// Adds a push to the current step. If no participant is missing, computes the norms or applies the
+// step. Releases the lock while it computes.
 void TableServer::push_locked(Session& session, PushRequest request,
                               std::unique_lock<std::mutex>& lock, DeferredTasks& done) {
   using Phase = PushRequest::Phase;

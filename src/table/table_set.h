@@ -54,7 +54,7 @@ struct KeptPart {
 };
 using KeptLookup = std::vector<KeptPart>;
 
-using Answer = std::shared_ptr<base::Promise<optim::Norms>>;
+using Answer = std::shared_ptr<base::Promise<optim::Norms>>;  ///< the result of a push
 
 /// A participant's push of a step. The lookups are taken out of the request's `gradients`.
 struct Push {
@@ -79,8 +79,8 @@ struct Steps {
   uint64_t ended = 0;                // number of the last step that was applied or failed
   std::optional<base::Error> error;  // of that step
   std::map<int, Push> pushes;        // of step `ended` + 1, by participant
-  base::TimePoint since;             // when the first of them arrived
-  std::optional<base::Error> lost;   // of the first rank that is lost or has closed the tables
+  base::TimePoint since;             // when the first of these pushes arrived
+  std::optional<base::Error> lost;   // fails all steps: a rank is lost or has closed the tables
   std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
 };
 
