@@ -308,7 +308,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
   std::vector<Step> steps;
   const auto add_step = [&](StepTarget& target, const StepOptions& how, const char* which = "") {
-    Step& step = steps.emplace_back(Step{target.where() + which, {}});
+    Step& step = steps.emplace_back(Step{target.where() + which, target.only_sends(), {}});
     // A failure here becomes a failed future, so that step() still waits for the other owners.
     try {
       step.done = target.apply(contexts, how);
@@ -333,17 +333,21 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   return steps.empty() ? 0 : steps.front().done.wait();
 }
 
-// Describes, after a failure, on which ranks the step was made, failed or is in flight. Waits for
-// the owners' results, unless steps_wait(): then an owner may wait for other ranks' step().
+// Describes, after a failure, on which ranks the step was made, sent, failed or is in flight. Waits
+// for the owners' results, unless steps_wait(): then an owner may wait for other ranks' step().
 std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
-  std::string made, failed, open;
+  std::string made, sent, failed, open;
   for (const Step& step : steps) {
     const bool is_open = steps_wait() && !step.done.done();
-    std::string& list = is_open ? open : step.done.wait_result().ok() ? made : failed;
+    std::string& list = is_open                         ? open
+                        : !step.done.wait_result().ok() ? failed
+                        : step.is_only_sent             ? sent
+                                                        : made;
     list += (list.empty() ? "" : ", ") + step.where;
   }
   std::string text = "the step failed on " + failed;
   if (!made.empty()) text += ", is made on " + made;
+  if (!sent.empty()) text += ", is sent to " + sent;
   if (!open.empty()) text += ", has not been made yet on " + open;
   return text;
 }

@@ -36,24 +36,6 @@ Gradients means(const Parts& by_participant) {
 
 }  // namespace
 
-/// Completes promises in its destructor. Declare it before a lock, to release the lock first.
-class ParameterUpdater::Completions {
- public:
-  ~Completions() {
-    for (base::Task& each : all_) each();
-  }
-
-  template <class R>
-  void add(std::vector<base::Promise<R>> promises, std::type_identity_t<base::Result<R>> result) {
-    all_.emplace_back([promises = std::move(promises), result = std::move(result)]() mutable {
-      for (auto& promise : promises) promise.complete(result);
-    });
-  }
-
- private:
-  std::vector<base::Task> all_;
-};
-
 ParameterUpdater::ParameterUpdater(rpc::Agent& agent, const std::vector<at::Tensor>& parameters,
                                    UpdaterOptions options,
                                    std::shared_ptr<std::atomic<uint64_t>> updates)
@@ -98,14 +80,14 @@ template <class R, class Arguments, class Others, class Compute>
 base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, Others& others,
                                            const Arguments& arguments, Gradients gradients,
                                            const Compute& compute) {
-  Completions done;
+  base::DeferredTasks done;
   const std::unique_lock guard = lock();
   if (!others.parts.empty()) {
     const base::Error error{base::ErrorKind::kInvalid,
                             fmt::format("participants {} and {} step together, but only one of "
                                         "them clips its gradients",
                                         others.parts.begin()->first, arguments.participant)};
-    done.add(std::exchange(others, {}).waiting, error);
+    done.complete(std::exchange(others, {}).waiting, error);
     throw base::Exception(error);
   }
   if (lost_ && options_.participants > 1) throw base::Exception(*lost_);
@@ -123,9 +105,9 @@ base::Future<R> ParameterUpdater::together(Gathering<R, Arguments>& gathering, O
   const auto busy = mark_busy();
   try {
     const R result = compute(all.parts);
-    done.add(std::move(all.waiting), result);
+    done.complete(std::move(all.waiting), result);
   } catch (...) {
-    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
+    done.complete(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -146,7 +128,7 @@ base::Future<uint64_t> ParameterUpdater::step(const StepOptions& options, Gradie
 base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
                                                     const Gradients& gradients,
                                                     rpc::ProcessNumber process) {
-  Completions done;
+  base::DeferredTasks done;
   const std::unique_lock guard = lock();
   Participant& its = participants_[static_cast<size_t>(options.participant)];
   if (!its.processes.empty() && !its.has(process)) {  // a late step of a lost process
@@ -174,7 +156,7 @@ base::Future<uint64_t> ParameterUpdater::step_alone(const StepOptions& options,
 
 // Completes the steps in `waiting_steps_` whose participants may begin their next step. Fails the
 // steps whose participant is lost and those that wait for a participant that has left.
-void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
+void ParameterUpdater::complete_waiting_steps_locked(base::DeferredTasks& done) {
   for (auto it = waiting_steps_.begin(); it != waiting_steps_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
     const int64_t needed = its.steps - options_.staleness;  // steps needed of each participant
@@ -190,8 +172,8 @@ void ParameterUpdater::complete_waiting_steps_locked(Completions& done) {
         continue;
       }
     }
-    done.add(std::move(it->second.waiting),
-             error ? base::Result<uint64_t>(*error) : it->second.updates);
+    done.complete(std::move(it->second.waiting),
+                  error ? base::Result<uint64_t>(*error) : it->second.updates);
     it = waiting_steps_.erase(it);
   }
 }
@@ -215,10 +197,10 @@ std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& i
 
 template <class R, class Arguments>
 void ParameterUpdater::fail_if_needed_left_locked(Gathering<R, Arguments>& gathering,
-                                                  Completions& done) {
+                                                  base::DeferredTasks& done) {
   if (gathering.parts.empty()) return;
   const auto error = left_error_locked([&](int other) { return !gathering.parts.contains(other); });
-  if (error) done.add(std::exchange(gathering, {}).waiting, *error);
+  if (error) done.complete(std::exchange(gathering, {}).waiting, *error);
 }
 
 base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& arguments,
@@ -293,7 +275,7 @@ void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
 }
 
 void ParameterUpdater::rest(rpc::ProcessNumber process) {
-  Completions done;
+  base::DeferredTasks done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kResting);
   complete_waiting_steps_locked(done);
@@ -301,7 +283,7 @@ void ParameterUpdater::rest(rpc::ProcessNumber process) {
 
 void ParameterUpdater::leave(rpc::ProcessNumber process) {
   if (options_.mode == Sharing::Mode::kAsync) return;
-  Completions done;
+  base::DeferredTasks done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kLeft);
   fail_if_needed_left_locked(stepping_, done);
@@ -310,7 +292,7 @@ void ParameterUpdater::leave(rpc::ProcessNumber process) {
 }
 
 void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
-  Completions done;
+  base::DeferredTasks done;
   std::lock_guard lock(mutex_);
   if (loss.job_goes_on && options_.mode != Sharing::Mode::kSync) {
     lost_processes_.insert(loss.process());
@@ -321,8 +303,8 @@ void ParameterUpdater::on_rank_lost(const rpc::Loss& loss) {
     }
   } else {
     if (!lost_) lost_ = loss.error;
-    done.add(std::exchange(stepping_, {}).waiting, loss.error);
-    done.add(std::exchange(measuring_, {}).waiting, loss.error);
+    done.complete(std::exchange(stepping_, {}).waiting, loss.error);
+    done.complete(std::exchange(measuring_, {}).waiting, loss.error);
   }
   complete_waiting_steps_locked(done);
 }

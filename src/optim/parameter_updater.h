@@ -5,7 +5,7 @@
 
 #include <c10/util/ScopeExit.h>
 
-#include "distrain/base/future.h"
+#include "distrain/base/deferred_tasks.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "parameter_set.h"
 
@@ -158,14 +158,13 @@ class ParameterUpdater {
   }
   static constexpr int kNobody = -1;
   int64_t slowest_locked(int but) const;
-  class Completions;
   template <class R, class Arguments, class Others, class Compute>
   base::Future<R> together(Gathering<R, Arguments>& gathering, Others& others,
                            const Arguments& arguments, Gradients gradients, const Compute& compute);
   template <class IsNeeded>
   std::optional<base::Error> left_error_locked(const IsNeeded& is_needed) const;
   template <class R, class Arguments>
-  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, Completions& done);
+  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, base::DeferredTasks& done);
   base::Future<uint64_t> step_alone(const StepOptions& options, const Gradients& gradients,
                                     rpc::ProcessNumber process);
   void apply_locked(const Gradients& gradients, const StepOptions& options);
@@ -194,7 +193,7 @@ class ParameterUpdater {
     uint64_t updates;                              // the result of `waiting`
     base::TimePoint since;
   };
-  void complete_waiting_steps_locked(Completions& done);
+  void complete_waiting_steps_locked(base::DeferredTasks& done);
   std::multimap<int, WaitingStep> waiting_steps_;  // steps applied but not complete, by participant
   std::optional<base::Error> lost_;                // the first loss that ends waiting
 };

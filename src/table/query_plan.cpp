@@ -55,6 +55,10 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
        !query.weights.is_cpu())) {
     refuse(table, "weights must be a float for each id, and need sums");
   }
+  if (query.weights.defined() && !at::isfinite(query.weights).all().item<bool>()) {
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          "a weight of a lookup in table " + table.name + " is not finite");
+  }
   return at::tensor(offsets, at::kLong);
 }
 

@@ -12,17 +12,6 @@ namespace distrain::table {
 
 using base::Future;
 
-namespace {
-
-// Waits until all futures are done, then throws the error of one that failed.
-template <class T>
-void await_each(const std::vector<Future<T>>& futures) {
-  for (const auto& each : futures) static_cast<void>(each.wait_result());
-  base::wait_all(futures);
-}
-
-}  // namespace
-
 /// Sends requests to the servers, here or on other ranks.
 struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this<Client> {
   Client(rpc::Agent* its_agent, std::vector<int> servers, std::shared_ptr<TableServer> server = {})
@@ -42,22 +31,41 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
     }
   }
 
+  /// Sends a push. Returns its result.
   Future<optim::Norms> push(size_t server, const PushRequest& request) {
-    const auto reply = call<&TableServer::push>(server, request);
-    if (!agent) return reply;
-    const PushRequest abandon{.session = request.session,
-                              .number = request.number,
-                              .phase = PushRequest::Phase::kAbandon};
-    const auto send = [self = shared_from_this(), server, abandon] {
-      static_cast<void>(self->call<&TableServer::push>(server, abandon));
-    };
-    reply.on_complete(agent->inline_executor(), [this, send](const auto& result) {
-      if (!result.ok()) agent->executor().post(send);  // lookups may wait for the push
+    const Future<void> stored = call<&TableServer::push>(server, request);
+    auto result = Future<optim::Norms>::ready({});
+    if (steps_wait) {
+      result = call<&TableServer::await_step>(
+          server, PushRequest{request.session, request.number, request.phase});
+    }
+    base::Executor& at_once = agent ? agent->inline_executor() : inline_executor;
+    stored.on_complete(at_once, [self = shared_from_this(), number = request.number](auto& done) {
+      if (done.ok() || !self->agent) return;
+      self->agent->executor().post([self, number] { self->abandon(number); });
     });
-    return reply;
+    return stored.then(at_once, [result] { return result; });
+  }
+  /// Makes a step fail on all servers where it has not ended, because lookups may wait for it.
+  void abandon(uint64_t number) {
+    for (size_t server = 0; is_open && server < ranks.size(); ++server) {
+      static_cast<void>(call<&TableServer::push>(
+          server, PushRequest{sessions[server], number, PushRequest::Phase::kAbandon}));
+    }
+  }
+  /// Waits for all servers. Throws the first error, which then names the server.
+  void await_each(const std::vector<Future<optim::Norms>>& results) const {
+    for (const auto& each : results) static_cast<void>(each.wait_result());
+    for (size_t server = 0; server < results.size(); ++server) {
+      if (results[server].wait_result().ok()) continue;
+      base::Error error = results[server].wait_result().error();
+      if (agent) error.message += fmt::format(" (the tables of rank {})", ranks[server]);
+      throw base::Exception(std::move(error));
+    }
   }
 
   void open(OpenRequest request) {
+    steps_wait = request.mode == optim::Sharing::Mode::kSync && request.participants > 1;
     request.servers = static_cast<int>(ranks.size());
     std::vector<Future<uint64_t>> replies;
     for (size_t server = 0; server < ranks.size(); ++server) {
@@ -75,7 +83,7 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
 
   /// Closes the sessions, and waits until the servers know it.
   void close() {
-    if (!is_open.exchange(false)) return;
+    if (!is_open.exchange(false) || (agent && agent_alive.expired())) return;
     std::vector<Future<void>> replies;
     for (size_t server = 0; server < ranks.size(); ++server) {
       replies.push_back(call<&TableServer::close>(server, sessions[server]));
@@ -83,22 +91,25 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
     for (const auto& reply : replies) static_cast<void>(reply.wait_result());
   }
   void on_shutdown() override { close(); }
-  // When this agent ends, all other ranks are reported as lost.
-  void on_rank_lost(const rpc::Loss& loss) override {
-    if (std::ranges::count(ranks, loss.rank) > 0) is_open = false;
-  }
+  void on_rank_lost(const rpc::Loss&) override {}
 
-  rpc::Agent* const agent;       // null: the only server is `here`
-  const std::vector<int> ranks;  // the servers
+  struct AgentAlive {};
+
+  rpc::Agent* const agent;  // null: the only server is `here`
+  // The agent releases this object when it ends.
+  const std::weak_ptr<AgentAlive> agent_alive = agent ? agent->shared<AgentAlive>() : nullptr;
+  base::InlineExecutor inline_executor;  // if there is no agent
+  const std::vector<int> ranks;          // the servers
   const std::shared_ptr<TableServer> here;
 
+  bool steps_wait = false;            // true if steps wait for other participants
   std::vector<uint64_t> sessions;     // by server
   std::atomic<bool> is_open = false;  // false if there is no session to close
   uint64_t pushes = 0;                // number of the last step that was staged or applied
   std::atomic<uint64_t> applied = 0;  // number of the last step of apply()
   std::atomic<int64_t> staleness = 0;
 
-  std::mutex mutex;             // guards what follows
+  std::mutex mutex;             // guards the members below
   uint64_t lookups = 0;         // number of the last lookup
   std::set<uint64_t> unpushed;  // lookups that servers may keep for a push
   // Without contexts: the lookups by number of the gather() that follows them.
@@ -118,19 +129,24 @@ struct ShardedEmbedding::Lookup {
   const bool evaluates;
   const std::shared_ptr<LookupPlan> plan;
   std::vector<Future<LookupReply>> replies{};  // by server
-  bool is_pushed = false;
+  const char* refusal = nullptr;               // why no step can push the gradients
 };
 
 /// The gradients of a step, checked and in the type of messages.
 struct ShardedEmbedding::PreparedStep {
+  ~PreparedStep() {
+    if (number > 0) client->abandon(number);
+  }
+
   struct Part {
     std::shared_ptr<Lookup> lookup;
     at::Tensor gradient;
     std::vector<int> queries;  // that have a gradient
   };
-  std::vector<uint64_t> contexts;
+  const std::shared_ptr<Client> client;
+  const std::vector<uint64_t> contexts;
   std::vector<Part> parts{};
-  uint64_t staged = 0;  // number of the step that norm() has staged
+  uint64_t number = 0;  // of a step that norm() has staged, until apply() has sent the commit
 };
 
 ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
@@ -146,7 +162,7 @@ ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
     base::invalid("tables send rows as float, bfloat16 or half");
   }
   if (client_->ranks.empty()) base::invalid("tables need servers");
-  client_->open({tables_, sharing.mode, sharing.participants, sharing.participant});
+  client_->open({tables_, sharing.mode, sharing.participants, sharing.participant, wire});
   agent.add_layer(client_);
 }
 
@@ -176,7 +192,7 @@ std::vector<at::Tensor> ShardedEmbedding::look_up(const std::vector<Query>& quer
 }
 
 ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& queries) {
-  LookupRequest request{.evaluates = !at::GradMode::is_enabled(), .dtype = settings_.wire_dtype};
+  LookupRequest request{.evaluates = !at::GradMode::is_enabled()};
   const at::NoGradGuard no_grad;
   const bool pools = settings_.pools_on_servers && !request.evaluates;
   const auto plan = std::make_shared<LookupPlan>(queries, tables_, client_->ranks.size(),
@@ -200,6 +216,7 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
 
 std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
   if (!lookup || lookup->replies.empty()) base::invalid("a lookup that is finished already");
+  if (lookup->client != client_) base::invalid("a lookup that another ShardedEmbedding started");
   const bool learns = !lookup->evaluates && at::GradMode::is_enabled();
   const uint64_t context = rpc::current_context();
   if (learns && client_->agent && context == 0) {
@@ -228,7 +245,11 @@ int64_t ShardedEmbedding::staleness() const { return client_->staleness; }
 
 void ShardedEmbedding::settle() {
   const std::unique_ptr<PreparedStep> pushed = std::move(pushed_);  // until the push is answered
-  await_each(std::exchange(pushing_, {}));
+  client_->await_each(std::exchange(pushing_, {}));
+  if (!pushed) return;
+  for (const PreparedStep::Part& part : pushed->parts) {
+    part.lookup->refusal = "this context has made its step of the tables already";
+  }
 }
 
 std::vector<std::string> ShardedEmbedding::table_names() const {
@@ -242,6 +263,8 @@ const std::shared_ptr<TableServer>& ShardedEmbedding::local_server() const { ret
 std::string ShardedEmbedding::where() const {
   return fmt::format("the tables of rank {}", c10::Join(", ", client_->ranks));
 }
+
+bool ShardedEmbedding::only_sends() const { return client_->agent != nullptr; }
 
 uint64_t ShardedEmbedding::gather() {
   const std::lock_guard lock(client_->mutex);
@@ -291,10 +314,10 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
   const at::NoGradGuard no_grad;
   settle();
   step_.reset();
-  auto step = std::make_unique<PreparedStep>(PreparedStep{contexts});
+  std::unique_ptr<PreparedStep> step(new PreparedStep{client_, contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
-      if (lookup->is_pushed) base::invalid("this context has made its step of the tables already");
+      if (lookup->refusal) base::invalid(lookup->refusal);
       const at::Tensor& leaf = lookup->plan->leaf();
       const at::Tensor gradient =
           client_->agent ? autograd::gradient(*client_->agent, context, leaf) : leaf.grad();
@@ -315,7 +338,7 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
     request.gradients.clear();
     for (const PreparedStep::Part& part : step.parts) {
       if (request.phase == PushRequest::Phase::kCommit) break;
-      part.lookup->is_pushed = true;
+      part.lookup->refusal = "its step has failed: look up again in a new context";
       request.gradients[part.lookup->number] = {
           part.queries, part.lookup->plan->of_server(part.gradient, server)};
     }
@@ -352,12 +375,14 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
-  if (sharing_.mode == optim::Sharing::Mode::kSync && sharing_.participants > 1) {
-    step_->staged = ++client_->pushes;
+  if (client_->steps_wait) {
+    auto step = std::move(step_);  // abandoned if an error is thrown
+    step->number = ++client_->pushes;
     const auto replies = push(
-        {.number = step_->staged, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
-        *step_);
-    await_each(replies);  // a step that fails must have ended on all servers
+        {.number = step->number, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
+        *step);
+    client_->await_each(replies);
+    step_ = std::move(step);
     for (const auto& reply : replies) norms.shared += reply.wait().shared;
     norms.own = replies.front().wait().own;
     return Future<optim::Norms>::ready(norms);
@@ -371,15 +396,17 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
   using Phase = PushRequest::Phase;
-  const bool is_staged = step_->staged > 0;
-  const uint64_t number = is_staged ? step_->staged : ++client_->pushes;
-  client_->applied = number;
-  pushed_ = std::move(step_);
-  pushing_ = push({.number = number,
-                   .phase = is_staged ? Phase::kCommit : Phase::kApply,
+  auto step = std::move(step_);  // abandoned if an error is thrown
+  const Phase phase = step->number > 0 ? Phase::kCommit : Phase::kApply;
+  if (phase == Phase::kApply) step->number = ++client_->pushes;
+  pushing_ = push({.number = step->number,
+                   .phase = phase,
                    .lr_factor = options.lr_factor,
                    .scale = options.scale},
-                  *pushed_);
+                  *step);
+  const uint64_t number = std::exchange(step->number, 0);
+  client_->applied = number;
+  pushed_ = std::move(step);
   if (!client_->agent) settle();
   return Future<uint64_t>::ready(number);
 }

@@ -10,21 +10,49 @@
 
 namespace distrain::table {
 
+using base::DeferredTasks;
+using base::ErrorKind;
+using base::Future;
+
 struct TableServer::Session {
+  // A lookup, null until it is answered, and the number of its ids and offsets.
+  struct Kept {
+    std::shared_ptr<const KeptLookup> lookup;
+    uint64_t size;
+  };
+
+  // Counts a lookup before it is answered. Throws `resources` if a limit would be exceeded.
+  void reserve(const LookupRequest& request) {
+    const uint64_t size =
+        span_of<int64_t>(request.ids.ids).size() + span_of<int64_t>(request.ids.offsets).size();
+    const bool is_kept = !request.evaluates && request.lookup >= oldest;
+    if ((is_kept ? kept_size + size : size) > kMaxLookupIds ||
+        (is_kept && kept.size() >= kMaxLookups)) {
+      throw base::Exception(
+          ErrorKind::kResources,
+          fmt::format("rank {} has {} lookups of {} ids and offsets without a step, so one of {} "
+                      "is too much: end their contexts, or look up fewer ids",
+                      rpc::rank_of(process), kept.size(), kept_size, size));
+    }
+    if (!is_kept) return;
+    const bool is_new = kept.emplace(request.lookup, Kept{nullptr, size}).second;
+    if (!is_new) wire::Reader::fail("a lookup that was made before");
+    kept_size += size;
+  }
+
   // Forgets a lookup and returns it.
   std::shared_ptr<const KeptLookup> take(uint64_t lookup) {
     auto taken = kept.extract(lookup);
-    kept_ids -= taken.mapped()->ids.ids.numel();
-    return std::move(taken.mapped());
+    kept_size -= taken.mapped().size;
+    return std::move(taken.mapped().lookup);
   }
 
-  // Moves the gradients of the request to `lookups`, with the lookups, which the session then
-  // forgets.
+  // Moves the gradients of the request, and their lookups, to `push.lookups`.
   void move_lookups(Push& push) {
     for (const auto& [number, gradient] : push.request.gradients) {
       const auto it = kept.find(number);
-      if (it == kept.end()) base::invalid("gradients of an unknown lookup");
-      set.check(*it->second, gradient);
+      if (it == kept.end() || !it->second.lookup) base::invalid("gradients of an unknown lookup");
+      set.check(*it->second.lookup, gradient);
     }
     for (auto& [number, gradient] : push.request.gradients) {
       push.lookups.emplace_back(take(number), std::move(gradient));
@@ -32,39 +60,46 @@ struct TableServer::Session {
     push.request.gradients.clear();
   }
 
+  // Throws if the step has ended, with its error if that is known.
+  void check_not_ended(uint64_t step) const {
+    if (step > steps->ended) return;
+    if (step == steps->ended && steps->error) throw base::Exception(*steps->error);
+    base::invalid(fmt::format("participant {} pushes a step that has ended", participant));
+  }
+
+  // Returns the promise of a push's result. The push and await_step() may arrive in any order.
+  Answer answer_to(const PushRequest& push, DeferredTasks& done) {
+    const std::pair key(push.number, push.phase != PushRequest::Phase::kStage);
+    if (answer && key == last_push) return answer;
+    if (key < last_push) base::invalid("a push that its participant has followed by another");
+    check_not_ended(push.number);
+    last_push = key;
+    done.free(std::exchange(answer, std::make_shared<base::Promise<optim::Norms>>()));
+    return answer;
+  }
+
+  const uint64_t id;
   TableSet& set;
   const std::shared_ptr<Steps> steps;
   const rpc::ProcessNumber process;
   const int participant;
-  const uint64_t first = steps->ended;  // push n of the session is of step `first` + n
-  uint64_t oldest = 0;                  // older lookups are released
-  std::map<uint64_t, std::shared_ptr<const KeptLookup>> kept;
-  int64_t kept_ids = 0;
-};
-
-/// Completes promises and frees objects in its destructor. Declare it before a lock.
-struct TableServer::Tasks : std::vector<base::Task> {
-  ~Tasks() {
-    for (base::Task& each : *this) each();
-  }
-  template <class R>
-  void complete(std::shared_ptr<base::Promise<R>> promise,
-                base::Result<typename base::Promise<R>::Stored> result) {
-    push_back(
-        [promise = std::move(promise), result = std::move(result)] { promise->complete(result); });
-  }
-  template <class T>
-  void free(T object) {
-    push_back([object = std::move(object)] {});
-  }
+  const at::ScalarType dtype;
+  uint64_t oldest = 0;  // lookups before this number are released
+  std::map<uint64_t, Kept> kept;
+  uint64_t kept_size = 0;
+  std::pair<uint64_t, bool> last_push{0, false};  // number; false for kStage
+  Answer answer;                                  // to the last push
 };
 
 TableServer::TableServer(rpc::Agent* agent) : agent_(agent) {}
-TableServer::~TableServer() = default;
+
+TableServer::~TableServer() {
+  // A lookup that waits holds its session, which holds the lookup.
+  for (const auto& [id, session] : sessions_) session->steps->waiting.clear();
+}
 
 TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNumber caller) const {
-  const auto lost = lost_.find(caller);
-  if (lost != lost_.end()) throw base::Exception(lost->second);
+  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
   const auto it = sessions_.find(id);
   if (it == sessions_.end() || it->second->process != caller) {
     base::invalid("a call to tables that the caller has not opened, or has closed");
@@ -72,9 +107,15 @@ TableServer::SessionPtr TableServer::session_locked(uint64_t id, rpc::ProcessNum
   return it->second;
 }
 
-base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
-  if (request.tables.empty() || request.participants > 1 << 16 ||
-      request.participant >= request.participants) {
+Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumber caller) {
+  const bool is_sync = request.mode == optim::Sharing::Mode::kSync;
+  const bool is_known = is_sync || request.mode == optim::Sharing::Mode::kAsync;
+  if (!is_known || request.participants < 1 || request.participants > 1 << 16 ||
+      (request.dtype != at::kFloat && request.dtype != at::kBFloat16 &&
+       request.dtype != at::kHalf)) {
+    wire::Reader::fail("tables of an unknown mode, type or number of participants");
+  }
+  if (request.tables.empty() || request.participant >= request.participants) {
     base::invalid("there are no tables, or the participant is unknown");
   }
   const std::lock_guard opening(opening_);
@@ -85,83 +126,89 @@ base::Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::Proces
   if (set) set->check_same(request);
   std::unique_ptr<TableSet> made = set ? nullptr : std::make_unique<TableSet>(request);
   const std::lock_guard lock(mutex_);
-  if (made) {
-    set = sets_.emplace_back(std::move(made)).get();
-    if (set->steps && request.participants > 1 && !lost_.empty()) {
-      set->steps->lost = lost_.begin()->second;
-    }
-  }
+  if (lost_.contains(caller)) throw base::Exception(ErrorKind::kPeerLost, "this process is lost");
+  if (made) set = sets_.emplace_back(std::move(made)).get();
+  bool is_open = false;  // by a participant
   for (const auto& [id, other] : sessions_) {
-    if (set->steps && &other->set == set && request.participant >= 0 &&
-        other->participant == request.participant) {
+    if (&other->set != set || other->participant < 0) continue;
+    is_open = true;
+    if (is_sync && other->participant == request.participant) {
       base::invalid(fmt::format("participant {} has opened these tables on rank {} already",
                                 request.participant, rpc::rank_of(other->process)));
     }
   }
+  if (is_sync && !is_open) {
+    set->steps = std::make_shared<Steps>(Steps{.participants = request.participants});
+    if (request.participants > 1 && !lost_.empty()) {
+      set->steps->lost = {ErrorKind::kPeerLost, "a rank is lost", rpc::rank_of(*lost_.begin())};
+    }
+  }
   const auto steps = set->steps ? set->steps : std::make_shared<Steps>();
-  steps->left.erase(request.participant);
-  sessions_.emplace(++last_session_,
-                    std::make_shared<Session>(Session{*set, steps, caller, request.participant}));
-  return base::Future<uint64_t>::ready(last_session_);
+  const uint64_t id = ++last_session_;
+  sessions_[id] = std::make_shared<Session>(
+      Session{id, *set, steps, caller, request.participant, request.dtype});
+  return Future<uint64_t>::ready(id);
 }
 
-base::Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
-  Tasks done;
+Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
+  DeferredTasks done;
   const std::lock_guard lock(mutex_);
   const SessionPtr session = session_locked(id, caller);
-  remove_locked(id, session, {base::ErrorKind::kCancelled, "the tables are closed"}, done);
   sessions_.erase(id);
-  if (session->participant >= 0) session->steps->left.insert(session->participant);
-  end_if_left_locked(*session->steps, done);
-  return base::Future<void>::ready({});
+  fail_lookups_locked(session, {ErrorKind::kCancelled, "the tables are closed"}, done);
+  const auto why = fmt::format("participant {} has closed its tables", session->participant);
+  if (session->participant >= 0) lose_locked(*session->steps, {ErrorKind::kPeerLost, why}, done);
+  return Future<void>::ready({});
 }
 
-// Fails the lookups of a session that wait.
-void TableServer::remove_locked(uint64_t id, const SessionPtr& session, const base::Error& error,
-                                Tasks& done) {
+// Fails the calls of a session that wait.
+void TableServer::fail_lookups_locked(const SessionPtr& session, const base::Error& error,
+                                      DeferredTasks& done) {
   done.free(session);
-  std::erase_if(session->steps->waiting, [&](auto& each) {
-    if (each.second.session != id) return false;
-    done.complete(each.second.may_go_on, error);
-    return true;
+  if (session->answer) done.complete(session->answer, error);
+  std::erase_if(session->steps->waiting, [&](const auto& each) {
+    if (each.second.session == session->id) done.complete(each.second.may_go_on, error);
+    return each.second.session == session->id;
   });
 }
 
 // Reads the rows of a lookup and keeps its ids for the push.
 LookupReply TableServer::answer(Session& session, LookupRequest& request) {
   const at::NoGradGuard no_grad;
-  const auto kept = std::make_shared<KeptLookup>(KeptLookup{std::move(request.ids), {}, {}});
-  LookupReply reply = session.set.read(*kept, !request.evaluates).to(request.dtype);
-  const int64_t ids = kept->ids.ids.numel();
-  const std::lock_guard lock(mutex_);
-  if (request.evaluates || request.lookup < session.oldest) return reply;
-  if (session.kept.size() >= kMaxLookups || session.kept_ids + ids > kMaxLookupIds) {
-    throw base::Exception(
-        base::ErrorKind::kResources,
-        fmt::format("rank {} has {} lookups of {} ids without a step, so one of {} ids is too "
-                    "much: end their contexts, or look up under a NoGradGuard",
-                    rpc::rank_of(session.process), session.kept.size(), session.kept_ids, ids));
+  const auto keep = [&](std::shared_ptr<const KeptLookup> lookup) {  // null: forgets it
+    const std::lock_guard lock(mutex_);
+    const auto it = session.kept.find(request.lookup);
+    if (request.evaluates || it == session.kept.end()) return;
+    it->second.lookup = std::move(lookup);
+    if (!it->second.lookup) session.take(request.lookup);
+  };
+  const auto lookup = std::make_shared<KeptLookup>(KeptLookup{std::move(request.ids), {}, {}});
+  LookupReply reply;
+  try {
+    reply = session.set.read(*lookup, !request.evaluates).to(session.dtype);
+  } catch (...) {
+    keep(nullptr);
+    throw;
   }
-  if (session.kept.emplace(request.lookup, kept).second) session.kept_ids += ids;
+  keep(lookup);
   return reply;
 }
 
-base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumber caller) {
-  Tasks done;
+Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumber caller) {
+  DeferredTasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
   session->oldest = std::max(session->oldest, request.oldest);
   while (!session->kept.empty() && session->kept.begin()->first < session->oldest) {
     done.free(session->take(session->kept.begin()->first));
   }
-  Steps& steps = *session->steps;
-  const uint64_t after = session->first + request.after;
-  if (after <= steps.ended) {
+  session->reserve(request);
+  if (request.after <= session->steps->ended) {
     lock.unlock();
-    return base::Future<LookupReply>::ready(answer(*session, request));
+    return Future<LookupReply>::ready(answer(*session, request));
   }
   const auto waiting =
-      steps.waiting.emplace(after, Steps::WaitingLookup{request.session, rpc::rank_of(caller)});
+      session->steps->waiting.emplace(request.after, Steps::WaitingLookup{request.session});
   return waiting->second.may_go_on->future().then(
       agent_ ? agent_->executor() : inline_executor_,
       [this, session, request = std::move(request)]() mutable {
@@ -169,38 +216,46 @@ base::Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::Proce
       });
 }
 
-base::Future<optim::Norms> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
-  Tasks done;
+Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
+  using Phase = PushRequest::Phase;
+  if (request.phase > Phase::kAbandon) wire::Reader::fail("a push of an unknown phase");
+  DeferredTasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
   Steps& steps = *session->steps;
-  const uint64_t number = session->first + request.number;
-  const int participant = session->participant;
-  if (participant < 0) base::invalid("a step of an unknown participant");
-  if (number <= steps.ended) {
-    if (number == steps.ended && steps.error) throw base::Exception(*steps.error);
-    base::invalid(fmt::format("participant {} pushes a step that has ended", participant));
-  }
-  const base::Error abandoned{base::ErrorKind::kInvalid,
-                              fmt::format("participant {} has abandoned its step", participant)};
-  end_locked(steps, number - 1, abandoned, done);
+  const uint64_t number = request.number;
+  if (session->participant < 0) base::invalid("a step of an unknown participant");
   try {
-    if (request.phase == PushRequest::Phase::kAbandon) throw base::Exception(abandoned);
-    return push_locked(*session, std::move(request), lock, done);
+    session->check_not_ended(number);
+    const auto why = fmt::format("participant {} has abandoned its step", session->participant);
+    end_locked(steps, number - 1, base::Error{ErrorKind::kInvalid, why}, done);
+    if (request.phase == Phase::kAbandon) base::invalid(why);
+    push_locked(*session, std::move(request), lock, done);
+    if (steps.participants > 1) return Future<void>::ready({});
+    return session->answer->future().then(inline_executor_, [](const optim::Norms&) {});
   } catch (...) {
-    end_locked(steps, number, rpc::error_in_flight(base::ErrorKind::kInternal), done);
+    const base::Error error = rpc::error_in_flight(ErrorKind::kInternal);
+    end_locked(steps, number, error, done);
+    const bool is_awaited = session->answer && session->last_push.first == number;
+    if (is_awaited) done.complete(session->answer, error);
     throw;
   }
 }
 
-// Adds a push to the next step. Returns the norms, or applies the step, if all participants have
-// got that far. Releases the lock while it computes.
-base::Future<optim::Norms> TableServer::push_locked(Session& session, PushRequest request,
-                                                    std::unique_lock<std::mutex>& lock,
-                                                    Tasks& done) {
+Future<optim::Norms> TableServer::await_step(const PushRequest& push, rpc::ProcessNumber caller) {
+  DeferredTasks done;
+  const std::lock_guard lock(mutex_);
+  return session_locked(push.session, caller)->answer_to(push, done)->future();
+}
+
+// Adds a push to the current step. If no participant is missing, computes the norms or applies the
+// step. Releases the lock while it computes.
+void TableServer::push_locked(Session& session, PushRequest request,
+                              std::unique_lock<std::mutex>& lock, DeferredTasks& done) {
   using Phase = PushRequest::Phase;
   Steps& steps = *session.steps;
-  const uint64_t number = steps.ended + 1;
+  const uint64_t number = request.number;
+  const Answer answer = session.answer_to(request, done);
   if (steps.lost) throw base::Exception(*steps.lost);
   const double factor = request.lr_factor;
   if (!(request.scale >= 0 && request.scale <= 1 && factor >= 0 && std::isfinite(factor))) {
@@ -213,26 +268,24 @@ base::Future<optim::Norms> TableServer::push_locked(Session& session, PushReques
   Push push = staged.empty() ? Push() : std::move(staged.mapped());
   push.request = std::move(request);
   session.move_lookups(push);
-  push.answer = std::make_shared<base::Promise<optim::Norms>>();
-  const auto future = push.answer->future();
+  push.answer = answer;
   if (steps.pushes.empty()) steps.since = base::Clock::now();
   steps.pushes.emplace(session.participant, std::move(push));
-  end_if_left_locked(steps, done);
-  if (std::ssize(steps.pushes) < steps.participants) return future;
+  if (std::ssize(steps.pushes) < steps.participants) return;
 
   const auto is_staged = [](const auto& each) {
     return each.second.request.phase == Phase::kStage;
   };
   const bool applies = std::ranges::none_of(steps.pushes, is_staged);
   std::vector<Push> all;
-  std::vector<std::shared_ptr<base::Promise<optim::Norms>>> answers;
+  std::vector<Answer> answers;
   for (auto& each : steps.pushes) {
     all.push_back(each.second);
     if (each.second.answer && (applies || is_staged(each))) {
       answers.push_back(std::move(each.second.answer));
     }
   }
-  if (answers.empty()) return future;
+  if (answers.empty()) return;
   if (applies) steps.pushes.clear();  // so that nothing ends the step while it is applied
   lock.unlock();
   base::Result<optim::Norms> result = optim::Norms{};
@@ -240,19 +293,18 @@ base::Future<optim::Norms> TableServer::push_locked(Session& session, PushReques
     const at::NoGradGuard no_grad;
     result = applies ? session.set.apply(all) : session.set.norms(all);
   } catch (...) {
-    result = rpc::error_in_flight(base::ErrorKind::kInternal);
+    result = rpc::error_in_flight(ErrorKind::kInternal);
   }
   lock.lock();
   if (applies && result.ok()) ++*updates_;
   if (applies || !result.ok()) end_locked(steps, number, result, done);
-  for (auto& answer : answers) done.complete(std::move(answer), result);
+  for (Answer& each : answers) done.complete(std::move(each), result);
   done.free(std::move(all));
-  return future;
 }
 
 // Ends all steps up to `number`: answers their pushes, and lets the lookups that wait go on.
 void TableServer::end_locked(Steps& steps, uint64_t number,
-                             const base::Result<optim::Norms>& result, Tasks& done) {
+                             const base::Result<optim::Norms>& result, DeferredTasks& done) {
   if (number <= steps.ended) return;
   steps.ended = number;
   steps.error = result.ok() ? std::nullopt : std::optional(result.error());
@@ -267,31 +319,25 @@ void TableServer::end_locked(Steps& steps, uint64_t number,
   steps.waiting.erase(steps.waiting.begin(), last);
 }
 
-void TableServer::end_if_left_locked(Steps& steps, Tasks& done) {
-  for (const int left : steps.left) {
-    if (steps.pushes.empty() || steps.has(left)) continue;
-    end_locked(steps, steps.ended + 1,
-               base::Error{base::ErrorKind::kPeerLost,
-                           fmt::format("participant {} has closed its tables", left)},
-               done);
-  }
+// Makes the current step and all later ones fail.
+void TableServer::lose_locked(Steps& steps, const base::Error& error, DeferredTasks& done) {
+  if (!steps.lost) steps.lost = error;
+  if (!steps.pushes.empty()) end_locked(steps, steps.ended + 1, error, done);
 }
 
-TableSet& TableServer::set_of(const std::string& table) const {
+Table& TableServer::table_of(const std::string& name) const {
   const std::lock_guard lock(mutex_);
   for (const auto& set : sets_) {
-    if (set->find(table)) return *set;
+    if (Table* const table = set->find(name)) return *table;
   }
-  throw base::Exception(base::ErrorKind::kNotFound, "there is no table named " + table + " here");
+  throw base::Exception(ErrorKind::kNotFound, "there is no table named " + name + " here");
 }
-rows::RowStore& TableServer::store(const std::string& table) const {
-  return set_of(table).find(table)->store;
-}
+rows::RowStore& TableServer::store(const std::string& table) const { return table_of(table).store; }
 const rows::RowRule& TableServer::rule(const std::string& table) const {
-  return set_of(table).find(table)->rule;
+  return table_of(table).rule;
 }
 std::atomic<uint64_t>& TableServer::updates_of(const std::string& table) const {
-  return set_of(table).updates;
+  return table_of(table).updates;
 }
 
 size_t TableServer::kept_lookups() const {
@@ -302,42 +348,31 @@ size_t TableServer::kept_lookups() const {
 }
 
 void TableServer::on_rank_lost(const rpc::Loss& loss) {
-  Tasks done;
+  DeferredTasks done;
   const std::lock_guard lock(mutex_);
-  lost_.emplace(loss.process(), loss.error);
+  lost_.insert(loss.process());
   std::erase_if(sessions_, [&](const auto& each) {
     if (each.second->process != loss.process()) return false;
-    remove_locked(each.first, each.second, loss.error, done);
+    fail_lookups_locked(each.second, loss.error, done);
     return true;
   });
   for (const auto& set : sets_) {
-    if (!set->steps || set->steps->participants == 1) continue;
-    Steps& steps = *set->steps;
-    if (!steps.lost) steps.lost = loss.error;
-    if (!steps.pushes.empty()) end_locked(steps, steps.ended + 1, loss.error, done);
+    if (set->steps && set->steps->participants > 1) lose_locked(*set->steps, loss.error, done);
   }
 }
 
 std::vector<rpc::Wait> TableServer::waits() const {
   const std::lock_guard lock(mutex_);
-  std::set<const Steps*> all_steps;
-  for (const auto& [id, session] : sessions_) all_steps.insert(session->steps.get());
   std::vector<rpc::Wait> all;
-  for (const Steps* steps : all_steps) {
+  for (const auto& set : sets_) {
+    if (!set->steps || set->steps->pushes.empty()) continue;
     std::vector<int> missing;
-    for (int each = 0; !steps->pushes.empty() && each < steps->participants; ++each) {
-      if (!steps->has(each)) missing.push_back(each);
+    for (int each = 0; each < set->steps->participants; ++each) {
+      if (!set->steps->has(each)) missing.push_back(each);
     }
-    if (!missing.empty()) {
-      all.push_back(
-          {fmt::format("a step of tables here that wants participant {}", c10::Join(", ", missing)),
-           steps->since});
-    }
-    for (const auto& [step, lookup] : steps->waiting) {
-      all.push_back(
-          {fmt::format("a lookup of rank {} here that waits for step {}", lookup.rank, step),
-           lookup.since});
-    }
+    if (missing.empty()) continue;
+    const std::string who = fmt::format("participant {}", c10::Join(", ", missing));
+    all.push_back({"a step of tables here that wants " + who, set->steps->since});
   }
   return all;
 }
@@ -349,6 +384,7 @@ optim::UpdateCount install(rpc::Agent& agent) {
   agent.expose<&serve<&TableServer::close, uint64_t>>("distrain.table.close");
   agent.expose<&serve<&TableServer::look_up, LookupRequest>>("distrain.table.look_up");
   agent.expose<&serve<&TableServer::push, PushRequest>>("distrain.table.push");
+  agent.expose<&serve<&TableServer::await_step, PushRequest>>("distrain.table.await_step");
   agent.add_layer(server);
   return server->updates();
 }

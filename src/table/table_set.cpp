@@ -12,20 +12,6 @@ namespace distrain::table {
 
 namespace {
 
-// Converts the options of a table's optimizer. Throws `invalid` for those that rows do not support.
-rows::RowRule rule_of(const TableOptions& table, double& lr) {
-  try {
-    const optim::OptimizerOptions options = optim::from_fields(table.optimizer);
-    lr = std::visit([](const auto& its) { return its.lr; }, options);
-    rows::RowRule rule = optim::make_update_rule(options)->row_rule();
-    if (table.optimizer.name == optim::kRowwiseAdagrad)
-      rule.optimizer = rows::Optimizer::kRowwiseAdagrad;
-    return rule;
-  } catch (const base::Exception& error) {
-    base::invalid("table " + table.name + ": " + error.what());
-  }
-}
-
 rows::InitialValue initial_value_of(const TableOptions& options) {
   if (!options.drawn_by_torch) {
     if (options.range == 0) return rows::keyed_normal(options.seed, 1);
@@ -40,18 +26,6 @@ rows::InitialValue initial_value_of(const TableOptions& options) {
     if (id >= static_cast<uint64_t>(all.size(0))) return;  // no client asks for such an id
     std::copy_n(all.const_data_ptr<float>() + id * value.size(), value.size(), value.begin());
   };
-}
-
-rows::RowStoreOptions store_options(const TableOptions& options, const rows::RowRule& rule) {
-  if (options.dim <= 0 || options.num_rows < 0 || options.max_rows < 0 || options.range < 0 ||
-      (options.drawn_by_torch && options.num_rows == 0)) {
-    base::invalid("the options of table " + options.name + " are out of range");
-  }
-  rows::RowStoreOptions store{.dim = static_cast<size_t>(options.dim),
-                              .max_rows = static_cast<uint64_t>(options.max_rows),
-                              .initial_value = initial_value_of(options)};
-  rows::set_state(store, rule);
-  return store;
 }
 
 // Calls `f(first, last)` for ranges of the distinct ids, in several threads if there are many.
@@ -172,14 +146,31 @@ TableGradients::TableGradients(const std::vector<Part>& parts, int64_t dim)
   if (!known_groups_) own_groups_.assign(parts.size() == 1 ? parts[0].part->ids : ids);
 }
 
-Table::Table(const TableOptions& table_options)
-    : options(table_options), rule(rule_of(options, lr)), store(store_options(options, rule)) {}
-
-TableSet::TableSet(const OpenRequest& request) : options_(request) {
-  if (request.mode == optim::Sharing::Mode::kSync) {
-    steps = std::make_shared<Steps>(Steps{.participants = request.participants});
+// Sets the learning rate and the rule. Returns the options of the rows.
+rows::RowStoreOptions Table::set_optimizer() {
+  if (options.dim <= 0 || options.num_rows < 0 || options.max_rows < 0 || options.range < 0 ||
+      (options.drawn_by_torch && options.num_rows == 0)) {
+    base::invalid("the options of table " + options.name + " are out of range");
   }
-  for (const TableOptions& options : request.tables) {
+  try {
+    const optim::OptimizerOptions chosen = optim::from_fields(options.optimizer);
+    lr = std::visit([](const auto& its) { return its.lr; }, chosen);
+    rule = optim::make_update_rule(chosen)->row_rule();
+  } catch (const base::Exception& error) {
+    base::invalid("table " + options.name + ": " + error.what());
+  }
+  if (options.optimizer.name == optim::kRowwiseAdagrad) {
+    rule.optimizer = rows::Optimizer::kRowwiseAdagrad;
+  }
+  rows::RowStoreOptions rows{.dim = static_cast<size_t>(options.dim),
+                             .max_rows = static_cast<uint64_t>(options.max_rows),
+                             .initial_value = initial_value_of(options)};
+  rows::set_state(rows, rule);
+  return rows;
+}
+
+TableSet::TableSet(OpenRequest request) : options_(std::move(request)) {
+  for (const TableOptions& options : options_.tables) {
     if (find(options.name)) base::invalid("there are two tables named " + options.name);
     tables_.push_back(std::make_unique<Table>(options));
   }
@@ -192,17 +183,16 @@ Table* TableSet::find(const std::string& name) const {
   return nullptr;
 }
 
-void TableSet::check_same(const OpenRequest& request) const {
-  const auto check = [](bool same, const std::string& what) {
-    if (!same) base::invalid("these tables are open already, with other " + what);
-  };
-  check(request.tables.size() == tables_.size(), "tables beside them");
-  for (size_t i = 0; i < tables_.size(); ++i) {
-    check(request.tables[i] == tables_[i]->options, "options of table " + tables_[i]->options.name);
-  }
-  check(request.server == options_.server && request.servers == options_.servers, "servers");
-  check(request.mode == options_.mode && request.participants == options_.participants,
-        "participants or mode");
+void TableSet::check_same(OpenRequest request) const {
+  request.participant = options_.participant;
+  request.dtype = options_.dtype;
+  if (request == options_) return;
+  const auto [mine, its] = std::ranges::mismatch(options_.tables, request.tables);
+  const bool is_option =
+      mine != options_.tables.end() && its != request.tables.end() && mine->name == its->name;
+  base::invalid("these tables are open already, with other " +
+                (is_option ? "options of table " + mine->name
+                           : "tables beside them, servers, participants or mode"));
 }
 
 LookupReply TableSet::read(KeptLookup& kept, bool creates) const {
@@ -260,7 +250,6 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
     if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
     base::invalid("the participants step with different learning rates or clip differently");
   }
-  const uint64_t number = ++updates;
   for (int i = 0; i < std::ssize(tables_); ++i) {
     Table& table = *tables_[static_cast<size_t>(i)];
     const KeptLookup::Part* only = nullptr;
@@ -269,7 +258,7 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
     const rows::IdGroups& groups = sum->groups();
     std::vector<rows::RowNumber> found(only ? 0 : groups.size());
     if (!only) table.store.find(groups, found);
-    const rows::Step step{table.lr * first.lr_factor, static_cast<int64_t>(number),
+    const rows::Step step{table.lr * first.lr_factor, static_cast<int64_t>(++table.updates),
                           first.scale / static_cast<double>(all.size())};
     for_ranges(groups, [&](size_t begin, size_t end) {
       rows::update_rows(table.store, table.rule, step, groups, only ? only->numbers : found,

@@ -72,19 +72,19 @@ struct KeptLookup {
   std::vector<Part> parts;
 };
 
+using Answer = std::shared_ptr<base::Promise<optim::Norms>>;  ///< the result of a push
+
 /// A participant's push of a step. The lookups are taken out of the request's `gradients`.
 struct Push {
   PushRequest request;
   std::vector<std::pair<std::shared_ptr<const KeptLookup>, LookupGradient>> lookups;
-  std::shared_ptr<base::Promise<optim::Norms>> answer;  // null if it has been answered
+  Answer answer;  // null if it has been answered
 };
 
 /// The steps of a set in sync mode, or of a session in async mode: Note [Steps of tables].
 struct Steps {
   struct WaitingLookup {
     uint64_t session;
-    int rank;
-    base::TimePoint since = base::Clock::now();
     std::shared_ptr<base::Promise<void>> may_go_on = std::make_shared<base::Promise<void>>();
   };
   /// Returns true if the next step does not wait for this participant.
@@ -97,28 +97,33 @@ struct Steps {
   uint64_t ended = 0;                // number of the last step that was applied or failed
   std::optional<base::Error> error;  // of that step
   std::map<int, Push> pushes;        // of step `ended` + 1, by participant
-  base::TimePoint since;             // when the first of them arrived
-  std::set<int> left;                // participants that have closed their sessions
-  std::optional<base::Error> lost;   // the first lost rank, if there are several participants
+  base::TimePoint since;             // when the first of these pushes arrived
+  std::optional<base::Error> lost;   // fails all steps: a rank is lost or has closed the tables
   std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
 };
 
 struct Table {
-  explicit Table(const TableOptions& table_options);
+  /// Throws `invalid` if the options are not valid or rows do not support the optimizer.
+  explicit Table(const TableOptions& table_options)
+      : options(table_options), store(set_optimizer()) {}
 
   const TableOptions options;
   double lr = 0;
   rows::RowRule rule;
   rows::RowStore store;
+  std::atomic<uint64_t> updates{0};  // number of steps that had gradients for the table
+
+ private:
+  rows::RowStoreOptions set_optimizer();
 };
 
 /// Tables that are looked up and updated together. Thread-safe: the tables lock their rows.
 class TableSet {
  public:
-  explicit TableSet(const OpenRequest& request);
+  explicit TableSet(OpenRequest request);
 
   /// Throws `invalid` if a session gives other options.
-  void check_same(const OpenRequest& request) const;
+  void check_same(OpenRequest request) const;
   Table* find(const std::string& name) const;  ///< null if there is none
 
   /// Looks up `kept.ids` and sets the other members. Makes missing rows if `creates`. Returns
@@ -132,7 +137,6 @@ class TableSet {
   /// Returns the norms of the mean of `pushes`. Throws `not_finite`.
   optim::Norms norms(std::vector<Push>& pushes) const;
 
-  std::atomic<uint64_t> updates{0};
   std::shared_ptr<Steps> steps;  // null in async mode; guarded by TableServer's mutex
 
  private:

@@ -162,6 +162,7 @@ class DistributedOptimizer {
   /// One owner's part of a step.
   struct Step {
     std::string where;
+    bool is_only_sent;
     base::Future<uint64_t> done;
   };
   Scales scales_for(const std::vector<uint64_t>& contexts, double max_norm) const;

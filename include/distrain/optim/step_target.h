@@ -42,17 +42,20 @@ class StepTarget {
   virtual ~StepTarget() = default;
   /// Names the target in errors, for example "rank 3".
   virtual std::string where() const = 0;
-  /// Throws if apply() would refuse the gradients. Changes nothing.
+  /// Throws if apply() would refuse the gradients. Changes no parameter. May wait for the last
+  /// update, and then throws the error of an update that failed.
   virtual void check(const std::vector<uint64_t>& contexts) { static_cast<void>(contexts); }
   virtual base::Future<Norms> norm(const std::vector<uint64_t>& contexts,
                                    const NormArguments& arguments) = 0;
-  /// Updates the parameters. Returns the number of updates, this one included. A target may return
-  /// before the update is made. Then it returns the number of the caller's step, and the next
-  /// check() throws the error of an update that failed.
+  /// Updates the parameters. Returns the number of updates, this one included; if only_sends(),
+  /// returns the number of the caller's step.
   virtual base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
                                        const StepOptions& options) = 0;
-  /// For an optimizer without contexts: moves the `.grad` of all leaves that the target has made
-  /// since the last call to the target. Returns a number that stands for a context's id.
+  /// Returns true if apply() returns before the update is made. Then the next check() or settle()
+  /// throws the error of an update that failed.
+  virtual bool only_sends() const { return false; }
+  /// For an optimizer without contexts: groups the lookups that the target has answered since the
+  /// last call. Returns the group's number, which stands for a context's id.
   virtual uint64_t gather() { base::invalid("this target takes its gradients from contexts"); }
   /// Waits until the updates of all calls of apply() are made. Throws the error of a failed update.
   virtual void settle() {}

@@ -37,11 +37,14 @@ struct OpenRequest {
   optim::Sharing::Mode mode = optim::Sharing::Mode::kAsync;
   int participants = 1;
   int participant = 0;
-  int server = 0;  ///< the server's number among `servers`
+  at::ScalarType dtype = at::kFloat;  ///< of the rows in replies: float, bfloat16 or half
+  int server = 0;                     ///< the server's number among `servers`
   int servers = 1;
-  static constexpr auto kFields =
-      std::tuple(&OpenRequest::tables, &OpenRequest::mode, &OpenRequest::participants,
-                 &OpenRequest::participant, &OpenRequest::server, &OpenRequest::servers);
+
+  bool operator==(const OpenRequest&) const = default;
+  static constexpr auto kFields = std::tuple(
+      &OpenRequest::tables, &OpenRequest::mode, &OpenRequest::participants,
+      &OpenRequest::participant, &OpenRequest::dtype, &OpenRequest::server, &OpenRequest::servers);
 };
 /// A query's ids that one server holds, as numbers of elements in the tensors of ServerIds.
 struct LookupPart {
@@ -74,13 +77,12 @@ struct LookupRequest {
   uint64_t oldest = 0;     ///< no push will name a lookup before this one
   uint64_t after = 0;      ///< number of the step that must have ended
   bool evaluates = false;  ///< makes no rows, and the server does not keep the ids
-  at::ScalarType dtype = at::kFloat;
   ServerIds ids;
-  static constexpr auto kFields = std::tuple(
-      &LookupRequest::session, &LookupRequest::lookup, &LookupRequest::oldest,
-      &LookupRequest::after, &LookupRequest::evaluates, &LookupRequest::dtype, &LookupRequest::ids);
+  static constexpr auto kFields =
+      std::tuple(&LookupRequest::session, &LookupRequest::lookup, &LookupRequest::oldest,
+                 &LookupRequest::after, &LookupRequest::evaluates, &LookupRequest::ids);
 };
-/// The vectors of all parts, one after another: [numbers] in the request's dtype.
+/// The vectors of all parts, one after another: [numbers] in the session's dtype.
 using LookupReply = at::Tensor;
 
 struct LookupGradient {
@@ -90,8 +92,8 @@ struct LookupGradient {
 };
 
 struct PushRequest {
-  /// kStage, which is answered with the norms of the step, and kCommit do what kApply does.
-  /// kAbandon makes the step fail, unless it has ended.
+  /// kApply: adds the gradients and applies the step. kStage: adds the gradients and computes the
+  /// norms. kCommit: applies a staged step. kAbandon: makes the step fail, unless it has ended.
   enum class Phase : uint8_t { kApply, kStage, kCommit, kAbandon };
   uint64_t session = 0;
   uint64_t number = 0;  ///< of the session's step, from 1

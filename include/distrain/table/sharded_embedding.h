@@ -41,8 +41,8 @@ struct LookupSettings {
 /// A lookup is not part of the distributed graph: the rows arrive as a leaf of this rank's graph.
 /// optimizer.step() sends the gradients of all lookups of its contexts in one message to each
 /// server, and does not wait for the update. So an error of an update is thrown by the next step or
-/// by settle(), which must follow the last step. A lookup includes all earlier steps of this rank
-/// and, in sync mode, of all participants: see Note [Steps of tables] in table_server.h.
+/// by settle(), which must follow the last step. A lookup includes the steps that this rank made
+/// before start() and, in sync mode, those of all participants: see Note [Steps of tables].
 ///
 /// Within a NoGradGuard a lookup is an evaluation: it makes no rows, and unknown ids have their
 /// initial values. Rows are floats on the CPU. Lookups are thread-safe; steps are made one by one.
@@ -57,8 +57,8 @@ class ShardedEmbedding final : public optim::StepTarget {
                    optim::Sharing sharing, LookupSettings settings = {});
   /// Opens tables of `server` in this process, for a SingleProcessOptimizer or for evaluations.
   ShardedEmbedding(std::shared_ptr<TableServer> server, std::vector<TableOptions> tables);
-  /// Closes the tables, as Agent::shutdown() does: in sync mode, participants that wait for steps
-  /// of this one get `peer_lost`.
+  /// Closes the tables, as Agent::shutdown() does. In sync mode the steps of the other participants
+  /// then fail with `peer_lost`.
   ~ShardedEmbedding() override;
 
   /// Returns the rows of `ids` in table 0, [..., dim].
@@ -73,7 +73,7 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// current context. Destroying the result gives up the lookup.
   Pending start(const std::vector<Query>& queries);
   /// Waits for the rows. Throws `invalid` if gradients are enabled and there is no current context,
-  /// or if in sync mode a step was made after start().
+  /// if another object started the lookup, or if in sync mode a step was made after start().
   std::vector<at::Tensor> finish(Pending lookup);
   /// Returns how many steps of this rank were made between start() and finish() of the last lookup.
   int64_t staleness() const;
@@ -91,6 +91,7 @@ class ShardedEmbedding final : public optim::StepTarget {
                                   const optim::NormArguments& arguments) override;
   base::Future<uint64_t> apply(const std::vector<uint64_t>& contexts,
                                const optim::StepOptions& options) override;
+  bool only_sends() const override;
   uint64_t gather() override;
   /// Waits until the servers have applied the last step. Throws the error of a step that failed.
   void settle() override;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <mutex>
 
+#include "distrain/base/deferred_tasks.h"
 #include "distrain/rows/row_store.h"
 #include "distrain/rows/rule.h"
 #include "distrain/table/messages.h"
@@ -11,6 +12,7 @@ namespace distrain::table {
 
 class TableSet;
 struct Steps;
+struct Table;
 
 /// Allows other ranks to open tables on this rank. Call it on every rank before join(). Returns the
 /// number of updates that this rank has made to sets of tables.
@@ -22,29 +24,33 @@ optim::UpdateCount install(rpc::Agent& agent);
 // gradients or its session releases it. A push has the gradients of all lookups of one step. The
 // server groups them by id and updates each row once.
 //
-//   async  Each session has steps of its own, which are applied when they arrive.
+//   async  Each session has its own steps, which are applied when they arrive.
 //   sync   The sessions of a set share its steps. A step is complete when all participants have
 //          pushed it. The gradients are added in the order of the participants and divided by their
-//          number. A participant that clips stages its gradients first; when all have staged or
-//          pushed theirs, the server returns the norm of the mean gradients. Then it commits.
+//          number. A participant that clips stages its gradients first, gets the norm of the mean
+//          gradients when all have staged or pushed theirs, and commits. A push is answered when it
+//          is stored, because an unanswered push may hold the credit that the push of another
+//          participant waits for. await_step(), which is sent with the push, returns the result.
 //
 // A step ends when it is applied, or fails: a push is refused, a rank is lost, or a participant
 // closes its tables or pushes its next step before it has committed this one. All pushes of the
-// step get the error, also those that arrive later, so that pushes of two steps never meet.
+// step get the error; later ones are refused. After a loss or a close, servers may have ended
+// different steps, so all steps fail until all participants have closed their sessions.
 //
-// A session awaits a push before it sends the next one. A lookup names the session's last step and
-// waits here until that step has ended, because messages of a rank may overtake each other. After a
-// failed step the lookups go on, and the error of the push ends the session's next step. A push
-// that may not have reached the server is followed by kAbandon, so that no lookup waits for it.
+// A session awaits a step before it pushes the next one. A lookup names the session's last step and
+// waits here until that step has ended, because messages of a rank may overtake each other. Lookups
+// also go on after a failed step, and the next step of the session throws the error. A push that
+// may not have reached all servers is followed by kAbandon, so that nothing waits for it.
 
 /// One rank's part of sets of tables. A set is opened as a whole, and keeps its rows until this
 /// object is destroyed. Thread-safe. `caller` is the process that makes a request; requests of a
 /// lost process throw `peer_lost`.
 class TableServer final : public rpc::Layer {
  public:
-  /// Maximum of the lookups that a session keeps here, above which lookups throw `resources`.
+  /// Maximum number of lookups that a session keeps here, above which lookups throw `resources`.
   static constexpr size_t kMaxLookups = 4096;
-  static constexpr int64_t kMaxLookupIds = int64_t{1} << 22;  ///< about 256 MiB
+  /// Maximum number of their ids and offsets, and of those of one evaluation: about 256 MiB.
+  static constexpr uint64_t kMaxLookupIds = uint64_t{1} << 22;
 
   /// `agent` may be null if all sessions are of this process.
   explicit TableServer(rpc::Agent* agent = nullptr);
@@ -55,13 +61,17 @@ class TableServer final : public rpc::Layer {
   base::Future<uint64_t> open(const OpenRequest& request, rpc::ProcessNumber caller);
   base::Future<void> close(uint64_t session, rpc::ProcessNumber caller);
   base::Future<LookupReply> look_up(LookupRequest request, rpc::ProcessNumber caller);
-  base::Future<optim::Norms> push(PushRequest request, rpc::ProcessNumber caller);
+  /// Stores a push and, if it completes the step, applies the step.
+  base::Future<void> push(PushRequest request, rpc::ProcessNumber caller);
+  /// Returns the result of a push, which may arrive later. Ignores the gradients of `push`.
+  base::Future<optim::Norms> await_step(const PushRequest& push, rpc::ProcessNumber caller);
 
-  /// Return the rows of a table, its optimizer and the number of its updates. Throw `not_found`.
+  /// Return a table's rows, its optimizer and its number of steps with gradients. Throw
+  /// `not_found`.
   rows::RowStore& store(const std::string& table) const;
   const rows::RowRule& rule(const std::string& table) const;
   std::atomic<uint64_t>& updates_of(const std::string& table) const;
-  /// Returns the number of updates of all sets.
+  /// Returns the number of steps that were applied to any set.
   optim::UpdateCount updates() const { return updates_; }
   /// Returns the number of lookups that are kept for a push.
   size_t kept_lookups() const;
@@ -71,19 +81,18 @@ class TableServer final : public rpc::Layer {
 
  private:
   struct Session;
-  struct Tasks;
   using SessionPtr = std::shared_ptr<Session>;
 
   SessionPtr session_locked(uint64_t id, rpc::ProcessNumber caller) const;
-  static void remove_locked(uint64_t id, const SessionPtr& session, const base::Error& error,
-                            Tasks& done);
-  TableSet& set_of(const std::string& table) const;
+  static void fail_lookups_locked(const SessionPtr& session, const base::Error& error,
+                                  base::DeferredTasks& done);
+  Table& table_of(const std::string& name) const;
   LookupReply answer(Session& session, LookupRequest& request);
-  base::Future<optim::Norms> push_locked(Session& session, PushRequest request,
-                                         std::unique_lock<std::mutex>& lock, Tasks& done);
+  void push_locked(Session& session, PushRequest request, std::unique_lock<std::mutex>& lock,
+                   base::DeferredTasks& done);
   static void end_locked(Steps& steps, uint64_t number, const base::Result<optim::Norms>& result,
-                         Tasks& done);
-  static void end_if_left_locked(Steps& steps, Tasks& done);
+                         base::DeferredTasks& done);
+  static void lose_locked(Steps& steps, const base::Error& error, base::DeferredTasks& done);
 
   rpc::Agent* const agent_;
   base::InlineExecutor inline_executor_;  // if there is no agent
@@ -94,7 +103,7 @@ class TableServer final : public rpc::Layer {
   std::vector<std::unique_ptr<TableSet>> sets_;
   std::map<uint64_t, SessionPtr> sessions_;
   uint64_t last_session_ = 0;
-  std::map<rpc::ProcessNumber, base::Error> lost_;
+  std::set<rpc::ProcessNumber> lost_;
 };
 
 }  // namespace distrain::table

@@ -32,12 +32,14 @@ struct FakeTarget final : optim::StepTarget {
     scale = options.scale;
     return base::Future<uint64_t>::ready(7);
   }
+  bool only_sends() const override { return sends; }
   void note(const std::string& call) {
     calls += (calls.empty() ? "" : " ") + call;
     if (call == fails) throw base::Exception(ErrorKind::kBadData, "it fails in " + call);
   }
 
   std::string calls, fails;
+  bool sends = false;
   double scale = 0;
 };
 
@@ -72,6 +74,17 @@ TEST_CASE("a step checks its targets before it changes anything") {
   CHECK(steps.step().message ==
         "it fails in apply; the step failed on the fake, is made on rank 0 "
         "(its own)");
+}
+
+TEST_CASE("an error of a step says which targets have only sent their gradients") {
+  Steps steps(0);
+  const auto broken = std::make_shared<FakeTarget>();
+  broken->fails = "apply";
+  steps.optimizer.add(broken);
+  steps.target->sends = true;
+  CHECK(steps.step().message ==
+        "it fails in apply; the step failed on the fake, is made on rank 0 "
+        "(its own), is sent to the fake");
 }
 
 TEST_CASE("a step that clips counts the norms of its targets, and changes nothing if one fails") {

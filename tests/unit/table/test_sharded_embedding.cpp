@@ -187,6 +187,43 @@ TEST_CASE("two uses of two tables in a pass and micro-batches add their gradient
   CHECK(again.kind == ErrorKind::kInvalid);
 }
 
+TEST_CASE("a table counts the steps that have gradients for it") {
+  const optim::OptimizerFields adam{"adam", {{"lr", 0.01}}};
+  OneTrainer job({table_of("a", 4, adam), table_of("b", 4, adam)});
+  WholeTable a(all_rows(*job.tables, 0)), b(all_rows(*job.tables, 1));
+  const auto step = [&](int table, WholeTable& whole) {
+    autograd::Context context(job.cluster[0]);
+    const at::Tensor rows = job.tables->look_up({{table, kIds}})[0];
+    autograd::backward(context, {(rows * factors(rows)).sum()});
+    job.optimizer.step(context);
+    job.tables->settle();
+    const at::Tensor same = at::embedding(whole.weight, kIds);
+    (same * factors(same)).sum().backward();
+    whole.touch(kIds);
+    whole.step(adam);
+  };
+  for (int i = 0; i < 3; ++i) step(0, a);
+  step(1, b);
+  CHECK(is_close(all_rows(*job.tables, 0), a.weight.detach()));
+  CHECK(is_close(all_rows(*job.tables, 1), b.weight.detach()));
+  const auto& server = job.cluster[1].local<table::TableServer>();
+  CHECK(server.updates_of("a") == 3);
+  CHECK(server.updates_of("b") == 1);
+  CHECK(*server.updates() == 4);
+}
+
+TEST_CASE("weights that are not finite are refused, pooled anywhere") {
+  const bool pools = GENERATE(false, true);
+  OneTrainer job({table_of("t")}, 2, {.pools_on_servers = pools});
+  const at::Tensor weights = at::ones({40}, at::kFloat);
+  weights[3] =
+      GENERATE(std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN());
+  const base::Error error =
+      error_of([&] { job.tables->bags(at::arange(40), at::zeros({1}, at::kLong), weights); });
+  CHECK(error.kind == ErrorKind::kNotFinite);
+  CHECK(error.message == "a weight of a lookup in table t is not finite");
+}
+
 TEST_CASE("rows and gradients of half precision are rounded to it") {
   const at::ScalarType type = GENERATE(at::kBFloat16, at::kHalf);
   OneTrainer job({table_of("t")}, 2, {.wire_dtype = type});

@@ -44,11 +44,11 @@ struct Job {
   std::vector<std::unique_ptr<optim::DistributedOptimizer>> optimizers;
 };
 
-// Waits until one of the servers reports a wait with this text.
+// Waits until one of the ranks reports a wait with this text.
 void await_wait(Job& job, const std::string& text) {
   const auto has_come = [&] {
-    for (const int number : {0, 1}) {
-      for (const rpc::Wait& wait : job.server(number).waits()) {
+    for (int rank = 0; rank < job.cluster.size(); ++rank) {
+      for (const rpc::Wait& wait : job.cluster[rank].waits()) {
         if (wait.what.find(text) != std::string::npos) return true;
       }
     }
@@ -142,6 +142,33 @@ TEST_CASE("a failed pass, a dropped context and a gradient that is not finite ch
   CHECK(job.server(1).updates_of("t") == 1);
 }
 
+TEST_CASE("in sync mode pushes that exceed the servers' credit do not wait for each other") {
+  constexpr int kTrainers = 3, kSteps = 2;
+  constexpr int64_t kRows = 2400, kDim = 64;  // 600 KiB of gradients
+  rpc::AgentOptions options;
+  options.total_budget = uint64_t{1} << 20;
+  Cluster cluster(kTrainers + 1, set_up_tables, options);
+  auto table = table_of("t", kDim);
+  table.num_rows = kRows;
+  const auto train = [&](rpc::Agent& agent) {
+    const int p = agent.rank();
+    if (p == kTrainers) return;
+    const optim::Sharing sharing{Mode::kSync, kTrainers, p};
+    const auto tables = std::make_shared<ShardedEmbedding>(agent, std::vector{kTrainers},
+                                                           std::vector{table}, sharing);
+    optim::DistributedOptimizer optimizer(agent, std::vector<optim::ParameterGroup>{}, sharing);
+    optimizer.add(tables);
+    for (int step = 0; step < kSteps; ++step) {
+      autograd::Context context(agent);
+      autograd::backward(context, {tables->forward(at::arange(kRows)).sum()});
+      optimizer.step(context);
+    }
+    optimizer.settle();
+  };
+  in_time([&] { cluster.on_all(train); });
+  CHECK(cluster[kTrainers].local<table::TableServer>().updates_of("t") == kSteps);
+}
+
 TEST_CASE("a trainer sees its own updates though steps do not wait for them") {
   Job job(1);
   const at::Tensor before = rows_of(*job.tables[0], kIds);
@@ -179,7 +206,7 @@ TEST_CASE("in sync mode a step waits for all participants, and the next lookup f
   job.step(0, kIds, 1);
   auto next = std::async(std::launch::async, [&] { return rows_of(*job.tables[0], kIds); });
   await_wait(job, "a step of tables here that wants participant 1");
-  await_wait(job, "a lookup of rank 0 here that waits for step 1");
+  await_wait(job, "distrain.table.look_up, called on rank 3");
   job.step(1, kIds, 3);
   CHECK(is_close(before - next.get(), at::full({4, 4}, 2)));
   // A lookup must not begin before the step that it follows.
@@ -272,6 +299,39 @@ TEST_CASE("tables may be destroyed after their agent") {
   job.tables.clear();
 }
 
+TEST_CASE("tables may be destroyed after their agent if that is their only server") {
+  Cluster cluster(GENERATE(1, 2), set_up_tables);
+  const auto tables = std::make_unique<ShardedEmbedding>(
+      cluster[0], std::vector{0}, std::vector{table_of("t")}, optim::Sharing{});
+  for (int rank = cluster.size(); rank-- > 0;) cluster.kill(rank);
+}
+
+TEST_CASE("a lookup is finished by the object that started it") {
+  Job job(2);
+  auto lookup = job.tables[0]->start({{0, kIds}});
+  const at::NoGradGuard no_grad;
+  CHECK(error_of([&] { job.tables[1]->finish(lookup); }).kind == ErrorKind::kInvalid);
+  CHECK(job.tables[0]->finish(lookup)[0].sizes() == at::IntArrayRef({4, 4}));
+}
+
+TEST_CASE("in sync mode a push that one server refuses ends the step on all servers") {
+  Job job(2, Mode::kSync);
+  autograd::Context context(job.cluster[0]);
+  autograd::backward(context, {job.tables[0]->forward(kIds).sum()});
+  job.server(1).on_rank_lost({1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, false, 0});
+  const double max_norm = GENERATE(0.0, 100.0);
+  const base::Error error = in_time([&] {
+    return error_of([&] {
+      job.optimizers[0]->step(context, max_norm);
+      job.tables[0]->settle();
+    });
+  });
+  CHECK(!job.server(0).waits().size());
+  CHECK(error.message.find("(the tables of rank ") != std::string::npos);
+  CHECK(error_of([&] { job.optimizers[0]->step(context); }).message ==
+        "its step has failed: look up again in a new context");
+}
+
 TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
   Job job(2);
   job.cluster[0].go_on_without({1}, 0, "", false);
@@ -293,7 +353,7 @@ TEST_CASE("in sync mode a lost rank ends the steps that wait") {
   Job job(2, Mode::kSync);
   job.step(0, kIds, 1);
   auto next = std::async(std::launch::async, [&] { return rows_of(*job.tables[0], kIds); });
-  await_wait(job, "a lookup of rank 0 here");
+  await_wait(job, "distrain.table.look_up, called on rank");
   for (const int number : {0, 1}) {
     job.server(number).on_rank_lost(
         {1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, /*job_goes_on=*/false, 0});
@@ -382,7 +442,9 @@ TEST_CASE("in sync mode participants that clip differently are refused, and can 
   job.step(1, kIds, 1);
   clipped.get();
   for (const auto& tables : job.tables) {
-    CHECK(error_of([&] { tables->settle(); }).kind == ErrorKind::kInvalid);
+    const base::Error error = error_of([&] { tables->settle(); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.message.find("(the tables of rank 2)") != std::string::npos);
   }
   CHECK(at::equal(rows_of(*job.tables[1], kIds), before));
   for (const int p : {0, 1}) job.step(p, kIds, 1);
