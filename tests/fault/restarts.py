@@ -26,6 +26,7 @@ choose = random.Random(int(os.environ.get("RESTARTS_SEED", "1")))
 
 JOBS = {  # number of ranks, length, other options
     "hybrid": (4, "epochs", 600, "--mode sync --checkpoint-every 20"),
+    "tables": (5, "epochs", 600, "--mode sync --checkpoint-every 20 --servers 2 --optimizer adam"),
     # Each rank sleeps before each call, so that the job lasts long enough without much work.
     "ps": (4, "epochs", 5, f"--data {folder}/images --mode sync --trainers 3 --batch-size 4 --checkpoint-every 3 "
                            "--inject delay=20ms"),
@@ -34,6 +35,7 @@ JOBS = {  # number of ranks, length, other options
     "pipeline": (3, "batches", 40,
                  "--model resnet50 --image-size 32 --batch-size 8 --micro-batches 2 --checkpoint-every 1"),
 }
+PROGRAMS = {"tables": "hybrid"}
 GOOD = {"rl": (0, 11)}  # exit codes of success; rl may miss its goal
 
 
@@ -41,7 +43,7 @@ class Launcher:
     def __init__(self, name, number, arguments, prefix):
         self.path = f"{folder}/{job}.{name}.{number}.json"
         with open(self.path, "w") as out, open(f"{folder}/{job}.{name}.{number}.err", "w") as err:
-            self.process = subprocess.Popen([*prefix, distrain, job, *arguments], stdout=out, stderr=err,
+            self.process = subprocess.Popen([*prefix, distrain, PROGRAMS.get(job, job), *arguments], stdout=out, stderr=err,
                                             stdin=subprocess.DEVNULL)
 
     def lines(self):

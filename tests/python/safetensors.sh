@@ -29,6 +29,15 @@ convnet inspect "$(newest "$tmp/hybrid")" | jq -e '
   .["model.safetensors"] == {"embedding.weight": [100, 16], "fc.bias": [8], "fc.weight": [8, 16]}
   and .["optimizer.safetensors"]["fc.weight.exp_avg"] == [8, 16]' >"$tmp/verdict" ||
   fail "hybrid: $(convnet inspect "$(newest "$tmp/hybrid")")"
+run hybrid --epochs 1 --optimizer adagrad --servers 2 --checkpoint "$tmp/tables"
+expect 0 "hybrid with tables"
+index=$(newest "$tmp/tables")/table.safetensors.index.json
+convnet inspect "$(newest "$tmp/tables")" | jq -e --slurpfile index "$index" '
+  . as $files | [$index[0].weight_map | to_entries[] | $files[.value][.key]] as $shapes
+  | ($shapes | all(length >= 1)) and ($index[0].metadata.servers == 2)
+  and ([.[] | (.["embedding.weight.00001"], .["embedding.weight.00002"]) | values | .[1]] == [16, 16])
+  and (.["table-00001-of-00002.safetensors"]["embedding.sum.00001"][1] == 16)' >"$tmp/verdict" ||
+  fail "tables: $(convnet inspect "$(newest "$tmp/tables")")"
 run rnn --epochs 1 --checkpoint "$tmp/rnn"
 expect 0 rnn
 convnet inspect "$(newest "$tmp/rnn")" | jq -e '.["model.safetensors"] | (keys | length) == 19

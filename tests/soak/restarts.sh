@@ -1,7 +1,8 @@
 #!/bin/bash
 # ctest: timeout=3600 serial
 # Each job, in sync mode: a rank is killed every 2 s for a minute, and the job ends like an undisturbed one. Runs with
-# one launcher, and with three launchers in three network namespaces. RESTARTS_ONLY=JOB runs only that job.
+# one launcher, and with three launchers in three network namespaces. `tables` is hybrid with tables on two servers.
+# RESTARTS_ONLY=JOB runs only that job.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 # shellcheck source=../support/hosts.bash
@@ -14,7 +15,7 @@ make_hosts 10.79.0 || {
 
 make_images "$tmp/images" 256 64
 export RESTARTS_SECONDS=${RESTARTS_SECONDS:-60} RESTARTS_SIZE=${RESTARTS_SIZE:-8} RESTARTS_LONGEST=600 RESTARTS_AT_LEAST=${RESTARTS_AT_LEAST:-20}
-for job in ${RESTARTS_ONLY:-hybrid ps rnn rl pipeline}; do
+for job in ${RESTARTS_ONLY:-hybrid tables ps rnn rl pipeline}; do
   for where in "" "${hosts[*]}"; do
     rm -rf "$tmp/$job."*
     # shellcheck disable=SC2086  # no host, or three
