@@ -45,8 +45,9 @@ HybridOptions with_teacher() {
 TEST_CASE("in sync mode a table on one, two or three servers equals the module in one process") {
   HybridOptions options = with_teacher();
   options.mode = "sync";
-  std::tie(options.trainers, options.optimizer, options.clip) = GENERATE(
-      table<int, std::string, double>({{1, "sgd", 0}, {2, "adagrad", 0}, {3, "adam", 0.5}}));
+  std::tie(options.trainers, options.optimizer, options.clip) =
+      GENERATE(Catch::Generators::table<int, std::string, double>(
+          {{1, "sgd", 0}, {2, "adagrad", 0}, {3, "adam", 0.5}}));
   CAPTURE(options.trainers, options.optimizer);
   const TableRun module = run_tables(Place::kLocal, options);
   options.table = "sharded";
