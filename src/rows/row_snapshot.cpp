@@ -29,10 +29,6 @@ std::vector<const char*> state_names(const RowRule& rule) {
   return {};
 }
 
-size_t slots_of(size_t log_bytes, size_t block_bytes) {
-  return std::max<size_t>(log_bytes / block_bytes, 1);
-}
-
 }  // namespace
 
 std::vector<RowColumn> row_columns(const RowStoreOptions& options, const RowRule& rule) {
@@ -55,7 +51,7 @@ std::vector<RowColumn> row_columns(const RowStoreOptions& options, const RowRule
 RowSnapshot::RowSnapshot(RowStore& store, size_t log_bytes)
     : store_(store),
       block_bytes_(store.block_bytes()),
-      slots_(slots_of(log_bytes, block_bytes_)),
+      slots_(std::max<size_t>(log_bytes / block_bytes_, 1)),
       log_(new std::byte[slots_ * block_bytes_]),  // not set, so that unused pages cost nothing
       free_(slots_) {
   std::iota(free_.rbegin(), free_.rend(), 0U);

@@ -1,6 +1,5 @@
 #include "host/table_parts.h"
 
-#include <bit>
 #include <csignal>
 #include <deque>
 #include <filesystem>
@@ -26,18 +25,15 @@ constexpr const char* kIndex = "table.safetensors.index.json";
 constexpr uint64_t kMaxPiece = uint64_t{16} << 20;  // a row or a header may exceed kPieceBytes
 constexpr size_t kInFlight = 4;  // pieces that a server sends to rank 0 at a time
 
-std::string suffix_of(int64_t part) { return fmt::format("{:05}", part); }
 std::string file_of(int64_t part, int64_t parts) {
   return fmt::format("{}{:05}-of-{:05}.safetensors", kTableFiles, part, parts);
 }
+// Returns the part's number in the name of a file, which ends the names of its tensors.
+std::string suffix_of(const std::string& file) {
+  return file.substr(std::string_view(kTableFiles).size(), 5);
+}
 
 rpc::To to(int rank) { return rpc::To(rank).without_deadline(); }
-
-at::Tensor tensor_of(std::span<const uint8_t> bytes) {
-  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-  std::ranges::copy(bytes, tensor.mutable_data_ptr<uint8_t>());
-  return tensor;
-}
 
 store::TensorInfo info_of(const std::string& table, const rows::RowColumn& column,
                           const std::string& suffix, int64_t rows) {
@@ -72,8 +68,9 @@ class Sender {
   Sender(rpc::Agent& agent, std::string file) : agent_(agent), file_(std::move(file)) {}
 
   void put(uint64_t offset, std::span<const uint8_t> bytes) {
-    auto sent =
-        agent_.rpc_async<rpc::of_local<&TableParts::put>>(to(0), file_, offset, tensor_of(bytes));
+    const at::Tensor piece = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+    std::ranges::copy(bytes, piece.mutable_data_ptr<uint8_t>());
+    auto sent = agent_.rpc_async<rpc::of_local<&TableParts::put>>(to(0), file_, offset, piece);
     std::optional<base::Future<void>> oldest;
     {
       const std::lock_guard lock(mutex_);
@@ -343,7 +340,7 @@ WrittenPart TablePart::write_held(Held& held, const PartTarget& target) {
   std::vector<store::TensorInfo> infos;
   for (const auto& table : held.tables) {
     for (const rows::RowColumn& column : table->columns) {
-      infos.push_back(info_of(table->name, column, target.suffix,
+      infos.push_back(info_of(table->name, column, suffix_of(target.file),
                               static_cast<int64_t>(table->snapshot->rows())));
     }
   }
@@ -428,8 +425,7 @@ void TablePart::read(const PartSource& source) {
       };
     }
     const store::SafetensorsFile file(source.path + "/" + name, size, read_at);
-    const std::string suffix =
-        name.substr(std::string_view(kTableFiles).size(), suffix_of(0).size());
+    const std::string suffix = suffix_of(name);
     size_t known = 0;
     store::naming_file(file.path(), [&] {
       for (const auto& [table, updates] : source.updates) {
@@ -527,7 +523,7 @@ void TableParts::begin(store::Saving& saving, int64_t step) {
   const auto parts = std::ssize(servers_);
   for (size_t k = 0; k < servers_.size(); ++k) {
     const auto part = static_cast<int64_t>(k) + 1;
-    PartTarget target{.file = file_of(part, parts), .suffix = suffix_of(part), .step = step};
+    PartTarget target{.file = file_of(part, parts), .step = step};
     if (is_remote_[k]) {
       const auto file = std::make_shared<store::OutputFile>(saving.create(target.file));
       const std::lock_guard lock(mutex_);

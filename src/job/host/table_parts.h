@@ -39,10 +39,9 @@ inline constexpr const char* kTableFiles = "table-";
 struct PartTarget {
   std::string folder;  ///< empty: it sends the part to rank 0
   std::string file;
-  std::string suffix;  ///< of the names of the part's tensors, such as ".00001"
   int64_t step = 0;
   static constexpr auto kFields =
-      std::tuple(&PartTarget::folder, &PartTarget::file, &PartTarget::suffix, &PartTarget::step);
+      std::tuple(&PartTarget::folder, &PartTarget::file, &PartTarget::step);
 };
 
 struct WrittenPart {

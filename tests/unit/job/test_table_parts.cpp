@@ -470,8 +470,7 @@ int save_in_child(const std::string& folder, int64_t step, int64_t nth, rlim_t m
       setrlimit(RLIMIT_FSIZE, &limit);
     }
     const std::string file = "table-00001-of-00001.safetensors";
-    const PartTarget target{
-        .folder = saving->path(), .file = file, .suffix = "00001", .step = step};
+    const PartTarget target{.folder = saving->path(), .file = file, .step = step};
     const auto written = part.write(target);
     if (!written.wait_result().ok()) {
       const base::Error& error = written.wait_result().error();
