@@ -12,8 +12,8 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--num-embeddings --embedding-dim --classes --task --dense --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
-    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --task --dense --table --servers --hash-bits --max-rows --prefetch --wire-dtype --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
+    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --servers --staleness --verify-grads --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
@@ -28,6 +28,12 @@ _distrain() {
     hybrid/--task)
       mapfile -t COMPREPLY < <(compgen -W 'classes binary' -- "$cur"); return
       ;;
+    hybrid/--table)
+      mapfile -t COMPREPLY < <(compgen -W 'module sharded' -- "$cur"); return
+      ;;
+    hybrid/--wire-dtype)
+      mapfile -t COMPREPLY < <(compgen -W 'fp32 bf16 fp16' -- "$cur"); return
+      ;;
     hybrid/--data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'teacher' -- "$cur"; compgen -f -- "$cur"); return
       ;;
@@ -37,8 +43,8 @@ _distrain() {
     hybrid/--mode | rnn/--mode)
       mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return
       ;;
-    hybrid/--optimizer | ps/--optimizer | rnn/--optimizer | rl/--optimizer | pipeline/--optimizer)
-      mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam adamw rmsprop' -- "$cur"); return
+    hybrid/--optimizer)
+      mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad rowwise-adagrad adam adamw rmsprop' -- "$cur"); return
       ;;
     hybrid/--log-interval | hybrid/--rank | ps/--log-interval | ps/--rank | rnn/--log-interval | rnn/--rank | rl/--log-interval | rl/--rank | pipeline/--log-interval | pipeline/--rank)
       mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
@@ -72,6 +78,9 @@ _distrain() {
       ;;
     ps/--mode)
       mapfile -t COMPREPLY < <(compgen -W 'async sync ssp' -- "$cur"); return
+      ;;
+    ps/--optimizer | rnn/--optimizer | rl/--optimizer | pipeline/--optimizer)
+      mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam adamw rmsprop' -- "$cur"); return
       ;;
     pipeline/--model)
       mapfile -t COMPREPLY < <(compgen -W 'resnet50 resnet18' -- "$cur"); return

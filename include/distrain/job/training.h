@@ -216,7 +216,7 @@ class Training : public TrainingPlan {
   void train(const Task& task, const std::function<Result(const Step&)>& step);
 
   Rank& rank_;
-  int64_t wanted_ = 1;  // number of steps to request next
+  int64_t wanted_ = 1;                         // number of steps to request next
   std::vector<std::function<void()>> settle_;  // called after the steps of a task
 };
 

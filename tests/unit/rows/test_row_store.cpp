@@ -106,7 +106,8 @@ TEST_CASE("ranges of ids for threads share no stripe") {
   CHECK(bounds.back() == groups.size());
   for (size_t i = 1; i + 1 < bounds.size(); ++i) {
     CHECK(stripe_of(groups.hashes()[bounds[i] - 1]) != stripe_of(groups.hashes()[bounds[i]]));
-    CHECK(std::abs(static_cast<int>(bounds[i]) - static_cast<int>(i) * 2'500) < 700);  // a stripe has 625
+    CHECK(std::abs(static_cast<int>(bounds[i]) - static_cast<int>(i) * 2'500) <
+          700);  // a stripe has 625
   }
   CHECK(IdGroups().split(4) == std::vector<size_t>{0});
 }
