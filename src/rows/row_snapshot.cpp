@@ -69,8 +69,11 @@ RowSnapshot::~RowSnapshot() {
 }
 
 void RowSnapshot::begin(const std::vector<RowColumn>& columns, const Put& put) {
-  columns_ = &columns;
-  put_ = &put;
+  {
+    const std::lock_guard lock(mutex_);
+    columns_ = &columns;
+    put_ = &put;
+  }
   thread_ = std::thread([this] {
     try {
       empty_log();
@@ -97,6 +100,13 @@ double RowSnapshot::stalled_s() const {
 // Copies a row to the log before it is updated. The caller has locked the row's stripe.
 void RowSnapshot::log(uint64_t position, const Row& row) {
   std::unique_lock lock(mutex_);
+  if (free_.empty() && !is_over_ && !put_) {
+    // Nothing would end the wait if begin() cannot run because all threads of its process wait.
+    error_ = std::make_exception_ptr(
+        base::Exception(base::ErrorKind::kResources,
+                        "updates have filled the log of a save before the save could begin"));
+    is_over_ = true;
+  }
   if (free_.empty() && !is_over_) {
     if (waiting_++ == 0) waiting_since_ = base::Clock::now();
     changed_.wait(lock, [this] { return !free_.empty() || is_over_; });

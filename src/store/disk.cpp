@@ -81,10 +81,10 @@ FileSum OutputFile::finish_with_sum() {
   std::vector<uint8_t> piece(std::min<uint64_t>(kPieceBytes, size));
   ContentHasher hasher;
   while (sum.bytes < size) {
-    errno = EIO;  // the reason if the file has become shorter
     const ssize_t got = disk_.call("pread", [&] {
       return ::pread(fd_.get(), piece.data(), piece.size(), static_cast<off_t>(sum.bytes));
     });
+    if (got == 0) errno = EIO;  // the file has become shorter
     if (got <= 0) Disk::fail("cannot read", path_);
     hasher.add(std::span(piece).first(static_cast<size_t>(got)));
     sum.bytes += static_cast<uint64_t>(got);

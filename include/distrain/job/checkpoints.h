@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -202,9 +203,11 @@ class Checkpoints {
   const c10::Device device_;                 // of this rank
   TableParts* const tables_;
   std::unique_ptr<store::CheckpointStore> store_;
-  std::thread thread_;          // of the last save
-  bool in_first_save_ = false;  // used by thread_
-  std::string last_good_;       // path of the checkpoint saved or loaded last; used by thread_
+  std::thread thread_;  // of the last save
+  // Used by thread_ and by threads that write pieces of servers.
+  std::atomic<bool> in_first_save_ = false;
+  std::atomic<int64_t> calls_ = 0;  // system calls of the first save
+  std::string last_good_;           // path of the checkpoint saved or loaded last; used by thread_
 
   mutable std::mutex mutex_;  // guards what follows
   base::Future<void> idle_ = base::Future<void>::ready({});

@@ -31,7 +31,8 @@ std::vector<RowColumn> row_columns(const RowStoreOptions& options, const RowRule
 ///
 /// An update of a row that is not written yet first copies the row to a log, from which write()
 /// takes it when it comes to its position. When three quarters of the log are full, a thread writes
-/// the rows in it to their positions at once. If the log is full, updates wait for that thread.
+/// the rows in it to their positions at once. If the log is full, updates wait for that thread; if
+/// it is full before begin(), write() throws `resources`.
 class RowSnapshot {
  public:
   static constexpr size_t kLogBytes = size_t{64} << 20;
@@ -74,7 +75,7 @@ class RowSnapshot {
   const size_t slots_;
   const std::unique_ptr<std::byte[]> log_;
   const std::vector<RowColumn>* columns_ = nullptr;
-  const Put* put_ = nullptr;
+  const Put* put_ = nullptr;  // set by begin(), with the lock of mutex_
   uint64_t rows_ = 0;
   std::thread thread_;
 

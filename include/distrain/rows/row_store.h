@@ -39,7 +39,7 @@ struct RowStoreOptions {
   size_t dim = 0;                ///< floats of a value
   size_t state_floats = 0;       ///< floats of optimizer state after the value
   float initial_state = 0;       ///< of each of the state's floats, and of Row::row_state
-  uint64_t max_rows = 0;         ///< if not 0, the maximum; a stripe has at most 2^24 - 1 rows
+  uint64_t max_rows = 0;         ///< if not 0, the maximum; a stripe has at most 2^25 - 1 rows
   InitialValue initial_value{};  ///< if null, the value is zeros
 };
 
@@ -54,9 +54,9 @@ inline constexpr RowNumber kNoRow = ~RowNumber{0};
 ///     std::vector<RowNumber> numbers(groups.size());
 ///     store.find_or_create(groups, numbers);   // then update_rows() or copy_rows() of kernels.h
 ///
-/// The top bits of an id's hash choose one of 64 stripes. A stripe has a lock, an index and its
-/// rows. The index is a hash table with linear probing whose slots have 4 bytes: 24 bits of row
-/// number and 8 bits of hash. The index doubles when it is 70 % full. Rows lie in segments
+/// The top bits of an id's hash choose one of 16 stripes. A stripe has a lock, an index and its
+/// rows. The index is a hash table with linear probing whose slots have 4 bytes: 25 bits of row
+/// number and 7 bits of hash. The index doubles when it is 70 % full. Rows lie in segments
 /// of about 32 KiB, cut from chunks of 2 MiB, and never move. So a row needs its block and 6 to
 /// 12 bytes of index, and growth copies no rows.
 ///

@@ -206,10 +206,9 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
       tables_(tables) {
   if (options_.dir.empty() || options_.read_only) return;
   // Kills this process at system call number `at` of its first save, if `at` is not 0.
-  auto each_call = [this, at = job.inject.fail_checkpoint,
-                    calls = int64_t{0}](const char*) mutable {
+  auto each_call = [this, at = job.inject.fail_checkpoint](const char*) {
     sink_.saving();
-    if (in_first_save_ && ++calls == at) kill(getpid(), SIGKILL);
+    if (in_first_save_ && ++calls_ == at) kill(getpid(), SIGKILL);
   };
   store_ = std::make_unique<store::CheckpointStore>(options_.dir, each_call, options_.keep);
   store_->prepare();
@@ -292,20 +291,21 @@ void Checkpoints::write(Save& save) {
   TableParts* const tables = tables_ && !tables_->empty() ? tables_ : nullptr;
   std::unique_ptr<store::Saving> saving;
   // On an error, no server may write any more when the folder of `saving` is removed.
-  const auto ended = c10::make_scope_exit([tables] {
+  auto on_error = c10::make_scope_exit([tables] {
     if (tables) tables->abandon();
   });
   while (before_save_ && before_save_()) sink_.saving();
-  if (save.fill) save.fill(save.content);
   in_first_save_ = last_saved().empty();
   saving = store_->begin(step, save.content.state);
-  if (tables) tables->begin(*saving, step);
+  if (tables) tables->begin(*saving, step);  // first, because updates fill the servers' logs
+  if (save.fill) save.fill(save.content);
   for (auto& [file, tensors] : save.content.files) {
     write_file(*saving, file + kSuffix, std::exchange(tensors, {}), step);
   }
   const double stalled_s = tables ? tables->finish(*saving) : 0;
   const std::string path = last_good_ = saving->commit();
   in_first_save_ = false;
+  on_error.release();
   {
     std::lock_guard lock(mutex_);
     last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(step);

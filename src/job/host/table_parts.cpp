@@ -13,6 +13,7 @@
 #include "distrain/rpc/error.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::job {
 
@@ -66,6 +67,9 @@ uint64_t hash_of_manifest(const store::OpenFolder& folder) {
 class Sender {
  public:
   Sender(rpc::Agent& agent, std::string file) : agent_(agent), file_(std::move(file)) {}
+  ~Sender() {  // when a save has failed, no piece may arrive during the next one
+    for (const auto& each : sent_) static_cast<void>(each.wait_result());
+  }
 
   void put(uint64_t offset, std::span<const uint8_t> bytes) {
     const at::Tensor piece = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
@@ -233,31 +237,32 @@ struct TablePart::Held {
 };
 
 TablePart::TablePart(rpc::Agent* agent, int64_t fail_at, std::shared_ptr<table::TableServer> here)
-    : agent_(agent), fail_at_(fail_at), here_(std::move(here)) {}
+    : agent_(agent),
+      fail_at_(fail_at),
+      server_(here ? std::move(here) : agent->shared<table::TableServer>(&agent->lasting())) {}
 
 TablePart::~TablePart() {
   drop();
   if (thread_.joinable()) thread_.join();
 }
 
-table::TableServer& TablePart::server() const {
-  return here_ ? *here_ : agent_->local<table::TableServer>();
+bool TablePart::sees(const std::string& path) const {
+  const std::string folder = std::filesystem::path(path).parent_path();
+  return ::access(path.c_str(), F_OK) == 0 && ::access(folder.c_str(), W_OK) == 0;
 }
-
-bool TablePart::sees(const std::string& path) const { return ::access(path.c_str(), F_OK) == 0; }
 
 std::vector<uint64_t> TablePart::hold(const std::vector<std::string>& tables) {
   drop();
   const auto held = std::make_shared<Held>();
   std::vector<uint64_t> updates;
   for (const std::string& name : tables) {
-    rows::RowStore& store = server().store(name);
+    rows::RowStore& store = server_->store(name);
     auto table = std::make_unique<Held::Table>(
-        Held::Table{name, rows::row_columns(store.options(), server().rule(name))});
+        Held::Table{name, rows::row_columns(store.options(), server_->rule(name))});
     table->snapshot =
         std::make_unique<rows::RowSnapshot>(store, rows::RowSnapshot::kLogBytes / tables.size());
     held->tables.push_back(std::move(table));
-    updates.push_back(server().updates_of(name));
+    updates.push_back(server_->updates_of(name));
   }
   const std::lock_guard lock(mutex_);
   held_ = held;
@@ -400,6 +405,9 @@ base::Future<void> TablePart::load(const PartSource& source) {
 }
 
 void TablePart::read(const PartSource& source) {
+  if (source.server < 0 || source.server >= source.servers) {
+    wire::Reader::fail("the part of an unknown server");
+  }
   const store::Disk disk;
   auto folder = store::OpenFolder::at(disk, source.path);
   try {
@@ -429,7 +437,7 @@ void TablePart::read(const PartSource& source) {
     size_t known = 0;
     store::naming_file(file.path(), [&] {
       for (const auto& [table, updates] : source.updates) {
-        const TableReader reader(file, suffix, source, table, server());
+        const TableReader reader(file, suffix, source, table, *server_);
         known += reader.tensors();
         reader.read();
       }
@@ -438,7 +446,7 @@ void TablePart::read(const PartSource& source) {
       base::bad_data(file.path() + ": it has tensors that the tables have not");
     }
   }
-  for (const auto& [table, updates] : source.updates) server().updates_of(table) = updates;
+  for (const auto& [table, updates] : source.updates) server_->updates_of(table) = updates;
 }
 
 TableParts::TableParts(rpc::Agent* agent, std::function<void()> alive)

@@ -93,12 +93,11 @@ class TablePart {
   base::Future<T> run(F work);
   WrittenPart write_held(Held& held, const PartTarget& target);
   void read(const PartSource& source);
-  table::TableServer& server() const;
   void make_system_call();
 
   rpc::Agent* const agent_;
   const int64_t fail_at_;
-  const std::shared_ptr<table::TableServer> here_;
+  const std::shared_ptr<table::TableServer> server_;
   std::atomic<int> saves_ = 0;
   std::atomic<int64_t> calls_ = 0;  // system calls of saves
   std::mutex mutex_;                // guards what follows

@@ -542,7 +542,13 @@ void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
 
 void TrainingHost::save(const Position& position) {
   // Without the lock, because on_rank_lost() takes it and ends the call of a lost server.
-  const Json tables = tables_->empty() ? Json() : tables_->hold();
+  Json tables;
+  std::optional<base::Error> error;  // which fails the save
+  try {
+    if (!tables_->empty()) tables = tables_->hold();
+  } catch (...) {
+    error = rpc::error_in_flight(base::ErrorKind::kInternal);
+  }
   std::lock_guard lock(mutex_);
   Content snapshot;
   snapshot.step = position.total / plan_->trainers;
@@ -560,7 +566,8 @@ void TrainingHost::save(const Position& position) {
   const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
   checkpoints_.save(
       std::move(snapshot),
-      [this, parts = std::exchange(gathered_, {})](Content& into) mutable {
+      [this, error, parts = std::exchange(gathered_, {})](Content& into) mutable {
+        if (error) throw base::Exception(*error);
         locate(agent_, std::move(parts), into, sink_);
       },
       since);

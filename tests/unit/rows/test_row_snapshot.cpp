@@ -114,6 +114,8 @@ TEST_CASE("a snapshot equals the store at its start while the store is updated")
   Written written(kStored);
   RowSnapshot snapshot(*stored.store, log_rows * stored.store->block_bytes());
   REQUIRE(snapshot.rows() == kStored);
+  const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
+  if (log_rows < kStored) snapshot.begin(stored.columns, put);
   std::atomic<bool> is_over = false;
   std::promise<void> has_updated;
   std::vector<std::thread> updating;
@@ -130,9 +132,10 @@ TEST_CASE("a snapshot equals the store at its start while the store is updated")
       } while (!is_over);
     });
   }
-  const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
-  snapshot.begin(stored.columns, put);
-  if (log_rows == kStored) has_updated.get_future().wait();  // all rows have been logged
+  if (log_rows == kStored) {
+    has_updated.get_future().wait();  // all rows have been logged
+    snapshot.begin(stored.columns, put);
+  }
   snapshot.write();
   is_over = true;
   for (std::thread& thread : updating) thread.join();
@@ -144,10 +147,12 @@ TEST_CASE("an update that waits for a full log is counted") {
   Stored stored;
   Written written(kStored);
   RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
-  std::thread updating([&] { stored.update(); });
-  while (snapshot.stalled_s() == 0) std::this_thread::yield();  // nothing is written yet
-  const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
+  const RowSnapshot::Put put = [&](auto... row) {
+    while (snapshot.stalled_s() == 0) std::this_thread::yield();
+    written.put(row...);
+  };
   snapshot.begin(stored.columns, put);
+  std::thread updating([&] { stored.update(); });
   updating.join();
   snapshot.write();
   written.check();
@@ -174,14 +179,27 @@ TEST_CASE("a failed or stopped snapshot lets waiting updates go on") {
   Stored stored;
   {
     RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
-    std::thread updating([&] { stored.update(); });
     const RowSnapshot::Put put = [&](const RowColumn&, uint64_t, std::span<const std::byte>) {
       throw std::runtime_error("disk full");
     };
     if (!fails) snapshot.stop(std::make_exception_ptr(std::runtime_error("stopped")));
     snapshot.begin(stored.columns, put);
+    std::thread updating([&] { stored.update(); });
     CHECK_THROWS_WITH(snapshot.write(), fails ? "disk full" : "stopped");
     updating.join();
+  }
+  RowSnapshot(*stored.store);  // the next one may begin
+}
+
+TEST_CASE("a log that is full before the save begins ends the save and no update waits") {
+  Stored stored;
+  {
+    Written written(kStored);
+    RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
+    stored.update();
+    const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
+    snapshot.begin(stored.columns, put);
+    CHECK_THROWS_WITH(snapshot.write(), Catch::Contains("filled the log of a save"));
   }
   RowSnapshot(*stored.store);  // the next one may begin
 }
@@ -189,7 +207,15 @@ TEST_CASE("a failed or stopped snapshot lets waiting updates go on") {
 TEST_CASE("an update that waits when the snapshot is dropped goes on") {
   Stored stored;
   std::optional<RowSnapshot> snapshot(std::in_place, *stored.store, stored.store->block_bytes());
+  std::promise<void> waits;
+  const RowSnapshot::Put wait = [&](const auto&...) {
+    while (snapshot->stalled_s() == 0) std::this_thread::yield();
+    waits.set_value();
+    throw std::runtime_error("dropped");
+  };
+  snapshot->begin(stored.columns, wait);
   std::thread updating([&] { stored.update(); });
+  waits.get_future().wait();
   snapshot.reset();
   updating.join();
   Written written(kStored);
