@@ -48,7 +48,9 @@ of a step, as torch.optim.SparseAdam.)");
   list.integer("prefetch", &Self::prefetch,
                "look up the rows of N batches ahead, which then lack the updates in between")
       .range(0, 64)
-      .details("Needs --mode async. `step` lines tell how many updates the rows lack (staleness).")
+      .details(R"(
+Needs --mode async. `step` lines tell how many updates the rows lack (staleness). Trainers ask rank 0 for steps of
+about a quarter of a second at a time, and look up ahead only within these steps.)")
       .may_change();
   list.choice("wire-dtype", &Self::wire_dtype, {"fp32", "bf16", "fp16"},
               "send rows and gradients in this type")
@@ -80,6 +82,14 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
 namespace {
 
 void check(const HybridOptions& options, const job::Preflight& preflight) {
+  const std::string devices = options.is_sharded() ? preflight.text("device") : "";
+  for (const std::string_view device : base::split(devices, ',')) {
+    const bool is_server = device.starts_with("ps") || device.starts_with("server");
+    if (is_server && !device.ends_with("=cpu")) {
+      base::invalid("--table sharded keeps its rows in host memory: give --device trainer=" +
+                    std::string(device.substr(device.find('=') + 1)));
+    }
+  }
   if (!preflight.has_rank_0) return;
   if (options.is_binary() && !options.has_text() && options.classes != 2) {
     base::invalid("--task binary predicts two classes: give --classes 2");
@@ -93,14 +103,6 @@ void check(const HybridOptions& options, const job::Preflight& preflight) {
   if (options.prefetch > 0 && options.mode == "sync") {
     base::invalid(
         "--prefetch needs --mode async: in sync mode a lookup includes all earlier steps");
-  }
-  const std::string devices = preflight.text("device");
-  for (const std::string_view device : base::split(devices, ',')) {
-    const bool is_server = device.starts_with("ps") || device.starts_with("server");
-    if (is_server && !device.ends_with("=cpu")) {
-      base::invalid("--table sharded keeps its rows in host memory: give --device trainer=" +
-                    std::string(device.substr(device.find('=') + 1)));
-    }
   }
   for (const char* option : {"servers", "prefetch", "wire-dtype"}) {
     if (preflight.local && preflight.given(option)) {
@@ -122,12 +124,13 @@ with DistributedDataParallel. Ranks 0 to T-1 are the trainers, rank T is the
 master, and rank T+1 is the parameter server. With --servers S, ranks T+1 to
 T+S hold the rows of the table.)")
           .details(
-              R"(Distributed autograd sends the gradients of the rows back to the server. The ranks' roles are
-`trainer0`, `trainer1`, ..., `master` and `ps`, or `ps3`, `ps4`, ... with --servers. Only the trainers read the data, and each trainer
-may be given its own path.
+              R"(Distributed autograd sends the gradients of the rows back to the server, unless the table is sharded.
+The ranks' roles are `trainer0`, `trainer1`, ..., `master` and `ps`, or `ps3`, `ps4`, ... if there are several
+servers. Only the trainers read the data, and each trainer may be given its own path.
 
 `distrain predict CHECKPOINT [FILE]` prints the labels of examples in the format of --data, with or
-without a label. Words that are not in the training data are ignored.)")
+without a label. Words that are not in the training data are ignored, or have their initial values
+with --hash-bits.)")
           .example("distrain hybrid --data teacher", "Learn the labels of a hidden teacher")
           .example("distrain hybrid", "Run the tutorial's job; nothing can be learned")
           .example(

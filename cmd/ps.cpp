@@ -27,10 +27,11 @@ void derive_ps_defaults(PsOptions& options, const std::function<bool(std::string
 
 /// Throws `invalid` if `--num-gpus` does not fit `--servers` or `--device`.
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
-  if (options.num_gpus.value_or(0) > 0 && options.servers > 1 && !preflight.local) {
+  const bool is_spread = options.servers > 1 && !preflight.local;
+  if (preflight.given("num-gpus") && options.num_gpus.value_or(0) > 0 && is_spread) {
     base::invalid("--num-gpus needs one server: with --servers, give --device server=cuda");
   }
-  if (!options.num_gpus || !preflight.given("device")) return;
+  if (!options.num_gpus || is_spread || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
   const job::DeviceSpec spec(device, c10::kCUDA, cmd::ps_job().info().roles);
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
@@ -171,7 +172,8 @@ has the accuracy.)")
           .check(check_ps)
           .gpus([](const PsOptions& options, const std::string& rank) {
             // --num-gpus is for the server only. With --local, the job's only process uses them.
-            return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
+            return rank.starts_with("trainer") || options.servers > 1 ? std::nullopt
+                                                                      : options.num_gpus;
           });
   return kJob;
 }

@@ -39,8 +39,9 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
     }
     return {};
   }
-  if (!query.offsets.defined() || query.offsets.dim() != 1 || query.ids.dim() != 1) {
-    refuse(table, "bags need ids and offsets of one dimension");
+  if (!query.offsets.defined() || query.offsets.dim() != 1 || query.ids.dim() != 1 ||
+      !at::isIntegralType(query.offsets.scalar_type(), false)) {
+    refuse(table, "bags need ids and whole offsets of one dimension");
   }
   const at::Tensor starts = query.offsets.to(at::kCPU, at::kLong).contiguous();
   std::vector<int64_t> offsets(starts.const_data_ptr<int64_t>(),
@@ -53,7 +54,7 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
       (query.pooling == Pooling::kMean || query.weights.dim() != 1 ||
        query.weights.numel() != ids || query.weights.scalar_type() != at::kFloat ||
        !query.weights.is_cpu())) {
-    refuse(table, "weights must be a float for each id, and need sums");
+    refuse(table, "weights must be floats on the CPU, one for each id, and need sums");
   }
   if (query.weights.defined() && !at::isfinite(query.weights).all().item<bool>()) {
     throw base::Exception(base::ErrorKind::kNotFinite,
@@ -92,7 +93,7 @@ struct LookupBackward final : torch::autograd::Node {
       std::atomic_ref(plan->learns_[q]).store(1, std::memory_order_relaxed);
       const at::Tensor grad = grads[q].contiguous();
       const rows::BagGradients<float> bags(
-          {span_of<int64_t>(query.offsets), span_of<float>(weights[q]), query.is_mean});
+          {span_of<int64_t>(query.offsets), span_of<float>(query.weights), query.is_mean});
       if (query.is_pooled) {
         copy_to_servers(query, grad, of_leaf);
       } else {
@@ -144,7 +145,7 @@ struct LookupBackward final : torch::autograd::Node {
     at::Tensor result = at::empty({std::ssize(query.row_of)}, at::kFloat);
     for (size_t p = 0; p < query.row_of.size(); ++p) {
       const float* const a = grad.const_data_ptr<float>() + bags.rows[p] * query.dim;
-      const float* const b = values.const_data_ptr<float>() + query.row_of[p];
+      const float* const b = plan->leaf_.const_data_ptr<float>() + query.row_of[p];
       result.mutable_data_ptr<float>()[p] = std::inner_product(a, a + query.dim, b, 0.0F);
     }
     return result;
@@ -156,8 +157,6 @@ struct LookupBackward final : torch::autograd::Node {
   }
 
   std::shared_ptr<LookupPlan> plan;
-  at::Tensor values;                // the leaf's values in the forward pass
-  std::vector<at::Tensor> weights;  // copies, because the caller may change the weights
 };
 
 LookupPlan::LookupPlan(const std::vector<Query>& queries, const std::vector<TableOptions>& tables,
@@ -177,7 +176,8 @@ LookupPlan::LookupPlan(const std::vector<Query>& queries, const std::vector<Tabl
     if (plan.offsets.defined()) plan.shape = {plan.offsets.numel() - 1};
     plan.shape.push_back(table.dim);
     plan.is_mean = query.pooling == Pooling::kMean;
-    plan.weights = query.weights;
+    plan.callers_weights = query.weights;
+    if (query.weights.defined()) plan.weights = query.weights.detach().clone().contiguous();
     const bool weights_learn = query.weights.defined() && query.weights.requires_grad();
     if (plan.offsets.defined() && bytes_of_number > 0 && !weights_learn) {
       // A vector travels twice, as a row and as a gradient.
@@ -311,11 +311,9 @@ std::vector<at::Tensor> LookupPlan::results(const std::shared_ptr<LookupPlan>& p
   if (!learns) return results;
   const auto node = std::make_shared<LookupBackward>();
   node->plan = plan;
-  node->values = plan->leaf_.detach();
   std::vector<at::Tensor> inputs{plan->leaf_.set_requires_grad(true)};
   for (const QueryPlan& each : plan->queries_) {
-    inputs.push_back(each.weights);
-    node->weights.push_back(each.weights.defined() ? each.weights.detach().clone() : at::Tensor());
+    inputs.push_back(each.callers_weights);
   }
   node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
   torch::autograd::set_history(results, node);

@@ -13,8 +13,9 @@ struct QueryPlan {
   bool is_pooled = false;      // by the servers
   bool is_mean = false;
   at::Tensor offsets;            // int64 [bags + 1]; without pooling, each position is a bag
-  at::Tensor weights;            // the caller's
-  rows::IdGroups groups;         // of all ids, if the servers do not pool
+  at::Tensor callers_weights;    // which may want gradients
+  at::Tensor weights;            // a copy, because the caller may change the weights
+  rows::IdGroups groups;         // of all ids; may be unset if the servers pool
   std::vector<uint32_t> starts;  // by server: where its vectors begin in the leaf
   std::vector<uint32_t> row_of;  // by position: where its vector begins in the leaf
 };

@@ -294,7 +294,8 @@ std::vector<std::shared_ptr<ShardedEmbedding::Lookup>> ShardedEmbedding::take_lo
 
 // Returns a gradient in the type of messages. Throws `not_finite`.
 at::Tensor ShardedEmbedding::checked(const LookupPlan& plan, const at::Tensor& gradient) const {
-  const auto is_finite = [](const at::Tensor& numbers) {  // a sum is, only if all terms are
+  // Tests the sum, which is quick: it is finite only if all numbers are.
+  const auto is_finite = [](const at::Tensor& numbers) {
     return std::isfinite(numbers.sum(at::kFloat).item<float>());
   };
   at::Tensor sent = gradient.to(settings_.wire_dtype).contiguous();
@@ -307,7 +308,7 @@ at::Tensor ShardedEmbedding::checked(const LookupPlan& plan, const at::Tensor& g
   throw base::Exception(
       base::ErrorKind::kNotFinite,
       fmt::format("a gradient of table {} is {}, so no table is updated", c10::Join(" or ", names),
-                  is_too_large ? "too large for fp16" : "not finite"));
+                  is_too_large ? "too large for --wire-dtype" : "not finite"));
 }
 
 void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {

@@ -229,6 +229,7 @@ Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
     session->check_not_ended(number);
     const auto why = fmt::format("participant {} has abandoned its step", session->participant);
     end_locked(steps, number - 1, base::Error{ErrorKind::kInvalid, why}, done);
+    if (request.phase == Phase::kAbandon && steps.is_applying) return Future<void>::ready({});
     if (request.phase == Phase::kAbandon) base::invalid(why);
     push_locked(*session, std::move(request), lock, done);
     if (steps.participants > 1) return Future<void>::ready({});
@@ -287,6 +288,7 @@ void TableServer::push_locked(Session& session, PushRequest request,
   }
   if (answers.empty()) return;
   if (applies) steps.pushes.clear();  // so that nothing ends the step while it is applied
+  steps.is_applying = applies;
   lock.unlock();
   base::Result<optim::Norms> result = optim::Norms{};
   try {
@@ -296,6 +298,7 @@ void TableServer::push_locked(Session& session, PushRequest request,
     result = rpc::error_in_flight(ErrorKind::kInternal);
   }
   lock.lock();
+  steps.is_applying = false;
   if (applies && result.ok()) ++*updates_;
   if (applies || !result.ok()) end_locked(steps, number, result, done);
   for (Answer& each : answers) done.complete(std::move(each), result);

@@ -87,7 +87,8 @@ struct Steps {
     uint64_t session;
     std::shared_ptr<base::Promise<void>> may_go_on = std::make_shared<base::Promise<void>>();
   };
-  /// Returns true if the next step does not wait for this participant.
+  /// Returns true if the participant has pushed the current step, and committed it if it was
+  /// staged.
   bool has(int participant) const {
     const auto it = pushes.find(participant);
     return it != pushes.end() && it->second.answer;
@@ -99,6 +100,7 @@ struct Steps {
   std::map<int, Push> pushes;        // of step `ended` + 1, by participant
   base::TimePoint since;             // when the first of these pushes arrived
   std::optional<base::Error> lost;   // fails all steps: a rank is lost or has closed the tables
+  bool is_applying = false;          // the step is complete and cannot be abandoned any more
   std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
 };
 

@@ -87,7 +87,7 @@ using LookupReply = at::Tensor;
 
 struct LookupGradient {
   std::vector<int> parts;  ///< the parts that have a gradient, ascending
-  at::Tensor numbers;      ///< as LookupReply; of other parts it does not matter
+  at::Tensor numbers;      ///< as LookupReply; those of other parts are ignored
   static constexpr auto kFields = std::tuple(&LookupGradient::parts, &LookupGradient::numbers);
 };
 

@@ -11,7 +11,7 @@ std::vector<table::TableOptions> table_options(const HybridOptions& options,
                                                const HybridData& data) {
   constexpr int64_t kDrawnByTorch = int64_t{1} << 24;  // numbers, of which each server has a copy
   table::TableOptions table{.name = "embedding", .dim = options.embedding_dim};
-  if (options.hash_bits == 0) table.num_rows = data.rows();
+  if (!options.hashes_words()) table.num_rows = data.rows();
   table.seed = options.seed;
   table.range = options.embedding_range();
   table.drawn_by_torch = table.num_rows > 0 && table.num_rows <= kDrawnByTorch / table.dim;

@@ -126,7 +126,7 @@ at::Tensor HybridOptions::loss(const at::Tensor& scores, const at::Tensor& targe
 
 std::string HybridOptions::sharded_option() const {
   if (servers > 1) return "--servers " + std::to_string(servers);
-  if (hash_bits > 0) return "--hash-bits " + std::to_string(hash_bits);
+  if (hashes_words()) return "--hash-bits " + std::to_string(hash_bits);
   if (max_rows > 0) return "--max-rows " + std::to_string(max_rows);
   if (prefetch > 0) return "--prefetch " + std::to_string(prefetch);
   if (wire_dtype != "fp32") return "--wire-dtype " + wire_dtype;

@@ -50,6 +50,7 @@ struct HybridOptions : job::TrainerOptions {
 
   bool is_binary() const { return task == "binary"; }
   bool is_sharded() const { return table == "sharded"; }
+  bool hashes_words() const { return has_text() && hash_bits > 0; }
   /// Returns the first option that only a sharded table has, as it is on the command line; empty if
   /// all of these options have their defaults.
   std::string sharded_option() const;

@@ -451,38 +451,41 @@ namespace {
 
 constexpr int kDiskIsFull = 3;
 
+// Saves the tables of one server, as save_in_child() describes. Returns the exit code.
+int save_tables(const std::string& folder, int64_t step, int64_t nth, rlim_t most) {
+  const auto server = std::make_shared<table::TableServer>();
+  ShardedEmbedding tables(server, kTables);
+  tables.look_up({{0, at::arange(40)}, {1, at::arange(40)}});
+  TablePart part(nullptr, nth, server);
+  CheckpointStore store(folder);
+  const auto saving = store.begin(step, {{"tables", step}});
+  part.hold({"a", "b"});
+  if (most > 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{most, most};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  const std::string file = "table-00001-of-00001.safetensors";
+  const PartTarget target{.folder = saving->path(), .file = file, .step = step};
+  const auto written = part.write(target);
+  if (written.wait_result().ok()) {
+    saving->adopt(file, written.wait().sum);
+    saving->commit();
+    return 0;
+  }
+  const base::Error& error = written.wait_result().error();
+  const bool is_full =
+      error.kind == base::ErrorKind::kResources &&
+      error.message == "cannot write " + saving->path() + "/" + file + ": File too large";
+  return is_full ? kDiskIsFull : 4;
+}
+
 // Saves the tables of one server in a child process, which is killed at the `nth` system call of
 // the server, or whose files may have at most `most` bytes. Returns the exit code of the process,
 // or -1 if it was killed.
 int save_in_child(const std::string& folder, int64_t step, int64_t nth, rlim_t most = 0) {
   const pid_t child = fork();
-  if (child == 0) {
-    const auto server = std::make_shared<table::TableServer>();
-    ShardedEmbedding tables(server, kTables);
-    tables.look_up({{0, at::arange(40)}, {1, at::arange(40)}});
-    TablePart part(nullptr, nth, server);
-    CheckpointStore store(folder);
-    const auto saving = store.begin(step, {{"tables", step}});
-    part.hold({"a", "b"});
-    if (most > 0) {
-      signal(SIGXFSZ, SIG_IGN);
-      const rlimit limit{most, most};
-      setrlimit(RLIMIT_FSIZE, &limit);
-    }
-    const std::string file = "table-00001-of-00001.safetensors";
-    const PartTarget target{.folder = saving->path(), .file = file, .step = step};
-    const auto written = part.write(target);
-    if (!written.wait_result().ok()) {
-      const base::Error& error = written.wait_result().error();
-      const bool is_full =
-          error.kind == base::ErrorKind::kResources &&
-          error.message == "cannot write " + saving->path() + "/" + file + ": File too large";
-      _exit(is_full ? kDiskIsFull : 4);
-    }
-    saving->adopt(file, written.wait().sum);
-    saving->commit();
-    _exit(0);
-  }
+  if (child == 0) _exit(save_tables(folder, step, nth, most));
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
   if (WIFSIGNALED(status)) REQUIRE(WTERMSIG(status) == SIGKILL);

@@ -116,7 +116,9 @@ TEST_CASE("sums, means, weights and rows and their gradients equal torch's, pool
   const at::Tensor weights = at::arange(40, at::kFloat).cos();
   const at::Tensor none = at::empty({0}, at::kLong);
   for (const bool weights_learn : {false, true}) {
-    const at::Tensor here = weights.clone().requires_grad_(weights_learn);
+    // Every second number of another tensor.
+    const at::Tensor here =
+        at::stack({weights, weights + 7}, 1).select(1, 0).detach().requires_grad_(weights_learn);
     const at::Tensor there = weights.to(at::kDouble).requires_grad_(weights_learn);
     const at::Tensor before = all_rows(*job.tables);
     WholeTable expected(before);
