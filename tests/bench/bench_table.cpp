@@ -14,17 +14,16 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <CLI/CLI.hpp>
-#include <netinet/in.h>
 #include <nlohmann/json.hpp>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/random.h"
+#include "distrain/net/socket.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/table/sharded_embedding.h"
 
@@ -259,23 +258,9 @@ T received(const Pipes& pipes) {
   return value;
 }
 
-int listen_on_localhost(uint16_t& port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(fd, 64) != 0 ||
-      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    throw std::runtime_error("cannot listen on localhost");
-  }
-  port = ntohs(address.sin_port);
-  return fd;
-}
-
 void run(const Options& options) {
-  uint16_t port = 0;
-  const int listen_fd = listen_on_localhost(port);
+  const net::Fd listening = std::move(net::listen_tcp("localhost", 0).value());
+  const uint16_t port = net::local_name(listening.get()).port;
   std::vector<Pipes> ranks(static_cast<size_t>(options.world_size()));
   for (int rank = 0; rank < options.world_size(); ++rank) {
     Pipes& pipes = ranks[static_cast<size_t>(rank)];
@@ -292,7 +277,7 @@ void run(const Options& options) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);
     try {
-      run_rank(options, rank, listen_fd, port, pipes);
+      run_rank(options, rank, listening.get(), port, pipes);
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
       _exit(1);

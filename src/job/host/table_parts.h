@@ -35,7 +35,7 @@ namespace distrain::job {
 /// The beginning of the names of the files of tables.
 inline constexpr const char* kTableFiles = "table-";
 
-/// Where a server writes its part of a checkpoint.
+/// The file to which a server writes its part of a checkpoint.
 struct PartTarget {
   std::string folder;  ///< empty: it sends the part to rank 0
   std::string file;

@@ -46,7 +46,7 @@ struct Stored {
   std::vector<RowColumn> columns;
 };
 
-// What a snapshot has put, by column.
+// The values that a snapshot has passed to its Put function, by column.
 struct Written {
   explicit Written(uint64_t rows) : times(rows), ids(rows), weights(rows * kWidth), updates(rows) {}
 
