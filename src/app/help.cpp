@@ -101,7 +101,7 @@ std::string version_text(const Program& program) {
   const bool is_own = program.name != "distrain";
   return fmt::format("{}distrain {}{}LibTorch {})\nCUDA: {}\n", is_own ? own : "", DISTRAIN_VERSION,
                      is_own ? ", " : " (", TORCH_VERSION,
-                     DISTRAIN_HAS_CUDA ? "compiled, never run on a GPU by us" : "not compiled");
+                     DISTRAIN_HAS_CUDA ? "compiled, tested on one GPU" : "not compiled");
 }
 
 std::string help_text(const Program& program) {

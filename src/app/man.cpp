@@ -58,7 +58,7 @@ constexpr struct {
   const char* text;
 } kSections[] = {
     {"DEVICES", R"(
---device puts the computation on GPUs (CUDA: compiled, never run on a GPU by us). Without --device all
+--device puts the computation on GPUs (tested on one GPU, never on two). Without --device all
 ranks compute on the CPU, and no CUDA library is loaded. Initial values, batches and dropout do not
 depend on the device. Neither do checkpoints, so a job may resume on another device.
 

@@ -35,7 +35,7 @@ case_version_and_overview() {
   done
   grep -qE '^distrain [0-9]+\.[0-9]+\.[0-9]+ \(LibTorch [0-9.]+\)$' "$tmp/out" || fail "version: format"
   built="not compiled"
-  [[ ! -e $(dirname "$distrain")/libdistrain_cuda.so ]] || built="compiled, never run on a GPU by us"
+  [[ ! -e $(dirname "$distrain")/libdistrain_cuda.so ]] || built="compiled, tested on one GPU"
   grep -qxF "CUDA: $built" "$tmp/out" || fail "version: CUDA"
   for args in --help -h help; do
     run "$args"

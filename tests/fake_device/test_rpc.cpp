@@ -300,8 +300,8 @@ TEST_CASE("a device without a map is an error that says how to add one") {
   const base::Error error =
       error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, fake(0))); });
   CHECK(error.kind == base::ErrorKind::kInvalid);
-  CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
-                                Catch::Contains("fake:0") && Catch::Contains(".cpu()"));
+  CHECK_THAT(error.message, ContainsSubstring("rank 1 (w1)") && ContainsSubstring("device_maps") &&
+                                ContainsSubstring("fake:0") && ContainsSubstring(".cpu()"));
   // A tensor on a device that is not the rank's own is refused, too.
   CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, fake(2))); }).kind ==
         base::ErrorKind::kInvalid);
@@ -373,17 +373,18 @@ TEST_CASE("invalid maps are refused when the ranks meet") {
     return error.message;
   };
   CHECK_THAT(refused({{"w1", {{fake(0), fake(9)}}}}, {}),
-             Catch::Contains("rank 1 (w1) has no fake:9"));
+             ContainsSubstring("rank 1 (w1) has no fake:9"));
   CHECK_THAT(refused({{"w1", {{fake(7), fake(0)}}}}, {}),
-             Catch::Contains("rank 0 (w0) has no fake:7"));
-  CHECK_THAT(refused({{"w2", {{fake(0), fake(0)}}}}, {}), Catch::Contains("no rank of that name"));
-  CHECK_THAT(refused({{"w0", {{fake(0), fake(0)}}}}, {}), Catch::Contains("no map for itself"));
+             ContainsSubstring("rank 0 (w0) has no fake:7"));
+  CHECK_THAT(refused({{"w2", {{fake(0), fake(0)}}}}, {}),
+             ContainsSubstring("no rank of that name"));
+  CHECK_THAT(refused({{"w0", {{fake(0), fake(0)}}}}, {}), ContainsSubstring("no map for itself"));
   CHECK_THAT(refused({{"w1", {{fake(0), fake(1)}, {fake(2), fake(1)}}}}, {}),
-             Catch::Contains("one to one"));
+             ContainsSubstring("one to one"));
   CHECK_THAT(refused({{"w1", {{fake(0), fake(1)}}}}, {{"w0", {{fake(2), fake(0)}}}}),
-             Catch::Contains("no way back"));
+             ContainsSubstring("no way back"));
   CHECK_THAT(refused({}, {{"w0", {{fake(0), c10::Device(c10::kCPU)}}}}),
-             Catch::Contains("has no cpu"));
+             ContainsSubstring("has no cpu"));
 }
 
 TEST_CASE("an abandoned reply frees its device memory") {

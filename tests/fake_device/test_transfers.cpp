@@ -71,7 +71,7 @@ TEST_CASE("a transfer beyond the limit of open transfers is refused, and the oth
   const auto refused = device_receive.take(rpc::kMaxOpenTransfers, kDevice, kBytes);
   const base::Error error = error_of([&] { refused->finish(rest); });
   CHECK(error.kind == ErrorKind::kOverloaded);
-  CHECK_THAT(error.message, Catch::Contains("rank 1"));
+  CHECK_THAT(error.message, ContainsSubstring("rank 1"));
   for (rpc::DeviceReceive* const from : {&device_receive, &others}) {
     const auto [memory, point] = from->take(3, kDevice, kBytes)->finish(rest);
     point.wait_on_host();

@@ -82,6 +82,7 @@ std::vector<double> run_distrain_cpu(const EchoSetup& setup) {
 }
 
 std::vector<double> run_torch(const EchoSetup& setup) {
+  at::empty({1}, kGpu);  // the agent takes GPU memory, but does not initialize LibTorch's allocator
   const oracle::OfficialAgent agent = oracle::start_official_agent(
       c10::make_intrusive<c10d::FileStore>(setup.folder + "/store", 2), setup.rank, 2, "", kGpu);
   if (setup.rank != 0) {

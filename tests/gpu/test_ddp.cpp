@@ -1,5 +1,7 @@
 // ctest: timeout=120
-// Tests DistributedDataParallel on a GPU over NCCL, and over staging with two ranks on one GPU.
+// Tests DistributedDataParallel on a GPU over NCCL. Two ranks on one GPU, over staging, must be two
+// processes, because LibTorch has one autograd thread for each GPU and process, in which the ranks
+// would wait for each other. So compare_jobs.py tests them by the job hybrid.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -83,10 +85,6 @@ void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Te
 
 TEST_CASE("one rank over NCCL trains as on the CPU") {
   check_close(train_replicas(1, on_first, nccl), train_replicas(1, on_cpu, staged));
-}
-
-TEST_CASE("two ranks on one GPU train as on the CPU, over staging") {
-  check_close(train_replicas(2, on_first, staged), train_replicas(2, on_cpu, staged));
 }
 
 TEST_CASE("two ranks on two GPUs train as on the CPU, over NCCL", "[two]") {

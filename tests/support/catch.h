@@ -3,11 +3,14 @@
 
 #include <string>
 
-#if __has_include(<catch2/catch_all.hpp>)
+#if DISTRAIN_CATCH2_MAJOR >= 3
 #include <catch2/catch_all.hpp>
 using Catch::Approx;
+using Catch::Matchers::ContainsSubstring;
 #else
 #include <catch2/catch.hpp>
+// Gives the matcher its name in Catch2 v3.
+inline auto ContainsSubstring(const std::string& part) { return Catch::Contains(part); }
 #endif
 
 namespace distrain::testing {

@@ -1,7 +1,7 @@
 // The only translation unit that compiles Catch2 itself.
 #include <cstdio>
 
-#if __has_include(<catch2/catch_all.hpp>)
+#if DISTRAIN_CATCH2_MAJOR >= 3
 #include <catch2/catch_session.hpp>
 #else
 #define CATCH_CONFIG_RUNNER

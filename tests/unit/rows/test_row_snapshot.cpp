@@ -199,7 +199,7 @@ TEST_CASE("a log that is full before the save begins ends the save and no update
     stored.update();
     const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
     snapshot.begin(stored.columns, put);
-    CHECK_THROWS_WITH(snapshot.write(), Catch::Contains("filled the log of a save"));
+    CHECK_THROWS_WITH(snapshot.write(), ContainsSubstring("filled the log of a save"));
   }
   RowSnapshot(*stored.store);  // the next one may begin
 }
