@@ -46,6 +46,8 @@ struct KernelFunctions {
                  size_t count);
   /// Adds the squares of the gradients of `count` rows.
   double (*norm_squared)(const GroupedGradients<T>&, size_t count);
+  /// Writes the sums of the gradients of `count` rows: see sum_gradients().
+  void (*sums)(const GroupedGradients<T>&, const uint32_t* place_of, T* sums, size_t count);
   /// Pools the bags `first` to `last` - 1: bag b has the positions offsets[b] to offsets[b + 1]
   /// - 1.
   void (*pool)(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -196,31 +195,12 @@ double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients
       last - first);
 }
 
-void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumber> numbers,
-               float* values, size_t first, size_t last) {
-  const size_t dim = store.options().dim;
-  const size_t bytes = dim * sizeof(float);
-  store.for_each_range(groups, numbers, first, last,
-                       [&](RowStore::LockedRows& locked, size_t begin, size_t end) {
-                         for (; begin < end; begin += kBatch) {
-                           const size_t batch_end = std::min(begin + kBatch, end);
-                           for (size_t i = begin; i < batch_end; ++i) {
-                             if (numbers[i] == kNoRow) continue;
-                             const auto* value = reinterpret_cast<const char*>(locked[i].value());
-                             for (size_t at = 0; at < bytes; at += 64)
-                               __builtin_prefetch(value + at);
-                             __builtin_prefetch(value + bytes - 1);
-                           }
-                           for (size_t i = begin; i < batch_end; ++i) {
-                             float* to = values + i * dim;
-                             if (numbers[i] == kNoRow) {
-                               store.initial_value(groups.ids()[i], {to, dim});
-                             } else {
-                               std::memcpy(to, locked[i].value(), bytes);
-                             }
-                           }
-                         }
-                       });
+void sum_gradients(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
+                   std::span<const uint32_t> place_of, float* sums, size_t first, size_t last,
+                   Isa isa) {
+  functions_of<float>(isa).sums(
+      {gradients, groups.starts().data() + first, groups.positions().data(), dim, nullptr},
+      place_of.data(), sums, last - first);
 }
 
 template <class T>

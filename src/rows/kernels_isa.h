@@ -18,13 +18,21 @@ void add_up(const Gradients<T>& from, const uint32_t* positions, size_t first, s
     const size_t p = position(k);
     return from.values + (from.rows ? from.rows[p] : p) * stride;
   };
-  for (size_t i = 0; i < dim; ++i) sum[i] = 0;
+  if (count == 0) {
+    for (size_t i = 0; i < dim; ++i) sum[i] = 0;
+  }
   for (size_t k = 0; k < count; ++k) {
     if (k + 4 < count) __builtin_prefetch(vector(k + 4));
     const T* __restrict term = vector(k);
     if (from.factors) {
       const T factor = from.factors[position(k)];
-      for (size_t i = 0; i < dim; ++i) sum[i] += term[i] * factor;
+      if (k == 0) {
+        for (size_t i = 0; i < dim; ++i) sum[i] = term[i] * factor;
+      } else {
+        for (size_t i = 0; i < dim; ++i) sum[i] += term[i] * factor;
+      }
+    } else if (k == 0) {
+      for (size_t i = 0; i < dim; ++i) sum[i] = term[i];
     } else {
       for (size_t i = 0; i < dim; ++i) sum[i] += term[i];
     }
@@ -45,20 +53,25 @@ const T* gradient_of(const GroupedGradients<T>& grouped, size_t row) {
   return grouped.buffer;
 }
 
-// Adds element i to the partial sum i % 16, so that all instruction sets round equally.
+// Adds element i to the partial sum i % 16, so that all instruction sets round equally. The sums
+// are one vector, because a loop over an array of them would pass through memory.
 template <class T>
-T sum_of_squares(const T* x, size_t dim) {
+[[gnu::always_inline]] inline T sum_of_squares(const T* x, size_t dim) {
   constexpr size_t kSums = 16;
-  T sums[kSums] = {};
+  typedef T Sums __attribute__((vector_size(kSums * sizeof(T))));
+  Sums sums = {};
   size_t i = 0;
   for (; i + kSums <= dim; i += kSums) {
-    for (size_t j = 0; j < kSums; ++j) sums[j] += x[i + j] * x[i + j];
+    Sums terms;
+    __builtin_memcpy(&terms, x + i, sizeof terms);
+    sums += terms * terms;
   }
   for (; i < dim; ++i) sums[i % kSums] += x[i] * x[i];
-  for (size_t width = kSums / 2; width > 0; width /= 2) {
-    for (size_t j = 0; j < width; ++j) sums[j] += sums[j + width];
-  }
-  return sums[0];
+  const auto eight = __builtin_shufflevector(sums, sums, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(sums, sums, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                    __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 template <class T>
@@ -125,6 +138,16 @@ double norm_squared(const GroupedGradients<T>& grouped, size_t count) {
 }
 
 template <class T>
+void sums(const GroupedGradients<T>& grouped, const uint32_t* place_of, T* sums, size_t count) {
+  for (size_t row = 0; row < count; ++row) {
+    const size_t start = grouped.starts[row];
+    const uint32_t* positions = grouped.positions + start;
+    add_up(grouped.gradients, positions, 0, grouped.starts[row + 1] - start, grouped.dim,
+           grouped.dim, sums + place_of[positions[0]]);
+  }
+}
+
+template <class T>
 void pool(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride, bool mean,
           T* pooled, size_t first, size_t last) {
   for (size_t bag = first; bag < last; ++bag) {
@@ -139,7 +162,9 @@ void pool(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t 
 
 }  // namespace
 
-const KernelFunctions<float> kFloats = {&update<float>, &norm_squared<float>, &pool<float>};
-const KernelFunctions<double> kDoubles = {&update<double>, &norm_squared<double>, &pool<double>};
+const KernelFunctions<float> kFloats = {&update<float>, &norm_squared<float>, &sums<float>,
+                                        &pool<float>};
+const KernelFunctions<double> kDoubles = {&update<double>, &norm_squared<double>, &sums<double>,
+                                          &pool<double>};
 
 }  // namespace distrain::rows::DISTRAIN_ISA

@@ -197,12 +197,15 @@ void RowStore::initial_value(uint64_t id, std::span<float> value) const {
 }
 
 // Looks ids up in batches. For each batch, three passes make the cache misses of its ids overlap:
-// prefetch the slots, then prefetch the rows that the slots name, then compare.
+// prefetch the slots, then prefetch the rows that the slots name, then compare. If `values` is not
+// null, copies the values, too.
 template <bool kCreate, class Store>
 void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
-                        size_t first, size_t last) {
+                        size_t first, size_t last, float* values) {
   const std::span<const uint64_t> ids = groups.ids();
   const std::span<const uint64_t> hashes = groups.hashes();
+  const size_t dim = store.options_.dim;
+  const size_t needed_bytes = sizeof(Row) + (values ? dim * sizeof(float) : 0);
   const auto stripe_at = [&](size_t i) -> auto& { return store.stripes_[stripe_of(hashes[i])]; };
   for (size_t begin = first; begin < last;) {
     const size_t end_of_ids = end_of_range(hashes, begin, last);
@@ -216,7 +219,10 @@ void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumbe
       for (size_t i = begin; i < end; ++i) {
         const auto& stripe = stripe_at(i);
         const uint32_t slot = stripe.index.empty() ? 0 : stripe.index[home_of(stripe, hashes[i])];
-        if (slot != 0) __builtin_prefetch(store.row(stripe, (slot >> kTagBits) - 1));
+        if (slot == 0) continue;
+        const auto* row = reinterpret_cast<const char*>(store.row(stripe, (slot >> kTagBits) - 1));
+        for (size_t at = 0; at < needed_bytes; at += 64) __builtin_prefetch(row + at);
+        __builtin_prefetch(row + needed_bytes - 1);
       }
       for (size_t i = begin; i < end; ++i) {
         auto& stripe = stripe_at(i);
@@ -225,6 +231,12 @@ void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumbe
           if (numbers[i] == kNoRow) {
             numbers[i] = store.create_locked(stripe, ids[i], hashes[i], nullptr);
           }
+        }
+        if (!values) continue;
+        if (numbers[i] == kNoRow) {
+          store.initial_value(ids[i], {values + i * dim, dim});
+        } else {
+          std::copy_n(store.row(stripe, numbers[i])->value(), dim, values + i * dim);
         }
       }
       begin = end;
@@ -240,6 +252,15 @@ void RowStore::find(const IdGroups& groups, std::span<RowNumber> numbers, size_t
 void RowStore::find_or_create(const IdGroups& groups, std::span<RowNumber> numbers, size_t first,
                               size_t last) {
   find_all<true>(*this, groups, numbers, first, last);
+}
+
+void RowStore::read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates,
+                    float* values, size_t first, size_t last) {
+  if (creates) {
+    find_all<true>(*this, groups, numbers, first, last, values);
+  } else {
+    find_all<false>(*this, groups, numbers, first, last, values);
+  }
 }
 
 void RowStore::restore(uint64_t id, const std::function<void(Row&)>& fill) {

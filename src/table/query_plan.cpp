@@ -63,16 +63,10 @@ at::Tensor all_offsets(const Query& query, const TableOptions& table, int64_t id
   return at::tensor(offsets, at::kLong);
 }
 
-size_t server_of(uint64_t hash, size_t servers) { return servers == 1 ? 0 : hash % servers; }
-
-// Adds `factor` times `from` to `to`. Blocks of constant length are vectorized.
-void add_scaled(float* to, const float* from, float factor, size_t dim) {
-  constexpr size_t kBlock = 8;
-  size_t at = 0;
-  for (; at + kBlock <= dim; at += kBlock) {
-    for (size_t i = 0; i < kBlock; ++i) to[at + i] += factor * from[at + i];
-  }
-  for (; at < dim; ++at) to[at] += factor * from[at];
+// Returns hash % servers. A division takes longer than all else that is done for an id.
+size_t server_of(uint64_t hash, size_t servers) {
+  const bool is_power_of_two = (servers & (servers - 1)) == 0;
+  return is_power_of_two ? hash & (servers - 1) : hash % servers;
 }
 
 }  // namespace
@@ -92,8 +86,7 @@ struct LookupBackward final : torch::autograd::Node {
       }
       std::atomic_ref(plan->learns_[q]).store(1, std::memory_order_relaxed);
       const at::Tensor grad = grads[q].contiguous();
-      const rows::BagGradients<float> bags(
-          {span_of<int64_t>(query.offsets), span_of<float>(query.weights), query.is_mean});
+      const rows::BagGradients<float> bags(query.bags());
       if (query.is_pooled) {
         copy_to_servers(query, grad, of_leaf);
       } else {
@@ -125,19 +118,13 @@ struct LookupBackward final : torch::autograd::Node {
   static void sum_by_row(const QueryPlan& query, const rows::BagGradients<float>& bags,
                          const at::Tensor& grad, at::Tensor& of_leaf) {
     constexpr int64_t kRowsPerTask = 1024;
-    const rows::IdGroups& groups = query.groups;
+    const rows::Gradients<float> gradients = bags.of(grad.const_data_ptr<float>());
     float* const sums = of_leaf.mutable_data_ptr<float>();
-    at::parallel_for(
-        0, static_cast<int64_t>(groups.size()), kRowsPerTask, [&](int64_t first, int64_t last) {
-          for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-            float* const to = sums + query.row_of[groups.positions_of(i)[0]];
-            std::fill_n(to, query.dim, 0.0F);
-            for (const uint32_t p : groups.positions_of(i)) {
-              add_scaled(to, grad.const_data_ptr<float>() + bags.rows[p] * query.dim,
-                         bags.factors.empty() ? 1 : bags.factors[p], query.dim);
-            }
-          }
-        });
+    at::parallel_for(0, static_cast<int64_t>(query.groups.size()), kRowsPerTask,
+                     [&](int64_t first, int64_t last) {
+                       rows::sum_gradients(query.dim, query.groups, gradients, query.row_of, sums,
+                                           static_cast<size_t>(first), static_cast<size_t>(last));
+                     });
   }
 
   at::Tensor of_weights(const QueryPlan& query, const rows::BagGradients<float>& bags,
@@ -194,7 +181,6 @@ LookupPlan::LookupPlan(const std::vector<Query>& queries, const std::vector<Tabl
     }
     if (!plan.is_pooled && plan.groups.total() != ids.size()) plan.groups.assign(ids);
     divide(plan, ids);
-    if (!plan.offsets.defined()) plan.offsets = at::arange(ids_tensor.numel() + 1);
     for (Ids& each : by_server_) {
       if (any_weights) each.weights.resize(each.ids.size(), 1);
     }
@@ -281,17 +267,25 @@ at::Tensor LookupPlan::result_of(const QueryPlan& plan) const {
   at::Tensor result = at::empty(plan.shape, at::kFloat);
   float* const to = result.mutable_data_ptr<float>();
   const float* const values = leaf_.const_data_ptr<float>();
-  if (!plan.is_pooled) {
-    pool(values, plan.dim, 1, plan.row_of,
-         {span_of<int64_t>(plan.offsets), span_of<float>(plan.weights), plan.is_mean}, to);
-    return result;
+  if (plan.is_pooled) {
+    const auto sums_of = [&](size_t server) {
+      return leaf_.narrow(0, plan.starts[server], result.numel()).view(plan.shape);
+    };
+    result.copy_(sums_of(0));
+    for (size_t server = 1; server < plan.starts.size(); ++server) {
+      result += sums_of(server);
+    }
+    if (plan.is_mean) result *= LookupBackward::means_factor(plan);
+  } else if (plan.offsets.defined()) {
+    pool(values, plan.dim, 1, plan.row_of, plan.bags(), to);
+  } else {
+    constexpr int64_t kRowsPerTask = 2048;
+    at::parallel_for(0, std::ssize(plan.row_of), kRowsPerTask, [&](int64_t first, int64_t last) {
+      for (auto p = static_cast<size_t>(first); p < static_cast<size_t>(last); ++p) {
+        std::copy_n(values + plan.row_of[p], plan.dim, to + p * plan.dim);
+      }
+    });
   }
-  const auto numbers = static_cast<size_t>(result.numel());
-  std::copy_n(values + plan.starts[0], numbers, to);
-  for (size_t server = 1; server < plan.starts.size(); ++server) {
-    add_scaled(to, values + plan.starts[server], 1, numbers);
-  }
-  if (plan.is_mean) result *= LookupBackward::means_factor(plan);
   return result;
 }
 

@@ -12,12 +12,16 @@ struct QueryPlan {
   std::vector<int64_t> shape;  // of the result
   bool is_pooled = false;      // by the servers
   bool is_mean = false;
-  at::Tensor offsets;            // int64 [bags + 1]; without pooling, each position is a bag
+  at::Tensor offsets;            // int64 [bags + 1]; undefined without pooling
   at::Tensor callers_weights;    // which may want gradients
   at::Tensor weights;            // a copy, because the caller may change the weights
   rows::IdGroups groups;         // of all ids; may be unset if the servers pool
   std::vector<uint32_t> starts;  // by server: where its vectors begin in the leaf
   std::vector<uint32_t> row_of;  // by position: where its vector begins in the leaf
+
+  rows::Bags<float> bags() const {
+    return {span_of<int64_t>(offsets), span_of<float>(weights), is_mean};
+  }
 };
 
 /// A lookup, divided among servers. What the servers return, one server after another, is one leaf

@@ -43,23 +43,21 @@ void for_ranges(const rows::IdGroups& groups, const F& f) {
   });
 }
 
-// Groups the gradients of table `index`. Returns null if there are none. Sets `only` if they are of
-// one part.
-std::unique_ptr<TableGradients> gradients_of(std::vector<Push>& pushes, int index, int64_t dim,
-                                             const KeptLookup::Part** only = nullptr) {
-  std::vector<TableGradients::Part> parts;
+// Returns the parts of the gradients by table.
+std::vector<std::vector<TableGradients::Part>> parts_by_table(std::vector<Push>& pushes,
+                                                              size_t tables) {
+  std::vector<std::vector<TableGradients::Part>> result(tables);
   for (Push& push : pushes) {
     for (auto& [lookup, gradient] : push.lookups) {
       gradient.numbers = gradient.numbers.to(at::kFloat).contiguous();
       for (const int part : gradient.parts) {
         const auto i = static_cast<size_t>(part);
-        if (lookup->views[i].table != index) continue;
-        if (only) *only = parts.empty() ? &lookup->parts[i] : nullptr;
-        parts.push_back({&lookup->views[i], gradient.numbers, &lookup->parts[i].groups});
+        result[static_cast<size_t>(lookup->views[i].table)].push_back(
+            {&lookup->views[i], gradient.numbers, &lookup->parts[i]});
       }
     }
   }
-  return parts.empty() ? nullptr : std::make_unique<TableGradients>(parts, dim);
+  return result;
 }
 
 }  // namespace
@@ -120,6 +118,13 @@ std::vector<PartView> parts_of(const ServerIds& all,
 
 TableGradients::TableGradients(const std::vector<Part>& parts, int64_t dim)
     : dim_(static_cast<size_t>(dim)) {
+  if (parts.size() == 1 && parts[0].kept) known_groups_ = &parts[0].kept->groups;
+  if (parts.size() == 1 && !parts[0].part->is_pooled) {
+    numbers_ = parts[0].numbers;
+    first_ = numbers_.const_data_ptr<float>() + parts[0].part->first;
+    if (!known_groups_) own_groups_.assign(parts[0].part->ids);
+    return;
+  }
   std::vector<at::Tensor> values;
   std::vector<uint64_t> ids;
   uint32_t vectors = 0;
@@ -139,11 +144,11 @@ TableGradients::TableGradients(const std::vector<Part>& parts, int64_t dim)
     if (!factors_.empty()) factors_.resize(rows_.size(), 1);
     vectors += static_cast<uint32_t>(part.vectors);
     values.push_back(each.numbers.narrow(0, static_cast<int64_t>(part.first), part.vectors * dim));
-    if (parts.size() > 1) ids.insert(ids.end(), part.ids.begin(), part.ids.end());
+    ids.insert(ids.end(), part.ids.begin(), part.ids.end());
   }
-  values_ = parts.size() == 1 ? values[0] : at::cat(values);
-  if (parts.size() == 1) known_groups_ = parts[0].groups;
-  if (!known_groups_) own_groups_.assign(parts.size() == 1 ? parts[0].part->ids : ids);
+  numbers_ = at::cat(values);
+  first_ = numbers_.const_data_ptr<float>();
+  if (!known_groups_) own_groups_.assign(ids);
 }
 
 // Sets the learning rate and the rule. Returns the options of the rows.
@@ -220,12 +225,7 @@ LookupReply TableSet::read(KeptLookup& kept, bool creates) const {
     }
     float* const to = view.is_pooled ? rows.mutable_data_ptr<float>() : result;
     for_ranges(part.groups, [&](size_t first, size_t last) {
-      if (creates) {
-        store.find_or_create(part.groups, part.numbers, first, last);
-      } else {
-        store.find(part.groups, part.numbers, first, last);
-      }
-      rows::copy_rows(store, part.groups, part.numbers, to, first, last);
+      store.read(part.groups, part.numbers, creates, to, first, last);
     });
     if (view.is_pooled) pool(to, dim, dim, part.groups.inverse(), view.bags, result);
   }
@@ -250,19 +250,21 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
     if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
     base::invalid("the participants step with different learning rates or clip differently");
   }
-  for (int i = 0; i < std::ssize(tables_); ++i) {
-    Table& table = *tables_[static_cast<size_t>(i)];
-    const KeptLookup::Part* only = nullptr;
-    const auto sum = gradients_of(all, i, table.options.dim, &only);
-    if (!sum) continue;
-    const rows::IdGroups& groups = sum->groups();
-    std::vector<rows::RowNumber> found(only ? 0 : groups.size());
-    if (!only) table.store.find(groups, found);
+  const auto by_table = parts_by_table(all, tables_.size());
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    const std::vector<TableGradients::Part>& parts = by_table[i];
+    if (parts.empty()) continue;
+    Table& table = *tables_[i];
+    const TableGradients sum(parts, table.options.dim);
+    const rows::IdGroups& groups = sum.groups();
+    const bool are_found = parts.size() == 1;  // by the lookup
+    std::vector<rows::RowNumber> found(are_found ? 0 : groups.size());
+    if (!are_found) table.store.find(groups, found);
     const rows::Step step{table.lr * first.lr_factor, static_cast<int64_t>(++table.updates),
                           first.scale / static_cast<double>(all.size())};
     for_ranges(groups, [&](size_t begin, size_t end) {
-      rows::update_rows(table.store, table.rule, step, groups, only ? only->numbers : found,
-                        sum->gradients(), begin, end);
+      rows::update_rows(table.store, table.rule, step, groups,
+                        are_found ? parts[0].kept->numbers : found, sum.gradients(), begin, end);
     });
   }
   return {};
@@ -271,10 +273,11 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
 optim::Norms TableSet::norms(std::vector<Push>& all) const {
   const auto count = static_cast<double>(all.size());
   optim::Norms norms;
-  for (int i = 0; i < std::ssize(tables_); ++i) {
-    if (const auto sum = gradients_of(all, i, table(i).options.dim)) {
-      norms.shared += sum->norm_squared() / (count * count);
-    }
+  const auto by_table = parts_by_table(all, tables_.size());
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    if (by_table[i].empty()) continue;
+    norms.shared +=
+        TableGradients(by_table[i], tables_[i]->options.dim).norm_squared() / (count * count);
   }
   for (const Push& push : all) norms.own += push.request.own_norm / count;
   if (!std::isfinite(norms.shared + norms.own)) {

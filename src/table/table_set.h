@@ -33,34 +33,6 @@ struct PartView {
 std::vector<PartView> parts_of(const ServerIds& ids,
                                const std::function<int64_t(int table)>& dim_of);
 
-/// The gradients of one table, which the kernels add by id in the order of the parts.
-class TableGradients {
- public:
-  struct Part {
-    const PartView* part;
-    at::Tensor numbers;                      // float: a LookupReply of gradients
-    const rows::IdGroups* groups = nullptr;  // of the part's ids, if they are known
-  };
-  TableGradients(const std::vector<Part>& parts, int64_t dim);
-
-  const rows::IdGroups& groups() const { return known_groups_ ? *known_groups_ : own_groups_; }
-  rows::Gradients<float> gradients() const {
-    return {values_.const_data_ptr<float>(), rows_.data(),
-            factors_.empty() ? nullptr : factors_.data()};
-  }
-  double norm_squared() const {
-    return rows::gradient_norm_squared(dim_, groups(), gradients(), 0, groups().size());
-  }
-
- private:
-  const size_t dim_;
-  at::Tensor values_;           // float: the vectors of all parts
-  std::vector<uint32_t> rows_;  // the vector of each position
-  std::vector<float> factors_;  // by position; empty: 1
-  rows::IdGroups own_groups_;
-  const rows::IdGroups* known_groups_ = nullptr;
-};
-
 /// A lookup, as the server keeps it for the push.
 struct KeptLookup {
   struct Part {
@@ -70,6 +42,34 @@ struct KeptLookup {
   ServerIds ids;
   std::vector<PartView> views;  // of the ids
   std::vector<Part> parts;
+};
+
+/// The gradients of one table, which the kernels add by id in the order of the parts.
+class TableGradients {
+ public:
+  struct Part {
+    const PartView* part;
+    at::Tensor numbers;                      // float: a LookupReply of gradients
+    const KeptLookup::Part* kept = nullptr;  // on a server
+  };
+  TableGradients(const std::vector<Part>& parts, int64_t dim);
+
+  const rows::IdGroups& groups() const { return known_groups_ ? *known_groups_ : own_groups_; }
+  rows::Gradients<float> gradients() const {
+    return {first_, rows_.data(), factors_.empty() ? nullptr : factors_.data()};
+  }
+  double norm_squared() const {
+    return rows::gradient_norm_squared(dim_, groups(), gradients(), 0, groups().size());
+  }
+
+ private:
+  const size_t dim_;
+  at::Tensor numbers_;  // float: the vectors of all parts, and of others before `first_`
+  const float* first_ = nullptr;
+  std::vector<uint32_t> rows_;  // the vector of each position; empty: position p has vector p
+  std::vector<float> factors_;  // by position; empty: 1
+  rows::IdGroups own_groups_;
+  const rows::IdGroups* known_groups_ = nullptr;
 };
 
 using Answer = std::shared_ptr<base::Promise<optim::Norms>>;  ///< the result of a push

@@ -90,9 +90,9 @@ void run(const Config& config, const char* name, const RowRule& rule, bool all) 
     measure(config, "group ids", [&](int i) { fresh.assign(pushes[i % kinds]); });
     measure(config, "find", [&](int i) { store.find(groups[i % kinds], found[i % kinds]); });
     std::vector<float> rows(config.ids * config.dim);
-    measure(config, "copy rows", [&](int i) {
+    measure(config, "find and copy", [&](int i) {
       const IdGroups& g = groups[i % kinds];
-      copy_rows(store, g, found[i % kinds], rows.data(), 0, g.size());
+      store.read(g, found[i % kinds], false, rows.data(), 0, g.size());
     });
     const std::vector<uint32_t> row_of = groups[0].inverse();
     std::vector<float> pooled(kBags * config.dim);

@@ -20,6 +20,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../src/app/process/process_setup.h"
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/random.h"
@@ -219,6 +220,7 @@ bool read_all(int fd, void* data, size_t size) {
 }
 
 void run_rank(const Options& options, int rank, int listen_fd, uint16_t port, const Pipes& pipes) {
+  app::set_up_process();  // as jobs do
   at::set_num_threads(1);
   rpc::Agent agent(agent_options(options, rank, listen_fd, port));
   autograd::install(agent);

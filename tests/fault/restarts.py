@@ -67,7 +67,7 @@ def start(name):
     arguments = [f"--{length}", str(int(count * size)), *rest.split(), "--seed", "5", "--peer-timeout", "30",
                  "--log-interval", "1000000"]
     saves = ["--checkpoint", f"{folder}/{job}.{name}"]
-    again = [] if name == "undisturbed" else ["--max-restarts", "50"]
+    again = [] if name == "undisturbed" else ["--max-restarts", str(max(50, 2 * at_least))]
     if not hosts:
         return [Launcher(name, 0, [*arguments, *saves, *again], [])]
     share = [list(range(ranks))[number :: len(hosts)] for number in range(len(hosts))]

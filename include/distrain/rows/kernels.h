@@ -83,14 +83,15 @@ template <class T>
 double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<T>& gradients,
                              size_t first, size_t last, Isa isa = best_isa());
 
-/// Copies the value of the i-th id to `values` + i * dim, for each i from `first` to `last` - 1. An
-/// id without a row (kNoRow) gets its initial value.
-void copy_rows(RowStore& store, const IdGroups& groups, std::span<const RowNumber> numbers,
-               float* values, size_t first, size_t last);
+/// Adds the gradients of each id. Writes the sum of the i-th id to `sums` + place_of[p], where p is
+/// the id's first position, for each i from `first` to `last` - 1.
+void sum_gradients(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
+                   std::span<const uint32_t> place_of, float* sums, size_t first, size_t last,
+                   Isa isa = best_isa());
 
 /// Pools the bags `first` to `last` - 1 into `pooled` + bag * dim. Position p adds the vector
-/// `values` + row_of[p] * stride: see copy_rows() and IdGroups::inverse. An empty bag gives zeros.
-/// T is float or double.
+/// `values` + row_of[p] * stride: see RowStore::read and IdGroups::inverse. An empty bag gives
+/// zeros. T is float or double.
 template <class T>
 void pool_rows(const T* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
                const Bags<T>& bags, T* pooled, size_t first, size_t last, Isa isa = best_isa());

@@ -52,7 +52,7 @@ inline constexpr RowNumber kNoRow = ~RowNumber{0};
 ///     RowStore store({.dim = 32, .initial_value = keyed_normal(seed, 0.01f)});
 ///     const IdGroups groups(ids);
 ///     std::vector<RowNumber> numbers(groups.size());
-///     store.find_or_create(groups, numbers);   // then update_rows() or copy_rows() of kernels.h
+///     store.find_or_create(groups, numbers);   // then update_rows() of kernels.h
 ///
 /// The top bits of an id's hash choose one of 16 stripes. A stripe has a lock, an index and its
 /// rows. The index is a hash table with linear probing whose slots have 4 bytes: 25 bits of row
@@ -88,6 +88,10 @@ class RowStore {
   void find_or_create(const IdGroups& groups, std::span<RowNumber> numbers) {
     find_or_create(groups, numbers, 0, groups.size());
   }
+  /// Writes the row numbers as find() or, if `creates`, as find_or_create(). Copies the value of
+  /// the i-th id to `values` + i * dim: the initial value if there is no row.
+  void read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates, float* values,
+            size_t first, size_t last);
   /// Writes the initial value of the row `id`. Creates no row.
   void initial_value(uint64_t id, std::span<float> value) const;
   /// Creates the row `id` from a checkpoint: `fill` sets everything except the id, and is called
@@ -153,7 +157,7 @@ class RowStore {
   RowNumber find_locked(const Stripe& stripe, uint64_t id, uint64_t hash) const;
   template <bool kCreate, class Store>
   static void find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
-                       size_t first, size_t last);
+                       size_t first, size_t last, float* values = nullptr);
   RowNumber create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
                           const std::function<void(Row&)>& fill);
   void grow_index_locked(Stripe& stripe);

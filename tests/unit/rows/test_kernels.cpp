@@ -305,7 +305,7 @@ TEST_CASE("a gradient for an id without a row is refused before any update") {
   CHECK_THROWS_AS(update_rows(store, {}, {1}, groups, numbers, {gradient.data()}, 0, 3),
                   base::Exception);
   std::vector<float> values(6);
-  copy_rows(store, groups, numbers, values.data(), 0, 3);
+  store.read(groups, numbers, false, values.data(), 0, 3);
   CHECK(values == std::vector<float>(6, 0));
 }
 
@@ -331,11 +331,11 @@ TEST_CASE("bags are pooled as sums, means and weighted sums, and empty bags are 
     std::vector<RowNumber> numbers(groups.size());
     store.find(groups, numbers);  // an evaluation lookup: initial values
     std::vector<float> unseen(groups.size() * dim);
-    copy_rows(store, groups, numbers, unseen.data(), 0, groups.size());
+    store.read(groups, numbers, false, unseen.data(), 0, groups.size());
     CHECK(store.rows() == 0);
     store.find_or_create(groups, numbers);
     std::vector<float> values(groups.size() * dim);
-    copy_rows(store, groups, numbers, values.data(), 0, groups.size());
+    store.read(groups, numbers, false, values.data(), 0, groups.size());
     CHECK(same_bits(values, unseen));
     const std::vector<uint32_t> row_of = groups.inverse();
     for (const bool weighted : {false, true}) {
