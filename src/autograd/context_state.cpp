@@ -75,6 +75,7 @@ bool ContextState::transition_locked(PassEvent event, uint64_t id) {
       }
       newest_ = id;
       pass_state_ = kFailed;
+      has_failed_ = true;
       return true;
   }
   return false;

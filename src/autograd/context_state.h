@@ -153,10 +153,10 @@ class ContextState {
     std::lock_guard lock(mutex_);
     return runs_locked(pass);
   }
-  /// Returns true if the newest pass has failed.
+  /// Returns true if a pass has failed, so that the gradients may be those of a part of the graph.
   bool pass_failed() const {
     std::lock_guard lock(mutex_);
-    return pass_state_ == PassState::kFailed;
+    return has_failed_;
   }
   void set_guard(PassGuard guard) {
     std::lock_guard lock(mutex_);
@@ -209,6 +209,7 @@ class ContextState {
   std::shared_ptr<Pass> pass_;  // the newest; null if it has not begun here, has failed or is over
   uint64_t newest_ = 0;         // the number of the newest pass
   PassState pass_state_ = PassState::kOver;
+  bool has_failed_ = false;  // true if any pass has failed
 };
 
 /// A failed pass and its hooks, until end() destroys the hooks.

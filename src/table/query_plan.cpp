@@ -84,7 +84,6 @@ struct LookupBackward final : torch::autograd::Node {
         set_zero(query, q, of_leaf);
         continue;
       }
-      std::atomic_ref(plan->learns_[q]).store(1, std::memory_order_relaxed);
       const at::Tensor grad = grads[q].contiguous();
       const rows::BagGradients<float> bags(query.bags());
       if (query.is_pooled) {
@@ -93,6 +92,9 @@ struct LookupBackward final : torch::autograd::Node {
         sum_by_row(query, bags, grad, of_leaf);
       }
       if (task_should_compute_output(1 + q)) result[1 + q] = of_weights(query, bags, grad);
+    }
+    for (size_t q = 0; q < grads.size(); ++q) {  // after all that may throw
+      if (grads[q].defined()) std::atomic_ref(plan->learns_[q]).store(1, std::memory_order_relaxed);
     }
     return result;
   }

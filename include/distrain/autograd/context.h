@@ -144,7 +144,8 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 void attach(rpc::Agent& agent, uint64_t id, const void* owner, std::shared_ptr<void> object);
 /// Returns the objects that `owner` has attached to context `id` on the rank of `agent`, in order.
 std::vector<std::shared_ptr<void>> attachments(rpc::Agent& agent, uint64_t id, const void* owner);
-/// Returns true if the newest pass over context `id` has failed on the rank of `agent`.
+/// Returns true if a pass over context `id` has failed on the rank of `agent`. The gradients may
+/// then lack some of that pass, and later passes add to these gradients.
 bool pass_failed(rpc::Agent& agent, uint64_t id);
 
 /// Callbacks of one rank for the next pass over a context.
