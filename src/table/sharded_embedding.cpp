@@ -13,7 +13,7 @@ namespace distrain::table {
 using base::Future;
 
 /// Sends requests to the servers, here or on other ranks.
-struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this<Client> {
+struct ShardedEmbedding::Client final : rpc::Layer {
   Client(rpc::Agent* its_agent, std::vector<int> servers, std::shared_ptr<TableServer> server = {})
       : agent(its_agent), ranks(std::move(servers)), here(std::move(server)) {}
 
@@ -40,28 +40,21 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
           server, PushRequest{request.session, request.number, request.phase});
     }
     base::Executor& at_once = agent ? agent->inline_executor() : inline_executor;
-    stored.on_complete(at_once, [self = shared_from_this(), number = request.number](auto& done) {
-      if (done.ok() || !self->agent) return;
-      self->agent->executor().post([self, number] { self->abandon(number); });
-    });
     return stored.then(at_once, [result] { return result; });
   }
-  /// Makes a step fail on all servers where it has not ended, because lookups may wait for it.
-  void abandon(uint64_t number) {
-    for (size_t server = 0; is_open && server < ranks.size(); ++server) {
-      static_cast<void>(call<&TableServer::push>(
-          server, PushRequest{sessions[server], number, PushRequest::Phase::kAbandon}));
-    }
-  }
-  /// Waits for all servers. Throws the first error, which then names the server.
+  /// Waits for all servers. Throws the first error, and names the server. Prefers other errors to
+  /// `peer_lost`, because a participant may have closed its tables after another server's error.
   void await_each(const std::vector<Future<optim::Norms>>& results) const {
-    for (const auto& each : results) static_cast<void>(each.wait_result());
+    std::optional<base::Error> first;
     for (size_t server = 0; server < results.size(); ++server) {
-      if (results[server].wait_result().ok()) continue;
-      base::Error error = results[server].wait_result().error();
-      if (agent) error.message += fmt::format(" (the tables of rank {})", ranks[server]);
-      throw base::Exception(std::move(error));
+      const auto& result = results[server].wait_result();
+      if (result.ok()) continue;
+      const bool is_loss = result.error().kind == base::ErrorKind::kPeerLost;
+      if (first && (is_loss || first->kind != base::ErrorKind::kPeerLost)) continue;
+      first = result.error();
+      if (agent) first->message += fmt::format(" (the tables of rank {})", ranks[server]);
     }
+    if (first) throw base::Exception(std::move(*first));
   }
 
   void open(OpenRequest request) {
@@ -129,24 +122,19 @@ struct ShardedEmbedding::Lookup {
   const bool evaluates;
   const std::shared_ptr<LookupPlan> plan;
   std::vector<Future<LookupReply>> replies{};  // by server
-  const char* refusal = nullptr;               // why no step can push the gradients
+  bool is_pushed = false;                      // true if a step has pushed its gradients
 };
 
 /// The gradients of a step, checked and in the type of messages.
 struct ShardedEmbedding::PreparedStep {
-  ~PreparedStep() {
-    if (number > 0) client->abandon(number);
-  }
-
   struct Part {
     std::shared_ptr<Lookup> lookup;
     at::Tensor gradient;
     std::vector<int> queries;  // that have a gradient
   };
-  const std::shared_ptr<Client> client;
   const std::vector<uint64_t> contexts;
   std::vector<Part> parts{};
-  uint64_t number = 0;  // of a step that norm() has staged, until apply() has sent the commit
+  uint64_t number = 0;  // of a step that norm() has staged
 };
 
 ShardedEmbedding::ShardedEmbedding(rpc::Agent& agent, std::vector<int> servers,
@@ -177,7 +165,7 @@ ShardedEmbedding::~ShardedEmbedding() {
   std::unique_lock lock(client_->mutex);
   const auto gathered = std::move(client_->gathered);  // its lookups hold the client
   lock.unlock();
-  client_->close();
+  if (std::uncaught_exceptions() == 0) client_->close();
 }
 
 at::Tensor ShardedEmbedding::forward(const at::Tensor& ids) { return look_up({{0, ids}})[0]; }
@@ -246,10 +234,6 @@ int64_t ShardedEmbedding::staleness() const { return client_->staleness; }
 void ShardedEmbedding::settle() {
   const std::unique_ptr<PreparedStep> pushed = std::move(pushed_);  // until the push is answered
   client_->await_each(std::exchange(pushing_, {}));
-  if (!pushed) return;
-  for (const PreparedStep::Part& part : pushed->parts) {
-    part.lookup->refusal = "this context has made its step of the tables already";
-  }
 }
 
 std::vector<std::string> ShardedEmbedding::table_names() const {
@@ -283,7 +267,7 @@ std::vector<std::shared_ptr<ShardedEmbedding::Lookup>> ShardedEmbedding::take_lo
     return taken ? std::move(taken.mapped()) : std::vector<std::shared_ptr<Lookup>>();
   }
   if (autograd::pass_failed(*client_->agent, context)) {
-    base::invalid("the backward pass of this context has failed, so it makes no step");
+    base::invalid("a backward pass of this context has failed, so it makes no step");
   }
   std::vector<std::shared_ptr<Lookup>> lookups;
   for (auto& each : autograd::attachments(*client_->agent, context, client_.get())) {
@@ -315,10 +299,10 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
   const at::NoGradGuard no_grad;
   settle();
   step_.reset();
-  std::unique_ptr<PreparedStep> step(new PreparedStep{client_, contexts});
+  std::unique_ptr<PreparedStep> step(new PreparedStep{contexts});
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
-      if (lookup->refusal) base::invalid(lookup->refusal);
+      if (lookup->is_pushed) base::invalid("this context has sent its step of the tables already");
       const at::Tensor& leaf = lookup->plan->leaf();
       const at::Tensor gradient =
           client_->agent ? autograd::gradient(*client_->agent, context, leaf) : leaf.grad();
@@ -339,7 +323,7 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
     request.gradients.clear();
     for (const PreparedStep::Part& part : step.parts) {
       if (request.phase == PushRequest::Phase::kCommit) break;
-      part.lookup->refusal = "its step has failed: look up again in a new context";
+      part.lookup->is_pushed = true;
       request.gradients[part.lookup->number] = {
           part.queries, part.lookup->plan->of_server(part.gradient, server)};
     }
@@ -377,7 +361,7 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
   if (client_->steps_wait) {
-    auto step = std::move(step_);  // abandoned if an error is thrown
+    auto step = std::move(step_);  // dropped if an error is thrown
     step->number = ++client_->pushes;
     const auto replies = push(
         {.number = step->number, .phase = PushRequest::Phase::kStage, .own_norm = arguments.own},
@@ -397,7 +381,7 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
   const at::NoGradGuard no_grad;
   if (!step_ || step_->contexts != contexts) check(contexts);
   using Phase = PushRequest::Phase;
-  auto step = std::move(step_);  // abandoned if an error is thrown
+  auto step = std::move(step_);
   const Phase phase = step->number > 0 ? Phase::kCommit : Phase::kApply;
   if (phase == Phase::kApply) step->number = ++client_->pushes;
   pushing_ = push({.number = step->number,
@@ -405,11 +389,10 @@ Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
                    .lr_factor = options.lr_factor,
                    .scale = options.scale},
                   *step);
-  const uint64_t number = std::exchange(step->number, 0);
-  client_->applied = number;
+  client_->applied = step->number;
   pushed_ = std::move(step);
   if (!client_->agent) settle();
-  return Future<uint64_t>::ready(number);
+  return Future<uint64_t>::ready(client_->applied);
 }
 
 }  // namespace distrain::table

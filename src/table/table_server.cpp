@@ -60,19 +60,11 @@ struct TableServer::Session {
     push.request.gradients.clear();
   }
 
-  // Throws if the step has ended, with its error if that is known.
-  void check_not_ended(uint64_t step) const {
-    if (step > steps->ended) return;
-    if (step == steps->ended && steps->error) throw base::Exception(*steps->error);
-    base::invalid(fmt::format("participant {} pushes a step that has ended", participant));
-  }
-
   // Returns the promise of a push's result. The push and await_step() may arrive in any order.
   Answer answer_to(const PushRequest& push, DeferredTasks& done) {
     const std::pair key(push.number, push.phase != PushRequest::Phase::kStage);
     if (answer && key == last_push) return answer;
     if (key < last_push) base::invalid("a push that its participant has followed by another");
-    check_not_ended(push.number);
     last_push = key;
     done.free(std::exchange(answer, std::make_shared<base::Promise<optim::Norms>>()));
     return answer;
@@ -140,7 +132,7 @@ Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumbe
   if (is_sync && !is_open) {
     set->steps = std::make_shared<Steps>(Steps{.participants = request.participants});
     if (request.participants > 1 && !lost_.empty()) {
-      set->steps->lost = {ErrorKind::kPeerLost, "a rank is lost", rpc::rank_of(*lost_.begin())};
+      set->steps->failed = {ErrorKind::kPeerLost, "a rank is lost", rpc::rank_of(*lost_.begin())};
     }
   }
   const auto steps = set->steps ? set->steps : std::make_shared<Steps>();
@@ -156,8 +148,9 @@ Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
   const SessionPtr session = session_locked(id, caller);
   sessions_.erase(id);
   fail_lookups_locked(session, {ErrorKind::kCancelled, "the tables are closed"}, done);
+  if (session->participant < 0) return Future<void>::ready({});
   const auto why = fmt::format("participant {} has closed its tables", session->participant);
-  if (session->participant >= 0) lose_locked(*session->steps, {ErrorKind::kPeerLost, why}, done);
+  fail_locked(*session->steps, {ErrorKind::kPeerLost, why, rpc::rank_of(caller)}, done);
   return Future<void>::ready({});
 }
 
@@ -202,13 +195,15 @@ Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumb
   while (!session->kept.empty() && session->kept.begin()->first < session->oldest) {
     done.free(session->take(session->kept.begin()->first));
   }
+  Steps& steps = *session->steps;
+  const bool waits = request.after > steps.applied;
+  if (waits && steps.failed) throw base::Exception(*steps.failed);
   session->reserve(request);
-  if (request.after <= session->steps->ended) {
+  if (!waits) {
     lock.unlock();
     return Future<LookupReply>::ready(answer(*session, request));
   }
-  const auto waiting =
-      session->steps->waiting.emplace(request.after, Steps::WaitingLookup{request.session});
+  const auto waiting = steps.waiting.emplace(request.after, Steps::WaitingLookup{request.session});
   return waiting->second.may_go_on->future().then(
       agent_ ? agent_->executor() : inline_executor_,
       [this, session, request = std::move(request)]() mutable {
@@ -217,30 +212,21 @@ Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumb
 }
 
 Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
-  using Phase = PushRequest::Phase;
-  if (request.phase > Phase::kAbandon) wire::Reader::fail("a push of an unknown phase");
+  if (request.phase > PushRequest::Phase::kCommit) wire::Reader::fail("a push of an unknown phase");
   DeferredTasks done;
   std::unique_lock lock(mutex_);
   const SessionPtr session = session_locked(request.session, caller);
-  Steps& steps = *session->steps;
-  const uint64_t number = request.number;
   if (session->participant < 0) base::invalid("a step of an unknown participant");
   try {
-    session->check_not_ended(number);
-    const auto why = fmt::format("participant {} has abandoned its step", session->participant);
-    end_locked(steps, number - 1, base::Error{ErrorKind::kInvalid, why}, done);
-    if (request.phase == Phase::kAbandon && steps.is_applying) return Future<void>::ready({});
-    if (request.phase == Phase::kAbandon) base::invalid(why);
     push_locked(*session, std::move(request), lock, done);
-    if (steps.participants > 1) return Future<void>::ready({});
-    return session->answer->future().then(inline_executor_, [](const optim::Norms&) {});
   } catch (...) {
     const base::Error error = rpc::error_in_flight(ErrorKind::kInternal);
-    end_locked(steps, number, error, done);
-    const bool is_awaited = session->answer && session->last_push.first == number;
-    if (is_awaited) done.complete(session->answer, error);
+    fail_locked(*session->steps, error, done);
+    if (session->answer) done.complete(session->answer, error);
     throw;
   }
+  if (session->steps->participants > 1) return Future<void>::ready({});
+  return session->answer->future().then(inline_executor_, [](const optim::Norms&) {});
 }
 
 Future<optim::Norms> TableServer::await_step(const PushRequest& push, rpc::ProcessNumber caller) {
@@ -255,9 +241,13 @@ void TableServer::push_locked(Session& session, PushRequest request,
                               std::unique_lock<std::mutex>& lock, DeferredTasks& done) {
   using Phase = PushRequest::Phase;
   Steps& steps = *session.steps;
-  const uint64_t number = request.number;
+  const uint64_t number = steps.applied + 1;
   const Answer answer = session.answer_to(request, done);
-  if (steps.lost) throw base::Exception(*steps.lost);
+  if (steps.failed) throw base::Exception(*steps.failed);
+  if (request.number != number) {
+    base::invalid(fmt::format("participant {} pushes step {} instead of step {}",
+                              session.participant, request.number, number));
+  }
   const double factor = request.lr_factor;
   if (!(request.scale >= 0 && request.scale <= 1 && factor >= 0 && std::isfinite(factor))) {
     base::invalid("a step with a factor out of range");
@@ -287,8 +277,7 @@ void TableServer::push_locked(Session& session, PushRequest request,
     }
   }
   if (answers.empty()) return;
-  if (applies) steps.pushes.clear();  // so that nothing ends the step while it is applied
-  steps.is_applying = applies;
+  if (applies) steps.pushes.clear();  // so that the step cannot fail while it is applied
   lock.unlock();
   base::Result<optim::Norms> result = optim::Norms{};
   try {
@@ -298,23 +287,12 @@ void TableServer::push_locked(Session& session, PushRequest request,
     result = rpc::error_in_flight(ErrorKind::kInternal);
   }
   lock.lock();
-  steps.is_applying = false;
-  if (applies && result.ok()) ++*updates_;
-  if (applies || !result.ok()) end_locked(steps, number, result, done);
   for (Answer& each : answers) done.complete(std::move(each), result);
   done.free(std::move(all));
-}
-
-// Ends all steps up to `number`: answers their pushes, and lets the lookups that wait go on.
-void TableServer::end_locked(Steps& steps, uint64_t number,
-                             const base::Result<optim::Norms>& result, DeferredTasks& done) {
-  if (number <= steps.ended) return;
-  steps.ended = number;
-  steps.error = result.ok() ? std::nullopt : std::optional(result.error());
-  for (auto& [participant, push] : steps.pushes) {
-    if (push.answer) done.complete(std::move(push.answer), result);
-  }
-  done.free(std::exchange(steps.pushes, {}));
+  if (!result.ok()) return fail_locked(steps, result.error(), done);
+  if (!applies) return;
+  ++*updates_;
+  steps.applied = number;
   const auto last = steps.waiting.upper_bound(number);
   for (auto it = steps.waiting.begin(); it != last; ++it) {
     done.complete(std::move(it->second.may_go_on), base::Unit{});
@@ -322,10 +300,17 @@ void TableServer::end_locked(Steps& steps, uint64_t number,
   steps.waiting.erase(steps.waiting.begin(), last);
 }
 
-// Makes the current step and all later ones fail.
-void TableServer::lose_locked(Steps& steps, const base::Error& error, DeferredTasks& done) {
-  if (!steps.lost) steps.lost = error;
-  if (!steps.pushes.empty()) end_locked(steps, steps.ended + 1, error, done);
+// Makes the current step, all later ones and the lookups that wait for them fail, with the first
+// error of a call.
+void TableServer::fail_locked(Steps& steps, const base::Error& error, DeferredTasks& done) {
+  if (!steps.failed) steps.failed = error;
+  for (auto& [participant, push] : steps.pushes) {
+    if (push.answer) done.complete(std::move(push.answer), *steps.failed);
+  }
+  done.free(std::exchange(steps.pushes, {}));
+  for (auto& [step, lookup] : std::exchange(steps.waiting, {})) {
+    done.complete(std::move(lookup.may_go_on), *steps.failed);
+  }
 }
 
 Table& TableServer::table_of(const std::string& name) const {
@@ -360,7 +345,7 @@ void TableServer::on_rank_lost(const rpc::Loss& loss) {
     return true;
   });
   for (const auto& set : sets_) {
-    if (set->steps && set->steps->participants > 1) lose_locked(*set->steps, loss.error, done);
+    if (set->steps && set->steps->participants > 1) fail_locked(*set->steps, loss.error, done);
   }
 }
 

@@ -95,13 +95,11 @@ struct Steps {
   }
 
   const int participants = 1;
-  uint64_t ended = 0;                // number of the last step that was applied or failed
-  std::optional<base::Error> error;  // of that step
-  std::map<int, Push> pushes;        // of step `ended` + 1, by participant
-  base::TimePoint since;             // when the first of these pushes arrived
-  std::optional<base::Error> lost;   // fails all steps: a rank is lost or has closed the tables
-  bool is_applying = false;          // the step is complete and cannot be abandoned any more
-  std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must have ended
+  uint64_t applied = 0;                            // number of the last step that was applied
+  std::optional<base::Error> failed;               // of the current step and all later ones
+  std::map<int, Push> pushes;                      // of step `applied` + 1, by participant
+  base::TimePoint since;                           // when the first of these pushes arrived
+  std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must be applied
 };
 
 struct Table {

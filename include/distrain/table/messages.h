@@ -93,8 +93,8 @@ struct LookupGradient {
 
 struct PushRequest {
   /// kApply: adds the gradients and applies the step. kStage: adds the gradients and computes the
-  /// norms. kCommit: applies a staged step. kAbandon: makes the step fail, unless it has ended.
-  enum class Phase : uint8_t { kApply, kStage, kCommit, kAbandon };
+  /// norms. kCommit: applies a staged step.
+  enum class Phase : uint8_t { kApply, kStage, kCommit };
   uint64_t session = 0;
   uint64_t number = 0;  ///< of the session's step, from 1
   Phase phase = Phase::kApply;

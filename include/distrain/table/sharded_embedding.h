@@ -58,7 +58,8 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// Opens tables of `server` in this process, for a SingleProcessOptimizer or for evaluations.
   ShardedEmbedding(std::shared_ptr<TableServer> server, std::vector<TableOptions> tables);
   /// Closes the tables, as Agent::shutdown() does. In sync mode the steps of the other participants
-  /// then fail with `peer_lost`.
+  /// then fail with `peer_lost`. Leaves the tables open if an exception unwinds the stack, so that
+  /// the other participants get that exception's error, which the agent aborts with.
   ~ShardedEmbedding() override;
 
   /// Returns the rows of `ids` in table 0, [..., dim].

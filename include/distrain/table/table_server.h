@@ -32,15 +32,14 @@ optim::UpdateCount install(rpc::Agent& agent);
 //          is stored, because an unanswered push may hold the credit that the push of another
 //          participant waits for. await_step(), which is sent with the push, returns the result.
 //
-// A step ends when it is applied, or fails: a push is refused, a rank is lost, or a participant
-// closes its tables or pushes its next step before it has committed this one. All pushes of the
-// step get the error; later ones are refused. After a loss or a close, servers may have ended
-// different steps, so all steps fail until all participants have closed their sessions.
+// A step fails if a push is refused, the norm is not finite, a rank is lost, or a participant
+// closes its tables or pushes another step than the current one. Servers may then have applied
+// different steps, so the current step and all later ones fail with that error until all
+// participants have closed their sessions.
 //
 // A session awaits a step before it pushes the next one. A lookup names the session's last step and
-// waits here until that step has ended, because messages of a rank may overtake each other. Lookups
-// also go on after a failed step, and the next step of the session throws the error. A push that
-// may not have reached all servers is followed by kAbandon, so that nothing waits for it.
+// waits here until that step is applied, because messages of a rank may overtake each other. If the
+// step fails, the lookup fails with its error.
 
 /// One rank's part of sets of tables. A set is opened as a whole, and keeps its rows until this
 /// object is destroyed. Thread-safe. `caller` is the process that makes a request; requests of a
@@ -90,9 +89,7 @@ class TableServer final : public rpc::Layer {
   LookupReply answer(Session& session, LookupRequest& request);
   void push_locked(Session& session, PushRequest request, std::unique_lock<std::mutex>& lock,
                    base::DeferredTasks& done);
-  static void end_locked(Steps& steps, uint64_t number, const base::Result<optim::Norms>& result,
-                         base::DeferredTasks& done);
-  static void lose_locked(Steps& steps, const base::Error& error, base::DeferredTasks& done);
+  static void fail_locked(Steps& steps, const base::Error& error, base::DeferredTasks& done);
 
   rpc::Agent* const agent_;
   base::InlineExecutor inline_executor_;  // if there is no agent

@@ -101,9 +101,9 @@ bool is_good(const Future<T>& future) {
 
 }  // namespace
 
-TEST_CASE("a participant that pushes its next step has abandoned the step that it staged") {
+TEST_CASE("a participant that pushes another step than the current one fails all steps") {
   Server server(Mode::kSync);
-  const auto next = GENERATE(Phase::kStage, Phase::kApply, Phase::kAbandon);
+  const auto next = GENERATE(Phase::kStage, Phase::kApply);
   const auto staged = server.push(0, 1, Phase::kStage);
   CHECK(!staged.done());
   CHECK(is_good(server.push(1, 1, Phase::kStage)));
@@ -112,37 +112,14 @@ TEST_CASE("a participant that pushes its next step has abandoned the step that i
   const auto lookup = server.look_up(1, 1, /*after=*/1);
   CHECK(!committed.done());
   CHECK(!lookup.done());
-  const auto again = server.push(0, next == Phase::kAbandon ? 1 : 2, next);
-  CHECK(error_in(committed).message == "participant 0 has abandoned its step");
-  CHECK(is_good(lookup));
-  const auto other = server.push(1, 2, Phase::kStage);
-  if (next == Phase::kAbandon) {
-    CHECK(error_in(again).kind == ErrorKind::kInvalid);
-    CHECK(is_good(server.push(0, 2, Phase::kStage)));
-  }
-  if (next != Phase::kApply) CHECK(!server.push(0, 2, Phase::kCommit).done());
-  CHECK(is_good(other));
-  CHECK(is_good(server.push(1, 2, Phase::kCommit)));
-  CHECK(server.updates() == 1);
-}
-
-TEST_CASE("a push of a step that has ended is refused with that step's error") {
-  Server server(Mode::kSync);
-  uint64_t number = 0;
-  for (int round = 1; round <= 3; ++round) {
-    const auto first = server.push(0, ++number, Phase::kStage);
-    const auto retry = server.push(0, ++number, Phase::kStage);  // before 1 pushes the first
-    CHECK(error_in(first).message == "participant 0 has abandoned its step");
-    const base::Error late = error_in(server.push(1, number - 1, Phase::kStage));
-    CHECK(late.message == "participant 0 has abandoned its step");
-    CHECK(!retry.done());
-    CHECK(is_good(server.push(1, number, Phase::kStage)));
-    CHECK(is_good(retry));
-    const auto committed = server.push(0, number, Phase::kCommit);
-    CHECK(is_good(server.push(1, number, Phase::kCommit)));
-    CHECK(is_good(committed));
-    CHECK(server.updates() == static_cast<uint64_t>(round));
-  }
+  const std::string why = "participant 0 pushes step 2 instead of step 1";
+  CHECK(error_in(server.push(0, 2, next)).message == why);
+  CHECK(error_in(committed).message == why);
+  CHECK(error_in(lookup).message == why);
+  CHECK(error_in(server.push(1, 2)).message == why);
+  CHECK(error_of([&] { static_cast<void>(server.look_up(1, 2, /*after=*/2)); }).message == why);
+  CHECK(is_good(server.look_up(1, 3)));
+  CHECK(server.updates() == 0);
 }
 
 TEST_CASE("a participant that closes its tables ends the step that it has staged") {
@@ -155,8 +132,9 @@ TEST_CASE("a participant that closes its tables ends the step that it has staged
   const auto committed = server.push(0, 1, Phase::kCommit);
   if (!closes_first) server.close(1);
   CHECK(error_in(committed).kind == ErrorKind::kPeerLost);
-  CHECK(is_good(server.look_up(0, 1, /*after=*/1)));
   CHECK(error_in(server.push(0, 2)).kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { static_cast<void>(server.look_up(0, 1, /*after=*/1)); }).kind ==
+        ErrorKind::kPeerLost);
 }
 
 TEST_CASE("in sync mode all steps fail after a close until all participants have closed") {
@@ -211,17 +189,16 @@ TEST_CASE("in sync mode a push is answered before the other participants have pu
   CHECK(is_good(server.push(1, 1)));
   CHECK(is_good(result));
   // A participant may ask for the result after other steps have failed.
-  CHECK(!is_good(server.push(1, 5, Phase::kAbandon)));
+  CHECK(!is_good(server.push(1, 5)));
   CHECK(is_good(server.server.await_step(push, Server::process(0))));
 }
 
-TEST_CASE("the wait for a step whose push was abandoned or refused ends") {
+TEST_CASE("the wait for a step whose push was refused ends") {
   Server server(Mode::kSync);
   const table::PushRequest push{server.sessions[0], 1};
   const auto result = server.server.await_step(push, Server::process(0));
-  const auto phase = GENERATE(Phase::kAbandon, Phase::kCommit);
   CHECK(!is_good(Server::result_of([&] {
-    return server.server.push({server.sessions[0], 1, phase}, Server::process(0));
+    return server.server.push({server.sessions[0], 1, Phase::kCommit}, Server::process(0));
   })));
   CHECK(!is_good(result));
   CHECK(!is_good(Server::result_of([&] {
@@ -244,7 +221,7 @@ TEST_CASE("tables that are opened after the loss of a rank do not wait for it") 
   server.lose(1);
   server.open(0, "later");
   CHECK(error_in(server.push(0, 1)).kind == ErrorKind::kPeerLost);
-  CHECK(is_good(server.look_up(0, 1, /*after=*/1)));
+  CHECK(is_good(server.look_up(0, 1)));
 }
 
 TEST_CASE("a lost process opens no tables") {
@@ -267,9 +244,9 @@ TEST_CASE("messages with unknown values are refused") {
   refuse({{table_of("u")}, static_cast<Mode>(9), 1, 0});
   refuse({{table_of("u")}, Mode::kAsync, 1, 0, at::kDouble});
   refuse({{table_of("u")}, Mode::kAsync, 1, 0, static_cast<at::ScalarType>(99)});
-  CHECK(error_in(server.push(0, 1, static_cast<Phase>(4))).kind == ErrorKind::kProtocol);
-  CHECK(error_in(server.push(0, 0)).kind == ErrorKind::kInvalid);
+  CHECK(error_in(server.push(0, 1, static_cast<Phase>(3))).kind == ErrorKind::kProtocol);
   CHECK(is_good(server.push(0, 1)));
+  CHECK(error_in(server.push(0, 0)).kind == ErrorKind::kInvalid);
 }
 
 TEST_CASE("a lost trainer's step is refused, and others go on") {
@@ -285,7 +262,7 @@ TEST_CASE("a lost trainer's step is refused, and others go on") {
   CHECK(server.updates() == 1);
 }
 
-TEST_CASE("a refused push ends its step, and a good one follows") {
+TEST_CASE("a refused push fails its step and all later ones, and changes nothing") {
   const Mode mode = GENERATE(Mode::kAsync, Mode::kSync);
   constexpr double kInf = std::numeric_limits<double>::infinity();
   const std::vector<table::PushRequest> refused{
@@ -297,8 +274,7 @@ TEST_CASE("a refused push ends its step, and a good one follows") {
       {.scale = std::numeric_limits<double>::quiet_NaN()},
       {.lr_factor = -1},
       {.lr_factor = kInf},
-      {.phase = Phase::kCommit},
-      {.phase = Phase::kAbandon}};
+      {.phase = Phase::kCommit}};
   for (table::PushRequest request : refused) {
     CAPTURE(static_cast<int>(mode), request.scale, request.lr_factor);
     Server server(mode);
@@ -308,13 +284,12 @@ TEST_CASE("a refused push ends its step, and a good one follows") {
     const auto other = server.train(1, 1, 1);
     request.number = 1;
     CHECK(!is_good(server.push(0, request)));
-    CHECK(is_good(next));
-    CHECK(is_good(other) == (mode == Mode::kAsync));
-    CHECK(is_good(server.look_up(1, 2)));
-    const auto good = server.train(0, 2, 2);
-    CHECK(is_good(server.train(1, 2, 2)));
-    CHECK(is_good(good));
-    CHECK(server.updates() == (mode == Mode::kAsync ? 3 : 1));
+    CHECK(!is_good(next));
+    const bool others_go_on = mode == Mode::kAsync;
+    CHECK(is_good(other) == others_go_on);
+    CHECK(!is_good(server.push(0, 2)));
+    CHECK(is_good(server.push(1, 2)) == others_go_on);
+    CHECK(server.updates() == (others_go_on ? 2 : 0));
   }
 }
 

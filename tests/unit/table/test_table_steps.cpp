@@ -121,8 +121,13 @@ TEST_CASE("a failed pass, a dropped context and a gradient that is not finite ch
     CHECK(job.kept() == 2);
     const at::Tensor net = at::ones({1}).requires_grad_();
     context.on_gradient_ready(net, [](const at::Tensor&) { throw std::runtime_error("broken"); });
-    CHECK_THROWS(autograd::backward(context, {(rows * net).sum()}));
-    CHECK(error_of([&] { job.optimizers[0]->step(context); }).kind == ErrorKind::kInvalid);
+    const at::Tensor loss = (rows * net).sum();
+    const autograd::PassOptions keeps_graph{.retain_graph = true};
+    CHECK_THROWS(autograd::backward(context, {loss}, keeps_graph));
+    const auto step = [&] { job.optimizers[0]->step(context); };
+    CHECK(error_of(step).kind == ErrorKind::kInvalid);
+    autograd::backward(context, {loss}, keeps_graph);  // adds to a part of the failed pass
+    CHECK(error_of(step).kind == ErrorKind::kInvalid);
   }
   {
     autograd::Context context(job.cluster[0]);
@@ -314,22 +319,48 @@ TEST_CASE("a lookup is finished by the object that started it") {
   CHECK(job.tables[0]->finish(lookup)[0].sizes() == at::IntArrayRef({4, 4}));
 }
 
-TEST_CASE("in sync mode a push that one server refuses ends the step on all servers") {
+TEST_CASE("in sync mode a step that one server refuses fails for all participants") {
   Job job(2, Mode::kSync);
-  autograd::Context context(job.cluster[0]);
-  autograd::backward(context, {job.tables[0]->forward(kIds).sum()});
-  job.server(1).on_rank_lost({1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, false, 0});
+  job.server(1).on_rank_lost({9, {ErrorKind::kPeerLost, "it is lost", 9, {}}, false, 0});
   const double max_norm = GENERATE(0.0, 100.0);
-  const base::Error error = in_time([&] {
-    return error_of([&] {
-      job.optimizers[0]->step(context, max_norm);
-      job.tables[0]->settle();
+  const auto train = [&](rpc::Agent& agent) {
+    if (agent.rank() > 1) return;
+    const auto at = static_cast<size_t>(agent.rank());
+    autograd::Context context(agent);
+    autograd::backward(context, {job.tables[at]->forward(kIds).sum()});
+    const auto step = [&] { job.optimizers[at]->step(context, max_norm); };
+    const base::Error error = error_of([&] {
+      step();
+      job.tables[at]->settle();
     });
-  });
-  CHECK(!job.server(0).waits().size());
-  CHECK(error.message.find("(the tables of rank ") != std::string::npos);
-  CHECK(error_of([&] { job.optimizers[0]->step(context); }).message ==
-        "its step has failed: look up again in a new context");
+    expect(error.message == "it is lost (the tables of rank 3)", error.message);
+    expect(error_of(step).message == "this context has sent its step of the tables already",
+           "a second step");
+  };
+  in_time([&] { job.cluster.on_all(train); });
+}
+
+TEST_CASE("in sync mode the cause of a failed step is preferred to a participant's close") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  job.server(1).on_rank_lost({9, {ErrorKind::kNotFinite, "the cause", 9, {}}, false, 0});
+  job.optimizers[1].reset();
+  job.tables[1].reset();  // ends the step on the other server
+  CHECK(error_of([&] { job.tables[0]->settle(); }).message == "the cause (the tables of rank 3)");
+}
+
+TEST_CASE("in sync mode an error that unwinds the stack of a participant reaches the others") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  await_wait(job, "wants participant 1");
+  try {
+    const auto optimizer = std::move(job.optimizers[1]);
+    const auto tables = std::move(job.tables[1]);
+    throw base::Exception(ErrorKind::kNotFinite, "the loss is not finite");
+  } catch (const base::Exception& error) {
+    job.cluster[1].abort(error.error());
+  }
+  CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kNotFinite);
 }
 
 TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
@@ -358,34 +389,30 @@ TEST_CASE("in sync mode a lost rank ends the steps that wait") {
     job.server(number).on_rank_lost(
         {1, {ErrorKind::kPeerLost, "it is lost", 1, {}}, /*job_goes_on=*/false, 0});
   }
-  CHECK(in_time([&] { return next.get(); }).sizes() == at::IntArrayRef({4, 4}));
+  CHECK(in_time([&] { return error_of([&] { next.get(); }); }).kind == ErrorKind::kPeerLost);
   CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kPeerLost);
 }
 
-TEST_CASE("in sync mode steps whose norms are not finite can be made again") {
-  constexpr int kRounds = 20;
+TEST_CASE("in sync mode a norm that is not finite fails the steps of all participants") {
   Job job(2, Mode::kSync);
   const at::Tensor before = rows_of(*job.tables[0], kIds);
   const auto train = [&](rpc::Agent& agent) {
     const int p = agent.rank();
     if (p > 1) return;
-    ShardedEmbedding& tables = *job.tables[static_cast<size_t>(p)];
+    const auto& tables = job.tables[static_cast<size_t>(p)];
     const at::Tensor own = at::zeros({1}).requires_grad_();
     optim::DistributedOptimizer optimizer(agent, {}, {own}, optim::Rule{optim::Sgd{.lr = 1}, {}, 0},
                                           {Mode::kSync, 2, p});
-    optimizer.add(job.tables[static_cast<size_t>(p)]);
-    for (int step = 0; step < 2 * kRounds; ++step) {
-      const bool is_bad = step % 2 == 0;
-      const float factor = is_bad ? std::numeric_limits<float>::infinity() : 1.0F;
+    optimizer.add(tables);
+    for (const float factor : {std::numeric_limits<float>::infinity(), 1.0F}) {
       autograd::Context context(agent);
-      autograd::backward(context, {tables.forward(kIds).sum() + own.sum() * factor});
+      autograd::backward(context, {tables->forward(kIds).sum() + own.sum() * factor});
       const base::Error error = error_of([&] { optimizer.step(context, 100); });
-      expect((error.kind == ErrorKind::kNotFinite) == is_bad, error.message);
+      expect(error.kind == ErrorKind::kNotFinite, error.message);
     }
-    tables.settle();
   };
   in_time([&] { job.cluster.on_all(train); });
-  CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::full({4, 4}, kRounds), 1e-5));
+  CHECK(at::equal(before, rows_of(*job.tables[0], kIds)));
 }
 
 namespace {
@@ -403,7 +430,7 @@ struct BadNorm final : optim::StepTarget {
 
 }  // namespace
 
-TEST_CASE("in sync mode a step that a participant abandons fails for all, and they can go on") {
+TEST_CASE("in sync mode the steps of all fail when a participant leaves out one that it staged") {
   Job job(2, Mode::kSync);
   const at::Tensor before = rows_of(*job.tables[0], kIds);
   const auto step = [&](int p, bool is_bad) {
@@ -416,24 +443,23 @@ TEST_CASE("in sync mode a step that a participant abandons fails for all, and th
     return error_of([&] { optimizer.step(context, 100); });
   };
   auto other = std::async(std::launch::async, [&] {
-    expect(step(1, false).message == "(no error)", "the step that 0 abandons");
-    const base::Error error = step(1, false);
-    expect(error.message.find("participant 0 has abandoned") == 0, error.message);
-    expect(step(1, false).message == "(no error)", "the step after it");
-    job.tables[1]->settle();
+    expect(step(1, false).message == "(no error)", "the step that 0 leaves out");
+    return error_of([&] { job.tables[1]->settle(); });
   });
   in_time([&] {
     expect(step(0, true).kind == ErrorKind::kBadData, "the step with a bad norm");
-    expect(step(0, false).message == "(no error)", "the step after it");
-    job.tables[0]->settle();
-    other.get();
+    for (const base::Error& error : {step(0, false), other.get()}) {
+      expect(error.message.find("participant 0 pushes step 2 instead") == 0, error.message);
+    }
   });
-  CHECK(is_close(before - rows_of(*job.tables[0], kIds), at::ones({4, 4})));
+  CHECK(at::equal(before, rows_of(*job.tables[0], kIds)));
 }
 
-TEST_CASE("in sync mode participants that clip differently are refused, and can go on") {
+TEST_CASE("in sync mode participants that clip differently are refused") {
   Job job(2, Mode::kSync);
-  const at::Tensor before = rows_of(*job.tables[0], kIds);
+  ShardedEmbedding onlooker(job.cluster[1], {2, 3}, {table_of("t")},
+                            {Mode::kSync, 2, optim::Sharing::kOnlooker});
+  const at::Tensor before = rows_of(onlooker, kIds);
   auto clipped = std::async(std::launch::async, [&] {
     autograd::Context context(job.cluster[0]);
     autograd::backward(context, {job.tables[0]->forward(kIds).sum()});
@@ -446,7 +472,5 @@ TEST_CASE("in sync mode participants that clip differently are refused, and can 
     CHECK(error.kind == ErrorKind::kInvalid);
     CHECK(error.message.find("(the tables of rank 2)") != std::string::npos);
   }
-  CHECK(at::equal(rows_of(*job.tables[1], kIds), before));
-  for (const int p : {0, 1}) job.step(p, kIds, 1);
-  CHECK(is_close(before - rows_of(*job.tables[1], kIds), at::ones({4, 4})));
+  CHECK(at::equal(rows_of(onlooker, kIds), before));
 }
