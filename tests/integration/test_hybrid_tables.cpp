@@ -116,6 +116,30 @@ TEST_CASE("hashed words need no vocabulary, and learn as words of a vocabulary d
   CHECK(ranks.job.fields(0)["accuracy"] > 0.6);  // of three classes
 }
 
+TEST_CASE("a trainer of a sharded table with other data than the first is refused by number") {
+  const Folder folder;
+  HybridOptions options;
+  options.trainers = 3;
+  options.batch_size = 4;
+  options.data = folder.write("examples", make_examples(60));
+  options.table = "sharded";
+  const std::string other = folder.write("other", make_examples(30));
+  const std::string message = refusal_of_other_data<HybridOptions>(
+      options, [&](HybridOptions& options) { options.data = other; });
+  CAPTURE(message);
+  CHECK(contains(message, "trainer 2 has read other data than the others"));
+}
+
+TEST_CASE("a trainer's loss that is not finite is the error of a job with a sharded table") {
+  HybridOptions options = with_teacher();
+  options.table = "sharded";
+  options.servers = 2;
+  options.mode = "sync";
+  options.lr = 1e30;
+  options.clip = GENERATE(0.0, 1e30);
+  error_of_job(base::ErrorKind::kNotFinite, Place::kRanks, options);
+}
+
 TEST_CASE("a server with too many rows ends the job and is named") {
   HybridOptions options = with_teacher();
   options.table = "sharded";

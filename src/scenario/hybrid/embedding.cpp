@@ -6,12 +6,11 @@ namespace distrain::scenario {
 
 namespace {
 
-/// The options of the only table.
-std::vector<table::TableOptions> table_options(const HybridOptions& options,
-                                               const HybridData& data) {
+/// Returns the options of the only table.
+std::vector<table::TableOptions> table_options(const HybridOptions& options, int64_t rows) {
   constexpr int64_t kDrawnByTorch = int64_t{1} << 24;  // numbers, of which each server has a copy
   table::TableOptions table{.name = "embedding", .dim = options.embedding_dim};
-  if (!options.hashes_words()) table.num_rows = data.rows();
+  if (!options.hashes_words()) table.num_rows = rows;
   table.seed = options.seed;
   table.range = options.embedding_range();
   table.drawn_by_torch = table.num_rows > 0 && table.num_rows <= kDrawnByTorch / table.dim;
@@ -34,19 +33,20 @@ at::ScalarType wire_dtype(const std::string& name) {
 
 }  // namespace
 
-ShardedTable::ShardedTable(job::Rank& rank, const HybridOptions& options, HybridData& data)
-    : data_(data),
+ShardedTable::ShardedTable(job::Rank& rank, const HybridOptions& options, HybridData& data,
+                           int64_t rows)
+    : Embedding(data),
       prefetch_(options.prefetch),
       tables_(std::make_shared<table::ShardedEmbedding>(
-          rank.agent(), servers_of(rank), table_options(options, data),
+          rank.agent(), servers_of(rank), table_options(options, rows),
           options.sharing(rank.index()),
           table::LookupSettings{.wire_dtype = wire_dtype(options.wire_dtype)})) {}
 
 ShardedTable::ShardedTable(const HybridOptions& options, HybridData& data)
-    : data_(data),
+    : Embedding(data),
       prefetch_(0),
       tables_(std::make_shared<table::ShardedEmbedding>(std::make_shared<table::TableServer>(),
-                                                        table_options(options, data))) {}
+                                                        table_options(options, data.rows()))) {}
 
 EmbeddedBatch ShardedTable::embed(const job::Step& step) {
   for (int64_t ahead = std::ssize(started_); ahead <= std::min(prefetch_, step.left); ++ahead) {

@@ -24,7 +24,17 @@ struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;
   int given = 0;
+  std::optional<int64_t> rows;  // of the data of the first trainer, for a sharded table
 };
+
+/// Returns the number of rows that the first caller has given. So trainers with other data open the
+/// same tables, and TrainingPlan::agree() reports the difference.
+int64_t rows_of_job(rpc::CallContext& call, int64_t rows) {
+  const auto master = call.agent.shared<Master>();
+  std::lock_guard lock(master->mutex);
+  if (!master->rows) master->rows = rows;
+  return *master->rows;
+}
 
 RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, double range,
                          uint64_t seed, int trainers) {
@@ -43,18 +53,14 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
 class ModuleTable final : public Embedding {
  public:
   using Lookup = std::function<at::Tensor(const at::Tensor& indices, const at::Tensor& offsets)>;
-  ModuleTable(HybridData& data, Lookup lookup) : data_(data), lookup_(std::move(lookup)) {}
+  ModuleTable(HybridData& data, Lookup lookup) : Embedding(data), lookup_(std::move(lookup)) {}
 
-  EmbeddedBatch embed(const job::Step& step) override {
-    const data::Batch batch = data_.batch(step);
-    return {batch, embed(batch)};
-  }
+  using Embedding::embed;
   at::Tensor embed(const data::Batch& batch) override {
     return lookup_(batch.indices, batch.offsets);
   }
 
  private:
-  HybridData& data_;
   const Lookup lookup_;
 };
 
@@ -163,6 +169,7 @@ std::vector<std::string> DenseImpl::names() const {
 
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
+  agent.expose<&rows_of_job>("hybrid.rows");
   job::expose_parameters<EmbeddingTable>(agent, "EmbeddingTable");
 }
 
@@ -174,7 +181,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   std::shared_ptr<table::ShardedEmbedding> tables;
   std::unique_ptr<Embedding> embedding;
   if (options.is_sharded()) {
-    auto sharded = std::make_unique<ShardedTable>(rank, options, data);
+    auto sharded = std::make_unique<ShardedTable>(
+        rank, options, data, rank.agent().rpc_sync<&rows_of_job>("master", data.rows()));
     tables = sharded->tables();
     embedding = std::move(sharded);
   } else {
