@@ -129,6 +129,21 @@ TEST_CASE_METHOD(PsImages, "training on images improves and prints the same as o
         Approx(local.fields(0)["loss"].get<double>()).margin(1e-4));
 }
 
+TEST_CASE_METHOD(PsImages, "several servers send their parameters once for each evaluation") {
+  PsOptions options = this->options();
+  options.trainers = 1;
+  options.servers = 2;
+  options.steps = 1;
+  std::vector<Json> calls;
+  for (const int images : {20, 300}) {  // one batch and three
+    const Folder test;
+    write_images(test, 3, images, 2);
+    options.test_data = test.path();
+    calls.push_back(run_job(Place::kRanks, options).fields(2)["rpc"]["calls"]);
+  }
+  CHECK(calls[0] == calls[1]);
+}
+
 TEST_CASE_METHOD(PsImages, "a job on images evaluates other folders, one of them at the end") {
   const Folder valid, test;
   write_images(valid, 3, 21, 2);

@@ -94,11 +94,11 @@ void PsData::each_batch(const data::ImageSet& set, const job::Share& share,
   });
 }
 
-void PsData::evaluate_in(job::TrainingPlan& training,
-                         const std::function<at::Tensor(const at::Tensor&)>& forward) const {
+void PsData::evaluate_in(job::TrainingPlan& training, const std::function<Forward()>& begin) const {
   const auto of = [&](const data::ImageSet& set) {
-    return [this, &set, forward](const job::Share& share) {
+    return [this, &set, begin](const job::Share& share) {
       job::Evaluation evaluation;
+      const Forward forward = begin();
       each_batch(set, share, [&](const data::ImageBatch& batch) {
         const at::Tensor scores = forward(batch.images);
         const at::Tensor targets = rpc::to_device(batch.labels, scores.device());

@@ -162,21 +162,23 @@ class RemoteNet {
   PsPass forward_training(const at::Tensor& images, std::optional<uint64_t> key,
                           std::optional<double> rate) const {
     if (nets_.size() == 1) return nets_[0].rpc_sync<&ConvNet::forward_training>(images, key, rate);
-    PsPass pass{{}, ~uint64_t{0}};
-    const auto versions_in = [&pass](const PsPass& share) {
-      pass.version = std::min(pass.version, share.version);
-      pass.staleness = std::max(pass.staleness, share.staleness);
-      return share.tensors;
-    };
-    auto parameters = ask_all<&ConvNet::forward_training>(versions_in, at::Tensor(), key, rate);
-    for (at::Tensor& each : parameters) each = rpc::to_device(each, rank_.device());
-    pass.tensors = {ConvNet::forward(parameters, images, dropout_of(key), rate)};
+    PsPass pass = fetch();
+    pass.tensors = {ConvNet::forward(pass.tensors, images, dropout_of(key), rate)};
     return pass;
   }
 
-  at::Tensor forward_evaluating(const at::Tensor& images) const {
-    if (nets_.size() == 1) return nets_[0].rpc_sync<&ConvNet::forward_evaluating>(images);
-    return forward_training(images, {}, {}).tensors[0];
+  /// Returns the forward passes of an evaluation, for which several servers send their parameters
+  /// once.
+  PsData::Forward begin_evaluation() const {
+    if (nets_.size() == 1) {
+      return [this](const at::Tensor& images) {
+        const auto scores = nets_[0].rpc_sync<&ConvNet::forward_evaluating>(images);
+        return rpc::to_device(scores, rank_.device());
+      };
+    }
+    return [parameters = fetch().tensors](const at::Tensor& images) {
+      return ConvNet::forward(parameters, images, nn::Dropout());
+    };
   }
 
   /// Checks, as the tutorial does, that the gradients of this step are on the servers and finite.
@@ -197,6 +199,20 @@ class RemoteNet {
   }
 
  private:
+  /// Returns versions of all parameters on this rank's device, from several servers.
+  PsPass fetch() const {
+    PsPass pass{{}, ~uint64_t{0}};
+    const auto versions_in = [&pass](const PsPass& share) {
+      pass.version = std::min(pass.version, share.version);
+      pass.staleness = std::max(pass.staleness, share.staleness);
+      return share.tensors;
+    };
+    pass.tensors = ask_all<&ConvNet::forward_training>(
+        versions_in, at::Tensor(), std::optional<uint64_t>(), std::optional<double>());
+    for (at::Tensor& each : pass.tensors) each = rpc::to_device(each, rank_.device());
+    return pass;
+  }
+
   /// Calls `method` on all servers concurrently. `list_in` returns the list in a reply. Returns the
   /// elements of all lists in the order of ConvNet::names().
   template <auto method, class T = at::Tensor, class... Args>
@@ -239,9 +255,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   net.keep_in(training);
   training.keep(optimizer, ConvNet::names());
   training.note_max("staleness", 0);
-  data.evaluate_in(training, [&](const at::Tensor& images) {
-    return rpc::to_device(net.forward_evaluating(images), device);
-  });
+  data.evaluate_in(training, [&] { return net.begin_evaluation(); });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::to_device(batch.labels, device);
@@ -275,8 +289,10 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   training.keep("", job::part_of(net.named_parameters()));
   training.keep(optimizer);
   training.note_max("staleness", 0);
-  data.evaluate_in(training, [&](const at::Tensor& images) {
-    return ConvNet::forward(net.parameters(), images, nn::Dropout());
+  data.evaluate_in(training, [&] {
+    return [&net](const at::Tensor& images) {
+      return ConvNet::forward(net.parameters(), images, nn::Dropout());
+    };
   });
   training.run(optimizer, [&](const job::Step& step) {
     const int64_t version = optimizer.updates();

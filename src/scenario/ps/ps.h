@@ -42,9 +42,10 @@ class PsData {
   void agree(job::TrainingPlan& training) const;
   data::ImageBatch batch(const job::Step& step);
   /// Has `training` evaluate the validation images after each epoch and the test images at the end.
-  /// `forward` returns the log-probabilities of a batch. This object must outlive the training.
-  void evaluate_in(job::TrainingPlan& training,
-                   const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
+  /// Each evaluation calls `begin`, which returns a function from a batch of images to
+  /// log-probabilities. This object must outlive the training.
+  using Forward = std::function<at::Tensor(const at::Tensor& images)>;
+  void evaluate_in(job::TrainingPlan& training, const std::function<Forward()>& begin) const;
   /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
   /// Calls `use` with each batch of `share`: `batch_size` images, clamped to [16, 128].
