@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include "distrain/base/error.h"
@@ -20,18 +21,6 @@ template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   base::invalid(c10::str(parts...));
 }
-
-// The rows of a sparse gradient, each once. `coalesced` keeps them alive.
-struct Rows {
-  explicit Rows(const at::Tensor& gradient)
-      : coalesced(gradient.coalesce()),
-        numbers(coalesced._indices().select(0, 0)),
-        values(coalesced._values()) {}
-
-  at::Tensor coalesced;
-  at::Tensor numbers;  // int64 [n]
-  at::Tensor values;   // [n, the parameter's other dimensions]
-};
 
 // The rows of a sparse gradient on the CPU, grouped for the kernels.
 struct CpuRows {
@@ -53,8 +42,8 @@ class SgdRule final : public UpdateRule {
       : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
-  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
-                   const at::Tensor& gradient) override {
+  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
+              bool) override {
     at::Tensor direction = gradient;
     if (options_.momentum != 0) {
       at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
@@ -68,17 +57,9 @@ class SgdRule final : public UpdateRule {
     parameter.add_(direction, -lr());
   }
 
-  void apply_sparse(size_t, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
-    parameter.add_(gradient, -lr());  // linear: repeated rows need no coalescing
-  }
-
-  void check_sparse() const override {
+  rows::RowRule row_rule() const override {
     if (options_.momentum != 0) refuse("sgd with momentum cannot take sparse gradients");
     if (options_.weight_decay != 0) refuse("sgd with weight_decay cannot take sparse gradients");
-  }
-
-  rows::RowRule row_rule() const override {
-    check_sparse();
     return {.optimizer = rows::Optimizer::kSgd};
   }
 
@@ -96,31 +77,17 @@ class AdagradRule final : public UpdateRule {
       : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
-  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
-                   const at::Tensor& gradient) override {
+  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
+              bool) override {
     at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
     sum.addcmul_(gradient, gradient);
     parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -rate(step));
   }
 
-  void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
-                    const at::Tensor& gradient) override {
-    const Rows rows(gradient);
-    at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
-    at::Tensor row_sum = sum.index_select(0, rows.numbers).addcmul_(rows.values, rows.values);
-    sum.index_copy_(0, rows.numbers, row_sum);
-    const at::Tensor scale = row_sum.sqrt_().add_(options_.eps);
-    parameter.index_add_(0, rows.numbers, rows.values.div(scale), -rate(step));
-  }
-
-  void check_sparse() const override {
+  rows::RowRule row_rule() const override {
     if (options_.weight_decay != 0) {
       refuse("adagrad with weight_decay cannot take sparse gradients");
     }
-  }
-
-  rows::RowRule row_rule() const override {
-    check_sparse();
     return {.optimizer = rows::Optimizer::kAdagrad,
             .lr_decay = options_.lr_decay,
             .initial_accumulator_value = options_.initial_accumulator_value,
@@ -146,8 +113,8 @@ class AdamRule final : public UpdateRule {
  private:
   static constexpr bool kIsAdamW = std::is_same_v<Options, AdamW>;
 
-  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
-                   const at::Tensor& gradient) override {
+  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
+              bool of_rows) override {
     if (kIsAdamW && options_.weight_decay != 0) parameter.mul_(1 - lr() * options_.weight_decay);
     at::Tensor& first = kept(i, "exp_avg", parameter);
     first.mul_(options_.beta1).add_(gradient, 1 - options_.beta1);
@@ -157,37 +124,19 @@ class AdamRule final : public UpdateRule {
       at::Tensor& largest = kept(i, "max_exp_avg_sq", parameter);
       second = at::maximum_out(largest, largest, second);
     }
-    const at::Tensor scale =
-        second.sqrt().div_(std::sqrt(correction(options_.beta2, step))).add_(options_.eps);
+    const double of_second = std::sqrt(correction(options_.beta2, step));
+    // SparseAdam adds eps before the bias correction.
+    const double eps = of_rows ? options_.eps / of_second : options_.eps;
+    const at::Tensor scale = second.sqrt().div_(of_second).add_(eps);
     parameter.addcdiv_(first, scale, -lr() / correction(options_.beta1, step));
   }
 
-  // SparseAdam: eps is added before the bias correction, unlike above.
-  void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
-                    const at::Tensor& gradient) override {
-    const Rows rows(gradient);
-    at::Tensor& all_first = kept(i, "exp_avg", parameter);
-    at::Tensor first = all_first.index_select(0, rows.numbers);
-    first.mul_(options_.beta1).add_(rows.values, 1 - options_.beta1);
-    all_first.index_copy_(0, rows.numbers, first);
-    at::Tensor& all_second = kept(i, "exp_avg_sq", parameter);
-    at::Tensor second = all_second.index_select(0, rows.numbers);
-    second.mul_(options_.beta2).addcmul_(rows.values, rows.values, 1 - options_.beta2);
-    all_second.index_copy_(0, rows.numbers, second);
-    const double rate =
-        lr() * std::sqrt(correction(options_.beta2, step)) / correction(options_.beta1, step);
-    parameter.index_add_(0, rows.numbers, first.div_(second.sqrt_().add_(options_.eps)), -rate);
-  }
-
-  void check_sparse() const override {
-    if (kIsAdamW) refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
-    if (options_.weight_decay != 0) refuse("adam with weight_decay cannot take sparse gradients");
-    if (options_.amsgrad) refuse("adam with amsgrad cannot take sparse gradients");
-  }
-
   rows::RowRule row_rule() const override {
-    if (!kIsAdamW) check_sparse();
-    if (options_.amsgrad) refuse("adamw with amsgrad cannot update rows");
+    const char* const name = kIsAdamW ? "adamw" : "adam";
+    if (options_.amsgrad) refuse(name, " with amsgrad cannot take sparse gradients");
+    if (!kIsAdamW && options_.weight_decay != 0) {
+      refuse("adam with weight_decay cannot take sparse gradients");
+    }
     return {.optimizer = kIsAdamW ? rows::Optimizer::kAdamW : rows::Optimizer::kAdam,
             .eps = options_.eps,
             .beta1 = options_.beta1,
@@ -213,7 +162,7 @@ class RmsPropRule final : public UpdateRule {
       : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
-  void apply_dense(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
+  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
     at::Tensor& squares = kept(i, "square_avg", parameter);
     squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
     at::Tensor scale = squares;
@@ -232,15 +181,9 @@ class RmsPropRule final : public UpdateRule {
     }
   }
 
-  void apply_sparse(size_t, int64_t, at::Tensor&, const at::Tensor&) override { check_sparse(); }
-
-  void check_sparse() const override {
-    refuse("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
-  }
-
   rows::RowRule row_rule() const override {
     if (options_.weight_decay != 0 || options_.momentum != 0 || options_.centered) {
-      refuse("rmsprop with weight_decay, momentum or centered cannot update rows");
+      refuse("rmsprop with weight_decay, momentum or centered cannot take sparse gradients");
     }
     return {.optimizer = rows::Optimizer::kRmsProp, .eps = options_.eps, .alpha = options_.alpha};
   }
@@ -398,7 +341,7 @@ void UpdateRule::check(size_t i, const at::Tensor& parameter, const at::Tensor& 
     refuse("the gradient of parameter ", i, " is neither dense nor sparse by rows");
   }
   if (!gradient.is_sparse()) return;
-  check_sparse();
+  row_rule();  // throws if the rule cannot update rows
   if (gradient.is_cpu() && gradient._nnz() > 0) {
     const auto [least, greatest] = at::aminmax(gradient._indices());
     if (least.item<int64_t>() < 0 || greatest.item<int64_t>() >= parameter.size(0)) {
@@ -441,15 +384,33 @@ bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& paramete
   return true;
 }
 
+// Updates copies of the rows and of their state as a dense parameter, and copies them back.
+void UpdateRule::apply_to_copies(size_t i, int64_t step, at::Tensor& parameter,
+                                 const at::Tensor& gradient) {
+  const at::Tensor sum = gradient.coalesce();  // has each row once
+  const at::Tensor numbers = sum._indices().select(0, 0);
+  ParameterState whole, copies;
+  for (const std::string& name : kept_names()) {
+    whole[name] = kept(i, name.c_str(), parameter, row_rule().initial_accumulator_value);
+    copies[name] = whole[name].index_select(0, numbers);
+  }
+  at::Tensor rows = parameter.index_select(0, numbers);
+  own(i).kept = copies;
+  const auto restored = c10::make_scope_exit([&] { own(i).kept = whole; });
+  update(i, step, rows, sum._values(), true);
+  parameter.index_copy_(0, numbers, rows);
+  for (auto& [name, value] : whole) value.index_copy_(0, numbers, own(i).kept[name]);
+}
+
 void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient, double scale) {
   check(i, parameter, gradient);
   const at::NoGradGuard no_grad;
   const int64_t step = ++own(i).steps;
   if (gradient.is_sparse() && apply_on_cpu(i, step, parameter, gradient, scale)) return;
   const at::Tensor scaled = scale == 1 ? gradient : gradient * scale;
-  if (gradient.is_sparse()) return apply_sparse(i, step, parameter, scaled);
-  apply_dense(i, step, parameter,
-              weight_decay_ != 0 ? scaled.add(parameter, weight_decay_) : scaled);
+  if (gradient.is_sparse()) return apply_to_copies(i, step, parameter, scaled);
+  update(i, step, parameter, weight_decay_ != 0 ? scaled.add(parameter, weight_decay_) : scaled,
+         false);
 }
 
 std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {

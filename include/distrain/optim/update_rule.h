@@ -13,6 +13,9 @@
 
 namespace distrain::optim {
 
+// With sparse gradients the rules update only the rows of a step and their state, as rows::RowRule
+// says, and lack some options: UpdateRule::row_rule().
+
 /// Options of torch.optim.SGD. Sparse gradients: plain SGD only.
 struct Sgd {
   double lr = 1e-3;
@@ -43,7 +46,7 @@ struct Adam {
 };
 
 /// Options of torch.optim.AdamW: as Adam, but each update first shrinks the parameter itself by lr
-/// * weight_decay (Loshchilov and Hutter, 2019). No sparse gradients.
+/// * weight_decay (Loshchilov and Hutter, 2019). Sparse gradients: no amsgrad.
 struct AdamW {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -53,7 +56,7 @@ struct AdamW {
   bool amsgrad = false;
 };
 
-/// Options of torch.optim.RMSprop. No sparse gradients.
+/// Options of torch.optim.RMSprop. Sparse gradients: no weight decay, no momentum, not centered.
 struct RmsProp {
   double lr = 1e-2;
   double alpha = 0.99;  ///< by which the mean of the squares decays
@@ -136,7 +139,8 @@ class UpdateRule {
   Loaded load(size_t i, const at::Tensor& parameter, const ParameterState& state) const;
   void adopt(size_t i, Loaded loaded);
 
-  /// Returns the rule of the kernels that update rows. Throws `invalid` for options that they lack.
+  /// Returns the rule that updates rows, also by sparse gradients. Throws `invalid` for options
+  /// that such updates lack.
   virtual rows::RowRule row_rule() const = 0;
 
  protected:
@@ -148,18 +152,14 @@ class UpdateRule {
   at::Tensor& kept(size_t i, const char* name, const at::Tensor& parameter, double at_first = 0);
   virtual std::vector<std::string> kept_names() const = 0;
 
-  /// `step` counts from 1.
-  virtual void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
-                           const at::Tensor& gradient) = 0;
-  virtual void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
-                            const at::Tensor& gradient) = 0;
-
-  /// Throws `invalid` when the options of this rule cannot be applied to a sparse gradient.
-  virtual void check_sparse() const = 0;
+  /// Updates a parameter or, if `of_rows`, copies of some rows. `step` counts from 1.
+  virtual void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
+                      bool of_rows) = 0;
 
  private:
   bool apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter, const at::Tensor& gradient,
                     double scale);
+  void apply_to_copies(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient);
 
   const double lr_;
   const double weight_decay_;
