@@ -10,9 +10,9 @@ foreach(layer IN LISTS layers)
   list(REMOVE_ITEM files ${symbols_test})
   if(layer IN_LIST DISTRAIN_TORCH_FREE_LAYERS)
     distrain_catch_tests(unit_${layer} LABELS unit ${layer} FILES ${files} LINK distrain::${layer})
-  elseif(layer STREQUAL "nn")  # its tests also train modules
+  elseif(layer STREQUAL "nn")  # its tests also train modules and tables
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
-                         LINK distrain::${layer} distrain::optim)
+                         LINK distrain::${layer} distrain::table)
   elseif(layer MATCHES "^(app|scenario)$")  # tests of app run command lines of the jobs
     distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files} LINK distrain::cmd)
   else()

@@ -2,6 +2,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/nn/pipeline.h"
+#include "distrain/table/sharded_embedding.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -111,6 +112,41 @@ TEST_CASE("the stages of a pipeline get the gradients of the whole model") {
   cluster.shutdown();
   CHECK(cluster[0].live_contexts() == 0);
   CHECK(TanhStage::alive == 0);
+}
+
+TEST_CASE("two micro-batches update a table as one batch does") {
+  // Adagrad's first step is lr * g / |g|, so the sum of the gradients must come first.
+  const table::TableOptions options{
+      .name = "t", .dim = kWidth, .num_rows = 8, .optimizer = {"adagrad", {{"lr", 0.1}}}};
+  const at::Tensor batch = at::randn({6, kWidth}, at::kDouble);
+  const at::Tensor ids = at::tensor({1, 2, 3, 1, 3, 5}, at::kLong);
+  std::vector<at::Tensor> rows;  // after the update
+  for (const int64_t micro_batches : {1, 2}) {
+    Cluster cluster(3, [](rpc::Agent& agent) {
+      setup_stages(agent);
+      optim::install(agent);
+      table::install(agent);
+    });
+    {
+      nn::Pipeline<TanhStage> pipeline(cluster[0]);
+      pipeline.add(1, 1);
+      const auto tables = std::make_shared<table::ShardedEmbedding>(
+          cluster[0], std::vector{2}, std::vector{options}, optim::Sharing{});
+      optim::DistributedOptimizer optimizer(cluster[0], std::vector<optim::ParameterGroup>{});
+      optimizer.add(tables);
+      const autograd::Context context(cluster[0]);
+      const auto ids_of = ids.tensor_split(micro_batches);
+      pipeline.train(nn::make_schedule("gpipe", 1, micro_batches),
+                     batch.tensor_split(micro_batches), [&](size_t m, const at::Tensor& y) {
+                       return (y.to(at::kFloat) * tables->forward(ids_of[m])).square().sum();
+                     });
+      optimizer.step(context);
+      const at::NoGradGuard no_grad;
+      rows.push_back(tables->forward(at::arange(8)));
+    }
+    cluster.shutdown();
+  }
+  CHECK(at::allclose(rows[0], rows[1], 1e-5, 1e-6));
 }
 
 TEST_CASE("a pass that fails on a stage fails the batch with the stage's error") {
