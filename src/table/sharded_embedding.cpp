@@ -132,8 +132,7 @@ struct ShardedEmbedding::PreparedStep {
     at::Tensor gradient;
     std::vector<int> queries;  // that have a gradient
   };
-  const std::vector<uint64_t> contexts;
-  std::vector<Part> parts{};
+  std::vector<Part> parts;
   uint64_t number = 0;  // of a step that norm() has staged
 };
 
@@ -299,7 +298,7 @@ void ShardedEmbedding::check(const std::vector<uint64_t>& contexts) {
   const at::NoGradGuard no_grad;
   settle();
   step_.reset();
-  std::unique_ptr<PreparedStep> step(new PreparedStep{contexts});
+  auto step = std::make_unique<PreparedStep>();
   for (const uint64_t context : contexts) {
     for (const auto& lookup : take_lookups(context)) {
       if (lookup->is_pushed) base::invalid("this context has sent its step of the tables already");
@@ -355,10 +354,9 @@ double ShardedEmbedding::norm_squared() const {
   return sum;
 }
 
-Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& contexts,
+Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>&,
                                             const optim::NormArguments& arguments) {
   const at::NoGradGuard no_grad;
-  if (!step_ || step_->contexts != contexts) check(contexts);
   optim::Norms norms{0, arguments.own};
   if (client_->steps_wait) {
     auto step = std::move(step_);  // dropped if an error is thrown
@@ -376,10 +374,9 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>& context
   return Future<optim::Norms>::ready(norms);
 }
 
-Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>& contexts,
+Future<uint64_t> ShardedEmbedding::apply(const std::vector<uint64_t>&,
                                          const optim::StepOptions& options) {
   const at::NoGradGuard no_grad;
-  if (!step_ || step_->contexts != contexts) check(contexts);
   using Phase = PushRequest::Phase;
   auto step = std::move(step_);
   const Phase phase = step->number > 0 ? Phase::kCommit : Phase::kApply;

@@ -70,7 +70,6 @@ struct TableServer::Session {
     return answer;
   }
 
-  const uint64_t id;
   TableSet& set;
   const std::shared_ptr<Steps> steps;
   const rpc::ProcessNumber process;
@@ -137,8 +136,8 @@ Future<uint64_t> TableServer::open(const OpenRequest& request, rpc::ProcessNumbe
   }
   const auto steps = set->steps ? set->steps : std::make_shared<Steps>();
   const uint64_t id = ++last_session_;
-  sessions_[id] = std::make_shared<Session>(
-      Session{id, *set, steps, caller, request.participant, request.dtype});
+  sessions_[id] =
+      std::make_shared<Session>(Session{*set, steps, caller, request.participant, request.dtype});
   return Future<uint64_t>::ready(id);
 }
 
@@ -147,22 +146,17 @@ Future<void> TableServer::close(uint64_t id, rpc::ProcessNumber caller) {
   const std::lock_guard lock(mutex_);
   const SessionPtr session = session_locked(id, caller);
   sessions_.erase(id);
-  fail_lookups_locked(session, {ErrorKind::kCancelled, "the tables are closed"}, done);
-  if (session->participant < 0) return Future<void>::ready({});
   const auto why = fmt::format("participant {} has closed its tables", session->participant);
-  fail_locked(*session->steps, {ErrorKind::kPeerLost, why, rpc::rank_of(caller)}, done);
+  end_session_locked(session, {ErrorKind::kPeerLost, why, rpc::rank_of(caller)}, done);
   return Future<void>::ready({});
 }
 
-// Fails the calls of a session that wait.
-void TableServer::fail_lookups_locked(const SessionPtr& session, const base::Error& error,
-                                      DeferredTasks& done) {
+// Fails the steps of a participant whose session has ended.
+void TableServer::end_session_locked(const SessionPtr& session, const base::Error& error,
+                                     DeferredTasks& done) {
   done.free(session);
   if (session->answer) done.complete(session->answer, error);
-  std::erase_if(session->steps->waiting, [&](const auto& each) {
-    if (each.second.session == session->id) done.complete(each.second.may_go_on, error);
-    return each.second.session == session->id;
-  });
+  if (session->participant >= 0) fail_locked(*session->steps, error, done);
 }
 
 // Reads the rows of a lookup and keeps its ids for the push.
@@ -203,12 +197,12 @@ Future<LookupReply> TableServer::look_up(LookupRequest request, rpc::ProcessNumb
     lock.unlock();
     return Future<LookupReply>::ready(answer(*session, request));
   }
-  const auto waiting = steps.waiting.emplace(request.after, Steps::WaitingLookup{request.session});
-  return waiting->second.may_go_on->future().then(
-      agent_ ? agent_->executor() : inline_executor_,
-      [this, session, request = std::move(request)]() mutable {
-        return answer(*session, request);
-      });
+  const auto may_go_on = std::make_shared<base::Promise<void>>();
+  steps.waiting.emplace(request.after, may_go_on);
+  return may_go_on->future().then(agent_ ? agent_->executor() : inline_executor_,
+                                  [this, session, request = std::move(request)]() mutable {
+                                    return answer(*session, request);
+                                  });
 }
 
 Future<void> TableServer::push(PushRequest request, rpc::ProcessNumber caller) {
@@ -295,7 +289,7 @@ void TableServer::push_locked(Session& session, PushRequest request,
   steps.applied = number;
   const auto last = steps.waiting.upper_bound(number);
   for (auto it = steps.waiting.begin(); it != last; ++it) {
-    done.complete(std::move(it->second.may_go_on), base::Unit{});
+    done.complete(std::move(it->second), base::Unit{});
   }
   steps.waiting.erase(steps.waiting.begin(), last);
 }
@@ -308,8 +302,8 @@ void TableServer::fail_locked(Steps& steps, const base::Error& error, DeferredTa
     if (push.answer) done.complete(std::move(push.answer), *steps.failed);
   }
   done.free(std::exchange(steps.pushes, {}));
-  for (auto& [step, lookup] : std::exchange(steps.waiting, {})) {
-    done.complete(std::move(lookup.may_go_on), *steps.failed);
+  for (auto& [step, may_go_on] : std::exchange(steps.waiting, {})) {
+    done.complete(std::move(may_go_on), *steps.failed);
   }
 }
 
@@ -341,7 +335,7 @@ void TableServer::on_rank_lost(const rpc::Loss& loss) {
   lost_.insert(loss.process());
   std::erase_if(sessions_, [&](const auto& each) {
     if (each.second->process != loss.process()) return false;
-    fail_lookups_locked(each.second, loss.error, done);
+    end_session_locked(each.second, loss.error, done);
     return true;
   });
   for (const auto& set : sets_) {

@@ -83,10 +83,6 @@ struct Push {
 
 /// The steps of a set in sync mode, or of a session in async mode: Note [Steps of tables].
 struct Steps {
-  struct WaitingLookup {
-    uint64_t session;
-    std::shared_ptr<base::Promise<void>> may_go_on = std::make_shared<base::Promise<void>>();
-  };
   /// Returns true if the participant has pushed the current step, and committed it if it was
   /// staged.
   bool has(int participant) const {
@@ -95,11 +91,12 @@ struct Steps {
   }
 
   const int participants = 1;
-  uint64_t applied = 0;                            // number of the last step that was applied
-  std::optional<base::Error> failed;               // of the current step and all later ones
-  std::map<int, Push> pushes;                      // of step `applied` + 1, by participant
-  base::TimePoint since;                           // when the first of these pushes arrived
-  std::multimap<uint64_t, WaitingLookup> waiting;  // by the step that must be applied
+  uint64_t applied = 0;               // number of the last step that was applied
+  std::optional<base::Error> failed;  // of the current step and all later ones
+  std::map<int, Push> pushes;         // of step `applied` + 1, by participant
+  base::TimePoint since;              // when the first of these pushes arrived
+  // The lookups that wait, by the step that must be applied.
+  std::multimap<uint64_t, std::shared_ptr<base::Promise<void>>> waiting;
 };
 
 struct Table {

@@ -85,7 +85,7 @@ class ShardedEmbedding final : public optim::StepTarget {
   /// Returns the server if it is of this process alone; otherwise null.
   const std::shared_ptr<TableServer>& local_server() const;
 
-  // Called by optimizers.
+  // Called by optimizers. norm() and apply() are of the step of the last check().
   std::string where() const override;
   void check(const std::vector<uint64_t>& contexts) override;
   base::Future<optim::Norms> norm(const std::vector<uint64_t>& contexts,

@@ -83,8 +83,8 @@ class TableServer final : public rpc::Layer {
   using SessionPtr = std::shared_ptr<Session>;
 
   SessionPtr session_locked(uint64_t id, rpc::ProcessNumber caller) const;
-  static void fail_lookups_locked(const SessionPtr& session, const base::Error& error,
-                                  base::DeferredTasks& done);
+  static void end_session_locked(const SessionPtr& session, const base::Error& error,
+                                 base::DeferredTasks& done);
   Table& table_of(const std::string& name) const;
   LookupReply answer(Session& session, LookupRequest& request);
   void push_locked(Session& session, PushRequest request, std::unique_lock<std::mutex>& lock,

@@ -163,7 +163,7 @@ TEST_CASE("closing a session fails its lookups that wait") {
   Server server(Mode::kAsync);
   const auto own = server.look_up(0, 1, /*after=*/1), other = server.look_up(1, 1, /*after=*/1);
   server.close(0);
-  CHECK(error_in(own).kind == ErrorKind::kCancelled);
+  CHECK(error_in(own).kind == ErrorKind::kPeerLost);
   CHECK(!other.done());
   CHECK(is_good(server.push(1, 1)));
   CHECK(is_good(other));
