@@ -335,7 +335,7 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
 double ShardedEmbedding::norm_squared() const {
   const auto dim_of = [this](int table) { return tables_[static_cast<size_t>(table)].dim; };
   std::deque<std::vector<PartView>> views;
-  std::map<int, std::vector<TableGradients::Part>> by_table;
+  TableGradients::ByTable by_table;
   for (const PreparedStep::Part& part : step_->parts) {
     const LookupPlan& plan = *part.lookup->plan;
     const at::Tensor gradient = part.gradient.to(at::kFloat);

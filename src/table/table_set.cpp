@@ -43,21 +43,19 @@ void for_ranges(const rows::IdGroups& groups, const F& f) {
   });
 }
 
-// Returns the parts of the gradients by table.
-std::vector<std::vector<TableGradients::Part>> parts_by_table(std::vector<Push>& pushes,
-                                                              size_t tables) {
-  std::vector<std::vector<TableGradients::Part>> result(tables);
+TableGradients::ByTable gradients_of(std::vector<Push>& pushes) {
+  TableGradients::ByTable by_table;
   for (Push& push : pushes) {
     for (auto& [lookup, gradient] : push.lookups) {
       gradient.numbers = gradient.numbers.to(at::kFloat).contiguous();
       for (const int part : gradient.parts) {
-        const auto i = static_cast<size_t>(part);
-        result[static_cast<size_t>(lookup->views[i].table)].push_back(
-            {&lookup->views[i], gradient.numbers, &lookup->parts[i]});
+        const PartView& view = lookup->views[static_cast<size_t>(part)];
+        const KeptPart& kept = lookup->parts[static_cast<size_t>(part)];
+        by_table[view.table].push_back({&view, gradient.numbers, &kept});
       }
     }
   }
-  return result;
+  return by_table;
 }
 
 }  // namespace
@@ -210,7 +208,7 @@ LookupReply TableSet::read(KeptLookup& kept, bool creates) const {
   kept.parts.resize(kept.views.size());
   for (size_t i = 0; i < kept.views.size(); ++i) {
     const PartView& view = kept.views[i];
-    KeptLookup::Part& part = kept.parts[i];
+    KeptPart& part = kept.parts[i];
     rows::RowStore& store = table(view.table).store;
     const size_t dim = store.options().dim;
     part.groups.assign(view.ids);
@@ -250,21 +248,18 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
     if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
     base::invalid("the participants step with different learning rates or clip differently");
   }
-  const auto by_table = parts_by_table(all, tables_.size());
-  for (size_t i = 0; i < tables_.size(); ++i) {
-    const std::vector<TableGradients::Part>& parts = by_table[i];
-    if (parts.empty()) continue;
-    Table& table = *tables_[i];
+  for (const auto& [index, parts] : gradients_of(all)) {
+    Table& table = *tables_[static_cast<size_t>(index)];
+    const KeptPart* const only = parts.size() == 1 ? parts[0].kept : nullptr;
     const TableGradients sum(parts, table.options.dim);
     const rows::IdGroups& groups = sum.groups();
-    const bool are_found = parts.size() == 1;  // by the lookup
-    std::vector<rows::RowNumber> found(are_found ? 0 : groups.size());
-    if (!are_found) table.store.find(groups, found);
+    std::vector<rows::RowNumber> found(only ? 0 : groups.size());
+    if (!only) table.store.find(groups, found);
     const rows::Step step{table.lr * first.lr_factor, static_cast<int64_t>(++table.updates),
                           first.scale / static_cast<double>(all.size())};
     for_ranges(groups, [&](size_t begin, size_t end) {
-      rows::update_rows(table.store, table.rule, step, groups,
-                        are_found ? parts[0].kept->numbers : found, sum.gradients(), begin, end);
+      rows::update_rows(table.store, table.rule, step, groups, only ? only->numbers : found,
+                        sum.gradients(), begin, end);
     });
   }
   return {};
@@ -273,11 +268,9 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
 optim::Norms TableSet::norms(std::vector<Push>& all) const {
   const auto count = static_cast<double>(all.size());
   optim::Norms norms;
-  const auto by_table = parts_by_table(all, tables_.size());
-  for (size_t i = 0; i < tables_.size(); ++i) {
-    if (by_table[i].empty()) continue;
+  for (const auto& [index, parts] : gradients_of(all)) {
     norms.shared +=
-        TableGradients(by_table[i], tables_[i]->options.dim).norm_squared() / (count * count);
+        TableGradients(parts, table(index).options.dim).norm_squared() / (count * count);
   }
   for (const Push& push : all) norms.own += push.request.own_norm / count;
   if (!std::isfinite(norms.shared + norms.own)) {

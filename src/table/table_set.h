@@ -33,15 +33,17 @@ struct PartView {
 std::vector<PartView> parts_of(const ServerIds& ids,
                                const std::function<int64_t(int table)>& dim_of);
 
+/// A part of a lookup, as the server keeps it for the push.
+struct KeptPart {
+  rows::IdGroups groups;                 // of the part's ids
+  std::vector<rows::RowNumber> numbers;  // the row of each distinct id
+};
+
 /// A lookup, as the server keeps it for the push.
 struct KeptLookup {
-  struct Part {
-    rows::IdGroups groups;                 // of the part's ids
-    std::vector<rows::RowNumber> numbers;  // the row of each distinct id
-  };
   ServerIds ids;
   std::vector<PartView> views;  // of the ids
-  std::vector<Part> parts;
+  std::vector<KeptPart> parts;
 };
 
 /// The gradients of one table, which the kernels add by id in the order of the parts.
@@ -49,9 +51,10 @@ class TableGradients {
  public:
   struct Part {
     const PartView* part;
-    at::Tensor numbers;                      // float: a LookupReply of gradients
-    const KeptLookup::Part* kept = nullptr;  // on a server
+    at::Tensor numbers;              // float: a LookupReply of gradients
+    const KeptPart* kept = nullptr;  // on a server
   };
+  using ByTable = std::map<int, std::vector<Part>>;
   TableGradients(const std::vector<Part>& parts, int64_t dim);
 
   const rows::IdGroups& groups() const { return known_groups_ ? *known_groups_ : own_groups_; }
