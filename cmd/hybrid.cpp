@@ -105,9 +105,9 @@ void check(const HybridOptions& options, const job::Preflight& preflight) {
         "--prefetch needs --mode async: in sync mode a lookup includes all earlier steps");
   }
   for (const char* option : {"servers", "prefetch", "wire-dtype"}) {
-    if (preflight.local && preflight.given(option)) {
-      preflight.warn("--" + std::string(option) + " has no effect with --local");
-    }
+    if (!preflight.local || !preflight.given(option)) continue;
+    preflight.warn("--" + std::string(option) + " has no effect with --local" +
+                   (preflight.given("table") ? "" : " apart from implying --table sharded"));
   }
 }
 

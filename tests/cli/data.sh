@@ -104,6 +104,10 @@ case_teacher() {
     expect_jq 'any(.[]; .data == "teacher") and .[-1].steps == 4 and .[-1].eval.samples >= 1000 and
       any(.[]; .message == "--batch-size has no effect with --data teacher")' "--data teacher $where"
   done
+  run hybrid --local --data teacher --servers 2 --steps 1
+  expect 0 "--servers with --local"
+  expect_jq 'any(.[]; .message == "--servers has no effect with --local apart from implying --table sharded")' \
+    "--servers with --local"
   run hybrid --data teacher --valid-data "$tmp/good"
   expect_error 2 invalid "--valid-data needs --data FILE, not teacher" "--data teacher and a file"
   run predict "$tmp/taught" "$tmp/good"

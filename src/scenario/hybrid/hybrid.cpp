@@ -235,12 +235,9 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   HybridData data(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
-  std::vector<std::pair<std::string, at::Tensor>> layers;
-  for (const auto& parameter : model.dense->named_parameters()) {
-    layers.emplace_back("fc." + parameter.key(), parameter.value());
-  }
-  job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
-                                        {model.rows.begin(), model.rows.end()}, layers);
+  job::SingleProcessOptimizer optimizer(
+      options.rule(), options.mode, {model.rows.begin(), model.rows.end()},
+      optim::named(model.dense->names(), model.dense->parameters()));
   if (model.tables) optimizer.add(model.tables);
 
   job::SingleProcessTraining training(local, options, data.steps_per_epoch());
