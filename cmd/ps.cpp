@@ -103,7 +103,9 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
       .may_change()
       .details(
           R"(The largest parameter is assigned first, and each goes to the server with the fewest bytes. Trainers
-fetch the parameters from all servers for each forward pass, which the trainers then run.)");
+fetch the parameters from all servers for each forward pass, which the trainers then run. If a trainer
+is lost in mode async or ssp, some servers may have applied its last step and others not. The step
+counts as made if rank 0 has applied it; otherwise another trainer makes it again, on all servers.)");
   list.find("mode").choices.push_back("ssp");
   list.find("mode").help += "; ssp: async within --staleness";
   list.integer("staleness", &PsOptions::staleness,

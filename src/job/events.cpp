@@ -241,7 +241,8 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
           {"steps_made", kInteger, "steps that the trainer completed"},
           {"steps_back", kInteger, "steps that the trainer had begun and that go to the others"},
           {"steps_in_doubt", kInteger,
-           "part of steps_back that may have been applied, if rank 0 holds no parameters"},
+           "part of steps_back that may have been applied, if rank 0 holds no parameters; "
+           "does not count what only other servers have applied"},
           {"trainers_left", kInteger, "number of remaining trainers"}}});
     events.push_back({"returned",
                       "printed when a new process replaces a lost trainer",
