@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
@@ -16,18 +17,18 @@ namespace {
 // Selects the sequence of random numbers for shuffling. Jobs use other keys for other sequences.
 constexpr uint64_t kShuffleSequence = 1;
 
-void check_positive(int64_t value, const std::string& what) {
-  if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
+int64_t at_least_1(int64_t value, const char* what) {
+  if (value < 1) base::invalid(fmt::format("{} must be at least 1, not {}", what, value));
+  return value;
 }
 
 }  // namespace
 
-void check_enough(const std::string& path, int64_t examples, int trainers) {
+void check_enough(const std::string& path, int64_t examples, int64_t trainers) {
   if (examples >= trainers) return;
-  base::bad_data((path.empty() ? "" : path + ": ") + std::to_string(examples) +
-                 (examples == 1 ? " example is too few for " : " examples are too few for ") +
-                 std::to_string(trainers) + " trainers: --trainers can be " +
-                 std::to_string(examples) + " at most");
+  base::bad_data(fmt::format("{}{} {} too few for {} trainers: --trainers can be {} at most",
+                             path.empty() ? "" : path + ": ", examples,
+                             examples == 1 ? "example is" : "examples are", trainers, examples));
 }
 
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {
@@ -45,55 +46,43 @@ Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) 
           at::tensor(targets, at::kLong)};
 }
 
-EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples,
-                           int64_t batch_size)
-    : batch_size_(batch_size) {
-  check_positive(batch_size, "the batch size");
-  check_positive(shard.trainers, "the number of trainers");
-  if (shard.trainer < 0 || shard.trainer >= shard.trainers) {
-    base::invalid("there is no trainer " + std::to_string(shard.trainer) + " of " +
-                  std::to_string(shard.trainers));
+Sampler::Sampler(uint64_t seed, int trainers, int64_t examples, int64_t batch_size)
+    : seed_(seed),
+      trainers_(at_least_1(trainers, "the number of trainers")),
+      examples_(examples),
+      batch_size_(at_least_1(batch_size, "the batch size")),
+      shard_size_((examples + trainers_ - 1) / trainers_) {}
+
+std::span<const int64_t> Sampler::batch(int64_t epoch, int shard, int64_t step) {
+  check_enough("", examples_, trainers_);
+  if (shard < 0 || shard >= trainers_) {
+    base::invalid(fmt::format("there is no trainer {} of {}", shard, trainers_));
   }
-  check_enough("", examples, shard.trainers);
-  std::vector<int64_t> all(static_cast<size_t>(examples));
+  if (step < 0 || step >= steps_per_epoch()) {
+    base::invalid(fmt::format("an epoch of {} steps has no step {}", steps_per_epoch(), step));
+  }
+  if (epoch_ != epoch) shuffle(epoch);
+  const int64_t first = step * batch_size_, count = std::min(batch_size_, shard_size_ - first);
+  return std::span(of_epoch_).subspan(static_cast<size_t>(shard * shard_size_ + first),
+                                      static_cast<size_t>(count));
+}
+
+void Sampler::shuffle(int64_t epoch) {
+  std::vector<int64_t> all(static_cast<size_t>(examples_));
   std::iota(all.begin(), all.end(), 0);
-  base::Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
+  base::Random random({seed_, kShuffleSequence, static_cast<uint64_t>(epoch)});
   for (size_t left = all.size(); left > 1; --left) {
     std::swap(all[left - 1], all[random.below(left)]);
   }
-  const auto trainers = static_cast<size_t>(shard.trainers);
-  const size_t size = (all.size() + trainers - 1) / trainers;
-  examples_.reserve(size);
-  for (size_t at = static_cast<size_t>(shard.trainer); at < all.size(); at += trainers) {
-    examples_.push_back(all[at]);
+  of_epoch_.clear();
+  of_epoch_.reserve(static_cast<size_t>(trainers_ * shard_size_));
+  for (int64_t shard = 0; shard < trainers_; ++shard) {
+    for (int64_t i = 0; i < shard_size_; ++i) {
+      const int64_t at = shard + i * trainers_;
+      of_epoch_.push_back(all[static_cast<size_t>(at < examples_ ? at : shard)]);
+    }
   }
-  if (examples_.size() < size) examples_.push_back(examples_.front());
-}
-
-std::span<const int64_t> EpochSampler::batch(int64_t step) const {
-  const int64_t first = step * batch_size_;
-  const int64_t size = std::ssize(examples_);
-  if (step < 0 || first >= size) {
-    base::invalid("an epoch of " + std::to_string(steps()) + " steps has no step " +
-                  std::to_string(step));
-  }
-  const int64_t count = std::min(batch_size_, size - first);
-  return std::span(examples_).subspan(static_cast<size_t>(first), static_cast<size_t>(count));
-}
-
-int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size) {
-  check_positive(batch_size, "the batch size");
-  check_positive(trainers, "the number of trainers");
-  const int64_t shard_size = (examples + trainers - 1) / trainers;
-  return (shard_size + batch_size - 1) / batch_size;
-}
-
-std::span<const int64_t> Sampler::batch(int64_t epoch, int shard, int64_t step) {
-  if (epoch_ != epoch) of_epoch_.clear();
   epoch_ = epoch;
-  const auto [it, is_new] =
-      of_epoch_.try_emplace(shard, seed_, epoch, Shard{shard, trainers_}, examples_, batch_size_);
-  return it->second.batch(step);
 }
 
 }  // namespace distrain::data

@@ -50,10 +50,11 @@ data::ImageSet read_test_images(const std::string& path, bool cifar, int64_t cla
 std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
                                 int64_t batch_size) {
   std::vector<int64_t> batch;
+  data::Sampler sampler(seed, 1, examples, examples);
   int64_t place = index * batch_size;  // position of the next example in the sequence of epochs
   while (place < (index + 1) * batch_size) {
-    const data::EpochSampler epoch(seed, place / examples, {}, examples, examples);
-    const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));
+    const auto rest =
+        sampler.batch(place / examples, 0, 0).subspan(static_cast<size_t>(place % examples));
     const auto wanted = static_cast<size_t>((index + 1) * batch_size - place);
     batch.insert(batch.end(), rest.begin(), rest.begin() + std::min(wanted, rest.size()));
     place += static_cast<int64_t>(std::min(wanted, rest.size()));

@@ -13,9 +13,9 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-base::ErrorKind kind_of(uint64_t seed, Shard shard, int64_t examples, int64_t batch_size) {
+base::ErrorKind kind_of(int trainers, int shard, int64_t examples, int64_t batch_size) {
   try {
-    EpochSampler(seed, 0, shard, examples, batch_size);
+    Sampler(1, trainers, examples, batch_size).batch(0, shard, 0);
   } catch (const base::Exception& exception) {
     return exception.kind();
   }
@@ -23,10 +23,10 @@ base::ErrorKind kind_of(uint64_t seed, Shard shard, int64_t examples, int64_t ba
 }
 
 // Returns all examples of one trainer's epoch, in order.
-Ints epoch_of(const EpochSampler& sampler) {
+Ints epoch_of(Sampler sampler, int64_t epoch, int shard) {
   Ints all;
-  for (int64_t step = 0; step < sampler.steps(); ++step) {
-    const auto batch = sampler.batch(step);
+  for (int64_t step = 0; step < sampler.steps_per_epoch(); ++step) {
+    const auto batch = sampler.batch(epoch, shard, step);
     all.insert(all.end(), batch.begin(), batch.end());
   }
   return all;
@@ -55,15 +55,15 @@ TEST_CASE("An epoch has every example once, disjoint over the trainers") {
   CAPTURE(trainers, examples, batch_size);
   const int64_t shard_size = (examples + trainers - 1) / trainers;
   Ints all;
+  Sampler sampler(1, trainers, examples, batch_size);
+  const int64_t steps = (shard_size + batch_size - 1) / batch_size;
+  REQUIRE(sampler.steps_per_epoch() == steps);
   for (int trainer = 0; trainer < trainers; ++trainer) {
-    const EpochSampler sampler(1, 0, Shard{trainer, trainers}, examples, batch_size);
-    REQUIRE(sampler.steps() == steps_per_epoch(examples, trainers, batch_size));
-    for (int64_t step = 0; step < sampler.steps(); ++step) {
-      const bool last = step + 1 == sampler.steps();
-      const int64_t expected = last ? shard_size - step * batch_size : batch_size;
-      REQUIRE(static_cast<int64_t>(sampler.batch(step).size()) == expected);
+    for (int64_t step = 0; step < steps; ++step) {
+      const int64_t expected = step + 1 == steps ? shard_size - step * batch_size : batch_size;
+      REQUIRE(std::ssize(sampler.batch(0, trainer, step)) == expected);
     }
-    Ints own = epoch_of(sampler);
+    Ints own = epoch_of(sampler, 0, trainer);
     REQUIRE(static_cast<int64_t>(own.size()) == shard_size);
     if (examples - trainer * shard_size < 0 || trainer + (shard_size - 1) * trainers >= examples) {
       CHECK(own.back() == own.front());  // a short shard repeats its own examples
@@ -77,50 +77,49 @@ TEST_CASE("An epoch has every example once, disjoint over the trainers") {
 }
 
 TEST_CASE("The order depends on epoch and seed and is reproducible") {
-  const Shard shard{1, 2};
-  const Ints first = epoch_of(EpochSampler(1, 0, shard, 100, 8));
-  CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 8)));
-  CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 32)));
-  CHECK(first != epoch_of(EpochSampler(1, 1, shard, 100, 8)));
-  CHECK(first != epoch_of(EpochSampler(2, 0, shard, 100, 8)));
+  const Ints first = epoch_of(Sampler(1, 2, 100, 8), 0, 1);
+  CHECK(first == epoch_of(Sampler(1, 2, 100, 8), 0, 1));
+  CHECK(first == epoch_of(Sampler(1, 2, 100, 32), 0, 1));
+  CHECK(first != epoch_of(Sampler(1, 2, 100, 8), 1, 1));
+  CHECK(first != epoch_of(Sampler(2, 2, 100, 8), 0, 1));
   // Checks one recorded order, because another shuffle would change the result of every run.
-  CHECK(epoch_of(EpochSampler(1, 0, Shard{0, 1}, 8, 8)) == Ints{0, 4, 1, 2, 3, 5, 7, 6});
+  CHECK(epoch_of(Sampler(1, 1, 8, 8), 0, 0) == Ints{0, 4, 1, 2, 3, 5, 7, 6});
 }
 
 TEST_CASE("The shuffle is uniform") {
   // Over many epochs, example 0 is at each of 10 positions about equally often.
   std::vector<int> places(10);
+  Sampler sampler(5, 1, 10, 10);
   for (int epoch = 0; epoch < 10'000; ++epoch) {
-    const Ints order = epoch_of(EpochSampler(5, epoch, Shard{}, 10, 10));
+    const auto order = sampler.batch(epoch, 0, 0);
     ++places[static_cast<size_t>(std::find(order.begin(), order.end(), 0) - order.begin())];
   }
   for (const int count : places) CHECK(std::abs(count - 1000) < 150);
 }
 
-TEST_CASE("A sampler returns the batches of every epoch and shard") {
+TEST_CASE("A sampler returns batches in any order of epochs, shards and steps") {
   Sampler sampler(1, 3, 31, 4);
   for (const int epoch : {1, 1, 2, 1}) {
     for (int shard = 0; shard < 3; ++shard) {
-      const EpochSampler alone(1, epoch, Shard{shard, 3}, 31, 4);
-      REQUIRE(sampler.steps_per_epoch() == alone.steps());
-      for (int64_t step = alone.steps(); step-- > 0;) {
-        const auto batch = sampler.batch(epoch, shard, step), expected = alone.batch(step);
-        CHECK(Ints(batch.begin(), batch.end()) == Ints(expected.begin(), expected.end()));
+      const Ints expected = epoch_of(Sampler(1, 3, 31, 4), epoch, shard);
+      for (int64_t step = sampler.steps_per_epoch(); step-- > 0;) {
+        const auto batch = sampler.batch(epoch, shard, step);
+        CHECK(std::ranges::equal(batch, std::span(expected).subspan(4 * step, batch.size())));
       }
     }
   }
 }
 
 TEST_CASE("Impossible shards are refused") {
-  CHECK(kind_of(1, Shard{0, 1}, 10, 0) == base::ErrorKind::kInvalid);
-  CHECK(kind_of(1, Shard{2, 2}, 10, 4) == base::ErrorKind::kInvalid);
-  CHECK(kind_of(1, Shard{-1, 2}, 10, 4) == base::ErrorKind::kInvalid);
-  CHECK(kind_of(1, Shard{0, 0}, 10, 4) == base::ErrorKind::kInvalid);
-  CHECK(kind_of(1, Shard{0, 3}, 2, 4) == base::ErrorKind::kBadData);
-  CHECK(kind_of(1, Shard{0, 1}, 0, 4) == base::ErrorKind::kBadData);
-  const EpochSampler sampler(1, 0, Shard{}, 10, 4);
-  CHECK_THROWS_AS(sampler.batch(3), base::Exception);
-  CHECK_THROWS_AS(sampler.batch(-1), base::Exception);
+  CHECK(kind_of(1, 0, 10, 0) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(2, 2, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(2, -1, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(0, 0, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(3, 0, 2, 4) == base::ErrorKind::kBadData);
+  CHECK(kind_of(1, 0, 0, 4) == base::ErrorKind::kBadData);
+  Sampler sampler(1, 1, 10, 4);
+  CHECK_THROWS_AS(sampler.batch(0, 0, 3), base::Exception);
+  CHECK_THROWS_AS(sampler.batch(0, 0, -1), base::Exception);
 }
 
 TEST_CASE("A batch has the bags of its examples") {
