@@ -2,12 +2,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 
 namespace distrain::data {
 
@@ -19,6 +21,8 @@ class Vocabulary {
   Vocabulary() = default;
   /// Adds `words` in their order.
   explicit Vocabulary(const std::vector<std::string>& words);
+  Vocabulary(Vocabulary&&) = default;
+  Vocabulary& operator=(Vocabulary&&) = default;
 
   /// Returns the number of `word`. Adds `word` if it is new.
   int64_t add(std::string_view word);
@@ -26,27 +30,17 @@ class Vocabulary {
   /// Returns the number of `word`, or kUnknown.
   int64_t find(std::string_view word) const;
 
-  /// Returns the word with the number `id`. The view is valid until the next add().
-  std::string_view word(int64_t id) const;
+  /// Returns the word with the number `id`. The view is valid as long as this object.
+  std::string_view word(int64_t id) const { return words_[static_cast<size_t>(id)]; }
 
-  int64_t size() const { return static_cast<int64_t>(ends_.size()); }
+  int64_t size() const { return std::ssize(words_); }
+  /// Returns all words in the order of their numbers.
+  std::vector<std::string> all() const { return {words_.begin(), words_.end()}; }
 
  private:
-  struct Slot {
-    uint64_t hash = 0;
-    int64_t id = kUnknown;  // kUnknown if the slot is free
-  };
-  size_t slot_of(std::string_view word, uint64_t hash) const;
-  void grow();
-
-  // Open addressing with linear probing, at most half full; the size is a power of two.
-  std::vector<Slot> slots_ = std::vector<Slot>(1024);
-  std::string text_;          // all words, concatenated
-  std::vector<size_t> ends_;  // end of each word in text_
+  std::deque<std::string> words_;                      // by number; never moves its elements
+  ska::flat_hash_map<std::string_view, int64_t> ids_;  // by word; its keys are views of `words_`
 };
-
-/// Returns all words in the order of their numbers.
-std::vector<std::string> all_words(const Vocabulary& vocabulary);
 
 /// The words of a training file, numbered by first appearance, and its labels, sorted by bytes.
 struct TextVocabulary {

@@ -103,8 +103,8 @@ void HybridData::agree(job::TrainingPlan& training) const {
   if (train_) {
     training.agree("data", std::to_string(train_->content_hash));
     if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
-    training.keep("", job::part_of_words(
-                          {{"words", data::all_words(words_->words)}, {"labels", words_->labels}}));
+    training.keep("",
+                  job::part_of_words({{"words", words_->words.all()}, {"labels", words_->labels}}));
   }
   if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));

@@ -35,7 +35,7 @@ void RnnData::agree(job::TrainingPlan& training) const {
   training.agree("words", words(), "vocab_size");
   if (vocabulary_) {
     training.agree("data", std::to_string(train_.content_hash));
-    training.keep("", job::part_of_words({{"words", data::all_words(*vocabulary_)}}));
+    training.keep("", job::part_of_words({{"words", vocabulary_->all()}}));
   }
   training.alike("valid-data", std::to_string(valid_.content_hash));
   training.alike("test-data", std::to_string(test_.content_hash));

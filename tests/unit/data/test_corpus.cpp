@@ -102,7 +102,7 @@ TEST_CASE("The lines of a text have its words without <eos>") {
 TEST_CASE("A vocabulary is restored from its words") {
   const Folder folder;
   const auto words = read_words(folder.write("train", "one two two\n"), 0);
-  CHECK(all_words(Vocabulary(all_words(words))) == Strings{"<unk>", "<eos>", "two", "one"});
+  CHECK(Vocabulary(words.all()).all() == Strings{"<unk>", "<eos>", "two", "one"});
 }
 
 TEST_CASE("A random text has words of the whole vocabulary and depends on its seed") {

@@ -135,7 +135,7 @@ TEST_CASE("Examples for prediction need no label") {
       parse_fast_text("two\n\n__label__a one\nnew\n", "f", train.vocabulary, Labels::kSome);
   CHECK(data.labels == Ints{-1, 0, -1});
   CHECK(data.offsets == Ints{0, 1, 2, 2});
-  CHECK(all_words(train.vocabulary->words) == std::vector<std::string>{"one", "two", "three"});
+  CHECK(train.vocabulary->words.all() == std::vector<std::string>{"one", "two", "three"});
 }
 
 TEST_CASE("A file is read as the same text in memory") {
