@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdio>
 #include <filesystem>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include "distrain/base/error.h"
@@ -24,8 +25,10 @@ constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // element type
 constexpr uint64_t kMaxHeader = 16;       // bytes of a header with three dimensions
 
-[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
-  base::bad_data(path + ": " + reason);
+template <class... Args>
+[[noreturn]] void refuse(const std::string& path, fmt::format_string<Args...> reason,
+                         Args&&... args) {
+  base::bad_data(path + ": " + fmt::format(reason, std::forward<Args>(args)...));
 }
 
 // One IDX file: u8 0 · u8 0 · u8 element type · u8 dimensions · dimensions × u32 size, elements.
@@ -40,12 +43,10 @@ class IdxFile {
     std::array<uint8_t, 4> magic;
     read_header(magic);
     if (magic != std::array<uint8_t, 4>{0, 0, kUnsignedBytes, N}) {
-      char begin[9];
-      std::snprintf(begin, sizeof begin, "%02x%02x%02x%02x", magic[0], magic[1], magic[2],
-                    magic[3]);
-      refuse(path_, std::string("not an IDX file of ") + (N == 3 ? "images" : "labels") +
-                        ": it begins with " + begin +
-                        ", but a file of images begins with 00000803, one of labels with 00000801");
+      refuse(path_,
+             "not an IDX file of {}: it begins with {:02x}, but a file of images "
+             "begins with 00000803, one of labels with 00000801",
+             N == 3 ? "images" : "labels", fmt::join(magic, ""));
     }
     std::array<uint64_t, N> sizes;
     for (uint64_t& size : sizes) {
@@ -67,8 +68,7 @@ class IdxFile {
       elements.resize(std::min<uint64_t>(total, std::max(kFirstBytes, 2 * before)));
       const size_t got = reader_.read(elements.data() + before, elements.size() - before);
       if (got < elements.size() - before) {
-        refuse(path_, "cut short: " + std::to_string(before + got) + " of " +
-                          std::to_string(total) + " bytes after the header");
+        refuse(path_, "cut short: {} of {} bytes after the header", before + got, total);
       }
     }
     uint8_t more;
@@ -90,9 +90,7 @@ class IdxFile {
   store::ContentHasher& hasher_;
 };
 
-std::string size_of(const ImageSet& set) {
-  return std::to_string(set.rows) + " x " + std::to_string(set.columns);
-}
+std::string size_of(const ImageSet& set) { return fmt::format("{} x {}", set.rows, set.columns); }
 
 void read_pixels(const std::string& path, store::InputFile::Kind kind, store::ContentHasher& hasher,
                  ImageSet& set) {
@@ -102,11 +100,11 @@ void read_pixels(const std::string& path, store::InputFile::Kind kind, store::Co
   set.rows = static_cast<int64_t>(rows);
   set.columns = static_cast<int64_t>(columns);
   if (count == 0) refuse(path, "no image in this file");
-  if (rows == 0 || columns == 0) refuse(path, "images of " + size_of(set) + " pixels");
+  if (rows == 0 || columns == 0) refuse(path, "images of {} pixels", size_of(set));
   // rows * columns does not overflow, because each is below 2^32.
   if (rows * columns > kMaxImageBytes || count > kMaxImageBytes / (rows * columns)) {
-    refuse(path, std::to_string(count) + " images of " + size_of(set) +
-                     " pixels are more than the 8 GiB that are read");
+    refuse(path, "{} images of {} pixels are more than the 8 GiB that are read", count,
+           size_of(set));
   }
   set.pixels = file.read_elements(count * rows * columns);
 }
@@ -116,8 +114,7 @@ void read_labels(const std::string& path, const std::string& images, store::Cont
   IdxFile file(path, hasher);
   const auto [count] = file.read_sizes<1>();
   if (count != static_cast<uint64_t>(set.count)) {
-    refuse(path, std::to_string(count) + " labels for the " + std::to_string(set.count) +
-                     " images of " + images);
+    refuse(path, "{} labels for the {} images of {}", count, set.count, images);
   }
   set.labels = file.read_elements(count);
 }
@@ -152,8 +149,8 @@ bool has_any_of_pair(const std::string& folder, const std::string& set) {
 ImageSet read_pair(const std::string& folder, const std::string& set) {
   const auto images = find_file(folder, set, "images", "idx3");
   const auto labels = find_file(folder, set, "labels", "idx1");
-  if (!images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
-  if (!labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
+  if (!images) refuse(folder, "no {}-images-idx3-ubyte in this folder", set);
+  if (!labels) refuse(folder, "no {}-labels-idx1-ubyte in this folder", set);
   return read_idx(*images, *labels);
 }
 
@@ -187,13 +184,11 @@ void append_file(const std::string& path, store::InputFile::Kind kind, store::Co
     chunk.resize(reader.read(chunk.data(), kChunk));
     total += chunk.size();
     if (chunk.size() % kRecord != 0) {
-      refuse(path, std::to_string(total) + " bytes are no whole number of records of " +
-                       std::to_string(kRecord));
+      refuse(path, "{} bytes are no whole number of records of {}", total, kRecord);
     }
     for (auto at = chunk.begin(); at != chunk.end(); at += kRecord) {
       if (*at >= kClasses) {
-        refuse(path, "record " + std::to_string(set.count - before) + " has the label " +
-                         std::to_string(*at) + ", not one of 0 to 9");
+        refuse(path, "record {} has the label {}, not one of 0 to 9", set.count - before, *at);
       }
       set.labels.push_back(*at);
       set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
@@ -243,26 +238,9 @@ ImageFolder read_image_folder(const std::string& folder) {
   result.test = read_pair(folder, "t10k");
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
     refuse(find_file(folder, "t10k", "images", "idx3").value_or(folder),
-           "images of " + size_of(*result.test) + " pixels, those to train with are " +
-               size_of(result.train));
+           "images of {} pixels, those to train with are {}", size_of(*result.test),
+           size_of(result.train));
   }
-  return result;
-}
-
-bool has_cifar10(const std::string& folder) {
-  return std::ranges::any_of(
-      kTrainingFiles, [&](const char* name) { return !find_cifar_file(folder, name).empty(); });
-}
-
-ImageFolder read_cifar10(const std::string& folder) {
-  std::vector<std::string> paths;
-  for (const std::string name : kTrainingFiles) {
-    paths.push_back(find_cifar_file(folder, name));
-    if (paths.back().empty()) refuse(folder, "no " + name + " in this folder");
-  }
-  ImageFolder result{read_files(paths), {}};
-  const std::string test = find_cifar_file(folder, "test_batch.bin");
-  if (!test.empty()) result.test = read_files({test});
   return result;
 }
 
@@ -296,7 +274,13 @@ ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
 }
 
 ImageSet read_training_images(const std::string& folder) {
-  if (has_cifar10(folder)) return read_cifar10(folder).train;
+  std::vector<std::string> paths;
+  for (const char* name : kTrainingFiles) paths.push_back(find_cifar_file(folder, name));
+  if (!std::ranges::all_of(paths, &std::string::empty)) {
+    const auto missing = std::ranges::find(paths, "");
+    if (missing == paths.end()) return read_files(paths);
+    refuse(folder, "no {} in this folder", kTrainingFiles.at(missing - paths.begin()));
+  }
   // If `folder` is not a folder, read_image_folder() throws the error.
   if (has_any_of_pair(folder, "train") || !std::filesystem::is_directory(folder)) {
     return read_image_folder(folder).train;

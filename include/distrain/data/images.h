@@ -40,18 +40,16 @@ ImageSet read_images(const std::string& path);
 /// Throws the errors of read_idx(), and `bad_data` if the two sets' images differ in size.
 ImageFolder read_image_folder(const std::string& folder);
 
-/// Returns true if `folder` or its `cifar-10-batches-bin` has any of data_batch_1.bin to _5.bin.
-bool has_cifar10(const std::string& folder);
+/// Reads the training images of an IDX folder, as read_image_folder() does, or of the binary
+/// version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html): data_batch_1.bin to _5.bin in `folder` or
+/// its `cifar-10-batches-bin`, plain or gzip. A record is a label from 0 to 9 and the red, green
+/// and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason, if `folder`
+/// has the files of neither, if a file is missing, unreadable, damaged or empty, has a partial
+/// record or another label, or if the set exceeds 8 GiB.
+ImageSet read_training_images(const std::string& folder);
 
-/// Reads the binary version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html) from `folder` or its
-/// `cifar-10-batches-bin`: data_batch_1.bin to _5.bin for training and, if it exists,
-/// test_batch.bin. Each file is plain or gzip. A record is a label from 0 to 9 and the red, green
-/// and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason, if a file is
-/// missing, unreadable, damaged or empty, has a partial record or another label, or if a set
-/// exceeds 8 GiB.
-ImageFolder read_cifar10(const std::string& folder);
-
-/// Reads CIFAR-10 records from a file, a pipe or a folder's test_batch.bin, as read_cifar10() does.
+/// Reads CIFAR-10 records from a file, a pipe or the test_batch.bin of a folder, with the same
+/// errors.
 ImageSet read_cifar10_images(const std::string& path);
 
 /// The conversion of pixels to a net's input: (pixel - mean) / std per channel, pixels in [0, 1].
@@ -69,8 +67,5 @@ struct ImageBatch {
 /// Returns a batch of the images of `images` at the indices `examples`, in their order.
 ImageBatch make_batch(const ImageSet& images, std::span<const int64_t> examples,
                       const ImageForm& form);
-
-/// Reads the training images of a CIFAR-10 or IDX folder. Throws `bad_data` if `folder` is neither.
-ImageSet read_training_images(const std::string& folder);
 
 }  // namespace distrain::data

@@ -33,27 +33,25 @@ void write_batches(const Folder& folder, const std::string& below = "") {
 }
 
 std::string bad(const Folder& folder, const std::string& file) {
-  const std::string message = bad_data([&] { read_cifar10(folder.path()); });
+  const std::string message = bad_data([&] { read_training_images(folder.path()); });
   REQUIRE(message.starts_with(folder.path(file) + ": "));
   return message.substr(folder.path(file).size() + 2);
 }
 
 }  // namespace
 
-TEST_CASE("CIFAR-10's files are read in order, with or without the test images") {
+TEST_CASE("CIFAR-10's training files are read in order") {
   const Folder folder;
   write_batches(folder);
-  REQUIRE(has_cifar10(folder.path()));
-  ImageFolder read = read_cifar10(folder.path());
-  CHECK_FALSE(read.test);
-  CHECK(read.train.count == 10);
-  CHECK(read.train.channels == 3);
-  CHECK(read.train.rows == 32);
-  CHECK(read.train.columns == 32);
-  CHECK(read.train.labels == std::vector<uint8_t>{1, 2, 2, 3, 3, 4, 4, 5, 5, 6});
-  REQUIRE(read.train.pixels.size() == 10 * 3072);
+  const ImageSet read = read_training_images(folder.path());
+  CHECK(read.count == 10);
+  CHECK(read.channels == 3);
+  CHECK(read.rows == 32);
+  CHECK(read.columns == 32);
+  CHECK(read.labels == std::vector<uint8_t>{1, 2, 2, 3, 3, 4, 4, 5, 5, 6});
+  REQUIRE(read.pixels.size() == 10 * 3072);
   const auto pixel = [&](int image, int plane, int at) {
-    return read.train.pixels[static_cast<size_t>(image * 3072 + plane * 1024 + at)];
+    return read.pixels[static_cast<size_t>(image * 3072 + plane * 1024 + at)];
   };
   CHECK(pixel(0, 0, 0) == 100);
   CHECK(pixel(0, 0, 1) == 1);
@@ -62,12 +60,7 @@ TEST_CASE("CIFAR-10's files are read in order, with or without the test images")
   CHECK(pixel(9, 1, 5) == 7);
   std::string whole;
   for (int k = 1; k <= 5; ++k) whole += read_text(folder.path(batch_name(k)));
-  CHECK(read.train.content_hash == store::content_hash(whole));
-
-  folder.write("test_batch.bin", record(9));
-  read = read_cifar10(folder.path());
-  REQUIRE(read.test);
-  CHECK(read.test->labels == std::vector<uint8_t>{9});
+  CHECK(read.content_hash == store::content_hash(whole));
 }
 
 TEST_CASE("CIFAR-10's images for prediction are those of a file, or a folder's test images") {
@@ -82,12 +75,10 @@ TEST_CASE("CIFAR-10's images for prediction are those of a file, or a folder's t
 
 TEST_CASE("CIFAR-10's files may lie in the folder of their archive") {
   const Folder folder;
-  CHECK_FALSE(has_cifar10(folder.path()));
   std::filesystem::create_directory(folder.path("cifar-10-batches-bin"));
   write_batches(folder, "cifar-10-batches-bin/");
-  CHECK(has_cifar10(folder.path()));
-  CHECK(read_cifar10(folder.path()).train.count == 10);
-  CHECK(read_cifar10(folder.path("cifar-10-batches-bin")).train.count == 10);
+  CHECK(read_training_images(folder.path()).count == 10);
+  CHECK(read_training_images(folder.path("cifar-10-batches-bin")).count == 10);
 }
 
 TEST_CASE("a CIFAR-10 file may be larger than the read buffer, and compressed") {
@@ -98,13 +89,13 @@ TEST_CASE("a CIFAR-10 file may be larger than the read buffer, and compressed") 
   for (const size_t records : {size_t{1024}, size_t{2048}, size_t{3000}}) {
     const std::string part = text.substr(0, records * 3073);
     folder.write(batch_name(2), part);
-    const ImageSet plain = read_cifar10(folder.path()).train;
+    const ImageSet plain = read_training_images(folder.path());
     CHECK(plain.count == static_cast<int64_t>(8 + records));
     CHECK(plain.labels[2 + records - 1] == (records - 1) % 10);
     gzFile file = gzopen(folder.path(batch_name(2)).c_str(), "wb");
     REQUIRE(gzwrite(file, part.data(), static_cast<unsigned>(part.size())) > 0);
     REQUIRE(gzclose(file) == Z_OK);
-    const ImageSet compressed = read_cifar10(folder.path()).train;
+    const ImageSet compressed = read_training_images(folder.path());
     CHECK(compressed.content_hash == plain.content_hash);
     CHECK(compressed.pixels == plain.pixels);
   }
@@ -112,15 +103,12 @@ TEST_CASE("a CIFAR-10 file may be larger than the read buffer, and compressed") 
 
 TEST_CASE("CIFAR-10 files that are missing or damaged are refused") {
   const Folder folder;
-  CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
-        folder.path() + ": no data_batch_1.bin in this folder");
   write_batches(folder);
   for (int k = 1; k <= 5; ++k) {
     const std::string path = folder.path(batch_name(k));
     const std::string text = read_text(path);
     std::filesystem::remove(path);
-    CHECK(has_cifar10(folder.path()));
-    CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
+    CHECK(bad_data([&] { read_training_images(folder.path()); }) ==
           folder.path() + ": no " + batch_name(k) + " in this folder");
     write_text(path, text);
   }
@@ -136,13 +124,9 @@ TEST_CASE("CIFAR-10 files that are missing or damaged are refused") {
   CHECK(with(many + "x") == "4609501 bytes are no whole number of records of 3073");
   CHECK(with(record(9) + record(10)) == "record 1 has the label 10, not one of 0 to 9");
   CHECK(with(many + record('\xff')) == "record 1500 has the label 255, not one of 0 to 9");
-  write_batches(folder);
   folder.write("test_batch.bin", "x");
-  CHECK(bad(folder, "test_batch.bin") == "1 bytes are no whole number of records of 3073");
-  std::filesystem::remove(folder.path("test_batch.bin"));
-  std::filesystem::create_directory(folder.path("test_batch.bin"));
-  CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
-        folder.path("test_batch.bin") + ": not a regular file");
+  CHECK(bad_data([&] { read_cifar10_images(folder.path()); }) ==
+        folder.path("test_batch.bin") + ": 1 bytes are no whole number of records of 3073");
 }
 
 }  // namespace distrain::data
