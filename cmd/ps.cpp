@@ -33,12 +33,12 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   }
   if (!options.num_gpus || is_spread || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
-  const job::DeviceSpec spec(device, c10::kCUDA, cmd::ps_job().info().roles);
+  const job::DeviceSpec spec(device, cmd::ps_job().info().roles);
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
   const int gpus = *options.num_gpus;
   if (!server) return;
-  const bool same_kind = server->accelerator == (gpus > 0);
-  if (same_kind && (!server->index || (gpus == 1 && *server->index == 0))) return;
+  const bool same_kind = server->is_cuda() == (gpus > 0);
+  if (same_kind && (!server->has_index() || (gpus == 1 && server->index() == 0))) return;
   base::invalid(fmt::format("--num-gpus {} and --device {} put the server on different devices",
                             gpus, device));
 }

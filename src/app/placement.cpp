@@ -320,15 +320,14 @@ class Placer {
   Placement placement_;
 };
 
-using job::DeviceChoice;
 using job::DeviceSpec;
 
-const DeviceChoice kAnyGpu = {true, std::nullopt};
+const c10::Device kAnyGpu = c10::kCUDA;
 
 int count_gpus() { return cuda::load().device_count(); }
 
 DeviceSpec device_spec(const ParsedOptions& options, const job::AnyDefinition& job) {
-  return {options.text("device"), c10::kCUDA, job.info().roles};
+  return {options.text("device"), job.info().roles};
 }
 
 }  // namespace
@@ -391,10 +390,11 @@ const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
     std::vector<c10::Device> devices;
     const auto count = job_.gpus(options, rank_name);
     for (int gpu = 0; gpu < count.value_or(0); ++gpu) {
-      devices.push_back(job::resolve_device({true, gpu}, count_gpus, 0));
+      const c10::Device wanted(c10::kCUDA, static_cast<c10::DeviceIndex>(gpu));
+      devices.push_back(job::resolve_device(wanted, count_gpus, 0));
     }
     if (!devices.empty()) return devices;
-    const DeviceChoice choice = count ? DeviceChoice() : device_spec(options, job_).of(rank_name);
+    const c10::Device choice = count ? c10::kCPU : device_spec(options, job_).of(rank_name);
     const auto turn = place_in_turn(options, job_, placement_, rank_, rank_name);
     devices.push_back(job::resolve_device(choice, count_gpus, turn.value_or(0)));
     return devices;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <c10/core/DeviceType.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -17,15 +16,17 @@ constexpr int kMostDevices = 127;  // limit of c10::DeviceIndex
 
 [[noreturn]] void refuse(const std::string& message) { base::invalid("--device " + message); }
 
-DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
-  if (text == "cpu") return {};
-  const std::string name = c10::DeviceTypeName(accelerator, /*lower_case=*/true);
-  if (text == name) return {true, std::nullopt};
-  if (text.starts_with(name + ":")) {
-    const auto index = base::number<uint8_t>(text.substr(name.size() + 1));
-    if (index && *index <= kMostDevices) return {true, *index};
+c10::Device gpu(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+c10::Device parse_device(std::string_view text) {
+  constexpr std::string_view kIndexed = "cuda:";
+  if (text == "cpu") return c10::kCPU;
+  if (text == "cuda") return c10::kCUDA;
+  if (text.starts_with(kIndexed)) {
+    const auto index = base::number<uint8_t>(text.substr(kIndexed.size()));
+    if (index && *index <= kMostDevices) return gpu(*index);
   }
-  refuse(fmt::format("must be cpu, {0}, {0}:N or ROLE=DEVICE[,...], not '{1}'", name, text));
+  refuse(fmt::format("must be cpu, cuda, cuda:N or ROLE=DEVICE[,...], not '{}'", text));
 }
 
 std::string_view without_number(std::string_view name) {
@@ -35,11 +36,10 @@ std::string_view without_number(std::string_view name) {
 
 }  // namespace
 
-DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
-                       std::vector<DeviceRole> roles)
+DeviceSpec::DeviceSpec(std::string_view text, std::vector<DeviceRole> roles)
     : roles_(std::move(roles)) {
   if (text.find('=') == std::string_view::npos) {
-    for_all_ = parse_device(text, accelerator);
+    for_all_ = parse_device(text);
     return;
   }
   for (const std::string_view part : base::split(text, ',')) {
@@ -48,7 +48,7 @@ DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
       refuse(fmt::format(
           "names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '{}' has none", part));
     }
-    add(part.substr(0, equals), part.substr(equals + 1), accelerator);
+    add(part.substr(0, equals), part.substr(equals + 1));
   }
 }
 
@@ -59,8 +59,8 @@ const DeviceRole* DeviceSpec::class_of(std::string_view name) const {
   return it == roles_.end() ? nullptr : &*it;
 }
 
-void DeviceSpec::add(std::string_view role, std::string_view device, c10::DeviceType accelerator) {
-  const DeviceChoice choice = parse_device(device, accelerator);
+void DeviceSpec::add(std::string_view role, std::string_view device) {
+  const c10::Device choice = parse_device(device);
   const DeviceRole* found = class_of(role);
   std::string number;
   if (!found) {  // `role` may name a rank: trainer1, or stage1 if stage is an alias of worker
@@ -76,7 +76,7 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
     }
     refuse(fmt::format("names the role '{}', but there are {}", role, fmt::join(known, ", ")));
   }
-  if (choice.accelerator && found->use == DeviceRole::Use::kNone) {
+  if (!choice.is_cpu() && found->use == DeviceRole::Use::kNone) {
     refuse("names " + std::string(role) + ", which computes nothing that a GPU could");
   }
   if (!by_name_.emplace(found->name + number, choice).second) {
@@ -84,20 +84,20 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
   }
 }
 
-std::optional<DeviceChoice> DeviceSpec::named(const std::string& rank_name) const {
+std::optional<c10::Device> DeviceSpec::named(const std::string& rank_name) const {
   for (const auto& name : {rank_name, std::string(without_number(rank_name))}) {
     if (const auto it = by_name_.find(name); it != by_name_.end()) return it->second;
   }
   return std::nullopt;
 }
 
-DeviceChoice DeviceSpec::of(const std::string& rank_name) const {
+c10::Device DeviceSpec::of(const std::string& rank_name) const {
   if (const auto own = named(rank_name)) return *own;
-  if (!for_all_ || !for_all_->accelerator) return {};
+  if (!for_all_ || for_all_->is_cpu()) return c10::kCPU;
   const DeviceRole* role = class_of(rank_name);
   if (!role) role = class_of(without_number(rank_name));
   const bool computes = !role || role->use == DeviceRole::Use::kCompute;
-  return computes ? *for_all_ : DeviceChoice();
+  return computes ? *for_all_ : c10::kCPU;
 }
 
 void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
@@ -107,12 +107,12 @@ void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
   }
 }
 
-c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
+c10::Device resolve_device(const c10::Device& choice, const std::function<int()>& count_gpus,
                            int place) {
-  if (!choice.accelerator) return c10::kCPU;
+  if (choice.is_cpu()) return choice;
   const int count = count_gpus();
-  const int index = choice.index.value_or(place % count);
-  if (index < count) return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
+  const int index = choice.has_index() ? choice.index() : place % count;
+  if (index < count) return gpu(index);
   throw base::Exception(base::ErrorKind::kResources,
                         fmt::format("there is no cuda:{} on this host, only cuda:0{}", index,
                                     count > 1 ? fmt::format(" to cuda:{}", count - 1) : ""));

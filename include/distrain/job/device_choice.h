@@ -26,41 +26,35 @@ struct DeviceRole {
   Use use = Use::kCompute;
 };
 
-/// A device that the user has asked for.
-struct DeviceChoice {
-  bool accelerator = false;
-  std::optional<int> index;  ///< index of the GPU; if unset, resolve_device() chooses a GPU
-  bool operator==(const DeviceChoice&) const = default;
-};
-
 /// The value of `--device`: one device, or ROLE=DEVICE[,…], which leaves other roles on the CPU.
+/// For a GPU without an index, resolve_device() chooses the GPU.
 class DeviceSpec {
  public:
-  /// Throws `invalid` if `text` is malformed or has an unknown role. `accelerator` is the GPU type.
-  DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
+  /// Throws `invalid` if `text` is malformed or has an unknown role.
+  DeviceSpec(std::string_view text, std::vector<DeviceRole> roles);
 
-  DeviceChoice of(const std::string& rank_name) const;
+  c10::Device of(const std::string& rank_name) const;
   /// Returns the device if `--device` names the rank ("trainer1") or its role, otherwise nullopt.
-  std::optional<DeviceChoice> named(const std::string& rank_name) const;
+  std::optional<c10::Device> named(const std::string& rank_name) const;
   /// Returns the device that `--device` chooses for the whole job, or nullopt if it names roles.
-  const std::optional<DeviceChoice>& for_all() const { return for_all_; }
+  const std::optional<c10::Device>& for_all() const { return for_all_; }
   /// Throws `invalid` if `--device` names a rank that is not in `rank_names`.
   void check_ranks(const std::vector<std::string>& rank_names) const;
 
  private:
   const DeviceRole* class_of(std::string_view name) const;
-  void add(std::string_view role, std::string_view device, c10::DeviceType accelerator);
+  void add(std::string_view role, std::string_view device);
 
   std::vector<DeviceRole> roles_;
-  std::optional<DeviceChoice> for_all_;
-  std::map<std::string, DeviceChoice> by_name_;  // by the name of a role or rank, not by alias
+  std::optional<c10::Device> for_all_;
+  std::map<std::string, c10::Device> by_name_;  // by the name of a role or rank, not by alias
 };
 
 /// Returns the device for `choice`. If `choice` is a GPU without an index, returns the GPU with the
 /// index `place` modulo the number of GPUs. `place` is the number of lower ranks on this host that
 /// have the same choice. Throws `resources` if no GPU has the index. Calls `count_gpus`, which
 /// throws if the host has no GPU, only if `choice` is a GPU.
-c10::Device resolve_device(const DeviceChoice& choice, const std::function<int()>& count_gpus,
+c10::Device resolve_device(const c10::Device& choice, const std::function<int()>& count_gpus,
                            int place);
 
 /// Returns `error` with `rank` as its cause. Puts "rank 2 (trainer1): " before the message, unless

@@ -3,7 +3,6 @@
 #include "support/catch.h"
 
 using namespace distrain;
-using job::DeviceChoice;
 using job::DeviceRole;
 using job::DeviceSpec;
 using testing::contains;
@@ -15,12 +14,12 @@ const std::vector<DeviceRole> kRoles = {{"trainer", "", DeviceRole::Use::kComput
                                         {"ps", "server", DeviceRole::Use::kCompute},
                                         {"master", "", DeviceRole::Use::kIfNamed},
                                         {"observer", "", DeviceRole::Use::kNone}};
-const DeviceChoice kCpu;
-const DeviceChoice kAny = {true, std::nullopt};
+const c10::Device kCpu = c10::kCPU;
+const c10::Device kAny = c10::kCUDA;
 
-DeviceChoice gpu(int index) { return {true, index}; }
+c10::Device gpu(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
-DeviceSpec spec(const std::string& text) { return {text, c10::kCUDA, kRoles}; }
+DeviceSpec spec(const std::string& text) { return {text, kRoles}; }
 
 std::string refusal(const std::string& text) {
   try {
@@ -99,7 +98,7 @@ TEST_CASE("a device without an index gets the rank's local index") {
 }
 
 TEST_CASE("a missing device is an error that names the rank") {
-  const auto error_of = [](DeviceChoice choice, int count) {
+  const auto error_of = [](c10::Device choice, int count) {
     try {
       job::naming_rank(2, "trainer1", [&] {
         return std::vector<c10::Device>{resolve_device(choice, gpus(count), 0)};
