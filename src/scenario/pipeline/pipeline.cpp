@@ -2,8 +2,6 @@
 
 #include "pipeline.h"
 
-#include <iterator>
-
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -16,13 +14,11 @@ namespace distrain::scenario {
 
 namespace {
 
-/// Calls F, which returns a container, on all stages. Returns all elements in one container.
+/// Calls F, which returns a vector, on all stages. Returns the concatenated vectors.
 template <auto F>
 auto joined(const nn::Pipeline<PipelineStage>& stages) {
   auto all = stages.call_all<F>();
-  for (size_t i = 1; i < all.size(); ++i) {
-    std::ranges::copy(all[i], std::inserter(all[0], all[0].end()));
-  }
+  for (size_t i = 1; i < all.size(); ++i) all[0].insert(all[0].end(), all[i].begin(), all[i].end());
   return all[0];
 }
 
@@ -68,7 +64,6 @@ class Pipeline final : public PipelineModel {
         judge(options_,
               stages_.train(schedule_, batch.images.tensor_split(schedule_.micro_batches), loss),
               batch, index);
-    if (options_.on_gradients) options_.on_gradients(joined<&PipelineStage::gradients>(stages_));
     optimizer_->step(whole);
     const std::vector<nn::StageReport> reports = stages_.call_all<&PipelineStage::end_batch>();
     result.batch_s = base::seconds_since(begun);
@@ -144,11 +139,6 @@ class LocalModel final : public PipelineModel {
     }
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
-    if (options_.on_gradients) {
-      rpc::NamedTensors gradients;
-      for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
-      options_.on_gradients(store::on_host(gradients));
-    }
     base::traced("update", [&] {
       optimizer_->gather();
       optimizer_->step();

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -31,8 +30,6 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::string valid_data, test_data;  ///< folders with test images; empty: no such evaluation
   std::string weights;   ///< safetensors file of initial weights; empty: random, as torchvision
   bool explain = false;  ///< print the schedule and train nothing
-  /// For tests: called on the master with the gradients of each batch before they are applied.
-  std::function<void(const rpc::NamedTensors&)> on_gradients;
 };
 
 /// Throws `invalid` if options contradict each other: more micro-batches than images, a split that

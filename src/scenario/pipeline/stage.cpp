@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/autograd/context.h"
 #include "distrain/job/job.h"
 #include "distrain/rpc/to_device.h"
 #include "distrain/store/named_tensors.h"
@@ -106,14 +105,6 @@ std::vector<std::string> PipelineStage::parameter_names() const {
   return names;
 }
 
-rpc::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
-  rpc::NamedTensors named;
-  for (const auto& [name, parameter] : module_.parameters()) {
-    named[name] = autograd::gradient(call.agent, rpc::current_context(), parameter);
-  }
-  return store::on_host(named);
-}
-
 void PipelineStage::expose(rpc::Agent& agent) {
   nn::StagePasses::install(agent);
   agent.expose_class<PipelineStage>("PipelineStage");
@@ -123,7 +114,6 @@ void PipelineStage::expose(rpc::Agent& agent) {
   agent.expose<&PipelineStage::infer>("PipelineStage.infer");
   agent.expose<&PipelineStage::parameter_rrefs>("PipelineStage.parameter_rrefs");
   agent.expose<&PipelineStage::parameter_names>("PipelineStage.parameter_names");
-  agent.expose<&PipelineStage::gradients>("PipelineStage.gradients");
   agent.expose<&PipelineStage::hold_state>("PipelineStage.hold_state");
   agent.expose<&PipelineStage::load>("PipelineStage.load");
 }

@@ -32,8 +32,6 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
-  /// Returns the gradients in the call's distributed autograd context, by parameter, on the CPU.
-  rpc::NamedTensors gradients(rpc::CallContext& call);
   /// Returns a snapshot of parameters and buffers on the CPU.
   rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
   /// Loads this stage's part of a complete state_dict.
