@@ -27,6 +27,7 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;
   const bool by_steps = options.steps > 0 &&
                         (options.epochs == 0 || options.steps < options.epochs * steps_per_epoch);
+  plan.trainers = options.trainers;
   plan.epochs = options.epochs;
   plan.steps = by_steps ? options.steps : 0;
   plan.steps_per_epoch = steps_per_epoch;
@@ -355,10 +356,9 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
                        std::min(2 * task.count, plan_.steps_at_once));
 }
 
-SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan, int trainers)
+SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan)
     : TrainingPlan(std::move(plan), local, {}, nullptr, &local.host()) {
-  plan_.trainers = trainers;
-  own_.resize(static_cast<size_t>(trainers));
+  own_.resize(static_cast<size_t>(plan_.trainers));
   std::iota(own_.begin(), own_.end(), 0);
 }
 

@@ -24,8 +24,8 @@ class SingleProcessTraining : public TrainingPlan {
  public:
   SingleProcessTraining(SingleProcess& local, const TrainerOptions& options,
                         int64_t steps_per_epoch)
-      : SingleProcessTraining(local, Plan::of(options, steps_per_epoch), options.trainers) {}
-  SingleProcessTraining(SingleProcess& local, Plan plan, int trainers);
+      : SingleProcessTraining(local, Plan::of(options, steps_per_epoch)) {}
+  SingleProcessTraining(SingleProcess& local, Plan plan);
 
   using TrainingPlan::keep;
   void keep(const std::string& name, const torch::nn::Module& module) {

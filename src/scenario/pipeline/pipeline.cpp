@@ -183,7 +183,7 @@ void train_pipeline_local(job::SingleProcess& local, const PipelineOptions& opti
   const PipelineData data(options);
   LocalModel model(options, local.device());
   PipelineRun run(options, data, model, local.sink());
-  job::SingleProcessTraining training(local, run.plan(), 1);
+  job::SingleProcessTraining training(local, run.plan());
   run.keep_in(training);
   training.keep(model.optimizer());
   training.run([&](const std::vector<job::Step>& steps) { return run.step(steps[0]); });

@@ -284,7 +284,7 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   job::SingleProcessOptimizer optimizer(options.rule(), options.mode,
                                         optim::named(ConvNet::names(), net.parameters()));
 
-  job::SingleProcessTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan());
   data.agree(training);
   training.keep("", job::part_of(net.named_parameters()));
   training.keep(optimizer);

@@ -69,6 +69,21 @@ class Observer {
   Environments environments_;
 };
 
+/// Trains `learner` to the end of the job. `play` plays an episode in all environments.
+void train(auto& training, Learner& learner, job::Process& process,
+           const std::function<void(int64_t episode)>& play) {
+  learner.keep_in(training);
+  training.end_when([&] { return learner.solved(); });
+  training.run([&](const auto&) {
+    const int64_t episode = training.steps_made() + 1;
+    learner.begin_episode(episode);
+    play(episode);
+    return learner.end_episode();
+  });
+  learner.add_to(process.fields(), training.steps_made());
+  if (!learner.solved()) process.miss_goal(learner.what_is_missing(training.steps_made()));
+}
+
 }  // namespace
 
 void expose_rl(rpc::Agent& agent) {
@@ -91,21 +106,14 @@ void train_rl(job::Rank& rank, const RlOptions& options) {
 
   job::Training training(rank,
                          job::Plan::of_steps(options, options.max_episodes, "--max-episodes"));
-  learner->keep_in(training);
-  training.end_when([&] { return learner->solved(); });
-  training.run([&](const job::Step& step) {
-    const int64_t episode = step.total + 1;
-    learner->begin_episode(episode);
+  train(training, *learner, rank, [&](int64_t episode) {
     std::vector<base::Future<void>> episodes;
     for (const auto& observer : observers) {
       episodes.push_back(agent.rpc_async<&Observer::run_episode>(
           rpc::To(observer.owner()).without_deadline(), observer, episode));
     }
     base::wait_all(episodes);
-    return learner->end_episode();
   });
-  learner->add_to(rank.fields(), training.steps_made());
-  if (!learner->solved()) rank.miss_goal(learner->what_is_missing(training.steps_made()));
 }
 
 void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
@@ -116,12 +124,8 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
                            options.max_steps);
   }
   job::SingleProcessTraining training(
-      local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"), 1);
-  learner.keep_in(training);
-  training.end_when([&] { return learner.solved(); });
-  training.run([&](const std::vector<job::Step>& steps) {
-    const int64_t episode = steps[0].total + 1;
-    learner.begin_episode(episode);
+      local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"));
+  train(training, learner, local, [&](int64_t episode) {
     // Observers may play in turn: an action does not depend on other requests to one choose().
     for (int o = 0; o < options.observers; ++o) {
       observers[static_cast<size_t>(o)].play(
@@ -131,10 +135,7 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
           },
           [&](const EnvironmentStates& ends) { learner.report(o, ends); });
     }
-    return learner.end_episode();
   });
-  learner.add_to(local.fields(), training.steps_made());
-  if (!learner.solved()) local.miss_goal(learner.what_is_missing(training.steps_made()));
 }
 
 void predict_rl(job::Predictions& predictions, const RlOptions& options) {

@@ -157,7 +157,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
     states[t] = model.lstm().zero_state(options.batch_size);
   }
 
-  job::SingleProcessTraining training(local, data.plan(), options.trainers);
+  job::SingleProcessTraining training(local, data.plan());
   data.agree(training);
   training.keep("encoder", job::part_of(whole.embedding.named_parameters()));
   training.keep("decoder", job::part_of(whole.decoder.named_parameters()));
