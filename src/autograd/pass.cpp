@@ -136,11 +136,9 @@ void Pass::run_ready() {
       }
     } catch (...) {
       // A non-distrain exception becomes `internal` on the initiator, else `remote_failed`.
-      base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
-                                                              : base::ErrorKind::kInternal);
-      if (error.rank < 0) error.rank = agent_.rank();
-      if (error.op.empty()) error.op = "backward";
-      fail(error);
+      const auto otherwise =
+          roots_.empty() ? base::ErrorKind::kRemoteFailed : base::ErrorKind::kInternal;
+      fail(base::with_origin(rpc::error_in_flight(otherwise), agent_.rank(), "backward"));
     }
     clean.restore();
   }

@@ -272,8 +272,7 @@ bool Core::await_room(Operation& operation) {
 
 void Core::on_peer_lost(int world_rank, const Error& error) {
   if (group_rank(world_rank) < 0) return;
-  Error lost = error;
-  if (lost.rank < 0) lost.rank = world_rank;  // if set, the rank that caused the loss
+  const Error lost = base::with_origin(error, world_rank);  // its rank may have caused the loss
   {
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = lost;

@@ -244,9 +244,7 @@ class NcclReduceGroup final : public ReduceGroup {
       }
       if (auto lost = control_->failure()) return *lost;
     }
-    if (error.rank < 0) error.rank = own_rank();
-    if (error.op.empty()) error.op = spec.text();
-    return error;
+    return base::with_origin(std::move(error), own_rank(), spec.text());
   }
 
   static rpc::StreamPoint enqueue(DeviceCommunicator& communicator, const Call& call) {

@@ -146,9 +146,7 @@ void ControlProtocol::receive(Link link, const Message& message) {
     }
     wire::Reader::fail("a frame out of place");
   } catch (const Exception& e) {
-    Error error = e.error();
-    if (error.rank < 0) error.rank = rank;
-    closed(link, error);
+    closed(link, base::with_origin(e.error(), rank));
   }
 }
 
@@ -261,8 +259,7 @@ Error ControlProtocol::loss(int rank, const Error& error) const {
 }
 
 Error ControlProtocol::reason_of(int rank, const Message& message) const {
-  Error error = wire::decode_error(message.body);
-  if (error.rank < 0) error.rank = rank;
+  Error error = base::with_origin(wire::decode_error(message.body), rank);
   if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
     error.message = text_of(rank) + " says: " + error.message;
   }

@@ -155,8 +155,8 @@ base::Future<at::Tensor> StagePasses::forward(rpc::Agent& agent, const rpc::RRef
       return rpc::for_rank(agent, next_rank,
                            batch->pass(agent, x, micro_batch, compute, admission));
     } catch (...) {
-      base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
-      if (error.rank < 0) error.rank = agent.rank();
+      base::Error error =
+          base::with_origin(rpc::error_in_flight(base::ErrorKind::kRemoteFailed), agent.rank());
       error.op = batch->function;
       admission->fail(error);
       throw base::Exception(error);

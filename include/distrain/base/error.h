@@ -42,6 +42,13 @@ struct Error {
   std::string op{};   ///< the function or phase that failed; may be empty
 };
 
+/// Returns `error` with its rank and operation set to `rank` and `op` if they were missing.
+inline Error with_origin(Error error, int rank, const std::string& op = {}) {
+  if (error.rank < 0) error.rank = rank;
+  if (error.op.empty()) error.op = op;
+  return error;
+}
+
 /// An exception that carries an Error. Every failure of the runtime is thrown as this type.
 class Exception : public std::runtime_error {
  public:

@@ -30,13 +30,6 @@ inline uint32_t wait_ms(base::Duration timeout) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
-/// Returns `error` with its rank and operation set to `rank` and `op` if they were missing.
-inline base::Error with_origin(base::Error error, int rank, const std::string& op) {
-  if (error.rank < 0) error.rank = rank;
-  if (error.op.empty()) error.op = op;
-  return error;
-}
-
 /// Prefix of the functions that collect the trace; their calls are not traced.
 inline constexpr std::string_view kTraceFunctions = "distrain.trace.";
 
