@@ -250,11 +250,7 @@ bool Core::await_room(Operation& operation) {
     const base::BlockingScope blocking;
     lock.lock();
     const auto is_over = [&] { return failure_ || operation.failure_ || has_room(); };
-    if (operation.deadline_ == base::kNever) {
-      room_.wait(lock, is_over);
-    } else {
-      room_.wait_until(lock, operation.deadline_, is_over);
-    }
+    base::wait_until(room_, lock, operation.deadline_, is_over);
     if (!has_room()) {
       operation.fail_locked(failure_ ? *failure_ : operation.deadline_error_locked());
       return false;

@@ -39,7 +39,7 @@ void Operation::transition_locked(OperationState to) {
   state_.store(to, std::memory_order_release);
   const bool complete = to == kReady && step_ + 1 == steps_;
   if (complete || to == kDone) core_->pending_.erase(number_);
-  if (sleepers_ > 0 && (to == kReady || to == kDone)) changed_.notify_all();
+  if (to == kReady || to == kDone) changed_.notify_all();
 }
 
 void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
@@ -224,13 +224,7 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
   if (!base::thread_state().poll.poll([this] { return ready_or_done(); })) {
     base::BlockingScope blocking;
     lock.lock();
-    ++sleepers_;
-    if (limit == base::kNever) {
-      changed_.wait(lock, [this] { return ready_or_done(); });
-    } else {
-      changed_.wait_until(lock, limit, [this] { return ready_or_done(); });
-    }
-    --sleepers_;
+    base::wait_until(changed_, lock, limit, [this] { return ready_or_done(); });
     lock.unlock();
   }
   lock.lock();

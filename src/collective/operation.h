@@ -120,7 +120,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
   int step_ = 0;
   size_t missing_ = 0;                      // messages of step `step_` that have not arrived
   int waiters_ = 0;                         // threads in wait_until()
-  int sleepers_ = 0;                        // threads of `waiters_` that sleep in changed_
   std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing
   std::optional<base::Error> failure_;      // first error while Starting or Running
   std::optional<base::Error> error_;

@@ -18,6 +18,15 @@ inline TimePoint deadline_after(std::chrono::nanoseconds timeout) {
   return timeout < kNever - now ? now + std::chrono::duration_cast<Duration>(timeout) : kNever;
 }
 
+/// Waits on `condition`, a std::condition_variable, until `done()` returns true. Returns false if
+/// `deadline` passes first.
+template <class Condition, class Lock, class Done>
+bool wait_until(Condition& condition, Lock& lock, TimePoint deadline, Done done) {
+  if (deadline != kNever) return condition.wait_until(lock, deadline, done);
+  condition.wait(lock, done);
+  return true;
+}
+
 inline double seconds_since(TimePoint start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }

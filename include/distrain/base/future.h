@@ -90,15 +90,7 @@ class FutureState {
     if (thread_state().poll.poll([this] { return ready(); })) return true;
     BlockingScope blocking;
     std::unique_lock lock(mutex_);
-    ++waiters_;
-    const auto done = [this] { return result_.has_value(); };
-    if (deadline == kNever) {
-      condition_.wait(lock, done);
-    } else {
-      condition_.wait_until(lock, deadline, done);
-    }
-    --waiters_;
-    return done();
+    return base::wait_until(condition_, lock, deadline, [this] { return result_.has_value(); });
   }
 
   // The following functions may be called only if ready().
@@ -126,7 +118,7 @@ class FutureState {
       callbacks.swap(callbacks_);
       ready_.store(true, std::memory_order_release);
       // Notify under the lock: the last waiter may destroy this state right after it wakes.
-      if (waiters_ > 0) condition_.notify_all();
+      condition_.notify_all();
     }
     for (Callback& callback : callbacks) callback(*result_);
     return true;
@@ -135,7 +127,6 @@ class FutureState {
   std::atomic<bool> ready_{false};
   std::mutex mutex_;
   std::condition_variable condition_;
-  int waiters_ = 0;
   std::optional<Result<V>> result_;
   QueuedWorkPtr queued_work_;  // written before ready_ is set
   std::vector<Callback> callbacks_;
