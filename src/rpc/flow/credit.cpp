@@ -19,18 +19,12 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   } const dequeuing{*this, self};
   enqueue(self);
   std::unique_lock lock(mutex_);
-  for (;;) {
-    if (failed_) return *failed_;
-    if (try_serve_locked(self)) return base::Unit{};
-    if (deadline == base::kNever) {
-      self.turn.wait(lock);
-    } else if (base::Clock::now() >= deadline) {
-      return base::Error{base::ErrorKind::kOverloaded,
-                         "it has not begun, or not answered, enough of the calls before"};
-    } else {
-      self.turn.wait_until(lock, deadline);
-    }
-  }
+  const auto is_over = [&] { return failed_ || try_serve_locked(self); };
+  const bool is_in_time = base::wait_until(self.turn, lock, deadline, is_over);
+  if (failed_) return *failed_;
+  if (is_in_time) return base::Unit{};
+  return base::Error{base::ErrorKind::kOverloaded,
+                     "it has not begun, or not answered, enough of the calls before"};
 }
 
 void Window::dequeue(const Waiter& waiter) {
@@ -39,18 +33,15 @@ void Window::dequeue(const Waiter& waiter) {
     const auto place = std::find(waiters_.begin(), waiters_.end(), &waiter);
     if (place != waiters_.end()) waiters_.erase(place);
     if (!waiters_.empty()) waiters_.front()->turn.notify_one();
-    if (waiters_.empty() && !failed_) is_contended_ = false;
   }
   send_requests();
 }
 
 // Takes all or nothing: taking a part for a moment could make another thread wait in vain.
-bool Window::take_at_once(uint64_t bytes) {
-  uint64_t available = available_.load();
-  while (available >= bytes) {
-    if (available_.compare_exchange_weak(available, available - bytes)) return true;
-  }
-  return false;
+bool Window::take_locked(uint64_t bytes) {
+  if (available_ < bytes) return false;
+  available_ -= bytes;
+  return true;
 }
 
 // Returns the next request to send, or nothing if neither `target` nor `returned` has changed.
@@ -58,10 +49,9 @@ std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = last_request_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
   if (target <= granted_ && !is_served) {
-    for (uint64_t available = available_; available > size_;) {
-      if (!available_.compare_exchange_weak(available, size_)) continue;
-      returned_ += available - size_;
-      break;
+    if (available_ > size_) {
+      returned_ += available_ - size_;
+      available_ = size_;
     }
     uint64_t wanted = 0;
     for (const Waiter* waiter : waiters_) {
@@ -93,7 +83,6 @@ void Window::fail(const base::Error& error) {
   std::lock_guard lock(mutex_);
   if (failed_) return;
   failed_ = error;
-  is_contended_.store(true, std::memory_order_release);
   for (Waiter* waiter : waiters_) waiter->turn.notify_one();
 }
 

@@ -91,7 +91,8 @@ class Window {
   explicit Window(Ask ask) : ask_(std::move(ask)) {}
   /// Takes `bytes` and returns true, if they are available and no call waits; else returns false.
   bool try_take(uint64_t bytes) {
-    return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
+    std::lock_guard lock(mutex_);
+    return !failed_ && waiters_.empty() && take_locked(bytes);
   }
   /// Takes `bytes`; waits for credit if there is not enough. Returns `overloaded` at `deadline`, or
   /// the error given to fail(). Throws `overloaded` if the thread pool would have no idle thread.
@@ -133,7 +134,6 @@ class Window {
     {
       std::lock_guard lock(mutex_);
       waiters_.push_back(&waiter);
-      is_contended_.store(true, std::memory_order_release);
     }
     send_requests();
   }
@@ -146,16 +146,15 @@ class Window {
 
  private:
   bool try_serve_locked(const Waiter& waiter) {
-    return waiters_.front() == &waiter && take_at_once(waiter.bytes);
+    return waiters_.front() == &waiter && take_locked(waiter.bytes);
   }
-  bool take_at_once(uint64_t bytes);
+  bool take_locked(uint64_t bytes);
   std::optional<Request> next_request_locked();
   void send_requests();
 
   const Ask ask_;
-  std::atomic<uint64_t> available_{kFirstCredit};
-  std::atomic<bool> is_contended_{false};  // a call waits, or fail() was called: use the lock
   mutable std::mutex mutex_;
+  uint64_t available_ = kFirstCredit;
   std::deque<Waiter*> waiters_;      // the first is served next
   uint64_t granted_ = kFirstCredit;  // total since the beginning
   uint64_t returned_ = 0;            // total that was returned unused
