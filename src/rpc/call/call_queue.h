@@ -35,12 +35,7 @@ class CallQueue {
  public:
   void push(QueuedCall&& call) {
     std::lock_guard lock(mutex_);
-    if (spare_.empty()) {
-      calls_.push_back(std::move(call));
-    } else {
-      spare_.front() = std::move(call);
-      calls_.splice(calls_.end(), spare_, spare_.begin());
-    }
+    calls_.push_back(std::move(call));
     if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
   /// Removes and returns the first call of a rank that is not `blocked`. Parks the calls before it.
@@ -97,7 +92,6 @@ class CallQueue {
 
  private:
   using Position = std::list<QueuedCall>::iterator;
-  static constexpr size_t kMaxSpare = 64;
 
   void add_to_index_locked(Position position) {
     index_[position->from].insert_or_assign(position->id, position);
@@ -112,11 +106,7 @@ class CallQueue {
       if (known != positions.end() && known->second == position) positions.erase(known);
     }
     std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
-    if (spare_.size() < kMaxSpare) {
-      spare_.splice(spare_.begin(), queue, position);
-    } else {
-      queue.erase(position);
-    }
+    queue.erase(position);
     if (call->is_parked && queue.empty()) parked_.erase(call->from);
     if (calls_.empty() && parked_.empty() && has_index_) {
       has_index_ = false;
@@ -127,7 +117,6 @@ class CallQueue {
 
   std::mutex mutex_;
   std::list<QueuedCall> calls_;
-  std::list<QueuedCall> spare_;                            // empty nodes for reuse
   std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
   // Positions by rank and call id. Built at the first cancellation; dropped when no call is queued.
   std::unordered_map<int, std::unordered_map<uint64_t, Position>> index_;
