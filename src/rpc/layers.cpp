@@ -14,11 +14,9 @@ std::vector<std::shared_ptr<Layer>> Layers::living() const {
 }
 
 void Layers::notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
-  ++outstanding_;
-  notifier_.post([this, layer, loss] {
+  notifier_.post([layer, loss] {
     const TorchStateGuard guard;
     if (const auto known = layer.lock()) known->on_rank_lost(loss);
-    --outstanding_;
   });
 }
 

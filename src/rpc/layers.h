@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -51,7 +50,7 @@ class Layers {
   }
   /// Returns when the layers have been notified of all losses reported so far.
   void wait_until_notified() { wait_for_posted(notifier_); }
-  bool is_notifying() const { return outstanding_ > 0; }
+  bool is_notifying() const { return !notifier_.idle(); }
   bool notifies_here() const { return notifier_.runs_here(); }
   std::vector<Wait> waits() const;
 
@@ -61,9 +60,8 @@ class Layers {
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::map<int, Loss> losses_;       // by rank; only of ranks that are lost now
-  std::atomic<int> outstanding_{0};  // notifications queued or running
-  base::SerialThread notifier_;      // not a worker, because all workers may be busy
+  std::map<int, Loss> losses_;   // by rank; only of ranks that are lost now
+  base::SerialThread notifier_;  // not a worker, because all workers may be busy
 };
 
 }  // namespace distrain::rpc

@@ -115,7 +115,7 @@ void AgentCore::execute(QueuedCall&& call) {
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;  // nobody waits for the result
   // Layers must release a lost process's state before the first call of its successor runs.
-  if (layers.is_notifying() && call.incarnation > 0) layers.wait_until_notified();
+  if (call.incarnation > 0 && layers.is_notifying()) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   uint64_t credit = call.credit;
