@@ -112,10 +112,36 @@ const std::map<std::string, std::string>& Agent::job_options() const { return co
 uint16_t Agent::port() const { return core_->control->port(); }
 std::string Agent::transport() const { return core_->peers.transport(); }
 void Agent::note_of_use(int rank) { core_->control->note_of_use(rank); }
+
+// Enters shutdown rounds, which are barriers of all ranks. The first round ends when all ranks have
+// called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks;
+// the last has a sum of 0 or is round kLastRound. Messages in transit need no extra count, because
+// their sender or receiver counts the RRefs and contexts in them.
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
                      const std::function<void()>& at_rest) {
-  core_->shutdown(on_waiting, at_rest);
+  constexpr uint64_t kLastRound = 24;
+  using namespace std::chrono_literals;
+  core_->pending.wait_until_drained();
+  core_->layers.on_shutdown();
+  std::chrono::milliseconds pause{0};
+  for (uint64_t round = 0; round <= kLastRound; ++round) {
+    const uint64_t live = round == 0 ? 1 : live_rrefs() + live_contexts();
+    const base::Future<uint64_t> over = core_->control->enter_round(round, live);
+    while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
+      if (on_waiting) on_waiting(core_->control->missing());
+    }
+    if (over.wait() == 0) break;
+    if (round == 0) {
+      if (at_rest) at_rest();  // the other ranks wait in round 1 for this rank
+      continue;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2 + 1ms, 200ms);
+  }
+  core_->control->leave();
+  core_->close();
 }
+
 void Agent::abort(const Error& error) { core_->abort(error); }
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
@@ -123,7 +149,7 @@ std::vector<Wait> Agent::waits() const { return core_->waits(); }
 Traffic Agent::traffic() const { return core_->traffic(); }
 const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->options.tracer; }
 base::Executor& Agent::executor() { return core_->executor; }
-base::Executor& Agent::inline_executor() { return core_->inline_executor; }
+base::Executor& Agent::inline_executor() { return *core_->inline_executor; }
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
 void Agent::add_layer(const std::weak_ptr<Layer>& layer) { core_->layers.add(layer); }
 void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }

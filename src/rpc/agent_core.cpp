@@ -436,35 +436,4 @@ std::vector<Wait> AgentCore::waits() {
   return all;
 }
 
-// ---- the end ----
-
-// Enters shutdown rounds, which are barriers of all ranks. The first round ends when all ranks have
-// called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks;
-// the last has a sum of 0 or is round kLastRound. Messages in transit need no extra count, because
-// their sender or receiver counts the RRefs and contexts in them.
-void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
-                         const std::function<void()>& at_rest) {
-  constexpr uint64_t kLastRound = 24;
-  using namespace std::chrono_literals;
-  pending.drained().wait();
-  layers.on_shutdown();
-  std::chrono::milliseconds pause{0};
-  for (uint64_t round = 0; round <= kLastRound; ++round) {
-    const uint64_t live = round == 0 ? 1 : rrefs->live() + live_contexts();
-    const base::Future<uint64_t> over = control->enter_round(round, live);
-    while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
-      if (on_waiting) on_waiting(control->missing());
-    }
-    if (over.wait() == 0) break;
-    if (round == 0) {
-      if (at_rest) at_rest();  // the other ranks wait in round 1 for this rank
-      continue;
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2 + 1ms, 200ms);
-  }
-  control->leave();
-  close();
-}
-
 }  // namespace distrain::rpc

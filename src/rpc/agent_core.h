@@ -92,8 +92,6 @@ class AgentCore {
   }
 
   void join(const std::function<void()>& prepare);
-  void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
-                const std::function<void()>& at_rest);
   void abort(const Error& error);
   /// Ends the agent. If one of the agent's threads calls this, a later call joins the threads.
   void close();
@@ -134,10 +132,9 @@ class AgentCore {
   DeviceStager stager;
   // Shared, because continuations of futures may use the executors after the agent's end.
   const std::shared_ptr<WorkerExecutor> shared_executor;
-  const std::shared_ptr<base::InlineExecutor> shared_inline_executor =
+  const std::shared_ptr<base::InlineExecutor> inline_executor =
       std::make_shared<base::InlineExecutor>();
   WorkerExecutor& executor = *shared_executor;
-  base::InlineExecutor& inline_executor = *shared_inline_executor;
   base::ThreadPool& pool = executor.pool();
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
   Layers layers{[executor = shared_executor] { executor->enter_device(); }};

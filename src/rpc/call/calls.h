@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -118,8 +119,8 @@ class PendingCalls {
   void fail_all_to(int rank, const base::Error& error);
   /// Fails all waiting calls and, from now on, each new call.
   void fail_all(const base::Error& error);
-  /// Returns a future that is done when no call waits for a reply. Only one may exist at a time.
-  base::Future<void> drained();
+  /// Blocks until no call waits for a reply.
+  void wait_until_drained();
 
  private:
   using Calls = std::unordered_map<uint64_t, Call>;
@@ -130,8 +131,6 @@ class PendingCalls {
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Removes and returns the calls to `rank`, or all calls if `rank` is -1.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
-  /// Completes drained() if no call waits. `lock` holds `mutex_`, and is unlocked before that.
-  void complete_if_drained(std::unique_lock<std::mutex> lock);
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false) {
     on_failure_(id, call, given_up);
     call.promise.fail(std::move(error));
@@ -147,7 +146,7 @@ class PendingCalls {
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;
   base::TimePoint armed_for_ = base::kNever;
   std::optional<base::Error> closed_;
-  std::optional<base::Promise<void>> drained_;
+  std::condition_variable drained_;  // notified when `calls_` becomes empty
 };
 
 }  // namespace distrain::rpc

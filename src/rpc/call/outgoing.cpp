@@ -198,8 +198,8 @@ bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
   });
   if (target) {
     const auto was_sent = call.was_sent = std::make_shared<std::atomic<bool>>(false);
-    reply.on_complete(inline_executor, [this, target, function = call.function,
-                                        was_sent](base::Result<RawReply>& result) {
+    reply.on_complete(*inline_executor, [this, target, function = call.function,
+                                         was_sent](base::Result<RawReply>& result) {
       if (result.ok()) return;
       target->set_creation_error(result.error());
       if (target->is_owner()) target->owned()->value.fail(result.error());

@@ -40,6 +40,7 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
   const uint64_t id = it->first;
   Call call = std::move(it->second);
   calls_.erase(it);
+  if (calls_.empty()) drained_.notify_all();
   if (call.deadline != base::kNever) deadlines_.erase({call.deadline, id});
   if (call.traced_as) {
     tracer_->record({base::TraceEvent::Kind::kAsync, call.traced_as, "rpc", "to", call.to,
@@ -50,12 +51,10 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
 }
 
 std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
-  std::unique_lock lock(mutex_);
+  std::lock_guard lock(mutex_);
   const auto it = calls_.find(id);
   if (it == calls_.end() || it->second.to != from) return std::nullopt;
-  std::optional<Call> call = take_locked(it).second;
-  complete_if_drained(std::move(lock));
-  return call;
+  return take_locked(it).second;
 }
 
 std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
@@ -66,13 +65,6 @@ std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int 
     if (rank < 0 || call->second.to == rank) taken.push_back(take_locked(call));
   }
   return taken;
-}
-
-void PendingCalls::complete_if_drained(std::unique_lock<std::mutex> lock) {
-  std::optional<base::Promise<void>> drained;
-  if (calls_.empty()) drained_.swap(drained);
-  lock.unlock();
-  if (drained) drained->set();
 }
 
 void PendingCalls::fail(uint64_t id, int from, base::Error error) {
@@ -108,7 +100,6 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
   if (expired.empty()) return;
   // Destroys the calls on a worker, because their arguments may own user objects.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
-  complete_if_drained(std::unique_lock(mutex_));
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {
@@ -117,7 +108,6 @@ void PendingCalls::fail_all_to(int rank, const base::Error& error) {
     own.op = call.function;
     fail_taken(id, call, std::move(own));
   }
-  complete_if_drained(std::unique_lock(mutex_));
 }
 
 void PendingCalls::fail_all(const base::Error& error) {
@@ -126,14 +116,13 @@ void PendingCalls::fail_all(const base::Error& error) {
     closed_ = error;
   }
   for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
-  complete_if_drained(std::unique_lock(mutex_));
 }
 
-base::Future<void> PendingCalls::drained() {
-  std::lock_guard lock(mutex_);
-  if (calls_.empty()) return base::Future<void>::ready({});
-  drained_.emplace();
-  return drained_->future();
+void PendingCalls::wait_until_drained() {
+  base::check_may_wait("waiting for replies");
+  const base::BlockingScope blocking;
+  std::unique_lock lock(mutex_);
+  drained_.wait(lock, [this] { return calls_.empty(); });
 }
 
 }  // namespace distrain::rpc
