@@ -28,19 +28,16 @@ Loop::Impl::Impl() {
   check_uv(uv_async_init(&uv, &wakeup, [](uv_async_t* handle) noexcept {
     static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
   }));
-  check_uv(uv_timer_init(&uv, &timer));
   thread = std::thread([this] { run(); });
 }
 
 void Loop::Impl::stop() {
   post([this] {
     stop_begun = true;
-    const auto dropped = std::move(timers);
-    timers.clear();
+    while (!timers.empty()) remove_timer_on_loop(timers.begin()->first);
     const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
     for (const auto& resource : open) resource->shut_down_on_loop();
     uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
-    uv_close(reinterpret_cast<uv_handle_t*>(&timer), nullptr);
   });
   {
     std::lock_guard lock(mutex);
@@ -116,8 +113,21 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   const uint64_t id = next_timer++;
   auto add = [this, id, when, task = std::move(task)]() mutable {
     if (stop_begun || cancelled_early.contains(id)) return;
-    timers.emplace(when, std::pair(id, std::move(task)));
-    arm_timer_on_loop();
+    Timer* const timer = timers[id] = new Timer{{}, id, std::move(task)};
+    timer->handle.data = timer;
+    uv_timer_init(&uv, &timer->handle);
+    uv_update_time(&uv);
+    const auto due_ms = std::chrono::ceil<std::chrono::milliseconds>(when.time_since_epoch());
+    const int64_t wait = due_ms.count() - static_cast<int64_t>(uv_now(&uv));
+    uv_timer_start(
+        &timer->handle,
+        [](uv_timer_t* handle) noexcept {
+          auto* const due = static_cast<Timer*>(handle->data);
+          base::Task due_task = std::move(due->task);
+          static_cast<Impl*>(handle->loop->data)->remove_timer_on_loop(due->id);
+          due_task();
+        },
+        static_cast<uint64_t>(std::max<int64_t>(wait, 0)), 0);
   };
   if (in_loop()) {
     add();
@@ -139,37 +149,13 @@ void Loop::Impl::cancel(uint64_t id) {
 }
 
 bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
-  const auto it =
-      std::ranges::find_if(timers, [id](const auto& t) { return t.second.first == id; });
-  if (it == timers.end()) return false;
-  const base::Task dropped = std::move(it->second.second);  // destroyed after `timers` changes
-  timers.erase(it);
+  const auto found = timers.extract(id);
+  if (!found) return false;
+  Timer* const timer = found.mapped();
+  const base::Task dropped = std::move(timer->task);  // destroyed after `timers` changes
+  uv_close(reinterpret_cast<uv_handle_t*>(&timer->handle),
+           [](uv_handle_t* handle) noexcept { delete static_cast<Timer*>(handle->data); });
   return true;
-}
-
-void Loop::Impl::arm_timer_on_loop() {
-  if (timers.empty() || timers.begin()->first >= armed_for) return;
-  armed_for = timers.begin()->first;
-  const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(
-      armed_for - base::Clock::now() + std::chrono::microseconds(999));
-  uv_update_time(&uv);
-  uv_timer_start(
-      &timer,
-      [](uv_timer_t* handle) noexcept {
-        static_cast<Impl*>(handle->loop->data)->run_timers_on_loop();
-      },
-      wait.count() > 0 ? static_cast<uint64_t>(wait.count()) : 0, 0);
-}
-
-void Loop::Impl::run_timers_on_loop() {
-  armed_for = base::kNever;
-  const base::TimePoint now = base::Clock::now();
-  while (!timers.empty() && timers.begin()->first <= now) {
-    base::Task task = std::move(timers.begin()->second.second);
-    timers.erase(timers.begin());
-    task();
-  }
-  arm_timer_on_loop();
 }
 
 void Loop::Impl::hold_on_loop(std::shared_ptr<LoopResource> resource) {

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -85,14 +85,17 @@ struct Loop::Impl {
   uint64_t activity = 0;  // counts events after which the loop polls; loop thread only
 
  private:
+  struct Timer {
+    uv_timer_t handle;
+    uint64_t id;
+    base::Task task;
+  };
+
   void run();
   void run_posted_on_loop();
-  void run_timers_on_loop();
   bool remove_timer_on_loop(uint64_t id);
-  void arm_timer_on_loop();
 
   uv_async_t wakeup;
-  uv_timer_t timer;
   std::atomic<std::thread::id> thread_id;
 
   std::mutex mutex;
@@ -104,9 +107,8 @@ struct Loop::Impl {
   // Only the loop thread uses these members, except `thread`.
   bool stop_begun = false;
   std::unique_ptr<uint8_t[]> scratch;
-  std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
+  std::unordered_map<uint64_t, Timer*> timers;   // by id; deleted when libuv has closed them
   std::unordered_set<uint64_t> cancelled_early;  // timers cancelled before they were added
-  base::TimePoint armed_for = base::kNever;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;
 };
