@@ -31,13 +31,26 @@ using collective::ReduceGroup;
 // returned by then, this rank sends the error in the next agreement, which fails on all ranks.
 //
 // The first operation on a device creates its communicator. When the ranks have agreed on that
-// operation, rank 0 broadcasts an NCCL id. Then the ranks exchange reports until all have joined
+// operation, rank 0 sends an NCCL id to all. Then the ranks exchange reports until all have joined
 // the communicator or one has failed, so a rank learns of a failure or loss of another rank while
 // NCCL still waits for that rank.
 
 namespace {
 
 enum class Kind : int64_t { kMean, kBroadcast };
+
+/// Exchanges a value with all ranks, in one operation of `backend`.
+template <class T>
+std::vector<T> gather(Backend& backend, const T& mine) {
+  const auto bytes = static_cast<int64_t>(sizeof(T));
+  const at::Tensor own = at::empty({bytes}, at::kByte),
+                   all = at::empty({backend.getSize(), bytes}, at::kByte);
+  std::memcpy(own.data_ptr(), &mine, sizeof(T));
+  backend.allgather(own, all.unbind(0)).wait();
+  std::vector<T> values(static_cast<size_t>(backend.getSize()));
+  std::memcpy(values.data(), all.data_ptr(), all.nbytes());
+  return values;
+}
 
 /// The description of an operation, which must be equal on all ranks.
 struct OpSpec {
@@ -259,19 +272,6 @@ class NcclReduceGroup final : public ReduceGroup {
     return rpc::StreamPoint::mark(communicator.stream);
   }
 
-  // Exchanges a value with all ranks, in one operation of the Backend.
-  template <class T>
-  std::vector<T> gather(const T& mine) {
-    const auto bytes = static_cast<int64_t>(sizeof(T));
-    const at::Tensor own = at::empty({bytes}, at::kByte),
-                     all = at::empty({size(), bytes}, at::kByte);
-    std::memcpy(own.data_ptr(), &mine, sizeof(T));
-    control_->allgather(own, all.unbind(0)).wait();
-    std::vector<T> values(static_cast<size_t>(size()));
-    std::memcpy(values.data(), all.data_ptr(), all.nbytes());
-    return values;
-  }
-
   int own_rank() const { return world_rank(rank()); }
 
   // Throws unless all ranks have sent the same description and no rank reports a failure.
@@ -280,7 +280,7 @@ class NcclReduceGroup final : public ReduceGroup {
       OpSpec spec;
       RankReport report;
     };
-    const std::vector<Arrival> arrivals = gather(Arrival{mine, report});
+    const std::vector<Arrival> arrivals = gather(*control_, Arrival{mine, report});
     std::vector<RankReport> reports;
     for (const Arrival& arrival : arrivals) reports.push_back(arrival.report);
     if (auto error = failure_in(reports)) {
@@ -361,7 +361,7 @@ class NcclReduceGroup final : public ReduceGroup {
       } catch (...) {
         mine = RankReport::failed(base::current_error(ErrorKind::kResources));
       }
-      const std::vector<RankReport> all = gather(mine);
+      const std::vector<RankReport> all = gather(*control_, mine);
       if (auto error = failure_in(all)) {
         error->op = "making a communicator";
         throw base::Exception(*error);
@@ -375,7 +375,7 @@ class NcclReduceGroup final : public ReduceGroup {
     }
   }
 
-  // Creates an NCCL id on rank 0 and broadcasts the id.
+  // Creates an NCCL id on rank 0 and sends the id to the other ranks.
   NcclId get_id() {
     NcclId id{};
     if (rank() == 0) {
@@ -386,11 +386,7 @@ class NcclReduceGroup final : public ReduceGroup {
         throw;
       }
     }
-    const at::Tensor sent = at::empty({static_cast<int64_t>(id.size())}, at::kByte);
-    std::memcpy(sent.data_ptr(), id.data(), id.size());
-    control_->broadcast(sent, 0).wait();
-    std::memcpy(id.data(), sent.data_ptr(), id.size());
-    return id;
+    return gather(*control_, id)[0];
   }
 
   static bool joined_soon(NcclCommunicator& nccl) {
@@ -414,26 +410,16 @@ class NcclReduceGroup final : public ReduceGroup {
   std::optional<collective::BackendQueue> queue_;
 };
 
-constexpr int64_t kIdBytes = 64;  // length to which a GPU's id is truncated or padded
-
 /// Returns true if each rank has its own GPU, because NCCL refuses two ranks on one GPU.
-bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
-  std::vector<at::Tensor> ids;
+bool each_has_a_gpu(rpc::Agent& agent, Backend& backend) {
   for (int rank = 0; rank < backend.getSize(); ++rank) {
     const std::string device = agent.device_of(backend.world_rank(rank));
     if (!c10::Device(device).is_cuda()) return false;
-    ids.push_back(at::zeros({kIdBytes}, at::kByte));
   }
-  const std::string id = load().device_id(agent.device().index());
-  const at::Tensor own = at::zeros({kIdBytes}, at::kByte);
-  std::copy_n(id.begin(), std::min<size_t>(id.size(), kIdBytes), own.data_ptr<uint8_t>());
-  backend.allgather(own, ids).wait();
-  std::set<std::vector<uint8_t>> apart;
-  for (const at::Tensor& each : ids) {
-    const auto* const bytes = each.const_data_ptr<uint8_t>();
-    apart.emplace(bytes, bytes + kIdBytes);
-  }
-  return apart.size() == ids.size();
+  std::array<char, 64> id{};  // truncated or padded
+  load().device_id(agent.device().index()).copy(id.data(), id.size());
+  const auto ids = gather(backend, id);
+  return std::set(ids.begin(), ids.end()).size() == ids.size();
 }
 
 }  // namespace
