@@ -6,6 +6,7 @@
 
 #include "distrain/base/random.h"
 #include "distrain/base/text.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::ddp {
 
@@ -41,10 +42,8 @@ std::vector<at::Tensor> gather(const at::Tensor& input, collective::ReduceGroup&
   return outputs;
 }
 
-constexpr int64_t kAlignment = 64;
-
 int64_t padded_bytes(const at::Tensor& tensor) {
-  return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
+  return static_cast<int64_t>(wire::align_payload(tensor.nbytes()));
 }
 
 // Returns the bytes of `flat` from `begin` as a tensor of the shape and dtype of `like`.

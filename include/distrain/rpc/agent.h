@@ -7,7 +7,6 @@
 #include "distrain/membership/options.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
-#include "distrain/rpc/device.h"
 #include "distrain/rpc/function_traits.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/rpc/serialize.h"

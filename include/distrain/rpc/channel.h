@@ -12,8 +12,6 @@ namespace distrain::rpc {
 
 // The types and functions of layer `membership` that are part of an agent's interface.
 using membership::incarnation_of;
-using membership::kMaxIncarnations;
-using membership::kMaxRanks;
 using membership::Loss;
 using membership::make_id;
 using membership::maker_of;

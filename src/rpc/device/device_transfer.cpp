@@ -263,8 +263,7 @@ DeviceSend::DeviceSend(DeviceStager& stager, OutMessage message, wire::FrameHead
   chunks_ = pieces_.size();
   std::ranges::move(rests, std::back_inserter(pieces_));
   const net::OutFrame frame = to_frame(message_, header_, transfer_ids());
-  wire::PayloadLayout payload;
-  for (const auto& piece : frame.payload) payload.bytes += piece.size();
+  wire::PayloadLayout payload{.bytes = frame.payload_bytes()};
   for (size_t i = chunks_; i < pieces_.size(); ++i)
     payload.append(pieces_[i].end - pieces_[i].begin);
   bytes_left_ = chunks_ * kChunkBytes + frame.meta.size() + payload.bytes;
