@@ -94,8 +94,7 @@ Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
           std::max(kFirstCredit, std::min(per_peer, total_ / 2 / static_cast<uint64_t>(ranks)))),
       pool_(total_ - window_ * static_cast<uint64_t>(ranks)),
       most_(std::clamp(per_peer, window_, window_ + pool_)),
-      peers_(static_cast<size_t>(ranks)),
-      held_(kFirstCredit * static_cast<uint64_t>(ranks)) {}
+      peers_(static_cast<size_t>(ranks)) {}
 
 Budget::Grants Budget::open(ProcessNumber process) {
   Grants grants;
@@ -186,14 +185,12 @@ void Budget::renew(ProcessNumber process) {
   leave_order_locked(rank_of(process));
   return_locked(peer, peer.held());
   peer = Peer{.incarnation = incarnation_of(process), .tag = peer.tag};
-  held_ += kFirstCredit;
 }
 
 void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {
   Peer& peer = at(rank);
   pooled_ -= beyond_window(peer);
   peer.granted += bytes;
-  held_ += bytes;
   pooled_ += beyond_window(peer);
   if (peer.is_hungry) {
     if (order_.empty()) now_ = std::max(now_, peer.tag);

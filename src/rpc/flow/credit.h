@@ -189,7 +189,9 @@ class Budget {
   uint64_t window() const { return window_; }
   uint64_t held() const {
     std::lock_guard lock(mutex_);
-    return held_;
+    uint64_t held = 0;
+    for (const Peer& peer : peers_) held += peer.held();
+    return held;
   }
   /// Called when the rank is connected. Grants the rank its window.
   Grants open(ProcessNumber process);
@@ -245,7 +247,6 @@ class Budget {
   void return_locked(Peer& peer, uint64_t bytes) {
     pooled_ -= beyond_window(peer);
     peer.returned += bytes;
-    held_ -= bytes;
     pooled_ += beyond_window(peer);
   }
   void reclaim_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
@@ -262,8 +263,7 @@ class Budget {
   const uint64_t most_;  // maximum credit of one rank
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
-  uint64_t held_;
-  uint64_t pooled_ = 0;                       // the part of held_ beyond windows
+  uint64_t pooled_ = 0;                       // the credit that ranks hold beyond their windows
   uint64_t now_ = 0;                          // tag of the last request that the pool served
   std::set<std::pair<uint64_t, int>> order_;  // ranks that wait for the pool, by tag
   uint64_t begun_ = 0;                        // credit returned by unanswered calls
