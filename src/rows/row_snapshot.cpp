@@ -2,32 +2,19 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
+#include <optional>
+#include <thread>
 
 #include "distrain/base/error.h"
-#include "distrain/rows/kernels.h"
+#include "distrain/base/thread_state.h"
 
 namespace distrain::rows {
 namespace {
 
-// Number of rows that are saved at a time, because their stripe is locked.
-constexpr uint64_t kRowsOfLock = 512;
-
-std::vector<const char*> state_names(const RowRule& rule) {
-  switch (rule.optimizer) {
-    case Optimizer::kAdagrad:
-      return {"sum"};
-    case Optimizer::kRmsProp:
-      return {"square_avg"};
-    case Optimizer::kAdam:
-    case Optimizer::kAdamW:
-      return {"exp_avg", "exp_avg_sq"};
-    case Optimizer::kSgd:
-    case Optimizer::kRowwiseAdagrad:
-      break;
-  }
-  return {};
-}
+// Maximum number of rows in a region. A region is copied under the lock of its stripe.
+constexpr uint64_t kRowsOfRegion = 512;
+// If fewer rows of a region are in the log, empty_log() writes only these.
+constexpr size_t kDenseRows = 16;
 
 }  // namespace
 
@@ -40,22 +27,31 @@ std::vector<RowColumn> row_columns(const RowStoreOptions& options, const RowRule
   if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
     columns.push_back({"sum", offsetof(Row, row_state), sizeof(Row::row_state), 0, true});
   }
-  size_t offset = sizeof(Row) + vector;
-  for (const char* name : state_names(rule)) {
-    columns.push_back({name, offset, vector, dim, true});
-    offset += vector;
-  }
+  const bool is_adam = options.state_floats == 2 * dim;
+  const char* const first = is_adam                                 ? "exp_avg"
+                            : rule.optimizer == Optimizer::kRmsProp ? "square_avg"
+                                                                    : "sum";
+  if (options.state_floats > 0) columns.push_back({first, sizeof(Row) + vector, vector, dim, true});
+  if (is_adam) columns.push_back({"exp_avg_sq", sizeof(Row) + 2 * vector, vector, dim, true});
   return columns;
 }
 
-RowSnapshot::RowSnapshot(RowStore& store, size_t log_bytes)
+RowSnapshot::RowSnapshot(RowStore& store, const RowRule& rule, size_t log_bytes)
     : store_(store),
+      columns_(row_columns(store.options(), rule)),
       block_bytes_(store.block_bytes()),
-      slots_(std::max<size_t>(log_bytes / block_bytes_, 1)),
-      log_(new std::byte[slots_ * block_bytes_]),  // not set, so that unused pages cost nothing
-      free_(slots_) {
-  std::iota(free_.rbegin(), free_.rend(), 0U);
+      slot_bytes_(sizeof(Link) + block_bytes_),
+      rows_of_region_(std::clamp<uint64_t>(kPieceBytes / block_bytes_, 1, kRowsOfRegion)),
+      slots_([&] {
+        const size_t regions = (store.rows() / rows_of_region_ + 1) * kBytesOfRegion;
+        return static_cast<uint32_t>(
+            std::max<size_t>((log_bytes - std::min(log_bytes, regions)) / slot_bytes_, 1));
+      }()),
+      log_(new std::byte[slots_ * slot_bytes_]) {  // not set, so that unused pages cost nothing
+  regions_.assign(store.rows() / rows_of_region_ + 1, kNone);
   rows_ = store_.begin_snapshot([this](uint64_t position, const Row& row) { log(position, row); });
+  const std::lock_guard lock(mutex_);
+  regions_.resize(std::max<size_t>(regions_.size(), rows_ / rows_of_region_ + 1), kNone);
 }
 
 RowSnapshot::~RowSnapshot() {
@@ -64,32 +60,7 @@ RowSnapshot::~RowSnapshot() {
     is_over_ = true;
   }
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
   store_.end_snapshot();
-}
-
-void RowSnapshot::begin(const std::vector<RowColumn>& columns, const Put& put) {
-  {
-    const std::lock_guard lock(mutex_);
-    columns_ = &columns;
-    put_ = &put;
-  }
-  thread_ = std::thread([this] {
-    try {
-      empty_log();
-    } catch (...) {
-      stop(std::current_exception());
-    }
-  });
-}
-
-void RowSnapshot::stop(const std::exception_ptr& error) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!error_) error_ = error;
-    is_over_ = true;
-  }
-  changed_.notify_all();
 }
 
 double RowSnapshot::stalled_s() const {
@@ -98,135 +69,132 @@ double RowSnapshot::stalled_s() const {
 }
 
 // Copies a row to the log before it is updated. The caller has locked the row's stripe.
-void RowSnapshot::log(uint64_t position, const Row& row) {
+void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
   std::unique_lock lock(mutex_);
-  if (free_.empty() && !is_over_ && !put_) {
-    // Nothing would end the wait if begin() cannot run because all threads of its process wait.
-    error_ = std::make_exception_ptr(
-        base::Exception(base::ErrorKind::kResources,
-                        "updates have filled the log of a save before the save could begin"));
-    is_over_ = true;
-  }
-  if (free_.empty() && !is_over_) {
+  if (is_full_locked()) {
+    std::optional<base::BlockingScope> waits;
+    try {
+      waits.emplace();
+    } catch (const base::Exception&) {  // the pool cannot grow, but the writer is not in a pool
+    }
     if (waiting_++ == 0) waiting_since_ = base::Clock::now();
-    changed_.wait(lock, [this] { return !free_.empty() || is_over_; });
+    changed_.wait(lock, [this] { return !is_full_locked(); });
     if (--waiting_ == 0) stalled_s_ += base::seconds_since(waiting_since_);
   }
-  if (is_over_) return;  // after an error, because otherwise all rows are written
-  try {
-    logged_.emplace(position, free_.back());
-  } catch (...) {
-    lock.unlock();
-    return stop(std::current_exception());
-  }
-  std::memcpy(slot(free_.back()), &row, block_bytes_);
-  free_.pop_back();
-  if (is_nearly_full_locked()) changed_.notify_all();
+  if (is_over_) return;
+  const uint32_t slot = free_ != kNone ? std::exchange(free_, link(free_).next) : fresh_++;
+  const uint64_t region = position / rows_of_region_;
+  // Rows may have been created between the reading of rows() and the beginning of the snapshot.
+  if (region >= regions_.size()) regions_.resize(region + 1, kNone);
+  link(slot) = {std::exchange(regions_[region], slot),
+                static_cast<uint32_t>(position % rows_of_region_)};
+  ++used_;
+  std::memcpy(block(slot), &row, block_bytes_);
 }
 
-// Writes the rows of the log whenever the log is nearly full.
-void RowSnapshot::empty_log() {
-  std::vector<std::byte> buffer;
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [this] { return is_over_ || is_nearly_full_locked(); });
-    if (is_over_) return;
-    std::vector<std::pair<uint64_t, uint32_t>> taken(logged_.begin(), logged_.end());
-    logged_.clear();
-    lock.unlock();
-    std::ranges::sort(taken);
-    const size_t most = std::max<size_t>(kBufferBytes / block_bytes_, 1);
-    for (size_t first = 0; first < taken.size();) {
-      std::vector<const std::byte*> blocks;
-      size_t end = first;
-      do {
-        blocks.push_back(slot(taken[end].second));
-        ++end;
-      } while (end < taken.size() && taken[end].first == taken[end - 1].first + 1 &&
-               blocks.size() < most);
-      put_rows(taken[first].first, blocks, buffer);
-      lock.lock();
-      for (; first < end; ++first) free_.push_back(taken[first].second);
-      lock.unlock();
-      changed_.notify_all();
-    }
-    lock.lock();
-  }
+bool RowSnapshot::has_waiting() const {
+  const std::lock_guard lock(mutex_);
+  return waiting_ > 0;
 }
 
-// Takes the rows that are not in `blocks` out of the log. Rows that are in neither are written.
-void RowSnapshot::take_from_log(uint64_t first, std::span<std::byte> blocks,
-                                std::vector<bool>& has) {
+void RowSnapshot::empty_log(const Put& put) {
+  const auto is_nearly_full = [this] {
+    const std::lock_guard lock(mutex_);
+    return uint64_t{used_} * 4 >= uint64_t{slots_} * 3;
+  };
+  while (is_nearly_full()) write_logged(/*may_use_store=*/true, put);
+}
+
+// Writes the logged rows of the next region that has any. If these are not few and the function
+// `may_use_store`, also writes the other rows of the region, because fewer and larger puts are
+// faster.
+void RowSnapshot::write_logged(bool may_use_store, const Put& put) {
+  size_t logged = 0;
   {
     const std::lock_guard lock(mutex_);
-    for (size_t i = 0; i < has.size(); ++i) {
-      if (has[i]) continue;
-      const auto taken = logged_.extract(first + i);
-      if (taken.empty()) continue;
-      std::memcpy(blocks.data() + i * block_bytes_, slot(taken.mapped()), block_bytes_);
-      free_.push_back(taken.mapped());
-      has[i] = true;
+    for (size_t left = regions_.size(); left > 0 && logged == 0; --left) {
+      region_to_take_ = (region_to_take_ + 1) % regions_.size();
+      uint32_t slot = regions_[region_to_take_];
+      for (; slot != kNone && logged < kDenseRows; slot = link(slot).next) ++logged;
     }
   }
+  if (logged == 0) return;
+  const uint64_t first = region_to_take_ * rows_of_region_;
+  write_rows(first, std::min(first + rows_of_region_, rows_), may_use_store && logged >= kDenseRows,
+             put);
+}
+
+bool RowSnapshot::write_next(const Put& put) {
+  empty_log(put);
+  const uint64_t most =
+      std::max<uint64_t>(kPieceBytes / (rows_of_region_ * block_bytes_), 1) * rows_of_region_;
+  const uint64_t first = std::exchange(next_, std::min(next_ + most, rows_));
+  write_rows(first, next_, /*from_store=*/true, put);
+  return next_ < rows_;
+}
+
+// Takes the rows of a region out of the log.
+void RowSnapshot::take_from_log(uint64_t region, std::byte* blocks, uint8_t* has) {
+  uint32_t first, last = kNone, count = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    first = std::exchange(regions_[region], kNone);
+  }
+  for (uint32_t slot = first; slot != kNone; slot = link(slot).next, ++count) {
+    std::memcpy(blocks + link(slot).position * block_bytes_, block(slot), block_bytes_);
+    has[link(slot).position] = true;
+    last = slot;
+  }
+  if (count == 0) return;
+  {
+    const std::lock_guard lock(mutex_);
+    link(last).next = std::exchange(free_, first);
+    used_ -= count;
+  }
   changed_.notify_all();
+}
+
+// Writes the rows `first` to `end` - 1, each from the store or from the log. `first` begins a
+// region. Rows that are in neither are written already.
+void RowSnapshot::write_rows(uint64_t first, uint64_t end, bool from_store, const Put& put) {
+  Buffers& buffers = buffers_[from_store];
+  buffers.blocks.resize((end - first) * block_bytes_);
+  buffers.has.assign(end - first, false);
+  const auto save = [&](uint64_t position, const Row& row) {
+    std::memcpy(buffers.blocks.data() + (position - first) * block_bytes_, &row, block_bytes_);
+    buffers.has[position - first] = true;
+  };
+  for (uint64_t begin = first; begin < end; begin += rows_of_region_) {
+    while (from_store && !store_.save_rows(begin, std::min(begin + rows_of_region_, end), save)) {
+      // An update that waits for the log may have locked the stripe.
+      if (has_waiting()) write_logged(/*may_use_store=*/false, put);
+      std::this_thread::yield();
+    }
+    take_from_log(begin / rows_of_region_, buffers.blocks.data() + (begin - first) * block_bytes_,
+                  buffers.has.data() + (begin - first));
+  }
+  const std::span<const std::byte> blocks = buffers.blocks;
+  for (uint64_t begin = 0, all = end - first; begin < all;) {
+    uint64_t next = begin;
+    while (next < all && buffers.has[next] != 0) ++next;
+    put_rows(first + begin, blocks.subspan(begin * block_bytes_, (next - begin) * block_bytes_),
+             buffers.column, put);
+    begin = next + 1;
+  }
 }
 
 // Writes consecutive rows, column by column.
-void RowSnapshot::put_rows(uint64_t first, std::span<const std::byte* const> blocks,
-                           std::vector<std::byte>& buffer) const {
-  for (const RowColumn& column : *columns_) {
-    buffer.resize(blocks.size() * column.bytes);
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      std::memcpy(buffer.data() + i * column.bytes, blocks[i] + column.offset, column.bytes);
+void RowSnapshot::put_rows(uint64_t first, std::span<const std::byte> blocks,
+                           std::vector<std::byte>& column, const Put& put) const {
+  const size_t count = blocks.size() / block_bytes_;
+  if (count == 0) return;
+  for (const RowColumn& each : columns_) {
+    column.resize(count * each.bytes);
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(column.data() + i * each.bytes, blocks.data() + i * block_bytes_ + each.offset,
+                  each.bytes);
     }
-    (*put_)(column, first, buffer);
-  }
-}
-
-void RowSnapshot::write() {
-  try {
-    write_rows();
-  } catch (...) {
-    stop(std::current_exception());
-  }
-  {
-    // The thread may still write rows that it has taken from the log.
-    const std::lock_guard lock(mutex_);
-    is_over_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-  const std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
-}
-
-// Reads the rows in the order of their positions, each from the store or from the log.
-void RowSnapshot::write_rows() {
-  const uint64_t most = std::max<uint64_t>(kBufferBytes / block_bytes_, 1);
-  std::vector<std::byte> blocks(std::min(most, rows_) * block_bytes_), buffer;
-  std::vector<const std::byte*> run;
-  std::vector<bool> has;
-  for (uint64_t first = 0; first < rows_; first += has.size()) {
-    has.assign(std::min(most, rows_ - first), false);
-    const uint64_t end = first + has.size();
-    for (uint64_t begin = first; begin < end; begin += kRowsOfLock) {
-      store_.save_rows(
-          begin, std::min(begin + kRowsOfLock, end), [&](uint64_t position, const Row& row) {
-            std::memcpy(blocks.data() + (position - first) * block_bytes_, &row, block_bytes_);
-            has[position - first] = true;
-          });
-    }
-    take_from_log(first, blocks, has);
-    for (size_t i = 0; i <= has.size(); ++i) {
-      if (i < has.size() && has[i]) {
-        run.push_back(blocks.data() + i * block_bytes_);
-      } else if (!run.empty()) {
-        put_rows(first + i - run.size(), run, buffer);
-        run.clear();
-      }
-    }
-    const std::lock_guard lock(mutex_);
-    if (error_) return;
+    put(each, first, column);
   }
 }
 

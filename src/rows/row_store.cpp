@@ -293,16 +293,19 @@ uint64_t RowStore::begin_snapshot(RowSink on_overwrite) {
   return position;
 }
 
-void RowStore::save_rows(uint64_t first, uint64_t last, const RowSink& sink) {
+bool RowStore::save_rows(uint64_t first, uint64_t last, const RowSink& sink) {
   for (Stripe& stripe : stripes_) {
-    const std::lock_guard lock(stripe.mutex);
     const uint64_t begin = std::max(first, stripe.first_position);
     const uint64_t end = std::min(last, stripe.first_position + stripe.snapshot_rows);
+    if (begin >= end) continue;
+    const std::unique_lock lock(stripe.mutex, std::try_to_lock);
+    if (!lock) return false;
     for (uint64_t position = begin; position < end; ++position) {
       const auto number = static_cast<RowNumber>(position - stripe.first_position);
       if (mark_saved(stripe, number)) sink(position, *row(stripe, number));
     }
   }
+  return true;
 }
 
 void RowStore::end_snapshot() {

@@ -1,9 +1,8 @@
 #pragma once
 
+#include <array>
 #include <condition_variable>
-#include <exception>
-#include <thread>
-#include <unordered_map>
+#include <vector>
 
 #include "distrain/base/clock.h"
 #include "distrain/rows/row_store.h"
@@ -25,67 +24,91 @@ std::vector<RowColumn> row_columns(const RowStoreOptions& options, const RowRule
 
 /// A snapshot of a store, which one thread writes while others update the store.
 ///
-///     RowSnapshot snapshot(store);   // while no updates run
-///     snapshot.begin(columns, put);
-///     snapshot.write();              // on another thread; calls `put` for all rows
+///     RowSnapshot snapshot(store, rule);    // while no updates run
+///     while (snapshot.write_next(put)) {    // on another thread
+///     }
 ///
-/// An update of a row that is not written yet first copies the row to a log, from which write()
-/// takes it when it comes to its position. When three quarters of the log are full, a thread writes
-/// the rows in it to their positions at once. If the log is full, updates wait for that thread; if
-/// it is full before begin(), write() throws `resources`.
+/// An update of a row that is not written yet first copies the row to a log, from which
+/// write_next() takes it when it comes to its position. If three quarters of the log are full,
+/// write_next() and empty_log() first write the rows in it to their positions. If the log is full,
+/// updates wait.
 class RowSnapshot {
  public:
   static constexpr size_t kLogBytes = size_t{64} << 20;
-  static constexpr size_t kBufferBytes = size_t{4} << 20;  ///< maximum of the bytes of one Put
+  static constexpr size_t kPieceBytes = size_t{1} << 20;  ///< bytes of the rows of a write_next()
+  /// Bytes of the log in addition to the blocks: for each row, and for each 512 rows of the store.
+  static constexpr size_t kBytesOfSlot = 8, kBytesOfRegion = 4;
 
-  /// Receives a column of consecutive rows, of which the first has the position `first`. Two
-  /// threads call it at a time. It must not use the store.
+  /// Receives a column of consecutive rows, of which the first has the position `first`. It must
+  /// not use the store.
   using Put = std::function<void(const RowColumn& column, uint64_t first,
                                  std::span<const std::byte> bytes)>;
 
   /// Throws `invalid` if the store has a snapshot already.
-  explicit RowSnapshot(RowStore& store, size_t log_bytes = kLogBytes);
-  /// Ends the snapshot. Must not be called during write().
+  RowSnapshot(RowStore& store, const RowRule& rule, size_t log_bytes = kLogBytes);
+  /// Ends the snapshot, complete or not, and the wait of updates. Must not be called during
+  /// write_next() or empty_log().
   ~RowSnapshot();
   RowSnapshot(const RowSnapshot&) = delete;
 
   uint64_t rows() const { return rows_; }
-  /// Starts the thread that writes rows from the log. `columns` and `put` must outlive this object.
-  void begin(const std::vector<RowColumn>& columns, const Put& put);
-  /// Writes all rows that are not written yet; begin() must precede. Throws the first error of
-  /// `put`, or of stop().
-  void write();
-  /// Makes write() fail with `error`, and ends the wait of updates. Thread-safe.
-  void stop(const std::exception_ptr& error);
+  const std::vector<RowColumn>& columns() const { return columns_; }
+  /// Writes the next rows that are not written yet. Returns false if all rows are written. Throws
+  /// the errors of `put`. Then the snapshot must be destroyed, because updates may wait for it.
+  bool write_next(const Put& put);
+  /// If the log is nearly full, writes the rows in it. The thread that calls write_next() calls
+  /// this function while it does other work.
+  void empty_log(const Put& put);
   /// Returns the seconds for which at least one update has waited for the log.
   double stalled_s() const;
 
  private:
-  void log(uint64_t position, const Row& row);
-  void take_from_log(uint64_t first, std::span<std::byte> blocks, std::vector<bool>& has);
-  void empty_log();
-  bool is_nearly_full_locked() const { return free_.empty() || free_.size() < slots_ / 4; }
-  void write_rows();
-  void put_rows(uint64_t first, std::span<const std::byte* const> blocks,
-                std::vector<std::byte>& buffer) const;
-  std::byte* slot(uint32_t number) const { return log_.get() + number * block_bytes_; }
+  // The log is a pool of slots. A slot has a link and a copy of a row's block. Adjacent rows of the
+  // snapshot form a region, whose slots are in one list, so that the writer can take them at once.
+  struct Link {
+    uint32_t next;      // slot
+    uint32_t position;  // of the row in its region
+  };
+  static_assert(sizeof(Link) == kBytesOfSlot);
+  static constexpr uint32_t kNone = ~uint32_t{0};
+
+  void log(uint64_t position, const Row& row) noexcept;
+  bool is_full_locked() const { return free_ == kNone && fresh_ == slots_ && !is_over_; }
+  bool has_waiting() const;
+  void write_logged(bool may_use_store, const Put& put);
+  void write_rows(uint64_t first, uint64_t end, bool from_store, const Put& put);
+  void take_from_log(uint64_t region, std::byte* blocks, uint8_t* has);
+  void put_rows(uint64_t first, std::span<const std::byte> blocks, std::vector<std::byte>& column,
+                const Put& put) const;
+  Link& link(uint32_t slot) const {
+    return *reinterpret_cast<Link*>(log_.get() + slot * slot_bytes_);
+  }
+  std::byte* block(uint32_t slot) const { return log_.get() + slot * slot_bytes_ + sizeof(Link); }
 
   RowStore& store_;
-  const size_t block_bytes_;
-  const size_t slots_;
+  const std::vector<RowColumn> columns_;
+  const size_t block_bytes_, slot_bytes_;
+  const uint64_t rows_of_region_;
+  const uint32_t slots_;
   const std::unique_ptr<std::byte[]> log_;
-  const std::vector<RowColumn>* columns_ = nullptr;
-  const Put* put_ = nullptr;  // set by begin(), with the lock of mutex_
   uint64_t rows_ = 0;
-  std::thread thread_;
+  // Used only by the writer.
+  struct Buffers {
+    std::vector<std::byte> blocks, column;
+    std::vector<uint8_t> has;  // true for each row in `blocks`
+  };
+  uint64_t next_ = 0;               // position
+  uint64_t region_to_take_ = 0;     // by write_logged()
+  std::array<Buffers, 2> buffers_;  // of write_rows(), by `from_store`, because it calls itself
 
   mutable std::mutex mutex_;  // guards what follows; locked after a stripe's mutex
   std::condition_variable changed_;
-  std::unordered_map<uint64_t, uint32_t> logged_;  // slots by position
-  std::vector<uint32_t> free_;                     // slots
-  std::exception_ptr error_;
-  bool is_over_ = false;  // the log is not needed any more
-  int waiting_ = 0;       // updates that wait for a free slot
+  std::vector<uint32_t> regions_;  // the first slot of each region's list
+  uint32_t free_ = kNone;          // the first of the slots that are free again
+  uint32_t fresh_ = 0;             // the first of the slots that have never been used
+  uint32_t used_ = 0;              // number of slots in the lists of regions
+  bool is_over_ = false;           // updates need not wait
+  int waiting_ = 0;                // updates that wait for a free slot
   base::TimePoint waiting_since_;
   double stalled_s_ = 0;  // without the current wait
 };

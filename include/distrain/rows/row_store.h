@@ -120,8 +120,9 @@ class RowStore {
   uint64_t begin_snapshot(RowSink on_overwrite);
   /// Passes the rows at the positions `first` to `last` - 1 that are not saved yet to `sink`. Holds
   /// a stripe's lock for the rows of one call, so a few hundred rows a call keep updates waiting
-  /// only shortly.
-  void save_rows(uint64_t first, uint64_t last, const RowSink& sink);
+  /// only shortly. Returns false if another thread holds the lock of a stripe, so that the caller
+  /// can let that thread go on before it calls again: the thread may wait in `on_overwrite`.
+  bool save_rows(uint64_t first, uint64_t last, const RowSink& sink);
   /// Ends the snapshot, complete or not. `on_overwrite` is not called after the return.
   void end_snapshot();
 

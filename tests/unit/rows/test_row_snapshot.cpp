@@ -1,10 +1,11 @@
 #include <atomic>
 #include <cstring>
-#include <future>
 #include <optional>
 #include <stdexcept>
 #include <thread>
 
+#include "distrain/base/error.h"
+#include "distrain/base/thread_state.h"
 #include "distrain/rows/kernels.h"
 #include "distrain/rows/row_snapshot.h"
 #include "support/catch.h"
@@ -106,122 +107,140 @@ TEST_CASE("the columns of a store follow its optimizer") {
   CHECK(names(Optimizer::kAdam) == Names{"ids", "weight", "updates", "exp_avg", "exp_avg_sq"});
 }
 
+// Returns the bytes of a log with `slots` slots for a snapshot of `stored`.
+size_t log_of(const Stored& stored, size_t slots) {
+  return (kStored / 512 + 1) * RowSnapshot::kBytesOfRegion +
+         slots * (stored.store->block_bytes() + RowSnapshot::kBytesOfSlot);
+}
+void write_all(RowSnapshot& snapshot, const RowSnapshot::Put& put) {
+  while (snapshot.write_next(put)) {
+  }
+}
+
 TEST_CASE("a snapshot equals the store at its start while the store is updated") {
   // A log of 1 row or of 7 rows makes updates wait. The third log holds all rows.
   const size_t log_rows = GENERATE(1, 7, kStored);
   const int threads = GENERATE(1, 3);
   Stored stored;
   Written written(kStored);
-  RowSnapshot snapshot(*stored.store, log_rows * stored.store->block_bytes());
+  RowSnapshot snapshot(*stored.store, stored.rule, log_of(stored, log_rows));
   REQUIRE(snapshot.rows() == kStored);
   const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
-  if (log_rows < kStored) snapshot.begin(stored.columns, put);
   std::atomic<bool> is_over = false;
-  std::promise<void> has_updated;
+  std::atomic<bool> has_updated = false;
   std::vector<std::thread> updating;
   for (int i = 0; i < threads; ++i) {
-    updating.emplace_back([&, i] {
+    updating.emplace_back([&] {
       do {
         stored.update();
-        if (i == 0 && !is_over) {
-          try {
-            has_updated.set_value();
-          } catch (const std::future_error&) {
-          }
-        }
+        has_updated = true;
       } while (!is_over);
     });
   }
-  if (log_rows == kStored) {
-    has_updated.get_future().wait();  // all rows have been logged
-    snapshot.begin(stored.columns, put);
-  }
-  snapshot.write();
+  // Either all rows have been logged, or updates wait before the first row is written.
+  while (log_rows == kStored ? !has_updated : snapshot.stalled_s() == 0) std::this_thread::yield();
+  write_all(snapshot, put);
   is_over = true;
   for (std::thread& thread : updating) thread.join();
   written.check();
-  if (log_rows == kStored) CHECK(snapshot.stalled_s() == 0);
+  CHECK((snapshot.stalled_s() > 0) == (log_rows < kStored));
 }
 
-TEST_CASE("an update that waits for a full log is counted") {
+TEST_CASE("a full log is emptied while the thread does other work") {
+  // Few rows of a region are written one by one; the other case writes whole regions.
+  const size_t updated = GENERATE(3, 60);
   Stored stored;
   Written written(kStored);
-  RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
-  const RowSnapshot::Put put = [&](auto... row) {
-    while (snapshot.stalled_s() == 0) std::this_thread::yield();
-    written.put(row...);
+  RowSnapshot snapshot(*stored.store, stored.rule, log_of(stored, 4 * updated));
+  std::vector<uint64_t> ids(kStored / 10);
+  for (uint64_t i = 0; i < ids.size(); ++i) ids[i] = 10 * i;
+  size_t puts = 0;
+  const RowSnapshot::Put put = [&](const RowColumn& column, uint64_t first, auto bytes) {
+    if (column.name == "ids") ++puts;
+    written.put(column, first, bytes);
   };
-  snapshot.begin(stored.columns, put);
-  std::thread updating([&] { stored.update(); });
-  updating.join();
-  snapshot.write();
+  const std::vector<float> gradients(3 * updated * kWidth, -1);
+  const auto update = [&](size_t first, size_t count) {
+    const IdGroups groups(std::span(ids).subspan(first, count));
+    std::vector<RowNumber> numbers(groups.size());
+    stored.store->find(groups, numbers);
+    update_rows(*stored.store, stored.rule, {.lr = 1}, groups, numbers, {gradients.data()}, 0,
+                groups.size());
+  };
+  update(0, 3 * updated - 1);
+  snapshot.empty_log(put);
+  CHECK(puts == 0);  // less than three quarters are full
+  update(3 * updated - 1, 1);
+  snapshot.empty_log(put);
+  CHECK(puts > 0);
+  if (updated == 60) CHECK(puts < updated);
+  write_all(snapshot, put);
   written.check();
-  CHECK(snapshot.stalled_s() > 0);
+  CHECK(snapshot.stalled_s() == 0);
 }
 
 TEST_CASE("rows that are made during a snapshot are not in it") {
   Stored stored;
   Written written(kStored);
-  RowSnapshot snapshot(*stored.store);
+  RowSnapshot snapshot(*stored.store, stored.rule);
   const std::vector<uint64_t> more = {kStored, kStored + 1};
   const IdGroups groups(more);
   std::vector<RowNumber> numbers(groups.size());
   stored.store->find_or_create(groups, numbers);
-  const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
-  snapshot.begin(stored.columns, put);
-  snapshot.write();
+  write_all(snapshot, [&](auto... row) { written.put(row...); });
   written.check();
 }
 
-TEST_CASE("a failed or stopped snapshot lets waiting updates go on") {
-  const bool fails = GENERATE(true, false);
-  CAPTURE(fails);
+TEST_CASE("the snapshot of an empty store has no rows") {
   Stored stored;
-  {
-    RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
-    const RowSnapshot::Put put = [&](const RowColumn&, uint64_t, std::span<const std::byte>) {
-      throw std::runtime_error("disk full");
-    };
-    if (!fails) snapshot.stop(std::make_exception_ptr(std::runtime_error("stopped")));
-    snapshot.begin(stored.columns, put);
-    std::thread updating([&] { stored.update(); });
-    CHECK_THROWS_WITH(snapshot.write(), fails ? "disk full" : "stopped");
-    updating.join();
-  }
-  RowSnapshot(*stored.store);  // the next one may begin
+  RowStore empty(stored.options);
+  RowSnapshot snapshot(empty, stored.rule);
+  CHECK_FALSE(snapshot.write_next([](const auto&...) { FAIL("a put without rows"); }));
 }
 
-TEST_CASE("a log that is full before the save begins ends the save and no update waits") {
+TEST_CASE("updates that wait for a full log go on when the snapshot ends") {
   Stored stored;
-  {
-    Written written(kStored);
-    RowSnapshot snapshot(*stored.store, stored.store->block_bytes());
-    stored.update();
-    const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
-    snapshot.begin(stored.columns, put);
-    CHECK_THROWS_WITH(snapshot.write(), ContainsSubstring("filled the log of a save"));
-  }
-  RowSnapshot(*stored.store);  // the next one may begin
-}
-
-TEST_CASE("an update that waits when the snapshot is dropped goes on") {
-  Stored stored;
-  std::optional<RowSnapshot> snapshot(std::in_place, *stored.store, stored.store->block_bytes());
-  std::promise<void> waits;
-  const RowSnapshot::Put wait = [&](const auto&...) {
-    while (snapshot->stalled_s() == 0) std::this_thread::yield();
-    waits.set_value();
-    throw std::runtime_error("dropped");
-  };
-  snapshot->begin(stored.columns, wait);
+  std::optional<RowSnapshot> snapshot(std::in_place, *stored.store, stored.rule, log_of(stored, 1));
   std::thread updating([&] { stored.update(); });
-  waits.get_future().wait();
+  while (snapshot->stalled_s() == 0) std::this_thread::yield();
+  const RowSnapshot::Put fail = [](const auto&...) { throw std::runtime_error("disk full"); };
+  CHECK_THROWS_WITH(write_all(*snapshot, fail), "disk full");
   snapshot.reset();
   updating.join();
   Written written(kStored);
-  RowSnapshot next(*stored.store);
-  const RowSnapshot::Put put = [&](auto... row) { written.put(row...); };
-  next.begin(stored.columns, put);
-  next.write();
+  RowSnapshot next(*stored.store, stored.rule);
+  write_all(next, [&](auto... row) { written.put(row...); });
   CHECK(written.updates[0] == 1);
+}
+
+namespace {
+
+struct CountsBlocks final : base::BlockObserver {
+  void on_block() override {
+    ++blocks;
+    if (is_overloaded) throw base::Exception(base::ErrorKind::kOverloaded, "no thread is left");
+  }
+  void on_unblock() override { ++unblocks; }
+  std::atomic<int> blocks = 0, unblocks = 0;
+  bool is_overloaded = false;
+};
+
+}  // namespace
+
+TEST_CASE("a thread of a pool that waits for a full log lets the pool grow") {
+  CountsBlocks observer;
+  observer.is_overloaded = GENERATE(false, true);
+  Stored stored;
+  Written written(kStored);
+  RowSnapshot snapshot(*stored.store, stored.rule, log_of(stored, 1));
+  std::thread updating([&] {
+    base::thread_state().observer = &observer;
+    stored.update();
+  });
+  while (snapshot.stalled_s() == 0) std::this_thread::yield();
+  CHECK(observer.blocks > 0);
+  write_all(snapshot, [&](auto... row) { written.put(row...); });
+  updating.join();
+  written.check();
+  CHECK(observer.unblocks == (observer.is_overloaded ? 0 : observer.blocks.load()));
 }
