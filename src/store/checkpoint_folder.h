@@ -66,6 +66,7 @@ struct Manifest {
   int64_t step = 0;
   std::map<std::string, FileSum> files;
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
+  uint64_t hash = 0;  ///< the last `xxh64`, which parse_manifest() sets
 };
 
 /// Returns a manifest's text. Throws `invalid` if parse_manifest() would refuse the manifest.

@@ -52,6 +52,7 @@ class Parser {
     const auto version = number(json["version"], "version");
     if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
     Manifest manifest;
+    manifest.hash = content_hash(begin);
     if (json.contains(kGeneration)) {
       manifest.generation = number(json[kGeneration], kGeneration, kMaxStep);
     }

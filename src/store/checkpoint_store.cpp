@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <random>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -68,17 +67,19 @@ std::shared_ptr<const InputFile> open_listed(const OpenFolder& checkpoint, const
   return file;
 }
 
+SafetensorsFile safetensors_of(const std::shared_ptr<const InputFile>& file) {
+  return {file->path(), file->size(), [file](auto... range) { file->read_at(range...); }};
+}
+
 enum class Depth { kManifest, kFiles };
 
 LoadedCheckpoint load_one(const OpenFolder& folder, Depth depth) {
   Manifest manifest = read_manifest(folder);
-  LoadedCheckpoint loaded{folder.path(), manifest.step, std::move(manifest.state)};
+  LoadedCheckpoint loaded{folder.path(), manifest.step, std::move(manifest.state), manifest.hash};
   if (depth == Depth::kManifest) return loaded;
   for (const auto& [name, listed] : manifest.files) {
     const auto file = open_listed(folder, name, listed);
-    if (name.ends_with(".json")) continue;
-    loaded.files.emplace(name, SafetensorsFile(file->path(), file->size(),
-                                               [file](auto... range) { file->read_at(range...); }));
+    if (!name.ends_with(".json")) loaded.files.emplace(name, safetensors_of(file));
   }
   return loaded;
 }
@@ -117,19 +118,16 @@ OpenFolder make_and_open(const OpenFolder& folder, const std::string& name) {
   return *std::move(made);
 }
 
-// Calls `use` with the path of a file of this name, which is then removed. If the process dies
-// before, the next save removes the file's folder.
-void with_file(const OpenFolder& folder, const std::string& file_name,
-               const std::function<void(const std::string& path)>& use) {
+// Throws if no file can be written. If the process dies, the next save removes the trial's folder.
+void try_to_write(const OpenFolder& folder) {
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);
   try {
-    OutputFile file = made.create(file_name);
+    OutputFile file = made.create("trial");
     const uint8_t byte = 0;
     file.write({&byte, 1});
     file.finish();
-    use(made.path_of(file_name));
   } catch (const Exception&) {
     folder.remove_folder(trial);
     throw;
@@ -171,6 +169,10 @@ OutputFile Saving::create(const std::string& name, std::span<TensorInfo> tensors
   OutputFile file = create(name);
   file.write({reinterpret_cast<const uint8_t*>(header.data()), header.size()});
   return file;
+}
+
+SafetensorsFile Saving::open(const std::string& name) const {
+  return safetensors_of(std::make_shared<InputFile>(*unfinished_, name));
 }
 
 void Saving::adopt(const std::string& name, const FileSum& sum) {
@@ -267,7 +269,7 @@ CheckpointStore::~CheckpointStore() = default;
 void CheckpointStore::prepare() {
   if (!claim_) claim_ = std::make_unique<FolderClaim>(probe_, folder_, Missing::kMake);
   real_saves(claim_->folder());
-  with_file(claim_->folder(), "trial", [](const std::string&) {});
+  try_to_write(claim_->folder());
 }
 
 std::optional<std::string> CheckpointStore::why_no_lock() const {
@@ -277,27 +279,6 @@ std::optional<std::string> CheckpointStore::why_no_lock() const {
 std::unique_ptr<Saving> CheckpointStore::begin(int64_t step, nlohmann::ordered_json state) {
   if (!claim_) claim_ = std::make_unique<FolderClaim>(probe_, folder_, Missing::kRefuse);
   return std::make_unique<Saving>(*claim_, step, std::move(state), keep_);
-}
-
-std::string CheckpointStore::save(const Checkpoint& checkpoint) {
-  const auto saving = begin(checkpoint.step, checkpoint.state);
-  for (const auto& [name, tensors] : checkpoint.files) {
-    std::vector<TensorInfo> infos = infos_of(tensors);
-    OutputFile file = saving->create(name, infos);
-    for (const TensorInfo& info : infos) {
-      const void* const data = tensors.at(info.name).const_data_ptr();
-      file.write_at(info.offset, {static_cast<const uint8_t*>(data), info.bytes});
-    }
-    saving->add(name, file);
-  }
-  return saving->commit();
-}
-
-void CheckpointStore::show(const std::function<void(const std::string& path)>& use) {
-  std::random_device random;
-  const uint64_t number = uint64_t{random()} << 32 | random();
-  with_file(claim_->folder(), fmt::format("{:016x}", number),
-            [&](const std::string& path) { use(std::filesystem::absolute(path)); });
 }
 
 bool CheckpointStore::holds(const std::string& folder, const std::string& path) {

@@ -32,12 +32,13 @@ void Disk::fail(const char* what, const std::string& path) {
                         std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
-// Creates the file. O_EXCL prevents open() from following a symbolic link.
-OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path)
+OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path,
+                       bool exists)
     : disk_(disk), path_(std::move(path)), fd_(disk.call("openat", [&] {
-        return ::openat(folder, name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        const int flags = exists ? O_NOFOLLOW : O_CREAT | O_EXCL;
+        return ::openat(folder, name.c_str(), O_RDWR | O_CLOEXEC | flags, 0666);
       })) {
-  if (!fd_.valid()) Disk::fail("cannot create", path_);
+  if (!fd_.valid()) Disk::fail(exists ? "cannot open" : "cannot create", path_);
 }
 
 void OutputFile::write_at(uint64_t offset, std::span<const uint8_t> bytes) const {

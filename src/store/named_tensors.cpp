@@ -45,41 +45,30 @@ rpc::NamedTensors named_tensors(const std::string& name, const torch::nn::Module
   return named;
 }
 
-namespace {
-
-// Copies the tensors that `read` returns into `live`. `saved` describes all saved tensors.
-void copy_each(const rpc::NamedTensors& live, std::span<const TensorInfo> saved,
-               const std::function<at::Tensor(const std::string& name)>& read) {
+void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved) {
   const at::NoGradGuard no_grad;
   for (const auto& [name, into] : live) {
-    const auto it = std::ranges::find(saved, name, &TensorInfo::name);
+    const auto it = saved.find(name);
     if (it == saved.end()) base::bad_data("no " + name);
-    if (at::IntArrayRef(it->shape) != into.sizes() || it->dtype != into.scalar_type()) {
+    if (it->second.sizes() != into.sizes() || it->second.scalar_type() != into.scalar_type()) {
       base::bad_data(name + " has another shape or dtype");
     }
-    at::Tensor(into).copy_(read(name));
+    at::Tensor(into).copy_(it->second);
   }
-  for (const TensorInfo& each : saved) {
-    if (!live.contains(each.name)) {
-      base::bad_data("it has " + each.name + ", which the model has not");
-    }
-  }
-}
-
-}  // namespace
-
-void copy_into(const rpc::NamedTensors& live, const rpc::NamedTensors& saved) {
-  std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : saved) {
-    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
+    if (!live.contains(name)) base::bad_data("it has " + name + ", which the model has not");
   }
-  copy_each(live, infos, [&](const std::string& name) { return saved.at(name); });
 }
 
 void copy_into(const rpc::NamedTensors& live, const SafetensorsFile& saved) {
-  std::vector<TensorInfo> infos;
-  for (const auto& [name, info] : saved.tensors()) infos.push_back(info);
-  copy_each(live, infos, [&](const std::string& name) { return saved.tensor(name); });
+  for (const auto& [name, into] : live) {
+    rpc::NamedTensors one;
+    if (saved.tensors().contains(name)) one[name] = saved.tensor(name);
+    copy_into({{name, into}}, one);
+  }
+  for (const auto& [name, info] : saved.tensors()) {
+    if (!live.contains(name)) copy_into({}, {{name, at::Tensor()}});
+  }
 }
 
 void naming_file(const std::string& path, const std::function<void()>& use) {

@@ -280,18 +280,6 @@ rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std
                    }});
 }
 
-std::vector<TensorInfo> infos_of(const rpc::NamedTensors& tensors) {
-  std::vector<TensorInfo> infos;
-  for (const auto& [name, tensor] : tensors) {
-    if (!tensor.defined() || !tensor.is_cpu() || tensor.layout() != at::kStrided ||
-        !tensor.is_contiguous()) {
-      base::invalid("tensor " + base::in_quotes(name) + " is not contiguous on the CPU");
-    }
-    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
-  }
-  return infos;
-}
-
 std::string safetensors_header(std::span<TensorInfo> tensors) {
   std::string header(kLengthBytes, '\0');
   uint64_t offset = 0;

@@ -177,11 +177,9 @@ class Checkpoints {
   /// Returns the checkpoint that the job resumes from, if any, and emits a `checkpoint` line.
   std::optional<Snapshot> load(const char* use = "--resume");
   /// Starts a save, and emits a `checkpoint` line when the checkpoint is on disk. `fill`, if set,
-  /// finds further tensors. The tables must have been held. Training has paused since `since`. Call
-  /// save() after idle() has completed, on one thread at a time.
+  /// finds further tensors. Begins the save of the tables before it returns. Training has paused
+  /// since `since`. Call save() after idle() has completed, on one thread at a time.
   void save(Content content, std::function<void(Content&)> fill, base::TimePoint since);
-  /// Calls `use` with the path of a file in the folder, as store::CheckpointStore::show() does.
-  void show(const std::function<void(const std::string& path)>& use) { store_->show(use); }
   /// Completes when no save is in progress, even if the save failed.
   base::Future<void> idle() const;
   /// Waits until no save is in progress. Throws the error of the last save, if it failed.
@@ -191,6 +189,7 @@ class Checkpoints {
 
  private:
   struct Save;
+  void begin(Save& save);
   void run(Save& save);
   void write(Save& save);
   void write_file(store::Saving& saving, const std::string& name, std::vector<HeldTensor> tensors,

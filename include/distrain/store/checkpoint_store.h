@@ -16,10 +16,10 @@ namespace distrain::store {
 
 class FolderClaim;
 
-/// The content of a checkpoint: tensors by file and name, and the state in its manifest.
+/// A checkpoint on disk. Its files are open, so it can be read even after it has been removed.
 ///
-/// On disk a checkpoint is a folder `step-<12 digits>` with one safetensors file for each entry of
-/// `files` (`model.safetensors`, `optimizer.safetensors`, …) and `manifest.json`:
+/// On disk a checkpoint is a folder `step-<12 digits>` with safetensors files
+/// (`model.safetensors`, `optimizer.safetensors`, …) and `manifest.json`:
 ///
 ///   {"format":"distrain-checkpoint","version":1,"generation":1,"step":20,
 ///    "files":{"model.safetensors":{"bytes":4800312,"xxh64":"0123456789abcdef"},…},
@@ -31,22 +31,17 @@ class FolderClaim;
 ///
 /// `state` is set by the job: its options, its position in the data, the learning rate and so on.
 /// Numbers in `state` that are not finite are read back as null.
-struct Checkpoint {
-  int64_t step = 0;
-  std::map<std::string, rpc::NamedTensors> files;  ///< the tensors are contiguous, on the CPU
-  nlohmann::ordered_json state = nlohmann::ordered_json::object();
-};
-
-/// A checkpoint on disk. Its files are open, so it can be read even after it has been removed.
 struct LoadedCheckpoint {
   std::string path;  ///< path of the checkpoint folder
   int64_t step = 0;
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
+  uint64_t hash = 0;                               ///< of its manifest, and so of its whole content
   std::map<std::string, SafetensorsFile> files{};  ///< without those whose names end in ".json"
 };
 
 /// A checkpoint that is being written, which becomes visible in commit(). Destroying it before
-/// removes what has been written.
+/// removes what has been written. commit() is atomic, even if the process or the machine stops: it
+/// fsyncs a temporary folder, renames it and fsyncs its parent.
 ///
 ///   auto saving = store.begin(step, state);
 ///   std::vector<TensorInfo> tensors = …;
@@ -55,7 +50,12 @@ struct LoadedCheckpoint {
 ///   saving->add("model.safetensors", file);
 ///   saving->commit();
 ///
-/// Failures throw as CheckpointStore::save() does.
+/// All functions throw `resources`, naming the file, if writing fails (disk full, no permission,
+/// folder removed); earlier checkpoints stay. They throw `bad_data` if another job has since saved
+/// there, which is possible without locks; then nothing more is written or removed, except the
+/// temporary folder. They throw `invalid` for a checkpoint that load() would refuse: a step below 0
+/// or of more than twelve digits, a file name with a '/' or a leading '.', a state that is not an
+/// object, is nested 64 deep, has an object of more than 4096 keys, or exceeds 64 MiB.
 class Saving {
  public:
   Saving(FolderClaim& claim, int64_t step, nlohmann::ordered_json state, int64_t keep);
@@ -64,7 +64,11 @@ class Saving {
 
   /// Returns the path of the temporary folder, in which other processes may create files.
   const std::string& path() const { return unfinished_->path(); }
+  /// Returns the state of the checkpoint, to which the caller may add until commit().
+  nlohmann::ordered_json& state() { return state_; }
   OutputFile create(const std::string& name) const;
+  /// Opens a safetensors file in the temporary folder for reading. Throws `bad_data` if it is none.
+  SafetensorsFile open(const std::string& name) const;
   /// Creates a safetensors file, writes its header, and sets the offsets of `tensors`.
   OutputFile create(const std::string& name, std::span<TensorInfo> tensors) const;
   /// Finishes a file that create() returned.
@@ -86,13 +90,13 @@ class Saving {
 
   FolderClaim& claim_;
   const int64_t step_;
-  const nlohmann::ordered_json state_;
+  nlohmann::ordered_json state_;
   const int64_t keep_;
   std::map<std::string, FileSum> files_;
   std::optional<OpenFolder> unfinished_;  // null after commit()
 };
 
-/// The folder in which a job saves its checkpoints. From prepare() or the first save() until this
+/// The folder in which a job saves its checkpoints. From prepare() or the first begin() until this
 /// object is destroyed, it owns the folder: a save by another job, in any process, throws
 /// `bad_data`, "another job saves in this folder: …". The folder itself may be a symbolic link, but
 /// saves and load() throw `bad_data` if they find a link inside it. The process must not fork,
@@ -117,26 +121,10 @@ class CheckpointStore {
   /// a lock, or before the first use of the folder.
   std::optional<std::string> why_no_lock() const;
 
-  /// Begins to write a checkpoint. Only one may be written at a time.
+  /// Begins to write a checkpoint. Only one may be written at a time. Removes the remains of
+  /// interrupted saves. commit() replaces a checkpoint of the same step, and keeps the newest
+  /// `keep` checkpoints of those that are not newer than this one.
   std::unique_ptr<Saving> begin(int64_t step, nlohmann::ordered_json state);
-
-  /// Writes a checkpoint atomically, even if the process or the machine stops: writes and fsyncs a
-  /// temporary folder, renames it and fsyncs its parent. Removes the remains of interrupted saves,
-  /// replaces a checkpoint of the same step, and keeps the newest `keep` checkpoints of those that
-  /// are not newer than this one. Returns the path.
-  ///
-  /// Throws `resources`, naming the file, if writing fails (disk full, no permission, folder
-  /// removed); earlier checkpoints stay. Throws `bad_data` if another job has since saved there,
-  /// which is possible without locks; then nothing more is written or removed, except the temporary
-  /// folder. Throws `invalid`, and leaves nothing behind, for a checkpoint that load() would
-  /// refuse: a step below 0 or of more than twelve digits, a file name with a '/' or a leading '.',
-  /// tensors that safetensors_header() refuses, a state that is not an object, is nested 64 deep,
-  /// has an object of more than 4096 keys, or exceeds 64 MiB.
-  std::string save(const Checkpoint& checkpoint);
-
-  /// Calls `use` with the absolute path of a file of a random name, which exists in the folder
-  /// until `use` returns. So other processes can find out whether they see the folder.
-  void show(const std::function<void(const std::string& path)>& use);
 
   /// Returns true if `path` is `folder` itself or has the form of a checkpoint's path in it.
   static bool holds(const std::string& folder, const std::string& path);

@@ -51,7 +51,9 @@ struct FileSum {
 class OutputFile {
  public:
   /// `name` is relative to the open `folder`, which may be AT_FDCWD. Error messages show `path`.
-  OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
+  /// Creates the file, which must not exist, or opens it if `exists`. Does not follow a link.
+  OutputFile(const Disk& disk, int folder, const std::string& name, std::string path,
+             bool exists = false);
 
   /// Appends `bytes` to those of earlier calls of write().
   void write(std::span<const uint8_t> bytes) {
@@ -100,6 +102,10 @@ class OpenFolder {
   bool leads_to(const std::string& name, int fd) const;
 
   OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }
+  /// Opens a file for writing. The file must exist.
+  OutputFile reopen(const std::string& name) const {
+    return {*disk_, fd(), name, path_of(name), /*exists=*/true};
+  }
   /// Creates a folder. Returns false if `name` exists.
   bool make_folder(const std::string& name) const;
   /// Renames a file or folder. Returns false if `from` does not exist.

@@ -65,8 +65,6 @@ rpc::NamedTensors read_safetensors(const std::string& path);
 /// Does the same as read_safetensors() for bytes in memory. Errors show `name` as the path.
 rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name);
 
-/// Returns descriptions of tensors. Throws `invalid` if one is not contiguous on the CPU.
-std::vector<TensorInfo> infos_of(const rpc::NamedTensors& tensors);
 /// Returns the beginning of a file with `tensors`: the header's length and the header, padded with
 /// blanks to a multiple of 8 bytes. The caller writes the bytes of each tensor at its offset, which
 /// this function sets. Throws `invalid` if a dtype, name or number of dimensions is not allowed, or

@@ -84,7 +84,7 @@ Snapshot read(const std::string& path, const char* use,
     if (!before) throw;
     base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
-  Snapshot snapshot{{loaded.path, loaded.step, std::move(loaded.state)}};
+  Snapshot snapshot{{loaded.path, loaded.step, std::move(loaded.state), loaded.hash}};
   for (auto& [name, file] : loaded.files) {
     if (file.tensors().empty()) continue;
     snapshot.files.emplace(name.substr(0, name.rfind(kSuffix)), std::move(file));
@@ -191,6 +191,8 @@ struct Checkpoints::Save {
   Content content;
   std::function<void(Content&)> fill;
   base::TimePoint since;
+  std::unique_ptr<store::Saving> saving{};
+  std::optional<base::Error> error{};  // of begin()
   double held_s = 0;
   std::shared_ptr<base::Tracer> tracer;
   base::Promise<void> done;
@@ -239,8 +241,16 @@ Checkpoints::~Checkpoints() {
 
 void Checkpoints::save(Content content, std::function<void(Content&)> fill, base::TimePoint since) {
   if (thread_.joinable()) thread_.join();
-  Save save{std::move(content),         std::move(fill),           since,
-            base::seconds_since(since), base::Tracer::of_thread(), {}};
+  Save save{std::move(content), std::move(fill), since};
+  if (tables_ && !tables_->empty()) {
+    try {
+      begin(save);
+    } catch (...) {
+      save.error = rpc::error_in_flight(base::ErrorKind::kInternal);
+    }
+  }
+  save.held_s = base::seconds_since(since);
+  save.tracer = base::Tracer::of_thread();
   const base::Future<void> done = save.done.future();
   try {
     thread_ = std::thread([this, save = std::move(save)]() mutable {
@@ -249,6 +259,7 @@ void Checkpoints::save(Content content, std::function<void(Content&)> fill, base
       run(save);
     });
   } catch (const std::system_error& e) {
+    if (tables_) tables_->abandon();
     throw base::Exception(base::ErrorKind::kResources,
                           std::string("no thread to save a checkpoint: ") + e.what());
   }
@@ -265,6 +276,7 @@ void Checkpoints::run(Save& save) {
   } catch (...) {
     error = base::current_error(base::ErrorKind::kInternal);
   }
+  save.saving.reset();  // if it has failed, removes the temporary folder
   const int64_t step = std::exchange(save.content, {}).step;  // frees the tensors
   save.fill = {};
   const bool lacks_resources = error && error->kind == base::ErrorKind::kResources;
@@ -286,24 +298,29 @@ void Checkpoints::run(Save& save) {
   save.done.set();
 }
 
+void Checkpoints::begin(Save& save) {
+  in_first_save_ = last_saved().empty();
+  save.saving = store_->begin(save.content.step, save.content.state);
+  if (!tables_ || tables_->empty()) return;
+  save.saving->state()["tables"] = tables_->begin(*save.saving, save.content.step);
+}
+
 void Checkpoints::write(Save& save) {
   const int64_t step = save.content.step;
   TableParts* const tables = tables_ && !tables_->empty() ? tables_ : nullptr;
-  std::unique_ptr<store::Saving> saving;
-  // On an error, no server may write any more when the folder of `saving` is removed.
+  // On an error, no server may write any more when the folder of `save.saving` is removed.
   auto on_error = c10::make_scope_exit([tables] {
     if (tables) tables->abandon();
   });
   while (before_save_ && before_save_()) sink_.saving();
-  in_first_save_ = last_saved().empty();
-  saving = store_->begin(step, save.content.state);
-  if (tables) tables->begin(*saving, step);  // first, because updates fill the servers' logs
+  if (save.error) throw base::Exception(*save.error);
+  if (!save.saving) begin(save);
   if (save.fill) save.fill(save.content);
   for (auto& [file, tensors] : save.content.files) {
-    write_file(*saving, file + kSuffix, std::exchange(tensors, {}), step);
+    write_file(*save.saving, file + kSuffix, std::exchange(tensors, {}), step);
   }
-  const double stalled_s = tables ? tables->finish(*saving) : 0;
-  const std::string path = last_good_ = saving->commit();
+  const double stalled_s = tables ? tables->finish(*save.saving) : 0;
+  const std::string path = last_good_ = save.saving->commit();
   in_first_save_ = false;
   on_error.release();
   {

@@ -150,7 +150,7 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
       agent_(agent),
       sink_(sink),
       stop_(job.stop),
-      tables_(std::make_shared<TableParts>(agent, [&sink] { sink.saving(); })),
+      tables_(std::make_shared<TableParts>(agent, sink)),
       checkpoints_(
           known_.checkpoint, job, sink,
           [this](const base::Error& error) {
@@ -228,15 +228,6 @@ void TrainingHost::begin(const Plan& plan) {
     {
       std::lock_guard lock(mutex_);
       resumed_.reset();
-    }
-    if (plan_->save && agent_ && !tables_->empty()) {
-      checkpoints_.show([this](const std::string& path) {
-        for (const std::string& server : tables_->find_remote(path)) {
-          sink_.warn(base::ErrorKind::kInvalid,
-                     server + " does not see the folder --checkpoint " + known_.checkpoint.dir +
-                         " of rank 0, so its part of each checkpoint is sent to rank 0");
-        }
-      });
     }
     // From here on a signal makes the job save and end, because there is something to save.
     if (plan_->save && !agent_) stop_->arm();
@@ -541,15 +532,7 @@ void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
 }
 
 void TrainingHost::save(const Position& position) {
-  // Without the lock, because on_rank_lost() takes it and ends the call of a lost server.
-  Json tables;
-  std::optional<base::Error> error;  // which fails the save
-  try {
-    if (!tables_->empty()) tables = tables_->hold();
-  } catch (...) {
-    error = rpc::error_in_flight(base::ErrorKind::kInternal);
-  }
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   Content snapshot;
   snapshot.step = position.total / plan_->trainers;
   snapshot.state["cmd"] = cmd_;
@@ -557,20 +540,17 @@ void TrainingHost::save(const Position& position) {
   snapshot.state["agreed"] = plan_->agreed;
   snapshot.state["position"] = position.to_json();
   snapshot.state["threads"] = at::get_num_threads();
-  if (!tables.is_null()) snapshot.state["tables"] = tables;
   const optim::ScheduleState& schedule = lr_schedule_.state();
   snapshot.state["lr"] = plan_->lr;
   snapshot.state["lr_schedule"] = plan_->lr_schedule;
   snapshot.state["lr_state"] = {{"factor", schedule.factor}, {"bad", schedule.bad}};
   if (schedule.best) snapshot.state["lr_state"]["best"] = *schedule.best;
   const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
-  checkpoints_.save(
-      std::move(snapshot),
-      [this, error, parts = std::exchange(gathered_, {})](Content& into) mutable {
-        if (error) throw base::Exception(*error);
-        locate(agent_, std::move(parts), into, sink_);
-      },
-      since);
+  auto fill = [this, parts = std::exchange(gathered_, {})](Content& into) mutable {
+    locate(agent_, std::move(parts), into, sink_);
+  };
+  lock.unlock();  // because on_rank_lost() takes it and ends the call of a lost server
+  checkpoints_.save(std::move(snapshot), std::move(fill), since);
 }
 
 void TrainingHost::add_to(Json& fields, bool all_steps) const {

@@ -13,7 +13,7 @@ void Predictions::load(const rpc::NamedTensors& model) const {
 }
 
 void Predictions::load(const table::ShardedEmbedding& tables) const {
-  load_tables(snapshot_, tables.table_names(), tables.local_server());
+  load_tables(snapshot_, tables.table_names(), *tables.local_server());
 }
 
 void Predictions::tell(const Json& fields) {

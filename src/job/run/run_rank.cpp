@@ -202,7 +202,8 @@ class RankRunner {
       const RankBody::Known known = body_.adopt(agent_->rank(), options);
       rank_.emplace(*agent_, job_, known.roles, sink_);
       agent_->provide(std::make_shared<Job>(job_));
-      agent_->provide(std::make_shared<TablePart>(agent_.get(), job_.inject.fail_checkpoint));
+      agent_->provide(std::make_shared<TablePart>(
+          agent_.get(), sink_, TablePart::Options{.fail_at = job_.inject.fail_checkpoint}));
       body_.prepare(*rank_);
       if (job_.rank != 0) return;
       // Created before the other ranks join, so that a problem with the folder is reported at once.

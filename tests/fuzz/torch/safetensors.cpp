@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "distrain/base/error.h"
+#include "support/tensor_infos.h"
 #include "targets.h"
 
 namespace distrain::fuzz {
@@ -30,7 +31,7 @@ void parse_safetensors(const Bytes& bytes) {
       total += tensor.nbytes();
     }
     check(total <= bytes.size(), "tensors do not overlap");
-    std::vector<store::TensorInfo> infos = store::infos_of(tensors);
+    std::vector<store::TensorInfo> infos = testing::infos_of(tensors);
     store::safetensors_header(infos);
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kBadData, "what does not fit is refused as 'bad_data'");

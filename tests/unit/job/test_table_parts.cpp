@@ -4,8 +4,10 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <thread>
 
 #include <nlohmann/json.hpp>
@@ -15,7 +17,6 @@
 
 #include "../../../src/job/host/table_parts.h"
 #include "../table/tables.h"
-#include "distrain/store/hash.h"
 #include "support/files.h"
 
 using namespace distrain;
@@ -40,10 +41,14 @@ const std::vector<TableOptions> kTables = {
 class PartLines final : public job::EventSink {
  public:
   void emit(std::string_view event, const job::Json& fields) override {
-    if (event == "checkpoint") lines.push_back(fields);
+    if (event == "checkpoint" || event == "warn") lines.push_back(fields);
   }
   void joined(std::string_view, const job::OptionMap&) override {}
+  void saving() override {
+    if (on_saving) on_saving();
+  }
   std::vector<job::Json> lines;  // written by one thread at a time
+  std::function<void()> on_saving;
 };
 
 std::vector<std::string> names_of(const std::vector<TableOptions>& tables) {
@@ -52,11 +57,13 @@ std::vector<std::string> names_of(const std::vector<TableOptions>& tables) {
   return names;
 }
 
-/// Rank 0, which trains and saves, and servers on ranks 1 to n.
+/// Rank 0, which trains and saves, and servers on ranks 1 to n. Servers of ranks in `senders` do
+/// not use rank 0's folder.
 struct TableRanks {
-  explicit TableRanks(int servers, std::vector<TableOptions> options = kTables)
-      : cluster(servers + 1, set_up) {
-    parts = std::make_shared<TableParts>(&cluster[0]);
+  explicit TableRanks(int servers, std::vector<TableOptions> options = kTables,
+                      const std::set<int>& senders = {})
+      : cluster(servers + 1, [&](rpc::Agent& agent) { set_up(agent, of_servers, senders); }) {
+    parts = std::make_shared<TableParts>(&cluster[0], lines);
     cluster[0].provide(parts);
     std::vector<int> ranks(static_cast<size_t>(servers));
     std::iota(ranks.begin(), ranks.end(), 1);
@@ -65,10 +72,11 @@ struct TableRanks {
     optimizer->add(tables);
     parts->set(names_of(options), ranks);
   }
-  static void set_up(rpc::Agent& agent) {
+  static void set_up(rpc::Agent& agent, PartLines& lines, const std::set<int>& senders) {
     set_up_tables(agent);
     TableParts::expose(agent);
-    agent.provide(std::make_shared<TablePart>(&agent));
+    agent.provide(std::make_shared<TablePart>(
+        &agent, lines, TablePart::Options{.sends = senders.contains(agent.rank())}));
   }
 
   void train(int steps = 1) {
@@ -83,6 +91,7 @@ struct TableRanks {
   table::TableServer& server(int number) { return cluster[number + 1].local<table::TableServer>(); }
   int servers() const { return cluster.size() - 1; }
 
+  PartLines lines, of_servers;
   Cluster cluster;
   std::shared_ptr<TableParts> parts;
   std::shared_ptr<ShardedEmbedding> tables;
@@ -115,19 +124,18 @@ std::vector<Rows> rows_of(TableRanks& ranks) {
 
 /// Saves tables in a folder.
 struct TableSaves {
-  explicit TableSaves(TableParts& parts) : tables(parts) {
+  explicit TableSaves(TableRanks& ranks) : lines(ranks.lines) {
     checkpoints.emplace(
         job::CheckpointOptions{folder.path("saves"), 0, ""}, job::Job{}, lines,
-        [this](const base::Error& error) { told.push_back(error); }, &parts);
+        [this](const base::Error& error) { told.push_back(error); }, ranks.parts.get());
   }
-  // Holds the tables, calls `then`, and saves them.
+  // Begins a save and calls `then` before the save ends.
   void save(
       int64_t step, const std::function<void()>& then = [] {}) {
     Content content{.step = step};
-    content.state["tables"] = tables.hold();
     content.files["model"] = {job::HeldTensor::of("x", at::full({5}, step))};
-    then();
     checkpoints->save(std::move(content), {}, base::Clock::now());
+    then();
     checkpoints->finish();
   }
   job::Snapshot load() const { return job::read_checkpoint(folder.path("saves")); }
@@ -141,11 +149,17 @@ struct TableSaves {
   }
 
   const Folder folder;
-  PartLines lines;
+  PartLines& lines;
   std::vector<base::Error> told;
-  TableParts& tables;
   std::optional<job::Checkpoints> checkpoints;
 };
+
+// Waits if a rank has called this process.
+void wait_in_call(const std::shared_future<void>& until) {
+  if (!base::thread_state().observer) return;
+  const base::BlockingScope waits;
+  until.wait();
+}
 
 std::string table_error(base::ErrorKind kind, const std::function<void()>& call) {
   return error_of(kind, call);
@@ -156,12 +170,12 @@ std::string table_error(base::ErrorKind kind, const std::function<void()>& call)
 TEST_CASE("tables that 4 servers save are loaded by 1, 2, 4 and 5") {
   TableRanks saved(kServers);
   saved.train(3);
-  TableSaves saves(*saved.parts);
+  TableSaves saves(saved);
   saves.save(3);
   const auto expected = rows_of(saved);
   REQUIRE(expected[0].size() == 40);
-  REQUIRE(saves.lines.lines.size() == 1);
-  CHECK(saves.lines.lines[0]["stalled_s"] == 0);
+  REQUIRE(saved.lines.lines.size() == 1);
+  CHECK(saved.lines.lines[0]["stalled_s"] == 0);
 
   const job::Snapshot snapshot = saves.load();
   CHECK(snapshot.state["tables"]["servers"] == kServers);
@@ -209,7 +223,7 @@ TEST_CASE("tables that 4 servers save are loaded by 1, 2, 4 and 5") {
 TEST_CASE("a load without states leaves the initial state") {
   TableRanks saved(2);
   saved.train();
-  TableSaves saves(*saved.parts);
+  TableSaves saves(saved);
   saves.save(1);
   const at::Tensor values = all_rows(*saved.tables);
   // For evaluation: another optimizer, and tables in this process.
@@ -217,7 +231,7 @@ TEST_CASE("a load without states leaves the initial state") {
   for (TableOptions& each : options) each.optimizer = {"sgd", {{"lr", 0}}};
   const auto server = std::make_shared<table::TableServer>();
   ShardedEmbedding local(server, options);
-  job::load_tables(saves.load(), names_of(options), server);
+  job::load_tables(saves.load(), names_of(options), *server);
   CHECK(at::equal(all_rows(local), values));
   TableRanks loaded(3);
   loaded.parts->load(saves.load(), /*with_states=*/false);
@@ -228,11 +242,11 @@ TEST_CASE("a load without states leaves the initial state") {
   }
 }
 
-TEST_CASE("a save has the rows that the tables had when they were held") {
+TEST_CASE("a save has the rows that the tables had when it began") {
   TableRanks ranks(2);
   ranks.train(2);
   const auto expected = rows_of(ranks);
-  TableSaves saves(*ranks.parts);
+  TableSaves saves(ranks);
   saves.save(2, [&] { ranks.train(3); });
   CHECK(rows_of(ranks) != expected);
   TableRanks loaded(2);
@@ -249,7 +263,7 @@ TEST_CASE("a save has the rows that the tables had when they were held") {
 TEST_CASE("tables are saved while trainers update them") {
   TableRanks ranks(2);
   ranks.train();
-  TableSaves saves(*ranks.parts);
+  TableSaves saves(ranks);
   for (int64_t step = 1; step < 6; ++step) {
     const auto expected = rows_of(ranks);
     std::atomic<bool> is_over = false;
@@ -271,36 +285,113 @@ TEST_CASE("tables are saved while trainers update them") {
 
 TEST_CASE("servers that do not see the folder send and receive their parts") {
   const bool is_seen = GENERATE(true, false);
-  TableRanks ranks(3);
+  TableRanks ranks(3, kTables, {1, 3});
   ranks.train(2);
   const auto expected = rows_of(ranks);
-  TableSaves saves(*ranks.parts);
-  saves.checkpoints->show(
-      [&](const std::string& path) { CHECK(ranks.parts->find_remote(path).empty()); });
-  saves.save(1);
-  CHECK(ranks.parts->find_remote("/nowhere/x") == std::vector<std::string>{"w1", "w2", "w3"});
-  saves.save(2);
-  CHECK(ranks.parts->find_remote(saves.folder.path("saves")).empty());
-  saves.save(3);
-  for (const int64_t step : {2, 3}) {
-    job::Snapshot snapshot =
-        job::read_checkpoint(saves.folder.path("saves/step-00000000000" + std::to_string(step)));
-    if (!is_seen) snapshot.path = "/nowhere";  // its files are open on rank 0
-    for (const int servers : {2, 3}) {
-      TableRanks loaded(servers);
-      loaded.parts->load(snapshot, true);
-      CHECK(rows_of(loaded) == expected);
-    }
+  TableSaves saves(ranks);
+  for (const int64_t step : {1, 2}) saves.save(step);
+  REQUIRE(ranks.lines.lines.size() == 3);  // the warning comes once
+  CHECK(
+      ranks.lines.lines[0]["message"] ==
+      "the folder " + saves.folder.path("saves") +
+          " of rank 0 is not seen by w1, w3, so their parts of each checkpoint are sent to rank 0");
+  job::Snapshot snapshot = saves.load();
+  if (!is_seen) snapshot.path = "/nowhere";  // its files are open on rank 0
+  for (const int servers : {2, 3}) {
+    TableRanks loaded(servers);
+    loaded.parts->load(snapshot, true);
+    CHECK(rows_of(loaded) == expected);
   }
 }
 
-TEST_CASE("a row that is not finite is not saved") {
-  const bool is_remote = GENERATE(false, true);
-  TableRanks ranks(kServers);
-  ranks.train();
-  TableSaves saves(*ranks.parts);
+TEST_CASE("tables are loaded from a checkpoint that another job has removed") {
+  TableRanks saved(2);
+  saved.train();
+  TableSaves saves(saved);
   saves.save(1);
-  if (is_remote) ranks.parts->find_remote("/nowhere/x");
+  const job::Snapshot snapshot = saves.load();
+  const at::Tensor values = all_rows(*saved.tables);
+  // Only a part, so that its servers still see the manifest; or all of it.
+  if (GENERATE(false, true)) {
+    fs::remove_all(snapshot.path);
+  } else {
+    fs::remove(snapshot.path + "/table-00002-of-00002.safetensors");
+  }
+  TableRanks loaded(3);
+  loaded.parts->load(snapshot, true);
+  CHECK(at::equal(all_rows(*loaded.tables), values));
+  const auto server = std::make_shared<table::TableServer>();
+  ShardedEmbedding local(server, kTables);
+  TableParts parts(nullptr, loaded.lines);
+  parts.set(names_of(kTables), {0}, server);
+  parts.load(snapshot, true);
+  CHECK(at::equal(all_rows(local), values));
+}
+
+TEST_CASE("rank 0 refuses pieces outside of a part") {
+  TableRanks ranks(1, kTables, {1});
+  ranks.train();
+  const Folder folder;
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, job::Json::object());
+  const std::string file = "table-00001-of-00001.safetensors";
+  const at::Tensor piece = at::zeros({8}, at::kByte);
+  CHECK(table_error(base::ErrorKind::kCancelled, [&] { ranks.parts->put(file, 0, piece); }) ==
+        file + ": its save has ended");
+  ranks.parts->begin(*saving, 1);
+  for (const uint64_t offset : {uint64_t{1} << 40, ~uint64_t{0} - 3}) {
+    CHECK(table_error(base::ErrorKind::kInvalid, [&] { ranks.parts->put(file, offset, piece); }) ==
+          file + " has no such piece");
+  }
+  ranks.parts->finish(*saving);
+}
+
+TEST_CASE("rank 0 adopts only parts that are safetensors files") {
+  TableRanks ranks(1);
+  ranks.train();
+  const Folder folder;
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, job::Json::object());
+  ranks.parts->begin(*saving, 1);
+  auto& server = ranks.cluster[1].local<TablePart>();
+  server.written().wait();
+  const std::string file = saving->path() + "/table-00001-of-00001.safetensors";
+  std::string text = read_text(file);
+  text[8] = '[';
+  write_text(file, text);
+  CHECK(table_error(base::ErrorKind::kBadData, [&] { ranks.parts->finish(*saving); }) ==
+        file + ": not a safetensors file: its header does not begin with '{'");
+  ranks.parts->abandon();
+}
+
+TEST_CASE("the failure of a server ends a save while others write") {
+  TableRanks ranks(3, kTables, {1});
+  ranks.train();
+  ranks.server(2).store("b").restore(1'000'000, [&](rows::Row& row) {
+    row.updates = 0;
+    std::fill_n(row.value(), 2, std::numeric_limits<float>::infinity());
+  });
+  // Rank 0 takes no pieces of w1 before it has reported the error of w3.
+  std::promise<void> reported;
+  const auto until = reported.get_future().share();
+  ranks.lines.on_saving = [until] { wait_in_call(until); };
+  const Folder folder;
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, job::Json::object());
+  ranks.parts->begin(*saving, 1);
+  CHECK(table_error(base::ErrorKind::kNotFinite, [&] {
+          ranks.parts->finish(*saving);
+        }).starts_with("w3: b.weight is not finite"));
+  reported.set_value();
+  ranks.parts->abandon();
+  ranks.train();
+}
+
+TEST_CASE("a row that is not finite is not saved") {
+  TableRanks ranks(kServers, kTables, GENERATE(std::set<int>{}, std::set{3}));
+  ranks.train();
+  TableSaves saves(ranks);
+  saves.save(1);
   const float bad =
       GENERATE(std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity());
   ranks.server(2).store("b").restore(1'000'000, [&](rows::Row& row) {
@@ -317,23 +408,17 @@ TEST_CASE("a row that is not finite is not saved") {
   CHECK(saves.load().step == 1);
 }
 
-TEST_CASE("a server that cannot write its part is named, and the older checkpoint stays") {
+TEST_CASE("a save that cannot begin leaves the older checkpoint") {
   TableRanks ranks(3);
   ranks.train();
-  TableSaves saves(*ranks.parts);
+  TableSaves saves(ranks);
   saves.save(1);
-  const Folder folder;
-  CheckpointStore store(folder.path());
-  auto saving = store.begin(2, job::Json::object());
-  const std::string file = saving->path() + "/table-00002-of-00003.safetensors";
-  write_text(file, "the file of a process that is presumed dead");
-  ranks.parts->hold();
-  ranks.parts->begin(*saving, 2);
-  CHECK(table_error(base::ErrorKind::kResources, [&] { ranks.parts->finish(*saving); }) ==
-        "w2: cannot create " + file + ": File exists");
-  ranks.parts->abandon();
-  saving.reset();
-  CHECK_FALSE(fs::exists(file));
+  // Another snapshot of a table of w2.
+  ranks.server(1).store("b").begin_snapshot([](uint64_t, const rows::Row&) {});
+  CHECK(table_error(base::ErrorKind::kInvalid, [&] { saves.save(2); }) ==
+        "w2: a table already has a snapshot");
+  ranks.server(1).store("b").end_snapshot();
+  CHECK(saves.names() == std::vector<std::string>{"step-000000000001"});
   ranks.train();
   saves.save(3);
   TableRanks loaded(1);
@@ -342,31 +427,41 @@ TEST_CASE("a server that cannot write its part is named, and the older checkpoin
 }
 
 TEST_CASE("the loss of a server ends a save and lets the other servers go on") {
-  const bool is_remote = GENERATE(false, true);
-  TableRanks ranks(3);
+  const bool while_writing = GENERATE(false, true);
+  TableRanks ranks(3, kTables, {1, 2, 3});
   ranks.train();
-  TableSaves saves(*ranks.parts);
+  TableSaves saves(ranks);
   saves.save(1);
-  if (is_remote) ranks.parts->find_remote("/nowhere/x");
+  const auto kill_one = [&] { ranks.cluster.kill(2); };
+  std::promise<void> killed;
+  if (while_writing) {
+    // Rank 0 takes no pieces before the server is killed.
+    ranks.lines.on_saving = [until = killed.get_future().share()] { wait_in_call(until); };
+  } else {
+    kill_one();
+  }
   in_time([&] {
-    return table_error(base::ErrorKind::kPeerLost,
-                       [&] { saves.save(2, [&] { ranks.cluster.kill(2); }); });
+    return table_error(base::ErrorKind::kPeerLost, [&] {
+      saves.save(2, [&] {
+        if (!while_writing) return;
+        kill_one();
+        killed.set_value();
+      });
+    });
   });
   CHECK(saves.names() == std::vector<std::string>{"step-000000000001"});
   // The other servers have no snapshot any more, so that another may begin.
   for (const int server : {0, 2}) {
-    auto& part = ranks.cluster[server + 1].local<TablePart>();
-    CHECK(part.hold({"a", "b"}).size() == 2);
-    part.drop();
+    ranks.server(server).store("a").begin_snapshot([](uint64_t, const rows::Row&) {});
+    ranks.server(server).store("a").end_snapshot();
   }
 }
 
 TEST_CASE("a save that fails elsewhere ends the snapshots") {
   TableRanks ranks(2);
   ranks.train();
-  TableSaves saves(*ranks.parts);
+  TableSaves saves(ranks);
   Content content{.step = 1};
-  content.state["tables"] = ranks.parts->hold();
   const auto fill = [](Content&) {
     throw base::Exception(base::ErrorKind::kInternal, "no more tensors");
   };
@@ -382,7 +477,7 @@ TEST_CASE("a save that fails elsewhere ends the snapshots") {
 TEST_CASE("tables that do not fit a checkpoint are refused") {
   TableRanks saved(2);
   saved.train();
-  TableSaves saves(*saved.parts);
+  TableSaves saves(saved);
   saves.save(1);
   const job::Snapshot snapshot = saves.load();
   const auto refused = [&](std::vector<TableOptions> options, int servers = 2,
@@ -420,7 +515,7 @@ TEST_CASE("tables that do not fit a checkpoint are refused") {
   CHECK(table_error(base::ErrorKind::kBadData, [&] {
           first
               .load({.path = snapshot.path,
-                     .manifest = store::content_hash(read_text(snapshot.path + "/manifest.json")),
+                     .hash = snapshot.hash,
                      .files = {{other, snapshot.file("table-00002-of-00002").size()}},
                      .is_own = true,
                      .updates = {{"a", 1}, {"b", 1}},
@@ -432,7 +527,7 @@ TEST_CASE("tables that do not fit a checkpoint are refused") {
 TEST_CASE("a damaged part of a table is named") {
   TableRanks saved(2);
   saved.train();
-  TableSaves saves(*saved.parts);
+  TableSaves saves(saved);
   saves.save(1);
   saves.save(2);
   const std::string part =
@@ -456,18 +551,22 @@ int save_tables(const std::string& folder, int64_t step, int64_t nth, rlim_t mos
   const auto server = std::make_shared<table::TableServer>();
   ShardedEmbedding tables(server, kTables);
   tables.look_up({{0, at::arange(40)}, {1, at::arange(40)}});
-  TablePart part(nullptr, nth, server);
+  PartLines lines;
+  TablePart part(nullptr, lines, {.fail_at = nth, .server = server});
   CheckpointStore store(folder);
   const auto saving = store.begin(step, {{"tables", step}});
-  part.hold({"a", "b"});
+  const std::string file = "table-00001-of-00001.safetensors";
+  const PartTarget target{
+      .folder = saving->path(), .file = file, .nonce = 7, .step = step, .tables = {"a", "b"}};
+  saving->create(file).write_at(
+      0, {reinterpret_cast<const uint8_t*>(&target.nonce), sizeof target.nonce});
   if (most > 0) {
     signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{most, most};
     setrlimit(RLIMIT_FSIZE, &limit);
   }
-  const std::string file = "table-00001-of-00001.safetensors";
-  const PartTarget target{.folder = saving->path(), .file = file, .step = step};
-  const auto written = part.write(target);
+  part.begin(target);
+  const auto written = part.written();
   if (written.wait_result().ok()) {
     saving->adopt(file, written.wait().sum);
     saving->commit();

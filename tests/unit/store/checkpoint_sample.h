@@ -14,6 +14,7 @@
 #include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
+#include "support/tensor_infos.h"
 
 namespace distrain::store {
 
@@ -22,6 +23,31 @@ using namespace testing;
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using Strings = std::vector<std::string>;
+
+// The content of a checkpoint.
+struct Checkpoint {
+  int64_t step = 0;
+  std::map<std::string, rpc::NamedTensors> files;  // the tensors are contiguous, on the CPU
+  Json state = Json::object();
+};
+
+// Writes a checkpoint and returns its path.
+inline std::string save(CheckpointStore& store, const Checkpoint& checkpoint) {
+  const auto saving = store.begin(checkpoint.step, checkpoint.state);
+  for (const auto& [name, tensors] : checkpoint.files) {
+    std::vector<TensorInfo> infos = infos_of(tensors);
+    OutputFile file = saving->create(name, infos);
+    for (const TensorInfo& info : infos) {
+      const void* const data = tensors.at(info.name).const_data_ptr();
+      file.write_at(info.offset, {static_cast<const uint8_t*>(data), info.bytes});
+    }
+    saving->add(name, file);
+  }
+  return saving->commit();
+}
+inline std::string save(CheckpointStore&& store, const Checkpoint& checkpoint) {
+  return save(store, checkpoint);
+}
 
 // A checkpoint whose contents are derived from its step and version.
 struct Sample {

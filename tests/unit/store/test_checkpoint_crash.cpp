@@ -25,7 +25,7 @@ int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nt
     CheckpointStore store(folder, [&](const char*) {
       if (++calls == nth) _exit(kKilled);
     });
-    store.save(checkpoint);
+    save(store, checkpoint);
     return kSaved;
   });
 }
@@ -43,8 +43,8 @@ TEST_CASE("A save that ends at any system call leaves the old or the new checkpo
   int ended_new = 0;
   for (int nth = 1;; ++nth) {
     const Folder folder;
-    if (!only_one) CheckpointStore(folder.path()).save(before.checkpoint);
-    CheckpointStore(folder.path()).save(old.checkpoint);
+    if (!only_one) save(CheckpointStore(folder.path()), before.checkpoint);
+    save(CheckpointStore(folder.path()), old.checkpoint);
     const int exit_code = save_and_die(folder.path(), wanted.checkpoint, nth);
     const auto newest = CheckpointStore::newest(folder.path());
     REQUIRE(newest);
@@ -61,7 +61,7 @@ TEST_CASE("A save that ends at any system call leaves the old or the new checkpo
     // A later save succeeds and removes all leftovers, even after a second crash at the same call.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).step >= old.checkpoint.step);
-    CheckpointStore(folder.path()).save(later.checkpoint);
+    save(CheckpointStore(folder.path()), later.checkpoint);
     check_newest(folder.path(), later);
     const auto names = names_in(folder.path());
     REQUIRE(names.size() == 2);
@@ -79,7 +79,7 @@ TEST_CASE("Removing the leftovers of a crashed save may crash as well") {
   for (int first = 1; first < 100; first += 3) {
     for (int second = 1; second < 100; second += 5) {
       const Folder folder;
-      CheckpointStore(folder.path()).save(Sample(2).checkpoint);
+      save(CheckpointStore(folder.path()), Sample(2).checkpoint);
       if (save_and_die(folder.path(), Sample(2, 1).checkpoint, first) == kSaved) return;
       if (save_and_die(folder.path(), Sample(2, 2).checkpoint, second) == kSaved) break;
       const auto loaded = CheckpointStore::load(folder.path());
@@ -92,7 +92,7 @@ TEST_CASE("Files are synced to the disk before they are renamed") {
   const Folder folder;
   Strings calls;
   CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
-  store.save(Sample(1).checkpoint);
+  save(store, Sample(1).checkpoint);
   const Strings expected = {"openat",   "flock",    "getdents",  // checks the owner of the folder
                             "getdents", "getdents",              // the folder is ours; lists it
                             "mkdirat",                           //
@@ -113,11 +113,11 @@ TEST_CASE("Files are synced to the disk before they are renamed") {
 TEST_CASE("A failing system call is an error with the file, and keeps the old checkpoint") {
   for (const long number : {SYS_mkdirat, SYS_pwrite64, SYS_fsync, SYS_renameat}) {
     const Folder folder;
-    CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+    save(CheckpointStore(folder.path()), Sample(1).checkpoint);
     const int code = in_child([&] {
       forbid(number, ENOSPC);
       try {
-        CheckpointStore(folder.path()).save(Sample(2).checkpoint);
+        save(CheckpointStore(folder.path()), Sample(2).checkpoint);
       } catch (const base::Exception& exception) {
         const std::string& message = exception.error().message;
         const bool right = exception.kind() == base::ErrorKind::kResources &&
@@ -140,7 +140,7 @@ TEST_CASE("A failing system call is an error with the file, and keeps the old ch
 
 TEST_CASE("A failed replacement leaves the old checkpoint under its name") {
   const Folder folder;
-  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   // The second rename fails because its source was removed.
   const int code = in_child([&] {
     int renames = 0;
@@ -150,7 +150,7 @@ TEST_CASE("A failed replacement leaves the old checkpoint under its name") {
       }
     });
     try {
-      store.save(Sample(1, 1).checkpoint);
+      save(store, Sample(1, 1).checkpoint);
     } catch (const base::Exception& exception) {
       return exception.kind() == base::ErrorKind::kResources ? 1 : 2;
     }
@@ -163,13 +163,13 @@ TEST_CASE("A failed replacement leaves the old checkpoint under its name") {
 
 TEST_CASE("A full disk is an error with the file's name, and leaves no files") {
   const Folder folder;
-  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   const int code = in_child([&] {
     signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{100'000, 100'000};
     setrlimit(RLIMIT_FSIZE, &limit);
     try {
-      CheckpointStore(folder.path()).save(Sample(2, 0, 200'000).checkpoint);
+      save(CheckpointStore(folder.path()), Sample(2, 0, 200'000).checkpoint);
     } catch (const base::Exception& exception) {
       const auto expected = "cannot write " + folder.path(".tmp-" + step_name(2)) +
                             "/model.safetensors: File too large";

@@ -24,7 +24,7 @@ constexpr const char* kLinkRefused = ": a symbolic link, which is not followed";
 class Outside {
  public:
   Outside() {
-    CheckpointStore(folder_.path()).save(Sample(1).checkpoint);
+    save(CheckpointStore(folder_.path()), Sample(1).checkpoint);
     folder_.write(step_name(1) + "/precious", "data");
   }
   std::string path() const { return folder_.path(step_name(1)); }
@@ -44,7 +44,7 @@ class Outside {
 void put_from_elsewhere(const std::string& folder, int64_t step, int generation) {
   const Folder elsewhere;
   for (int job = 0; job < generation; ++job) {
-    CheckpointStore(elsewhere.path()).save(Sample(step).checkpoint);
+    save(CheckpointStore(elsewhere.path()), Sample(step).checkpoint);
   }
   fs::copy(elsewhere.path(step_name(step)), folder + "/" + step_name(step),
            fs::copy_options::recursive);
@@ -55,7 +55,7 @@ int64_t generation_in(const std::string& checkpoint) {
 }
 
 std::string refused(CheckpointStore& store, int64_t step) {
-  return bad_data([&] { store.save(Sample(step).checkpoint); });
+  return bad_data([&] { save(store, Sample(step).checkpoint); });
 }
 
 }  // namespace
@@ -66,7 +66,7 @@ TEST_CASE("The folder that the user names may be a link") {
   fs::create_directory_symlink("large disk", folder.path("saves"));
   CheckpointStore store(folder.path("saves"));
   store.prepare();
-  for (int64_t step = 1; step < 4; ++step) store.save(Sample(step).checkpoint);
+  for (int64_t step = 1; step < 4; ++step) save(store, Sample(step).checkpoint);
   check_newest(folder.path("saves"), Sample(3));
   CHECK(names_in(folder.path("large disk")) == Strings{step_name(2), step_name(3)});
   // A path that the user passes to load() may also be a symbolic link.
@@ -77,7 +77,7 @@ TEST_CASE("The folder that the user names may be a link") {
 TEST_CASE("A link in place of a checkpoint is refused by all readers and writers") {
   const Outside outside;
   const Folder folder;
-  CheckpointStore(folder.path()).save(Sample(2).checkpoint);
+  save(CheckpointStore(folder.path()), Sample(2).checkpoint);
   const auto link = folder.path(GENERATE("", ".replaced-") + step_name(3));
   fs::create_directory_symlink(outside.path(), link);
   const std::string expected = link + kLinkRefused;
@@ -85,7 +85,7 @@ TEST_CASE("A link in place of a checkpoint is refused by all readers and writers
   CHECK(bad_data([&] { CheckpointStore::look(folder.path()); }) == expected);
   CHECK(CheckpointStore::intact_before(folder.path()) == folder.path(step_name(2)));
   CHECK(bad_data([&] { CheckpointStore(folder.path()).prepare(); }) == expected);
-  CHECK(bad_data([&] { CheckpointStore(folder.path()).save(Sample(4).checkpoint); }) == expected);
+  CHECK(bad_data([&] { save(CheckpointStore(folder.path()), Sample(4).checkpoint); }) == expected);
   if (link.ends_with("/" + step_name(3))) {
     for (const auto& path : {link, link + "/"}) {
       CHECK(bad_data([&] { CheckpointStore::load(path); }).ends_with(kLinkRefused));
@@ -99,7 +99,7 @@ TEST_CASE("A link in place of a checkpoint is refused by all readers and writers
 TEST_CASE("A link in place of a checkpoint's file is refused") {
   const Outside outside;
   const Folder folder;
-  const auto path = CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  const auto path = save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   for (const std::string name : {"manifest.json", "model.safetensors"}) {
     const auto file = path + "/" + name;
     fs::rename(file, file + ".moved");
@@ -124,7 +124,7 @@ TEST_CASE("A link in place of a save's leftovers is removed, but not its target"
   fs::create_directory_symlink(outside.path(), folder.path(".tmp-" + step_name(0)));
   CheckpointStore store(folder.path());
   store.prepare();
-  store.save(Sample(1).checkpoint);
+  save(store, Sample(1).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(1)});
   outside.check_untouched();
 }
@@ -140,18 +140,18 @@ TEST_CASE("A link that replaces the open folder is not followed") {
   SECTION("between two saves") {
     CheckpointStore store(saves);
     store.prepare();
-    store.save(Sample(1).checkpoint);
+    save(store, Sample(1).checkpoint);
     swap();
-    CHECK(error_of(base::ErrorKind::kResources, [&] { store.save(Sample(2).checkpoint); }) ==
+    CHECK(error_of(base::ErrorKind::kResources, [&] { save(store, Sample(2).checkpoint); }) ==
           saves + ": another folder stands where this job has saved");
   }
   SECTION("during a save") {
     CheckpointStore(saves).prepare();
-    CheckpointStore(saves).save(Sample(1).checkpoint);
+    save(CheckpointStore(saves), Sample(1).checkpoint);
     CheckpointStore store(saves, [&](const char* name) {
       if (name == std::string("pwrite") && !fs::is_symlink(saves)) swap();
     });
-    CHECK(error_of(base::ErrorKind::kResources, [&] { store.save(Sample(2).checkpoint); }) ==
+    CHECK(error_of(base::ErrorKind::kResources, [&] { save(store, Sample(2).checkpoint); }) ==
           saves + ": another folder stands where this job has saved");
   }
   CHECK(names_in(folder.path("moved")) == Strings{step_name(1)});
@@ -162,7 +162,7 @@ TEST_CASE("A link that replaces the open folder is not followed") {
 TEST_CASE("A link that replaces the checkpoint being written is not published as a checkpoint") {
   const Outside outside;
   const Folder folder;
-  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   const auto unfinished = folder.path(".tmp-" + step_name(2));
   const std::string at = GENERATE("openat", "fsync");
   CheckpointStore store(
@@ -186,7 +186,7 @@ TEST_CASE("A second job on one folder is refused until the first has ended") {
   fs::create_directory_symlink(folder.path(), link);
   std::optional<CheckpointStore> first(folder.path());
   SECTION("prepared") { first->prepare(); }
-  SECTION("at its first save") { first->save(Sample(1).checkpoint); }
+  SECTION("at its first save") { save(*first, Sample(1).checkpoint); }
   const auto before = names_in(folder.path());
   for (const auto& path : {folder.path(), folder.path() + "/", link}) {
     CheckpointStore second(path);
@@ -201,11 +201,11 @@ TEST_CASE("A second job on one folder is refused until the first has ended") {
     check_refused(refused(second, 2));
   }
   CHECK(names_in(folder.path()) == before);
-  first->save(Sample(2).checkpoint);
+  save(*first, Sample(2).checkpoint);
   first.reset();
   CheckpointStore second(link);
   second.prepare();
-  second.save(Sample(3).checkpoint);
+  save(second, Sample(3).checkpoint);
   check_newest(folder.path(), Sample(3));
   fs::remove(link);
 }
@@ -240,9 +240,9 @@ TEST_CASE("After the lock file is removed, another job may take the folder over"
   const std::string expected = "another job saves in this folder: ";
   CheckpointStore first(folder.path());
   first.prepare();
-  first.save(Sample(1).checkpoint);
+  save(first, Sample(1).checkpoint);
   REQUIRE(fs::remove(lock));
-  first.save(Sample(2).checkpoint);  // also takes the folder over again
+  save(first, Sample(2).checkpoint);  // also takes the folder over again
   std::optional<CheckpointStore> second(folder.path());
   CHECK(bad_data([&] { second->prepare(); }).starts_with(expected));
   REQUIRE(fs::remove(lock));
@@ -251,7 +251,7 @@ TEST_CASE("After the lock file is removed, another job may take the folder over"
   CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   // If the second job ends without a save, the first job can save again.
   second.reset();
-  first.save(Sample(3).checkpoint);
+  save(first, Sample(3).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
 }
 
@@ -277,17 +277,17 @@ TEST_CASE("If a file system has no locks, a job warns and relies on the generati
     second.prepare();
     if (first.why_no_lock() != "No locks available") return 2;
     // Both have the same generation because neither has found a checkpoint of the other.
-    second.save(Sample(1).checkpoint);
-    second.save(Sample(2).checkpoint);
+    save(second, Sample(1).checkpoint);
+    save(second, Sample(2).checkpoint);
     try {
-      first.save(Sample(9).checkpoint);
+      save(first, Sample(9).checkpoint);
       return 3;
     } catch (const base::Exception& exception) {
       const std::string expected =
           "another job has taken over " + folder.path() + ": it has saved there, as generation 1";
       if (exception.error().message != expected) return 4;
     }
-    second.save(Sample(3).checkpoint);
+    save(second, Sample(3).checkpoint);
     return 0;
   });
   if (code == kNoSeccomp) {
@@ -300,7 +300,7 @@ TEST_CASE("If a file system has no locks, a job warns and relies on the generati
 
 TEST_CASE("A reader needs no lock and leaves no files") {
   const Folder folder;
-  for (const int64_t step : {1, 2}) CheckpointStore(folder.path()).save(Sample(step).checkpoint);
+  for (const int64_t step : {1, 2}) save(CheckpointStore(folder.path()), Sample(step).checkpoint);
   fs::remove(folder.path(".lock"));
   const auto changed = fs::last_write_time(folder.path());
   const int code = in_child([&] {
@@ -322,7 +322,7 @@ TEST_CASE("Each job that takes over a folder increments the generation") {
     CheckpointStore store(folder.path());
     store.prepare();
     for (const int64_t step : {2 * generation, 2 * generation + 1}) {
-      CHECK(generation_in(store.save(Sample(step).checkpoint)) == generation);
+      CHECK(generation_in(save(store, Sample(step).checkpoint)) == generation);
     }
   }
   // A checkpoint without a generation, from an older version, is loaded and counts as generation 0.
@@ -335,10 +335,10 @@ TEST_CASE("Each job that takes over a folder increments the generation") {
   write_text(manifest, sealed(text));
   fs::remove_all(folder.path(step_name(6)));
   check_newest(folder.path(), Sample(7));
-  CHECK(generation_in(CheckpointStore(folder.path()).save(Sample(8).checkpoint)) == 1);
+  CHECK(generation_in(save(CheckpointStore(folder.path()), Sample(8).checkpoint)) == 1);
   // The generation of a damaged checkpoint is ignored, and the job can still save.
   write_text(folder.path(step_name(8)) + "/manifest.json", "{\"generation\":9}");
-  CHECK(generation_in(CheckpointStore(folder.path()).save(Sample(9).checkpoint)) == 1);
+  CHECK(generation_in(save(CheckpointStore(folder.path()), Sample(9).checkpoint)) == 1);
 }
 
 TEST_CASE("A job whose folder another job took over neither writes nor deletes") {
@@ -402,7 +402,7 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
   int refusals = 0;
   int late = 0;
   const Folder begin;
-  for (const int64_t step : {1, 2}) CheckpointStore(begin.path()).save(Sample(step).checkpoint);
+  for (const int64_t step : {1, 2}) save(CheckpointStore(begin.path()), Sample(step).checkpoint);
   for (int nth = 1;; ++nth) {
     const Folder folder;
     fs::copy(begin.path(), folder.path(), fs::copy_options::recursive);
@@ -419,7 +419,7 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
       store.prepare();
       calls = 0;
       try {
-        store.save(Sample(5).checkpoint);
+        save(store, Sample(5).checkpoint);
       } catch (const base::Exception& exception) {
         _exit(exception.kind() == base::ErrorKind::kBadData ? kRefused : 3);
       }
@@ -435,7 +435,7 @@ TEST_CASE("A save that is suspended while another job takes over the folder does
       REQUIRE(WEXITSTATUS(status) == kSaved);
       break;
     }
-    CheckpointStore(folder.path()).save(Sample(4).checkpoint);
+    save(CheckpointStore(folder.path()), Sample(4).checkpoint);
     const auto before = names_in(folder.path());
     REQUIRE(kill(zombie, SIGCONT) == 0);
     REQUIRE(waitpid(zombie, &status, 0) == zombie);
@@ -455,10 +455,10 @@ TEST_CASE("A folder that is removed during a job is an error, and is not created
   const auto saves = folder.path("saves");
   CheckpointStore store(saves);
   store.prepare();
-  store.save(Sample(1).checkpoint);
+  save(store, Sample(1).checkpoint);
   fs::remove_all(saves);
   const auto message = [&] {
-    return error_of(base::ErrorKind::kResources, [&] { store.save(Sample(2).checkpoint); });
+    return error_of(base::ErrorKind::kResources, [&] { save(store, Sample(2).checkpoint); });
   };
   CHECK(message() == "cannot save in " + saves + ": No such file or directory");
   CHECK_FALSE(fs::exists(saves));

@@ -15,7 +15,7 @@ namespace distrain::store {
 namespace {
 
 std::string not_saved(const std::string& folder, const Checkpoint& checkpoint) {
-  return error_of(base::ErrorKind::kInvalid, [&] { CheckpointStore(folder).save(checkpoint); });
+  return error_of(base::ErrorKind::kInvalid, [&] { save(CheckpointStore(folder), checkpoint); });
 }
 
 std::string no_resources(const std::function<void()>& call) {
@@ -30,7 +30,7 @@ TEST_CASE("A saved checkpoint is loaded") {
   store.prepare();
   CHECK(names_in(folder.path()).empty());
   const Sample sample(20);
-  const auto path = store.save(sample.checkpoint);
+  const auto path = save(store, sample.checkpoint);
   CHECK(path == folder.path("step-000000000020"));
   CHECK(names_in(folder.path()) == Strings{"step-000000000020"});
   CHECK(names_in(path) == Strings{"manifest.json", "model.safetensors", "optimizer.safetensors"});
@@ -51,18 +51,18 @@ TEST_CASE("A checkpoint of many megabytes and an empty one are loaded") {
   const Folder folder;
   CheckpointStore store(folder.path());
   const Sample large(1, 0, 9'000'001);
-  check_same(CheckpointStore::load(store.save(large.checkpoint)), large.checkpoint);
+  check_same(CheckpointStore::load(save(store, large.checkpoint)), large.checkpoint);
   const Checkpoint none;
-  check_same(CheckpointStore::load(store.save(none)), none);
+  check_same(CheckpointStore::load(save(store, none)), none);
   Checkpoint last;
   last.step = 999'999'999'999;
-  check_same(CheckpointStore::load(store.save(last)), last);
+  check_same(CheckpointStore::load(save(store, last)), last);
 }
 
 TEST_CASE("If the newest checkpoint is damaged, an older intact one is named") {
   const Folder folder;
   CheckpointStore store(folder.path(), {}, 3);
-  for (int64_t step = 7; step < 10; ++step) store.save(Sample(step).checkpoint);
+  for (int64_t step = 7; step < 10; ++step) save(store, Sample(step).checkpoint);
   CHECK(CheckpointStore::look(folder.path()).state == Sample(9).checkpoint.state);
   const auto before = [&](const std::string& name) {
     return CheckpointStore::intact_before(folder.path(name));
@@ -80,7 +80,7 @@ TEST_CASE("The requested number of checkpoints is kept") {
   const Folder folder;
   const int64_t keep = GENERATE(1, 3);
   CheckpointStore store(folder.path(), {}, keep);
-  for (int64_t step = 7; step < 12; ++step) store.save(Sample(step).checkpoint);
+  for (int64_t step = 7; step < 12; ++step) save(store, Sample(step).checkpoint);
   Strings expected;
   for (int64_t step = 12 - keep; step < 12; ++step) expected.push_back(step_name(step));
   CHECK(names_in(folder.path()) == expected);
@@ -89,11 +89,11 @@ TEST_CASE("The requested number of checkpoints is kept") {
 TEST_CASE("By default the newest two are kept") {
   const Folder folder;
   CheckpointStore store(folder.path());
-  for (int64_t step = 7; step < 12; ++step) store.save(Sample(step).checkpoint);
+  for (int64_t step = 7; step < 12; ++step) save(store, Sample(step).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(10), step_name(11)});
   check_newest(folder.path(), Sample(11));
   // No save removes a newer checkpoint.
-  for (const int64_t step : {7, 8, 9}) store.save(Sample(step).checkpoint);
+  for (const int64_t step : {7, 8, 9}) save(store, Sample(step).checkpoint);
   CHECK(names_in(folder.path()) ==
         Strings{step_name(8), step_name(9), step_name(10), step_name(11)});
   check_newest(folder.path(), Sample(11));
@@ -102,9 +102,9 @@ TEST_CASE("By default the newest two are kept") {
 TEST_CASE("Saving a step again replaces it") {
   const Folder folder;
   CheckpointStore store(folder.path());
-  store.save(Sample(1).checkpoint);
+  save(store, Sample(1).checkpoint);
   for (int version = 0; version < 3; ++version) {
-    store.save(Sample(2, version).checkpoint);
+    save(store, Sample(2, version).checkpoint);
     check_newest(folder.path(), Sample(2, version));
     CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
   }
@@ -120,7 +120,7 @@ TEST_CASE("Other things in the folder are left alone") {
   folder.write(".tmp-step-000000000001/model.safetensors", "half");
   fs::create_directories(folder.path(".old-step-000000000002"));
   CHECK(!CheckpointStore::newest(folder.path()));
-  for (int64_t step = 1; step < 5; ++step) store.save(Sample(step).checkpoint);
+  for (int64_t step = 1; step < 5; ++step) save(store, Sample(step).checkpoint);
   Strings expected = others;
   expected.insert(expected.end(), {step_name(3), step_name(4)});
   std::sort(expected.begin(), expected.end());
@@ -154,9 +154,9 @@ TEST_CASE("A folder that cannot be created or written is reported before trainin
   no_resources([&] { CheckpointStore("").prepare(); });
 
   const auto missing = folder.path("missing");
-  CHECK(no_resources([&] { CheckpointStore(missing).save(Sample(1).checkpoint); }) ==
+  CHECK(no_resources([&] { save(CheckpointStore(missing), Sample(1).checkpoint); }) ==
         "cannot open " + missing + ": No such file or directory");
-  CHECK(no_resources([&] { CheckpointStore(file).save(Sample(1).checkpoint); }) ==
+  CHECK(no_resources([&] { save(CheckpointStore(file), Sample(1).checkpoint); }) ==
         "cannot open " + file + ": Not a directory");
 }
 
@@ -212,7 +212,7 @@ TEST_CASE("A missing checkpoint is reported") {
 
 TEST_CASE("A changed, missing or added byte anywhere is found") {
   const Folder folder;
-  const auto path = CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  const auto path = save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   for (const auto& name : names_in(path)) {
     const auto file = path + "/" + name;
     const std::string whole = read_text(file);
@@ -249,7 +249,7 @@ TEST_CASE("A changed, missing or added byte anywhere is found") {
 
 TEST_CASE("Files that do not match the manifest are named with the reason") {
   const Folder folder;
-  const auto path = CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  const auto path = save(CheckpointStore(folder.path()), Sample(1).checkpoint);
   const auto model = path + "/model.safetensors";
   const auto optimizer = path + "/optimizer.safetensors";
   const auto whole = read_text(model);

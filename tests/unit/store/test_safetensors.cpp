@@ -10,6 +10,7 @@
 #include "distrain/store/safetensors.h"
 #include "support/catch.h"
 #include "support/files.h"
+#include "support/tensor_infos.h"
 
 namespace distrain::store {
 

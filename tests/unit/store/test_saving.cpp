@@ -59,7 +59,7 @@ TEST_CASE("the pieces of a file may be written in any order and by several threa
 TEST_CASE("a checkpoint that is not committed leaves nothing behind") {
   const Folder folder;
   CheckpointStore store(folder.path());
-  store.save(Sample(1).checkpoint);
+  save(store, Sample(1).checkpoint);
   {
     const auto saving = store.begin(2, nlohmann::ordered_json::object());
     saving->create("a");
@@ -67,7 +67,7 @@ TEST_CASE("a checkpoint that is not committed leaves nothing behind") {
     CHECK(saving->path() == folder.path(".tmp-" + step_name(2)));
   }
   CHECK(names_in(folder.path()) == Strings{step_name(1)});
-  store.save(Sample(2).checkpoint);
+  save(store, Sample(2).checkpoint);
   check_newest(folder.path(), Sample(2));
 }
 
@@ -101,32 +101,40 @@ TEST_CASE("a file of another process is adopted if it is a regular file of the r
         std::string::npos);
 }
 
-TEST_CASE("a file that is shown exists until its reader returns") {
+TEST_CASE("another process writes a file that rank 0 has created") {
   const Folder folder;
   CheckpointStore store(folder.path());
-  store.prepare();
-  std::string shown;
-  store.show([&](const std::string& path) {
-    CHECK(fs::exists(path));
-    CHECK(path.starts_with(folder.path()));
-    shown = path;
-  });
-  CHECK_FALSE(fs::exists(shown));
-  CHECK(names_in(folder.path()).empty());
-  store.show([&](const std::string& path) { CHECK(path != shown); });
+  const auto saving = store.begin(1, nlohmann::ordered_json::object());
+  saving->create("x.json").write_at(0, std::vector<uint8_t>{'n', 'o', 'n'});
+  const Disk disk;
+  const auto opened = OpenFolder::at(disk, saving->path());
+  OutputFile file = opened->reopen("x.json");
+  const std::string text = "{\"a\":1}";
+  file.write({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+  saving->adopt("x.json", file.finish_with_sum());
+  CHECK(error_of(base::ErrorKind::kResources, [&] { opened->reopen("y"); }) ==
+        "cannot open " + saving->path() + "/y: No such file or directory");
+  fs::create_symlink("x.json", saving->path() + "/link");
+  CHECK(error_of(base::ErrorKind::kResources, [&] {
+          opened->reopen("link");
+        }).starts_with("cannot open "));
+  fs::remove(saving->path() + "/link");
+  saving->state()["b"] = 2;
+  const LoadedCheckpoint loaded = CheckpointStore::load(saving->commit());
+  CHECK(loaded.state["b"] == 2);
+  CHECK(loaded.hash != 0);
+  CHECK(loaded.hash == CheckpointStore::look(folder.path()).hash);
 }
 
-TEST_CASE("a process that dies while it shows a file does not block the next save") {
+TEST_CASE("a part is opened before it is adopted only if it is a safetensors file") {
   const Folder folder;
-  const int code = in_child([&] {
-    CheckpointStore store(folder.path());
-    store.prepare();
-    store.show([](const std::string&) { _exit(5); });
-    return 0;
-  });
-  CHECK(code == 5);
-  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
-  CHECK(names_in(folder.path()) == Strings{step_name(1)});
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, nlohmann::ordered_json::object());
+  std::vector<TensorInfo> tensors = {{"a", at::kByte, {5}}};
+  OutputFile file = saving->create("x", tensors);
+  CHECK(bad_data([&] { saving->open("x"); }).ends_with("tensor 'a' goes beyond the file's end"));
+  file.write_at(tensors[0].offset, std::vector<uint8_t>(5));
+  CHECK(saving->open("x").tensors().contains("a"));
 }
 
 }  // namespace distrain::store

@@ -1,0 +1,362 @@
+#include "host/table_part.h"
+
+#include <csignal>
+#include <deque>
+
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "distrain/rpc/error.h"
+#include "distrain/store/checkpoint_store.h"
+#include "distrain/store/file.h"
+#include "distrain/wire/codec.h"
+#include "host/table_parts.h"
+
+namespace distrain::job {
+
+namespace {
+
+using Put = std::function<void(uint64_t offset, std::span<const uint8_t> bytes)>;
+
+constexpr size_t kInFlight = 4;  // pieces that a server sends to rank 0 at a time
+// Niceness of the thread that saves, because training needs the cores. A nicer thread would wait
+// for a core while it holds a lock.
+constexpr int kNiceness = 5;
+
+const rpc::To& rank_0() {
+  static const rpc::To kTo = rpc::To(0).without_deadline();
+  return kTo;
+}
+
+// Returns the part's number in the name of a file, which ends the names of its tensors.
+std::string suffix_of(const std::string& file) {
+  return file.substr(std::string_view(kTableFiles).size(), 5);
+}
+
+store::TensorInfo info_of(const std::string& table, const rows::RowColumn& column,
+                          const std::string& suffix, int64_t rows) {
+  std::vector<int64_t> shape = {rows};
+  if (column.numbers > 0) shape.push_back(static_cast<int64_t>(column.numbers));
+  const at::ScalarType dtype = column.name == "ids"       ? at::kLong
+                               : column.name == "updates" ? at::kInt
+                                                          : at::kFloat;
+  return {table + "." + column.name + "." + suffix, dtype, std::move(shape)};
+}
+
+// Returns true if the float32 numbers are finite: if none has an exponent of ones.
+bool all_finite(std::span<const std::byte> floats) {
+  constexpr uint32_t kExponent = 0x7F800000;
+  bool finite = true;
+  for (size_t i = 0; i < floats.size(); i += sizeof(uint32_t)) {
+    uint32_t bits;
+    std::memcpy(&bits, floats.data() + i, sizeof bits);
+    finite &= (bits & kExponent) != kExponent;
+  }
+  return finite;
+}
+
+// Sends pieces of a file to rank 0. Thread-safe.
+class Sender {
+ public:
+  Sender(rpc::Agent& agent, std::string file) : agent_(agent), file_(std::move(file)) {}
+  ~Sender() {  // when a save has failed, no piece may arrive during the next one
+    for (const auto& each : sent_) static_cast<void>(each.wait_result());
+  }
+
+  void put(uint64_t offset, std::span<const uint8_t> bytes) {
+    const at::Tensor piece = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+    std::ranges::copy(bytes, piece.mutable_data_ptr<uint8_t>());
+    auto sent = agent_.rpc_async<rpc::of_local<&TableParts::put>>(rank_0(), file_, offset, piece);
+    std::optional<base::Future<void>> oldest;
+    {
+      const std::lock_guard lock(mutex_);
+      sent_.push_back(std::move(sent));
+      if (sent_.size() <= kInFlight) return;
+      oldest = std::move(sent_.front());
+      sent_.pop_front();
+    }
+    oldest->wait();
+  }
+  void finish() {
+    for (const auto& each : sent_) each.wait();
+  }
+
+ private:
+  rpc::Agent& agent_;
+  const std::string file_;
+  std::mutex mutex_;
+  std::deque<base::Future<void>> sent_;
+};
+
+// Reads the rows of a table from a part.
+class TableReader {
+ public:
+  TableReader(const store::SafetensorsFile& file, const std::string& suffix,
+              const PartSource& source, const std::string& name, table::TableServer& server)
+      : file_(file),
+        source_(source),
+        name_(name),
+        store_(server.store(name)),
+        columns_(rows::row_columns(store_.options(), server.rule(name))) {
+    const auto ids = file.tensors().find(name + ".ids." + suffix);
+    if (ids == file.tensors().end()) base::bad_data("no " + name + ".ids." + suffix);
+    rows_ = ids->second.shape.empty() ? 0 : ids->second.shape[0];
+    if (!source.with_states) std::erase_if(columns_, &rows::RowColumn::is_state);
+    for (const rows::RowColumn& column : columns_) {
+      const store::TensorInfo wanted = info_of(name, column, suffix, rows_);
+      const auto found = file.tensors().find(wanted.name);
+      if (found == file.tensors().end()) base::bad_data("no " + wanted.name);
+      if (found->second.dtype != wanted.dtype || found->second.shape != wanted.shape) {
+        base::bad_data(wanted.name + " has another shape or dtype");
+      }
+      infos_.push_back(found->second);
+      bytes_of_row_ += column.bytes;
+    }
+  }
+
+  size_t tensors() const { return infos_.size(); }
+
+  void read() const {
+    const int64_t most =
+        std::max<int64_t>(1, static_cast<int64_t>(store::kPieceBytes / bytes_of_row_));
+    std::vector<std::vector<uint8_t>> pieces(columns_.size());
+    for (int64_t first = 0; first < rows_; first += most) {
+      const auto count = static_cast<size_t>(std::min(most, rows_ - first));
+      for (size_t i = 0; i < columns_.size(); ++i) {
+        pieces[i].resize(count * columns_[i].bytes);
+        file_.read_at(infos_[i].offset + static_cast<uint64_t>(first) * columns_[i].bytes,
+                      pieces[i]);
+      }
+      for (size_t row = 0; row < count; ++row) restore(pieces, row);
+    }
+  }
+
+ private:
+  void restore(const std::vector<std::vector<uint8_t>>& pieces, size_t row) const {
+    uint64_t id;
+    std::memcpy(&id, pieces[0].data() + row * sizeof id, sizeof id);
+    if (rows::hash_of_id(id) % static_cast<uint64_t>(source_.servers) !=
+        static_cast<uint64_t>(source_.server)) {
+      if (source_.is_own) base::bad_data(name_ + " has a row of another server");
+      return;
+    }
+    store_.restore(id, [&](rows::Row& restored) {
+      const rows::RowStoreOptions& options = store_.options();
+      restored.updates = 0;
+      restored.row_state = options.initial_state;
+      std::fill_n(restored.value() + options.dim, options.state_floats, options.initial_state);
+      for (size_t i = 0; i < columns_.size(); ++i) {
+        const rows::RowColumn& column = columns_[i];
+        std::memcpy(reinterpret_cast<std::byte*>(&restored) + column.offset,
+                    pieces[i].data() + row * column.bytes, column.bytes);
+      }
+    });
+  }
+  const store::SafetensorsFile& file_;
+  const PartSource& source_;
+  const std::string& name_;
+  rows::RowStore& store_;
+  std::vector<rows::RowColumn> columns_;
+  std::vector<store::TensorInfo> infos_;  // of `columns_`
+  int64_t rows_ = 0;
+  size_t bytes_of_row_ = 0;
+};
+
+// Returns the file of this name in `folder` if it begins with the nonce.
+std::optional<store::OutputFile> find_file(const std::optional<store::OpenFolder>& folder,
+                                           const PartTarget& target) {
+  try {
+    uint64_t nonce = 0;
+    if (!folder) return std::nullopt;
+    store::InputFile(*folder, target.file)
+        .read_at(0, {reinterpret_cast<uint8_t*>(&nonce), sizeof nonce});
+    if (nonce == target.nonce) return folder->reopen(target.file);
+  } catch (const base::Exception&) {  // rank 0's file is elsewhere, or may not be written
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+void read_tables(table::TableServer& server, const PartSource& source, const OpenPart& open) {
+  if (source.server < 0 || source.server >= source.servers) {
+    wire::Reader::fail("the part of an unknown server");
+  }
+  for (const auto& [name, size] : source.files) {
+    const store::SafetensorsFile file = open(name);
+    size_t known = 0;
+    store::naming_file(file.path(), [&, name = name] {
+      for (const auto& [table, updates] : source.updates) {
+        const TableReader reader(file, suffix_of(name), source, table, server);
+        known += reader.tensors();
+        reader.read();
+      }
+    });
+    if (source.with_states && known != file.tensors().size()) {
+      base::bad_data(file.path() + ": it has tensors that the tables have not");
+    }
+  }
+  for (const auto& [table, updates] : source.updates) server.updates_of(table) = updates;
+}
+
+struct TablePart::Save {
+  PartTarget target;
+  std::vector<std::unique_ptr<rows::RowSnapshot>> tables{};
+  std::vector<store::TensorInfo> infos{};  // of the columns of all tables
+  std::string header{};
+};
+
+TablePart::TablePart(rpc::Agent* agent, EventSink& sink, Options options)
+    : agent_(agent),
+      sink_(sink),
+      options_(std::move(options)),
+      server_(options_.server ? options_.server
+                              : agent->shared<table::TableServer>(&agent->lasting())),
+      thread_("tables", [] { setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness); }) {
+}
+
+TablePart::~TablePart() { drop(); }
+
+BegunPart TablePart::begin(const PartTarget& target) {
+  drop();
+  BegunPart begun;
+  Save save{target};
+  for (const std::string& name : target.tables) {
+    const auto& table = save.tables.emplace_back(
+        std::make_unique<rows::RowSnapshot>(server_->store(name), server_->rule(name),
+                                            rows::RowSnapshot::kLogBytes / target.tables.size()));
+    for (const rows::RowColumn& column : table->columns()) {
+      save.infos.push_back(
+          info_of(name, column, suffix_of(target.file), static_cast<int64_t>(table->rows())));
+    }
+    begun.updates.push_back(server_->updates_of(name));
+  }
+  save.header = store::safetensors_header(save.infos);
+  begun.bytes = save.infos.back().offset + save.infos.back().bytes;
+  ++saves_;
+  const std::lock_guard lock(mutex_);
+  is_dropped_ = false;
+  written_ = run<WrittenPart>([this, save = std::move(save)]() mutable { return write(save); });
+  return begun;
+}
+
+base::Future<WrittenPart> TablePart::written() const {
+  const std::lock_guard lock(mutex_);
+  return written_.shared();
+}
+
+void TablePart::drop() {
+  is_dropped_ = true;
+  static_cast<void>(written().wait_result());
+}
+
+// Calls `work` on the thread, after earlier work has ended. If the thread cannot be started, the
+// reply is an error.
+template <class T, class F>
+base::Future<T> TablePart::run(F work) {
+  base::Promise<T> done;
+  const base::Future<T> reply = done.future();
+  thread_.post([done = std::move(done), work = std::optional(std::move(work))]() mutable {
+    base::Result<typename base::Promise<T>::Stored> result =
+        base::Error{base::ErrorKind::kInternal, "no result"};
+    try {
+      result = (*work)();
+    } catch (...) {
+      result = rpc::error_in_flight(base::ErrorKind::kInternal);
+    }
+    work.reset();  // ends the snapshots, so that others may begin
+    done.complete(std::move(result));
+  });
+  return reply;
+}
+
+// Called before each system call of a save.
+void TablePart::make_system_call() {
+  if (saves_ == 1 && ++calls_ == options_.fail_at) kill(getpid(), SIGKILL);
+  sink_.saving();
+}
+
+WrittenPart TablePart::write(Save& save) {
+  const PartTarget& target = save.target;
+  const store::Disk disk([this](const char*) { make_system_call(); });
+  const auto folder = store::OpenFolder::at(disk, target.folder);
+  std::optional<store::OutputFile> file = options_.sends ? std::nullopt : find_file(folder, target);
+  if (!file && !agent_) store::Disk::fail("cannot open", target.folder);
+  std::optional<Sender> sender;
+  if (!file) sender.emplace(*agent_, target.file);
+  const Put put = [&](auto... range) { file ? file->write_at(range...) : sender->put(range...); };
+  put(0, {reinterpret_cast<const uint8_t*>(save.header.data()), save.header.size()});
+
+  std::vector<rows::RowSnapshot::Put> puts;
+  size_t first_info = 0;
+  for (size_t i = 0; i < save.tables.size(); ++i) {
+    const std::vector<rows::RowColumn>& columns = save.tables[i]->columns();
+    puts.push_back([&, i, infos = std::span(save.infos).subspan(first_info)](
+                       const rows::RowColumn& column, uint64_t first,
+                       std::span<const std::byte> bytes) {
+      if (is_dropped_) {
+        throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
+      }
+      if (column.name == "weight" && !all_finite(bytes)) {
+        throw base::Exception(base::ErrorKind::kNotFinite,
+                              fmt::format("{}.weight is not finite at step {}, so it was not "
+                                          "saved: try a smaller --lr",
+                                          target.tables[i], target.step));
+      }
+      const auto number = static_cast<size_t>(&column - save.tables[i]->columns().data());
+      put(infos[number].offset + first * column.bytes,
+          {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+    });
+    first_info += columns.size();
+  }
+  WrittenPart written;
+  for (size_t i = 0; i < save.tables.size(); ++i) {
+    while (save.tables[i]->write_next(puts[i])) {
+      // Updates of the other tables fill their logs.
+      for (size_t other = i + 1; other < save.tables.size(); ++other) {
+        save.tables[other]->empty_log(puts[other]);
+      }
+    }
+    written.stalled_s += save.tables[i]->stalled_s();
+  }
+  if (sender) sender->finish();
+  if (file) written.sum = file->finish_with_sum();
+  return written;
+}
+
+base::Future<void> TablePart::load(const PartSource& source) {
+  return run<void>([this, source] {
+    read_tables(*server_, source, [&](const std::string& name) { return open(source, name); });
+    return base::Unit{};
+  });
+}
+
+// Opens a part of rank 0's checkpoint. If this process does not see the checkpoint, or if another
+// job removes it, reads pieces of the file that rank 0 has open.
+store::SafetensorsFile TablePart::open(const PartSource& source, const std::string& name) const {
+  const uint64_t size = source.files.at(name);
+  const std::string path = source.path + "/" + name;
+  try {
+    const store::Disk disk;
+    const auto folder = store::OpenFolder::at(disk, source.path);
+    if (folder && store::CheckpointStore::look(source.path).hash == source.hash) {
+      const auto file = std::make_shared<store::InputFile>(*folder, name);
+      const auto read = [file](auto... range) { file->read_at(range...); };
+      if (file->size() == size) return {path, size, read};
+    }
+  } catch (const base::Exception&) {
+  }
+  return {
+      path, size, [this, name](uint64_t offset, std::span<uint8_t> out) {
+        const at::Tensor bytes = agent_->rpc_sync<rpc::of_local<&TableParts::get>>(
+            rank_0(), name, offset, static_cast<uint64_t>(out.size()));
+        if (bytes.scalar_type() != at::kByte || static_cast<size_t>(bytes.numel()) != out.size()) {
+          base::bad_data(name + ": rank 0 has sent a piece of another size");
+        }
+        std::copy_n(bytes.contiguous().const_data_ptr<uint8_t>(), out.size(), out.begin());
+      }};
+}
+
+}  // namespace distrain::job
