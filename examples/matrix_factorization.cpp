@@ -34,7 +34,7 @@ struct Options : job::TrainerOptions {
     list.file("data", &Options::data, "train on FILE: a user, an item and a rating in each line")
         .required();
     list.integer("dim", &Options::dim, "use N numbers per row").range(1, 4096);
-    list.find("optimizer").choices = {"sgd", "adagrad", "adam"};  // those for sparse gradients
+    list.find("optimizer").choices = {"sgd", "adagrad", "adam"};
   }
 };
 

@@ -13,7 +13,7 @@ namespace distrain::table {
 using base::Future;
 
 /// Sends requests to the servers, here or on other ranks.
-struct ShardedEmbedding::Client final : rpc::Layer {
+struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this<Client> {
   Client(rpc::Agent* its_agent, std::vector<int> servers, std::shared_ptr<TableServer> server = {})
       : agent(its_agent), ranks(std::move(servers)), here(std::move(server)) {}
 
@@ -40,6 +40,15 @@ struct ShardedEmbedding::Client final : rpc::Layer {
           server, PushRequest{request.session, request.number, request.phase});
     }
     base::Executor& at_once = agent ? agent->inline_executor() : inline_executor;
+    // Lookups wait for a push that has not reached its server. The server refuses step 0, after
+    // which all steps and lookups fail.
+    stored.on_complete(at_once, [self = shared_from_this(), server](const auto& done) {
+      if (done.ok() || !self->agent || !self->is_open) return;
+      self->agent->executor().post([self, server] {
+        static_cast<void>(
+            self->call<&TableServer::push>(server, PushRequest{self->sessions[server]}));
+      });
+    });
     return stored.then(at_once, [result] { return result; });
   }
   /// Waits for all servers. Throws the first error, and names the server. Prefers other errors to
@@ -110,6 +119,12 @@ struct ShardedEmbedding::Client final : rpc::Layer {
   uint64_t gathers = 0;
 };
 
+/// The clients of tables that an exception has destroyed. Agent::shutdown() closes their sessions.
+struct ShardedEmbedding::LeftOpen {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Client>> clients;
+};
+
 struct ShardedEmbedding::Lookup {
   ~Lookup() {
     const std::lock_guard lock(client->mutex);
@@ -164,7 +179,12 @@ ShardedEmbedding::~ShardedEmbedding() {
   std::unique_lock lock(client_->mutex);
   const auto gathered = std::move(client_->gathered);  // its lookups hold the client
   lock.unlock();
-  if (std::uncaught_exceptions() == 0) client_->close();
+  const bool unwinds = client_->agent && std::uncaught_exceptions() > 0;
+  if (!unwinds) client_->close();
+  if (!unwinds || client_->agent_alive.expired()) return;
+  const auto left = client_->agent->shared<LeftOpen>();
+  const std::lock_guard keeping(left->mutex);
+  left->clients.push_back(client_);
 }
 
 at::Tensor ShardedEmbedding::forward(const at::Tensor& ids) { return look_up({{0, ids}})[0]; }

@@ -75,7 +75,7 @@ struct LookupRequest {
   uint64_t session = 0;
   uint64_t lookup = 0;
   uint64_t oldest = 0;     ///< no push will name a lookup before this one
-  uint64_t after = 0;      ///< number of the step that must have ended
+  uint64_t after = 0;      ///< number of the step that must be applied
   bool evaluates = false;  ///< makes no rows, and the server does not keep the ids
   ServerIds ids;
   static constexpr auto kFields =

@@ -40,9 +40,11 @@ struct LookupSettings {
 ///
 /// A lookup is not part of the distributed graph: the rows arrive as a leaf of this rank's graph.
 /// optimizer.step() sends the gradients of all lookups of its contexts in one message to each
-/// server, and does not wait for the update. So an error of an update is thrown by the next step or
-/// by settle(), which must follow the last step. A lookup includes the steps that this rank made
-/// before start() and, in sync mode, those of all participants: see Note [Steps of tables].
+/// server, and does not wait for the update. So an error of an update is thrown by the next lookup,
+/// the next step or settle(), which must follow the last step. After the error all steps fail: make
+/// a new object, in sync mode when all participants have destroyed theirs. A lookup includes the
+/// steps that this rank made before start() and, in sync mode, those of all participants: see Note
+/// [Steps of tables].
 ///
 /// Within a NoGradGuard a lookup is an evaluation: it makes no rows, and unknown ids have their
 /// initial values. Rows are floats on the CPU. Lookups are thread-safe; steps are made one by one.
@@ -99,6 +101,7 @@ class ShardedEmbedding final : public optim::StepTarget {
 
  private:
   struct Client;
+  struct LeftOpen;
   struct PreparedStep;
 
   std::vector<std::shared_ptr<Lookup>> take_lookups(uint64_t context);

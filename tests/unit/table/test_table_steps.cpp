@@ -363,6 +363,26 @@ TEST_CASE("in sync mode an error that unwinds the stack of a participant reaches
   CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kNotFinite);
 }
 
+TEST_CASE("after an exception has destroyed tables, the agent's shutdown closes them") {
+  Job job(2, Mode::kSync);
+  job.step(0, kIds, 1);
+  await_wait(job, "wants participant 1");
+  try {
+    const auto optimizer = std::move(job.optimizers[1]);
+    const auto tables = std::move(job.tables[1]);
+    throw std::runtime_error("caught below");
+  } catch (const std::runtime_error&) {
+  }
+  std::vector<std::future<void>> ends;
+  const auto shut_down = [&](int rank) {
+    ends.push_back(std::async(std::launch::async, [&, rank] { job.cluster[rank].shutdown(); }));
+  };
+  shut_down(1);
+  CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kPeerLost);
+  for (const int rank : {0, 2, 3}) shut_down(rank);
+  for (auto& end : ends) end.get();
+}
+
 TEST_CASE("a lost trainer's lookups are dropped and its steps refused") {
   Job job(2);
   job.cluster[0].go_on_without({1}, 0, "", false);
