@@ -50,17 +50,27 @@ RowSnapshot::RowSnapshot(RowStore& store, const RowRule& rule, size_t log_bytes)
       log_(new std::byte[slots_ * slot_bytes_]) {  // not set, so that unused pages cost nothing
   regions_.assign(store.rows() / rows_of_region_ + 1, kNone);
   rows_ = store_.begin_snapshot([this](uint64_t position, const Row& row) { log(position, row); });
-  const std::lock_guard lock(mutex_);
-  regions_.resize(std::max<size_t>(regions_.size(), rows_ / rows_of_region_ + 1), kNone);
+  try {
+    const std::lock_guard lock(mutex_);
+    regions_.resize(std::max<size_t>(regions_.size(), rows_ / rows_of_region_ + 1), kNone);
+  } catch (...) {  // no destructor runs
+    stop();
+    store_.end_snapshot();
+    throw;
+  }
 }
 
 RowSnapshot::~RowSnapshot() {
+  stop();
+  store_.end_snapshot();
+}
+
+void RowSnapshot::stop() {
   {
     const std::lock_guard lock(mutex_);
     is_over_ = true;
   }
   changed_.notify_all();
-  store_.end_snapshot();
 }
 
 double RowSnapshot::stalled_s() const {
@@ -75,7 +85,7 @@ void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
     std::optional<base::BlockingScope> waits;
     try {
       waits.emplace();
-    } catch (const base::Exception&) {  // the pool cannot grow, but the writer is not in a pool
+    } catch (const std::exception&) {  // the pool cannot grow, but the writer is not in a pool
     }
     if (waiting_++ == 0) waiting_since_ = base::Clock::now();
     changed_.wait(lock, [this] { return !is_full_locked(); });

@@ -56,6 +56,9 @@ class RowSnapshot {
   /// Writes the next rows that are not written yet. Returns false if all rows are written. Throws
   /// the errors of `put`. Then the snapshot must be destroyed, because updates may wait for it.
   bool write_next(const Put& put);
+  /// Ends the wait of updates, and no update waits any more. The snapshot is then incomplete.
+  /// Thread-safe.
+  void stop();
   /// If the log is nearly full, writes the rows in it. The thread that calls write_next() calls
   /// this function while it does other work.
   void empty_log(const Put& put);

@@ -62,13 +62,13 @@ class OutputFile {
   }
   /// Writes `bytes` at `offset`. Threads may write different ranges at the same time.
   void write_at(uint64_t offset, std::span<const uint8_t> bytes) const;
+  void sync() const;
   /// Syncs the file to disk and closes it.
   void finish();
   /// Does the same as finish(), but reads the file before it is closed, to compute its hash.
   FileSum finish_with_sum();
 
  private:
-  void sync() const;
   void close();
 
   const Disk& disk_;

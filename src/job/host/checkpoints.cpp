@@ -252,14 +252,15 @@ void Checkpoints::save(Content content, std::function<void(Content&)> fill, base
   save.held_s = base::seconds_since(since);
   save.tracer = base::Tracer::of_thread();
   const base::Future<void> done = save.done.future();
+  const auto shared = std::make_shared<Save>(std::move(save));
   try {
-    thread_ = std::thread([this, save = std::move(save)]() mutable {
+    thread_ = std::thread([this, shared] {
       pthread_setname_np(pthread_self(), "checkpoint");
       rpc::make_current(device_);
-      run(save);
+      run(*shared);
     });
   } catch (const std::system_error& e) {
-    if (tables_) tables_->abandon();
+    if (tables_) tables_->abandon();  // before the folder is removed
     throw base::Exception(base::ErrorKind::kResources,
                           std::string("no thread to save a checkpoint: ") + e.what());
   }

@@ -220,25 +220,34 @@ TablePart::TablePart(rpc::Agent* agent, EventSink& sink, Options options)
 TablePart::~TablePart() { drop(); }
 
 BegunPart TablePart::begin(const PartTarget& target) {
+  if (target.tables.empty() || !target.file.starts_with(kTableFiles) ||
+      target.file.find('/') != std::string::npos) {
+    wire::Reader::fail("a save of no tables, or to another file");
+  }
   drop();
   BegunPart begun;
-  Save save{target};
+  const auto save = std::make_shared<Save>(Save{target});
   for (const std::string& name : target.tables) {
-    const auto& table = save.tables.emplace_back(
+    const auto& table = save->tables.emplace_back(
         std::make_unique<rows::RowSnapshot>(server_->store(name), server_->rule(name),
                                             rows::RowSnapshot::kLogBytes / target.tables.size()));
     for (const rows::RowColumn& column : table->columns()) {
-      save.infos.push_back(
+      save->infos.push_back(
           info_of(name, column, suffix_of(target.file), static_cast<int64_t>(table->rows())));
     }
     begun.updates.push_back(server_->updates_of(name));
   }
-  save.header = store::safetensors_header(save.infos);
-  begun.bytes = save.infos.back().offset + save.infos.back().bytes;
+  save->header = store::safetensors_header(save->infos);
+  begun.bytes = save->infos.back().offset + save->infos.back().bytes;
   ++saves_;
   const std::lock_guard lock(mutex_);
   is_dropped_ = false;
-  written_ = run<WrittenPart>([this, save = std::move(save)]() mutable { return write(save); });
+  save_ = save;
+  written_ = run<WrittenPart>([this, save] { return write(*save); });
+  const bool is_over = written_.done() && !written_.wait_result().ok();
+  if (is_over && written_.wait_result().error().kind == base::ErrorKind::kCancelled) {
+    throw base::Exception(base::ErrorKind::kResources, "no thread to save the tables");
+  }
   return begun;
 }
 
@@ -249,11 +258,22 @@ base::Future<WrittenPart> TablePart::written() const {
 
 void TablePart::drop() {
   is_dropped_ = true;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto save = save_.lock()) {
+      for (const auto& table : save->tables) table->stop();
+    }
+  }
   static_cast<void>(written().wait_result());
 }
 
-// Calls `work` on the thread, after earlier work has ended. If the thread cannot be started, the
-// reply is an error.
+void TablePart::check_not_dropped() const {
+  if (!is_dropped_) return;
+  throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
+}
+
+// Calls `work` on the thread, after earlier work has ended. The reply is `cancelled` if the thread
+// cannot be started.
 template <class T, class F>
 base::Future<T> TablePart::run(F work) {
   base::Promise<T> done;
@@ -272,15 +292,24 @@ base::Future<T> TablePart::run(F work) {
   return reply;
 }
 
-// Called before each system call of a save.
+// Called before each system call of a save. Tells rank 0 each second that the save makes progress.
 void TablePart::make_system_call() {
   if (saves_ == 1 && ++calls_ == options_.fail_at) kill(getpid(), SIGKILL);
   sink_.saving();
+  if (!agent_ || base::seconds_since(told_rank_0_) < 1) return;
+  told_rank_0_ = base::Clock::now();
+  try {
+    static_cast<void>(agent_->rpc_async<rpc::of_local<&TableParts::note_progress>>(rank_0()));
+  } catch (const base::Exception&) {  // this rank is ending
+  }
 }
 
 WrittenPart TablePart::write(Save& save) {
   const PartTarget& target = save.target;
-  const store::Disk disk([this](const char*) { make_system_call(); });
+  const store::Disk disk([this](const char* name) {
+    make_system_call();
+    if (name == std::string_view("pread")) check_not_dropped();
+  });
   const auto folder = store::OpenFolder::at(disk, target.folder);
   std::optional<store::OutputFile> file = options_.sends ? std::nullopt : find_file(folder, target);
   if (!file && !agent_) store::Disk::fail("cannot open", target.folder);
@@ -293,22 +322,20 @@ WrittenPart TablePart::write(Save& save) {
   size_t first_info = 0;
   for (size_t i = 0; i < save.tables.size(); ++i) {
     const std::vector<rows::RowColumn>& columns = save.tables[i]->columns();
-    puts.push_back([&, i, infos = std::span(save.infos).subspan(first_info)](
-                       const rows::RowColumn& column, uint64_t first,
-                       std::span<const std::byte> bytes) {
-      if (is_dropped_) {
-        throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
-      }
-      if (column.name == "weight" && !all_finite(bytes)) {
-        throw base::Exception(base::ErrorKind::kNotFinite,
-                              fmt::format("{}.weight is not finite at step {}, so it was not "
-                                          "saved: try a smaller --lr",
-                                          target.tables[i], target.step));
-      }
-      const auto number = static_cast<size_t>(&column - save.tables[i]->columns().data());
-      put(infos[number].offset + first * column.bytes,
-          {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
-    });
+    puts.push_back(
+        [&, i, infos = std::span(save.infos).subspan(first_info)](
+            const rows::RowColumn& column, uint64_t first, std::span<const std::byte> bytes) {
+          check_not_dropped();
+          if (column.name == "weight" && !all_finite(bytes)) {
+            throw base::Exception(base::ErrorKind::kNotFinite,
+                                  fmt::format("{}.weight is not finite at step {}, so it was not "
+                                              "saved: try a smaller --lr",
+                                              target.tables[i], target.step));
+          }
+          const auto number = static_cast<size_t>(&column - save.tables[i]->columns().data());
+          put(infos[number].offset + first * column.bytes,
+              {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+        });
     first_info += columns.size();
   }
   WrittenPart written;
@@ -321,6 +348,7 @@ WrittenPart TablePart::write(Save& save) {
     }
     written.stalled_s += save.tables[i]->stalled_s();
   }
+  check_not_dropped();  // drop() stops the snapshots, which then lack rows
   if (sender) sender->finish();
   if (file) written.sum = file->finish_with_sum();
   return written;

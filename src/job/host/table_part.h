@@ -111,6 +111,7 @@ class TablePart {
   WrittenPart write(Save& save);
   store::SafetensorsFile open(const PartSource& source, const std::string& name) const;
   void make_system_call();
+  void check_not_dropped() const;
 
   rpc::Agent* const agent_;
   EventSink& sink_;
@@ -119,7 +120,9 @@ class TablePart {
   std::atomic<int> saves_ = 0;
   std::atomic<int64_t> calls_ = 0;  // system calls of saves
   std::atomic<bool> is_dropped_ = false;
-  mutable std::mutex mutex_;  // guards written_
+  base::TimePoint told_rank_0_;  // used only by thread_
+  mutable std::mutex mutex_;     // guards what follows
+  std::weak_ptr<Save> save_;     // the last one
   base::Future<WrittenPart> written_ = base::Future<WrittenPart>::ready({});
   base::SerialThread thread_;  // last, because its tasks use the other members
 };

@@ -72,6 +72,7 @@ void TableParts::expose(rpc::Agent& agent) {
   agent.expose<rpc::of_local<&TablePart::written>>("job.await_tables");
   agent.expose<rpc::of_local<&TablePart::drop>>("job.drop_tables");
   agent.expose<rpc::of_local<&TablePart::load>>("job.load_tables");
+  agent.expose<rpc::of_local<&TableParts::note_progress>>("job.note_progress");
   agent.expose<rpc::of_local<&TableParts::put>>("job.put_piece");
   agent.expose<rpc::of_local<&TableParts::get>>("job.get_piece");
 }
@@ -133,17 +134,26 @@ Json TableParts::begin(store::Saving& saving, int64_t step) {
     parts.push_back(std::make_shared<Part>(file, saving.create(file)));
     parts.back()->output.write_at(
         0, {reinterpret_cast<const uint8_t*>(&target.nonce), sizeof target.nonce});
+    parts.back()->output.sync();  // so that servers on other machines (NFS) see the nonce
   }
   {
     const std::lock_guard lock(mutex_);
     parts_ = parts;
   }
   std::vector<base::Future<BegunPart>> replies;
-  for (size_t k = 0; k < servers_.size(); ++k) {
-    target.file = parts[k]->file;
-    replies.push_back(call<&TablePart::begin>(k, target));
+  const auto await = [&] {
+    for (const auto& reply : replies) static_cast<void>(reply.wait_result());
+  };
+  try {
+    for (size_t k = 0; k < servers_.size(); ++k) {
+      target.file = parts[k]->file;
+      replies.push_back(call<&TablePart::begin>(k, target));
+    }
+  } catch (...) {
+    await();  // so that abandon() comes after begin() on each server
+    throw;
   }
-  for (const auto& reply : replies) static_cast<void>(reply.wait_result());
+  await();
   check(replies);
   Json updates = Json::object();
   for (size_t k = 0; k < servers_.size(); ++k) {
@@ -162,7 +172,6 @@ double TableParts::finish(store::Saving& saving) {
     const auto running = std::ranges::find_if_not(writing_, is_over);
     const auto soon = base::Clock::now() + std::chrono::milliseconds(50);
     if (running != writing_.end()) running->wait_until(soon);
-    sink_.saving();
   }
   check(writing_);
   std::vector<std::shared_ptr<Part>> parts;
@@ -178,7 +187,8 @@ double TableParts::finish(store::Saving& saving) {
     const std::string& file = parts[k]->file;
     const store::SafetensorsFile found = saving.open(file);
     if (found.size() != parts[k]->bytes.future().wait()) {
-      base::bad_data(name_of(k) + ": " + found.path() + " has another size than it announced");
+      base::bad_data(found.path() + " has another size than " +
+                     (agent_ ? name_of(k) : "the server") + " announced");
     }
     for (const auto& [tensor, info] : found.tensors()) tensors[tensor] = file;
     if (written.sum.bytes > 0) {

@@ -33,6 +33,8 @@ class TableParts {
   /// Makes all servers load the tables of `snapshot`.
   void load(const Snapshot& snapshot, bool with_states);
 
+  /// Called by servers while they save.
+  void note_progress() { sink_.saving(); }
   // Called by servers that do not see the folder.
   void put(const std::string& file, uint64_t offset, const at::Tensor& bytes);
   at::Tensor get(const std::string& file, uint64_t offset, uint64_t bytes) const;
