@@ -99,7 +99,18 @@ void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
   link(slot) = {std::exchange(regions_[region], slot),
                 static_cast<uint32_t>(position % rows_of_region_)};
   ++used_;
+  ++logged_;
   std::memcpy(block(slot), &row, block_bytes_);
+}
+
+uint64_t RowSnapshot::logged() const {
+  const std::lock_guard lock(mutex_);
+  return logged_;
+}
+
+bool RowSnapshot::is_filling() const {
+  const std::lock_guard lock(mutex_);
+  return uint64_t{used_} * 2 > slots_;
 }
 
 bool RowSnapshot::has_waiting() const {

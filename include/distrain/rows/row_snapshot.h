@@ -64,6 +64,10 @@ class RowSnapshot {
   void empty_log(const Put& put);
   /// Returns the seconds for which at least one update has waited for the log.
   double stalled_s() const;
+  /// Returns the number of rows that updates have copied to the log.
+  uint64_t logged() const;
+  /// Returns true if more than half of the log is full.
+  bool is_filling() const;
 
  private:
   // The log is a pool of slots. A slot has a link and a copy of a row's block. Adjacent rows of the
@@ -110,6 +114,7 @@ class RowSnapshot {
   uint32_t free_ = kNone;          // the first of the slots that are free again
   uint32_t fresh_ = 0;             // the first of the slots that have never been used
   uint32_t used_ = 0;              // number of slots in the lists of regions
+  uint64_t logged_ = 0;            // number of rows that have been in the log
   bool is_over_ = false;           // updates need not wait
   int waiting_ = 0;                // updates that wait for a free slot
   base::TimePoint waiting_since_;
