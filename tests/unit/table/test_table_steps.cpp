@@ -57,6 +57,19 @@ void await_wait(Job& job, const std::string& text) {
   while (!has_come()) std::this_thread::yield();
 }
 
+// Makes participant 0 wait in its step. Then destroys the tables of participant 1 by an exception,
+// and catches the exception.
+void unwind_participant_1(Job& job) {
+  job.step(0, kIds, 1);
+  await_wait(job, "wants participant 1");
+  try {
+    const auto optimizer = std::move(job.optimizers[1]);
+    const auto tables = std::move(job.tables[1]);
+    throw std::runtime_error("caught below");
+  } catch (const std::runtime_error&) {
+  }
+}
+
 }  // namespace
 
 TEST_CASE("clipping counts two tables and a net, with one and several participants") {
@@ -351,28 +364,14 @@ TEST_CASE("in sync mode the cause of a failed step is preferred to a participant
 
 TEST_CASE("in sync mode an error that unwinds the stack of a participant reaches the others") {
   Job job(2, Mode::kSync);
-  job.step(0, kIds, 1);
-  await_wait(job, "wants participant 1");
-  try {
-    const auto optimizer = std::move(job.optimizers[1]);
-    const auto tables = std::move(job.tables[1]);
-    throw base::Exception(ErrorKind::kNotFinite, "the loss is not finite");
-  } catch (const base::Exception& error) {
-    job.cluster[1].abort(error.error());
-  }
+  unwind_participant_1(job);
+  job.cluster[1].abort({ErrorKind::kNotFinite, "the loss is not finite"});
   CHECK(error_of([&] { job.tables[0]->settle(); }).kind == ErrorKind::kNotFinite);
 }
 
 TEST_CASE("after an exception has destroyed tables, the agent's shutdown closes them") {
   Job job(2, Mode::kSync);
-  job.step(0, kIds, 1);
-  await_wait(job, "wants participant 1");
-  try {
-    const auto optimizer = std::move(job.optimizers[1]);
-    const auto tables = std::move(job.tables[1]);
-    throw std::runtime_error("caught below");
-  } catch (const std::runtime_error&) {
-  }
+  unwind_participant_1(job);
   std::vector<std::future<void>> ends;
   const auto shut_down = [&](int rank) {
     ends.push_back(std::async(std::launch::async, [&, rank] { job.cluster[rank].shutdown(); }));
