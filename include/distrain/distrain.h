@@ -13,6 +13,7 @@
 #include "distrain/collective/reduce_group.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/images.h"
+#include "distrain/data/stream.h"
 #include "distrain/data/text.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/predictions.h"

@@ -12,11 +12,13 @@
 namespace distrain::data {
 
 /// A batch in the layout of at::embedding_bag: bag b has indices[offsets[b] .. offsets[b + 1]), and
-/// the last bag extends to the end. All tensors are int64.
+/// the last bag extends to the end. These three tensors are int64.
 struct Batch {
   at::Tensor indices;
   at::Tensor offsets;  ///< the start of each bag in `indices`, ascending; offsets[0] is 0
   at::Tensor targets;  ///< the class of each bag
+  /// Float, [size(), kCriteoNumbers], for data of Format::kCriteo (stream.h); otherwise undefined.
+  at::Tensor numbers{};
 
   int64_t size() const { return targets.numel(); }
 };

@@ -1,0 +1,159 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "distrain/data/batches.h"
+#include "distrain/data/text.h"
+
+namespace distrain::data {
+
+// Reads training data that may be larger than memory, while the job trains on it.
+//
+//   Stream stream({.paths = expand_paths({"day_*.gz"}), .format = Format::kCriteo, …});
+//   stream.begin({.epoch = 1});
+//   while (stream.ready() > 0) train(stream.next());
+//
+// Order: a shard reads its pieces of the files one after the other and divides their examples into
+// blocks of `shuffle_buffer` examples. Fisher-Yates shuffles each block by a `base::Random` keyed
+// by seed, epoch, shard and block. A batch is the next `batch_size` examples, also across blocks.
+// So the order depends on the files, the seed, the epoch and the number of shards, and never on
+// time. A position in this order is the beginning of a block and a number of examples; a resumed
+// stream reads the block again.
+//
+// Shards: the bytes of all plain files, one file after the other, are divided into `shards` equal
+// ranges. A line belongs to the shard that has the line's first byte. A gzip file cannot be
+// divided: the largest goes first to the shard that has the fewest bytes so far, then the next
+// largest. A pipe, or "-" for the standard input, can be read by one shard only.
+
+enum class Format : uint8_t {
+  kFastText,  ///< `__label__NAME token token …`, with exactly one label; see read_fast_text()
+  /// 40 fields separated by tabs: a label of 0 or 1, 13 integers and 26 categories, which are
+  /// hexadecimal numbers in Criteo's files, but may be any text. All but the label may be empty.
+  kCriteo,
+};
+
+inline constexpr int64_t kCriteoNumbers = 13;
+inline constexpr int64_t kCriteoCategories = 26;
+
+/// The reaction to a line that is not an example: too few or too many fields, no label or several,
+/// an unknown label, or a malformed number. The message is `FILE:LINE:COLUMN: reason`.
+enum class BadRows : uint8_t {
+  kStop,  ///< the stream fails with `bad_data`
+  kSkip,  ///< the stream counts the line and continues
+};
+
+/// Returns the files that `patterns` (glob(3)) match: pattern by pattern, and sorted by bytes
+/// within a pattern. A pattern that is itself the name of a file, or "-", is not expanded. Throws
+/// `bad_data` if a pattern matches nothing, or if a match is a folder or an empty file.
+std::vector<std::string> expand_paths(const std::vector<std::string>& patterns);
+
+/// Returns the format of the first line of `path` that is not empty: kFastText if it has a
+/// `__label__` token, kCriteo if it has 40 fields separated by tabs and the label 0 or 1. Throws
+/// `bad_data` if it is neither, or if the file is a pipe, which can be read only once.
+Format detect_format(const std::string& path);
+
+/// Returns the vocabulary of the files in one pass, with the words and labels that read_fast_text()
+/// finds in the concatenated files. With `hash_bits` above 0, it has no words. The labels of
+/// kCriteo are "0" and "1", so no file is read. Stops after `max_examples` examples. Throws
+/// `bad_data` as read_fast_text() does, or for a pipe, which can be read only once; `invalid` if
+/// `hash_bits` is not in [0, 62], or is 0 for kCriteo.
+TextVocabulary scan_vocabulary(const std::vector<std::string>& paths, Format format, int hash_bits,
+                               BadRows bad_rows = BadRows::kStop,
+                               int64_t max_examples = std::numeric_limits<int64_t>::max());
+
+struct StreamOptions {
+  std::vector<std::string> paths;  ///< as returned by expand_paths()
+  Format format = Format::kFastText;
+  int shard = 0;  ///< in [0, shards)
+  int shards = 1;
+  int64_t batch_size = 32;
+  int64_t shuffle_buffer = 65536;  ///< examples of a block; 0: keep the order of the files
+  uint64_t seed = 1;
+  BadRows bad_rows = BadRows::kStop;
+  /// The labels, and the words or hash_bits, of all shards. kCriteo needs hash_bits above 0.
+  std::shared_ptr<const TextVocabulary> vocabulary{};
+  /// How long a named pipe (FIFO) may have no writer before reading fails with `bad_data`.
+  std::chrono::milliseconds pipe_writer_limit{5000};
+};
+
+/// A position in a shard's stream, after a batch or at the beginning of an epoch.
+struct StreamPosition {
+  int64_t epoch = 1;
+  int64_t piece = 0;   ///< the piece, of those of the shard, in which the block begins
+  int64_t offset = 0;  ///< byte of the (decompressed) piece at which the block begins
+  int64_t block = 0;   ///< number of the block in the epoch
+  int64_t used = 0;    ///< examples of the shuffled block that were returned before the position
+  static constexpr auto kFields =
+      std::tuple(&StreamPosition::epoch, &StreamPosition::piece, &StreamPosition::offset,
+                 &StreamPosition::block, &StreamPosition::used);
+  bool operator==(const StreamPosition&) const = default;
+};
+
+/// One shard of the examples of some files. A thread of the stream reads them. It reads at most one
+/// block (or, if a block is smaller than a batch, one batch) ahead of the block that is in use.
+///
+/// Call the functions from one thread at a time.
+class Stream {
+ public:
+  /// Checks the options and the files, and selects the shard's pieces. Starts no reading. Throws
+  /// `bad_data` if a file cannot be opened, is a folder, is empty or is no text, if a pipe would be
+  /// read by several shards, or if there are too few gzip files for the shards. Throws `invalid` if
+  /// an option is out of range.
+  explicit Stream(StreamOptions options);
+  /// Ends the reading thread, even while it waits for a pipe.
+  ~Stream();
+  Stream(Stream&&) noexcept;
+  Stream& operator=(Stream&&) noexcept;
+
+  /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
+  /// stream with the same options except `batch_size`. Stops a current reading. Returns at once.
+  void begin(const StreamPosition& position);
+
+  /// Waits until a batch is complete in memory or the end of the epoch is known. Returns the number
+  /// of batches that next() will return without a wait; returns 0 at the end of the epoch.
+  ///
+  /// If reading has failed, throws the error once all batches of the blocks before the failure have
+  /// been returned: `bad_data` for a bad row, for a damaged or changed file, for a named pipe
+  /// without a writer, or if the files have no example at all.
+  int64_t ready();
+
+  /// Returns the next batch. Waits and throws as ready(); throws `invalid` at the end of the epoch.
+  /// The last batch of an epoch may be shorter.
+  ///
+  /// A kCriteo example is a bag of 39 indices, in the order of its fields: the index of `I1:BUCKET`
+  /// to `I13:BUCKET` and of `C1:TEXT` to `C26:TEXT`, which are those that read_fast_text() gives
+  /// these words with the same hash_bits. The bucket of a number x is floor(ln(1 + x)²) if x ≥ 0,
+  /// `-` if x < 0, and empty for an empty field. Batch::numbers has ln(1 + max(x, 0)), or 0 for an
+  /// empty field. So `indices.view({n, 39}).narrow(1, 13, 26)` are the categories.
+  Batch next();
+
+  /// Returns the position after the last batch of next(), or that of begin().
+  StreamPosition position() const;
+
+  /// Totals since the constructor. A block's bad rows and dropped tokens count when its first
+  /// example is due, so that the counts of a stopped and of its resumed stream add up.
+  struct Counts {
+    int64_t examples = 0;  ///< in batches of next()
+    int64_t bad_rows = 0;
+    std::string first_bad_row{};  ///< the message of one of them; empty if there is none
+    double waited_s = 0;          ///< time that ready() and next() have waited for the thread
+    int64_t dropped_tokens = 0;   ///< words that the vocabulary does not have
+  };
+  Counts counts() const;
+
+  /// Returns a hash of facts that must be the same for all trainers, whatever the paths are: the
+  /// number of files, their sizes, and the first 64 KiB of each file that is not a pipe.
+  uint64_t content_key() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace distrain::data
