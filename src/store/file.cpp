@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -26,6 +28,17 @@ void fail_open(const std::string& path) {
   base::bad_data("cannot open " + path + ": " + std::strerror(errno));
 }
 
+Interrupt::Interrupt() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (event_.valid()) return;
+  throw base::Exception(base::ErrorKind::kResources,
+                        std::string("cannot create an eventfd: ") + std::strerror(errno));
+}
+
+void Interrupt::set() {
+  set_.store(true, std::memory_order_relaxed);
+  eventfd_write(event_.get(), 1);
+}
+
 // Uses O_NONBLOCK for kRegular, because open() would otherwise block on a pipe without a writer.
 InputFile::InputFile(const std::string& path, Kind kind)
     : InputFile(net::Fd(::open(path.c_str(),
@@ -35,13 +48,22 @@ InputFile::InputFile(const std::string& path, Kind kind)
 InputFile::InputFile(const OpenFolder& folder, const std::string& name)
     : InputFile(open_in(folder, name), folder.path_of(name), Kind::kRegular) {}
 
+InputFile::InputFile(const std::string& path, Waiting waiting)
+    : InputFile(net::Fd(path == "-" ? ::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 0)
+                                    : ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)),
+                path == "-" ? "standard input" : path, Kind::kAny) {
+  waiting_ = waiting;
+  struct stat status {};
+  awaits_writer_ = path != "-" && fstat(fd_.get(), &status) == 0 && S_ISFIFO(status.st_mode);
+}
+
 InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
     : path_(std::move(path)), fd_(std::move(fd)) {
   if (!fd_.valid()) fail_open(path_);
   struct stat status {};
-  const bool regular = fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
-  if (regular) size_ = static_cast<uint64_t>(status.st_size);
-  if (!regular && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
+  regular_ = fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  if (regular_) size_ = static_cast<uint64_t>(status.st_size);
+  if (!regular_ && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
 }
 
 size_t InputFile::read(void* out, size_t bytes) const {
@@ -56,10 +78,41 @@ size_t InputFile::read(void* out, size_t bytes) const {
 
 size_t InputFile::read_some(void* out, size_t bytes) const {
   for (;;) {
+    const bool limit_passed = waiting_ && !wait_for_bytes();
     const ssize_t got = ::read(fd_.get(), out, bytes);
+    if (got == 0 && limit_passed) base::bad_data(path_ + ": no process writes to this pipe");
+    if (got >= 0 || errno == EAGAIN) awaits_writer_ = false;
     if (got >= 0) return static_cast<size_t>(got);
-    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
+    if (errno == EINTR || (waiting_ && errno == EAGAIN)) continue;
+    base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
   }
+}
+
+// Waits until a pipe has bytes or has lost its last writer. Returns false if neither has happened
+// within the limit for the first writer. Then read() tells whether there is a writer: it returns 0
+// if there is none, and fails with EAGAIN if there is one that has not written yet.
+bool InputFile::wait_for_bytes() const {
+  int ready = 1;
+  if (!regular_) {
+    pollfd items[] = {{waiting_->interrupt->fd(), POLLIN, 0}, {fd_.get(), POLLIN, 0}};
+    const auto limit = awaits_writer_ ? waiting_->writer_limit.count() : int64_t{-1};
+    do {
+      ready = ::poll(items, std::size(items), static_cast<int>(limit));
+    } while (ready < 0 && errno == EINTR);
+  }
+  if (!waiting_->interrupt->is_set()) return ready != 0;
+  throw base::Exception(base::ErrorKind::kCancelled, path_ + ": the reading was stopped");
+}
+
+void InputFile::seek(uint64_t offset) const {
+  if (::lseek(fd_.get(), static_cast<off_t>(offset), SEEK_SET) >= 0) return;
+  base::bad_data("cannot seek in " + path_ + ": " + std::strerror(errno));
+}
+
+uint64_t InputFile::current_size() const {
+  struct stat status {};
+  if (!regular_ || fstat(fd_.get(), &status) != 0) return 0;
+  return static_cast<uint64_t>(status.st_size);
 }
 
 void InputFile::read_at(uint64_t offset, std::span<uint8_t> out) const {
@@ -74,7 +127,13 @@ void InputFile::read_at(uint64_t offset, std::span<uint8_t> out) const {
 }
 
 GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
-    : file_(path, kind),
+    : GzipReader(InputFile(path, kind), std::move(limit)) {}
+
+GzipReader::GzipReader(InputFile file)
+    : GzipReader(std::move(file), {std::numeric_limits<uint64_t>::max(), ""}) {}
+
+GzipReader::GzipReader(InputFile file, Limit limit)
+    : file_(std::move(file)),
       limit_(std::move(limit)),
       left_(limit_.bytes),
       stream_(std::make_unique<z_stream_s>()) {
@@ -94,9 +153,9 @@ void GzipReader::limit(Limit limit) {
   left_ = limit_.bytes;
 }
 
-size_t GzipReader::read(uint8_t* out, size_t bytes) {
+size_t GzipReader::read(void* out, size_t bytes) {
   const size_t allowed = std::min<uint64_t>(bytes, left_);
-  const size_t done = read_some(out, allowed);
+  const size_t done = fill(static_cast<uint8_t*>(out), allowed);
   left_ -= done;
   uint8_t more;
   if (done == allowed && allowed < bytes && read_some(&more, 1) > 0) {
@@ -106,10 +165,21 @@ size_t GzipReader::read(uint8_t* out, size_t bytes) {
   return done;
 }
 
-size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
+size_t GzipReader::fill(uint8_t* out, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
+    const size_t got = read_some(out + done, bytes - done);
+    if (got == 0) break;
+    done += got;
+  }
+  return done;
+}
+
+size_t GzipReader::read_some(void* out, size_t bytes) {
+  size_t done = 0;
+  while (done == 0 && bytes > 0) {
     if (stream_->avail_in == 0) {
+      if (!gzip_ && bytes >= input_.size()) return file_.read_some(out, bytes);
       stream_->next_in = input_.data();
       stream_->avail_in = static_cast<uInt>(file_.read_some(input_.data(), input_.size()));
     }
@@ -117,9 +187,14 @@ size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
       if (gzip_ && !between_members_) base::bad_data(file_.path() + ": the gzip file is cut short");
       break;
     }
-    done += inflate_some(out + done, bytes - done);
+    done = inflate_some(static_cast<uint8_t*>(out), bytes);
   }
   return done;
+}
+
+void GzipReader::seek(uint64_t offset) {
+  file_.seek(offset);
+  stream_->avail_in = 0;
 }
 
 size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -27,14 +30,40 @@ class OpenFolder;
 /// The end of an error message about a symbolic link.
 inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
 
+/// A signal to a thread that reads files, so that the thread stops, also while it waits for a pipe.
+class Interrupt {
+ public:
+  /// Throws `resources` if no file descriptor is left.
+  Interrupt();
+
+  /// Sets the signal. Any thread may call it.
+  void set();
+  bool is_set() const { return set_.load(std::memory_order_relaxed); }
+  /// Returns a file descriptor that is readable once the signal is set.
+  int fd() const { return event_.get(); }
+
+ private:
+  net::Fd event_;
+  std::atomic<bool> set_ = false;
+};
+
 /// A file open for reading. Failures throw `bad_data` with the path and the reason.
 class InputFile {
  public:
+  /// Limits the waits of an InputFile.
+  struct Waiting {
+    const Interrupt* interrupt;              ///< if set, reading throws `cancelled`
+    std::chrono::milliseconds writer_limit;  ///< how long a named pipe may have no writer
+  };
+
   enum class Kind {
     kAny,      ///< any file, such as a pipe
     kRegular,  ///< a regular file; throws for any other file, without waiting for a pipe's writer
   };
   explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
+  /// Opens any file, or the standard input if `path` is "-". Does not wait for a pipe's writer;
+  /// reading throws if a named pipe has no writer within the limit.
+  InputFile(const std::string& path, Waiting waiting);
   /// Opens a regular file in `folder`. Throws if it is a symbolic link.
   InputFile(const OpenFolder& folder, const std::string& name);
 
@@ -48,16 +77,25 @@ class InputFile {
   /// ends before.
   void read_at(uint64_t offset, std::span<uint8_t> out) const;
 
-  /// Returns the size of a regular file, or 0 for a pipe.
+  /// Continues reading at byte `offset` of a regular file.
+  void seek(uint64_t offset) const;
+
+  /// Returns the size that a regular file had when it was opened, or 0 for a pipe.
   uint64_t size() const { return size_; }
+  /// Returns the present size of a regular file, or 0 for a pipe.
+  uint64_t current_size() const;
   const std::string& path() const { return path_; }
 
  private:
   InputFile(net::Fd fd, std::string path, Kind kind);
+  bool wait_for_bytes() const;
 
-  const std::string path_;
-  const net::Fd fd_;
+  std::string path_;
+  net::Fd fd_;
   uint64_t size_ = 0;
+  bool regular_ = false;
+  std::optional<Waiting> waiting_;
+  mutable bool awaits_writer_ = false;  // of a named pipe; used by the thread that reads
 };
 
 /// Reads a file, and decompresses it if it begins with the two bytes of gzip. The caller limits the
@@ -72,6 +110,8 @@ class GzipReader {
   /// Opens the file. Throws `bad_data` if the file cannot be opened or read.
   GzipReader(const std::string& path, Limit limit,
              InputFile::Kind kind = InputFile::Kind::kRegular);
+  /// Reads a file that is open at its first byte, without a limit.
+  explicit GzipReader(InputFile file);
   ~GzipReader();
 
   /// Replaces the limit. The new limit counts only the bytes read after this call.
@@ -79,10 +119,22 @@ class GzipReader {
   /// Reads `bytes` bytes, or fewer if the file ends before, and returns their number. All checksums
   /// are verified when the end is reached. Throws `bad_data` if the file is damaged, or if the
   /// caller asks for more bytes than Limit::bytes allows and the file has more.
-  size_t read(uint8_t* out, size_t bytes);
+  size_t read(void* out, size_t bytes);
+  /// Waits until some bytes can be read, reads at most `bytes` of them without regard to the limit,
+  /// and returns their number. Returns 0 at the end of the file. Throws as read().
+  size_t read_some(void* out, size_t bytes);
+  /// Continues reading at byte `offset` of a regular file that is not gzip.
+  void seek(uint64_t offset);
+
+  bool gzip() const { return gzip_; }
+  /// Returns the size of the file as it is stored, or 0 for a pipe.
+  uint64_t size() const { return file_.size(); }
+  const std::string& path() const { return file_.path(); }
+  const InputFile& file() const { return file_; }
 
  private:
-  size_t read_some(uint8_t* out, size_t bytes);
+  GzipReader(InputFile file, Limit limit);
+  size_t fill(uint8_t* out, size_t bytes);
   size_t inflate_some(uint8_t* out, size_t bytes);
 
   InputFile file_;
@@ -94,10 +146,11 @@ class GzipReader {
   bool between_members_ = false;  // at the end of a gzip member, which another one may follow
 };
 
-/// Reads a whole file into a std::string or std::vector<uint8_t>. Does not rely on the file's size,
-/// because it may be a pipe. Throws `bad_data` if the file has more than `limit` bytes.
+/// Reads the rest of `file`, an InputFile or GzipReader, into a std::string or
+/// std::vector<uint8_t>. Does not rely on the file's size, because it may be a pipe. Throws
+/// `bad_data` if the file has more than `limit` bytes.
 template <class Bytes>
-Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
+Bytes read_to_end(auto&& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
   Bytes bytes;
   size_t used = 0;
   bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // + 1: finds the end at once
