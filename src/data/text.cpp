@@ -1,9 +1,6 @@
 #include "distrain/data/text.h"
 
 #include <algorithm>
-#include <array>
-#include <functional>
-#include <map>
 #include <numeric>
 #include <utility>
 
@@ -11,39 +8,19 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "distrain/base/text.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
+#include "example_parser.h"
+#include "lines.h"
+#include "source_files.h"
 
 namespace distrain::data {
 
 namespace {
 
-// The separators of words within a line, as in fastText.
-constexpr std::array<bool, 256> kSeparators = [] {
-  std::array<bool, 256> table{};
-  for (const unsigned char c : {' ', '\t', '\r', '\v', '\f', '\0'}) table[c] = true;
-  return table;
-}();
-
-bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
-
-void for_each_token(std::string_view line, auto function) {
-  const char* at = line.data();
-  const char* const end = at + line.size();
-  for (;;) {
-    while (at < end && is_separator(*at)) ++at;
-    if (at == end) return;
-    const char* const begin = at;
-    while (at < end && !is_separator(*at)) ++at;
-    function(std::string_view(begin, static_cast<size_t>(at - begin)));
-  }
-}
-
 /// Calls `function` with each line of `text`, without its \n and without a UTF-8 byte order mark at
 /// the beginning. The last line needs no \n.
 void for_each_line(std::string_view text, auto function) {
-  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
   if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   while (!text.empty()) {
     const size_t end = std::min(text.find('\n'), text.size());
@@ -52,24 +29,15 @@ void for_each_line(std::string_view text, auto function) {
   }
 }
 
-/// Reads a whole text. Throws `bad_data` if the file is compressed, UTF-16 or binary. As in git, a
-/// zero byte among the first 8,000 bytes marks a binary file.
-std::string read_text(const store::InputFile& file) {
-  constexpr size_t kLooked = 8000;
+/// Reads a whole text, which may be compressed with gzip. Throws `bad_data` if it is UTF-16 or
+/// binary.
+std::string read_text(const std::string& path,
+                      store::InputFile::Kind kind = store::InputFile::Kind::kAny) {
+  store::GzipReader file(store::InputFile(path, kind));
   auto text = store::read_to_end<std::string>(file);
-  const auto refuse = [&](const std::string& why) { base::bad_data(file.path() + ": " + why); };
-  if (text.starts_with("\x1F\x8B")) refuse("compressed with gzip: unpack it first with gunzip");
-  if (text.starts_with("\xFF\xFE") || text.starts_with("\xFE\xFF")) {
-    refuse("UTF-16 text: convert it to UTF-8 first with iconv -f UTF-16 -t UTF-8");
-  }
-  const size_t zero = std::string_view(text).substr(0, kLooked).find('\0');
-  if (zero != std::string_view::npos) {
-    refuse("a binary file, not text: byte " + std::to_string(zero + 1) + " is zero");
-  }
+  check_text(path, 0, text);
   return text;
 }
-
-constexpr std::string_view kLabelPrefix = "__label__";
 
 constexpr std::string_view kReserved[] = {"<unk>", "<eos>"};  // kUnknownWord, kEndOfLine
 constexpr const char* kNoWord = ": no word in this file";
@@ -104,58 +72,30 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary, Labels labels,
                             int hash_bits) {
   TextDataset data;
-  TextVocabulary own{{}, {}, hash_bits};         // filled from this text if `vocabulary` is null
-  std::map<std::string, int64_t> label_numbers;  // of this text, by first appearance
+  VocabularyBuilder own(hash_bits);  // is filled from this text if `vocabulary` is null
+  FastTextLine parts;
   int64_t line_number = 0;
-  const auto fail_at = [&](const char* what, std::string_view shown) {
-    while (!shown.empty() && is_separator(shown.front())) shown.remove_prefix(1);
-    while (!shown.empty() && is_separator(shown.back())) shown.remove_suffix(1);
-    base::bad_data(name + ":" + std::to_string(line_number) + ": " + what + base::in_quotes(shown));
-  };
-  const auto number_of_label = [&](std::string_view token) {
-    const std::string_view label = token.substr(kLabelPrefix.size());
-    if (label.empty()) fail_at("a label without a name: ", token);
-    if (!vocabulary) {
-      const auto number = static_cast<int64_t>(label_numbers.size());
-      return label_numbers.try_emplace(std::string(label), number).first->second;
-    }
-    const auto& known = vocabulary->labels;
-    const auto found = std::lower_bound(known.begin(), known.end(), label);
-    if (found == known.end() || *found != label) {
-      fail_at("a label that the training file does not have: ", token);
-    }
-    return found - known.begin();
-  };
-  const TextVocabulary& words = vocabulary ? *vocabulary : own;
-  const auto number_of_word = [&](std::string_view token) {
-    if (words.hash_bits > 0) {
-      return static_cast<int64_t>(store::content_hash(token) >> (64 - words.hash_bits));
-    }
-    return vocabulary ? words.words.find(token) : own.words.add(token);
-  };
   data.offsets.push_back(0);
   data.content_hash = store::content_hash(text);
   for_each_line(text, [&](std::string_view line) {
     ++line_number;
     int64_t label = Vocabulary::kUnknown;
-    bool any = false;
-    for_each_token(line, [&](std::string_view token) {
-      any = true;
-      if (token.starts_with(kLabelPrefix)) {
-        if (label != Vocabulary::kUnknown) fail_at("more than one label; the second is ", token);
-        label = number_of_label(token);
-        return;
+    try {
+      if (!parts.split(line, labels)) return;
+      if (parts.label) {
+        label = vocabulary ? number_of_label(*parts.label, line, *vocabulary)
+                           : own.add_label(*parts.label);
       }
-      const int64_t word = number_of_word(token);
+    } catch (const BadRow& row) {
+      base::bad_data(name + ":" + std::to_string(line_number) + ": " + row.reason);
+    }
+    for (const std::string_view token : parts.words) {
+      const int64_t word = vocabulary ? number_of_word(token, *vocabulary) : own.add_word(token);
       if (word == Vocabulary::kUnknown) {
         ++data.dropped_tokens;
       } else {
         data.tokens.push_back(word);
       }
-    });
-    if (!any) return;
-    if (label == Vocabulary::kUnknown && labels == Labels::kAll) {
-      fail_at("no __label__NAME in the line that begins with ", line);
     }
     data.labels.push_back(label);
     data.offsets.push_back(std::ssize(data.tokens));
@@ -163,14 +103,11 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
   if (data.labels.empty()) base::bad_data(name + ": no example in this file");
   if (!vocabulary) {
     if (data.tokens.empty()) base::bad_data(name + ": no word in any example");
-    // Classes are numbered by name, so that their numbers do not depend on the order of the lines.
-    std::vector<int64_t> class_of(label_numbers.size());
-    for (const auto& [label, number] : label_numbers) {
-      class_of[static_cast<size_t>(number)] = std::ssize(own.labels);
-      own.labels.push_back(label);
+    std::vector<int64_t> classes;
+    vocabulary = std::make_shared<const TextVocabulary>(own.finish(&classes));
+    for (int64_t& label : data.labels) {
+      if (label >= 0) label = classes[static_cast<size_t>(label)];
     }
-    for (int64_t& label : data.labels) label = class_of[static_cast<size_t>(label)];
-    vocabulary = std::make_shared<const TextVocabulary>(std::move(own));
   }
   data.vocabulary = std::move(vocabulary);
   return data;
@@ -180,8 +117,7 @@ TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels,
                            int hash_bits) {
   return store::with_memory_for(path, [&] {
-    return parse_fast_text(read_text(store::InputFile(path)), path, std::move(vocabulary), labels,
-                           hash_bits);
+    return parse_fast_text(read_text(path), path, std::move(vocabulary), labels, hash_bits);
   });
 }
 
@@ -190,7 +126,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
   return store::with_memory_for(path, [&] {
     // Refuses a pipe, because read_corpus() reads the same file again.
-    const auto text = read_text(store::InputFile(path, store::InputFile::Kind::kRegular));
+    const auto text = read_text(path, store::InputFile::Kind::kRegular);
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
     std::vector<int64_t> counts(kReservedWords, 0);
@@ -219,7 +155,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
 
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
   return store::with_memory_for(path, [&] {
-    const auto text = read_text(store::InputFile(path));
+    const auto text = read_text(path);
     Corpus corpus;
     corpus.content_hash = store::content_hash(text);
     for_each_line(text, [&](std::string_view line) {

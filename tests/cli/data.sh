@@ -45,8 +45,7 @@ case_read_by_a_rank() {
 
   gzip -c "$tmp/good" >"$tmp/good.gz"
   run hybrid --data "$tmp/good.gz" --epochs 1
-  expect 7 "gzip"
-  expect_jq ".[-1].message | endswith(\"$tmp/good.gz: compressed with gzip: unpack it first with gunzip\")" "gzip"
+  expect 0 "gzip"
   run hybrid --data "$tmp/one" --epochs 1
   expect 7 "one example for two trainers"
   expect_jq ".[-1].message == \"$tmp/one: 1 example is too few for 2 trainers: --trainers can be 1 at most\"" "one example"

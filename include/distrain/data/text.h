@@ -59,7 +59,7 @@ struct TextDataset {
   std::vector<int64_t> offsets;                      ///< size() + 1, rising
   std::vector<int64_t> labels;                       ///< size(), in [0, num_classes()); -1: none
   std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
-  uint64_t content_hash = 0;                         ///< of the file's bytes
+  uint64_t content_hash = 0;                         ///< of the (decompressed) file's bytes
   int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
 
   int64_t size() const { return static_cast<int64_t>(labels.size()); }
@@ -77,7 +77,8 @@ enum class Labels : uint8_t { kAll, kSome };
 /// makes an empty bag. Empty lines and a byte order mark are skipped.
 ///
 /// With the `vocabulary` of a training file, unknown words are dropped and counted, and an unknown
-/// label is an error. Without it, the dataset gets a vocabulary with this `hash_bits`.
+/// label is an error. Without it, the dataset gets a vocabulary with this `hash_bits`. The file may
+/// be compressed with gzip.
 ///
 /// Throws `bad_data`, with file and line, for a file that cannot be read, a line with no label or
 /// with several, a label without a name, no example at all, or no word at all.
@@ -98,15 +99,15 @@ inline constexpr int64_t kEndOfLine = 1;
 /// A text as the numbers of its words, with `<eos>` after each line.
 struct Corpus {
   std::vector<int64_t> tokens;
-  uint64_t content_hash = 0;  ///< of the file's bytes
+  uint64_t content_hash = 0;  ///< of the (decompressed) file's bytes
 
   /// Returns the words of each line, without `<eos>`.
   std::vector<std::vector<int64_t>> lines() const;
 };
 
 /// Returns the vocabulary of a text file: at most `max_words` words, with `<unk>` and `<eos>`, or
-/// all words if it is 0. Separates words as read_fast_text(). Throws `bad_data` if the file cannot
-/// be read or has no word, and `invalid` if `max_words` is 1 or below 0.
+/// all words if it is 0. Separates words, and reads gzip, as read_fast_text(). Throws `bad_data` if
+/// the file cannot be read or has no word, and `invalid` if `max_words` is 1 or below 0.
 Vocabulary read_words(const std::string& path, int64_t max_words);
 
 /// Reads a text with a vocabulary of read_words(). Skips empty lines. Throws as read_words().

@@ -75,7 +75,7 @@ TEST_CASE("A file that is not plain text is refused with advice") {
     CHECK(message.starts_with(path + ": "));
     return message.substr(path.size() + 2);
   };
-  CHECK(why("\x1F\x8B\x08 word\n") == "compressed with gzip: unpack it first with gunzip");
+  CHECK(why("\x1F\x8B\x08 word\n") == "the gzip file is damaged");
   const auto utf_16 = "UTF-16 text: convert it to UTF-8 first with iconv -f UTF-16 -t UTF-8";
   CHECK(why("\xFF\xFEw\0"s) == utf_16);
   CHECK(why("\xFE\xFF\0w"s) == utf_16);

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "distrain/data/stream.h"
+#include "distrain/data/text.h"
+
+namespace distrain::data {
+
+/// Thrown for a line that is no example.
+struct BadRow {
+  size_t at = 0;  ///< the byte of the line that is wrong
+  std::string reason{};
+};
+
+/// The separators of words within a line, as in fastText.
+inline constexpr std::array<bool, 256> kSeparators = [] {
+  std::array<bool, 256> table{};
+  for (const unsigned char c : {' ', '\t', '\r', '\v', '\f', '\0'}) table[c] = true;
+  return table;
+}();
+
+inline bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
+
+void for_each_token(std::string_view line, auto function) {
+  const char* at = line.data();
+  const char* const end = at + line.size();
+  for (;;) {
+    while (at < end && is_separator(*at)) ++at;
+    if (at == end) return;
+    const char* const begin = at;
+    while (at < end && !is_separator(*at)) ++at;
+    function(std::string_view(begin, static_cast<size_t>(at - begin)));
+  }
+}
+
+/// The parts of a line in fastText's format. They point into the line.
+struct FastTextLine {
+  std::optional<std::string_view> label{};  ///< without `__label__`; not empty
+  std::vector<std::string_view> words{};
+
+  /// Replaces the parts by those of `line`. Returns false for a line without any token. Throws
+  /// BadRow for several labels, for a label without a name, or for no label if `labels` is kAll.
+  bool split(std::string_view line, Labels labels);
+};
+
+/// Returns the number of a word, or Vocabulary::kUnknown.
+int64_t number_of_word(std::string_view word, const TextVocabulary& vocabulary);
+/// Returns the number of `label`, which is a part of `line`. Throws BadRow if it is unknown.
+int64_t number_of_label(std::string_view label, std::string_view line,
+                        const TextVocabulary& vocabulary);
+
+/// Collects the words and labels of a training text.
+class VocabularyBuilder {
+ public:
+  explicit VocabularyBuilder(int hash_bits) { vocabulary_.hash_bits = hash_bits; }
+
+  /// Returns the number of a word, which may be new.
+  int64_t add_word(std::string_view word);
+  /// Returns a number for a label, which may be new: 0 for the first label.
+  int64_t add_label(std::string_view label);
+
+  /// Returns the vocabulary. Sets `classes`, if not null, to the class of each label's number.
+  /// Classes are numbered by name, so that they do not depend on the order of the lines.
+  TextVocabulary finish(std::vector<int64_t>* classes = nullptr);
+
+ private:
+  TextVocabulary vocabulary_;
+  std::map<std::string, int64_t, std::less<>> labels_;
+};
+
+/// Examples in the order of their lines, as TextDataset has them.
+struct Examples {
+  std::vector<int64_t> tokens{};
+  std::vector<int64_t> offsets{0};  ///< size() + 1
+  std::vector<int64_t> labels{};
+  std::vector<float> numbers{};  ///< kCriteoNumbers of each example, or empty
+  int64_t dropped_tokens = 0;
+
+  size_t size() const { return labels.size(); }
+};
+
+/// Appends lines to Examples.
+class ExampleParser {
+ public:
+  ExampleParser(Format format, std::shared_ptr<const TextVocabulary> vocabulary);
+
+  /// Appends the example of `line`. Returns false for an empty line. Throws BadRow, and leaves
+  /// `out` as it was, if the line is no example.
+  bool parse(std::string_view line, Examples& out);
+
+ private:
+  bool parse_fast_text(std::string_view line, Examples& out);
+  bool parse_criteo(std::string_view line, Examples& out);
+
+  const Format format_;
+  const std::shared_ptr<const TextVocabulary> vocabulary_;
+  FastTextLine parts_;                     // of a line of fastText
+  std::vector<std::string_view> fields_;   // of a line of Criteo
+  std::vector<std::string> criteo_words_;  // the beginnings of the words of its fields
+  std::string word_;                       // of a field
+};
+
+}  // namespace distrain::data
