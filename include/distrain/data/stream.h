@@ -108,8 +108,8 @@ class Stream {
   explicit Stream(StreamOptions options);
   /// Ends the reading thread, even while it waits for a pipe.
   ~Stream();
-  Stream(Stream&&) noexcept;
-  Stream& operator=(Stream&&) noexcept;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
 
   /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
   /// stream with the same options except `batch_size`. Stops a current reading. Returns at once.
@@ -133,7 +133,8 @@ class Stream {
   /// empty field. So `indices.view({n, 39}).narrow(1, 13, 26)` are the categories.
   Batch next();
 
-  /// Returns the position after the last batch of next(), or that of begin().
+  /// Returns the position after the last batch of next(), or that of begin(). After ready() has
+  /// returned 0, returns the end of the epoch.
   StreamPosition position() const;
 
   /// Totals since the constructor. A block's bad rows and dropped tokens count when its first

@@ -1,0 +1,264 @@
+#include "distrain/data/stream.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+#include <pthread.h>
+
+#include "blocks.h"
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/store/file.h"
+
+namespace distrain::data {
+
+namespace {
+
+constexpr int64_t kMaxShuffleBuffer = int64_t{1} << 31;
+
+}  // namespace
+
+// The reading thread appends blocks; the thread that calls the stream removes them from the front.
+struct Stream::State {
+  State(StreamOptions options, std::vector<SourceFile> files);
+  ~State() { stop(); }
+
+  void stop();
+  void start(const StreamPosition& from);
+  void read(const StreamPosition& from);
+  int64_t wait_for_batch(std::unique_lock<std::mutex>& lock);
+  void drop_first_block();
+  void count(Block& block);
+  Batch take(int64_t size);
+
+  int64_t unused() const {
+    int64_t size = blocks.empty() ? 0 : -used;
+    for (const Block& block : blocks) size += block.size();
+    return size;
+  }
+  // Returns true if the thread may read one more block.
+  bool has_room() const { return blocks.size() < 2 || unused() < plan.options.batch_size; }
+
+  Plan plan;
+  uint64_t content_key = 0;
+  // Used by the thread that calls the stream.
+  std::optional<store::Interrupt> interrupt;  // ends `thread`
+  std::thread thread;
+
+  std::mutex mutex;  // guards what follows
+  std::condition_variable changed;
+  std::deque<Block> blocks;   // the first of them is in use
+  bool ended = false;         // the last block of the epoch has been appended
+  std::exception_ptr error;   // ended the thread
+  int64_t used = 0;           // examples of the first block that were returned
+  StreamPosition position{};  // after the last batch
+  Counts counts;
+};
+
+Stream::State::State(StreamOptions options, std::vector<SourceFile> found)
+    : plan{std::move(options), std::move(found), {}}, content_key(inspect(plan.files)) {
+  plan.pieces = pieces_of_shard(plan.files, plan.options.shard, plan.options.shards);
+}
+
+void Stream::State::stop() {
+  if (!thread.joinable()) return;
+  interrupt->set();
+  {
+    std::lock_guard lock(mutex);  // the thread sees the signal or waits for `changed`
+  }
+  changed.notify_all();
+  thread.join();
+}
+
+void Stream::State::start(const StreamPosition& from) {
+  stop();
+  blocks.clear();
+  ended = false;
+  error = nullptr;
+  position = from;
+  used = from.used;
+  interrupt.emplace();
+  try {
+    thread = std::thread([this, from] {
+      pthread_setname_np(pthread_self(), "data reader");
+      read(from);
+    });
+  } catch (const std::system_error& e) {
+    throw base::Exception(base::ErrorKind::kResources,
+                          std::string("no thread to read data: ") + e.what());
+  }
+}
+
+void Stream::State::read(const StreamPosition& from) {
+  std::exception_ptr failure;
+  try {
+    BlockReader reader(plan, *interrupt, from);
+    bool last = false;
+    while (!last) {
+      Block block = reader.next();
+      last = block.last;
+      std::unique_lock lock(mutex);
+      blocks.push_back(std::move(block));
+      ended = last;
+      changed.notify_all();
+      changed.wait(lock, [&] { return interrupt->is_set() || has_room(); });
+      if (interrupt->is_set()) return;
+    }
+    return;
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  std::lock_guard lock(mutex);
+  error = std::move(failure);
+  changed.notify_all();
+}
+
+// Returns the number of batches that are in memory, and 0 at the end of the epoch.
+int64_t Stream::State::wait_for_batch(std::unique_lock<std::mutex>& lock) {
+  if (!interrupt) base::invalid("Stream::begin() was not called");
+  const int64_t size = plan.options.batch_size;
+  const auto is_known = [&] { return unused() >= size || ended || error; };
+  if (!is_known()) {
+    const base::TimePoint start = base::Clock::now();
+    changed.wait(lock, is_known);
+    counts.waited_s += base::seconds_since(start);
+  }
+  const int64_t batches = (unused() + (ended ? size - 1 : 0)) / size;
+  if (batches == 0 && error) std::rethrow_exception(error);
+  // Only blocks without examples are left, of which the bad rows were not counted yet.
+  while (batches == 0 && !blocks.empty()) drop_first_block();
+  return batches;
+}
+
+void Stream::State::drop_first_block() {
+  count(blocks.front());
+  position = blocks.front().end;
+  used = 0;
+  blocks.pop_front();
+}
+
+void Stream::State::count(Block& block) {
+  if (std::exchange(block.counted, true)) return;
+  counts.bad_rows += block.bad_rows;
+  counts.dropped_tokens += block.examples.dropped_tokens;
+  if (counts.first_bad_row.empty()) counts.first_bad_row = block.first_bad_row;
+}
+
+// Returns the next `size` examples, which are in memory.
+Batch Stream::State::take(int64_t size) {
+  const auto for_each = [&](auto function) {
+    int64_t left = size, i = used;
+    for (const Block& block : blocks) {
+      for (; left > 0 && i < block.size(); ++i, --left) {
+        function(block.examples, block.order[static_cast<size_t>(i)]);
+      }
+      i = 0;
+    }
+  };
+  int64_t tokens = 0;
+  for_each(
+      [&](const Examples& from, size_t i) { tokens += from.offsets[i + 1] - from.offsets[i]; });
+  Batch batch{at::empty({tokens}, at::kLong), at::empty({size}, at::kLong),
+              at::empty({size}, at::kLong)};
+  const bool criteo = plan.options.format == Format::kCriteo;
+  if (criteo) batch.numbers = at::empty({size, kCriteoNumbers}, at::kFloat);
+  auto* const indices = batch.indices.mutable_data_ptr<int64_t>();
+  auto* offset = batch.offsets.mutable_data_ptr<int64_t>();
+  auto* target = batch.targets.mutable_data_ptr<int64_t>();
+  auto* number = criteo ? batch.numbers.mutable_data_ptr<float>() : nullptr;
+  auto* index = indices;
+  for_each([&](const Examples& from, size_t i) {
+    *offset++ = index - indices;
+    *target++ = from.labels[i];
+    index = std::copy(from.tokens.begin() + from.offsets[i],
+                      from.tokens.begin() + from.offsets[i + 1], index);
+    if (criteo) {
+      number = std::copy_n(from.numbers.begin() + static_cast<int64_t>(i) * kCriteoNumbers,
+                           kCriteoNumbers, number);
+    }
+  });
+  for (int64_t left = size; left > 0;) {
+    Block& first = blocks.front();
+    const int64_t taken = std::min(left, first.size() - used);
+    left -= taken;
+    used += taken;
+    count(first);
+    position = first.begin;
+    position.used = used;
+    if (used == first.size()) drop_first_block();
+  }
+  counts.examples += size;
+  return batch;
+}
+
+Stream::Stream(StreamOptions options) {
+  const auto check = [](bool right, const char* what, auto value) {
+    if (!right) base::invalid(fmt::format("{}, not {}", what, value));
+  };
+  check(!options.paths.empty(), "a stream needs at least one file", 0);
+  check(options.shards >= 1, "the number of shards must be at least 1", options.shards);
+  check(options.shard >= 0 && options.shard < options.shards, "the shard must be in [0, shards)",
+        options.shard);
+  check(options.batch_size >= 1, "the batch size must be at least 1", options.batch_size);
+  check(options.shuffle_buffer >= 0 && options.shuffle_buffer <= kMaxShuffleBuffer,
+        "the shuffle buffer must have 0 to 2^31 examples", options.shuffle_buffer);
+  if (!options.vocabulary) base::invalid("a stream needs a vocabulary");
+  if (options.format == Format::kCriteo && options.vocabulary->hash_bits == 0) {
+    base::invalid("Criteo data needs hash_bits above 0");
+  }
+  std::vector<SourceFile> files;
+  for (const std::string& path : options.paths) files.push_back(find_source(path));
+  state_ = std::make_unique<State>(std::move(options), std::move(files));
+}
+
+Stream::~Stream() = default;
+
+void Stream::begin(const StreamPosition& position) {
+  const Plan& plan = state_->plan;
+  const auto [epoch, piece, offset, block, used] = position;
+  if (std::min({piece, offset, block, used}) < 0 || piece > std::ssize(plan.pieces)) {
+    base::invalid(
+        fmt::format("the stream has no position in piece {} at byte {}, block {}, example {}",
+                    piece, offset, block, used));
+  }
+  if (state_->interrupt && std::ranges::count(plan.options.paths, "-") > 0) {
+    base::bad_data("the standard input can be read only once: give a file, or one epoch");
+  }
+  state_->start(position);
+}
+
+int64_t Stream::ready() {
+  std::unique_lock lock(state_->mutex);
+  return state_->wait_for_batch(lock);
+}
+
+Batch Stream::next() {
+  std::unique_lock lock(state_->mutex);
+  if (state_->wait_for_batch(lock) == 0) base::invalid("the epoch has no further batch");
+  Batch batch = state_->take(std::min(state_->plan.options.batch_size, state_->unused()));
+  state_->changed.notify_all();
+  return batch;
+}
+
+StreamPosition Stream::position() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->position;
+}
+
+Stream::Counts Stream::counts() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->counts;
+}
+
+uint64_t Stream::content_key() const { return state_->content_key; }
+
+}  // namespace distrain::data
