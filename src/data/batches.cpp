@@ -31,6 +31,11 @@ void check_enough(const std::string& path, int64_t examples, int64_t trainers) {
                              examples == 1 ? "example is" : "examples are", trainers, examples));
 }
 
+Batch Batch::empty() {
+  const at::Tensor none = at::empty({0}, at::kLong);
+  return {none, none, none};
+}
+
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {
   std::vector<int64_t> indices, offsets, targets;
   offsets.reserve(examples.size());

@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "distrain/data/stream.h"
 #include "distrain/store/hash.h"
 
@@ -71,6 +72,27 @@ SourceFile find_source(const std::string& path) {
   if (!S_ISREG(status.st_mode)) return {path, SourceFile::Kind::kPipe, 0};
   if (status.st_size == 0) base::bad_data(path + ": an empty file");
   return {path, SourceFile::Kind::kPlain, static_cast<uint64_t>(status.st_size)};
+}
+
+std::vector<std::string> split_paths(const std::string& text) {
+  struct stat status {};
+  if (::stat(text.c_str(), &status) == 0) return {text};
+  std::vector<std::string> paths;
+  for (const std::string_view path : base::split(text, ',')) paths.emplace_back(path);
+  return paths;
+}
+
+bool is_pipe(const std::string& path) {
+  struct stat status {};
+  return path == "-" || (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode));
+}
+
+bool fits_in_memory(const std::string& path, int64_t bytes) {
+  std::vector<SourceFile> file{find_source(path)};
+  if (file[0].kind == SourceFile::Kind::kPipe) return false;
+  inspect(file);
+  const uint64_t times = file[0].kind == SourceFile::Kind::kGzip ? 10 : 1;
+  return file[0].size < static_cast<uint64_t>(bytes) / times;
 }
 
 std::vector<std::string> expand_paths(const std::vector<std::string>& patterns) {

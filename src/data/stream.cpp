@@ -254,11 +254,36 @@ StreamPosition Stream::position() const {
   return state_->position;
 }
 
-Stream::Counts Stream::counts() const {
+Source::Counts Stream::counts() const {
   std::lock_guard lock(state_->mutex);
   return state_->counts;
 }
 
 uint64_t Stream::content_key() const { return state_->content_key; }
+
+TextDataset read_examples(const std::string& path, std::shared_ptr<const TextVocabulary> vocabulary,
+                          Labels labels) {
+  const Format format = is_pipe(path) ? Format::kFastText : detect_format(path);
+  if (format == Format::kFastText) return read_fast_text(path, std::move(vocabulary), labels);
+  StreamOptions options{.paths = {path}, .format = format, .shuffle_buffer = 0};
+  options.vocabulary = vocabulary;
+  Stream stream(std::move(options));
+  TextDataset all;
+  for (stream.begin({}); stream.ready() > 0;) {
+    const Batch batch = stream.next();
+    const auto append = [](std::vector<int64_t>& to, const at::Tensor& from, int64_t add = 0) {
+      const auto* const first = from.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
+    };
+    append(all.offsets, batch.offsets, std::ssize(all.tokens));
+    append(all.tokens, batch.indices);
+    append(all.labels, batch.targets);
+  }
+  all.offsets.push_back(std::ssize(all.tokens));
+  all.dropped_tokens = stream.counts().dropped_tokens;
+  all.content_hash = stream.content_key();
+  all.vocabulary = std::move(vocabulary);
+  return all;
+}
 
 }  // namespace distrain::data

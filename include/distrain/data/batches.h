@@ -21,6 +21,8 @@ struct Batch {
   at::Tensor numbers{};
 
   int64_t size() const { return targets.numel(); }
+  /// Returns a batch without examples.
+  static Batch empty();
 };
 
 /// Returns a batch of the examples of `dataset` at the indices `examples`, in their order.

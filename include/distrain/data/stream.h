@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "distrain/data/batches.h"
+#include "distrain/data/source.h"
 #include "distrain/data/text.h"
 
 namespace distrain::data {
@@ -48,6 +48,15 @@ enum class BadRows : uint8_t {
   kSkip,  ///< the stream counts the line and continues
 };
 
+/// Splits the value of an option: by commas, unless it is the name of a file.
+std::vector<std::string> split_paths(const std::string& text);
+
+/// Returns true if `path` is "-" or names a file that is not a regular one.
+bool is_pipe(const std::string& path);
+
+/// Returns true if a regular file has fewer than `bytes` bytes. Gzip files count tenfold.
+bool fits_in_memory(const std::string& path, int64_t bytes);
+
 /// Returns the files that `patterns` (glob(3)) match: pattern by pattern, and sorted by bytes
 /// within a pattern. A pattern that is itself the name of a file, or "-", is not expanded. Throws
 /// `bad_data` if a pattern matches nothing, or if a match is a folder or an empty file.
@@ -67,6 +76,11 @@ TextVocabulary scan_vocabulary(const std::vector<std::string>& paths, Format for
                                BadRows bad_rows = BadRows::kStop,
                                int64_t max_examples = std::numeric_limits<int64_t>::max());
 
+/// Reads all examples of a file, in any Format, into memory. Throws as read_fast_text() and
+/// Stream::ready(). Only fastText may have examples without a label. A pipe must have fastText.
+TextDataset read_examples(const std::string& path, std::shared_ptr<const TextVocabulary> vocabulary,
+                          Labels labels = Labels::kAll);
+
 struct StreamOptions {
   std::vector<std::string> paths;  ///< as returned by expand_paths()
   Format format = Format::kFastText;
@@ -82,24 +96,11 @@ struct StreamOptions {
   std::chrono::milliseconds pipe_writer_limit{5000};
 };
 
-/// A position in a shard's stream, after a batch or at the beginning of an epoch.
-struct StreamPosition {
-  int64_t epoch = 1;
-  int64_t piece = 0;   ///< the piece, of those of the shard, in which the block begins
-  int64_t offset = 0;  ///< byte of the (decompressed) piece at which the block begins
-  int64_t block = 0;   ///< number of the block in the epoch
-  int64_t used = 0;    ///< examples of the shuffled block that were returned before the position
-  static constexpr auto kFields =
-      std::tuple(&StreamPosition::epoch, &StreamPosition::piece, &StreamPosition::offset,
-                 &StreamPosition::block, &StreamPosition::used);
-  bool operator==(const StreamPosition&) const = default;
-};
-
 /// One shard of the examples of some files. A thread of the stream reads them. It reads at most one
 /// block (or, if a block is smaller than a batch, one batch) ahead of the block that is in use.
 ///
 /// Call the functions from one thread at a time.
-class Stream {
+class Stream final : public Source {
  public:
   /// Checks the options and the files, and selects the shard's pieces. Starts no reading. Throws
   /// `bad_data` if a file cannot be opened, is a folder, is empty or is no text, if a pipe would be
@@ -107,13 +108,13 @@ class Stream {
   /// an option is out of range.
   explicit Stream(StreamOptions options);
   /// Ends the reading thread, even while it waits for a pipe.
-  ~Stream();
+  ~Stream() override;
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
   /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
   /// stream with the same options except `batch_size`. Stops a current reading. Returns at once.
-  void begin(const StreamPosition& position);
+  void begin(const StreamPosition& position) override;
 
   /// Waits until a batch is complete in memory or the end of the epoch is known. Returns the number
   /// of batches that next() will return without a wait; returns 0 at the end of the epoch.
@@ -121,7 +122,7 @@ class Stream {
   /// If reading has failed, throws the error once all batches of the blocks before the failure have
   /// been returned: `bad_data` for a bad row, for a damaged or changed file, for a named pipe
   /// without a writer, or if the files have no example at all.
-  int64_t ready();
+  int64_t ready() override;
 
   /// Returns the next batch. Waits and throws as ready(); throws `invalid` at the end of the epoch.
   /// The last batch of an epoch may be shorter.
@@ -131,22 +132,15 @@ class Stream {
   /// these words with the same hash_bits. The bucket of a number x is floor(ln(1 + x)²) if x ≥ 0,
   /// `-` if x < 0, and empty for an empty field. Batch::numbers has ln(1 + max(x, 0)), or 0 for an
   /// empty field. So `indices.view({n, 39}).narrow(1, 13, 26)` are the categories.
-  Batch next();
+  Batch next() override;
 
   /// Returns the position after the last batch of next(), or that of begin(). After ready() has
   /// returned 0, returns the end of the epoch.
-  StreamPosition position() const;
+  StreamPosition position() const override;
 
-  /// Totals since the constructor. A block's bad rows and dropped tokens count when its first
-  /// example is due, so that the counts of a stopped and of its resumed stream add up.
-  struct Counts {
-    int64_t examples = 0;  ///< in batches of next()
-    int64_t bad_rows = 0;
-    std::string first_bad_row{};  ///< the message of one of them; empty if there is none
-    double waited_s = 0;          ///< time that ready() and next() have waited for the thread
-    int64_t dropped_tokens = 0;   ///< words that the vocabulary does not have
-  };
-  Counts counts() const;
+  /// Returns the totals since the constructor. A block's bad rows and dropped tokens count when its
+  /// first example is due, so that the counts of a stopped and of its resumed stream add up.
+  Counts counts() const override;
 
   /// Returns a hash of facts that must be the same for all trainers, whatever the paths are: the
   /// number of files, their sizes, and the first 64 KiB of each file that is not a pipe.
