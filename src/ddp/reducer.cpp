@@ -329,6 +329,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
 
 void Reducer::Impl::store_means(const Deliver& deliver) {
   for (Bucket& bucket : buckets_) {
+    if (mean_factor_ != 1) bucket.flat().mul_(mean_factor_);
     for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
       const at::Tensor& parameter = parameters_[bucket.members()[slot]];
       if (deliver) {
@@ -431,6 +432,11 @@ void Reducer::count_forward() {
 void Reducer::set_step(uint64_t step) {
   std::lock_guard lock(impl_->mutex_);
   impl_->step_ = step;
+}
+
+void Reducer::scale_means(double factor) {
+  std::lock_guard lock(impl_->mutex_);
+  impl_->mean_factor_ = factor;
 }
 
 collective::ReduceGroup& Reducer::group() const { return *impl_->group_; }

@@ -137,6 +137,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t announced_ = 0;         // number of forward passes that announced a context
   uint64_t unannounced_ = 0;       // the last context that took a number without being announced
   uint64_t step_ = 0;              // the job's step
+  double mean_factor_ = 1;         // see Reducer::scale_means()
   int graph_task_ = kNoGraphTask;  // torch's id of the current plain pass
   uint64_t context_pass_ = 0;      // the current pass's ContextRef::pass(); 0: a plain pass
   std::unordered_map<uint64_t, AnnouncedContext> contexts_;

@@ -209,20 +209,24 @@ Event eval_event(std::string when, Unit unit) {
 
 std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   const std::string what = counted(unit);
-  Event epoch{"epoch",
-              "printed by each trainer at the end of an epoch",
-              {{"epoch", kInteger, "number of the epoch, from 1"},
-               {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
-               {"steps", kInteger, "steps of this trainer in the epoch"},
-               {what, kInteger, what + " of this trainer in the epoch"},
-               {"wall_s", kNumber, "duration of the epoch in seconds"},
-               sometimes({"partial", kFlag, "true if the job ended within the epoch"})}};
+  Event epoch{
+      "epoch",
+      "printed by each trainer at the end of an epoch",
+      {{"epoch", kInteger, "number of the epoch, from 1"},
+       {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
+       {"steps", kInteger, "steps of this trainer in the epoch"},
+       {what, kInteger, what + " of this trainer in the epoch"},
+       {"wall_s", kNumber, "duration of the epoch in seconds"},
+       sometimes({"partial", kFlag, "true if the job ended within the epoch"}),
+       sometimes({"data_wait_s", kNumber, "seconds that the steps waited for streamed data"}),
+       sometimes({"bad_rows", kInteger, "rows of streamed data skipped so far"})}};
   if (unit == Unit::kWords) epoch.fields.push_back(quality(unit));
   Event eval = eval_event("printed at the end of an epoch or of the job", unit);
   Event end{"end",
             "",
             {sometimes({"loss", kNumber, "mean loss of all trainers in the last epoch"}),
              sometimes(quality(unit)), auc_field(),
+             sometimes({"bad_rows", kInteger, "rows of streamed data that all trainers skipped"}),
              sometimes({"eval", kObject, "last `eval` line", eval.fields}),
              sometimes({"ddp", kText, "how trainers on GPUs average gradients: staged or nccl"})}};
   end.fields[1].what = unit == Unit::kWords ? "exp(loss)" : "accuracy of the last evaluation";

@@ -41,6 +41,15 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   return plan;
 }
 
+Plan Plan::of_stream(const TrainerOptions& options, int64_t steps_per_epoch) {
+  Plan plan = of(options, steps_per_epoch > 0 ? steps_per_epoch : kEndless);
+  plan.streams = true;
+  plan.steps = options.steps;
+  plan.take_over = plan.may_lose = false;
+  plan.limit = options.steps > 0 ? "--steps" : "--epochs";
+  return plan;
+}
+
 Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit) {
   Plan plan;
   plan.steps = steps;
@@ -119,6 +128,7 @@ void TrainingPlan::attach() {
     attached =
         ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
     seats_[trainer] = attached.seat;
+    if (reads_streams()) sources_.at(trainer)->begin(attached.stream);
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
@@ -141,13 +151,31 @@ void TrainingPlan::attach() {
   }
 }
 
-void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
+Demand TrainingPlan::demand(int trainer, int64_t wanted) const {
+  Demand demand(wanted);
+  if (!reads_streams()) return demand;
+  if (const auto next = after_job_.find(trainer); next != after_job_.end()) {
+    demand.position = next->second;
+    return demand;
+  }
+  const base::TraceScope scope("data");
+  demand.ready = sources_.at(trainer)->ready();
+  demand.position = sources_.at(trainer)->position();
+  return demand;
+}
+
+double TrainingPlan::mean_factor(const Task& task) const {
+  if (!plan_.average_over_data || task.with_data == 0) return 1;
+  return static_cast<double>(plan_.trainers) / task.with_data;
+}
+
+void TrainingPlan::make(const Step& what, int64_t with_data, const std::function<Result()>& step) {
   const base::TraceScope scope("step", "step", steps_made());
   if (epoch_ != what.epoch) {
     epoch_ = what.epoch;
     epoch_start_ = last_line_ = base::Clock::now();
     if (run_steps() == 0) first_ = epoch_start_;
-    epoch_steps_ = epoch_samples_ = line_samples_ = 0;
+    epoch_steps_ = epoch_samples_ = epoch_weight_ = line_samples_ = 0;
     epoch_loss_ = 0;
   }
   const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
@@ -155,10 +183,11 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const Result result = step();
   const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
   samples_ += result.samples;
-  const int64_t steps = result.steps * static_cast<int64_t>(own_.size());
+  const int64_t steps = result.steps * with_data;
   steps_ += steps;
   process_.job().progress->add(steps, first_);
-  log_step(result, loss, plan_.lr * factor);
+  ++total_;
+  if (with_data > 0) log_step(result, with_data, loss, plan_.lr * factor);
   show(what.epoch, loss, plan_.lr * factor, result.progress);
 }
 
@@ -181,12 +210,13 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
   process_.sink().progress(fields);
 }
 
-void TrainingPlan::log_step(const Result& result, double loss, double lr) {
+void TrainingPlan::log_step(const Result& result, int64_t with_data, double loss, double lr) {
+  const int64_t weight = plan_.streams ? with_data : 1;
   ++epoch_steps_;
-  ++total_;
   epoch_samples_ += result.samples;
   line_samples_ += result.samples;
-  epoch_loss_ += loss;
+  epoch_loss_ += loss * static_cast<double>(weight);
+  epoch_weight_ += weight;
   if (run_steps() == 1) first_loss_ = loss;
   if (!plan_.log) return;
   const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
@@ -206,7 +236,7 @@ void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
   if (epoch_ == 0) return;
   if (epoch_steps_ > 0) {
     train_s_ = base::seconds_since(first_);
-    last_loss_ = epoch_loss_ / static_cast<double>(epoch_steps_);
+    last_loss_ = epoch_loss_ / static_cast<double>(epoch_weight_);
   }
   Json fields{{"epoch", epoch_}, {"loss", epoch_steps_ > 0 ? Json(last_loss_) : Json()}};
   if (plan_.unit == Unit::kWords) {
@@ -216,13 +246,48 @@ void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
   fields[counted(plan_.unit)] = epoch_samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
   if (is_partial) fields["partial"] = true;
+  add_data_counts(fields);
   if (plan_.log) process_.sink().emit("epoch", fields);
-  epoch_ = epoch_steps_ = epoch_samples_ = 0;
+  epoch_ = epoch_steps_ = epoch_samples_ = epoch_weight_ = 0;
+}
+
+data::Source::Counts TrainingPlan::data_counts() const {
+  data::Source::Counts sum;
+  for (const auto& [trainer, source] : sources_) {
+    data::Source::Counts its = source->counts();
+    if (sum.bad_rows == 0) sum.first_bad_row = std::move(its.first_bad_row);
+    sum.bad_rows += its.bad_rows;
+    sum.waited_s += its.waited_s;
+  }
+  return sum;
+}
+
+/// Adds the time that the epoch's steps waited for streamed data, and the skipped rows, to
+/// `fields`.
+void TrainingPlan::add_data_counts(Json& fields) {
+  if (sources_.empty()) return;
+  const data::Source::Counts counts = data_counts();
+  fields["data_wait_s"] = counts.waited_s - std::exchange(waited_s_, counts.waited_s);
+  if (counts.bad_rows == 0) return;
+  fields["bad_rows"] = counts.bad_rows;
+  if (std::exchange(told_of_bad_rows_, true)) return;
+  process_.sink().warn(base::ErrorKind::kBadData,
+                       fmt::format("{} rows of the data skipped so far; the first is {}",
+                                   counts.bad_rows, counts.first_bad_row));
 }
 
 void TrainingPlan::meet(const Task& task) {
   if (task.kind == Task::Kind::kEvaluate) {
     ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+    for (const auto& [trainer, source] : sources_) {
+      if (task.partial || plan_.eval_only || source->ready() > 0) continue;
+      const data::StreamPosition next{.epoch = source->position().epoch + 1};
+      if (task.last) {
+        after_job_[trainer] = next;
+      } else {
+        source->begin(next);
+      }
+    }
   }
   if (task.kind == Task::Kind::kEnd) end(task);
   if (task.kind != Task::Kind::kSave) return;
@@ -247,7 +312,7 @@ void TrainingPlan::meet(const Task& task) {
 /// Ends the epoch. Returns its report, with this process's evaluation if `task` is kEvaluate.
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
-  if (plan_.log) report.steps = epoch_steps_;
+  if (plan_.log) report.steps = epoch_weight_;
   end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd, task.partial);
   if (own_.front() == 0 && !has_warned_ && last_loss_ > kFarAbove * std::max(1.0, first_loss_)) {
     has_warned_ = true;
@@ -259,6 +324,7 @@ Report TrainingPlan::close_epoch(const Task& task) {
   }
   report.loss = last_loss_;
   report.maxima = maxima_;
+  report.bad_rows = data_counts().bad_rows;
   if (task.kind != Task::Kind::kEvaluate) return report;
   const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
@@ -310,6 +376,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
     optimizer.set_step_number(number);
   });
   settle_.emplace_back([&optimizer] { optimizer.settle(); });
+  scale_means_.emplace_back([&optimizer](double factor) { optimizer.scale_means(factor); });
   const auto take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
@@ -329,7 +396,7 @@ void Training::run(const std::function<Result(const Step&)>& step) {
   for (Task::Kind last = Task::Kind::kTrain; last != Task::Kind::kEnd;) {
     const bool stop = rank_.job().stop->requested();
     const auto [task, schedule] = rank_.agent().rpc_sync<rpc::of_local<&TrainingHost::next>>(
-        host(), seat(rank_.index()), stop, reached(), wanted_);
+        host(), seat(rank_.index()), stop, reached(), demand(rank_.index(), wanted_));
     lr_schedule_.load_state(schedule);
     last = task.kind;
     if (task.kind == Task::Kind::kTrain) {
@@ -343,10 +410,12 @@ void Training::run(const std::function<Result(const Step&)>& step) {
 
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
   const base::TimePoint begun = base::Clock::now();
+  for (const auto& scale : scale_means_) scale(mean_factor(task));
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
-    const Step what = {task.epoch, task.shard, number, steps_made(),
-                       task.step + task.count - 1 - number};
-    make(what, [&] { return step(what); });
+    const Step what = {
+        task.epoch,   task.shard, number, steps_made(), task.step + task.count - 1 - number,
+        task.has_data};
+    make(what, task.has_data ? 1 : 0, [&] { return step(what); });
   }
   for (const auto& settle : settle_) settle();
   // Requests as many steps as take kLease_s at the current pace, but at most twice as many as
@@ -369,7 +438,7 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (const int trainer : own_) {
       if (pending.contains(trainer)) continue;
-      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), 1));
+      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), demand(trainer, 1)));
     }
     std::vector<Step> steps;
     std::erase_if(pending, [&](auto& each) {
@@ -377,11 +446,12 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
       const auto [next, schedule] = each.second.wait();
       lr_schedule_.load_state(schedule);
       if (steps.empty()) task = next;
-      steps.push_back({next.epoch, next.shard, next.step, steps_made()});
+      steps.push_back({next.epoch, next.shard, next.step, steps_made(), 0, next.has_data});
       return true;
     });
     if (task.kind == Task::Kind::kTrain) {
-      make(steps.at(0), [&] { return step(steps); });
+      const int64_t with_data = std::ranges::count_if(steps, &Step::has_data);
+      make(steps.at(0), plan_.streams ? with_data : std::ssize(own_), [&] { return step(steps); });
     } else {
       meet(task);
     }
@@ -393,8 +463,11 @@ void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
   run([&](const std::vector<Step>& steps) {
     Result all;
     double loss_sum = 0;
+    double with_data = 0;
     for (const Step& each : steps) {
+      if (!each.has_data && (plan_.average_over_data || optimizer.each_trainer_steps())) continue;
       const Result one = step(each);
+      with_data += each.has_data ? 1 : 0;
       loss_sum += checked_loss(one.loss, each.epoch, each.number + 1);
       all.samples += one.samples;
       if (all.more.empty()) all.more = one.more;
@@ -403,7 +476,7 @@ void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
       if (optimizer.each_trainer_steps()) optimizer.step();
     }
     if (!optimizer.each_trainer_steps()) optimizer.step();
-    all.loss = at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble);
+    all.loss = at::scalar_tensor(loss_sum / with_data, at::kDouble);
     return all;
   });
 }

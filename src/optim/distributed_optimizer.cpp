@@ -286,6 +286,10 @@ int DistributedOptimizer::participant() const {
   return sharing_.participant;
 }
 
+double DistributedOptimizer::mean_factor() const {
+  return sharing_.mode == Sharing::Mode::kSync ? mean_factor_->load() : 1;
+}
+
 bool DistributedOptimizer::steps_wait() const {
   return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
 }
@@ -304,7 +308,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   const double limit = max_norm.value_or(max_norm_);
   for (const auto& target : targets_) target->check(contexts);
   const Scales scales = limit > 0 ? scales_for(contexts, limit) : Scales{};
-  options.scale = scales.shared;
+  options.scale = scales.shared * mean_factor();
   if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
   std::vector<Step> steps;
   const auto add_step = [&](StepTarget& target, const StepOptions& how, const char* which = "") {
@@ -359,6 +363,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   const double own = own_ ? own_->norm(contexts, {}).wait().shared : 0;
   const NormArguments arguments{participant(), own};
   const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
+  const double factor = mean_factor();
   std::vector<Future<Norms>> all;
   for (const auto& owner : owners_) all.push_back(owner->norm(contexts, arguments));
   if (const auto here = ranks_.find(agent_.rank()); here != ranks_.end()) {
@@ -368,7 +373,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   base::wait_all(all);
   double shared = 0;
   for (const auto& norms : all) shared += norms.wait().shared;
-  const double total = shared + (all.empty() ? own : all.front().wait().own);
+  const double total = shared * factor * factor + (all.empty() ? own : all.front().wait().own);
   const double scale = clip_scale(total, max_norm);
   // Outside kSync, `total` differs between participants, so it must not scale the replicas.
   const bool is_everyones = is_sync || sharing_.participants <= 1;

@@ -78,6 +78,11 @@ class Reducer {
   /// step, they also detect a rank that skips a forward pass and its backward pass. Thread-safe.
   void set_step(uint64_t step);
 
+  /// Multiplies the means of later passes by `factor`: group size / N turns the mean over all ranks
+  /// into one over the N ranks that have data, if the others have zero gradients. All ranks must
+  /// set the same factor. Call it between passes.
+  void scale_means(double factor);
+
   /// Returns a duplicate of the constructor's `group`, or `group` itself if it has no duplicate.
   collective::ReduceGroup& group() const;
 

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "distrain/base/future.h"
+#include "distrain/data/source.h"
 #include "distrain/job/job.h"
 
 namespace distrain::job {
@@ -16,18 +17,30 @@ struct Task {
     kEnd,
   };
   Kind kind = Kind::kTrain;
-  int64_t epoch = 0;     ///< from 1
-  int32_t shard = 0;     ///< the shard of the data; trainer i's own shard has the number i
-  int64_t step = 0;      ///< kTrain: the first step, by its number in the shard and epoch, from 0
-  int64_t count = 1;     ///< kTrain: number of consecutive steps
-  bool last = false;     ///< kEvaluate: the job ends afterwards
-  bool partial = true;   ///< a shard has steps left in this epoch
-  bool stopped = false;  ///< kEnd: a signal has ended the job early
-  int32_t part = 0;      ///< kEvaluate, kSave: this trainer's index among those with the task
-  int32_t parts = 1;     ///< kEvaluate, kSave: number of trainers with the task
-  static constexpr auto kFields =
-      std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
-                 &Task::partial, &Task::stopped, &Task::part, &Task::parts);
+  int64_t epoch = 0;      ///< from 1
+  int32_t shard = 0;      ///< the shard of the data; trainer i's own shard has the number i
+  int64_t step = 0;       ///< kTrain: the first step, by its number in the shard and epoch, from 0
+  int64_t count = 1;      ///< kTrain: number of consecutive steps
+  bool last = false;      ///< kEvaluate: the job ends afterwards
+  bool partial = true;    ///< a shard has steps left in this epoch
+  bool stopped = false;   ///< kEnd: a signal has ended the job early
+  int32_t part = 0;       ///< kEvaluate, kSave: this trainer's index among those with the task
+  int32_t parts = 1;      ///< kEvaluate, kSave: number of trainers with the task
+  bool has_data = true;   ///< kTrain: the shard's data has not ended; see Options::streams
+  int32_t with_data = 0;  ///< kTrain: number of trainers with data in these steps; 0: all
+  static constexpr auto kFields = std::tuple(
+      &Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
+      &Task::partial, &Task::stopped, &Task::part, &Task::parts, &Task::has_data, &Task::with_data);
+};
+
+/// The steps that a trainer can make next.
+struct Demand {
+  Demand(int64_t wanted_steps = 1) : wanted(wanted_steps) {}  // NOLINT: implicit
+  int64_t wanted;                                             ///< maximum number of steps
+  /// Options::streams: steps for which the trainer has data for certain; 0: its data has ended.
+  int64_t ready = 0;
+  data::StreamPosition position;  ///< Options::streams: where the trainer's next step begins
+  static constexpr auto kFields = std::tuple(&Demand::wanted, &Demand::ready, &Demand::position);
 };
 
 /// A trainer and the number of its earlier processes, whose requests the scheduler refuses.
@@ -42,8 +55,9 @@ struct Seat {
 /// A job's progress, as checkpoints store it.
 struct Position {
   int64_t epoch = 1;
-  std::vector<int64_t> steps;  ///< steps in this epoch, by shard
-  int64_t total = 0;           ///< steps of all trainers since the job's beginning
+  std::vector<int64_t> steps;                 ///< steps in this epoch, by shard
+  int64_t total = 0;                          ///< steps of all trainers since the job's beginning
+  std::vector<data::StreamPosition> streams;  ///< by shard; empty unless Options::streams
 
   Json to_json() const;
   /// Throws `bad_data` if `json` is not the position of a job with `trainers` trainers.
@@ -69,6 +83,15 @@ struct Position {
 /// over steps of other shards, because nobody else makes the steps of the lost trainer's shard. A
 /// new process can replace the lost one with a new Seat; requests with the old Seat are refused.
 ///
+/// Note [Uneven shards]
+///
+/// Trainers that read streams (Options::streams) do not know how many steps their shards have. With
+/// each request a trainer tells how many steps it has data for. When all trainers have asked, each
+/// gets the same number of steps, for which all that have data are certain to have it. A trainer
+/// whose data has ended makes its steps without data, until the data of all trainers has ended. So
+/// trainers that wait for each other in each step never wait in vain, and all know how many of them
+/// have data. (torch.distributed.algorithms.Join asks in each step.)
+///
 /// Thread-safe. Hooks other than `on_rest` run in next() or go_on(), while all trainers wait.
 class LeaseScheduler {
  public:
@@ -83,6 +106,9 @@ class LeaseScheduler {
     bool save = false;
     int64_t save_every = 0;  ///< steps of each trainer between saves; 0: at the end of each epoch
     bool may_lose = false;   ///< the job continues without lost trainers as long as one is left
+    /// An epoch ends when the data of all trainers has ended, or after `steps_per_epoch` steps. If
+    /// `epochs` is 0, only `steps` limits the job. Excludes `take_over` and `may_lose`.
+    bool streams = false;
   };
   struct Hooks {
     std::function<void()> on_begin = [] {};  ///< called when all trainers have asked for a task
@@ -106,9 +132,9 @@ class LeaseScheduler {
   bool over() const;
 
   /// Notes that the trainer has completed its task. Returns a future of its next task, which has at
-  /// most `wanted` steps. If `stop` is true and the job saves checkpoints, all trainers save and
-  /// end. The future fails if a hook throws. Throws `peer_lost` if `seat` is of a lost process.
-  base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
+  /// most `demand.wanted` steps. If `stop` is true and the job saves checkpoints, all trainers save
+  /// and end. The future fails if a hook throws. Throws `peer_lost` if `seat` is of a lost process.
+  base::Future<Task> next(Seat seat, bool stop, const Demand& demand = {});
 
   /// Replaces a lost trainer by a new process and returns the new process's seat.
   Seat take_seat(int trainer);
@@ -157,7 +183,13 @@ class LeaseScheduler {
     int64_t before = 0;      ///< number of earlier processes
     int64_t handed_out = 0;  ///< steps handed out since the job's beginning
     int64_t made = 0;        ///< steps that the current process has completed
+    int64_t ready = 0;       ///< the last Demand::ready
     Range lease;             ///< `count` is 0 if there is none
+  };
+  /// The steps that all trainers get at the same time: Note [Uneven shards].
+  struct Round {
+    int64_t count = 0;
+    int32_t with_data = 0;
   };
 
   TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
@@ -165,15 +197,20 @@ class LeaseScheduler {
   std::optional<Task> task_locked(int trainer, int64_t wanted);
   std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
+  Round round_locked() const;
   int64_t furthest_locked() const;
   int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;
+  /// Returns true if the number of epochs limits the job.
+  bool counts_epochs() const {
+    return options_.streams ? options_.epochs > 0 : options_.steps == 0;
+  }
   bool stopped() const { return stop_at_ != kNever; }
   void tell_who_rests();
   void advance();
   void enter_next_phase(Phase before, bool again);
-  Phase after_training() const;
+  Phase after_training();
   Phase after_evaluation();
   void hand_out();
 
@@ -184,10 +221,12 @@ class LeaseScheduler {
   Position position_;
   std::vector<TrainerState> trainers_;
   std::vector<Range> returned_;  // remaining steps of lost trainers' leases
-  bool takes_over_ = false;      // options_.take_over, or a trainer was lost
-  bool is_advancing_ = false;    // a thread runs hooks or hands out tasks
-  bool again_ = false;           // a trainer was lost during its part of an evaluation or save
-  int64_t saved_ = 0;            // steps of each trainer at the last checkpoint
+  Round round_;
+  bool data_ended_ = false;    // Options::streams: no trainer has data left in this epoch
+  bool takes_over_ = false;    // options_.take_over, or a trainer was lost
+  bool is_advancing_ = false;  // a thread runs hooks or hands out tasks
+  bool again_ = false;         // a trainer was lost during its part of an evaluation or save
+  int64_t saved_ = 0;          // steps of each trainer at the last checkpoint
   // Steps per trainer at which a requested stop, save or finish() takes effect; otherwise kNever.
   int64_t stop_at_ = kNever;
   int64_t save_at_ = kNever;

@@ -18,6 +18,9 @@ struct Step {
   int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
   int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
   int64_t left = 0;    ///< steps that follow for certain: `number` + 1 and so on of the same shard
+  /// False if the shard's stream has ended and others have not: Note [Uneven shards]. The step then
+  /// makes the same passes as the other trainers' steps, with zero gradients.
+  bool has_data = true;
 };
 
 struct Result {

@@ -23,6 +23,9 @@ struct Plan : LeaseScheduler::Options {
   bool log = true;                            ///< print `step` and `epoch` lines
   int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
   std::string what_must_agree = "the files";  ///< text for the error if trainers' data differ
+  /// Options::streams: divide summed gradients by the number of trainers that have data; if false,
+  /// by the number of all trainers, as torch.distributed.algorithms.Join.
+  bool average_over_data = true;
 
   // TrainingPlan sets the following members.
   int first_rank = 0;                         ///< the rank of the first trainer
@@ -37,13 +40,16 @@ struct Plan : LeaseScheduler::Options {
       &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
       &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
       &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::used,
-      &Plan::parts, &Plan::tables, &Plan::table_servers);
+      &Plan::parts, &Plan::tables, &Plan::table_servers, &Plan::streams, &Plan::average_over_data);
 
   /// The `steps_per_epoch` of a plan without epochs: more steps than any job can make.
   static constexpr int64_t kEndless = 1'000'000'000'000;
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
+  /// Returns a plan for trainers that read streams. An epoch is one pass over the data or, if
+  /// `steps_per_epoch` is not 0, at most as many steps; the next epoch then goes on in the data.
+  static Plan of_stream(const TrainerOptions& options, int64_t steps_per_epoch = 0);
   /// Returns a plan with one trainer, no epochs and no `step` lines. If `steps` is 0, training has
   /// no limit. `limit` names the option that sets `steps`. Throws `invalid` if the learning rate
   /// schedule needs epochs or evaluations.
@@ -81,6 +87,10 @@ class TrainingPlan {
   /// in a file of its own, and a resumed job may have another number of servers. The steps of the
   /// tables must be settled at the end of each lease. All tables must be on the same servers.
   void keep(const std::string& name, const table::ShardedEmbedding& tables);
+  /// Has `trainer`, which is one of this process, take its examples from `source`, which must
+  /// outlive this object. Each step with Step::has_data takes one batch: source.next(). The plan
+  /// must be Plan::of_stream(). Checkpoints include the source's position.
+  void read(data::Source& source, int trainer) { sources_[trainer] = &source; }
   /// Ends the job early once `reached` returns true. Trainers call it when they request steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
@@ -107,9 +117,14 @@ class TrainingPlan {
   /// Sends the plan to rank 0 and loads the checkpoint that the job resumes from, if any.
   void attach();
   bool reached() const { return reached_ && reached_(); }
-  /// Sets the step's learning rate, calls `step`, and reports its result.
-  void make(const Step& what, const std::function<Result()>& step);
+  /// Sets the step's learning rate, calls `step`, and reports its result. In the step, `with_data`
+  /// of this process's trainers have data.
+  void make(const Step& what, int64_t with_data, const std::function<Result()>& step);
   Seat seat(int trainer) const { return seats_.at(trainer); }
+  /// Returns a request for at most `wanted` steps. Waits until the trainer's source has data.
+  Demand demand(int trainer, int64_t wanted) const;
+  /// Returns the factor that turns a mean over all trainers into one over those that have data.
+  double mean_factor(const Task& task) const;
   void meet(const Task& task);  ///< runs a task other than training
 
   Plan plan_;
@@ -118,14 +133,18 @@ class TrainingPlan {
   optim::LearningRateSchedule lr_schedule_;
   /// Called before each step, one function per optimizer. `number` counts this run's steps from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
+  std::vector<std::function<void(double factor)>> scale_means_;  // one per optimizer and replica
 
  private:
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
   int64_t run_steps() const { return total_ - begun_at_; }  ///< steps in this run
+  bool reads_streams() const { return plan_.streams && !plan_.eval_only; }
+  data::Source::Counts data_counts() const;
+  void add_data_counts(Json& fields);
   int64_t processes() const { return plan_.trainers / static_cast<int64_t>(own_.size()); }
   /// Counts a step, and emits its `step` line if it is due.
-  void log_step(const Result& result, double loss, double lr);
+  void log_step(const Result& result, int64_t with_data, double loss, double lr);
   /// Emits the `epoch` line if an epoch has begun. If `is_last`, emits the last step's line first.
   /// `is_partial`: the job ends within the epoch.
   void end_epoch(bool is_last, bool is_partial = false);
@@ -136,6 +155,9 @@ class TrainingPlan {
   Process& process_;
   rpc::Agent* const agent_;
   std::vector<Part> parts_;
+  std::map<int, data::Source*> sources_;           // by trainer
+  std::map<int, data::StreamPosition> after_job_;  // where a resumed job begins its next epoch
+  double waited_s_ = 0;  // time for which steps of earlier epochs waited for data
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;
@@ -146,11 +168,13 @@ class TrainingPlan {
   int64_t total_ = 0;     // steps since the job's beginning
   int64_t epoch_steps_ = 0, epoch_samples_ = 0;
   int64_t line_samples_ = 0;  // samples since the last `step` line
-  double epoch_loss_ = 0;     // sum of the losses in this epoch
+  double epoch_loss_ = 0;     // sum of the losses in this epoch, times their weights
+  int64_t epoch_weight_ = 0;  // sum of these weights, which are 1 without streams
   double last_loss_ = 0;      // mean loss of the last epoch
   double first_loss_ = 0;     // loss of the first step of this run
   double train_s_ = 0;        // seconds from the first step to the last
   bool has_warned_ = false;
+  bool told_of_bad_rows_ = false;
   std::map<int, Seat> seats_;  // of the trainers in `own_`
   int64_t samples_ = 0;        // samples in this run
   int64_t steps_ = 0;          // sum of Result::steps in this run, over the trainers in `own_`
@@ -181,6 +205,8 @@ class Training : public TrainingPlan {
   Training(Rank& rank, Plan plan);
 
   using TrainingPlan::keep;
+  using TrainingPlan::read;
+  void read(data::Source& source) { read(source, own_.front()); }
   /// Adds a module on another rank to each checkpoint.
   void keep(const std::string& name, const nn::RemoteModule<>& module);
   /// Adds an object on another rank to each checkpoint; see expose_parameters(). `tensors` names
@@ -203,6 +229,7 @@ class Training : public TrainingPlan {
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(store::named_tensors(name, *module.module())));
+    scale_means_.emplace_back([&module](double factor) { module.reducer().scale_means(factor); });
   }
   /// Adds the state of `optimizer` to each checkpoint. `parameters` names its parameters in the
   /// order of DistributedOptimizer::state(); parameters without a name are numbered. The learning

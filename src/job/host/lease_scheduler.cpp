@@ -2,22 +2,37 @@
 
 namespace distrain::job {
 
-Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }
+Json Position::to_json() const {
+  Json json{{"epoch", epoch}, {"steps", steps}, {"total", total}};
+  for (const data::StreamPosition& at : streams) {
+    json["streams"].push_back({at.epoch, at.piece, at.offset, at.block, at.used});
+  }
+  return json;
+}
 
 Position Position::from_json(const Json& json, int trainers) {
-  constexpr uint64_t kMaxCount = uint64_t{1} << 40;
+  constexpr uint64_t kMaxCount = uint64_t{1} << 50;
   const auto fail = [] { base::bad_data("the position is not what it should be"); };
   const auto count = [&](const Json& value) {
     if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
     return value.get<int64_t>();
   };
-  if (!json.is_object() || json.size() != 3) fail();
+  const bool has_streams = json.is_object() && json.contains("streams");
+  if (!json.is_object() || json.size() != (has_streams ? 4 : 3)) fail();
   const Json steps = json.value("steps", Json());
   if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
   Position position{count(json.value("epoch", Json())), {}, count(json.value("total", Json()))};
   int64_t of_epoch = 0;
   for (const Json& value : steps) of_epoch += position.steps.emplace_back(count(value));
   if (position.epoch < 1 || position.total < of_epoch) fail();
+  if (!has_streams) return position;
+  const Json& streams = json["streams"];
+  if (!streams.is_array() || streams.size() != steps.size()) fail();
+  for (const Json& at : streams) {
+    if (!at.is_array() || at.size() != 5) fail();
+    position.streams.push_back(
+        {count(at[0]), count(at[1]), count(at[2]), count(at[3]), count(at[4])});
+  }
   return position;
 }
 
@@ -27,15 +42,17 @@ LeaseScheduler::LeaseScheduler(Options options, Hooks hooks)
       trainers_(static_cast<size_t>(options.trainers)),
       takes_over_(options.take_over) {
   position_.steps.resize(static_cast<size_t>(options.trainers));
+  if (options.streams) position_.streams.resize(static_cast<size_t>(options.trainers));
 }
 
 void LeaseScheduler::resume(Position position) {
   const auto fail = [](const char* why) { base::bad_data(std::string("the position: ") + why); };
+  if (options_.streams != !position.streams.empty()) fail("of data that was read in another way");
   const int64_t whole_epoch = options_.steps_per_epoch * options_.trainers;
-  if (position.epoch - 1 > position.total / whole_epoch) {
+  if (!options_.streams && position.epoch - 1 > position.total / whole_epoch) {
     fail("its steps are not those of its epochs");
   }
-  int64_t total = (position.epoch - 1) * whole_epoch;
+  int64_t total = options_.streams ? 0 : (position.epoch - 1) * whole_epoch;
   for (const int64_t steps : position.steps) {
     if (steps > options_.steps_per_epoch) fail("beyond the end of the epoch");
     if (steps != position.steps[0]) takes_over_ = true;
@@ -44,13 +61,13 @@ void LeaseScheduler::resume(Position position) {
     }
     total += steps;
   }
-  if (position.total != total) fail("its steps are not those of its epochs");
+  if (!options_.streams && position.total != total) fail("its steps are not those of its epochs");
   position_ = std::move(position);
   saved_ = position_.total / options_.trainers;
   for (TrainerState& each : trainers_) each.handed_out = saved_;
 }
 
-base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
+base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& demand) {
   base::Future<Task> future;
   {
     std::lock_guard lock(mutex_);
@@ -63,14 +80,19 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, int64_t wanted) {
     its.made += its.lease.count;
     its.lease = {};
     its.has_task = false;
+    its.ready = demand.ready;
+    if (options_.streams) position_.streams[static_cast<size_t>(seat.trainer)] = demand.position;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
     // In kTraining, replies at once unless another thread is handing out tasks. In kEnding, always
     // replies at once: a replacement must not wait for trainers that have already ended.
-    if (phase_ == Phase::kEnding || (!is_advancing_ && phase_ == Phase::kTraining)) {
-      if (auto task = task_locked(seat.trainer, wanted)) return base::Future<Task>::ready(*task);
+    if (phase_ == Phase::kEnding ||
+        (!is_advancing_ && phase_ == Phase::kTraining && !options_.streams)) {
+      if (auto task = task_locked(seat.trainer, demand.wanted)) {
+        return base::Future<Task>::ready(*task);
+      }
     }
     Request& request = waiting_[seat.trainer];
-    request.wanted = wanted;
+    request.wanted = demand.wanted;
     future = request.promise.future();
   }
   advance();
@@ -253,7 +275,22 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   return Task{.epoch = position_.epoch,
               .shard = its.lease.shard,
               .step = its.lease.step,
-              .count = its.lease.count};
+              .count = its.lease.count,
+              .has_data = !options_.streams || its.ready > 0,
+              .with_data = round_.with_data};
+}
+
+// Returns the next steps of all trainers, which all wait for a task.
+LeaseScheduler::Round LeaseScheduler::round_locked() const {
+  Round round{options_.steps_per_epoch - position_.steps[0]};
+  for (const auto& [trainer, request] : waiting_) {
+    const TrainerState& its = trainers_[static_cast<size_t>(trainer)];
+    round.count = std::min(round.count, gate_locked() - its.handed_out);
+    if (its.ready == 0) continue;
+    round.count = std::min({round.count, request.wanted, its.ready});
+    ++round.with_data;
+  }
+  return round;
 }
 
 LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
@@ -268,7 +305,9 @@ LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wante
   if (takes_over_ && *steps == options_.steps_per_epoch) {
     steps = std::ranges::min_element(position_.steps);
   }
-  const int64_t count = std::min({wanted, allowed, options_.steps_per_epoch - *steps});
+  const int64_t count = options_.streams
+                            ? round_.count
+                            : std::min({wanted, allowed, options_.steps_per_epoch - *steps});
   if (count <= 0) return {};
   const Range lease = {static_cast<int>(steps - position_.steps.begin()), *steps, count};
   its.handed_out += count;
@@ -278,17 +317,19 @@ LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wante
 }
 
 bool LeaseScheduler::epoch_over() const {
-  return std::ranges::min(position_.steps) >= options_.steps_per_epoch;
+  return data_ended_ || std::ranges::min(position_.steps) >= options_.steps_per_epoch;
 }
 
 bool LeaseScheduler::over() const {
   if (finish_at_ != kNever && position_.total >= finish_at_ * options_.trainers) return true;
-  if (options_.steps > 0) return position_.total >= options_.steps * options_.trainers;
-  return position_.epoch > options_.epochs;
+  if (options_.steps > 0 && position_.total >= options_.steps * options_.trainers) return true;
+  return counts_epochs() && position_.epoch > options_.epochs;
 }
 
-LeaseScheduler::Phase LeaseScheduler::after_training() const {
+LeaseScheduler::Phase LeaseScheduler::after_training() {
   if (!returned_.empty()) return Phase::kTraining;
+  data_ended_ = options_.streams &&
+                std::ranges::all_of(trainers_, [](const auto& its) { return its.ready == 0; });
   if (epoch_over() || over()) return Phase::kEvaluating;
   return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
                                                                            : Phase::kTraining;
@@ -298,6 +339,7 @@ LeaseScheduler::Phase LeaseScheduler::after_evaluation() {
   const bool whole_epoch = epoch_over();
   if (whole_epoch) {
     ++position_.epoch;
+    data_ended_ = false;
     std::fill(position_.steps.begin(), position_.steps.end(), 0);
   }
   const bool due =
@@ -344,6 +386,7 @@ void LeaseScheduler::hand_out() {
     std::lock_guard lock(mutex_);
     const auto all = static_cast<int32_t>(waiting_.size());
     int32_t part = 0;
+    if (options_.streams) round_ = round_locked();
     for (auto it = waiting_.begin(); it != waiting_.end();) {  // none after fail()
       std::optional<Task> task = task_locked(it->first, it->second.wanted);
       if (task) {
@@ -363,7 +406,7 @@ std::optional<Task> LeaseScheduler::task_locked(int trainer, int64_t wanted) {
   if (phase_ == Phase::kTraining) return take_locked(trainer, wanted);
   state_of(trainer).has_task = true;
   const bool is_last =
-      over() || (options_.steps == 0 && epoch_over() && position_.epoch >= options_.epochs);
+      over() || (counts_epochs() && epoch_over() && position_.epoch >= options_.epochs);
   return Task{.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
                       : phase_ == Phase::kSaving   ? Task::Kind::kSave
                                                    : Task::Kind::kEnd,

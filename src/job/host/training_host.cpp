@@ -19,7 +19,8 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
            " must be the same";
   }
   const auto rest = [](const Plan& p) {
-    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
+    return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit,
+                    p.streams, p.average_over_data);
   };
   if (rest(first) != rest(other)) return who + " has different training options from the others";
   const auto kept = [](const Plan& p) { return std::tie(p.parts, p.tables, p.table_servers); };
@@ -211,6 +212,7 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     agent_->executor().post(
         [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
+  if (!streams_.empty()) attached.stream = streams_[static_cast<size_t>(trainer)];
   trainers_.emplace(trainer, attached.seat);
   return attached;
 }
@@ -363,6 +365,7 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
          .bad = kept["bad"].get<int64_t>()});
   }
   steps_made_ = position.total / plan_->trainers;
+  streams_ = position.streams;
   scheduler_->resume(position);
 }
 
@@ -401,7 +404,7 @@ void TrainingHost::check_seat_locked(Seat seat) const {
   throw base::Exception(base::ErrorKind::kPeerLost, who + " is lost");
 }
 
-base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64_t wanted) {
+base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, Demand demand) {
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
@@ -413,7 +416,8 @@ base::Future<NextTask> TrainingHost::next(Seat seat, bool stop, bool last, int64
     }
   }
   if (last) scheduler_->finish();
-  return scheduler_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
+  demand.wanted = std::max<int64_t>(demand.wanted, 1);
+  return scheduler_->next(seat, stop || stop_->requested(), demand)
       .then(executor_, [this](const Task& task) {
         std::lock_guard lock(mutex_);
         if (task.kind == Task::Kind::kSave && !saving_since_) saving_since_ = base::Clock::now();
@@ -472,6 +476,12 @@ void TrainingHost::report(Seat seat, const Report& report) {
   total_.steps += report.steps;
   total_.valid.add(report.valid);
   total_.test.add(report.test);
+  if (report.bad_rows > 0) {
+    bad_rows_[seat.trainer] = report.bad_rows;
+    int64_t sum = 0;
+    for (const auto& [trainer, rows] : bad_rows_) sum += rows;
+    metrics_["bad_rows"] = sum;
+  }
   for (const auto& [name, value] : report.maxima) {
     metrics_[name] = std::max(value, metrics_.value(name, value));
   }

@@ -17,9 +17,11 @@ struct Attached {
   int64_t steps_made = 0;  ///< steps that each trainer has made so far
   bool saves = false;      ///< the job saves checkpoints
   Seat seat;
-  bool is_late = false;  ///< the trainer replaces a lost one in a running job
-  static constexpr auto kFields = std::tuple(&Attached::path, &Attached::steps_made,
-                                             &Attached::saves, &Attached::seat, &Attached::is_late);
+  bool is_late = false;         ///< the trainer replaces a lost one in a running job
+  data::StreamPosition stream;  ///< where the trainer's stream begins
+  static constexpr auto kFields =
+      std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves, &Attached::seat,
+                 &Attached::is_late, &Attached::stream);
 };
 
 struct NextTask {
@@ -34,8 +36,9 @@ struct Report {
   int64_t steps = 0;
   Evaluation valid, test;  ///< after an epoch (`valid`) and after the job (`test`)
   std::map<std::string, int64_t> maxima;
-  static constexpr auto kFields =
-      std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
+  int64_t bad_rows = 0;  ///< rows of streamed data that the trainer has skipped so far
+  static constexpr auto kFields = std::tuple(&Report::loss, &Report::steps, &Report::valid,
+                                             &Report::test, &Report::maxima, &Report::bad_rows);
 };
 
 /// The tensors that a trainer contributes to a part of the checkpoint that is being saved.
@@ -64,8 +67,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// Returns a part of the checkpoint that the job resumes from.
   rpc::NamedTensors saved_part(const PartName& part, int trainer);
   /// Returns the next task of the trainer in `seat`: see LeaseScheduler::next() for `stop` and
-  /// `wanted`. If `last` is true, no steps are handed out any more and the job ends early.
-  base::Future<NextTask> next(Seat seat, bool stop, bool last, int64_t wanted);
+  /// `demand`. If `last` is true, no steps are handed out any more and the job ends early.
+  base::Future<NextTask> next(Seat seat, bool stop, bool last, Demand demand);
   void report(Seat seat, const Report& report);
   /// Returns a future that completes when no save is in progress. Trainers wait for it before they
   /// take a snapshot, so that memory holds only one snapshot.
@@ -131,6 +134,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   optim::LearningRateSchedule lr_schedule_;
   std::shared_ptr<const Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
+  std::vector<data::StreamPosition> streams_;    // of resumed_, by trainer
+  std::map<int, int64_t> bad_rows_;              // by trainer
   Report total_;                                 // sum of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // start of the current save
   std::vector<HeldPart> gathered_;
