@@ -220,8 +220,8 @@ base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& argumen
 void ParameterUpdater::apply_locked(const Gradients& gradients, const StepOptions& options) {
   // Check all gradients before changing a parameter, so that all parameters are updated or none.
   set_.check(gradients);
-  if (!(options.scale >= 0 && options.scale <= 1)) {
-    base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", options.scale));
+  if (!(options.scale >= 0 && std::isfinite(options.scale))) {
+    base::invalid(fmt::format("gradients cannot be multiplied by {:f}", options.scale));
   }
   set_.set_lr_factor(options.lr_factor);
   const autograd::ParameterUpdate update(agent_);

@@ -243,7 +243,8 @@ void TableServer::push_locked(Session& session, PushRequest request,
                               session.participant, request.number, number));
   }
   const double factor = request.lr_factor;
-  if (!(request.scale >= 0 && request.scale <= 1 && factor >= 0 && std::isfinite(factor))) {
+  if (!(request.scale >= 0 && std::isfinite(request.scale) && factor >= 0 &&
+        std::isfinite(factor))) {
     base::invalid("a step with a factor out of range");
   }
   auto staged = steps.pushes.extract(session.participant);

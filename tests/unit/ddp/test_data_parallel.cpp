@@ -39,6 +39,58 @@ TEST_CASE("replicas start and stay equal") {
   CHECK_FALSE(at::equal(modules[0]->weight.detach(), start));
 }
 
+TEST_CASE("gradients are means over the ranks that have data, or over all as in torch's Join") {
+  // After PyTorch's tests of uneven inputs: rank r of 3 has 2 + 3r batches, or rank 0 alone has
+  // any.
+  const bool one_has_all = GENERATE(false, true);
+  const bool over_data = GENERATE(true, false);
+  const auto batches = [&](int rank) { return one_has_all ? (rank == 0 ? 4 : 0) : 2 + 3 * rank; };
+  const auto input = [](int rank, int step) { return at::full({2, 16}, 0.1 * rank + step); };
+  TestGroup group(3);
+  std::vector<torch::nn::Linear> modules;
+  for (int rank = 0; rank < 3; ++rank) modules.emplace_back(16, 8);
+  torch::nn::Linear reference(16, 8);
+  {
+    const at::NoGradGuard no_grad;
+    reference->weight.copy_(modules[0]->weight);
+    reference->bias.copy_(modules[0]->bias);
+  }
+  const auto update = [](auto parameters) {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters) {
+      p.sub_(p.grad(), 1e-3);
+      p.mutable_grad() = at::Tensor();
+    }
+  };
+  const auto with_data = [&](int step) {
+    int count = 0;
+    for (int rank = 0; rank < 3; ++rank) count += step < batches(rank) ? 1 : 0;
+    return count;
+  };
+  for (int step = 0; with_data(step) > 0; ++step) {
+    for (int rank = 0; rank < 3; ++rank) {
+      if (step >= batches(rank)) continue;
+      const at::Tensor loss = reference->forward(input(rank, step)).pow(2).mean();
+      (loss / (over_data ? with_data(step) : 3)).backward();
+    }
+    update(reference->parameters());
+  }
+  run_ranks(3, [&](int rank) {
+    DistributedDataParallel model(modules[size_t(rank)], group.backends[size_t(rank)]);
+    for (int step = 0; with_data(step) > 0; ++step) {
+      if (over_data) model.reducer().scale_means(3.0 / with_data(step));
+      const bool has_data = step < batches(rank);
+      const at::Tensor out = model.forward(has_data ? input(rank, step) : at::empty({0, 16}));
+      (has_data ? out.pow(2).mean() : out.sum()).backward();
+      update(model.parameters());
+    }
+  });
+  for (const auto& module : modules) {
+    CHECK(at::allclose(module->weight, reference->weight, 1e-6, 1e-6));
+    CHECK(same_bits(module->bias.detach(), modules[0]->bias.detach()));
+  }
+}
+
 TEST_CASE("buffers come from rank 0 before each forward in training mode") {
   TestGroup group(3);
   run_ranks(3, [&](int rank) {
