@@ -11,8 +11,10 @@
 #include <unistd.h>
 
 #include "distrain/base/text.h"
+#include "distrain/data/stream.h"
 #include "distrain/membership/slot.h"
 #include "distrain/net/socket.h"
+#include "distrain/store/named_tensors.h"
 #include "program.h"
 
 namespace distrain::app {
@@ -58,8 +60,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
 /// Throws `bad_data` unless the option's path, if set, leads to a readable folder or nonempty file.
 /// If `starts_ranks`, each rank opens the file, so pipes and open descriptors are refused.
 void check_path(const ParsedOptions& options, const std::string& name, bool is_folder,
-                bool starts_ranks = false) {
-  const std::string path = options.text(name);
+                bool starts_ranks = false, std::string path = {}) {
+  if (path.empty()) path = options.text(name);
   if (path.empty()) return;
   const auto refuse = [&](const std::string& why) {
     base::bad_data(fmt::format("--{} {}: {}", name, path, why));
@@ -80,6 +82,18 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
         "use --local");
   }
   if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
+}
+
+/// Does the same for each file of an option with several files. Its job checks pipes.
+void check_files(const ParsedOptions& options, const std::string& name,
+                 const Placement& placement) {
+  struct stat info {};
+  const std::string text = options.text(name);
+  if (text.find_first_of(",*?[") == text.npos && text != "-" &&
+      (stat(text.c_str(), &info) != 0 || S_ISREG(info.st_mode) || S_ISDIR(info.st_mode))) {
+    return check_path(options, name, false, placement.spawns());
+  }
+  store::naming_file("--" + name, [&] { data::expand_paths(data::split_paths(text)); });
 }
 
 void check_required(const ParsedOptions& options) {
@@ -292,7 +306,11 @@ void check_options(const ParsedOptions& options, Placement& placement) {
                                  has("data") || !data.empty() ? "with" : "without", data));
     }
     if (option.path == Option::Path::kAny || !(has_rank_0 || given)) continue;
-    if (is_path(option, options.text(option.name))) {
+    const std::string text = options.text(option.name);
+    if (!is_path(option, text)) continue;
+    if (option.path == Option::Path::kFiles) {
+      check_files(options, option.name, placement);
+    } else {
       check_path(options, option.name, option.path == Option::Path::kFolder, placement.spawns());
     }
   }

@@ -293,13 +293,17 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
       });
       continue;
     }
-    // If an option is repeated, the last value counts, so that a script can append options.
-    app.add_option_function<std::string>(
-           spellings(option),
-           [&parsed, &option](const std::string& value) {
-             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
-           })
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    // If an option is repeated, the last value counts, so that a script can append options. Files
+    // add up.
+    CLI::Option* const added = app.add_option_function<std::string>(
+        spellings(option), [&parsed, &option](const std::string& value) {
+          parsed.set(option.name, canonical_value(option, value, "--" + option.name));
+        });
+    if (option.path == Option::Path::kFiles) {
+      added->join(',')->expected(1, 1 << 20);  // a pattern that the shell expands, too
+    } else {
+      added->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    }
   }
   check_values(table, args, operand != nullptr);
   try {

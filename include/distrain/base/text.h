@@ -1,6 +1,7 @@
 #pragma once
 
 #include <charconv>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +17,10 @@ std::optional<T> number(std::string_view text) {
   if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
 }
+
+/// Parses a number of bytes, such as "512", "256MB" (10⁶) or "2GiB" (2³⁰). Returns nothing if
+/// `text` is malformed or above 2⁶².
+std::optional<int64_t> byte_count(std::string_view text);
 
 /// Returns the shortest text that number() parses to exactly `value`.
 std::string shortest(double value);

@@ -40,7 +40,7 @@ struct Option {
   std::vector<std::string> choices;
   char short_name = 0;
   /// The required type of a path, which is checked before any rank starts.
-  enum class Path { kAny, kFile, kFolder };
+  enum class Path { kAny, kFile, kFiles, kFolder };
   Path path = Path::kAny;
   std::string path_word;         ///< a value that means generated data instead of a path
   std::string needs;             ///< another option, without which this option is refused
@@ -266,6 +266,11 @@ class OptionList {
   /// Declares the path of an input file, which may differ between ranks and must exist.
   OptionRow file(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
+  }
+  /// Declares one or more input files, as data::expand_paths() accepts them. The option may be
+  /// repeated, or have several values; its value is then a list with commas.
+  OptionRow files(std::string name, auto member, std::string help) {
+    return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFiles);
   }
   /// Declares the path of an input folder, with the same rules as file().
   OptionRow folder(std::string name, auto member, std::string help) {

@@ -37,13 +37,14 @@ constexpr char kProgram[] = "/proc/self/exe";  // works even if the program's fi
 }
 
 /// Sets up the child process after fork(). Redirects stdout to the stderr pipe: JSON lines have a
-/// descriptor of their own, so output of libraries cannot mix with them.
-void become_rank(pid_t launcher, int err_fd) {
+/// descriptor of their own, so output of libraries cannot mix with them. Rank 0 may read data from
+/// the launcher's stdin, unless that is a terminal.
+void become_rank(pid_t launcher, int err_fd, int rank) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != launcher) _exit(128 + SIGKILL);  // the launcher died before prctl()
   const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
-  dup2(null, STDIN_FILENO);
+  if (rank != 0 || isatty(STDIN_FILENO)) dup2(null, STDIN_FILENO);
   dup2(err_fd, STDOUT_FILENO);
   dup2(err_fd, STDERR_FILENO);
   close(null);
@@ -95,7 +96,7 @@ void Child::start(const std::function<int()>& body) {
   if (pid_ < 0) no_resources(kCannotStart);
   if (pid_ == 0) {
     // Must not allocate, because another thread of the parent may have held the heap's lock.
-    become_rank(launcher, text_end_.get());
+    become_rank(launcher, text_end_.get(), rank);
     text_end_.reset();
     out_.close();
     err_.close();
