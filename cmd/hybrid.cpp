@@ -60,26 +60,84 @@ about a quarter of a second at a time, and look up ahead only within these steps
   list.row("optimizer").details(R"(
 `rowwise-adagrad` keeps one sum of squares for each row of a sharded table, and updates the dense layers
 by adagrad.)");
-  list.file("data", &Self::data,
-            "train on lines of '__label__X word word ...'; teacher makes learnable random batches")
+  list.files("data", &Self::data,
+             "train on lines of '__label__X word word ...' or Criteo's; teacher makes learnable "
+             "random batches")
       .or_word(HybridOptions::kTeacher)
       .by_default("random batches with random labels")
       .details(R"(
-The format of a file is fastText's: each line has a label and words separated by blanks. With `teacher`,
-batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
+The format of a file is fastText's: each line has a label and words separated by blanks; or Criteo's, with
+--hash-bits: a label of 0 or 1, 13 numbers and 26 categories, separated by tabs. Files may be compressed
+by gzip. Give --data several times, or a quoted pattern such as 'day_*.gz', for several files. A single
+fastText file below --in-memory is read into memory; other data is a stream, of which each trainer reads
+a part, and may be larger than memory. Trainers whose part ends before the others' take part in the
+remaining steps without data (see --average-over). A pipe, or - for the standard input, is a stream for
+one trainer. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
 are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
 learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
   list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
   list.file("test-data", &Self::test_data, "evaluate on FILE at the end").needs("data");
+  list.text("in-memory", &Self::in_memory, "SIZE",
+            "read a file of fewer bytes into memory, and stream others; 0 streams all")
+      .details(
+          "SIZE is a number of bytes with an optional unit, as 64MB or 2GiB. Gzip counts tenfold.")
+      .data_only();
+  list.choice("data-format", &Self::data_format, {"auto", "fasttext", "criteo"},
+              "read streams in this format; auto looks at the first line")
+      .data_only();
+  list.text("labels", &Self::labels, "NAME[,...]",
+            "use these labels for streams of hashed words, without a look at the data")
+      .by_default("the labels of the first 65,536 examples")
+      .may_be_empty()
+      .data_only();
+  list.integer("shuffle-buffer", &Self::shuffle_buffer,
+               "shuffle streamed examples in blocks of N; 0 keeps the order of the files")
+      .range(0, job::kMaxInt)
+      .data_only();
+  list.choice("bad-rows", &Self::bad_rows, {"stop", "skip"},
+              "end the job at a malformed line of a stream, or skip and count it")
+      .data_only();
   list.group("Training");
   list.integer("batches-per-epoch", &Self::batches, "use N generated batches per epoch and trainer")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
+  list.integer("steps-per-epoch", &Self::steps_per_epoch,
+               "end an epoch of streams after N steps, and go on in the data; 0 sets no limit")
+      .range(0, 1e12)
+      .data_only();
+  list.choice("average-over", &Self::average_over, {"data", "trainers"},
+              "when a trainer's stream has ended, average over those with data or over all")
+      .details("`trainers` is the default of torch.distributed.algorithms.Join.")
+      .data_only();
   list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
 }
 
 namespace {
+
+/// Throws `invalid` for options that streams do not have.
+void check_streams(const HybridOptions& options, const job::Preflight& preflight) {
+  const std::string data = "--data " + options.data;
+  if (!data::is_pipe(options.data)) return;
+  if (options.trainers > 1) {
+    base::invalid(data + ": a pipe feeds one trainer: give --trainers 1, or files");
+  }
+  if (options.epochs > 1 && options.steps_per_epoch == 0) {
+    base::invalid(data + ": a pipe can be read once: give --epochs 1, or --steps-per-epoch");
+  }
+  for (const char* option : {"resume", "max-restarts"}) {
+    if (!preflight.given(option)) continue;
+    base::invalid("--" + std::string(option) + " cannot go on with " + data +
+                  ", because a pipe can be read once");
+  }
+  const std::string what = options.hash_bits == 0          ? "--hash-bits"
+                           : options.data_format == "auto" ? "--data-format"
+                           : options.data_format == "fasttext" && options.labels.empty()
+                               ? "--labels"
+                               : "";
+  if (what.empty()) return;
+  base::invalid(data + ": a pipe can be read once, and not before the training: give " + what);
+}
 
 void check(const HybridOptions& options, const job::Preflight& preflight) {
   const std::string devices = options.is_sharded() ? preflight.text("device") : "";
@@ -91,6 +149,10 @@ void check(const HybridOptions& options, const job::Preflight& preflight) {
     }
   }
   if (!preflight.has_rank_0) return;
+  if (!base::byte_count(options.in_memory)) {
+    base::invalid("--in-memory " + options.in_memory + ": expected a size such as 256MB");
+  }
+  if (options.streams()) check_streams(options, preflight);
   if (options.is_binary() && !options.has_text() && options.classes != 2) {
     base::invalid("--task binary predicts two classes: give --classes 2");
   }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <map>
 
 #include <ATen/Functions.h>
@@ -14,6 +15,10 @@ namespace {
 // Keys that derive independent random sequences from one seed.
 constexpr uint64_t kBagSequence = 2;
 constexpr uint64_t kTeacherSequence = 3;
+
+// Streams of hashed words take their labels from so many examples of the first files.
+constexpr int64_t kLabelExamples = 65536;
+constexpr int64_t kAllExamples = std::numeric_limits<int64_t>::max();
 
 void check_positive(int64_t value, const std::string& what) {
   if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
@@ -69,19 +74,60 @@ int64_t RandomBags::taught(std::span<const int64_t> bag) const {
   return std::ranges::max_element(weights, {}, [](const auto& each) { return each.second; })->first;
 }
 
-HybridData::HybridData(const HybridOptions& options) : options_(options) {
+bool HybridOptions::streams() const {
+  if (!has_text()) return false;
+  const std::vector<std::string> paths = data::expand_paths(data::split_paths(data));
+  return paths.size() > 1 || !data::fits_in_memory(paths[0], *base::byte_count(in_memory)) ||
+         format_of(paths) != data::Format::kFastText;
+}
+
+data::Format HybridOptions::format_of(const std::vector<std::string>& paths) const {
+  if (data_format == "auto") return data::detect_format(paths[0]);
+  return data_format == "criteo" ? data::Format::kCriteo : data::Format::kFastText;
+}
+
+HybridData::HybridData(const HybridOptions& options, const std::vector<int>& trainers,
+                       const std::function<Words(const std::function<Words()>& make)>& share)
+    : options_(options) {
   if (options.has_teacher()) valid_ = held_out(bags_);
   if (!options.has_text()) return;
-  train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
-  data::check_enough(options.data, train_->size(), options.trainers);
-  words_ = train_->vocabulary;
+  if (options.streams()) {
+    data::StreamOptions stream{
+        .paths = data::expand_paths(data::split_paths(options.data)),
+        .shards = options.trainers,
+        .batch_size = options.batch_size,
+        .shuffle_buffer = options.shuffle_buffer,
+        .seed = options.seed,
+        .bad_rows = options.bad_rows == "skip" ? data::BadRows::kSkip : data::BadRows::kStop};
+    stream.format = options.format_of(stream.paths);
+    words_ = stream.vocabulary = share([&]() -> Words {
+      if (!options.labels.empty() && options.hash_bits > 0) {
+        std::vector<std::string> labels = options.labels;
+        std::ranges::sort(labels);
+        return std::make_shared<const data::TextVocabulary>(
+            data::TextVocabulary{{}, std::move(labels), options.hash_bits});
+      }
+      // Hashed words need no pass over the data, but the labels must be known.
+      const int64_t seen = options.hash_bits > 0 ? kLabelExamples : kAllExamples;
+      return std::make_shared<const data::TextVocabulary>(data::scan_vocabulary(
+          stream.paths, stream.format, options.hash_bits, stream.bad_rows, seen));
+    });
+    for (const int trainer : trainers) {
+      stream.shard = trainer;
+      streams_.emplace(trainer, stream);
+    }
+  } else {
+    train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
+    data::check_enough(options.data, train_->size(), options.trainers);
+    words_ = train_->vocabulary;
+    sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
+  }
   if (options.is_binary() && classes() != 2) {
     base::bad_data(options.data + ": the number of labels is " + std::to_string(classes()) +
                    "; --task binary needs 2");
   }
-  sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
-  if (!options.valid_data.empty()) valid_ = data::read_fast_text(options.valid_data, words_);
-  if (!options.test_data.empty()) test_ = data::read_fast_text(options.test_data, words_);
+  if (!options.valid_data.empty()) valid_ = data::read_examples(options.valid_data, words_);
+  if (!options.test_data.empty()) test_ = data::read_examples(options.test_data, words_);
 }
 
 HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
@@ -90,7 +136,7 @@ HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapsh
       words_(std::make_shared<data::TextVocabulary>(data::TextVocabulary{
           options.hash_bits > 0 ? data::Vocabulary() : data::Vocabulary(snapshot.words("words")),
           snapshot.words("labels"), options.hash_bits})),
-      test_(data::read_fast_text(examples, words_, data::Labels::kSome)) {}
+      test_(data::read_examples(examples, words_, data::Labels::kSome)) {}
 
 int64_t HybridData::unknown_words() const {
   return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
@@ -100,8 +146,9 @@ void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("rows", rows(), "num_embeddings");
   training.agree("classes", classes(), "classes");
   if (options_.has_teacher()) training.agree("data", options_.data);
-  if (train_) {
-    training.agree("data", std::to_string(train_->content_hash));
+  if (words_) {
+    training.agree("data", std::to_string(train_ ? train_->content_hash
+                                                 : streams_.begin()->second.content_key()));
     if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
     training.keep("",
                   job::part_of_words({{"words", words_->words.all()}, {"labels", words_->labels}}));
@@ -112,8 +159,23 @@ void HybridData::agree(job::TrainingPlan& training) const {
 
 data::Batch HybridData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
+  if (!step.has_data) return data::Batch::empty();
+  if (!streams_.empty()) return streams_.at(step.shard).next();
   if (!train_) return bags_.batch(step.shard, step.epoch, step.number);
   return data::make_batch(*train_, sampler_->batch(step.epoch, step.shard, step.number));
+}
+
+job::Plan HybridData::plan() const {
+  if (streams_.empty()) {
+    return job::Plan::of(options_, sampler_ ? sampler_->steps_per_epoch() : options_.batches);
+  }
+  job::Plan plan = job::Plan::of_stream(options_, options_.steps_per_epoch);
+  plan.average_over_data = options_.average_over == "data";
+  return plan;
+}
+
+void HybridData::read_in(job::TrainingPlan& training) {
+  for (auto& [trainer, stream] : streams_) training.read(stream, trainer);
 }
 
 void HybridData::each_batch(const data::TextDataset& set, const job::Share& share,

@@ -3,6 +3,7 @@
 // After PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
 #include <cmath>
+#include <numeric>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
@@ -26,6 +27,33 @@ struct Master {
   int given = 0;
   std::optional<int64_t> rows;  // of the data of the first trainer, for a sharded table
 };
+
+/// The vocabulary that trainer 0 has made for all trainers.
+struct SharedWords {
+  std::vector<std::string> words, labels;
+  int hash_bits = 0;
+  static constexpr auto kFields =
+      std::tuple(&SharedWords::words, &SharedWords::labels, &SharedWords::hash_bits);
+};
+using SharedWordsPromise = base::Promise<SharedWords>;
+
+base::Future<SharedWords> words_of_job(rpc::CallContext& call) {
+  return call.agent.shared<SharedWordsPromise>()->future();
+}
+
+/// Returns the vocabulary that `make` returns on trainer 0, where the other trainers wait for it.
+HybridData::Words share_words(job::Rank& rank, const std::function<HybridData::Words()>& make) {
+  if (rank.index() > 0) {
+    const SharedWords all =
+        rank.agent().rpc_sync<&words_of_job>(rpc::To("trainer0").without_deadline());
+    return std::make_shared<const data::TextVocabulary>(
+        data::TextVocabulary{data::Vocabulary(all.words), all.labels, all.hash_bits});
+  }
+  HybridData::Words made = make();
+  rank.agent().shared<SharedWordsPromise>()->set(
+      {made->words.all(), made->labels, made->hash_bits});
+  return made;
+}
 
 /// Returns the number of rows that the first caller has given. So trainers with other data open the
 /// same tables, and TrainingPlan::agree() reports the difference.
@@ -126,6 +154,7 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
 }
 
 at::Tensor HybridOptions::loss(const at::Tensor& scores, const at::Tensor& targets) const {
+  if (targets.numel() == 0) return scores.sum();  // 0, where a mean would be NaN
   if (!is_binary()) return at::cross_entropy_loss(scores, targets);
   return at::binary_cross_entropy_with_logits(scores.flatten(), targets.to(scores.dtype()));
 }
@@ -170,12 +199,13 @@ std::vector<std::string> DenseImpl::names() const {
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
   agent.expose<&rows_of_job>("hybrid.rows");
+  agent.expose<&words_of_job>("hybrid.words");
   job::expose_parameters<EmbeddingTable>(agent, "EmbeddingTable");
 }
 
 void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   const c10::Device device = rank.device();
-  HybridData data(options);
+  HybridData data(options, {rank.index()}, std::bind_front(share_words, std::ref(rank)));
   if (data.evaluates_text()) rank.fields()["unknown_words"] = data.unknown_words();
   std::optional<RemoteTable> module;
   std::shared_ptr<table::ShardedEmbedding> tables;
@@ -201,7 +231,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       rank.agent(), module ? module->remote_parameters() : std::vector<rpc::RRef<at::Tensor>>(),
       dense.parameters(), options.rule(), options.sharing(rank.index()));
 
-  job::Training training(rank, options, data.steps_per_epoch());
+  job::Training training(rank, data.plan());
+  data.read_in(training);
   data.agree(training);
   std::vector<std::string> names = dense.module()->names();
   if (module) {
@@ -232,7 +263,9 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
 }
 
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
-  HybridData data(options);
+  std::vector<int> trainers(static_cast<size_t>(options.trainers));
+  std::iota(trainers.begin(), trainers.end(), 0);
+  HybridData data(options, trainers, [](const auto& make) { return make(); });
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
   job::SingleProcessOptimizer optimizer(
@@ -240,7 +273,8 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
       optim::named(model.dense->names(), model.dense->parameters()));
   if (model.tables) optimizer.add(model.tables);
 
-  job::SingleProcessTraining training(local, options, data.steps_per_epoch());
+  job::SingleProcessTraining training(local, data.plan());
+  data.read_in(training);
   data.agree(training);
   training.keep("", job::part_of(model.parameters()));
   if (model.tables) training.keep("embedding", *model.tables);

@@ -10,7 +10,7 @@
 
 #include <torch/nn/pimpl.h>
 
-#include "distrain/data/batches.h"
+#include "distrain/data/stream.h"
 #include "distrain/job/definition.h"
 
 namespace distrain::scenario {
@@ -26,9 +26,16 @@ struct HybridOptions : job::TrainerOptions {
   int batches = 10;          ///< random batches per epoch and trainer
   int num_embeddings = 100;  ///< rows of the table; a file sets one per word
   int embedding_dim = 16;
-  int classes = 8;                    ///< number of classes; a file sets one per label
-  std::string data;                   ///< fastText-format file, or kTeacher; empty: random batches
-  std::string valid_data, test_data;  ///< fastText-format files; empty: no evaluation
+  int classes = 8;   ///< number of classes; a file sets one per label
+  std::string data;  ///< files in a data::Format, or kTeacher; empty: random batches
+  std::string valid_data, test_data;  ///< files; empty: no evaluation
+  std::string in_memory = "256MB";    ///< larger files are streamed
+  std::string data_format = "auto";   ///< of streams: auto, fasttext or criteo
+  std::vector<std::string> labels;    ///< of streams, in any order; empty: those of the data
+  int64_t shuffle_buffer = 65536;     ///< see data::StreamOptions
+  int64_t steps_per_epoch = 0;        ///< maximum, of streams; 0: no limit
+  std::string bad_rows = "stop";      ///< or "skip", of streams
+  std::string average_over = "data";  ///< or "trainers": see Plan::average_over_data
   std::string task = "classes";  ///< or "binary": two classes, of which one logit is the output
   std::vector<int64_t> dense;    ///< sizes of hidden layers after the embedding
 
@@ -50,12 +57,16 @@ struct HybridOptions : job::TrainerOptions {
 
   bool is_binary() const { return task == "binary"; }
   bool is_sharded() const { return table == "sharded"; }
+  /// Returns true if the training data is read as a stream. Throws `bad_data` as expand_paths().
+  bool streams() const;
+  /// Returns the format of the first file of `paths`, as --data-format says.
+  data::Format format_of(const std::vector<std::string>& paths) const;
   bool hashes_words() const { return has_text() && hash_bits > 0; }
   /// Returns the first option that only a sharded table has, as it is on the command line; empty if
   /// all of these options have their defaults.
   std::string sharded_option() const;
   /// Returns the mean loss of `scores` [n, outputs] for int64 `targets` [n]: cross-entropy, or log
-  /// loss for the binary task.
+  /// loss for the binary task. Returns 0 if n is 0.
   at::Tensor loss(const at::Tensor& scores, const at::Tensor& targets) const;
 };
 
@@ -75,11 +86,15 @@ struct RandomBags {
   int64_t taught(std::span<const int64_t> bag) const;
 };
 
-/// The job's batches: random, with random or a teacher's labels, or from a fastText-format file.
+/// The job's batches: random, with random or a teacher's labels, from a file in memory, or streams.
 class HybridData {
  public:
-  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
-  explicit HybridData(const HybridOptions& options);
+  using Words = std::shared_ptr<const data::TextVocabulary>;
+  /// Opens the files for `trainers`, which are those of this process, and reads those that are not
+  /// streams. For streams, `share` returns the vocabulary that all trainers use, with `make` to
+  /// make it. Throws `bad_data` if a file cannot be read or is not valid.
+  HybridData(const HybridOptions& options, const std::vector<int>& trainers,
+             const std::function<Words(const std::function<Words()>& make)>& share);
   /// Reads test examples, using the vocabulary of a checkpoint. The examples need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
              const std::string& examples);
@@ -91,9 +106,9 @@ class HybridData {
   int64_t outputs() const { return options_.is_binary() ? 1 : classes(); }
   /// Adds to `training` the vocabulary for predict and the data properties that all trainers share.
   void agree(job::TrainingPlan& training) const;
-  int64_t steps_per_epoch() const {
-    return sampler_ ? sampler_->steps_per_epoch() : options_.batches;
-  }
+  job::Plan plan() const;
+  /// Has `training` read the streams, if there are any.
+  void read_in(job::TrainingPlan& training);
   data::Batch batch(const job::Step& step);
 
   /// Has `training` evaluate the validation data after each epoch and the test data at the end.
@@ -116,7 +131,8 @@ class HybridData {
   const HybridOptions options_;
   const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
                          options_.has_teacher()};
-  std::shared_ptr<const data::TextVocabulary> words_;  // null without a file
+  Words words_;                          // null without a file
+  std::map<int, data::Stream> streams_;  // by trainer
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // chooses examples from `train_`
 };
