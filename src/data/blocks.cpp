@@ -37,7 +37,7 @@ Block BlockReader::next() {
     try {
       parser_.parse(*line, block.examples);
     } catch (const BadRow& row) {
-      add_bad_row(block, *lines_, row);
+      add_bad_row(block, row);
     }
   }
   if (lines_) {
@@ -72,10 +72,10 @@ std::optional<std::string_view> BlockReader::next_line() {
 }
 
 // Finds the place of the first bad row only, because that may take a pass over the file.
-void BlockReader::add_bad_row(Block& block, const LineReader& lines, const BadRow& row) {
+void BlockReader::add_bad_row(Block& block, const BadRow& row) {
   const bool stop = plan_.options.bad_rows == BadRows::kStop;
   if (stop || (first_bad_row_.empty() && !block.counted)) {
-    first_bad_row_ = block.first_bad_row = lines.place(row.at) + ": " + row.reason;
+    first_bad_row_ = block.first_bad_row = lines_->place(row.at) + ": " + row.reason;
   }
   if (stop) base::bad_data(first_bad_row_);
   ++block.bad_rows;

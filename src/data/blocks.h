@@ -50,7 +50,7 @@ class BlockReader {
 
  private:
   std::optional<std::string_view> next_line();
-  void add_bad_row(Block& block, const LineReader& lines, const BadRow& row);
+  void add_bad_row(Block& block, const BadRow& row);
   void shuffle(Block& block) const;
   void check_any_example();
 

@@ -129,11 +129,11 @@ TEST_CASE("A file whose size changes is an error") {
 
 TEST_CASE("A file that grows while it is read is an error") {
   const Folder folder;
-  const std::string path = folder.write("file", numbered(0, 100'000));
+  const std::string path = folder.write("file", numbered(0, 100'000) + "__label__a last");
   Stream stream(options_of({path}, 4, 8));
   stream.begin({});
   stream.next();  // the thread has read less than a half of the file
-  std::ofstream(path, std::ios::app) << "x";
+  std::ofstream(path, std::ios::app) << " __label__b x\n";  // makes the last line a bad row
   CHECK(bad_data([&] {
           while (stream.ready() > 0) stream.next();
         }).starts_with(path + ": changed while it was read: it had "));

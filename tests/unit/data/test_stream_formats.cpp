@@ -1,9 +1,10 @@
 // Tests of the formats of streams, of bad rows and of vocabularies.
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
+#include <thread>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -251,13 +252,30 @@ TEST_CASE("A bad row has its line number in the file in all shards and after a r
   CHECK(found == 1);
 }
 
+TEST_CASE("The blocks before a bad row are returned") {
+  const Folder folder;
+  const std::string path = folder.write("file", numbered(0, 100) + "bad\n" + numbered(100, 120));
+  Stream stream(options_of({path}, 4, 8));
+  stream.begin({});
+  int64_t batches = 0;
+  CHECK(bad_data([&] {
+          for (; stream.ready() > 0; ++batches) {
+            stream.next();
+            // Most likely, the thread has met the bad row when two batches are left.
+            if (batches >= 20) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          }
+        }).starts_with(path + ":101:1: no __label__NAME"));
+  CHECK(batches == 24);
+}
+
 TEST_CASE("Bad rows are skipped and counted") {
   const Folder folder;
   std::string text;
   for (int i = 0; i < 10; ++i) {
     text += numbered(6 * i, 6 * i + 6) + "bad" + std::to_string(i) + " new\n";
   }
-  StreamOptions options = options_of({folder.write("file", text)}, 4, 8);
+  const int64_t block = GENERATE(4, 8);  // with 4, the last bad row follows the last block
+  StreamOptions options = options_of({folder.write("file", text)}, 4, block);
   options.bad_rows = BadRows::kSkip;
   const std::string first =
       options.paths[0] + ":7:1: no __label__NAME in the line that begins with ";
