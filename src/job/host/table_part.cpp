@@ -2,7 +2,6 @@
 
 #include <csignal>
 #include <deque>
-#include <thread>
 
 #include <ATen/Functions.h>
 #include <fmt/format.h>
@@ -202,33 +201,31 @@ void read_tables(table::TableServer& server, const PartSource& source, const Ope
   for (const auto& [table, updates] : source.updates) server.updates_of(table) = updates;
 }
 
+base::Duration Pace::rest(base::TimePoint now, uint64_t logged, bool is_filling) {
+  if (std::exchange(logged_, logged) != logged) updated_ = now;
+  if (is_filling || now - updated_ >= kAWhile) return base::Duration::zero();
+  return std::min<base::Duration>(now - resumed_, kLongest);
+}
+
 struct TablePart::Save {
-  // Sleeps as long as the thread has worked, so that steps find a core. Returns at once if a log
-  // fills, or if no row was updated for a while, because then no steps are made.
-  void rest() {
-    constexpr base::Duration kLongest = std::chrono::milliseconds(20);
-    constexpr base::Duration kAWhile = std::chrono::milliseconds(100);
-    uint64_t logged_now = 0;
+  // Calls `sleep` with the time that `pace` computes.
+  void rest(const std::function<void(base::Duration)>& sleep) {
+    uint64_t logged = 0;
     bool is_filling = false;
     for (const auto& table : tables) {
-      logged_now += table->logged();
+      logged += table->logged();
       is_filling = is_filling || table->is_filling();
     }
-    const base::TimePoint now = base::Clock::now();
-    if (std::exchange(logged, logged_now) != logged_now) updated = now;
-    if (!is_filling && now - updated < kAWhile) {
-      std::this_thread::sleep_for(std::min(now - resumed, kLongest));
-    }
-    resumed = base::Clock::now();
+    const base::Duration rest = pace.rest(base::Clock::now(), logged, is_filling);
+    if (rest > base::Duration::zero()) sleep(rest);
+    pace.resume(base::Clock::now());
   }
 
   PartTarget target;
   std::vector<std::unique_ptr<rows::RowSnapshot>> tables{};
   std::vector<store::TensorInfo> infos{};  // of the columns of all tables
   std::string header{};
-  base::TimePoint resumed = base::Clock::now();  // when rest() has returned
-  base::TimePoint updated{};                     // when `logged` has changed
-  uint64_t logged = 0;                           // number of rows that updates have logged
+  Pace pace{base::Clock::now()};
 };
 
 TablePart::TablePart(rpc::Agent* agent, EventSink& sink, Options options)
@@ -330,7 +327,7 @@ void TablePart::make_system_call() {
 WrittenPart TablePart::write(Save& save) {
   const PartTarget& target = save.target;
   const store::Disk disk([this, &save](const char* name) {
-    save.rest();
+    save.rest(options_.sleep);
     make_system_call();
     if (name == std::string_view("pread")) check_not_dropped();
   });

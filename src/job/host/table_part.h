@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "distrain/base/thread_pool.h"
@@ -82,6 +83,26 @@ using OpenPart = std::function<store::SafetensorsFile(const std::string& name)>;
 /// differ.
 void read_tables(table::TableServer& server, const PartSource& source, const OpenPart& open);
 
+/// Computes how long the thread that saves sleeps before a system call, so that steps find a core.
+class Pace {
+ public:
+  explicit Pace(base::TimePoint now) : resumed_(now) {}
+  /// Returns the time for which the thread has worked, at most kLongest. Returns 0 if a log fills
+  /// (`is_filling`), or if no row was updated for kAWhile, because then no steps are made. `logged`
+  /// is the number of rows that updates have logged.
+  base::Duration rest(base::TimePoint now, uint64_t logged, bool is_filling);
+  /// Notes that the thread resumes its work.
+  void resume(base::TimePoint now) { resumed_ = now; }
+
+  static constexpr base::Duration kLongest = std::chrono::milliseconds(20);
+  static constexpr base::Duration kAWhile = std::chrono::milliseconds(100);
+
+ private:
+  base::TimePoint resumed_;
+  base::TimePoint updated_{};  // when `logged_` has changed
+  uint64_t logged_ = 0;
+};
+
 /// Saves and loads the tables of one server, on a thread of its own. Thread-safe.
 class TablePart {
  public:
@@ -89,6 +110,10 @@ class TablePart {
     int64_t fail_at = 0;  ///< if not 0: kills the process at this system call of its first save
     bool sends = false;   ///< sends parts to rank 0 even if this process sees its folder
     std::shared_ptr<table::TableServer> server{};  ///< if null: the one of the agent
+    /// Pauses the thread that saves; set by tests.
+    std::function<void(base::Duration)> sleep = [](base::Duration rest) {
+      std::this_thread::sleep_for(rest);
+    };
   };
   /// `agent` is null if the server is in the process of rank 0.
   TablePart(rpc::Agent* agent, EventSink& sink, Options options);

@@ -1,6 +1,8 @@
 // ctest: labels=ci timeout=120
 // Tests the parts of tables that servers write and read.
+#include <atomic>
 #include <csignal>
+#include <future>
 #include <limits>
 #include <thread>
 
@@ -8,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "distrain/rows/kernels.h"
 #include "table_ranks.h"
 
 using namespace distrain;
@@ -197,6 +200,93 @@ TEST_CASE("tables that do not fit a checkpoint are refused") {
 
 namespace {
 
+// Creates the file for the tables of one server, as rank 0 does.
+job::PartTarget target_in(store::Saving& saving, int64_t step) {
+  job::PartTarget target{.folder = saving.path(),
+                         .file = "table-00001-of-00001.safetensors",
+                         .nonce = 7,
+                         .step = step,
+                         .tables = {"a", "b"}};
+  saving.create(target.file)
+      .write_at(0, {reinterpret_cast<const uint8_t*>(&target.nonce), sizeof target.nonce});
+  return target;
+}
+
+}  // namespace
+
+TEST_CASE("the thread that saves sleeps as long as it works while rows are updated") {
+  using std::chrono::milliseconds;
+  const auto at = [](int ms) { return base::TimePoint(std::chrono::hours(1)) + milliseconds(ms); };
+  job::Pace pace(at(0));
+  CHECK(pace.rest(at(5), 0, false) == milliseconds(0));  // no row was updated
+  pace.resume(at(5));
+  CHECK(pace.rest(at(8), 1, false) == milliseconds(3));
+  pace.resume(at(11));
+  CHECK(pace.rest(at(13), 1, false) == milliseconds(2));
+  CHECK(pace.rest(at(13), 2, true) == milliseconds(0));  // a log fills
+  CHECK(pace.rest(at(112), 2, false) == job::Pace::kLongest);
+  CHECK(pace.rest(at(113), 2, false) == milliseconds(0));  // the last update is long ago
+  CHECK(pace.rest(at(114), 3, false) == job::Pace::kLongest);
+}
+
+TEST_CASE("a save sleeps if rows are updated during the save") {
+  const bool updates = GENERATE(false, true);
+  const auto server = std::make_shared<table::TableServer>();
+  ShardedEmbedding tables(server, kTables);
+  tables.look_up({{0, at::arange(40)}, {1, at::arange(40)}});
+  std::promise<void> updated;
+  PartLines lines;  // the first system call waits for the update
+  lines.on_saving = [until = updated.get_future().share()] { until.wait(); };
+  std::vector<base::Duration> sleeps;
+  TablePart part(nullptr, lines,
+                 {.server = server, .sleep = [&](base::Duration rest) { sleeps.push_back(rest); }});
+  const Folder folder;
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, job::Json::object());
+  part.begin(target_in(*saving, 1));
+  if (updates) {
+    const std::vector<uint64_t> ids = {1};
+    const rows::IdGroups groups(ids);
+    std::vector<rows::RowNumber> numbers(1);
+    server->store("b").find(groups, numbers);
+    const std::vector<float> gradients = {1, 1};
+    rows::update_rows(server->store("b"), server->rule("b"), {.lr = 1}, groups, numbers,
+                      {gradients.data()}, 0, 1);
+  }
+  updated.set_value();
+  part.written().wait();
+  CHECK(sleeps.empty() != updates);
+  for (const base::Duration& rest : sleeps) {
+    CHECK(rest > base::Duration::zero());
+    CHECK(rest <= job::Pace::kLongest);
+  }
+}
+
+TEST_CASE("a server notifies rank 0 of progress while it writes its part") {
+  std::promise<void> notified;
+  const auto until = notified.get_future().share();
+  std::atomic<int> notes = 0, system_calls = 0;
+  TableRanks ranks(1);
+  ranks.train();
+  ranks.lines.on_saving = [&] {
+    if (++notes == 1) notified.set_value();
+  };
+  // The server's second system call waits until rank 0 is notified.
+  ranks.of_servers.on_saving = [&] {
+    if (++system_calls > 1) until.wait();
+  };
+  const Folder folder;
+  CheckpointStore store(folder.path());
+  const auto saving = store.begin(1, job::Json::object());
+  in_time([&] {
+    ranks.parts->begin(*saving, 1);
+    return ranks.parts->finish(*saving);
+  });
+  CHECK(system_calls > 1);
+}
+
+namespace {
+
 constexpr int kDiskIsFull = 3;
 
 // Saves the tables of one server, as save_in_child() describes. Returns the exit code.
@@ -208,11 +298,7 @@ int save_tables(const std::string& folder, int64_t step, int64_t nth, rlim_t mos
   TablePart part(nullptr, lines, {.fail_at = nth, .server = server});
   CheckpointStore store(folder);
   const auto saving = store.begin(step, {{"tables", step}});
-  const std::string file = "table-00001-of-00001.safetensors";
-  const job::PartTarget target{
-      .folder = saving->path(), .file = file, .nonce = 7, .step = step, .tables = {"a", "b"}};
-  saving->create(file).write_at(
-      0, {reinterpret_cast<const uint8_t*>(&target.nonce), sizeof target.nonce});
+  const job::PartTarget target = target_in(*saving, step);
   if (most > 0) {
     signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{most, most};
@@ -221,14 +307,14 @@ int save_tables(const std::string& folder, int64_t step, int64_t nth, rlim_t mos
   part.begin(target);
   const auto written = part.written();
   if (written.wait_result().ok()) {
-    saving->adopt(file, written.wait().sum);
+    saving->adopt(target.file, written.wait().sum);
     saving->commit();
     return 0;
   }
   const base::Error& error = written.wait_result().error();
   const bool is_full =
       error.kind == base::ErrorKind::kResources &&
-      error.message == "cannot write " + saving->path() + "/" + file + ": File too large";
+      error.message == "cannot write " + saving->path() + "/" + target.file + ": File too large";
   return is_full ? kDiskIsFull : 4;
 }
 

@@ -1,5 +1,6 @@
 // ctest: labels=ci timeout=120
 // Tests rank 0's side of saves and loads of tables that lie on several ranks.
+#include <atomic>
 #include <future>
 #include <limits>
 
@@ -71,6 +72,30 @@ TEST_CASE("tables that 4 servers save are loaded by 1, 2, 4 and 5") {
   resumed.parts->load(snapshot, true);
   resumed.train();
   CHECK(rows_of(resumed) == rows_of(saved));
+}
+
+TEST_CASE("rank 0 syncs the files of all servers before a server begins") {
+  std::vector<std::string> calls;  // of rank 0
+  std::atomic<int> syncs = 0;
+  std::atomic<bool> is_early = false;
+  TableRanks ranks(2);
+  ranks.train();
+  ranks.of_servers.on_saving = [&] {
+    if (syncs < 2) is_early = true;
+  };
+  const Folder folder;
+  CheckpointStore store(folder.path(), [&](const char* name) {
+    calls.emplace_back(name);
+    if (calls.back() == "fsync") ++syncs;
+  });
+  const auto saving = store.begin(1, job::Json::object());
+  calls.clear();
+  syncs = 0;
+  ranks.parts->begin(*saving, 1);
+  CHECK(calls ==
+        std::vector<std::string>{"openat", "pwrite", "fsync", "openat", "pwrite", "fsync"});
+  ranks.parts->finish(*saving);
+  CHECK_FALSE(is_early);
 }
 
 TEST_CASE("rank 0 refuses pieces outside of a part") {
