@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <thread>
 
 #include "distrain/base/error.h"
-#include "distrain/base/thread_state.h"
+#include "wait_for_writer.h"
 
 namespace distrain::rows {
 namespace {
@@ -82,14 +81,11 @@ double RowSnapshot::stalled_s() const {
 void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
   std::unique_lock lock(mutex_);
   if (is_full_locked()) {
-    std::optional<base::BlockingScope> waits;
-    try {
-      waits.emplace();
-    } catch (const std::exception&) {  // the pool cannot grow, but the writer is not in a pool
-    }
-    if (waiting_++ == 0) waiting_since_ = base::Clock::now();
-    changed_.wait(lock, [this] { return !is_full_locked(); });
-    if (--waiting_ == 0) stalled_s_ += base::seconds_since(waiting_since_);
+    wait_for_writer([&] {
+      if (waiting_++ == 0) waiting_since_ = base::Clock::now();
+      changed_.wait(lock, [this] { return !is_full_locked(); });
+      if (--waiting_ == 0) stalled_s_ += base::seconds_since(waiting_since_);
+    });
   }
   if (is_over_) return;
   const uint32_t slot = free_ != kNone ? std::exchange(free_, link(free_).next) : fresh_++;

@@ -12,6 +12,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
+#include "wait_for_writer.h"
 
 namespace distrain::rows {
 namespace {
@@ -92,6 +93,13 @@ RowStore::RowStore(RowStoreOptions options)
 
 RowStore::~RowStore() {
   for (std::byte* chunk : chunks_) munmap(chunk, chunk_bytes_);
+}
+
+// Polls before it blocks, because a stripe is usually locked for some microseconds. But its holder
+// may wait in `on_overwrite`.
+void RowStore::StripeLocks::wait_for(std::mutex& mutex) {
+  if (base::thread_state().poll.poll([&mutex] { return mutex.try_lock(); })) return;
+  wait_for_writer([&mutex] { mutex.lock(); });
 }
 
 uint64_t RowStore::memory_bytes() const {

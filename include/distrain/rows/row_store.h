@@ -193,7 +193,10 @@ class RowStore::StripeLocks {
  public:
   StripeLocks(const RowStore& store, size_t first, size_t last)
       : store_(store), first_(first), last_(last) {
-    for (size_t i = first_; i <= last_; ++i) store_.stripes_[i].mutex.lock();
+    for (size_t i = first_; i <= last_; ++i) {
+      std::mutex& mutex = store_.stripes_[i].mutex;
+      if (!mutex.try_lock()) wait_for(mutex);
+    }
   }
   ~StripeLocks() {
     for (size_t i = first_; i <= last_; ++i) store_.stripes_[i].mutex.unlock();
@@ -201,6 +204,8 @@ class RowStore::StripeLocks {
   StripeLocks(const StripeLocks&) = delete;
 
  private:
+  static void wait_for(std::mutex& mutex);
+
   const RowStore& store_;
   const size_t first_, last_;
 };

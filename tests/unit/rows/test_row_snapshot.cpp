@@ -1,11 +1,12 @@
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <optional>
 #include <stdexcept>
 #include <thread>
 
 #include "distrain/base/error.h"
-#include "distrain/base/thread_state.h"
+#include "distrain/base/thread_pool.h"
 #include "distrain/rows/kernels.h"
 #include "distrain/rows/row_snapshot.h"
 #include "support/catch.h"
@@ -243,4 +244,22 @@ TEST_CASE("a thread of a pool that waits for a full log lets the pool grow") {
   updating.join();
   written.check();
   CHECK(observer.unblocks == (observer.is_overloaded ? 0 : observer.blocks.load()));
+}
+
+TEST_CASE("a lookup that waits for an update that waits for a full log lets the pool grow") {
+  Stored stored;
+  Written written(kStored);
+  RowSnapshot snapshot(*stored.store, stored.rule, log_of(stored, 1));
+  base::ThreadPool pool({.size = 1});
+  pool.post([&] { stored.update(); });
+  while (snapshot.stalled_s() == 0) std::this_thread::yield();
+  std::vector<RowNumber> found(stored.numbers.size());
+  pool.post([&] { stored.store->find(*stored.groups, found); });
+  std::promise<void> answered;
+  pool.post([&] { answered.set_value(); });
+  CHECK(answered.get_future().wait_for(std::chrono::seconds(60)) == std::future_status::ready);
+  write_all(snapshot, [&](auto... row) { written.put(row...); });
+  pool.stop();
+  written.check();
+  CHECK(found == stored.numbers);
 }
