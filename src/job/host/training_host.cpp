@@ -29,62 +29,6 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
-using Tensors = rpc::RRef<rpc::NamedTensors>;
-
-/// Describes the tensors of a snapshot on this rank, and makes them contiguous.
-std::vector<store::TensorInfo> describe(const Tensors& held) {
-  std::vector<store::TensorInfo> infos;
-  for (auto& [name, tensor] : held.local_value()) {
-    tensor = tensor.detach().contiguous();
-    infos.emplace_back(name, tensor.scalar_type(), tensor.sizes().vec());
-  }
-  return infos;
-}
-
-/// Returns some elements of a tensor that describe() has described.
-at::Tensor read_held(const Tensors& held, const std::string& name, int64_t first, int64_t count) {
-  const at::Tensor piece = held.local_value().at(name).view(-1).narrow(0, first, count);
-  return store::on_host({{name, piece}}).at(name);
-}
-
-/// Adds the tensors of all parts to the checkpoint under their stored names. Tensors of other ranks
-/// stay there until they are read.
-void locate(rpc::Agent* agent, std::vector<HeldPart> parts, Content& into, EventSink& sink) {
-  std::set<std::pair<std::string, std::string>> known;
-  for (HeldPart& held : parts) {
-    const PartName& part = held.part;
-    const auto add = [&](HeldTensor tensor) {
-      std::string& name = tensor.info.name;
-      tensor.trained = std::ranges::count(held.tensors.trained, name) > 0;
-      const std::string stored = part.stored(name, held.trainer);
-      if (!part.has(stored, held.trainer) || !known.emplace(part.file, stored).second) {
-        throw base::Exception(base::ErrorKind::kInternal,
-                              "a checkpoint's part '" + part.name + "' has the tensor " + name +
-                                  ", which is not named by it or is another's, too");
-      }
-      name = stored;
-      into.files[part.file].push_back(std::move(tensor));
-    };
-    into.files[part.file];
-    for (const auto& [name, tensor] : held.tensors.here) add(HeldTensor::of(name, tensor));
-    for (auto& there : held.tensors.elsewhere) {
-      const rpc::To owner = rpc::To(there.owner()).without_deadline();
-      for (store::TensorInfo& info :
-           there.is_owner() ? describe(there) : agent->rpc_sync<&describe>(owner, there)) {
-        const auto read = [agent, owner, there, name = info.name](int64_t first, int64_t count) {
-          if (!there.is_owner()) {
-            return agent->rpc_async<&read_held>(owner, there, name, first, count);
-          }
-          return base::Future<at::Tensor>::ready(read_held(there, name, first, count));
-        };
-        add({std::move(info), false, read});
-      }
-      there = {};
-      sink.saving();
-    }
-  }
-}
-
 struct LossPreparation {
   rpc::Agent& agent;
   EventSink& sink;
@@ -170,8 +114,7 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
 void TrainingHost::expose(rpc::Agent& agent, EventSink& sink) {
   agent.provide(std::make_shared<LossPreparation>(LossPreparation{agent, sink}));
   TableParts::expose(agent);
-  agent.expose<&describe>("job.describe");
-  agent.expose<&read_held>("job.read_held");
+  expose_held_parts(agent);
   agent.expose<rpc::of_local<&TrainingHost::load_tables>>("job.load_all_tables");
   agent.expose<rpc::of_local<&LossPreparation::prepare>>("job.prepare_for_losses");
   agent.expose<rpc::of_local<&LossPreparation::rest>>("job.rest");
@@ -557,7 +500,7 @@ void TrainingHost::save(const Position& position) {
   if (schedule.best) snapshot.state["lr_state"]["best"] = *schedule.best;
   const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
   auto fill = [this, parts = std::exchange(gathered_, {})](Content& into) mutable {
-    locate(agent_, std::move(parts), into, sink_);
+    add_to_content(into, std::move(parts), agent_, sink_);
   };
   lock.unlock();  // because on_rank_lost() takes it and ends the call of a lost server
   checkpoints_.save(std::move(snapshot), std::move(fill), since);

@@ -5,6 +5,7 @@
 #include "distrain/base/executor.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/agent.h"
+#include "host/held_part.h"
 #include "host/table_parts.h"
 
 namespace distrain::job {
@@ -39,15 +40,6 @@ struct Report {
   int64_t bad_rows = 0;  ///< rows of streamed data that the trainer has skipped so far
   static constexpr auto kFields = std::tuple(&Report::loss, &Report::steps, &Report::valid,
                                              &Report::test, &Report::maxima, &Report::bad_rows);
-};
-
-/// The tensors that a trainer contributes to a part of the checkpoint that is being saved.
-struct HeldPart {
-  PartName part;
-  int32_t trainer = 0;
-  Held tensors;
-  static constexpr auto kFields =
-      std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
 };
 
 /// Controls the training from rank 0: leases, learning rate, evaluation, checkpoints. Thread-safe.
