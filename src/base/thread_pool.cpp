@@ -43,14 +43,16 @@ bool ThreadPool::start_thread_locked() {
 }
 
 void ThreadPool::post(Task task) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (stopping_) return;
   queue_.push_back(std::move(task));
   if (polling_ && !called_.load(std::memory_order_relaxed)) {
     // The polling thread checks the queue once more when polling ends, so it cannot miss this task.
     called_.store(true, std::memory_order_release);
   } else if (!idle_.empty()) {
-    wake_locked();
+    Idle* const idle = take_idle_locked();
+    lock.unlock();
+    sem_post(&idle->wake);
   } else if (wants_thread_locked() && !start_thread_locked() && alive_ == 0) {
     // No thread will ever run the task: destroy it outside the lock, which cancels its promise.
     task = std::move(queue_.back());
@@ -58,12 +60,12 @@ void ThreadPool::post(Task task) {
   }
 }
 
-void ThreadPool::wake_locked() {
+// Returns the thread that became idle last, which the caller must wake.
+ThreadPool::Idle* ThreadPool::take_idle_locked() {
   Idle* const idle = idle_.back();
   idle_.pop_back();
   ++coming_;
-  idle->woken = true;
-  idle->wake.notify_one();
+  return idle;
 }
 
 void ThreadPool::run() {
@@ -88,7 +90,10 @@ void ThreadPool::run() {
       }
       Idle idle;
       idle_.push_back(&idle);
-      idle.wake.wait(lock, [&idle] { return idle.woken; });
+      lock.unlock();
+      while (sem_wait(&idle.wake) != 0) {  // interrupted by a signal
+      }
+      lock.lock();
       --coming_;
     }
     if (queue_.empty()) break;
@@ -142,7 +147,7 @@ void ThreadPool::stop() {
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
-    while (!idle_.empty()) wake_locked();
+    while (!idle_.empty()) sem_post(&take_idle_locked()->wake);
     ended_.wait(lock, [this] { return alive_ == 0; });
     done.swap(finished_);
   }

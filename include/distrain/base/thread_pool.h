@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include <semaphore.h>
+
 #include "distrain/base/executor.h"
 #include "distrain/base/thread_state.h"
 
@@ -48,7 +50,8 @@ class ThreadPool final : public Executor, private BlockObserver {
   void on_block() override;
   void on_unblock() override;
   bool start_thread_locked();
-  void wake_locked();
+  struct Idle;
+  Idle* take_idle_locked();
   bool wants_thread_locked() const;
 
   const Options options_;
@@ -58,10 +61,13 @@ class ThreadPool final : public Executor, private BlockObserver {
   std::vector<std::thread> finished_;  // threads that have exited but are not joined yet
   std::vector<std::thread> threads_;
   // An idle thread. The pool first wakes the thread that became idle last, because that thread's
-  // working set is still in its core's caches.
+  // working set is still in its core's caches. A condition variable would take two more system
+  // calls and two more switches, because the woken thread would wait for the mutex of its waker.
   struct Idle {
-    std::condition_variable wake;
-    bool woken = false;
+    Idle() { sem_init(&wake, 0, 0); }
+    ~Idle() { sem_destroy(&wake); }
+    Idle(Idle&&) = delete;
+    sem_t wake;
   };
   std::vector<Idle*> idle_;
   size_t coming_ = 0;  // threads that were woken but do not run yet
