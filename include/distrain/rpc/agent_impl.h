@@ -56,24 +56,27 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   };
   const auto run = [&](const auto&... bound) {
     if constexpr (Traits::kReturnsFuture) {
-      const auto object = std::make_tuple(bound...);
-      invoke(bound...).on_complete(
-          context.agent.executor(), [reply, object](base::Result<typename Traits::Result>& result) {
-            static_cast<void>(object);  // keeps the object alive until the call is answered
-            if (!result.ok()) {
-              base::Error error = result.error();
-              // An error without a rank arose on this rank, so the called function has failed.
-              if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
-                error.kind = base::ErrorKind::kRemoteFailed;
-              }
-              return reply->fail(std::move(error));
-            }
-            try {
-              answer<typename Traits::Result>(reply, result.unchecked());
-            } catch (...) {
-              reply->fail(error_in_flight(base::ErrorKind::kInternal));
-            }
-          });
+      // The tuple keeps the object alive until the call is answered.
+      auto answer_with = [reply, object = std::make_tuple(bound...)](
+                             base::Result<typename Traits::Result>& result) {
+        static_cast<void>(object);
+        if (!result.ok()) {
+          base::Error error = result.error();
+          // An error without a rank arose on this rank, so the called function has failed.
+          if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
+            error.kind = base::ErrorKind::kRemoteFailed;
+          }
+          return reply->fail(std::move(error));
+        }
+        try {
+          answer<typename Traits::Result>(reply, result.unchecked());
+        } catch (...) {
+          reply->fail(error_in_flight(base::ErrorKind::kInternal));
+        }
+      };
+      const auto future = invoke(bound...);
+      if (future.done()) return answer_with(future.state()->use_result());
+      future.on_complete(context.agent.executor(), std::move(answer_with));
     } else if constexpr (std::is_void_v<typename Traits::Returned>) {
       invoke(bound...);
       answer(reply, base::Unit{});
