@@ -17,6 +17,9 @@ namespace {
 constexpr auto kLongestLinger = std::chrono::seconds(1);
 // Bytes that a caller writes between two checks of whether the stream is closed.
 constexpr size_t kSlice = size_t{1} << 20;
+// By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
+// woken. The kernel reduces the value to net.core.wmem_max.
+constexpr int kUnixSendBuffer = 1 << 20;
 
 // BBR paces what it sends: within one host large messages take twice as long for no benefit.
 void avoid_bbr(int fd) {
@@ -46,6 +49,8 @@ class UvStream final : public Stream,
       set_socket_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
       set_socket_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
       if (name.host == local_name(fd).host || is_loopback(name.host)) avoid_bbr(fd);
+    } else {
+      set_socket_option(fd, SOL_SOCKET, SO_SNDBUF, kUnixSendBuffer);
     }
   }
   ~UvStream() override {
