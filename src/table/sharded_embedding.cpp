@@ -31,6 +31,17 @@ struct ShardedEmbedding::Client final : rpc::Layer, std::enable_shared_from_this
     }
   }
 
+  /// Sends a lookup. The waiting thread decodes the reply, so that no worker is woken for it.
+  Future<rpc::RawReply> look_up(size_t server, const LookupRequest& request) {
+    const rpc::ContextScope outside(0);
+    try {
+      return agent->call_raw(rpc::To(ranks[server]).without_deadline(), kLookUp,
+                             [&](rpc::Encoder& encoder) { rpc::encode(encoder, request); });
+    } catch (...) {
+      return Future<rpc::RawReply>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
+    }
+  }
+
   /// Sends a push. Returns its result.
   Future<optim::Norms> push(size_t server, const PushRequest& request) {
     const Future<void> stored = call<&TableServer::push>(server, request);
@@ -136,8 +147,9 @@ struct ShardedEmbedding::Lookup {
   const uint64_t after;  // the last push before start()
   const bool evaluates;
   const std::shared_ptr<LookupPlan> plan;
-  std::vector<Future<LookupReply>> replies{};  // by server
-  bool is_pushed = false;                      // true if a step has pushed its gradients
+  std::vector<Future<rpc::RawReply>> replies{};  // by server
+  Future<LookupReply> reply_here{};              // if there is no agent
+  bool is_pushed = false;                        // true if a step has pushed its gradients
 };
 
 /// The gradients of a step, checked and in the type of messages.
@@ -216,13 +228,18 @@ ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& quer
   for (size_t server = 0; server < client_->ranks.size(); ++server) {
     request.session = client_->sessions[server];
     request.ids = plan->ids()[server];
-    lookup->replies.push_back(client_->call<&TableServer::look_up>(server, request));
+    if (client_->agent) {
+      lookup->replies.push_back(client_->look_up(server, request));
+    } else {
+      lookup->reply_here = client_->call<&TableServer::look_up>(server, request);
+    }
   }
   return lookup;
 }
 
 std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
-  if (!lookup || lookup->replies.empty()) base::invalid("a lookup that is finished already");
+  const bool is_pending = lookup && (!lookup->replies.empty() || lookup->reply_here.valid());
+  if (!is_pending) base::invalid("a lookup that is finished already");
   if (lookup->client != client_) base::invalid("a lookup that another ShardedEmbedding started");
   const bool learns = !lookup->evaluates && at::GradMode::is_enabled();
   const uint64_t context = rpc::current_context();
@@ -230,14 +247,18 @@ std::vector<at::Tensor> ShardedEmbedding::finish(Pending lookup) {
     base::invalid("a lookup needs an autograd::Context, or a NoGradGuard if it evaluates");
   }
   base::wait_all(lookup->replies);
+  std::vector<at::Tensor> replies;
+  if (lookup->reply_here.valid()) replies.push_back(lookup->reply_here.wait());
+  for (const auto& reply : lookup->replies) {
+    replies.push_back(client_->agent->finish<LookupReply>(reply.wait()));
+  }
   client_->staleness = static_cast<int64_t>(client_->applied - lookup->after);
   if (client_->applied > lookup->after && sharing_.mode == optim::Sharing::Mode::kSync) {
     base::invalid("in sync mode a lookup cannot begin before the previous step");
   }
-  std::vector<at::Tensor> replies;
-  for (const auto& reply : lookup->replies) replies.push_back(reply.wait());
   const std::vector<at::Tensor> results = LookupPlan::results(lookup->plan, replies, learns);
   lookup->replies.clear();
+  lookup->reply_here = {};
   if (!learns) return results;
   if (client_->agent) {
     autograd::attach(*client_->agent, context, client_.get(), lookup);

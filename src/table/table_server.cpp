@@ -365,7 +365,7 @@ optim::UpdateCount install(rpc::Agent& agent) {
   agent.provide(server);
   agent.expose<&serve<&TableServer::open, OpenRequest>>("distrain.table.open");
   agent.expose<&serve<&TableServer::close, uint64_t>>("distrain.table.close");
-  agent.expose<&serve<&TableServer::look_up, LookupRequest>>("distrain.table.look_up");
+  agent.expose<&serve<&TableServer::look_up, LookupRequest>>(kLookUp);
   agent.expose<&serve<&TableServer::push, PushRequest>>("distrain.table.push");
   agent.expose<&serve<&TableServer::await_step, PushRequest>>("distrain.table.await_step");
   agent.add_layer(server);

@@ -146,6 +146,9 @@ class TableSet {
   std::vector<std::unique_ptr<Table>> tables_;
 };
 
+/// Name of the function that answers a LookupRequest with a LookupReply.
+inline constexpr char kLookUp[] = "distrain.table.look_up";
+
 /// Calls `Method` of this rank's TableServer for another rank.
 template <auto Method, class Request>
 auto serve(rpc::CallContext& call, Request request) {
