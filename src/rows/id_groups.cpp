@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "distrain/base/error.h"
@@ -66,6 +67,22 @@ void sort(Entries& entries, Entries& swap) {
 void IdGroups::assign(std::span<const uint64_t> ids) {
   const size_t n = ids.size();
   if (n >> 32 != 0) base::invalid("a lookup has 2^32 ids or more");
+  hashes_.resize(n);
+  starts_.resize(n + 1);
+  positions_.resize(n);
+  // Servers get distinct ids in the order of their hashes, which need no sorting.
+  size_t ascending = 0;
+  for (; ascending < n; ++ascending) {
+    hashes_[ascending] = hash_of_id(ids[ascending]);
+    if (ascending > 0 && hashes_[ascending - 1] >= hashes_[ascending]) break;
+  }
+  if (ascending == n) {
+    ids_.assign(ids.begin(), ids.end());
+    std::iota(starts_.begin(), starts_.end(), 0U);
+    std::iota(positions_.begin(), positions_.end(), 0U);
+    return;
+  }
+
   thread_local Entries entries, swap;  // kept for their memory
   entries.resize(n);
   bool is_sorted = true;
@@ -75,10 +92,7 @@ void IdGroups::assign(std::span<const uint64_t> ids) {
   }
   if (!is_sorted) sort(entries, swap);
 
-  positions_.resize(n);
   ids_.resize(n);
-  hashes_.resize(n);
-  starts_.resize(n + 1);
   size_t distinct = 0;
   for (size_t i = 0; i < n; ++i) {
     const Entry& entry = entries[i];

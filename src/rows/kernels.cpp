@@ -128,7 +128,8 @@ void update_rows(RowStore& store, const RowRule& rule, const Step& step, const I
   const size_t block_bytes = store.block_bytes();
   const UpdateConstants<float> constants = constants_of<float>(rule, step);
   const auto& update = functions_of<float>(isa).update;
-  std::vector<float> buffer(dim);
+  thread_local std::vector<float> buffer;  // kept for its memory
+  buffer.resize(dim);
   std::array<RowPointers<float>, kBatch> rows;
   store.for_each_range(
       groups, numbers, first, last, [&](RowStore::LockedRows& locked, size_t begin, size_t end) {

@@ -376,7 +376,7 @@ std::vector<Future<optim::Norms>> ShardedEmbedding::push(PushRequest request,
 double ShardedEmbedding::norm_squared() const {
   const auto dim_of = [this](int table) { return tables_[static_cast<size_t>(table)].dim; };
   std::deque<std::vector<PartView>> views;
-  TableGradients::ByTable by_table;
+  std::vector<TableGradients::Part> all;
   for (const PreparedStep::Part& part : step_->parts) {
     const LookupPlan& plan = *part.lookup->plan;
     const at::Tensor gradient = part.gradient.to(at::kFloat);
@@ -384,14 +384,14 @@ double ShardedEmbedding::norm_squared() const {
       const auto& its = views.emplace_back(parts_of(plan.ids()[server], dim_of));
       for (const int query : part.queries) {
         const PartView& view = its[static_cast<size_t>(query)];
-        by_table[view.table].push_back({&view, plan.of_server(gradient, server)});
+        all.push_back({&view, plan.of_server(gradient, server)});
       }
     }
   }
   double sum = 0;
-  for (const auto& [table, parts] : by_table) {
+  TableGradients::for_each_table(std::move(all), [&](int table, const auto& parts) {
     sum += TableGradients(parts, dim_of(table)).norm_squared();
-  }
+  });
   return sum;
 }
 

@@ -169,7 +169,7 @@ LookupReply TableServer::answer(Session& session, LookupRequest& request) {
     it->second.lookup = std::move(lookup);
     if (!it->second.lookup) session.take(request.lookup);
   };
-  const auto lookup = std::make_shared<KeptLookup>(KeptLookup{std::move(request.ids), {}, {}});
+  const auto lookup = std::make_shared<KeptLookup>(std::move(request.ids));
   LookupReply reply;
   try {
     reply = session.set.read(*lookup, !request.evaluates).to(session.dtype);

@@ -43,24 +43,24 @@ void for_ranges(const rows::IdGroups& groups, const F& f) {
   });
 }
 
-TableGradients::ByTable gradients_of(std::vector<Push>& pushes) {
-  TableGradients::ByTable by_table;
+std::vector<TableGradients::Part> gradients_of(std::vector<Push>& pushes) {
+  std::vector<TableGradients::Part> all;
   for (Push& push : pushes) {
     for (auto& [lookup, gradient] : push.lookups) {
       gradient.numbers = gradient.numbers.to(at::kFloat).contiguous();
       for (const int part : gradient.parts) {
         const PartView& view = lookup->views[static_cast<size_t>(part)];
         const KeptPart& kept = lookup->parts[static_cast<size_t>(part)];
-        by_table[view.table].push_back({&view, gradient.numbers, &kept});
+        all.push_back({&view, gradient.numbers, &kept});
       }
     }
   }
-  return by_table;
+  return all;
 }
 
 }  // namespace
 
-void pool(const float* values, size_t dim, size_t stride, const std::vector<uint32_t>& row_of,
+void pool(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
           const rows::Bags<float>& bags, float* pooled) {
   constexpr int64_t kBagsPerTask = 512;
   at::parallel_for(0, static_cast<int64_t>(bags.size()), kBagsPerTask,
@@ -114,7 +114,7 @@ std::vector<PartView> parts_of(const ServerIds& all,
   return views;
 }
 
-TableGradients::TableGradients(const std::vector<Part>& parts, int64_t dim)
+TableGradients::TableGradients(std::span<const Part> parts, int64_t dim)
     : dim_(static_cast<size_t>(dim)) {
   if (parts.size() == 1 && parts[0].kept) known_groups_ = &parts[0].kept->groups;
   if (parts.size() == 1 && !parts[0].part->is_pooled) {
@@ -205,10 +205,9 @@ LookupReply TableSet::read(KeptLookup& kept, bool creates) const {
   });
   for (const PartView& part : kept.views) numbers += part.vectors * table(part.table).options.dim;
   at::Tensor reply = at::empty({numbers}, at::kFloat);
-  kept.parts.resize(kept.views.size());
-  for (size_t i = 0; i < kept.views.size(); ++i) {
-    const PartView& view = kept.views[i];
-    KeptPart& part = kept.parts[i];
+  kept.parts.reserve(kept.views.size());
+  for (const PartView& view : kept.views) {
+    KeptPart& part = kept.parts.emplace_back(&kept.memory);
     rows::RowStore& store = table(view.table).store;
     const size_t dim = store.options().dim;
     part.groups.assign(view.ids);
@@ -248,30 +247,31 @@ optim::Norms TableSet::apply(std::vector<Push>& all) {
     if (push.request.lr_factor == first.lr_factor && push.request.scale == first.scale) continue;
     base::invalid("the participants step with different learning rates or clip differently");
   }
-  for (const auto& [index, parts] : gradients_of(all)) {
+  TableGradients::for_each_table(gradients_of(all), [&](int index, const auto& parts) {
     Table& table = *tables_[static_cast<size_t>(index)];
     const KeptPart* const only = parts.size() == 1 ? parts[0].kept : nullptr;
     const TableGradients sum(parts, table.options.dim);
     const rows::IdGroups& groups = sum.groups();
     std::vector<rows::RowNumber> found(only ? 0 : groups.size());
     if (!only) table.store.find(groups, found);
+    const std::span<const rows::RowNumber> numbers = only ? std::span(only->numbers) : found;
     const rows::Step step{table.lr * first.lr_factor, static_cast<int64_t>(++table.updates),
                           first.scale / static_cast<double>(all.size())};
     for_ranges(groups, [&](size_t begin, size_t end) {
-      rows::update_rows(table.store, table.rule, step, groups, only ? only->numbers : found,
-                        sum.gradients(), begin, end);
+      rows::update_rows(table.store, table.rule, step, groups, numbers, sum.gradients(), begin,
+                        end);
     });
-  }
+  });
   return {};
 }
 
 optim::Norms TableSet::norms(std::vector<Push>& all) const {
   const auto count = static_cast<double>(all.size());
   optim::Norms norms;
-  for (const auto& [index, parts] : gradients_of(all)) {
+  TableGradients::for_each_table(gradients_of(all), [&](int index, const auto& parts) {
     norms.shared +=
         TableGradients(parts, table(index).options.dim).norm_squared() / (count * count);
-  }
+  });
   for (const Push& push : all) norms.own += push.request.own_norm / count;
   if (!std::isfinite(norms.shared + norms.own)) {
     throw base::Exception(base::ErrorKind::kNotFinite, "the norm of the gradients is not finite");

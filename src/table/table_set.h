@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
+#include <memory_resource>
 #include <optional>
 #include <span>
 
@@ -16,7 +18,7 @@ std::span<const T> span_of(const at::Tensor& tensor) {
 }
 
 /// Pools bags into `pooled`. Position p of a bag has the vector `values` + row_of[p] * stride.
-void pool(const float* values, size_t dim, size_t stride, const std::vector<uint32_t>& row_of,
+void pool(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
           const rows::Bags<float>& bags, float* pooled);
 
 /// A part of a lookup with its elements of the tensors of ServerIds, and its place in the reply.
@@ -35,14 +37,24 @@ std::vector<PartView> parts_of(const ServerIds& ids,
 
 /// A part of a lookup, as the server keeps it for the push.
 struct KeptPart {
-  rows::IdGroups groups;                 // of the part's ids
-  std::vector<rows::RowNumber> numbers;  // the row of each distinct id
+  explicit KeptPart(std::pmr::memory_resource* memory) : groups(memory), numbers(memory) {}
+  rows::IdGroups groups;                      // of the part's ids
+  std::pmr::vector<rows::RowNumber> numbers;  // the row of each distinct id
 };
 
 /// A lookup, as the server keeps it for the push.
 struct KeptLookup {
+  explicit KeptLookup(ServerIds its_ids)
+      : ids(std::move(its_ids)),
+        memory(std::min(kLargestBlock,
+                        64 * (1 + ids.parts.size()) + 32 * static_cast<size_t>(ids.ids.numel()))) {}
+
+  static constexpr size_t kLargestBlock = size_t{1} << 20;
   ServerIds ids;
   std::vector<PartView> views;  // of the ids
+  // Allocates one block for the arrays of all parts unless they are large, because a lookup can
+  // have many small parts.
+  std::pmr::monotonic_buffer_resource memory;
   std::vector<KeptPart> parts;
 };
 
@@ -54,8 +66,20 @@ class TableGradients {
     at::Tensor numbers;              // float: a LookupReply of gradients
     const KeptPart* kept = nullptr;  // on a server
   };
-  using ByTable = std::map<int, std::vector<Part>>;
-  TableGradients(const std::vector<Part>& parts, int64_t dim);
+  TableGradients(std::span<const Part> parts, int64_t dim);
+
+  /// Calls `f(table, its parts)` for each table. Keeps the order of a table's parts.
+  template <class F>
+  static void for_each_table(std::vector<Part> parts, const F& f) {
+    const auto table_of = [](const Part& each) { return each.part->table; };
+    std::ranges::stable_sort(parts, {}, table_of);
+    for (auto first = parts.begin(); first != parts.end();) {
+      const auto last =
+          std::ranges::upper_bound(first, parts.end(), table_of(*first), {}, table_of);
+      f(table_of(*first), std::span<const Part>(first, last));
+      first = last;
+    }
+  }
 
   const rows::IdGroups& groups() const { return known_groups_ ? *known_groups_ : own_groups_; }
   rows::Gradients<float> gradients() const {

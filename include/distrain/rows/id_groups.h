@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <span>
 #include <vector>
 
@@ -34,6 +35,8 @@ inline size_t stripe_of(uint64_t hash) { return hash >> (64 - kStripeBits); }
 class IdGroups {
  public:
   IdGroups() = default;
+  explicit IdGroups(std::pmr::memory_resource* memory)
+      : ids_(memory), hashes_(memory), starts_(1, memory), positions_(memory) {}
   explicit IdGroups(std::span<const uint64_t> ids) { assign(ids); }
 
   /// Groups `ids`. If they are not in the order of their hashes, sorts them: for more than 128 ids
@@ -60,10 +63,10 @@ class IdGroups {
   std::vector<size_t> split(size_t parts) const;
 
  private:
-  std::vector<uint64_t> ids_;
-  std::vector<uint64_t> hashes_;
-  std::vector<uint32_t> starts_{0};
-  std::vector<uint32_t> positions_;
+  std::pmr::vector<uint64_t> ids_;
+  std::pmr::vector<uint64_t> hashes_;
+  std::pmr::vector<uint32_t> starts_{0};
+  std::pmr::vector<uint32_t> positions_;
 };
 
 }  // namespace distrain::rows
