@@ -12,7 +12,7 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--num-embeddings --embedding-dim --classes --task --dense --table --servers --hash-bits --max-rows --prefetch --wire-dtype --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --task --dense --table --servers --hash-bits --max-rows --prefetch --wire-dtype --data --valid-data --test-data --in-memory --data-format --labels --shuffle-buffer --bad-rows --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --steps-per-epoch --average-over --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --servers --staleness --verify-grads --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --on-save-error --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
@@ -40,6 +40,12 @@ _distrain() {
     hybrid/--valid-data | hybrid/--test-data | hybrid/--token-file | hybrid/--trace | ps/--token-file | ps/--trace | rnn/--data | rnn/--valid-data | rnn/--test-data | rnn/--token-file | rnn/--trace | rl/--token-file | rl/--trace | pipeline/--weights | pipeline/--token-file | pipeline/--trace | predict/--trace)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
+    hybrid/--data-format)
+      mapfile -t COMPREPLY < <(compgen -W 'auto fasttext criteo' -- "$cur"); return
+      ;;
+    hybrid/--bad-rows)
+      mapfile -t COMPREPLY < <(compgen -W 'stop skip' -- "$cur"); return
+      ;;
     hybrid/--mode | rnn/--mode)
       mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return
       ;;
@@ -48,6 +54,9 @@ _distrain() {
       ;;
     hybrid/--log-interval | hybrid/--rank | ps/--log-interval | ps/--rank | rnn/--log-interval | rnn/--rank | rl/--log-interval | rl/--rank | pipeline/--log-interval | pipeline/--rank)
       mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
+      ;;
+    hybrid/--average-over)
+      mapfile -t COMPREPLY < <(compgen -W 'data trainers' -- "$cur"); return
       ;;
     hybrid/--checkpoint | ps/--data | ps/--valid-data | ps/--test-data | ps/--checkpoint | rnn/--checkpoint | rl/--checkpoint | pipeline/--data | pipeline/--valid-data | pipeline/--test-data | pipeline/--checkpoint)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return

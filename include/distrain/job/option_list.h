@@ -270,7 +270,7 @@ class OptionList {
   /// Declares one or more input files, as data::expand_paths() accepts them. The option may be
   /// repeated, or have several values; its value is then a list with commas.
   OptionRow files(std::string name, auto member, std::string help) {
-    return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFiles);
+    return path(std::move(name), member, "FILE[,...]", std::move(help), Option::Path::kFiles);
   }
   /// Declares the path of an input folder, with the same rules as file().
   OptionRow folder(std::string name, auto member, std::string help) {
