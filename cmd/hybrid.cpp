@@ -71,8 +71,8 @@ The format of a file is fastText's: each line has a label and words separated by
 by gzip. Give --data several times, or a quoted pattern such as 'day_*.gz', for several files. A single
 fastText file below --in-memory is read into memory; other data is a stream, of which each trainer reads
 a part, and may be larger than memory. Trainers whose part ends before the others' take part in the
-remaining steps without data (see --average-over). A pipe, or - for the standard input, is a stream for
-one trainer. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
+remaining steps without data (see --average-over). A pipe, or - for the standard input, needs
+one trainer or --data-from rank0. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
 are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
 learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
   list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
@@ -81,6 +81,11 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
             "read a file of fewer bytes into memory, and stream others; 0 streams all")
       .details(
           "SIZE is a number of bytes with an optional unit, as 64MB or 2GiB. Gzip counts tenfold.")
+      .data_only();
+  list.choice("data-from", &Self::data_from, {"each", "rank0"},
+              "each trainer reads its part of the data, or rank 0 reads all and hands out batches")
+      .details(R"(
+With `rank0` only rank 0 needs the data, which may be a pipe, or fewer gzip files than there are trainers.)")
       .data_only();
   list.choice("data-format", &Self::data_format, {"auto", "fasttext", "criteo"},
               "read streams in this format; auto looks at the first line")
@@ -119,8 +124,8 @@ namespace {
 void check_streams(const HybridOptions& options, const job::Preflight& preflight) {
   const std::string data = "--data " + options.data;
   if (!data::is_pipe(options.data)) return;
-  if (options.trainers > 1) {
-    base::invalid(data + ": a pipe feeds one trainer: give --trainers 1, or files");
+  if (options.trainers > 1 && options.data_from != "rank0") {
+    base::invalid(data + ": one process can read a pipe: give --data-from rank0, or --trainers 1");
   }
   if (options.epochs > 1 && options.steps_per_epoch == 0) {
     base::invalid(data + ": a pipe can be read once: give --epochs 1, or --steps-per-epoch");

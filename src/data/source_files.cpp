@@ -54,7 +54,7 @@ std::vector<int> assign_gzip_files(const std::vector<SourceFile>& files,
   if (!largest_first.empty() && std::ranges::count(bytes, uint64_t{0}) > 0) {
     base::bad_data(
         fmt::format("{} {} too few for {} trainers, because a gzip file cannot be divided: give at "
-                    "least as many files as trainers, or fewer --trainers",
+                    "least as many files as trainers, fewer --trainers, or --data-from rank0",
                     files.size(), files.size() == 1 ? "file is" : "files are", bytes.size()));
   }
   return shards;
@@ -158,7 +158,7 @@ std::vector<Piece> pieces_of_shard(const std::vector<SourceFile>& files, int sha
     total += plain_bytes(file);
     if (file.kind == SourceFile::Kind::kPipe && shards > 1) {
       base::bad_data((file.path == "-" ? "the standard input" : file.path + ": a pipe") +
-                     " can be read by one trainer only: give files, or --trainers 1");
+                     " can be read by one process only: give files, or --data-from rank0");
     }
   }
   const auto cut = [&](uint64_t k) { return total / count * k + total % count * k / count; };

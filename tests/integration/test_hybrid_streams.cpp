@@ -74,7 +74,8 @@ TEST_CASE("trainers with shards of different lengths train as one process") {
            {"module", 1, 0, 0.05, "trainers"},
            {"sharded", 2, 20, 0.05, "data"},
            {"sharded", 1, 20, 0, "trainers"}}));
-  CAPTURE(options.table, options.clip, options.average_over);
+  options.data_from = GENERATE("each", "rank0");
+  CAPTURE(options.table, options.clip, options.average_over, options.data_from);
   const Folder a, b;
   const StreamRun local = train_streams(Place::kLocal, options, a);
   const StreamRun ranks = train_streams(Place::kRanks, options, b);
@@ -88,15 +89,16 @@ TEST_CASE("trainers with shards of different lengths train as one process") {
   for (int trainer = 0; trainer < 3; ++trainer) {
     steps += ranks.job.fields(trainer)["steps"].get<int64_t>();
   }
-  CHECK(steps == 2 * (12 + 5 + 2));
+  CHECK(steps == 2 * (12 + 5 + 2));  // from rank 0: 7, 6 and 6 batches of all 290 examples
   CHECK(local.job.fields(0)["steps"] == steps);
 }
 
 TEST_CASE("a job on streams resumes at any step with the same bits") {
   const Folder data, whole;
   HybridOptions options = uneven(data);
+  options.data_from = GENERATE("each", "rank0");
   const StreamRun undisturbed = train_streams(Place::kRanks, options, whole);
-  for (const int64_t steps : {1, 4, 7, 12, 17, 23}) {
+  for (const int64_t steps : {1, 4, 7, 9, 12}) {
     CAPTURE(steps);
     const Folder folder;
     HybridOptions first = options;

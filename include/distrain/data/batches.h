@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +22,9 @@ struct Batch {
   at::Tensor numbers{};
 
   int64_t size() const { return targets.numel(); }
+  static constexpr auto kFields =
+      std::tuple(&Batch::indices, &Batch::offsets, &Batch::targets, &Batch::numbers);
+
   /// Returns a batch without examples.
   static Batch empty();
 };

@@ -75,7 +75,7 @@ int64_t RandomBags::taught(std::span<const int64_t> bag) const {
 }
 
 bool HybridOptions::streams() const {
-  if (!has_text()) return false;
+  if (!has_text() || data_from == "rank0") return has_text();
   const std::vector<std::string> paths = data::expand_paths(data::split_paths(data));
   return paths.size() > 1 || !data::fits_in_memory(paths[0], *base::byte_count(in_memory)) ||
          format_of(paths) != data::Format::kFastText;
@@ -87,35 +87,12 @@ data::Format HybridOptions::format_of(const std::vector<std::string>& paths) con
 }
 
 HybridData::HybridData(const HybridOptions& options, const std::vector<int>& trainers,
-                       const std::function<Words(const std::function<Words()>& make)>& share)
+                       const Sharing& sharing)
     : options_(options) {
   if (options.has_teacher()) valid_ = held_out(bags_);
   if (!options.has_text()) return;
   if (options.streams()) {
-    data::StreamOptions stream{
-        .paths = data::expand_paths(data::split_paths(options.data)),
-        .shards = options.trainers,
-        .batch_size = options.batch_size,
-        .shuffle_buffer = options.shuffle_buffer,
-        .seed = options.seed,
-        .bad_rows = options.bad_rows == "skip" ? data::BadRows::kSkip : data::BadRows::kStop};
-    stream.format = options.format_of(stream.paths);
-    words_ = stream.vocabulary = share([&]() -> Words {
-      if (!options.labels.empty() && options.hash_bits > 0) {
-        std::vector<std::string> labels = options.labels;
-        std::ranges::sort(labels);
-        return std::make_shared<const data::TextVocabulary>(
-            data::TextVocabulary{{}, std::move(labels), options.hash_bits});
-      }
-      // Hashed words need no pass over the data, but the labels must be known.
-      const int64_t seen = options.hash_bits > 0 ? kLabelExamples : kAllExamples;
-      return std::make_shared<const data::TextVocabulary>(data::scan_vocabulary(
-          stream.paths, stream.format, options.hash_bits, stream.bad_rows, seen));
-    });
-    for (const int trainer : trainers) {
-      stream.shard = trainer;
-      streams_.emplace(trainer, stream);
-    }
+    open_streams(trainers, sharing);
   } else {
     train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
     data::check_enough(options.data, train_->size(), options.trainers);
@@ -128,6 +105,54 @@ HybridData::HybridData(const HybridOptions& options, const std::vector<int>& tra
   }
   if (!options.valid_data.empty()) valid_ = data::read_examples(options.valid_data, words_);
   if (!options.test_data.empty()) test_ = data::read_examples(options.test_data, words_);
+}
+
+void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& sharing) {
+  const bool is_served = options_.data_from == "rank0";
+  const auto open = [&](int shard, int shards, Words words) {
+    data::StreamOptions stream{
+        .paths = data::expand_paths(data::split_paths(options_.data)),
+        .shard = shard,
+        .shards = shards,
+        .batch_size = options_.batch_size,
+        .shuffle_buffer = options_.shuffle_buffer,
+        .seed = options_.seed,
+        .bad_rows = options_.bad_rows == "skip" ? data::BadRows::kSkip : data::BadRows::kStop,
+        .vocabulary = std::move(words)};
+    stream.format = options_.format_of(stream.paths);
+    return stream;
+  };
+  const Common common = sharing.common([&] {
+    Common made{words_of(open(0, 1, nullptr))};
+    if (is_served) {
+      made.server = std::make_shared<data::StreamServer>(open(0, 1, made.words), options_.trainers);
+      made.content_key = made.server->content_key();
+    }
+    return made;
+  });
+  words_ = common.words;
+  content_key_ = common.content_key;
+  for (const int trainer : trainers) {
+    if (is_served) {
+      streams_[trainer] = std::make_unique<data::RemoteStream>(sharing.take(trainer));
+      continue;
+    }
+    auto stream = std::make_unique<data::Stream>(open(trainer, options_.trainers, words_));
+    content_key_ = stream->content_key();
+    streams_[trainer] = std::move(stream);
+  }
+}
+
+HybridData::Words HybridData::words_of(const data::StreamOptions& stream) const {
+  data::TextVocabulary words{{}, options_.labels, options_.hash_bits};
+  if (options_.labels.empty() || options_.hash_bits == 0) {
+    // Hashed words need no pass over the data, but the labels must be known.
+    const int64_t seen = options_.hash_bits > 0 ? kLabelExamples : kAllExamples;
+    words = data::scan_vocabulary(stream.paths, stream.format, options_.hash_bits, stream.bad_rows,
+                                  seen);
+  }
+  std::ranges::sort(words.labels);
+  return std::make_shared<const data::TextVocabulary>(std::move(words));
 }
 
 HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
@@ -147,8 +172,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("classes", classes(), "classes");
   if (options_.has_teacher()) training.agree("data", options_.data);
   if (words_) {
-    training.agree("data", std::to_string(train_ ? train_->content_hash
-                                                 : streams_.begin()->second.content_key()));
+    training.agree("data", std::to_string(train_ ? train_->content_hash : content_key_));
     if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
     training.keep("",
                   job::part_of_words({{"words", words_->words.all()}, {"labels", words_->labels}}));
@@ -160,7 +184,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
 data::Batch HybridData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
   if (!step.has_data) return data::Batch::empty();
-  if (!streams_.empty()) return streams_.at(step.shard).next();
+  if (!streams_.empty()) return streams_.at(step.shard)->next();
   if (!train_) return bags_.batch(step.shard, step.epoch, step.number);
   return data::make_batch(*train_, sampler_->batch(step.epoch, step.shard, step.number));
 }
@@ -175,7 +199,7 @@ job::Plan HybridData::plan() const {
 }
 
 void HybridData::read_in(job::TrainingPlan& training) {
-  for (auto& [trainer, stream] : streams_) training.read(stream, trainer);
+  for (auto& [trainer, stream] : streams_) training.read(*stream, trainer);
 }
 
 void HybridData::each_batch(const data::TextDataset& set, const job::Share& share,

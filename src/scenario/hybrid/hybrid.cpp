@@ -28,31 +28,70 @@ struct Master {
   std::optional<int64_t> rows;  // of the data of the first trainer, for a sharded table
 };
 
-/// The vocabulary that trainer 0 has made for all trainers.
-struct SharedWords {
+/// HybridData::Common, as trainer 0 sends it.
+struct CommonData {
   std::vector<std::string> words, labels;
   int hash_bits = 0;
-  static constexpr auto kFields =
-      std::tuple(&SharedWords::words, &SharedWords::labels, &SharedWords::hash_bits);
+  uint64_t content_key = 0;
+  static constexpr auto kFields = std::tuple(&CommonData::words, &CommonData::labels,
+                                             &CommonData::hash_bits, &CommonData::content_key);
 };
-using SharedWordsPromise = base::Promise<SharedWords>;
+using CommonPromise = base::Promise<CommonData>;
 
-base::Future<SharedWords> words_of_job(rpc::CallContext& call) {
-  return call.agent.shared<SharedWordsPromise>()->future();
+base::Future<CommonData> common_data(rpc::CallContext& call) {
+  return call.agent.shared<CommonPromise>()->future();
 }
 
-/// Returns the vocabulary that `make` returns on trainer 0, where the other trainers wait for it.
-HybridData::Words share_words(job::Rank& rank, const std::function<HybridData::Words()>& make) {
+data::HandedOut take_batches(rpc::CallContext& call, int trainer, const data::StreamPosition& from,
+                             int64_t first, int64_t count) {
+  return call.agent.local<data::StreamServer>().take(trainer, from, first, count);
+}
+
+rpc::To trainer_0() { return rpc::To("trainer0").without_deadline(); }
+
+/// Returns what `make` returns on trainer 0, where the other trainers wait for it.
+HybridData::Common share_data(job::Rank& rank, const std::function<HybridData::Common()>& make) {
+  rpc::Agent& agent = rank.agent();
   if (rank.index() > 0) {
-    const SharedWords all =
-        rank.agent().rpc_sync<&words_of_job>(rpc::To("trainer0").without_deadline());
-    return std::make_shared<const data::TextVocabulary>(
-        data::TextVocabulary{data::Vocabulary(all.words), all.labels, all.hash_bits});
+    const CommonData all = agent.rpc_sync<&common_data>(trainer_0());
+    return {std::make_shared<const data::TextVocabulary>(
+                data::TextVocabulary{data::Vocabulary(all.words), all.labels, all.hash_bits}),
+            all.content_key};
   }
-  HybridData::Words made = make();
-  rank.agent().shared<SharedWordsPromise>()->set(
-      {made->words.all(), made->labels, made->hash_bits});
+  const HybridData::Common made = make();
+  if (made.server) agent.provide(made.server);
+  agent.shared<CommonPromise>()->set(
+      {made.words->words.all(), made.words->labels, made.words->hash_bits, made.content_key});
   return made;
+}
+
+HybridData data_of(job::Rank& rank, const HybridOptions& options) {
+  return HybridData(
+      options, {rank.index()},
+      {std::bind_front(share_data, std::ref(rank)), [&rank](int trainer) {
+         return [&agent = rank.agent(), trainer](const auto& from, int64_t first, int64_t count) {
+           const rpc::ContextScope outside(0);  // batches outlive the step
+           return agent.rpc_async<&take_batches>(trainer_0(), trainer, from, first, count);
+         };
+       }});
+}
+
+HybridData local_data_of(const HybridOptions& options) {
+  std::vector<int> trainers(static_cast<size_t>(options.trainers));
+  std::iota(trainers.begin(), trainers.end(), 0);
+  const auto server = std::make_shared<std::shared_ptr<data::StreamServer>>();
+  const auto make_common = [server](const auto& make) {
+    const HybridData::Common made = make();
+    *server = made.server;
+    return made;
+  };
+  return HybridData(options, trainers, {make_common, [server](int trainer) {
+                                          return [server, trainer](const auto& from, int64_t first,
+                                                                   int64_t count) {
+                                            return base::Future<data::HandedOut>::ready(
+                                                (*server)->take(trainer, from, first, count));
+                                          };
+                                        }});
 }
 
 /// Returns the number of rows that the first caller has given. So trainers with other data open the
@@ -199,13 +238,14 @@ std::vector<std::string> DenseImpl::names() const {
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
   agent.expose<&rows_of_job>("hybrid.rows");
-  agent.expose<&words_of_job>("hybrid.words");
+  agent.expose<&common_data>("hybrid.common_data");
+  agent.expose<&take_batches>("hybrid.take_batches");
   job::expose_parameters<EmbeddingTable>(agent, "EmbeddingTable");
 }
 
 void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   const c10::Device device = rank.device();
-  HybridData data(options, {rank.index()}, std::bind_front(share_words, std::ref(rank)));
+  HybridData data = data_of(rank, options);
   if (data.evaluates_text()) rank.fields()["unknown_words"] = data.unknown_words();
   std::optional<RemoteTable> module;
   std::shared_ptr<table::ShardedEmbedding> tables;
@@ -263,9 +303,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
 }
 
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
-  std::vector<int> trainers(static_cast<size_t>(options.trainers));
-  std::iota(trainers.begin(), trainers.end(), 0);
-  HybridData data(options, trainers, [](const auto& make) { return make(); });
+  HybridData data = local_data_of(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
   job::SingleProcessOptimizer optimizer(

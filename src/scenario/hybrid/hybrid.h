@@ -10,7 +10,7 @@
 
 #include <torch/nn/pimpl.h>
 
-#include "distrain/data/stream.h"
+#include "distrain/data/remote_stream.h"
 #include "distrain/job/definition.h"
 
 namespace distrain::scenario {
@@ -35,6 +35,7 @@ struct HybridOptions : job::TrainerOptions {
   int64_t shuffle_buffer = 65536;     ///< see data::StreamOptions
   int64_t steps_per_epoch = 0;        ///< maximum, of streams; 0: no limit
   std::string bad_rows = "stop";      ///< or "skip", of streams
+  std::string data_from = "each";     ///< or "rank0": it reads streams for all trainers
   std::string average_over = "data";  ///< or "trainers": see Plan::average_over_data
   std::string task = "classes";  ///< or "binary": two classes, of which one logit is the output
   std::vector<int64_t> dense;    ///< sizes of hidden layers after the embedding
@@ -90,11 +91,22 @@ struct RandomBags {
 class HybridData {
  public:
   using Words = std::shared_ptr<const data::TextVocabulary>;
+  /// What trainer 0 gives to all trainers if the data is streamed.
+  struct Common {
+    Words words;
+    uint64_t content_key = 0;                    ///< for --data-from rank0; otherwise 0
+    std::shared_ptr<data::StreamServer> server;  ///< the same; null on other trainers
+  };
+  struct Sharing {
+    /// Returns what `make` returns on trainer 0.
+    std::function<Common(const std::function<Common()>& make)> common;
+    /// Returns the function by which `trainer` takes batches from trainer 0's server.
+    std::function<data::RemoteStream::Take(int trainer)> take;
+  };
   /// Opens the files for `trainers`, which are those of this process, and reads those that are not
-  /// streams. For streams, `share` returns the vocabulary that all trainers use, with `make` to
-  /// make it. Throws `bad_data` if a file cannot be read or is not valid.
+  /// streams. Throws `bad_data` if a file cannot be read or is not valid.
   HybridData(const HybridOptions& options, const std::vector<int>& trainers,
-             const std::function<Words(const std::function<Words()>& make)>& share);
+             const Sharing& sharing);
   /// Reads test examples, using the vocabulary of a checkpoint. The examples need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
              const std::string& examples);
@@ -128,11 +140,15 @@ class HybridData {
   const std::vector<std::string>& labels() const { return words_->labels; }
 
  private:
+  void open_streams(const std::vector<int>& trainers, const Sharing& sharing);
+  Words words_of(const data::StreamOptions& stream) const;
+
   const HybridOptions options_;
   const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
                          options_.has_teacher()};
-  Words words_;                          // null without a file
-  std::map<int, data::Stream> streams_;  // by trainer
+  Words words_;                                           // null without a file
+  std::map<int, std::unique_ptr<data::Source>> streams_;  // by trainer
+  uint64_t content_key_ = 0;                              // of the streams
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // chooses examples from `train_`
 };

@@ -43,7 +43,7 @@ struct Read {
 };
 
 /// Reads the rest of the epoch.
-inline Read read_rest(Stream& stream) {
+inline Read read_rest(Source& stream) {
   Read read;
   read.positions.push_back(stream.position());
   while (stream.ready() > 0) {
