@@ -1,6 +1,7 @@
 // distrain rnn: its options, roles and help.
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "jobs.h"
 
 namespace distrain {
@@ -32,8 +33,28 @@ void derive_rnn_defaults(RnnOptions& options, const std::function<bool(std::stri
   if (options.valid_data.empty() && !given("lr-schedule")) options.lr_schedule = "constant";
 }
 
+/// Throws if options of the files are malformed or conflict.
+void check_files(const RnnOptions& options, const job::Preflight& preflight) {
+  if (!base::byte_count(options.in_memory)) {
+    base::invalid("--in-memory " + options.in_memory +
+                  ": not a number of bytes, such as 512, 256MB or 2GiB");
+  }
+  const bool bin = is_bin(options.data);
+  for (const auto& [name, path] : {std::pair("--valid-data ", options.valid_data),
+                                   std::pair("--test-data ", options.test_data)}) {
+    if (path.empty() || is_bin(path) == bin) continue;
+    base::invalid(name + path + ": must be " + (bin ? "a .bin file" : "a text") + ", as --data is");
+  }
+  if (bin && (preflight.local || preflight.has_rank_0) &&
+      !preflight.options.decided("vocab-size")) {
+    base::invalid("--data " + options.data +
+                  ": a .bin file needs --vocab-size, the number of different tokens");
+  }
+}
+
 /// Throws if this rank has data but rank 0 has none, because rank 0's model may not fit the data.
-void check_rnn(const RnnOptions&, const job::Preflight& preflight) {
+void check_rnn(const RnnOptions& options, const job::Preflight& preflight) {
+  check_files(options, preflight);
   if (!preflight.of_rank_0 || !preflight.given("data")) return;
   const auto data = preflight.of_rank_0->find("data");
   if (data != preflight.of_rank_0->end() && !data->second.empty()) return;
@@ -49,7 +70,9 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.integer("vocab-size", &Self::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
       .may_change()  // a resume compares the vocabulary itself instead of its limit
-      .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
+      .details(R"(
+It has the most frequent words, `<unk>` for others and `<eos>` for line ends. With a `.bin` file, N
+must be given, and the words are the numbers from 0 to N - 1.)");
   list.integer("embedding-dim", &Self::emsize, "use embeddings of N numbers")
       .range(1, 1048576)
       .formerly("emsize");
@@ -60,6 +83,20 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
       .by_default("random batches with random labels");
   list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
   list.file("test-data", &Self::test_data, "evaluate on FILE at the end").needs("data");
+  list.choice("token-type", &Self::token_type, {"uint16", "uint32"},
+              "read tokens of this type from .bin files")
+      .data_only()
+      .details("The numbers are little-endian.");
+  list.text("in-memory", &Self::in_memory, "SIZE",
+            "read texts of fewer bytes into memory, and larger ones while training")
+      .of_predict()
+      .data_only()
+      .details(R"(
+SIZE is a number of bytes, such as 512, 256MB or 2GiB. The result does not depend on it. A text in
+memory takes 4 bytes a word on each trainer. The first trainer reads a larger text once before the
+training, counts its words and notes where they are; each trainer then reads only the words of its
+own columns. That text must be a regular file that is not compressed and does not change. If it has
+more than half a million different words, the count drops the rarer ones, which may then miss a few.)");
   list.group("Training");
   list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
   list.integer("batches-per-epoch", &Self::batches, "use N random batches per epoch and trainer")
@@ -82,13 +119,19 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   defaults_on_text([&](const char* name, auto, auto) {
     list.row(name).by_default(text.at(name) + " with --data, otherwise " + list.find(name).initial);
   });
+  list.row("data").details(R"(
+The text may be compressed with gzip if it is read into memory (see --in-memory). A FILE whose name
+ends in `.bin` has token numbers of the type --token-type, without a header, and is read while
+training.)");
   list.row("data").details("A rank that is not given a path reads the file that rank 0 names.");
-  for (const char* name : {"valid-data", "test-data"}) list.row(name).details("Needs --data.");
+  for (const char* name : {"valid-data", "test-data"}) {
+    list.row(name).details("Needs --data, and a FILE of the same kind.");
+  }
   list.row("batch-size").help("use N columns of text per trainer");
   list.row("bptt").details("Gradients are backpropagated through N words.");
   list.row("clip").details("The norm is that of the parameters of all ranks together.");
   list.row("generate").details("The words are in the `text` line.");
-  list.row("prompt").details("Needs --generate.");
+  list.row("prompt").details("Needs --generate. With a `.bin` file, TEXT has token numbers.");
 }
 
 const job::Definition<RnnOptions>& cmd::rnn_job() {
@@ -108,7 +151,8 @@ Without --data the job trains the tiny model of the PyTorch RPC tutorial on rand
 --data it trains a real language model, with other defaults.
 
 `distrain predict CHECKPOINT [FILE]` prints the words that most likely follow each line of a text,
-or with --generate N the next N words. `end` has the perplexity of the text.)")
+or with --generate N the next N words. `end` has the perplexity of the text. A model of a `.bin` file
+reads lines of token numbers and does not evaluate them, or evaluates a `.bin` file.)")
           .example("distrain rnn", "Run the tutorial's job")
           .example(
               "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync "

@@ -108,6 +108,8 @@ complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l nhid -d 'give th
 complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l nlayers -d 'stack N LSTM layers'
 complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l dropout -d 'drop activations with probability X'
 complete -c distrain -n '__fish_seen_subcommand_from rnn' -r -F -l data -d 'train on the text in FILE, with words separated by blanks'
+complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l token-type -a 'uint16 uint32' -d 'read tokens of this type from .bin files'
+complete -c distrain -n '__fish_seen_subcommand_from rnn predict' -x -l in-memory -d 'read texts of fewer bytes into memory, and larger ones while training'
 complete -c distrain -n '__fish_seen_subcommand_from rnn predict' -x -l generate -d 'write N words at the end'
 complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l prompt -d 'begin the sample with TEXT'
 complete -c distrain -n '__fish_seen_subcommand_from rnn' -x -l trainers -d 'run N trainers; the job has N + 1 ranks'

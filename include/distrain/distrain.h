@@ -15,6 +15,7 @@
 #include "distrain/data/images.h"
 #include "distrain/data/stream.h"
 #include "distrain/data/text.h"
+#include "distrain/data/tokens.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/predictions.h"
 #include "distrain/job/single_process_training.h"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <limits>
 #include <numeric>
 
 namespace distrain::base {
@@ -27,27 +28,26 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 }  // namespace
 
+std::optional<int64_t> byte_count(std::string_view text) {
+  const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+  const auto count = number<int64_t>(text.substr(0, digits));
+  std::string_view unit = text.substr(digits);
+  if (!count) return std::nullopt;
+  int64_t factor = 1;
+  if (!unit.empty()) {
+    const size_t power = std::string_view("KMGT").find(unit.front());
+    unit.remove_prefix(1);
+    if (power == std::string_view::npos || (unit != "B" && unit != "iB")) return std::nullopt;
+    for (size_t i = 0; i <= power; ++i) factor *= unit == "B" ? 1000 : 1024;
+  }
+  if (*count > std::numeric_limits<int64_t>::max() / factor) return std::nullopt;
+  return *count * factor;
+}
+
 std::string shortest(double value) {
   char text[64];
   const auto [end, error] = std::to_chars(text, text + sizeof(text), value);
   return std::string(text, end);
-}
-
-std::optional<int64_t> byte_count(std::string_view text) {
-  const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
-  const std::optional<int64_t> count = number<int64_t>(text.substr(0, digits));
-  std::string_view unit = text.substr(digits);
-  if (!count || unit.empty()) return count;
-  const size_t power = std::string_view("BKMGT").find(unit[0]);
-  if (power == std::string_view::npos || unit.back() != 'B') return std::nullopt;
-  const bool binary = power > 0 && unit.size() == 3 && unit[1] == 'i';
-  if (!binary && unit.size() != (power > 0 ? 2 : 1)) return std::nullopt;
-  int64_t bytes = *count;
-  for (size_t i = 0; i < power; ++i) {
-    if (bytes > (int64_t{1} << 52)) return std::nullopt;
-    bytes *= binary ? 1024 : 1000;
-  }
-  return bytes;
 }
 
 std::vector<std::string_view> split(std::string_view text, char by) {

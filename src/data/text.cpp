@@ -1,13 +1,9 @@
 #include "distrain/data/text.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
-#include <ATen/Functions.h>
-
 #include "distrain/base/error.h"
-#include "distrain/base/random.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
 #include "example_parser.h"
@@ -31,25 +27,11 @@ void for_each_line(std::string_view text, auto function) {
 
 /// Reads a whole text, which may be compressed with gzip. Throws `bad_data` if it is UTF-16 or
 /// binary.
-std::string read_text(const std::string& path,
-                      store::InputFile::Kind kind = store::InputFile::Kind::kAny) {
-  store::GzipReader file(store::InputFile(path, kind));
+std::string read_text(const std::string& path) {
+  store::GzipReader file{store::InputFile(path)};
   auto text = store::read_to_end<std::string>(file);
   check_text(path, 0, text);
   return text;
-}
-
-constexpr std::string_view kReserved[] = {"<unk>", "<eos>"};  // kUnknownWord, kEndOfLine
-constexpr const char* kNoWord = ": no word in this file";
-constexpr int64_t kReservedWords = std::size(kReserved);
-
-int64_t number_of(std::string_view word, const Vocabulary& vocabulary) {
-  const int64_t id = vocabulary.find(word);
-  return id == Vocabulary::kUnknown ? kUnknownWord : id;
-}
-
-void check(bool right, const char* what, int64_t value) {
-  if (!right) base::invalid(what + std::to_string(value));
 }
 
 }  // namespace
@@ -119,117 +101,6 @@ TextDataset read_fast_text(const std::string& path,
   return store::with_memory_for(path, [&] {
     return parse_fast_text(read_text(path), path, std::move(vocabulary), labels, hash_bits);
   });
-}
-
-Vocabulary read_words(const std::string& path, int64_t max_words) {
-  check(max_words == 0 || max_words >= kReservedWords,
-        "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
-  return store::with_memory_for(path, [&] {
-    // Refuses a pipe, because read_corpus() reads the same file again.
-    const auto text = read_text(path, store::InputFile::Kind::kRegular);
-    Vocabulary seen;  // by first appearance
-    for (const std::string_view word : kReserved) seen.add(word);
-    std::vector<int64_t> counts(kReservedWords, 0);
-    bool any = false;
-    for_each_line(text, [&](std::string_view line) {
-      for_each_token(line, [&](std::string_view word) {
-        any = true;
-        const auto id = static_cast<size_t>(seen.add(word));
-        if (id == counts.size()) counts.push_back(0);
-        ++counts[id];
-      });
-    });
-    if (!any) base::bad_data(path + kNoWord);
-
-    std::vector<int64_t> order(counts.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin() + kReservedWords, order.end(), [&](int64_t a, int64_t b) {
-      return counts[static_cast<size_t>(a)] > counts[static_cast<size_t>(b)];
-    });
-    if (max_words > 0 && max_words < seen.size()) order.resize(static_cast<size_t>(max_words));
-    Vocabulary words;
-    for (const int64_t id : order) words.add(seen.word(id));
-    return words;
-  });
-}
-
-Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
-  return store::with_memory_for(path, [&] {
-    const auto text = read_text(path);
-    Corpus corpus;
-    corpus.content_hash = store::content_hash(text);
-    for_each_line(text, [&](std::string_view line) {
-      const size_t before = corpus.tokens.size();
-      for_each_token(line, [&](std::string_view word) {
-        corpus.tokens.push_back(number_of(word, vocabulary));
-      });
-      if (corpus.tokens.size() > before) corpus.tokens.push_back(kEndOfLine);
-    });
-    if (corpus.tokens.empty()) base::bad_data(path + kNoWord);
-    return corpus;
-  });
-}
-
-Corpus random_corpus(uint64_t seed, int64_t words, int64_t count) {
-  base::Random random({seed});
-  Corpus corpus;
-  corpus.tokens.resize(static_cast<size_t>(count));
-  for (int64_t& token : corpus.tokens) token = random.between(0, words - 1);
-  return corpus;
-}
-
-std::vector<std::vector<int64_t>> Corpus::lines() const {
-  std::vector<std::vector<int64_t>> lines(1);
-  for (const int64_t word : tokens) {
-    if (word == kEndOfLine) {
-      lines.emplace_back();
-    } else {
-      lines.back().push_back(word);
-    }
-  }
-  lines.pop_back();  // the words after the last `<eos>`
-  return lines;
-}
-
-std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary) {
-  std::vector<int64_t> tokens;
-  for_each_line(text, [&](std::string_view line) {
-    for_each_token(line,
-                   [&](std::string_view word) { tokens.push_back(number_of(word, vocabulary)); });
-  });
-  return tokens;
-}
-
-TokenColumns::TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first,
-                           int64_t count)
-    : tokens_(tokens), column_length_(0), first_(first), count_(count) {
-  check(columns >= 1, "the number of columns must be at least 1, not ", columns);
-  check(first >= 0 && first < columns, "there is no column ", first);
-  check(count >= 1 && count <= columns - first,
-        "the columns read must be at least one, and not more than there are, not ", count);
-  const auto size = static_cast<int64_t>(tokens.size());
-  column_length_ = size / columns;
-  if (column_length_ < 2) {
-    base::bad_data(std::to_string(size) + " tokens are too few for " + std::to_string(columns) +
-                   " columns of at least two tokens: a smaller --batch-size makes fewer columns");
-  }
-}
-
-int64_t TokenColumns::steps(int64_t length) const {
-  check(length >= 1, "the length of a batch must be at least 1, not ", length);
-  return (column_length_ - 2) / length + 1;  // the last token of a column is a target only
-}
-
-TokenColumns::Batch TokenColumns::batch(int64_t step, int64_t length) const {
-  check(step >= 0 && step < steps(length), "these columns have no step ", step);
-  const int64_t begin = step * length;
-  const int64_t rows = std::min(length, column_length_ - 1 - begin);
-  auto* const tokens = const_cast<int64_t*>(tokens_.data()) + first_ * column_length_;
-  const at::Tensor columns = at::from_blob(tokens, {count_, column_length_}, at::kLong).t();
-  const auto from = [&](int64_t row) {
-    return columns.narrow(0, row, rows).clone(at::MemoryFormat::Contiguous);
-  };
-  return {from(begin), from(begin + 1).flatten()};
 }
 
 }  // namespace distrain::data

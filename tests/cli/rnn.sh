@@ -88,5 +88,67 @@ for where in "" --local; do
   expect_log "a text of one word $where"
   expect_jq '.[-1].kind == "bad_data"' "a text of one word $where"
 done
+run rnn --data "$tmp/train" --in-memory 1.5GB
+expect_error 2 invalid "--in-memory 1.5GB: not a number of bytes" "--in-memory 1.5GB"
+
+# Files that are read while training give the same numbers as files in memory.
+numbers() { jq -c 'select(.event == "step" or .event == "eval") | [.event, .rank, .epoch, .step, .loss, .perplexity]' "$tmp/out" | sort; }
+text+=(--mode sync --trainers 2 --epochs 1)
+run "${text[@]}"
+expect 0 "a text in memory"
+numbers >"$tmp/numbers"
+[[ $(wc -l <"$tmp/numbers") -gt 10 ]] || fail "no steps"
+run "${text[@]}" --in-memory 0
+expect 0 "--in-memory 0"
+expect_log "--in-memory 0"
+numbers | cmp -s - "$tmp/numbers" || fail "--in-memory 0: other numbers"
+
+# refused <words> <name>: checks that a rank has ended the job because of bad data.
+refused() {
+  expect 7 "$2"
+  # shellcheck disable=SC2016  # jq's variable
+  jq -es --arg words "$1" '.[-1] | .kind == "bad_data" and (.message | contains($words))' "$tmp/out" >/dev/null ||
+    fail "$2: $(tail -n 1 "$tmp/out" | cut -c1-500)"
+}
+
+# A compressed text is read into memory.
+gzip -c "$tmp/train" >"$tmp/train.gz"
+run "${text[@]}" --data "$tmp/train.gz"
+expect 0 "gzip"
+numbers | cmp -s - "$tmp/numbers" || fail "gzip: other numbers"
+run "${text[@]}" --data "$tmp/train.gz" --in-memory 500
+refused "train.gz: longer than the 500 bytes of --in-memory: unpack it with gunzip" "a long text"
+run "${text[@]}" --data "$tmp/train.gz" --in-memory 0
+refused "train.gz: longer than the 0 bytes of --in-memory: unpack it with gunzip" "gzip with --in-memory 0"
+
+# A file of token numbers.
+# shellcheck disable=SC2059  # the format has the bytes
+for ((i = 0; i < 400; ++i)); do printf "\\x$((i % 10))\\0"; done >"$tmp/train.bin"
+run rnn --data "$tmp/train.bin"
+expect_error 2 invalid "a .bin file needs --vocab-size" "no --vocab-size"
+bin=(rnn --data "$tmp/train.bin" --vocab-size 10 --embedding-dim 8 --nhid 8 --batch-size 4 --bptt 5 --lr 1)
+run "${bin[@]}" --valid-data "$tmp/valid"
+expect_error 2 invalid "must be a .bin file, as --data is" "a text and a .bin file"
+run "${text[@]}" --valid-data "$tmp/train.bin"
+expect_error 2 invalid "must be a text, as --data is" "a .bin file and a text"
+run "${bin[@]}" --vocab-size 9
+refused "train.bin: token 9 is 9, but the vocabulary has the numbers from 0 to 8" "too few words"
+run "${bin[@]}" --generate 3 --prompt "1 10"
+refused "--prompt: '10' is not the number of a token below 10" "a prompt with another number"
+head -c 201 "$tmp/train.bin" >"$tmp/odd.bin"
+run "${bin[@]}" --data "$tmp/odd.bin"
+refused "odd.bin: 201 bytes are not a whole number of tokens of 2 bytes" "half a token"
+run "${bin[@]}" --valid-data "$tmp/train.bin" --epochs 8 --checkpoint "$tmp/saved"
+expect 0 ".bin"
+expect_log ".bin"
+trained=$(jq -c 'select(.event == "eval") | [.perplexity]' "$tmp/out" | tail -n 1)
+run predict "$tmp/saved" "$tmp/train.bin"
+expect 0 "predict a .bin file"
+[[ $(jq -c 'select(.event == "end" and .predicted == 0) | [.perplexity]' "$tmp/out") == "$trained" ]] ||
+  fail "predict a .bin file: $(tail -n 1 "$tmp/out"), not $trained"
+echo 3 4 5 | "$distrain" predict "$tmp/saved" - --generate 4 >"$tmp/out" || fail "predict numbers"
+expect_jq '[.[] | select(.event == "prediction").text | test("^[0-9]( [0-9]){3}$")] == [true]' "predict numbers"
+run rnn --resume "$tmp/saved" --epochs 9 --in-memory 0
+expect 0 "resume with a .bin file"
 expect_no_process "rnn"
 finish

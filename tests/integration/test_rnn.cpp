@@ -1,6 +1,8 @@
 // ctest: labels=ci timeout=180
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <set>
 #include <sstream>
 
 #include "support/scenario_data.h"
@@ -18,6 +20,12 @@ std::vector<double> values_of(const std::vector<Json>& lines, const char* field)
   std::vector<double> values;
   for (const Json& line : lines) values.push_back(line[field].get<double>());
   return values;
+}
+
+/// Returns the losses of all steps, in an order that does not depend on the timing of the trainers.
+std::multiset<double> losses_of(const Finished& job) {
+  const std::vector<double> losses = values_of(job.all("step"), "loss");
+  return {losses.begin(), losses.end()};
 }
 
 void check_perplexity(const Json& line) {
@@ -217,6 +225,47 @@ TEST_CASE_METHOD(RnnText, "a sample begins with the prompt and has the requested
   if (options.trainers == 1) {
     CHECK(run_job(Place::kLocal, options).all("text").at(0)["text"] == text);
   }
+}
+
+TEST_CASE_METHOD(RnnText, "files that are read while training give the same results") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RnnOptions options = on_text();
+  options.trainers = GENERATE(1, 2);
+  options.test_data = folder.write("test.txt", make_text(12, 3));
+  options.epochs = 2;
+  options.log_interval = 1;
+  CAPTURE(place, options.trainers);
+  const Finished in_memory = run_job(place, options);
+  options.in_memory = "0";
+  const Finished streamed = run_job(place, options);
+  CHECK(in_memory.all("eval") == streamed.all("eval"));
+  CHECK(losses_of(in_memory) == losses_of(streamed));
+
+  // The same tokens as numbers in files, which have the type of --token-type.
+  const data::Vocabulary words(scenario::scan_files(options).words);
+  options.token_type = GENERATE("uint16", "uint32");
+  options.in_memory = options.token_type == "uint16" ? "0" : "256MB";
+  for (std::string* path : {&options.data, &options.valid_data, &options.test_data}) {
+    const auto tokens = data::load_text(*path, words);
+    std::vector<int64_t> numbers(static_cast<size_t>(tokens->size()));
+    tokens->read(0, numbers);
+    std::string bytes;
+    for (const int64_t number : numbers) {
+      bytes += static_cast<char>(number);
+      bytes += std::string(options.token_type == "uint16" ? 1 : 3, '\0');
+    }
+    *path = folder.write(std::filesystem::path(*path).stem().string() + ".bin", bytes);
+  }
+  options.generate = 5;
+  options.prompt = "12 1";
+  const Finished numbers = run_job(place, options);
+  CHECK(in_memory.all("eval") == numbers.all("eval"));
+  CHECK(losses_of(in_memory) == losses_of(numbers));
+  const auto text = numbers.all("text").at(0)["text"].get<std::string>();
+  CAPTURE(text);
+  CHECK(text.starts_with("12 1 "));
+  CHECK(text.find_first_not_of("0123456789 ") == std::string::npos);
+  CHECK(std::count(text.begin(), text.end(), ' ') == 6);
 }
 
 TEST_CASE_METHOD(RnnText, "without text or a number of words there is no sample") {

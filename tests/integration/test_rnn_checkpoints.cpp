@@ -30,6 +30,25 @@ TEST_CASE_METHOD(RnnFewWords, "a language model resumes exactly from the middle 
   check_resume_is_exact(place, options, half, 34);
 }
 
+TEST_CASE_METHOD(RnnFewWords, "a language model resumes exactly if its files are not in memory") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = this->options();
+  options.steps = 17;
+  const Snapshot expected = checkpoint_of(place, options);
+  const Folder saves;
+  options.checkpoint = {saves.path(), kSaveAtEndOnly, "auto"};
+  for (const auto& [steps, in_memory] :
+       {std::pair(5, "256MB"), std::pair(11, "0"), std::pair(17, "1")}) {
+    options.steps = steps;
+    options.in_memory = in_memory;
+    run_job(place, options);
+  }
+  Snapshot saved = newest_checkpoint(saves.path());
+  saved.state["options"] = expected.state["options"];
+  check_same(saved, expected);
+}
+
 TEST_CASE_METHOD(RnnFewWords, "the tutorial's model resumes exactly, also at the end of an epoch") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   RnnOptions options;
@@ -64,6 +83,20 @@ TEST_CASE_METHOD(RnnFewWords, "trainers with another text than the first are ref
       options(), [&](RnnOptions& options) { options.data = other; });
   CAPTURE(message);
   CHECK(contains(message, "trainer 2 has read other data than the others"));
+}
+
+TEST_CASE_METHOD(RnnFewWords,
+                 "a trainer with another file than the one that was scanned is refused") {
+  const std::string other = folder.write("other.txt", make_text(120, 3));
+  RnnOptions options = this->options();
+  options.in_memory = "0";
+  Hooks<RnnOptions> hooks;
+  hooks.options = [&](int rank, RnnOptions& own) {
+    if (rank == 2) own.data = other;
+  };
+  const base::Error error = error_of_job(base::ErrorKind::kBadData, Place::kRanks, options, hooks);
+  CAPTURE(error.message);
+  CHECK(contains(error.message, other + ": its size or its first 64 KiB are not those"));
 }
 
 TEST_CASE_METHOD(RnnFewWords, "a perplexity that is not finite ends the job without a save") {

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/flat_hash_map.h>
 
 namespace distrain::data {
@@ -90,59 +89,5 @@ TextDataset read_fast_text(const std::string& path,
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                             Labels labels = Labels::kAll, int hash_bits = 0);
-
-/// The first two words of each vocabulary of read_words(). The words of the text follow, sorted by
-/// falling frequency; equally frequent words are in the order of their first appearance.
-inline constexpr int64_t kUnknownWord = 0;
-inline constexpr int64_t kEndOfLine = 1;
-
-/// A text as the numbers of its words, with `<eos>` after each line.
-struct Corpus {
-  std::vector<int64_t> tokens;
-  uint64_t content_hash = 0;  ///< of the (decompressed) file's bytes
-
-  /// Returns the words of each line, without `<eos>`.
-  std::vector<std::vector<int64_t>> lines() const;
-};
-
-/// Returns the vocabulary of a text file: at most `max_words` words, with `<unk>` and `<eos>`, or
-/// all words if it is 0. Separates words, and reads gzip, as read_fast_text(). Throws `bad_data` if
-/// the file cannot be read or has no word, and `invalid` if `max_words` is 1 or below 0.
-Vocabulary read_words(const std::string& path, int64_t max_words);
-
-/// Reads a text with a vocabulary of read_words(). Skips empty lines. Throws as read_words().
-Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary);
-
-/// Returns `count` random words of a vocabulary of `words`. They depend only on the arguments.
-Corpus random_corpus(uint64_t seed, int64_t words, int64_t count);
-
-/// Returns the words of `text` (a prompt), without `<eos>`.
-std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary);
-
-/// A corpus in columns that are read side by side, as by batchify() of PyTorch's word language
-/// model: column c of C holds the tokens [c * n, (c + 1) * n) with n = tokens / C, and the rest is
-/// unused. A trainer reads some of the columns.
-class TokenColumns {
- public:
-  /// Selects [first, first + count) of `columns` columns. `tokens` must outlive this object. Throws
-  /// `bad_data` if a column has fewer than two tokens, `invalid` if a column does not exist.
-  TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first, int64_t count);
-
-  int64_t count() const { return count_; }
-  /// Returns the number of batches, each of which has at most `length` words of every column.
-  int64_t steps(int64_t length) const;
-
-  struct Batch {
-    at::Tensor inputs;   ///< int64 [length, count]
-    at::Tensor targets;  ///< int64 [length · count]: the word after each input
-  };
-  Batch batch(int64_t step, int64_t length) const;
-
- private:
-  const std::vector<int64_t>& tokens_;
-  int64_t column_length_;
-  int64_t first_;
-  int64_t count_;
-};
 
 }  // namespace distrain::data

@@ -114,6 +114,7 @@ class GzipReader {
   explicit GzipReader(InputFile file);
   ~GzipReader();
 
+  bool gzip() const { return gzip_; }
   /// Replaces the limit. The new limit counts only the bytes read after this call.
   void limit(Limit limit);
   /// Reads `bytes` bytes, or fewer if the file ends before, and returns their number. All checksums
@@ -126,7 +127,6 @@ class GzipReader {
   /// Continues reading at byte `offset` of a regular file that is not gzip.
   void seek(uint64_t offset);
 
-  bool gzip() const { return gzip_; }
   /// Returns the size of the file as it is stored, or 0 for a pipe.
   uint64_t size() const { return file_.size(); }
   const std::string& path() const { return file_.path(); }

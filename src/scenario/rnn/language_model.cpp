@@ -41,14 +41,13 @@ void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data
   training.evaluate_at_end([&](const job::Share& share) { return evaluate(data.test(), share); });
 }
 
-job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
+job::Evaluation LanguageModel::evaluate(const data::Tokens& text, const job::Share& share) const {
   constexpr int64_t kColumns = 10;  // as in PyTorch's word language model
-  // `all` is at least 1, because a text has at least two tokens: each line has a word and an end.
-  const int64_t all = std::min(kColumns, std::ssize(text.tokens) / 2);
+  const int64_t all = std::min(kColumns, text.size() / 2);
   const int64_t first = share.first(all), count = share.end(all) - first;
   job::Evaluation evaluation;
   if (count == 0) return evaluation;
-  const data::TokenColumns columns(text.tokens, all, first, count);
+  const data::TokenColumns columns(text, all, first, count);
   LstmState state = lstm_->zero_state(count);
   for (int64_t step = 0; step < columns.steps(options_.bptt); ++step) {
     const WordBatch batch = columns.batch(step, options_.bptt);
@@ -76,14 +75,15 @@ at::Tensor LanguageModel::next(const std::vector<int64_t>& words, LstmState& sta
 std::string LanguageModel::continued(std::string text, std::vector<int64_t> words,
                                      const data::Vocabulary& vocabulary) const {
   constexpr uint64_t kSampleSeed = 4;
+  const bool is_text = data::has_reserved_words(vocabulary);
   if (words.empty()) words.push_back(data::kEndOfLine);
   LstmState state = lstm_->zero_state(1);
   at::Generator generator = nn::keyed_generator({options_.seed, kSampleSeed});
   for (int i = 0; i < options_.generate; ++i) {
     at::Tensor weights = next(words, state);
-    weights[data::kUnknownWord] = 0;
+    if (is_text) weights[data::kUnknownWord] = 0;
     const auto word = weights.multinomial(1, false, generator).item<int64_t>();
-    if (word == data::kEndOfLine) {
+    if (is_text && word == data::kEndOfLine) {
       text += '\n';
     } else {
       if (!text.empty() && text.back() != '\n') text += ' ';

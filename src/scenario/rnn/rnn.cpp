@@ -43,6 +43,22 @@ RemoteEnds ends_of_job(rpc::CallContext& call, int64_t words, int64_t emsize, in
   return ends;
 }
 
+/// Returns the result of trainer 0's scan_files() once it is known.
+base::Future<RnnScan> scan_of_job(rpc::CallContext& call) {
+  return call.agent.shared<base::Promise<RnnScan>>()->future();
+}
+
+/// Calls scan_files() on trainer 0, for all trainers.
+RnnScan scan_once(job::Rank& rank, const RnnOptions& options) {
+  if (rank.index() > 0 && !options.data.empty()) {
+    return rank.agent().rpc_sync<&scan_of_job>(
+        rpc::To(rank.roles().named(rank.role()).first).without_deadline());
+  }
+  RnnScan scan = scan_files(options);
+  rank.agent().shared<base::Promise<RnnScan>>()->set(scan);
+  return scan;
+}
+
 LanguageModel::Ends over_rpc(rpc::Agent& agent, const RemoteEnds& remote) {
   const auto sent = [&agent, server = remote.decoder.owner()](const at::Tensor& t) {
     return rpc::for_rank(agent, server, t);
@@ -101,6 +117,7 @@ job::Json likeliest(const at::Tensor& chances, const data::Vocabulary& vocabular
 
 void expose_rnn(rpc::Agent& agent) {
   agent.expose<&ends_of_job>("rnn.ends");
+  agent.expose<&scan_of_job>("rnn.scan");
   agent.expose<&WordEmbedding::forward>("WordEmbedding.forward");
   agent.expose<&Decoder::loss>("Decoder.loss");
   agent.expose<&Decoder::scores>("Decoder.scores");
@@ -110,7 +127,7 @@ void expose_rnn(rpc::Agent& agent) {
 
 void train_rnn(job::Rank& rank, const RnnOptions& options) {
   rpc::Agent& agent = rank.agent();
-  const RnnData data(options);
+  const RnnData data(options, scan_once(rank, options));
   const RemoteEnds remote =
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
   LanguageModel model(options, rank.device(), over_rpc(agent, remote),
@@ -145,7 +162,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
 }
 
 void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
-  const RnnData data(options);
+  const RnnData data(options, scan_files(options));
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
   const rpc::NamedTensors lstm = model.lstm_parameters();
@@ -178,11 +195,16 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   const WholeModel whole(options, data.words(), predictions.device());
   const LanguageModel& model = whole.middle;
   predictions.load(whole.parameters());
-  for (const std::vector<int64_t>& line : data.test().lines()) {
+  const auto predict = [&](const std::vector<int64_t>& line) {
     LstmState state = model.lstm().zero_state(1);
     predictions.tell(options.generate > 0
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));
+  };
+  // A `.bin` file has no lines, and numbers in lines are not the tokens of a whole text.
+  if (!is_bin(predictions.input())) {
+    data::for_each_line(data.test(), data.vocabulary(), predict);
+    if (!data::has_reserved_words(data.vocabulary())) return;
   }
   // Evaluates the trainers' shares one by one, as the job did, because sums depend on the shares.
   job::Evaluation evaluation;

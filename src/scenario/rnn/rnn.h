@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/text.h"
+#include "distrain/data/tokens.h"
 #include "distrain/job/definition.h"
 #include "lstm.h"
 
@@ -30,22 +30,38 @@ struct RnnOptions : job::TrainerOptions {
   int nhid = 3;
   int nlayers = 4;
   double dropout = 0.5;
-  std::string data;                   ///< text file; empty: random batches
-  std::string valid_data, test_data;  ///< text files; empty: no such evaluation
+  std::string data;                   ///< text or `.bin` file; empty: random batches
+  std::string valid_data, test_data;  ///< files of the same kind; empty: no such evaluation
+  std::string token_type = "uint16";  ///< of `.bin` files; or uint32
+  std::string in_memory = "256MB";    ///< for base::byte_count(): limit for a text in memory
   int generate = 0;                   ///< number of words of the final sample
   std::string prompt;
 };
 
 using WordBatch = data::TokenColumns::Batch;
 
+/// Returns true if `path` is a file of token numbers rather than a text.
+inline bool is_bin(const std::string& path) { return path.ends_with(".bin"); }
+
+/// Facts about the files that take a pass over them. Trainer 0 finds them for all trainers.
+struct RnnScan {
+  std::vector<std::string> words;       ///< the vocabulary
+  data::TokenIndex train, valid, test;  ///< empty for a text that is read into memory
+  static constexpr auto kFields =
+      std::tuple(&RnnScan::words, &RnnScan::train, &RnnScan::valid, &RnnScan::test);
+};
+/// Throws `bad_data` if a file cannot be read or is not valid.
+RnnScan scan_files(const RnnOptions& options);
+
 /// The text of the job, cut into T · batch_size columns (see TokenColumns) for T trainers. Trainer
 /// t reads its own batch_size columns side by side, from column t · batch_size on. Without a file,
 /// the words are random.
 class RnnData {
  public:
-  /// Reads the files. Throws `bad_data` if a file cannot be read or is not valid.
-  explicit RnnData(const RnnOptions& options);
-  /// Reads a text for evaluation, using the vocabulary of a checkpoint.
+  /// Opens or reads the files. Throws `bad_data` if a file cannot be read or is not valid.
+  RnnData(const RnnOptions& options, const RnnScan& scan);
+  RnnData(const RnnData&) = delete;
+  /// Reads a file for evaluation, using the vocabulary of a checkpoint.
   RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text);
 
   job::Plan plan() const;
@@ -56,18 +72,19 @@ class RnnData {
   WordBatch batch(const job::Step& step) const;
 
   /// Return the texts to evaluate after each epoch (valid) and at the end (test).
-  const data::Corpus& valid() const { return valid_; }
-  const data::Corpus& test() const { return test_; }
+  const data::Tokens& valid() const { return *valid_; }
+  const data::Tokens& test() const { return *test_; }
 
   /// Returns the vocabulary. Call it only if the text comes from a file.
   const data::Vocabulary& vocabulary() const { return *vocabulary_; }
 
  private:
+  data::TokensPtr read(const std::string& path, const data::TokenIndex& index) const;
   data::TokenColumns columns_of(int trainer) const;
 
   const RnnOptions options_;
   std::optional<data::Vocabulary> vocabulary_;
-  data::Corpus train_, valid_, test_;
+  data::TokensPtr train_, valid_, test_;
 };
 
 /// A language model: an LSTM in this process, and an embedding and a decoder that may be remote.
@@ -89,7 +106,7 @@ class LanguageModel {
   /// Makes `training` evaluate the texts of `data`. `data` and this object must outlive `training`.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
   /// Evaluates a share of `text`, from a zero LSTM state on. The caller disables gradients.
-  job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
+  job::Evaluation evaluate(const data::Tokens& text, const job::Share& share) const;
   /// Prints the `text` line if --generate is given and there is a vocabulary.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 

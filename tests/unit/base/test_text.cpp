@@ -17,6 +17,19 @@ TEST_CASE("a text is a number only if all of it is") {
   CHECK(shortest(1e6) == "1e+06");
 }
 
+TEST_CASE("a number of bytes may have a decimal or a binary unit") {
+  CHECK(byte_count("0") == 0);
+  CHECK(byte_count("512") == 512);
+  CHECK(byte_count("256MB") == 256'000'000);
+  CHECK(byte_count("3KiB") == 3072);
+  CHECK(byte_count("2GiB") == int64_t{2} << 30);
+  CHECK(byte_count("8TB") == 8'000'000'000'000);
+  for (const char* text : {"", "MB", "-1", "1.5GB", "1 MB", "1M", "1XB", "1MBs", "99999999TB"}) {
+    CAPTURE(text);
+    CHECK_FALSE(byte_count(text));
+  }
+}
+
 TEST_CASE("a list is split at each comma") {
   using Parts = std::vector<std::string_view>;
   CHECK(split("a,b", ',') == Parts{"a", "b"});

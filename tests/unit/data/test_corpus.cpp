@@ -1,18 +1,19 @@
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "distrain/data/text.h"
+#include "distrain/data/tokens.h"
 #include "distrain/store/hash.h"
 #include "support/catch.h"
 #include "support/files.h"
+#include "tokens.h"
 
 namespace distrain::data {
 
 using namespace testing;
 namespace {
 
-using Ints = std::vector<int64_t>;
 using Strings = std::vector<std::string>;
 using namespace std::string_literals;
 
@@ -27,10 +28,10 @@ std::string invalid(F call) {
   return error_of(base::ErrorKind::kInvalid, call);
 }
 
-Ints count_to(int64_t count) {
-  Ints result;
-  for (int64_t i = 0; i < count; ++i) result.push_back(i);
-  return result;
+TokensPtr count_to(int64_t count) {
+  std::vector<int32_t> result(static_cast<size_t>(count));
+  std::iota(result.begin(), result.end(), 0);
+  return make_tokens(result);
 }
 
 }  // namespace
@@ -50,7 +51,7 @@ TEST_CASE("<unk> and <eos> in a text are the reserved words") {
   const auto path = folder.write("text", "x <unk> <unk> <unk>\n<eos> y y\n");
   const Vocabulary words = read_words(path, 0);
   CHECK(all(words) == Strings{"<unk>", "<eos>", "y", "x"});
-  CHECK(read_corpus(path, words).tokens == Ints{3, 0, 0, 0, 1, 1, 2, 2, 1});
+  CHECK(all(*load_text(path, words)) == Ints{3, 0, 0, 0, 1, 1, 2, 2, 1});
 }
 
 TEST_CASE("Each line with a word ends with <eos>") {
@@ -59,9 +60,9 @@ TEST_CASE("Each line with a word ends with <eos>") {
   const Ints expected{3, 2, kEndOfLine, kUnknownWord, kEndOfLine};
   for (const auto& text : {"one two\nnew\n"s, "one two\nnew"s, "\n\none\ttwo \r\n \t\n\nnew\r\n\n"s,
                            "\xEF\xBB\xBFone two\nnew\n"s, "one\ftwo\n\vnew\f\n"s}) {
-    const Corpus corpus = read_corpus(folder.write("text", text), words);
-    CHECK(corpus.tokens == expected);
-    CHECK(corpus.content_hash == store::content_hash(text));
+    const auto tokens = load_text(folder.write("text", text), words);
+    CHECK(all(*tokens) == expected);
+    CHECK(tokens->content_hash() == store::content_hash(text));
   }
 }
 
@@ -70,7 +71,8 @@ TEST_CASE("A file that is not plain text is refused with advice") {
   const auto why = [&](const std::string& bytes) {
     const auto path = folder.write("file", bytes);
     const std::string message = bad_data([&] { read_words(path, 0); });
-    CHECK(bad_data([&] { read_corpus(path, Vocabulary()); }) == message);
+    CHECK(bad_data([&] { load_text(path, Vocabulary()); }) == message);
+    CHECK(bad_data([&] { index_text(path); }) == message);
     CHECK(bad_data([&] { read_fast_text(path); }) == message);
     CHECK(message.starts_with(path + ": "));
     return message.substr(path.size() + 2);
@@ -96,7 +98,9 @@ TEST_CASE("The lines of a text have its words without <eos>") {
   const Folder folder;
   const auto words = read_words(folder.write("train", "one two two\nthree\n"), 0);
   const auto text = folder.write("text", "two one\n\n new\nthree three");
-  CHECK(read_corpus(text, words).lines() == std::vector<Ints>{{2, 3}, {kUnknownWord}, {4, 4}});
+  std::vector<Ints> lines;
+  for_each_line(*load_text(text, words), words, [&](const Ints& line) { lines.push_back(line); });
+  CHECK(lines == std::vector<Ints>{{2, 3}, {kUnknownWord}, {4, 4}});
 }
 
 TEST_CASE("A vocabulary is restored from its words") {
@@ -106,11 +110,11 @@ TEST_CASE("A vocabulary is restored from its words") {
 }
 
 TEST_CASE("A random text has words of the whole vocabulary and depends on its seed") {
-  const Ints words = random_corpus(1, 5, 1000).tokens;
+  const Ints words = all(*random_tokens(1, 5, 1000));
   CHECK(words.size() == 1000);
   CHECK(std::set<int64_t>(words.begin(), words.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
-  CHECK(words == random_corpus(1, 5, 1000).tokens);
-  CHECK(words != random_corpus(2, 5, 1000).tokens);
+  CHECK(words == all(*random_tokens(1, 5, 1000)));
+  CHECK(words != all(*random_tokens(2, 5, 1000)));
 }
 
 TEST_CASE("A text that cannot be read or has no word is an error with its name") {
@@ -119,11 +123,11 @@ TEST_CASE("A text that cannot be read or has no word is an error with its name")
   const auto missing = folder.path("missing");
   const std::string no_file = "cannot open " + missing + ": No such file or directory";
   CHECK(bad_data([&] { read_words(missing, 0); }) == no_file);
-  CHECK(bad_data([&] { read_corpus(missing, words); }) == no_file);
+  CHECK(bad_data([&] { load_text(missing, words); }) == no_file);
   for (const auto& text : {""s, "\n"s, " \r\n\t\n"s, "\xEF\xBB\xBF"s}) {
     const auto path = folder.write("empty", text);
     CHECK(bad_data([&] { read_words(path, 0); }) == path + ": no word in this file");
-    CHECK(bad_data([&] { read_corpus(path, words); }) == path + ": no word in this file");
+    CHECK(bad_data([&] { load_text(path, words); }) == path + ": no word in this file");
   }
   const auto path = folder.write("text", "a\n");
   for (const int64_t max_words : {-1, 1}) {
@@ -134,7 +138,8 @@ TEST_CASE("A text that cannot be read or has no word is an error with its name")
 }
 
 TEST_CASE("Columns are read side by side, each with its next word as target") {
-  const Ints tokens = count_to(11);  // two columns of 5 tokens, one token left over
+  const auto numbers = count_to(11);  // two columns of 5 tokens, one token left over
+  const Tokens& tokens = *numbers;
   const TokenColumns columns(tokens, 2, 0, 2);
   CHECK(columns.steps(3) == 2);
   const auto first = columns.batch(0, 3);
@@ -157,7 +162,8 @@ TEST_CASE("Columns are read side by side, each with its next word as target") {
 }
 
 TEST_CASE("The batches of a column have all its words once") {
-  const Ints tokens = count_to(103);
+  const auto numbers = count_to(103);
+  const Tokens& tokens = *numbers;
   for (int64_t columns = 1; columns <= 51; ++columns) {
     for (const int64_t length : {1, 2, 3, 7, 50, 1000}) {
       const int64_t size = 103 / columns;
@@ -182,11 +188,14 @@ TEST_CASE("The batches of a column have all its words once") {
 }
 
 TEST_CASE("Impossible columns are refused") {
-  const Ints tokens = count_to(10);
+  const auto numbers = count_to(10);
+  const Tokens& tokens = *numbers;
   CHECK(bad_data([&] { TokenColumns(tokens, 6, 0, 1); }) ==
         "10 tokens are too few for 6 columns of at least two tokens: a smaller --batch-size makes "
         "fewer columns");
-  CHECK(bad_data([&] { TokenColumns({}, 1, 0, 1); }).starts_with("0 tokens are too few"));
+  CHECK(bad_data([&] {
+          TokenColumns(*make_tokens({}), 1, 0, 1);
+        }).starts_with("0 tokens are too few"));
   CHECK(bad_data([&] {
           TokenColumns(tokens, INT64_MAX, INT64_MAX - 1, 1);
         }).starts_with("10 tokens are too few"));
