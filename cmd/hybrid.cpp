@@ -69,10 +69,11 @@ by adagrad.)");
 The format of a file is fastText's: each line has a label and words separated by blanks; or Criteo's, with
 --hash-bits: a label of 0 or 1, 13 numbers and 26 categories, separated by tabs. Files may be compressed
 by gzip. Give --data several times, or a quoted pattern such as 'day_*.gz', for several files. A single
-fastText file below --in-memory is read into memory; other data is a stream, of which each trainer reads
+plain fastText file below --in-memory is read into memory, unless --bad-rows skip or --steps-per-epoch is
+given; other data is a stream, of which each trainer reads
 a part, and may be larger than memory. Trainers whose part ends before the others' take part in the
-remaining steps without data (see --average-over). A pipe, or - for the standard input, needs
-one trainer or --data-from rank0. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
+remaining steps without data (see --average-over). A pipe, or - for the standard input, is a
+stream that rank 0 reads. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
 are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
 learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
   list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
@@ -80,12 +81,14 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
   list.text("in-memory", &Self::in_memory, "SIZE",
             "read a file of fewer bytes into memory, and stream others; 0 streams all")
       .details(
-          "SIZE is a number of bytes with an optional unit, as 64MB or 2GiB. Gzip counts tenfold.")
-      .data_only();
-  list.choice("data-from", &Self::data_from, {"each", "rank0"},
-              "each trainer reads its part of the data, or rank 0 reads all and hands out batches")
+          "SIZE is a number of bytes with an optional unit, as 64MB or 2GiB. Gzip is streamed.")
+      .data_only()
+      .may_change();
+  list.choice("data-from", &Self::data_from, {"auto", "each", "rank0"},
+              "each trainer reads its part of a stream, or rank 0 reads all and hands out batches")
       .details(R"(
-With `rank0` only rank 0 needs the data, which may be a pipe, or fewer gzip files than there are trainers.)")
+With `auto`, rank 0 reads a pipe, or gzip files of which there are fewer than trainers. With `rank0` only
+rank 0 needs the data.)")
       .data_only();
   list.choice("data-format", &Self::data_format, {"auto", "fasttext", "criteo"},
               "read streams in this format; auto looks at the first line")
@@ -122,24 +125,33 @@ namespace {
 
 /// Throws `invalid` for options that streams do not have.
 void check_streams(const HybridOptions& options, const job::Preflight& preflight) {
+  std::vector<std::string> labels = options.labels;
+  std::ranges::sort(labels);
+  const bool twice = std::ranges::adjacent_find(labels) != labels.end();
+  if (twice || (!labels.empty() && labels[0].empty()) || labels.size() == 1) {
+    base::invalid("--labels: expected two or more different names");
+  }
+  if (!labels.empty() && options.data_format == "criteo") {
+    base::invalid("--labels: the labels of --data-format criteo are 0 and 1");
+  }
   const std::string data = "--data " + options.data;
-  if (!data::is_pipe(options.data)) return;
-  if (options.trainers > 1 && options.data_from != "rank0") {
+  if (std::ranges::none_of(data::split_paths(options.data), data::is_pipe)) return;
+  if (options.trainers > 1 && options.data_from == "each") {
     base::invalid(data + ": one process can read a pipe: give --data-from rank0, or --trainers 1");
   }
   if (options.epochs > 1 && options.steps_per_epoch == 0) {
     base::invalid(data + ": a pipe can be read once: give --epochs 1, or --steps-per-epoch");
   }
-  for (const char* option : {"resume", "max-restarts"}) {
-    if (!preflight.given(option)) continue;
-    base::invalid("--" + std::string(option) + " cannot go on with " + data +
-                  ", because a pipe can be read once");
+  const bool restarts = preflight.given("max-restarts") && preflight.text("max-restarts") != "0";
+  if (preflight.given("resume") || restarts) {
+    base::invalid((restarts ? "--max-restarts" : "--resume") + std::string(" cannot go on with ") +
+                  data + ", because a pipe can be read once");
   }
+  const bool needs_labels = options.data_format == "fasttext" && labels.empty();
   const std::string what = options.hash_bits == 0          ? "--hash-bits"
                            : options.data_format == "auto" ? "--data-format"
-                           : options.data_format == "fasttext" && options.labels.empty()
-                               ? "--labels"
-                               : "";
+                           : needs_labels                  ? "--labels"
+                                                           : "";
   if (what.empty()) return;
   base::invalid(data + ": a pipe can be read once, and not before the training: give " + what);
 }

@@ -46,6 +46,7 @@ HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t fi
   };
   for (; !rounds_.empty() && is_taken(rounds_.front()); ++first_round_) rounds_.pop_front();
   const Source::Counts counts = trainer == 0 ? stream_.counts() : Source::Counts();
+  handed.has_one_pass = stream_.has_one_pass();
   handed.bad_rows = counts.bad_rows;
   handed.first_bad_row = counts.first_bad_row;
   return handed;
@@ -88,6 +89,15 @@ void RemoteStream::receive() {
     ahead_.emplace_back(std::move(handed.batches[i]), handed.after[i]);
   }
   ended_ = handed.ended;
+  has_one_pass_ = handed.has_one_pass;
+}
+
+bool RemoteStream::await(std::chrono::milliseconds limit) {
+  if (!ahead_.empty() || !pending_) return true;
+  const base::TimePoint start = base::Clock::now();
+  const bool done = pending_->wait_until(base::deadline_after(limit));
+  counts_.waited_s += base::seconds_since(start);
+  return done;
 }
 
 int64_t RemoteStream::ready() {

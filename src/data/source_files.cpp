@@ -84,15 +84,27 @@ std::vector<std::string> split_paths(const std::string& text) {
 
 bool is_pipe(const std::string& path) {
   struct stat status {};
-  return path == "-" || (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode));
+  if (path == "-") return true;
+  return ::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode);
 }
 
 bool fits_in_memory(const std::string& path, int64_t bytes) {
   std::vector<SourceFile> file{find_source(path)};
   if (file[0].kind == SourceFile::Kind::kPipe) return false;
   inspect(file);
-  const uint64_t times = file[0].kind == SourceFile::Kind::kGzip ? 10 : 1;
-  return file[0].size < static_cast<uint64_t>(bytes) / times;
+  return file[0].kind == SourceFile::Kind::kPlain && file[0].size < static_cast<uint64_t>(bytes);
+}
+
+bool can_divide(const std::vector<std::string>& paths, int shards) {
+  if (shards == 1) return true;
+  std::vector<SourceFile> files;
+  for (const std::string& path : paths) files.push_back(find_source(path));
+  const auto count = [&](SourceFile::Kind kind) {
+    return std::ranges::count(files, kind, &SourceFile::kind);
+  };
+  if (count(SourceFile::Kind::kPipe) > 0) return false;
+  inspect(files);
+  return count(SourceFile::Kind::kPlain) > 0 || count(SourceFile::Kind::kGzip) >= shards;
 }
 
 std::vector<std::string> expand_paths(const std::vector<std::string>& patterns) {

@@ -35,6 +35,7 @@ struct Stream::State {
   void stop();
   void start(const StreamPosition& from);
   void read(const StreamPosition& from);
+  bool await(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
   int64_t wait_for_batch(std::unique_lock<std::mutex>& lock);
   void drop_first_block();
   void count(Block& block);
@@ -122,15 +123,21 @@ void Stream::State::read(const StreamPosition& from) {
   changed.notify_all();
 }
 
+// Waits until the next batch is in memory or will not come. Returns false after `limit`.
+bool Stream::State::await(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit) {
+  const auto is_known = [&] { return unused() >= plan.options.batch_size || ended || error; };
+  if (is_known()) return true;
+  const base::TimePoint start = base::Clock::now();
+  const bool known = changed.wait_for(lock, limit, is_known);
+  counts.waited_s += base::seconds_since(start);
+  return known;
+}
+
 // Returns the number of batches that are in memory, and 0 at the end of the epoch.
 int64_t Stream::State::wait_for_batch(std::unique_lock<std::mutex>& lock) {
   if (!interrupt) base::invalid("Stream::begin() was not called");
   const int64_t size = plan.options.batch_size;
-  const auto is_known = [&] { return unused() >= size || ended || error; };
-  if (!is_known()) {
-    const base::TimePoint start = base::Clock::now();
-    changed.wait(lock, is_known);
-    counts.waited_s += base::seconds_since(start);
+  while (!await(lock, std::chrono::hours(1))) {
   }
   const int64_t batches = (unused() + (ended ? size - 1 : 0)) / size;
   if (batches == 0 && error) std::rethrow_exception(error);
@@ -226,7 +233,7 @@ void Stream::begin(const StreamPosition& position) {
   const Plan& plan = state_->plan;
   const auto [epoch, piece, offset, block, used] = position;
   if (std::min({piece, offset, block, used}) < 0 || piece > std::ssize(plan.pieces)) {
-    base::invalid(
+    base::bad_data(
         fmt::format("the stream has no position in piece {} at byte {}, block {}, example {}",
                     piece, offset, block, used));
   }
@@ -234,6 +241,17 @@ void Stream::begin(const StreamPosition& position) {
     base::bad_data("the standard input can be read only once: give a file, or one epoch");
   }
   state_->start(position);
+}
+
+bool Stream::await(std::chrono::milliseconds limit) {
+  std::unique_lock lock(state_->mutex);
+  return state_->await(lock, limit);
+}
+
+bool Stream::has_one_pass() const {
+  return std::ranges::any_of(state_->plan.files, [](const SourceFile& file) {
+    return file.kind == SourceFile::Kind::kPipe;
+  });
 }
 
 int64_t Stream::ready() {
@@ -261,9 +279,8 @@ Source::Counts Stream::counts() const {
 
 uint64_t Stream::content_key() const { return state_->content_key; }
 
-TextDataset read_examples(const std::string& path, std::shared_ptr<const TextVocabulary> vocabulary,
-                          Labels labels) {
-  const Format format = is_pipe(path) ? Format::kFastText : detect_format(path);
+TextDataset read_examples(const std::string& path, Format format,
+                          std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
   if (format == Format::kFastText) return read_fast_text(path, std::move(vocabulary), labels);
   StreamOptions options{.paths = {path}, .format = format, .shuffle_buffer = 0};
   options.vocabulary = vocabulary;

@@ -26,7 +26,7 @@ using Kind = store::InputFile::Kind;
 constexpr std::string_view kReserved[] = {"<unk>", "<eos>"};  // kUnknownWord, kEndOfLine
 constexpr int64_t kReservedWords = std::size(kReserved);
 constexpr size_t kPiece = size_t{256} << 10;    // bytes that a pass reads at once
-constexpr size_t kReadBytes = size_t{8} << 10;  // bytes that Tokens::read() of a text reads at once
+constexpr size_t kTextBytes = size_t{8} << 10;  // bytes that Tokens::read() of a text reads at once
 constexpr size_t kHeadBytes = size_t{64} << 10;  // see TokenIndex::head_hash
 constexpr size_t kLongestWord = size_t{1} << 20;
 
@@ -211,7 +211,7 @@ class TokensOfFile : public Tokens {
   void read_text(int64_t first, std::span<int64_t> out) const {
     auto at = static_cast<uint64_t>(
         index_.offsets.const_data_ptr<int64_t>()[first / TokenIndex::kInterval]);
-    Tokenizer tokenizer(file_.path(), at, kReadBytes, [&](uint8_t* bytes, size_t count) {
+    Tokenizer tokenizer(file_.path(), at, kTextBytes, [&](uint8_t* bytes, size_t count) {
       count = std::min<uint64_t>(count, index_.bytes - at);
       file_.read_at(at, {bytes, count});
       at += count;
@@ -361,7 +361,7 @@ bool has_reserved_words(const Vocabulary& vocabulary) {
 
 std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary) {
   std::vector<int64_t> tokens;
-  Tokenizer tokenizer("", 0, kReadBytes, [&](uint8_t* out, size_t bytes) {
+  Tokenizer tokenizer("", 0, kTextBytes, [&](uint8_t* out, size_t bytes) {
     const size_t count = text.copy(reinterpret_cast<char*>(out), bytes);
     text.remove_prefix(count);
     return count;

@@ -42,8 +42,9 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
 }
 
 Plan Plan::of_stream(const TrainerOptions& options, int64_t steps_per_epoch) {
-  Plan plan = of(options, steps_per_epoch > 0 ? steps_per_epoch : kEndless);
+  Plan plan = of(options, 1);
   plan.streams = true;
+  plan.steps_per_epoch = steps_per_epoch > 0 ? steps_per_epoch : kEndless;
   plan.steps = options.steps;
   plan.take_over = plan.may_lose = false;
   plan.limit = options.steps > 0 ? "--steps" : "--epochs";
@@ -128,7 +129,10 @@ void TrainingPlan::attach() {
     attached =
         ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
     seats_[trainer] = attached.seat;
-    if (reads_streams()) sources_.at(trainer)->begin(attached.stream);
+    if (!reads_streams()) continue;
+    if (!sources_.contains(trainer)) base::invalid("a plan of streams needs Training::read()");
+    begins_epoch_ = !attached.path.empty() && attached.begins_epoch;
+    store::naming_file(attached.path, [&] { sources_[trainer]->begin(attached.stream); });
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
@@ -151,16 +155,30 @@ void TrainingPlan::attach() {
   }
 }
 
-Demand TrainingPlan::demand(int trainer, int64_t wanted) const {
+Demand TrainingPlan::demand(int trainer, int64_t wanted) {
+  constexpr auto kPause = std::chrono::milliseconds(100);  // between looks for a signal
   Demand demand(wanted);
   if (!reads_streams()) return demand;
-  if (const auto next = after_job_.find(trainer); next != after_job_.end()) {
-    demand.position = next->second;
-    return demand;
-  }
   const base::TraceScope scope("data");
-  demand.ready = sources_.at(trainer)->ready();
-  demand.position = sources_.at(trainer)->position();
+  data::Source& source = *sources_.at(trainer);
+  demand.position = source.position();
+  const bool is_done = plan_.steps > 0 && total_ >= plan_.steps;
+  if (!asks_for_steps_ || is_done || reached()) return demand;
+  const auto await = [&] {
+    while (!source.await(kPause)) {
+      if (process_.job().stop->requested()) return false;
+    }
+    return true;
+  };
+  if (!await()) return demand;
+  if (begins_epoch_ && source.ready() == 0) {
+    has_no_pass_left_ = source.has_one_pass();
+    if (has_no_pass_left_) return demand;
+    source.begin({.epoch = source.position().epoch + 1});
+    if (!await()) return demand;
+  }
+  demand.ready = source.ready();
+  demand.position = source.position();
   return demand;
 }
 
@@ -197,15 +215,12 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
   if (now - shown_ < kShowInterval) return;
   shown_ = now;
   const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == Plan::kEndless;
-  const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
-  Json fields{{"epoch", epoch},
-              {"epochs", plan_.epochs},
-              {"step", total_},
-              {"steps", is_endless ? 0 : steps},
-              {"processes", processes()},
-              {"trainers", plan_.trainers},
-              {"loss", loss},
-              {"lr", lr}};
+  const int64_t steps = plan_.steps > 0 ? plan_.steps
+                        : is_endless    ? 0
+                                        : plan_.epochs * plan_.steps_per_epoch;
+  Json fields{
+      {"epoch", epoch},           {"epochs", plan_.epochs},     {"step", total_}, {"steps", steps},
+      {"processes", processes()}, {"trainers", plan_.trainers}, {"loss", loss},   {"lr", lr}};
   fields.update(more);
   process_.sink().progress(fields);
 }
@@ -279,15 +294,7 @@ void TrainingPlan::add_data_counts(Json& fields) {
 void TrainingPlan::meet(const Task& task) {
   if (task.kind == Task::Kind::kEvaluate) {
     ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-    for (const auto& [trainer, source] : sources_) {
-      if (task.partial || plan_.eval_only || source->ready() > 0) continue;
-      const data::StreamPosition next{.epoch = source->position().epoch + 1};
-      if (task.last) {
-        after_job_[trainer] = next;
-      } else {
-        source->begin(next);
-      }
-    }
+    begins_epoch_ = begins_epoch_ || !task.partial;
   }
   if (task.kind == Task::Kind::kEnd) end(task);
   if (task.kind != Task::Kind::kSave) return;
@@ -336,7 +343,7 @@ Report TrainingPlan::close_epoch(const Task& task) {
 
 void TrainingPlan::end(const Task& task) {
   if (epoch_steps_ > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-  end_epoch(true);
+  end_epoch(true, task.partial);
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();
   fields["steps"] = steps_;
@@ -376,7 +383,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
     optimizer.set_step_number(number);
   });
   settle_.emplace_back([&optimizer] { optimizer.settle(); });
-  scale_means_.emplace_back([&optimizer](double factor) { optimizer.scale_means(factor); });
+  scale_means_.emplace_back(std::bind_front(&optim::DistributedOptimizer::begin_steps, &optimizer));
   const auto take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
@@ -394,11 +401,13 @@ void Training::run(const std::function<Result(const Step&)>& step) {
   rank_.close_groups();
   attach();
   for (Task::Kind last = Task::Kind::kTrain; last != Task::Kind::kEnd;) {
+    const Demand wish = demand(rank_.index(), wanted_);
     const bool stop = rank_.job().stop->requested();
     const auto [task, schedule] = rank_.agent().rpc_sync<rpc::of_local<&TrainingHost::next>>(
-        host(), seat(rank_.index()), stop, reached(), demand(rank_.index(), wanted_));
+        host(), seat(rank_.index()), stop, reached(), wish);
     lr_schedule_.load_state(schedule);
     last = task.kind;
+    asks_for_steps_ = task.kind == Task::Kind::kTrain;
     if (task.kind == Task::Kind::kTrain) {
       train(task, step);
     } else {
@@ -409,8 +418,10 @@ void Training::run(const std::function<Result(const Step&)>& step) {
 }
 
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
+  if (task.count == 0) return;
+  begins_epoch_ = false;
   const base::TimePoint begun = base::Clock::now();
-  for (const auto& scale : scale_means_) scale(mean_factor(task));
+  for (const auto& scale : scale_means_) scale(mean_factor(task), task.has_data);
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
     const Step what = {
         task.epoch,   task.shard, number, steps_made(), task.step + task.count - 1 - number,
@@ -421,8 +432,9 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
   // Requests as many steps as take kLease_s at the current pace, but at most twice as many as
   // before, because steps may become slower.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
+  const int64_t most = 2 * std::max(task.count, task.with_data > 0 ? wanted_ / 2 : 0);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
-                       std::min(2 * task.count, plan_.steps_at_once));
+                       std::min(most, plan_.steps_at_once));
 }
 
 SingleProcessTraining::SingleProcessTraining(SingleProcess& local, Plan plan)
@@ -438,7 +450,8 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (const int trainer : own_) {
       if (pending.contains(trainer)) continue;
-      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), demand(trainer, 1)));
+      const Demand wish = demand(trainer, 1);
+      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), wish));
     }
     std::vector<Step> steps;
     std::erase_if(pending, [&](auto& each) {
@@ -449,7 +462,10 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
       steps.push_back({next.epoch, next.shard, next.step, steps_made(), 0, next.has_data});
       return true;
     });
-    if (task.kind == Task::Kind::kTrain) {
+    asks_for_steps_ = task.kind == Task::Kind::kTrain;
+    if (asks_for_steps_ && task.count == 0) continue;
+    if (asks_for_steps_) {
+      begins_epoch_ = false;
       const int64_t with_data = std::ranges::count_if(steps, &Step::has_data);
       make(steps.at(0), plan_.streams ? with_data : std::ssize(own_), [&] { return step(steps); });
     } else {

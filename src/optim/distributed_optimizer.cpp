@@ -320,8 +320,10 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
       step.done = Future<uint64_t>::failed(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
-  for (const auto& owner : owners_) add_step(*owner, options);
-  for (const auto& target : targets_) add_step(*target, options);
+  if (*has_data_ || sharing_.mode == Sharing::Mode::kSync) {
+    for (const auto& owner : owners_) add_step(*owner, options);
+    for (const auto& target : targets_) add_step(*target, options);
+  }
   options.participant = 0;  // `own_` has one participant
   options.scale = scales.own;
   if (own_) add_step(*own_, options, " (its own)");

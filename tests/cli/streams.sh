@@ -49,8 +49,13 @@ case_pipes() {
   run "${pipe[@]}" --data "$tmp/fifo"
   expect_jq "($samples) == 90" "a FIFO"
   bad "$tmp/fifo: no process writes to this pipe" "$tmp/fifo" --data-format fasttext --labels 0,1
-  run "${pipe[@]}" --data - --trainers 2
-  expect_error 2 invalid "a pipe feeds one trainer" "two trainers"
+  run "${pipe[@]}" --data - --trainers 3 <"$tmp/all"
+  expect_jq "($samples) == 90" "three trainers"
+  run "${pipe[@]}" --data - --trainers 2 --data-from each
+  expect_error 2 invalid "one process can read a pipe" "--data-from each"
+  run "${pipe[@]}" --data - --epochs 3 --steps-per-epoch 5 --checkpoint "$tmp/cut" <"$tmp/all"
+  expect 0 "epochs of a pipe"
+  expect_jq '[.[] | select(.event == "epoch") | .steps] == [5, 5, 2]' "epochs of a pipe"
   run "${pipe[@]}" --data - --epochs 2
   expect_error 2 invalid "a pipe can be read once" "two epochs"
   run "${pipe[@]}" --data - --checkpoint "$tmp/saved" --max-restarts 1
@@ -90,9 +95,13 @@ case_bad() {
   expect 0 "--bad-rows skip"
   expect_jq "($samples) == 1 and .[-1].bad_rows == 1" "--bad-rows skip"
   expect_jq "any(.[]; .event == \"warn\" and (.message | contains(\"$tmp/short:2:\")))" "--bad-rows skip"
-  run "${hashed[@]}" --data "$tmp/part1.gz"
+  run "${hashed[@]}" --data "$tmp/part1.gz" --data-from each
   expect 7 "fewer gzip files than trainers"
   expect_jq '.[-1].message | contains("1 file is too few for 2 trainers")' "fewer gzip files"
+  run "${hashed[@]}" --data "$tmp/part1.gz"
+  expect_jq "($samples) == 45" "one gzip file for two trainers"
+  run "${hashed[@]}" --data "$tmp/all" --labels a,a
+  expect_error 2 invalid "--labels: expected two or more different names" "labels"
 }
 
 run_cases

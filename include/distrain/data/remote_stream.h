@@ -20,11 +20,12 @@ struct HandedOut {
   /// For each batch, the position in the stream after the round in which all trainers got a batch.
   std::vector<StreamPosition> after;
   bool ended = false;  ///< no batch of this trainer follows
+  bool has_one_pass = false;
   int64_t bad_rows = 0;
   std::string first_bad_row;
   static constexpr auto kFields =
-      std::tuple(&HandedOut::batches, &HandedOut::after, &HandedOut::ended, &HandedOut::bad_rows,
-                 &HandedOut::first_bad_row);
+      std::tuple(&HandedOut::batches, &HandedOut::after, &HandedOut::ended,
+                 &HandedOut::has_one_pass, &HandedOut::bad_rows, &HandedOut::first_bad_row);
 };
 
 /// Hands out the batches of one stream to several trainers in rounds, for data that one process
@@ -68,9 +69,11 @@ class RemoteStream final : public Source {
   explicit RemoteStream(Take take) : take_(std::move(take)) {}
 
   void begin(const StreamPosition& position) override;
+  bool await(std::chrono::milliseconds limit) override;
   int64_t ready() override;
   Batch next() override;
   StreamPosition position() const override { return position_; }
+  bool has_one_pass() const override { return has_one_pass_; }
   Counts counts() const override { return counts_; }
 
  private:
@@ -82,7 +85,7 @@ class RemoteStream final : public Source {
   int64_t asked_ = 0;                               // batches requested since begin()
   std::optional<base::Future<HandedOut>> pending_;  // the request under way
   std::deque<std::pair<Batch, StreamPosition>> ahead_;
-  bool ended_ = false;
+  bool ended_ = false, has_one_pass_ = false;
   Counts counts_;
 };
 

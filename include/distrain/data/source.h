@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -42,13 +43,18 @@ class Source {
   virtual ~Source() = default;
   /// Moves to `position`, which is the start of an epoch or was returned by position().
   virtual void begin(const StreamPosition& position) = 0;
-  /// Returns the number of batches that are certain to follow. Waits until a batch is there or the
-  /// pass over the data ends, and then returns 0.
+  /// Waits until the next batch is there, the pass over the data has ended or reading has failed,
+  /// but no longer than `limit`. Returns true if ready() would return or throw at once.
+  virtual bool await(std::chrono::milliseconds limit) = 0;
+  /// Returns the number of batches that are certain to follow, or 0 if the pass over the data has
+  /// ended. Waits until either is known.
   virtual int64_t ready() = 0;
   /// Returns the next batch, the last of which may be short. Call it only if ready() is not 0.
   virtual Batch next() = 0;
   /// Returns the position after the last batch.
   virtual StreamPosition position() const = 0;
+  /// Returns true if there is only one pass, because the data comes from a pipe.
+  virtual bool has_one_pass() const = 0;
   virtual Counts counts() const = 0;
 };
 

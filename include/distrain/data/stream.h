@@ -22,9 +22,9 @@ namespace distrain::data {
 // Order: a shard reads its pieces of the files one after the other and divides their examples into
 // blocks of `shuffle_buffer` examples. Fisher-Yates shuffles each block by a `base::Random` keyed
 // by seed, epoch, shard and block. A batch is the next `batch_size` examples, also across blocks.
-// So the order depends on the files, the seed, the epoch and the number of shards, and never on
-// time. A position in this order is the beginning of a block and a number of examples; a resumed
-// stream reads the block again.
+// So the order depends on the files, the seed, the epoch, the number of shards and the size of the
+// blocks, and never on time. A position in this order is the beginning of a block and a number of
+// examples; a resumed stream reads the block again.
 //
 // Shards: the bytes of all plain files, one file after the other, are divided into `shards` equal
 // ranges. A line belongs to the shard that has the line's first byte. A gzip file cannot be
@@ -51,11 +51,14 @@ enum class BadRows : uint8_t {
 /// Splits the value of an option: by commas, unless it is the name of a file.
 std::vector<std::string> split_paths(const std::string& text);
 
-/// Returns true if `path` is "-" or names a file that is not a regular one.
+/// Returns true if `path` is "-" or names a pipe or another file without an end.
 bool is_pipe(const std::string& path);
 
-/// Returns true if a regular file has fewer than `bytes` bytes. Gzip files count tenfold.
+/// Returns true if `path` is a regular file that is not gzip and has fewer than `bytes` bytes.
 bool fits_in_memory(const std::string& path, int64_t bytes);
+
+/// Returns true if each of `shards` shards can read a part of the files: see Stream.
+bool can_divide(const std::vector<std::string>& paths, int shards);
 
 /// Returns the files that `patterns` (glob(3)) match: pattern by pattern, and sorted by bytes
 /// within a pattern. A pattern that is itself the name of a file, or "-", is not expanded. Throws
@@ -76,9 +79,10 @@ TextVocabulary scan_vocabulary(const std::vector<std::string>& paths, Format for
                                BadRows bad_rows = BadRows::kStop,
                                int64_t max_examples = std::numeric_limits<int64_t>::max());
 
-/// Reads all examples of a file, in any Format, into memory. Throws as read_fast_text() and
-/// Stream::ready(). Only fastText may have examples without a label. A pipe must have fastText.
-TextDataset read_examples(const std::string& path, std::shared_ptr<const TextVocabulary> vocabulary,
+/// Reads all examples of a file into memory. Throws as read_fast_text() and Stream::ready(). Only
+/// fastText may have examples without a label.
+TextDataset read_examples(const std::string& path, Format format,
+                          std::shared_ptr<const TextVocabulary> vocabulary,
                           Labels labels = Labels::kAll);
 
 struct StreamOptions {
@@ -133,6 +137,9 @@ class Stream final : public Source {
   /// `-` if x < 0, and empty for an empty field. Batch::numbers has ln(1 + max(x, 0)), or 0 for an
   /// empty field. So `indices.view({n, 39}).narrow(1, 13, 26)` are the categories.
   Batch next() override;
+
+  bool await(std::chrono::milliseconds limit) override;
+  bool has_one_pass() const override;
 
   /// Returns the position after the last batch of next(), or that of begin(). After ready() has
   /// returned 0, returns the end of the epoch.

@@ -20,7 +20,7 @@ struct Task {
   int64_t epoch = 0;      ///< from 1
   int32_t shard = 0;      ///< the shard of the data; trainer i's own shard has the number i
   int64_t step = 0;       ///< kTrain: the first step, by its number in the shard and epoch, from 0
-  int64_t count = 1;      ///< kTrain: number of consecutive steps
+  int64_t count = 1;      ///< kTrain: number of consecutive steps; 0: see Demand::kUnknown
   bool last = false;      ///< kEvaluate: the job ends afterwards
   bool partial = true;    ///< a shard has steps left in this epoch
   bool stopped = false;   ///< kEnd: a signal has ended the job early
@@ -37,8 +37,10 @@ struct Task {
 struct Demand {
   Demand(int64_t wanted_steps = 1) : wanted(wanted_steps) {}  // NOLINT: implicit
   int64_t wanted;                                             ///< maximum number of steps
+  static constexpr int64_t kUnknown = -1;
   /// Options::streams: steps for which the trainer has data for certain; 0: its data has ended.
-  int64_t ready = 0;
+  /// kUnknown: the trainer only completes its task, and gets no steps before it asks again.
+  int64_t ready = kUnknown;
   data::StreamPosition position;  ///< Options::streams: where the trainer's next step begins
   static constexpr auto kFields = std::tuple(&Demand::wanted, &Demand::ready, &Demand::position);
 };

@@ -19,7 +19,8 @@ struct Step {
   int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
   int64_t left = 0;    ///< steps that follow for certain: `number` + 1 and so on of the same shard
   /// False if the shard's stream has ended and others have not: Note [Uneven shards]. The step then
-  /// makes the same passes as the other trainers' steps, with zero gradients.
+  /// makes the same passes as the other trainers' steps, with zero gradients. Buffers of replicas
+  /// under DDP, such as those of BatchNorm, are trainer 0's also after its data has ended.
   bool has_data = true;
 };
 

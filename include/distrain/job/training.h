@@ -116,13 +116,14 @@ class TrainingPlan {
 
   /// Sends the plan to rank 0 and loads the checkpoint that the job resumes from, if any.
   void attach();
-  bool reached() const { return reached_ && reached_(); }
+  bool reached() const { return has_no_pass_left_ || (reached_ && reached_()); }
   /// Sets the step's learning rate, calls `step`, and reports its result. In the step, `with_data`
   /// of this process's trainers have data.
   void make(const Step& what, int64_t with_data, const std::function<Result()>& step);
   Seat seat(int trainer) const { return seats_.at(trainer); }
-  /// Returns a request for at most `wanted` steps. Waits until the trainer's source has data.
-  Demand demand(int trainer, int64_t wanted) const;
+  /// Returns a request for at most `wanted` steps. If the trainer needs data for them, waits until
+  /// its source has data, or a signal stops the job.
+  Demand demand(int trainer, int64_t wanted);
   /// Returns the factor that turns a mean over all trainers into one over those that have data.
   double mean_factor(const Task& task) const;
   void meet(const Task& task);  ///< runs a task other than training
@@ -133,7 +134,10 @@ class TrainingPlan {
   optim::LearningRateSchedule lr_schedule_;
   /// Called before each step, one function per optimizer. `number` counts this run's steps from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
-  std::vector<std::function<void(double factor)>> scale_means_;  // one per optimizer and replica
+  /// Called before the steps of a lease, one function per optimizer and replica.
+  std::vector<std::function<void(double mean_factor, bool has_data)>> scale_means_;
+  bool begins_epoch_ = false;   // of streams: the next step is the first of an epoch
+  bool asks_for_steps_ = true;  // the last task was not an evaluation or a save
 
  private:
   template <auto method, class... Args>
@@ -155,9 +159,9 @@ class TrainingPlan {
   Process& process_;
   rpc::Agent* const agent_;
   std::vector<Part> parts_;
-  std::map<int, data::Source*> sources_;           // by trainer
-  std::map<int, data::StreamPosition> after_job_;  // where a resumed job begins its next epoch
-  double waited_s_ = 0;  // time for which steps of earlier epochs waited for data
+  std::map<int, data::Source*> sources_;  // by trainer
+  bool has_no_pass_left_ = false;         // a source with one pass has ended
+  double waited_s_ = 0;                   // time for which steps of earlier epochs waited for data
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;
@@ -225,11 +229,13 @@ class Training : public TrainingPlan {
     };
     keep(name, {{.tensors = std::move(tensors)}, /*once=*/true, take, give});
   }
-  /// Adds to each checkpoint a module of which each trainer has a replica.
+  /// Adds to each checkpoint a module of which each trainer has a replica. If the trainers read
+  /// streams, its gradients are means over those that have data.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(store::named_tensors(name, *module.module())));
-    scale_means_.emplace_back([&module](double factor) { module.reducer().scale_means(factor); });
+    scale_means_.emplace_back(
+        [&module](double factor, bool) { module.reducer().scale_means(factor); });
   }
   /// Adds the state of `optimizer` to each checkpoint. `parameters` names its parameters in the
   /// order of DistributedOptimizer::state(); parameters without a name are numbered. The learning

@@ -134,10 +134,14 @@ class DistributedOptimizer {
   /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
   /// negative or not finite. In kSync step() throws `invalid` if the participants' factors differ.
   void set_lr_factor(double factor);
-  /// Multiplies the mean gradients of kSync by `factor` before they are clipped and applied. The
-  /// factor participants / N turns the mean over all participants into one over the N that have
-  /// data, if the others have zero gradients. All participants must set the same factor.
-  void scale_means(double factor) { *mean_factor_ = factor; }
+  /// Prepares steps in which some participants have no data, and therefore zero gradients. In kSync
+  /// the mean gradients are multiplied by `mean_factor` before they are clipped and applied: all
+  /// participants set participants / N for the mean over the N that have data. In other modes the
+  /// steps of a participant without data update only its `own` parameters.
+  void begin_steps(double mean_factor, bool has_data) {
+    *mean_factor_ = mean_factor;
+    *has_data_ = has_data;
+  }
   /// Sets the number of the following steps, which last_step_of() returns; 0 means no number.
   void set_step_number(int64_t number) { *step_number_ = number; }
   bool has_own() const { return own_ != nullptr; }
@@ -181,6 +185,7 @@ class DistributedOptimizer {
   const double max_norm_;
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   std::shared_ptr<std::atomic<double>> mean_factor_ = std::make_shared<std::atomic<double>>(1.0);
+  std::shared_ptr<std::atomic<bool>> has_data_ = std::make_shared<std::atomic<bool>>(true);
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
   std::vector<std::shared_ptr<Owner>> owners_;        // of shared parameters; this rank comes last

@@ -271,12 +271,12 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
     if (first.count == 0) returned_.erase(returned_.begin());
   }
   its.has_task = its.lease.count > 0;
-  if (!its.has_task) return std::nullopt;
+  if (!its.has_task && !options_.streams) return std::nullopt;
   return Task{.epoch = position_.epoch,
               .shard = its.lease.shard,
               .step = its.lease.step,
               .count = its.lease.count,
-              .has_data = !options_.streams || its.ready > 0,
+              .has_data = !options_.streams || its.ready != 0,
               .with_data = round_.with_data};
 }
 
@@ -286,6 +286,7 @@ LeaseScheduler::Round LeaseScheduler::round_locked() const {
   for (const auto& [trainer, request] : waiting_) {
     const TrainerState& its = trainers_[static_cast<size_t>(trainer)];
     round.count = std::min(round.count, gate_locked() - its.handed_out);
+    if (its.ready == Demand::kUnknown) return {};
     if (its.ready == 0) continue;
     round.count = std::min({round.count, request.wanted, its.ready});
     ++round.with_data;

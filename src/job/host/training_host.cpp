@@ -155,7 +155,10 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     agent_->executor().post(
         [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
-  if (!streams_.empty()) attached.stream = streams_[static_cast<size_t>(trainer)];
+  if (!resumed_at_.streams.empty()) {
+    attached.stream = resumed_at_.streams[static_cast<size_t>(trainer)];
+    attached.begins_epoch = resumed_at_.steps[static_cast<size_t>(trainer)] == 0;
+  }
   trainers_.emplace(trainer, attached.seat);
   return attached;
 }
@@ -308,7 +311,7 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
          .bad = kept["bad"].get<int64_t>()});
   }
   steps_made_ = position.total / plan_->trainers;
-  streams_ = position.streams;
+  resumed_at_ = position;
   scheduler_->resume(position);
 }
 

@@ -20,9 +20,10 @@ struct Attached {
   Seat seat;
   bool is_late = false;         ///< the trainer replaces a lost one in a running job
   data::StreamPosition stream;  ///< where the trainer's stream begins
+  bool begins_epoch = true;     ///< the trainer's next step is the first of an epoch
   static constexpr auto kFields =
       std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves, &Attached::seat,
-                 &Attached::is_late, &Attached::stream);
+                 &Attached::is_late, &Attached::stream, &Attached::begins_epoch);
 };
 
 struct NextTask {
@@ -126,7 +127,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   optim::LearningRateSchedule lr_schedule_;
   std::shared_ptr<const Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
-  std::vector<data::StreamPosition> streams_;    // of resumed_, by trainer
+  Position resumed_at_;                          // the position of resumed_
   std::map<int, int64_t> bad_rows_;              // by trainer
   Report total_;                                 // sum of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // start of the current save

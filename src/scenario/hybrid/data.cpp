@@ -75,10 +75,17 @@ int64_t RandomBags::taught(std::span<const int64_t> bag) const {
 }
 
 bool HybridOptions::streams() const {
-  if (!has_text() || data_from == "rank0") return has_text();
+  if (!has_text()) return false;
+  if (data_from == "rank0" || bad_rows == "skip" || steps_per_epoch > 0) return true;
   const std::vector<std::string> paths = data::expand_paths(data::split_paths(data));
   return paths.size() > 1 || !data::fits_in_memory(paths[0], *base::byte_count(in_memory)) ||
          format_of(paths) != data::Format::kFastText;
+}
+
+bool HybridOptions::reads_on_rank_0() const {
+  return data_from == "rank0" ||
+         (data_from == "auto" &&
+          !data::can_divide(data::expand_paths(data::split_paths(data)), trainers));
 }
 
 data::Format HybridOptions::format_of(const std::vector<std::string>& paths) const {
@@ -94,6 +101,7 @@ HybridData::HybridData(const HybridOptions& options, const std::vector<int>& tra
   if (options.streams()) {
     open_streams(trainers, sharing);
   } else {
+    if (trainers[0] == 0) sharing.common([] { return Common(); });
     train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
     data::check_enough(options.data, train_->size(), options.trainers);
     words_ = train_->vocabulary;
@@ -103,12 +111,12 @@ HybridData::HybridData(const HybridOptions& options, const std::vector<int>& tra
     base::bad_data(options.data + ": the number of labels is " + std::to_string(classes()) +
                    "; --task binary needs 2");
   }
-  if (!options.valid_data.empty()) valid_ = data::read_examples(options.valid_data, words_);
-  if (!options.test_data.empty()) test_ = data::read_examples(options.test_data, words_);
+  if (!options.valid_data.empty()) valid_ = read(options.valid_data);
+  if (!options.test_data.empty()) test_ = read(options.test_data);
 }
 
 void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& sharing) {
-  const bool is_served = options_.data_from == "rank0";
+  const bool is_served = options_.reads_on_rank_0();
   const auto open = [&](int shard, int shards, Words words) {
     data::StreamOptions stream{
         .paths = data::expand_paths(data::split_paths(options_.data)),
@@ -123,14 +131,19 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
     return stream;
   };
   const Common common = sharing.common([&] {
-    Common made{words_of(open(0, 1, nullptr))};
+    const data::StreamOptions stream = open(0, 1, nullptr);
+    Common made{words_of(stream), stream.format};
     if (is_served) {
       made.server = std::make_shared<data::StreamServer>(open(0, 1, made.words), options_.trainers);
       made.content_key = made.server->content_key();
     }
     return made;
   });
+  if (!common.words) {
+    base::bad_data(options_.data + ": trainer 0 has other data, which it reads into memory");
+  }
   words_ = common.words;
+  format_ = common.format;
   content_key_ = common.content_key;
   for (const int trainer : trainers) {
     if (is_served) {
@@ -161,7 +174,15 @@ HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapsh
       words_(std::make_shared<data::TextVocabulary>(data::TextVocabulary{
           options.hash_bits > 0 ? data::Vocabulary() : data::Vocabulary(snapshot.words("words")),
           snapshot.words("labels"), options.hash_bits})),
-      test_(data::read_examples(examples, words_, data::Labels::kSome)) {}
+      format_(snapshot.state.value("agreed", job::Json::object()).contains("format")
+                  ? data::Format::kCriteo
+                  : data::Format::kFastText) {
+  test_ = read(examples, data::Labels::kSome);
+}
+
+data::TextDataset HybridData::read(const std::string& path, data::Labels labels) const {
+  return data::read_examples(path, format_, words_, labels);
+}
 
 int64_t HybridData::unknown_words() const {
   return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
@@ -173,6 +194,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
   if (options_.has_teacher()) training.agree("data", options_.data);
   if (words_) {
     training.agree("data", std::to_string(train_ ? train_->content_hash : content_key_));
+    if (format_ == data::Format::kCriteo) training.agree("format", "criteo");
     if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
     training.keep("",
                   job::part_of_words({{"words", words_->words.all()}, {"labels", words_->labels}}));

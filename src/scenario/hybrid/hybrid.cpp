@@ -30,11 +30,14 @@ struct Master {
 
 /// HybridData::Common, as trainer 0 sends it.
 struct CommonData {
+  bool has_words = false;
   std::vector<std::string> words, labels;
   int hash_bits = 0;
+  data::Format format = data::Format::kFastText;
   uint64_t content_key = 0;
-  static constexpr auto kFields = std::tuple(&CommonData::words, &CommonData::labels,
-                                             &CommonData::hash_bits, &CommonData::content_key);
+  static constexpr auto kFields =
+      std::tuple(&CommonData::has_words, &CommonData::words, &CommonData::labels,
+                 &CommonData::hash_bits, &CommonData::format, &CommonData::content_key);
 };
 using CommonPromise = base::Promise<CommonData>;
 
@@ -54,14 +57,19 @@ HybridData::Common share_data(job::Rank& rank, const std::function<HybridData::C
   rpc::Agent& agent = rank.agent();
   if (rank.index() > 0) {
     const CommonData all = agent.rpc_sync<&common_data>(trainer_0());
+    if (!all.has_words) return {};
     return {std::make_shared<const data::TextVocabulary>(
                 data::TextVocabulary{data::Vocabulary(all.words), all.labels, all.hash_bits}),
-            all.content_key};
+            all.format, all.content_key};
   }
   const HybridData::Common made = make();
   if (made.server) agent.provide(made.server);
-  agent.shared<CommonPromise>()->set(
-      {made.words->words.all(), made.words->labels, made.words->hash_bits, made.content_key});
+  CommonData sent;
+  if (const auto& words = made.words) {
+    sent = {true,        words->words.all(), words->labels, words->hash_bits,
+            made.format, made.content_key};
+  }
+  agent.shared<CommonPromise>()->set(std::move(sent));
   return made;
 }
 

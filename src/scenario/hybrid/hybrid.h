@@ -35,7 +35,7 @@ struct HybridOptions : job::TrainerOptions {
   int64_t shuffle_buffer = 65536;     ///< see data::StreamOptions
   int64_t steps_per_epoch = 0;        ///< maximum, of streams; 0: no limit
   std::string bad_rows = "stop";      ///< or "skip", of streams
-  std::string data_from = "each";     ///< or "rank0": it reads streams for all trainers
+  std::string data_from = "auto";     ///< who reads streams: each trainer, rank0 for all, or auto
   std::string average_over = "data";  ///< or "trainers": see Plan::average_over_data
   std::string task = "classes";  ///< or "binary": two classes, of which one logit is the output
   std::vector<int64_t> dense;    ///< sizes of hidden layers after the embedding
@@ -60,6 +60,8 @@ struct HybridOptions : job::TrainerOptions {
   bool is_sharded() const { return table == "sharded"; }
   /// Returns true if the training data is read as a stream. Throws `bad_data` as expand_paths().
   bool streams() const;
+  /// Returns true if rank 0 reads the streams for all trainers.
+  bool reads_on_rank_0() const;
   /// Returns the format of the first file of `paths`, as --data-format says.
   data::Format format_of(const std::vector<std::string>& paths) const;
   bool hashes_words() const { return has_text() && hash_bits > 0; }
@@ -94,11 +96,12 @@ class HybridData {
   /// What trainer 0 gives to all trainers if the data is streamed.
   struct Common {
     Words words;
-    uint64_t content_key = 0;                    ///< for --data-from rank0; otherwise 0
+    data::Format format = data::Format::kFastText;
+    uint64_t content_key = 0;                    ///< if rank 0 reads the streams; otherwise 0
     std::shared_ptr<data::StreamServer> server;  ///< the same; null on other trainers
   };
   struct Sharing {
-    /// Returns what `make` returns on trainer 0.
+    /// Returns what `make` returns on trainer 0, also if it has no streams: then without words.
     std::function<Common(const std::function<Common()>& make)> common;
     /// Returns the function by which `trainer` takes batches from trainer 0's server.
     std::function<data::RemoteStream::Take(int trainer)> take;
@@ -142,6 +145,7 @@ class HybridData {
  private:
   void open_streams(const std::vector<int>& trainers, const Sharing& sharing);
   Words words_of(const data::StreamOptions& stream) const;
+  data::TextDataset read(const std::string& path, data::Labels labels = data::Labels::kAll) const;
 
   const HybridOptions options_;
   const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
@@ -149,6 +153,7 @@ class HybridData {
   Words words_;                                           // null without a file
   std::map<int, std::unique_ptr<data::Source>> streams_;  // by trainer
   uint64_t content_key_ = 0;                              // of the streams
+  data::Format format_ = data::Format::kFastText;
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // chooses examples from `train_`
 };

@@ -113,7 +113,7 @@ TEST_CASE("in sync mode the means have one norm and one scale, whoever arrives l
         DistributedOptimizer optimizer(shared.agent, shared.parameters, {own[at]},
                                        optim::Rule{optim::Sgd{.lr = 1}, {}, max_norm},
                                        Sharing{Mode::kSync, 3, p});
-        optimizer.scale_means(3.0 / with_data);
+        optimizer.begin_steps(3.0 / with_data, p < with_data);
         shared.step(optimizer, g1[p], g2[p], max_norm, own[at], own_gradient);
       });
       if (threads.size() == 3) break;
