@@ -33,7 +33,7 @@ void check_enough(const std::string& path, int64_t examples, int64_t trainers) {
 
 Batch Batch::empty() {
   const at::Tensor none = at::empty({0}, at::kLong);
-  return {none, none, none};
+  return {none, none, none, at::empty({0, kCriteoNumbers}, at::kFloat)};
 }
 
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {

@@ -12,20 +12,25 @@
 
 namespace distrain::data {
 
+// The fields of an example of Format::kCriteo (stream.h), after its label.
+inline constexpr int64_t kCriteoNumbers = 13;
+inline constexpr int64_t kCriteoCategories = 26;
+
 /// A batch in the layout of at::embedding_bag: bag b has indices[offsets[b] .. offsets[b + 1]), and
 /// the last bag extends to the end. These three tensors are int64.
 struct Batch {
   at::Tensor indices;
   at::Tensor offsets;  ///< the start of each bag in `indices`, ascending; offsets[0] is 0
   at::Tensor targets;  ///< the class of each bag
-  /// Float, [size(), kCriteoNumbers], for data of Format::kCriteo (stream.h); otherwise undefined.
+  /// Float, [size(), kCriteoNumbers], for data of Format::kCriteo (stream.h) and in empty();
+  /// otherwise undefined.
   at::Tensor numbers{};
 
   int64_t size() const { return targets.numel(); }
   static constexpr auto kFields =
       std::tuple(&Batch::indices, &Batch::offsets, &Batch::targets, &Batch::numbers);
 
-  /// Returns a batch without examples.
+  /// Returns a batch without examples, for data of any format.
   static Batch empty();
 };
 

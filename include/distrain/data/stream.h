@@ -38,9 +38,6 @@ enum class Format : uint8_t {
   kCriteo,
 };
 
-inline constexpr int64_t kCriteoNumbers = 13;
-inline constexpr int64_t kCriteoCategories = 26;
-
 /// The reaction to a line that is not an example: too few or too many fields, no label or several,
 /// an unknown label, or a malformed number. The message is `FILE:LINE:COLUMN: reason`.
 enum class BadRows : uint8_t {

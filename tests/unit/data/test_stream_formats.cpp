@@ -168,6 +168,11 @@ TEST_CASE("A line of Criteo is a bag of 39 words, and 13 numbers") {
   CHECK(ints(batch.offsets) == Ints{0, 39, 78});
   CHECK(batch.numbers.sizes() == at::IntArrayRef{3, kCriteoNumbers});
   CHECK(batch.numbers.scalar_type() == at::kFloat);
+  const Batch none = Batch::empty();
+  CHECK(none.size() == 0);
+  CHECK(none.indices.view({-1, 39}).sizes() == at::IntArrayRef{0, 39});
+  CHECK(none.numbers.sizes() == at::IntArrayRef{0, kCriteoNumbers});
+  CHECK(none.numbers.scalar_type() == at::kFloat);
   const auto number = [&](int64_t row, int64_t i) { return batch.numbers[row][i].item<float>(); };
   CHECK(number(0, 0) == 0);
   CHECK(number(0, 1) == std::log(2.0F));
