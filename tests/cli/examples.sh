@@ -62,9 +62,8 @@ resumes() {
   expect 0 "$name, resumed"
   expect_jq 'map(select(.event == "checkpoint"))[0] | .action == "loaded" and .step < 60' \
     "$name, resumed at $step"
-  for file in model optimizer; do
-    cmp "$(newest "$tmp/whole")/$file.safetensors" "$(newest "$tmp/parts")/$file.safetensors" ||
-      fail "$name: $file differs after $step"
+  for file in "$(newest "$tmp/whole")"/*.safetensors; do
+    cmp "$file" "$(newest "$tmp/parts")/${file##*/}" || fail "$name: ${file##*/} differs after $step"
   done
 }
 
@@ -110,7 +109,7 @@ has_help() {
 case_xor() {
   local program
   for program in "$root"/examples/*.cpp; do
-    (($(wc -l <"$program") <= 140)) || fail "$program has more than 140 lines"
+    (($(wc -l <"$program") <= 160)) || fail "$program has more than 160 lines"
   done
   use xor
   run --trainers 3 --epochs 5 --lr 0.3
@@ -138,6 +137,22 @@ case_recommender() {
   least=$(OMP_NUM_THREADS=1 "$reference" clicks.txt $((32 * trainers)) 10 0.01)
   expect_jq "$least > 0.8 and .[-1].accuracy >= $least - 0.01" "$name"
   resumes --mode sync
+  joins
+  has_help
+}
+
+# PyTorch alone reaches an AUC of 0.82 on these clicks (tests/bench/dlrm.py), and guesses have 0.5.
+case_dlrm() {
+  local name trainers data small accuracy
+  trains dlrm 2 --servers 2
+  expect_jq '.[-1].auc > 0.8' "$name"
+  resumes --mode sync
+  # Of the shards with 6666 or 6667 examples, one has a batch less than the others.
+  run --trainers 3 --servers 2 --mode sync --batch-size 303 --epochs 2
+  expect 0 "$name, uneven shards"
+  expect_log "$name, uneven shards"
+  expect_jq 'map(select(.event == "epoch" and .epoch == 1).steps) | sort == [22, 23, 23]' "$name, uneven shards"
+  expect_jq '.[-1].auc > 0.78' "$name, uneven shards"
   joins
   has_help
 }
