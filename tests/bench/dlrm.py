@@ -102,7 +102,7 @@ def main():
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="examples of all shards together")
     parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=1 << 23, help="the most categories of all columns")
+    parser.add_argument("--rows", type=int, default=1 << 23, help="the most categories of both files")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
