@@ -1,8 +1,10 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -31,6 +33,23 @@ inline constexpr std::array<bool, 256> kSeparators = [] {
 
 inline bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
 
+/// Returns the first separator in [at, end), or `end`. Looks at 8 bytes at once.
+inline const char* find_separator(const char* at, const char* end) {
+  constexpr uint64_t kOnes = 0x0101010101010101, kHigh = 0x80 * kOnes;
+  while (end - at >= 8) {
+    uint64_t bytes = 0;
+    std::memcpy(&bytes, at, sizeof bytes);
+    // The high bit of each byte that is at most ' '. Only these can be separators.
+    const uint64_t low = ~(((bytes & ~kHigh) + (0x7F - ' ') * kOnes) | bytes) & kHigh;
+    at += std::countr_zero(low) / 8;  // 8 if there is none
+    if (low == 0) continue;
+    if (is_separator(*at)) return at;
+    ++at;
+  }
+  while (at < end && !is_separator(*at)) ++at;
+  return at;
+}
+
 void for_each_token(std::string_view line, auto function) {
   const char* at = line.data();
   const char* const end = at + line.size();
@@ -38,7 +57,7 @@ void for_each_token(std::string_view line, auto function) {
     while (at < end && is_separator(*at)) ++at;
     if (at == end) return;
     const char* const begin = at;
-    while (at < end && !is_separator(*at)) ++at;
+    at = find_separator(at, end);
     function(std::string_view(begin, static_cast<size_t>(at - begin)));
   }
 }
