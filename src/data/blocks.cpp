@@ -22,9 +22,10 @@ constexpr size_t kMaxBlockTokens = size_t{1} << 25;
 
 }  // namespace
 
-Block BlockReader::next() {
+Block BlockReader::next(Examples used) {
   const int64_t size = plan_.options.shuffle_buffer;
-  Block block;
+  Block block{.examples = std::move(used)};
+  block.examples.clear();
   block.begin = next_;
   block.counted = std::exchange(next_.used, 0) > 0;
   while (std::ssize(block.examples.labels) < (size > 0 ? size : kOrderedBlock) &&

@@ -44,9 +44,9 @@ class BlockReader {
         next_(position),
         from_begin_(position == StreamPosition{.epoch = position.epoch}) {}
 
-  /// Returns the next block. Call it until it has returned the last block. Throws as
-  /// Stream::ready().
-  Block next();
+  /// Returns the next block, in the memory of `used` examples, which are removed. Call it until it
+  /// has returned the last block. Throws as Stream::ready().
+  Block next(Examples used);
 
  private:
   std::optional<std::string_view> next_line();

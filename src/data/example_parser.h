@@ -106,6 +106,14 @@ struct Examples {
   int64_t dropped_tokens = 0;
 
   size_t size() const { return labels.size(); }
+  /// Removes all examples, but keeps the memory.
+  void clear() {
+    tokens.clear();
+    offsets.assign(1, 0);
+    labels.clear();
+    numbers.clear();
+    dropped_tokens = 0;
+  }
 };
 
 /// Appends lines to Examples.

@@ -58,6 +58,7 @@ struct Stream::State {
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   std::deque<Block> blocks;   // the first of them is in use
+  Examples used_up;           // the last block that was removed; its memory is used again
   bool ended = false;         // the last block of the epoch has been appended
   std::exception_ptr error;   // ended the thread
   int64_t used = 0;           // examples of the first block that were returned
@@ -103,9 +104,10 @@ void Stream::State::read(const StreamPosition& from) {
   std::exception_ptr failure;
   try {
     BlockReader reader(plan, *interrupt, from);
+    Examples memory;
     bool last = false;
     while (!last) {
-      Block block = reader.next();
+      Block block = reader.next(std::move(memory));
       last = block.last;
       std::unique_lock lock(mutex);
       blocks.push_back(std::move(block));
@@ -113,6 +115,7 @@ void Stream::State::read(const StreamPosition& from) {
       changed.notify_all();
       changed.wait(lock, [&] { return interrupt->is_set() || has_room(); });
       if (interrupt->is_set()) return;
+      memory = std::move(used_up);
     }
     return;
   } catch (...) {
@@ -149,6 +152,7 @@ int64_t Stream::State::wait_for_batch(std::unique_lock<std::mutex>& lock) {
 void Stream::State::drop_first_block() {
   count(blocks.front());
   position = blocks.front().end;
+  used_up = std::move(blocks.front().examples);
   used = 0;
   blocks.pop_front();
 }
