@@ -34,6 +34,7 @@ struct Stream::State {
 
   void stop();
   void start(const StreamPosition& from);
+  bool continue_with(const StreamPosition& next);
   void read(const StreamPosition& from);
   bool await(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
   int64_t wait_for_batch(std::unique_lock<std::mutex>& lock);
@@ -43,11 +44,19 @@ struct Stream::State {
 
   int64_t unused() const {
     int64_t size = blocks.empty() ? 0 : -used;
-    for (const Block& block : blocks) size += block.size();
+    for (const Block& block : blocks) size += is_current(block) ? block.size() : 0;
     return size;
   }
+  bool is_current(const Block& block) const { return block.begin.epoch == position.epoch; }
   // Returns true if the thread may read one more block.
-  bool has_room() const { return blocks.size() < 2 || unused() < plan.options.batch_size; }
+  bool has_room() const {
+    return blocks.size() < 2 || (unused() < plan.options.batch_size && !ended);
+  }
+  // Returns true if the thread goes on with `epoch` after the epoch before.
+  bool reads_on(int64_t epoch) const {
+    return epoch <= plan.options.epochs &&
+           std::ranges::count(plan.files, SourceFile::Kind::kPipe, &SourceFile::kind) == 0;
+  }
 
   Plan plan;
   uint64_t content_key = 0;
@@ -57,7 +66,7 @@ struct Stream::State {
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  std::deque<Block> blocks;   // the first of them is in use
+  std::deque<Block> blocks;   // the first of them is in use; then of this epoch, then of the next
   Examples used_up;           // the last block that was removed; its memory is used again
   bool ended = false;         // the last block of the epoch has been appended
   std::exception_ptr error;   // ended the thread
@@ -103,20 +112,23 @@ void Stream::State::start(const StreamPosition& from) {
 void Stream::State::read(const StreamPosition& from) {
   std::exception_ptr failure;
   try {
-    BlockReader reader(plan, *interrupt, from);
+    StreamPosition at = from;
     Examples memory;
-    bool last = false;
-    while (!last) {
-      Block block = reader.next(std::move(memory));
-      last = block.last;
-      std::unique_lock lock(mutex);
-      blocks.push_back(std::move(block));
-      ended = last;
-      changed.notify_all();
-      changed.wait(lock, [&] { return interrupt->is_set() || has_room(); });
-      if (interrupt->is_set()) return;
-      memory = std::move(used_up);
-    }
+    do {
+      BlockReader reader(plan, *interrupt, at);
+      for (bool last = false; !last;) {
+        Block block = reader.next(std::move(memory));
+        last = block.last;
+        std::unique_lock lock(mutex);
+        ended = ended || (last && is_current(block));
+        blocks.push_back(std::move(block));
+        changed.notify_all();
+        changed.wait(lock, [&] { return interrupt->is_set() || has_room(); });
+        if (interrupt->is_set()) return;
+        memory = std::move(used_up);
+      }
+      at = {.epoch = at.epoch + 1};
+    } while (reads_on(at.epoch));
     return;
   } catch (...) {
     failure = std::current_exception();
@@ -136,6 +148,19 @@ bool Stream::State::await(std::unique_lock<std::mutex>& lock, std::chrono::milli
   return known;
 }
 
+// Returns true if `next` is the beginning of the epoch in which the thread reads already.
+bool Stream::State::continue_with(const StreamPosition& next) {
+  std::lock_guard lock(mutex);
+  if (!ended || next != StreamPosition{.epoch = position.epoch + 1} || !reads_on(next.epoch) ||
+      (!blocks.empty() && is_current(blocks.front()))) {
+    return false;
+  }
+  position = next;
+  ended = std::ranges::any_of(blocks, [&](auto& each) { return each.last && is_current(each); });
+  changed.notify_all();
+  return true;
+}
+
 // Returns the number of batches that are in memory, and 0 at the end of the epoch.
 int64_t Stream::State::wait_for_batch(std::unique_lock<std::mutex>& lock) {
   if (!interrupt) base::invalid("Stream::begin() was not called");
@@ -143,9 +168,9 @@ int64_t Stream::State::wait_for_batch(std::unique_lock<std::mutex>& lock) {
   while (!await(lock, std::chrono::hours(1))) {
   }
   const int64_t batches = (unused() + (ended ? size - 1 : 0)) / size;
-  if (batches == 0 && error) std::rethrow_exception(error);
+  if (batches == 0 && error && !ended) std::rethrow_exception(error);
   // Only blocks without examples are left, of which the bad rows were not counted yet.
-  while (batches == 0 && !blocks.empty()) drop_first_block();
+  while (batches == 0 && !blocks.empty() && is_current(blocks.front())) drop_first_block();
   return batches;
 }
 
@@ -244,7 +269,7 @@ void Stream::begin(const StreamPosition& position) {
   if (state_->interrupt && std::ranges::count(plan.options.paths, "-") > 0) {
     base::bad_data("the standard input can be read only once: give a file, or one epoch");
   }
-  state_->start(position);
+  if (!state_->continue_with(position)) state_->start(position);
 }
 
 bool Stream::await(std::chrono::milliseconds limit) {

@@ -88,6 +88,9 @@ struct StreamOptions {
   int shard = 0;  ///< in [0, shards)
   int shards = 1;
   int64_t batch_size = 32;
+  /// Number of epochs that are expected. Between them, unless there is a pipe, reading goes on with
+  /// the next epoch, so that its first batch is there when begin() asks for it.
+  int64_t epochs = 1;
   int64_t shuffle_buffer = 65536;  ///< examples of a block; 0: keep the order of the files
   uint64_t seed = 1;
   BadRows bad_rows = BadRows::kStop;
@@ -114,7 +117,8 @@ class Stream final : public Source {
   Stream& operator=(const Stream&) = delete;
 
   /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
-  /// stream with the same options except `batch_size`. Stops a current reading. Returns at once.
+  /// stream with the same options except `batch_size` and `epochs`. Returns at once. Stops a
+  /// current reading, unless that has gone on with this epoch after the end of the epoch before.
   void begin(const StreamPosition& position) override;
 
   /// Waits until a batch is complete in memory or the end of the epoch is known. Returns the number

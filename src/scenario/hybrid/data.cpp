@@ -18,7 +18,7 @@ constexpr uint64_t kTeacherSequence = 3;
 
 // Streams of hashed words take their labels from so many examples of the first files.
 constexpr int64_t kLabelExamples = 65536;
-constexpr int64_t kAllExamples = std::numeric_limits<int64_t>::max();
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 void check_positive(int64_t value, const std::string& what) {
   if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
@@ -123,6 +123,7 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
         .shard = shard,
         .shards = shards,
         .batch_size = options_.batch_size,
+        .epochs = options_.epochs > 0 ? options_.epochs : kNoLimit,
         .shuffle_buffer = options_.shuffle_buffer,
         .seed = options_.seed,
         .bad_rows = options_.bad_rows == "skip" ? data::BadRows::kSkip : data::BadRows::kStop,
@@ -160,7 +161,7 @@ HybridData::Words HybridData::words_of(const data::StreamOptions& stream) const 
   data::TextVocabulary words{{}, options_.labels, options_.hash_bits};
   if (options_.labels.empty() || options_.hash_bits == 0) {
     // Hashed words need no pass over the data, but the labels must be known.
-    const int64_t seen = options_.hash_bits > 0 ? kLabelExamples : kAllExamples;
+    const int64_t seen = options_.hash_bits > 0 ? kLabelExamples : kNoLimit;
     words = data::scan_vocabulary(stream.paths, stream.format, options_.hash_bits, stream.bad_rows,
                                   seen);
   }

@@ -1,6 +1,7 @@
 // Tests of the order of streams, their shards and positions.
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <span>
 #include <string>
 #include <vector>
@@ -122,6 +123,62 @@ TEST_CASE("A stream continues from each position") {
   other.begin(whole.positions[1]);
   CHECK(read_rest(other).examples ==
         std::vector(whole.examples.begin() + whole.sizes[0], whole.examples.end()));
+}
+
+TEST_CASE("A stream that reads on in the next epoch has the same order and positions") {
+  SourceTexts files;
+  files.add(numbered(0, 23));
+  files.add(numbered(23, 60), true);
+  StreamOptions options = options_of(files.paths);
+  options.batch_size = GENERATE(1, 4, 20, 100);
+  options.shuffle_buffer = GENERATE(0, 1, 8, 33, 60, 1000);
+  options.epochs = GENERATE(2, 3, 9);
+  CAPTURE(options.batch_size, options.shuffle_buffer, options.epochs);
+  Stream stream(options);
+  const auto check = [&](int64_t epoch) {
+    StreamOptions one_epoch = options;
+    one_epoch.epochs = 1;
+    Stream other(one_epoch);
+    other.begin({.epoch = epoch});
+    const Read alone = read_rest(other);
+    stream.begin({.epoch = epoch});
+    CHECK(stream.position() == StreamPosition{.epoch = epoch});
+    const Read read = read_rest(stream);
+    CHECK(read.examples == alone.examples);
+    CHECK(read.sizes == alone.sizes);
+    CHECK(std::ranges::equal(read.positions, alone.positions));
+    CHECK(stream.ready() == 0);
+    CHECK(stream.position() == other.position());
+  };
+  for (int64_t epoch = 1; epoch <= 5; ++epoch) check(epoch);
+  for (const int64_t epoch : {1, 3, 3, 2}) check(epoch);
+  stream.begin({.epoch = 1});
+  stream.next();
+  check(2);
+  const Read whole = read_epoch(options, 2);
+  stream.begin(whole.positions[whole.positions.size() / 2]);
+  stream.begin(whole.positions.back());  // the end of the epoch
+  CHECK(stream.ready() == 0);
+  check(3);
+}
+
+TEST_CASE("An error while a stream reads on belongs to the next epoch") {
+  const Folder folder;
+  const std::string path = folder.write("file", numbered(0, 100));
+  StreamOptions options = options_of({path}, 4, 90);
+  options.epochs = 2;
+  Stream stream(options);
+  stream.begin({});
+  while (stream.position().used < 88) stream.next();
+  stream.ready();  // the thread has read the second block, and waits until the first is used up
+  std::ofstream(path, std::ios::app) << "__label__a more\n";
+  while (stream.ready() > 0) stream.next();
+  CHECK(stream.counts().examples == 100);
+  CHECK(stream.ready() == 0);
+  stream.begin({.epoch = 2});
+  CHECK(error_of(base::ErrorKind::kBadData, [&] {
+          stream.ready();
+        }).starts_with(path + ": changed while it was read: "));
 }
 
 TEST_CASE("Batches are full but for the last of the epoch") {
