@@ -32,6 +32,7 @@ complete -c distrain -n '__fish_seen_subcommand_from hybrid' -r -F -l data -a 't
 complete -c distrain -n '__fish_seen_subcommand_from hybrid rnn' -r -F -l valid-data -d 'evaluate on FILE after each epoch'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid rnn' -r -F -l test-data -d 'evaluate on FILE at the end'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l in-memory -d 'read a file of fewer bytes into memory, and stream others; 0 streams all'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l data-from -a 'auto each rank0' -d 'each trainer reads its part of a stream, or rank 0 reads all and hands out batches'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l data-format -a 'auto fasttext criteo' -d 'read streams in this format; auto looks at the first line'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l labels -d 'use these labels for streams of hashed words, without a look at the data'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l shuffle-buffer -d 'shuffle streamed examples in blocks of N; 0 keeps the order of the files'
