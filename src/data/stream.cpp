@@ -13,6 +13,8 @@
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 #include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include "blocks.h"
 #include "distrain/base/clock.h"
@@ -101,6 +103,8 @@ void Stream::State::start(const StreamPosition& from) {
   try {
     thread = std::thread([this, from] {
       pthread_setname_np(pthread_self(), "data reader");
+      // Reading is ahead of training, so it should take idle time rather than that of training.
+      setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 5);
       read(from);
     });
   } catch (const std::system_error& e) {
