@@ -41,8 +41,10 @@ HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t fi
     handed.batches.push_back(*std::exchange(round->batches[index], std::nullopt));
     handed.after.push_back(round->after);
   }
+  // A last round that is not full stays, because trainers without a batch ask for it later.
   const auto is_taken = [](const Round& round) {
-    return std::ranges::none_of(round.batches, [](const auto& batch) { return batch.has_value(); });
+    return round.is_full &&
+           std::ranges::none_of(round.batches, [](const auto& batch) { return batch.has_value(); });
   };
   for (; !rounds_.empty() && is_taken(rounds_.front()); ++first_round_) rounds_.pop_front();
   const Source::Counts counts = trainer == 0 ? stream_.counts() : Source::Counts();
@@ -57,7 +59,8 @@ void StreamServer::read_round() {
   while (round.batches.size() < trainers_ && stream_.ready() > 0) {
     round.batches.emplace_back(stream_.next());
   }
-  ended_ = round.batches.size() < trainers_;
+  round.is_full = round.batches.size() == trainers_;
+  ended_ = !round.is_full;
   if (round.batches.empty()) return;
   round.batches.resize(trainers_);
   round.after = stream_.position();

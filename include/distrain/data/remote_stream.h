@@ -47,6 +47,7 @@ class StreamServer {
  private:
   struct Round {
     std::vector<std::optional<Batch>> batches;  // by trainer; empty if taken, or if there is none
+    bool is_full = true;                        // each trainer has or had a batch
     StreamPosition after;
   };
   void read_round();

@@ -119,6 +119,7 @@ class Stream final : public Source {
   /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
   /// stream with the same options except `batch_size` and `epochs`. Returns at once. Stops a
   /// current reading, unless that has gone on with this epoch after the end of the epoch before.
+  /// Throws `bad_data` if there is no such position.
   void begin(const StreamPosition& position) override;
 
   /// Waits until a batch is complete in memory or the end of the epoch is known. Returns the number

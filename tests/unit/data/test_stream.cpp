@@ -269,7 +269,7 @@ TEST_CASE("Gzip files go to the shards by size") {
   options.shards = 5;
   CHECK(bad_data([&] { Stream stream(options); }) ==
         "4 files are too few for 5 trainers, because a gzip file cannot be divided: give at least "
-        "as many files as trainers, or fewer --trainers");
+        "as many files as trainers, fewer --trainers, or --data-from rank0");
   options.paths.resize(1);
   options.shards = 2;
   CHECK(bad_data([&] { Stream stream(options); }).starts_with("1 file is too few for 2 trainers"));
@@ -328,7 +328,7 @@ TEST_CASE("Wrong options of a stream are refused") {
         "Stream::begin() was not called");
   for (const StreamPosition& position :
        {StreamPosition{.piece = 2}, StreamPosition{.offset = -1}, StreamPosition{.used = -1}}) {
-    error_of(base::ErrorKind::kInvalid, [&] { stream.begin(position); });
+    error_of(base::ErrorKind::kBadData, [&] { stream.begin(position); });
   }
   stream.begin({.used = 5});
   CHECK(bad_data([&] { stream.ready(); }) ==

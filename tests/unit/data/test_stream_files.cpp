@@ -178,7 +178,7 @@ TEST_CASE("A named pipe is read as a file") {
   }
   options.shards = 2;
   CHECK(bad_data([&] { Stream other(options); }) ==
-        path + ": a pipe can be read by one trainer only: give files, or --trainers 1");
+        path + ": a pipe can be read by one process only: give files, or --data-from rank0");
   CHECK(bad_data([&] { detect_format(path); }).starts_with(path + ": the format of a pipe"));
   CHECK(bad_data([&] {
           scan_vocabulary({path}, Format::kFastText, 0);
@@ -253,7 +253,7 @@ TEST_CASE("The standard input is read once") {
     options.shards = 2;
     CHECK(bad_data([&] {
             Stream other(options);
-          }).starts_with("the standard input can be read by one trainer only"));
+          }).starts_with("the standard input can be read by one process only"));
   }
   if (before >= 0) {
     dup2(before, STDIN_FILENO);
