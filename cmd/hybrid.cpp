@@ -169,7 +169,12 @@ void check(const HybridOptions& options, const job::Preflight& preflight) {
   if (!base::byte_count(options.in_memory)) {
     base::invalid("--in-memory " + options.in_memory + ": expected a size such as 256MB");
   }
-  if (options.streams()) check_streams(options, preflight);
+  if (options.streams()) {
+    check_streams(options, preflight);
+  } else if (data::is_pipe(options.data) && !preflight.local && options.trainers > 1) {
+    base::invalid("--data " + options.data +
+                  ": a pipe feeds one process: give --hash-bits, --local or --trainers 1");
+  }
   if (options.is_binary() && !options.has_text() && options.classes != 2) {
     base::invalid("--task binary predicts two classes: give --classes 2");
   }

@@ -25,7 +25,7 @@ case_refused_before_any_rank() {
   mkfifo "$tmp/fifo"
   shared="not a regular file that each rank can open"
   run hybrid --data "$tmp/fifo"
-  expect_error 7 bad_data "--data $tmp/fifo: $shared" "a FIFO"
+  expect_error 2 invalid "--data $tmp/fifo: a pipe feeds one process" "a FIFO"
   # shellcheck disable=SC2094 # nothing writes to it
   run rnn --data "$tmp/good" --test-data /dev/fd/0 <"$tmp/good"
   expect_error 7 bad_data "--test-data /dev/fd/0: $shared" "an open file"

@@ -7,7 +7,7 @@ source "$(dirname "$0")/lib.bash"
 for i in {1..90}; do echo "__label__$((i % 2)) w$((i % 7)) v$((i % 11))"; done >"$tmp/all"
 for i in 1 2; do sed -n "$((45 * i - 44)),$((45 * i))p" "$tmp/all" | gzip >"$tmp/part$i.gz"; done
 hashed=(hybrid --task binary --hash-bits 16 --epochs 1 --batch-size 8 --embedding-dim 4 --in-memory 0)
-pipe=("${hashed[@]}" --trainers 1 --data-format fasttext --labels 0,1)
+pipe=("${hashed[@]}" --trainers 1 --data-format fasttext --labels "0,1")
 samples='[.[] | select(.event == "epoch") | .samples] | add'
 
 # bad <message> <path>...: expects that training on the files fails with the message.
@@ -36,6 +36,20 @@ case_files() {
   run hybrid --data "$tmp/part1.gz" --data "$tmp/part2.gz" --epochs 1
   expect 0 "a vocabulary of words"
   expect_jq "($samples) == 90" "a vocabulary of words"
+}
+
+case_predict() {
+  local row
+  run "${hashed[@]}" --data "$tmp/all" --checkpoint "$tmp/saved"
+  sed 's/__label__. //' "$tmp/all" >"$tmp/unlabelled"
+  run predict "$tmp/saved" "$tmp/unlabelled"
+  expect 0 "texts without labels"
+  expect_jq '([.[] | select(.event == "prediction")] | length) == 90' "texts without labels"
+  row=$(printf '1%s' "$(printf '\t5%.0s' {1..13})$(printf '\tab%.0s' {1..26})")
+  for _ in {1..20}; do echo "$row" && echo "0${row#1}c"; done >"$tmp/criteo"
+  run "${hashed[@]}" --data "$tmp/criteo" --checkpoint "$tmp/clicks"
+  run predict "$tmp/clicks" "$tmp/criteo"
+  expect_jq '([.[] | select(.event == "prediction")] | length) == 40 and .[-1].status == "ok"' "Criteo rows"
 }
 
 case_pipes() {
@@ -81,7 +95,7 @@ case_bad() {
   row=$(printf '1%s' "$(printf '\t5%.0s' {1..13})$(printf '\tab%.0s' {1..26})")
   (echo "$row" && echo "$row" | cut -f 1-39) >"$tmp/short"
   (echo "$row" && echo "2${row#1}") >"$tmp/label"
-  (echo "$row" && echo "$row" | sed 's/5/x/') >"$tmp/number"
+  (echo "$row" && echo "${row/5/x}") >"$tmp/number"
   bad "$tmp/cut.gz: the gzip file is cut short" "$tmp/part1.gz" "$tmp/cut.gz"
   bad "$tmp/empty: an empty file" "$tmp/all" "$tmp/empty"
   bad "$tmp/folder: a folder" "$tmp/all" "$tmp/folder"

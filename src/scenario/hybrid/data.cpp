@@ -78,6 +78,9 @@ bool HybridOptions::streams() const {
   if (!has_text()) return false;
   if (data_from == "rank0" || bad_rows == "skip" || steps_per_epoch > 0) return true;
   const std::vector<std::string> paths = data::expand_paths(data::split_paths(data));
+  // Without a vocabulary from a pass before, a pipe is read into memory.
+  if (paths.size() == 1 && paths[0] != "-" && data::is_pipe(paths[0]) && hash_bits == 0)
+    return false;
   return paths.size() > 1 || !data::fits_in_memory(paths[0], *base::byte_count(in_memory)) ||
          format_of(paths) != data::Format::kFastText;
 }
