@@ -398,7 +398,7 @@ TEST_CASE("a rank in shutdown() reports whom it waits for") {
   std::thread first([&] { cluster[0].shutdown(); });
   std::vector<rpc::Wait> waits;
   // The rank first counts itself among those whose end it waits for.
-  while (waits.empty() || contains(waits[0].what, "rank 0")) waits = cluster[0].waits();
+  while (waits.empty() || testing::contains(waits[0].what, "rank 0")) waits = cluster[0].waits();
   CHECK(waits[0].what == "the end of rank 1, 2");
   CHECK(cluster[1].waits().empty());
   std::thread second([&] { cluster[1].shutdown(); });
