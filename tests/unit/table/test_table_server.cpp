@@ -270,7 +270,7 @@ TEST_CASE("a refused push fails its step and all later ones, and changes nothing
       {.gradients = {{1, {{0}, at::ones({12})}}}},
       {.gradients = {{1, {{1}, at::ones({16})}}}},
       {.gradients = {{1, {{0, 0}, at::ones({16})}}}},
-      {.scale = 2},
+      {.scale = -1},
       {.scale = std::numeric_limits<double>::quiet_NaN()},
       {.lr_factor = -1},
       {.lr_factor = kInf},
