@@ -5,12 +5,14 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/base/thread_state.h"
 
 namespace distrain::data {
 
 namespace {
 
-constexpr int64_t kBatchesAtOnce = 16;  // in one request
+constexpr int64_t kBatchesAtOnce = 16;                   // in one request
+constexpr auto kPause = std::chrono::milliseconds(100);  // between looks for stop()
 
 }  // namespace
 
@@ -20,6 +22,7 @@ StreamServer::StreamServer(const StreamOptions& options, int trainers)
 HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t first,
                              int64_t count) {
   const auto index = static_cast<size_t>(trainer);
+  const base::BlockingScope waits_for_data;
   std::lock_guard lock(mutex_);
   if (first == 0 && from_ != from) {
     stream_.begin(from);
@@ -56,7 +59,15 @@ HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t fi
 
 void StreamServer::read_round() {
   Round round;
-  while (round.batches.size() < trainers_ && stream_.ready() > 0) {
+  const auto has_next = [this] {
+    while (!stopped_ && !stream_.await(kPause)) {
+    }
+    if (stopped_) {
+      throw base::Exception(base::ErrorKind::kCancelled, "no data is handed out any more");
+    }
+    return stream_.ready() > 0;
+  };
+  while (round.batches.size() < trainers_ && has_next()) {
     round.batches.emplace_back(stream_.next());
   }
   round.is_full = round.batches.size() == trainers_;

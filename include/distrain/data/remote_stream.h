@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -42,6 +43,8 @@ class StreamServer {
   /// Waits until they are read. A call with a new `from` and a `first` of 0 moves the stream there;
   /// all trainers must then go on from there. Throws as Stream::ready().
   HandedOut take(int trainer, const StreamPosition& from, int64_t first, int64_t count);
+  /// Ends the calls of take() that wait for data: they, and all later calls, throw `cancelled`.
+  void stop() { stopped_ = true; }
   uint64_t content_key() const { return stream_.content_key(); }
 
  private:
@@ -53,6 +56,7 @@ class StreamServer {
   void read_round();
 
   const size_t trainers_;
+  std::atomic<bool> stopped_ = false;
   std::mutex mutex_;  // guards what follows
   Stream stream_;
   std::optional<StreamPosition> from_;

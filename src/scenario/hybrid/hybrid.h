@@ -62,7 +62,8 @@ struct HybridOptions : job::TrainerOptions {
   bool streams() const;
   /// Returns true if rank 0 reads the streams for all trainers.
   bool reads_on_rank_0() const;
-  /// Returns the format of the first file of `paths`, as --data-format says.
+  /// Returns the format of the first file of `paths`, as --data-format says. Throws `invalid` if it
+  /// needs --hash-bits.
   data::Format format_of(const std::vector<std::string>& paths) const;
   bool hashes_words() const { return has_text() && hash_bits > 0; }
   /// Returns the first option that only a sharded table has, as it is on the command line; empty if
@@ -93,7 +94,7 @@ struct RandomBags {
 class HybridData {
  public:
   using Words = std::shared_ptr<const data::TextVocabulary>;
-  /// What trainer 0 gives to all trainers if the data is streamed.
+  /// Facts of streamed data, which trainer 0 sends to all trainers.
   struct Common {
     Words words;
     data::Format format = data::Format::kFastText;
@@ -113,6 +114,10 @@ class HybridData {
   /// Reads test examples, using the vocabulary of a checkpoint. The examples need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
              const std::string& examples);
+
+  ~HybridData() {
+    if (server_) server_->stop();  // requests that were made ahead may wait for a pipe
+  }
 
   /// Returns the number of rows of the embedding table.
   int64_t rows() const { return words_ ? words_->num_words() : options_.num_embeddings; }
@@ -153,6 +158,7 @@ class HybridData {
   Words words_;                                           // null without a file
   std::map<int, std::unique_ptr<data::Source>> streams_;  // by trainer
   uint64_t content_key_ = 0;                              // of the streams
+  std::shared_ptr<data::StreamServer> server_;            // on trainer 0
   data::Format format_ = data::Format::kFastText;
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // chooses examples from `train_`

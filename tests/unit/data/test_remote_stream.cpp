@@ -1,9 +1,14 @@
 // Tests of batches that one process hands out to several trainers.
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
 #include "distrain/data/remote_stream.h"
+#include "distrain/net/socket.h"
 #include "streams.h"
 #include "support/catch.h"
 #include "support/error_of.h"
@@ -74,6 +79,18 @@ TEST_CASE("Batches of a stream are handed out in turn, from every position") {
     for (auto& stream : trainers.streams) stream->begin({.epoch = 2});
     REQUIRE(trainers.round().at(0) != batches[0]);  // in another order
   }
+}
+
+TEST_CASE("A server of batches that stops ends a wait for a pipe") {
+  const Folder folder;
+  StreamOptions options = options_of({folder.write("data", numbered(0, 9))});
+  options.paths = {folder.path() + "/fifo"};
+  REQUIRE(::mkfifo(options.paths[0].c_str(), 0600) == 0);
+  const net::Fd writer(::open(options.paths[0].c_str(), O_RDWR));
+  StreamServer server(options, 1);
+  std::thread stopper([&] { server.stop(); });
+  CHECK_THROWS_AS(server.take(0, {}, 0, 1), base::Exception);
+  stopper.join();
 }
 
 TEST_CASE("A server of batches counts bad rows once, and passes on what is wrong with the data") {
