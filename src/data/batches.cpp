@@ -51,6 +51,18 @@ Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) 
           at::tensor(targets, at::kLong)};
 }
 
+void append_batch(TextDataset& dataset, const Batch& batch) {
+  const auto append = [](std::vector<int64_t>& to, const at::Tensor& from, int64_t add = 0) {
+    const auto* const first = from.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
+  };
+  if (!dataset.offsets.empty()) dataset.offsets.pop_back();  // the end of the last example
+  append(dataset.offsets, batch.offsets, std::ssize(dataset.tokens));
+  append(dataset.tokens, batch.indices);
+  append(dataset.labels, batch.targets);
+  dataset.offsets.push_back(std::ssize(dataset.tokens));
+}
+
 Sampler::Sampler(uint64_t seed, int trainers, int64_t examples, int64_t batch_size)
     : seed_(seed),
       trainers_(at_least_1(trainers, "the number of trainers")),

@@ -319,17 +319,7 @@ TextDataset read_examples(const std::string& path, Format format,
   options.vocabulary = vocabulary;
   Stream stream(std::move(options));
   TextDataset all;
-  for (stream.begin({}); stream.ready() > 0;) {
-    const Batch batch = stream.next();
-    const auto append = [](std::vector<int64_t>& to, const at::Tensor& from, int64_t add = 0) {
-      const auto* const first = from.const_data_ptr<int64_t>();
-      for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
-    };
-    append(all.offsets, batch.offsets, std::ssize(all.tokens));
-    append(all.tokens, batch.indices);
-    append(all.labels, batch.targets);
-  }
-  all.offsets.push_back(std::ssize(all.tokens));
+  for (stream.begin({}); stream.ready() > 0;) append_batch(all, stream.next());
   all.dropped_tokens = stream.counts().dropped_tokens;
   all.content_hash = stream.content_key();
   all.vocabulary = std::move(vocabulary);

@@ -383,7 +383,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
     optimizer.set_step_number(number);
   });
   settle_.emplace_back([&optimizer] { optimizer.settle(); });
-  scale_means_.emplace_back(std::bind_front(&optim::DistributedOptimizer::begin_steps, &optimizer));
+  begin_lease_.emplace_back(std::bind_front(&optim::DistributedOptimizer::begin_steps, &optimizer));
   const auto take = [&optimizer, parameters](int) { return optimizer.snapshot(parameters); };
   const auto give = [&optimizer, parameters](int trainer, const rpc::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
@@ -421,7 +421,7 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
   if (task.count == 0) return;
   begins_epoch_ = false;
   const base::TimePoint begun = base::Clock::now();
-  for (const auto& scale : scale_means_) scale(mean_factor(task), task.has_data);
+  for (const auto& begin : begin_lease_) begin(mean_factor(task), task.has_data);
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
     const Step what = {
         task.epoch,   task.shard, number, steps_made(), task.step + task.count - 1 - number,

@@ -37,6 +37,9 @@ struct Batch {
 /// Returns a batch of the examples of `dataset` at the indices `examples`, in their order.
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
 
+/// Adds the examples of `batch` to the end of `dataset`.
+void append_batch(TextDataset& dataset, const Batch& batch);
+
 /// Throws `bad_data`, with `path` in the message, if there are fewer examples than trainers.
 void check_enough(const std::string& path, int64_t examples, int64_t trainers);
 

@@ -135,7 +135,7 @@ class TrainingPlan {
   /// Called before each step, one function per optimizer. `number` counts this run's steps from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
   /// Called before the steps of a lease, one function per optimizer and replica.
-  std::vector<std::function<void(double mean_factor, bool has_data)>> scale_means_;
+  std::vector<std::function<void(double mean_factor, bool has_data)>> begin_lease_;
   bool begins_epoch_ = false;   // of streams: the next step is the first of an epoch
   bool asks_for_steps_ = true;  // the last task was not an evaluation or a save
 
@@ -234,7 +234,7 @@ class Training : public TrainingPlan {
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(store::named_tensors(name, *module.module())));
-    scale_means_.emplace_back(
+    begin_lease_.emplace_back(
         [&module](double factor, bool) { module.reducer().scale_means(factor); });
   }
   /// Adds the state of `optimizer` to each checkpoint. `parameters` names its parameters in the
