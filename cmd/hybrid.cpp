@@ -70,10 +70,10 @@ The format of a file is fastText's: each line has a label and words separated by
 --hash-bits: a label of 0 or 1, 13 numbers and 26 categories, separated by tabs. Files may be compressed
 by gzip. Give --data several times, or a quoted pattern such as 'day_*.gz', for several files. A single
 plain fastText file below --in-memory is read into memory, unless --bad-rows skip or --steps-per-epoch is
-given; other data is a stream, of which each trainer reads
-a part, and may be larger than memory. Trainers whose part ends before the others' take part in the
-remaining steps without data (see --average-over). A pipe, or - for the standard input, is a
-stream that rank 0 reads. With `teacher`, batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
+given; other data is a stream, of which each trainer reads a part, and may be larger than memory.
+Trainers whose part ends before the others' take part in the remaining steps without data (see
+--average-over). A pipe, or - for the standard input, is a stream that rank 0 reads. With `teacher`,
+batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
 are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
 learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
   list.file("valid-data", &Self::valid_data, "evaluate on FILE after each epoch").needs("data");
@@ -135,7 +135,11 @@ void check_streams(const HybridOptions& options, const job::Preflight& preflight
     base::invalid("--labels: the labels of --data-format criteo are 0 and 1");
   }
   const std::string data = "--data " + options.data;
-  if (std::ranges::none_of(data::split_paths(options.data), data::is_pipe)) return;
+  const std::vector<std::string> paths = data::expand_paths(data::split_paths(options.data));
+  if (std::ranges::none_of(paths, data::is_pipe)) {
+    options.format_of(paths);
+    return;
+  }
   if (options.trainers > 1 && options.data_from == "each") {
     base::invalid(data + ": one process can read a pipe: give --data-from rank0, or --trainers 1");
   }

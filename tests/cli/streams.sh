@@ -114,6 +114,8 @@ case_bad() {
   expect_jq '.[-1].message | contains("1 file is too few for 2 trainers")' "fewer gzip files"
   run "${hashed[@]}" --data "$tmp/part1.gz"
   expect_jq "($samples) == 45" "one gzip file for two trainers"
+  run hybrid --data "$tmp/short,$tmp/label" --epochs 1
+  expect_error 2 invalid "$tmp/short: Criteo's format needs --hash-bits" "Criteo without --hash-bits"
   run "${hashed[@]}" --data "$tmp/all" --labels a,a
   expect_error 2 invalid "--labels: expected two or more different names" "labels"
 }

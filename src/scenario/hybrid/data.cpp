@@ -28,16 +28,8 @@ void check_positive(int64_t value, const std::string& what) {
 data::TextDataset held_out(const RandomBags& bags) {
   data::TextDataset set;
   for (int64_t step = 0; set.size() < 1000; ++step) {
-    const data::Batch batch = bags.batch(0, 0, step);
-    const auto append = [](std::vector<int64_t>& to, const at::Tensor& from, int64_t add = 0) {
-      const auto* const first = from.const_data_ptr<int64_t>();
-      for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
-    };
-    append(set.offsets, batch.offsets, std::ssize(set.tokens));
-    append(set.tokens, batch.indices);
-    append(set.labels, batch.targets);
+    data::append_batch(set, bags.batch(0, 0, step));
   }
-  set.offsets.push_back(std::ssize(set.tokens));
   return set;
 }
 
@@ -92,8 +84,12 @@ bool HybridOptions::reads_on_rank_0() const {
 }
 
 data::Format HybridOptions::format_of(const std::vector<std::string>& paths) const {
-  if (data_format == "auto") return data::detect_format(paths[0]);
-  return data_format == "criteo" ? data::Format::kCriteo : data::Format::kFastText;
+  const bool is_criteo = data_format == "auto"
+                             ? data::detect_format(paths[0]) == data::Format::kCriteo
+                             : data_format == "criteo";
+  if (!is_criteo) return data::Format::kFastText;
+  if (hash_bits == 0) base::invalid(paths[0] + ": Criteo's format needs --hash-bits, such as 26");
+  return data::Format::kCriteo;
 }
 
 HybridData::HybridData(const HybridOptions& options, const std::vector<int>& trainers,
@@ -149,6 +145,7 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
   words_ = common.words;
   format_ = common.format;
   content_key_ = common.content_key;
+  server_ = common.server;
   for (const int trainer : trainers) {
     if (is_served) {
       streams_[trainer] = std::make_unique<data::RemoteStream>(sharing.take(trainer));
