@@ -1,6 +1,7 @@
 #include "distrain/data/text.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "distrain/base/error.h"
@@ -41,13 +42,58 @@ Vocabulary::Vocabulary(const std::vector<std::string>& words) {
 }
 
 int64_t Vocabulary::add(std::string_view word) {
-  if (const int64_t id = find(word); id != kUnknown) return id;
-  return ids_.emplace(words_.emplace_back(word), std::ssize(ids_)).first->second;
+  if ((words_.size() + 1) * 4 > slots_.size() * 3) grow();
+  Slot slot = slot_with(word);
+  Slot& found = slots_[slot_of(slot, word)];
+  if (found.position == 0) {
+    words_.emplace_back(word);
+    slot.position = static_cast<uint32_t>(words_.size());
+    found = slot;
+  }
+  return int64_t{found.position} - 1;
 }
 
 int64_t Vocabulary::find(std::string_view word) const {
-  const auto it = ids_.find(word);
-  return it == ids_.end() ? kUnknown : it->second;
+  if (slots_.empty()) return kUnknown;
+  return int64_t{slots_[slot_of(slot_with(word), word)].position} - 1;
+}
+
+// Returns an entry of `word` without a number.
+Vocabulary::Slot Vocabulary::slot_with(std::string_view word) {
+  const auto size = static_cast<uint32_t>(std::min<size_t>(word.size(), UINT32_MAX));
+  const char* const bytes = word.data();
+  const auto load = [](const char* from, auto number) -> uint64_t {
+    std::memcpy(&number, from, sizeof number);
+    return number;
+  };
+  // Together with the size, these loads tell all words of at most 8 bytes apart.
+  if (size > 8) return {store::content_hash(word), size};
+  if (size >= 4) return {load(bytes, uint32_t{}) << 32 | load(bytes + size - 4, uint32_t{}), size};
+  if (size >= 2) return {load(bytes, uint16_t{}) << 16 | load(bytes + size - 2, uint16_t{}), size};
+  return {size == 0 ? 0 : load(bytes, uint8_t{}), size};
+}
+
+// Returns the index of the entry of `word`, or of the free slot where it belongs.
+size_t Vocabulary::slot_of(const Slot& wanted, std::string_view word) const {
+  const size_t last = slots_.size() - 1;
+  // Fibonacci hashing: the high half of the product depends on all bits of the key.
+  size_t at = ((wanted.key + wanted.size) * 0x9E3779B97F4A7C15) >> 32 & last;
+  for (;; at = (at + 1) & last) {
+    const Slot& slot = slots_[at];
+    if (slot.position == 0) return at;
+    if (slot.key != wanted.key || slot.size != wanted.size) continue;
+    if (slot.size <= 8 || words_[slot.position - 1] == word) return at;
+  }
+}
+
+void Vocabulary::grow() {
+  if (words_.size() > UINT32_MAX / 2) {
+    throw base::Exception(base::ErrorKind::kResources, "a vocabulary has at most 2^31 words");
+  }
+  std::vector<Slot> larger(std::max<size_t>(2 * slots_.size(), 16));
+  for (const Slot& slot : std::exchange(slots_, std::move(larger))) {
+    if (slot.position > 0) slots_[slot_of(slot, words_[slot.position - 1])] = slot;
+  }
 }
 
 TextDataset parse_fast_text(std::string_view text, const std::string& name,

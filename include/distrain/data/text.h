@@ -8,8 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include <c10/util/flat_hash_map.h>
-
 namespace distrain::data {
 
 /// Strings numbered from 0 in the order of their first add().
@@ -37,8 +35,18 @@ class Vocabulary {
   std::vector<std::string> all() const { return {words_.begin(), words_.end()}; }
 
  private:
-  std::deque<std::string> words_;                      // by number; never moves its elements
-  ska::flat_hash_map<std::string_view, int64_t> ids_;  // by word; its keys are views of `words_`
+  /// An entry of an open-addressing hash table with linear probing.
+  struct Slot {
+    uint64_t key = 0;       // the bytes of a word that has at most 8, otherwise a hash of them
+    uint32_t size = 0;      // of the word, in bytes, or 2^32 - 1 if it is longer
+    uint32_t position = 0;  // the word's number + 1; 0 if the slot is free
+  };
+  static Slot slot_with(std::string_view word);
+  size_t slot_of(const Slot& wanted, std::string_view word) const;
+  void grow();
+
+  std::deque<std::string> words_;  // by number; never moves its elements
+  std::vector<Slot> slots_;        // a power of 2; at least a quarter is free
 };
 
 /// The words of a training file, numbered by first appearance, and its labels, sorted by bytes.

@@ -240,4 +240,28 @@ TEST_CASE("Random bytes are read or refused without a crash") {
   CHECK(read > 1000);
 }
 
+TEST_CASE("words of all lengths that differ in any byte have their own numbers") {
+  // Words of up to 20 bytes over two letters that differ in one bit: all up to 10 bytes, and longer
+  // ones that differ in one byte.
+  std::vector<std::string> words{""};
+  for (int size = 1; size <= 10; ++size) {
+    for (int bits = 0; bits < 1 << size; ++bits) {
+      std::string& word = words.emplace_back();
+      for (int i = 0; i < size; ++i) word.push_back(bits >> i & 1 ? 'a' : 'c');
+    }
+  }
+  for (size_t size = 11; size <= 20; ++size) {
+    for (size_t i = 0; i < size; ++i) {
+      words.emplace_back(size, 'a');
+      words.back()[i] = 'c';
+    }
+  }
+  const Vocabulary vocabulary(words);
+  REQUIRE(vocabulary.size() == std::ssize(words));
+  for (size_t i = 0; i < words.size(); ++i) {
+    REQUIRE(vocabulary.find(words[i]) == static_cast<int64_t>(i));
+    REQUIRE(vocabulary.find(words[i] + "b") == Vocabulary::kUnknown);
+  }
+}
+
 }  // namespace distrain::data
