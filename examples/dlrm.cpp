@@ -82,7 +82,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-data::Stream open(const Options& options, const std::string& files, job::Share share) {
+auto open(const Options& options, const std::string& files, job::Share share) {
   const auto format = data::Format::kCriteo;
   data::StreamOptions stream{.format = format, .shard = share.index, .shards = share.count};
   stream.paths = data::expand_paths(data::split_paths(files));
@@ -91,7 +91,7 @@ data::Stream open(const Options& options, const std::string& files, job::Share s
   stream.seed = options.seed;
   stream.vocabulary =
       std::make_shared<data::TextVocabulary>(data::scan_vocabulary({}, format, options.hash_bits));
-  return data::Stream(stream);
+  return std::make_shared<data::Stream>(stream);
 }
 
 void train(job::Rank& rank, const Options& options) {
@@ -112,25 +112,26 @@ void train(job::Rank& rank, const Options& options) {
     return tables->forward(batch.indices.view({-1, 39}).slice(1, 13));  // without the numbers
   };
 
-  data::Stream source = open(options, options.data, {rank.index(), options.trainers});
   job::Training training(rank, job::Plan::of_stream(options));
-  training.read(source);
-  training.agree("data", std::to_string(source.content_key()));
+  training.read([&](int shard, int shards) {
+    return open(options, options.data, {shard, shards});
+  });
+  training.agree("data", std::to_string(open(options, options.data, {})->content_key()));
   training.keep("categories", *tables);
   training.keep("net", net);
   training.keep(optimizer);
   training.evaluate_epochs([&](const job::Share& share) {
     job::Evaluation evaluation;
-    data::Stream examples = open(options, options.test_data, share);
-    for (examples.begin({}); examples.ready() > 0;) {
-      const data::Batch batch = examples.next();
+    const auto examples = open(options, options.test_data, share);
+    for (examples->begin({}); examples->ready() > 0;) {
+      const data::Batch batch = examples->next();
       const at::Tensor log_odds = net.module()->forward(batch.numbers, rows(batch));
       evaluation.add(job::Evaluation::of_binary(log_odds, batch.targets));
     }
     return evaluation;
   });
   training.run([&](const job::Step& step) {
-    const data::Batch batch = step.has_data ? source.next() : data::Batch::empty();
+    const data::Batch batch = step.has_data ? step.source->next() : data::Batch::empty();
     autograd::Context context(rank.agent());
     const at::Tensor log_odds = net.forward(batch.numbers, rows(batch));
     const at::Tensor sum = at::binary_cross_entropy_with_logits(

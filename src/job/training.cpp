@@ -19,6 +19,12 @@ constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
 constexpr double kFarAbove = 1000;  // a loss this many times the first loss means divergence
 
+void add_to(data::Source::Counts& sum, data::Source::Counts more) {
+  if (sum.bad_rows == 0) sum.first_bad_row = std::move(more.first_bad_row);
+  sum.bad_rows += more.bad_rows;
+  sum.waited_s += more.waited_s;
+}
+
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
 }  // namespace
@@ -46,7 +52,7 @@ Plan Plan::of_stream(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.streams = true;
   plan.steps_per_epoch = steps_per_epoch > 0 ? steps_per_epoch : kEndless;
   plan.steps = options.steps;
-  plan.take_over = plan.may_lose = false;
+  plan.take_over = plan.may_lose = options.mode == "async" && steps_per_epoch == 0;
   plan.limit = options.steps > 0 ? "--steps" : "--epochs";
   return plan;
 }
@@ -124,15 +130,18 @@ void TrainingPlan::attach() {
   // The job can continue without a trainer only if no saved state belongs to that trainer alone.
   const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
   if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
+  if (plan_.streams && !open_shard_) plan_.take_over = plan_.may_lose = false;
   Attached attached;
   for (const int trainer : own_) {
     attached =
         ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
     seats_[trainer] = attached.seat;
     if (!reads_streams()) continue;
-    if (!sources_.contains(trainer)) base::invalid("a plan of streams needs Training::read()");
+    if (!open_shard_ && !sources_.contains(trainer)) {
+      base::invalid("a plan of streams needs Training::read()");
+    }
+    store::naming_file(attached.path, [&] { go_to(trainer, attached.start); });
     begins_epoch_ = !attached.path.empty() && attached.begins_epoch;
-    store::naming_file(attached.path, [&] { sources_[trainer]->begin(attached.stream); });
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
@@ -160,10 +169,15 @@ Demand TrainingPlan::demand(int trainer, int64_t wanted) {
   Demand demand(wanted);
   if (!reads_streams()) return demand;
   const base::TraceScope scope("data");
-  data::Source& source = *sources_.at(trainer);
-  demand.position = source.position();
-  const bool is_done = plan_.steps > 0 && total_ >= plan_.steps;
+  const auto reading = sources_.find(trainer);
+  if (reading != sources_.end()) demand.position = reading->second->position();
+  const bool is_done = plan_.steps > 0 && total_ >= plan_.steps && !plan_.take_over;
   if (!asks_for_steps_ || is_done || reached()) return demand;
+  if (reading == sources_.end()) {
+    demand.ready = 0;
+    return demand;
+  }
+  data::Source& source = *reading->second;
   const auto await = [&] {
     while (!source.await(kPause)) {
       if (process_.job().stop->requested()) return false;
@@ -180,6 +194,26 @@ Demand TrainingPlan::demand(int trainer, int64_t wanted) {
   demand.ready = source.ready();
   demand.position = source.position();
   return demand;
+}
+
+void TrainingPlan::go_to(int trainer, const ShardStart& start) {
+  if (start.shards == 0) return;  // this trainer reads no shard now
+  begins_epoch_ = false;
+  std::shared_ptr<data::Source>& source = sources_[trainer];
+  if (open_shard_) {
+    if (source) add_to(closed_, source->counts());
+    source = open_shard_(start.shard, start.shards);
+  }
+  source->begin(start.from);
+  for (int64_t i = 0; i < start.skip; ++i) {
+    if (source->ready() == 0) base::bad_data("the data has changed: a shard has ended early");
+    source->next();
+  }
+}
+
+data::Source* TrainingPlan::source_of(int trainer) const {
+  const auto found = sources_.find(trainer);
+  return found == sources_.end() ? nullptr : found->second.get();
 }
 
 double TrainingPlan::mean_factor(const Task& task) const {
@@ -267,13 +301,8 @@ void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
 }
 
 data::Source::Counts TrainingPlan::data_counts() const {
-  data::Source::Counts sum;
-  for (const auto& [trainer, source] : sources_) {
-    data::Source::Counts its = source->counts();
-    if (sum.bad_rows == 0) sum.first_bad_row = std::move(its.first_bad_row);
-    sum.bad_rows += its.bad_rows;
-    sum.waited_s += its.waited_s;
-  }
+  data::Source::Counts sum = closed_;
+  for (const auto& [trainer, source] : sources_) add_to(sum, source->counts());
   return sum;
 }
 
@@ -418,14 +447,19 @@ void Training::run(const std::function<Result(const Step&)>& step) {
 }
 
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
+  go_to(rank_.index(), task.start);
   if (task.count == 0) return;
   begins_epoch_ = false;
   const base::TimePoint begun = base::Clock::now();
   for (const auto& begin : begin_lease_) begin(mean_factor(task), task.has_data);
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
-    const Step what = {
-        task.epoch,   task.shard, number, steps_made(), task.step + task.count - 1 - number,
-        task.has_data};
+    const Step what = {task.epoch,
+                       task.shard,
+                       number,
+                       steps_made(),
+                       task.step + task.count - 1 - number,
+                       task.has_data,
+                       source_of(rank_.index())};
     make(what, task.has_data ? 1 : 0, [&] { return step(what); });
   }
   for (const auto& settle : settle_) settle();
@@ -459,11 +493,14 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
       const auto [next, schedule] = each.second.wait();
       lr_schedule_.load_state(schedule);
       if (steps.empty()) task = next;
-      steps.push_back({next.epoch, next.shard, next.step, steps_made(), 0, next.has_data});
+      go_to(each.first, next.start);
+      if (next.count == 0) return true;
+      steps.push_back({next.epoch, next.shard, next.step, steps_made(), 0, next.has_data,
+                       source_of(each.first)});
       return true;
     });
     asks_for_steps_ = task.kind == Task::Kind::kTrain;
-    if (asks_for_steps_ && task.count == 0) continue;
+    if (steps.empty()) continue;
     if (asks_for_steps_) {
       begins_epoch_ = false;
       const int64_t with_data = std::ranges::count_if(steps, &Step::has_data);

@@ -38,6 +38,25 @@ case_files() {
   expect_jq "($samples) == 90" "a vocabulary of words"
 }
 
+case_other_trainers() {
+  local from name again=(--checkpoint "$tmp/saved" --resume auto)
+  for from in each rank0; do
+    name="--data-from $from, resumed by one trainer"
+    rm -rf "$tmp/saved"
+    run "${hashed[@]}" --data "$tmp/all" --data-from $from --steps 3 --checkpoint "$tmp/saved"
+    expect 0 "$name"
+    run hybrid "${again[@]}" --epochs 1 --trainers 1
+    expect 0 "$name"
+    expect_jq '[.[] | select(.event == "warn") | .message | select(contains("saved with --trainers 2, not 1: no example"))] | length == 1' "$name"
+    expect_jq "($samples) == 90 - 3 * 8 * 2" "$name: each example once"
+  done
+  rm -rf "$tmp/saved"
+  run "${hashed[@]}" --data "$tmp/all" --steps-per-epoch 2 --checkpoint "$tmp/saved"
+  run hybrid "${again[@]}" --epochs 2 --trainers 1
+  expect 7 "another number of trainers with --steps-per-epoch"
+  grep -q 'saved with --trainers 2, not 1: leave --trainers out' "$tmp/err" || fail "no reason: $(cat "$tmp/err")"
+}
+
 case_predict() {
   local row
   run "${hashed[@]}" --data "$tmp/all" --checkpoint "$tmp/saved"

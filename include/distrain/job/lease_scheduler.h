@@ -6,6 +6,7 @@
 #include "distrain/base/future.h"
 #include "distrain/data/source.h"
 #include "distrain/job/job.h"
+#include "distrain/job/shard_readers.h"
 
 namespace distrain::job {
 
@@ -28,9 +29,11 @@ struct Task {
   int32_t parts = 1;      ///< kEvaluate, kSave: number of trainers with the task
   bool has_data = true;   ///< kTrain: the shard's data has not ended; see Options::streams
   int32_t with_data = 0;  ///< kTrain: number of trainers with data in these steps; 0: all
-  static constexpr auto kFields = std::tuple(
-      &Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
-      &Task::partial, &Task::stopped, &Task::part, &Task::parts, &Task::has_data, &Task::with_data);
+  ShardStart start;       ///< kTrain: if it has shards, there are no steps; the trainer goes there
+  static constexpr auto kFields =
+      std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
+                 &Task::partial, &Task::stopped, &Task::part, &Task::parts, &Task::has_data,
+                 &Task::with_data, &Task::start);
 };
 
 /// The steps that a trainer can make next.
@@ -57,12 +60,13 @@ struct Seat {
 /// A job's progress, as checkpoints store it.
 struct Position {
   int64_t epoch = 1;
-  std::vector<int64_t> steps;                 ///< steps in this epoch, by shard
-  int64_t total = 0;                          ///< steps of all trainers since the job's beginning
+  std::vector<int64_t> steps;  ///< steps in this epoch, by shard; of streams: by trainer
+  int64_t total = 0;           ///< steps of all trainers since the job's beginning
   std::vector<data::StreamPosition> streams;  ///< by shard; empty unless Options::streams
 
   Json to_json() const;
-  /// Throws `bad_data` if `json` is not the position of a job with `trainers` trainers.
+  /// Throws `bad_data` if `json` is not the position of a job with `trainers` trainers. A position
+  /// of streams may have another number of trainers.
   static Position from_json(const Json& json, int trainers);
 };
 
@@ -94,9 +98,18 @@ struct Position {
 /// trainers that wait for each other in each step never wait in vain, and all know how many of them
 /// have data. (torch.distributed.algorithms.Join asks in each step.)
 ///
+/// Trainers that need not wait for each other (Options::take_over) get steps of their streams one
+/// by one. If such a trainer is lost, another one reads the rest of its shard: see ShardReaders.
+///
 /// Thread-safe. Hooks other than `on_rest` run in next() or go_on(), while all trainers wait.
 class LeaseScheduler {
  public:
+  /// The data that trainers of streams read.
+  enum class Reading : uint8_t {
+    kOwnShard,   ///< each trainer can read only its own shard
+    kAnyShard,   ///< a trainer can read any shard from any position
+    kOneStream,  ///< one process reads one stream for all trainers; see data::StreamServer
+  };
   struct Options {
     int trainers = 1;
     int64_t epochs = 1;
@@ -109,8 +122,10 @@ class LeaseScheduler {
     int64_t save_every = 0;  ///< steps of each trainer between saves; 0: at the end of each epoch
     bool may_lose = false;   ///< the job continues without lost trainers as long as one is left
     /// An epoch ends when the data of all trainers has ended, or after `steps_per_epoch` steps. If
-    /// `epochs` is 0, only `steps` limits the job. Excludes `take_over` and `may_lose`.
+    /// `epochs` is 0, only `steps` limits the job. `take_over` and `may_lose` need
+    /// Reading::kAnyShard and no `steps_per_epoch`.
     bool streams = false;
+    Reading reading = Reading::kOwnShard;
   };
   struct Hooks {
     std::function<void()> on_begin = [] {};  ///< called when all trainers have asked for a task
@@ -130,6 +145,8 @@ class LeaseScheduler {
 
   /// Sets the position to resume at. Call it before next(). Throws `bad_data` if it is invalid.
   void resume(Position position);
+  /// Options::streams: returns where `trainer` reads, before its first request.
+  ShardStart reading(int trainer) const;
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
@@ -195,10 +212,12 @@ class LeaseScheduler {
   };
 
   TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
+  void resume_streams(Position& position);
   int here_locked() const;
   std::optional<Task> task_locked(int trainer, int64_t wanted);
   std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
+  int64_t allowed_locked(int trainer) const;
   Round round_locked() const;
   int64_t furthest_locked() const;
   int64_t next_save() const;
@@ -208,6 +227,8 @@ class LeaseScheduler {
   bool counts_epochs() const {
     return options_.streams ? options_.epochs > 0 : options_.steps == 0;
   }
+  /// Returns true if trainers of streams get their steps together: Note [Uneven shards].
+  bool has_rounds() const { return options_.streams && !options_.take_over; }
   bool stopped() const { return stop_at_ != kNever; }
   void tell_who_rests();
   void advance();
@@ -223,6 +244,7 @@ class LeaseScheduler {
   Position position_;
   std::vector<TrainerState> trainers_;
   std::vector<Range> returned_;  // remaining steps of lost trainers' leases
+  ShardReaders shards_;          // Options::streams
   Round round_;
   bool data_ended_ = false;    // Options::streams: no trainer has data left in this epoch
   bool takes_over_ = false;    // options_.take_over, or a trainer was lost

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/base/clock.h"
+#include "distrain/data/source.h"
 #include "distrain/job/job.h"
 
 namespace distrain::job {
@@ -22,6 +23,7 @@ struct Step {
   /// makes the same passes as the other trainers' steps, with zero gradients. Buffers of replicas
   /// under DDP, such as those of BatchNorm, are trainer 0's also after its data has ended.
   bool has_data = true;
+  data::Source* source = nullptr;  ///< of the step's batch; null without Training::read()
 };
 
 struct Result {

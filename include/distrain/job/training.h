@@ -36,11 +36,12 @@ struct Plan : LeaseScheduler::Options {
   std::vector<std::string> tables;  ///< the tables of TrainingPlan::keep(), on `table_servers`
   std::vector<int> table_servers;
   std::shared_ptr<table::TableServer> local_tables;  ///< if they are in this process; not sent
-  static constexpr auto kFields = std::tuple(
-      &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
-      &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
-      &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::used,
-      &Plan::parts, &Plan::tables, &Plan::table_servers, &Plan::streams, &Plan::average_over_data);
+  static constexpr auto kFields =
+      std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
+                 &Plan::take_over, &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule,
+                 &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
+                 &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts, &Plan::tables,
+                 &Plan::table_servers, &Plan::streams, &Plan::reading, &Plan::average_over_data);
 
   /// The `steps_per_epoch` of a plan without epochs: more steps than any job can make.
   static constexpr int64_t kEndless = 1'000'000'000'000;
@@ -87,10 +88,22 @@ class TrainingPlan {
   /// in a file of its own, and a resumed job may have another number of servers. The steps of the
   /// tables must be settled at the end of each lease. All tables must be on the same servers.
   void keep(const std::string& name, const table::ShardedEmbedding& tables);
-  /// Has `trainer`, which is one of this process, take its examples from `source`, which must
-  /// outlive this object. Each step with Step::has_data takes one batch: source.next(). The plan
-  /// must be Plan::of_stream(). Checkpoints include the source's position.
-  void read(data::Source& source, int trainer) { sources_[trainer] = &source; }
+  /// Opens a shard of the data, which is divided into `shards`.
+  using OpenShard = std::function<std::shared_ptr<data::Source>(int shard, int shards)>;
+  /// Has the trainers of this process take their examples from the shards that `open` opens. Each
+  /// step with Step::has_data takes one batch: step.source->next(). The plan must be
+  /// Plan::of_stream(). Checkpoints include the sources' positions. A job may be resumed with
+  /// another number of trainers; in async mode it continues without a lost trainer, whose shard
+  /// another trainer then opens.
+  void read(OpenShard open) {
+    open_shard_ = std::move(open);
+    plan_.reading = LeaseScheduler::Reading::kAnyShard;
+  }
+  /// Has `trainer`, which is one of this process, take its examples from `source` only, which must
+  /// outlive this object.
+  void read(data::Source& source, int trainer) {
+    sources_[trainer] = std::shared_ptr<data::Source>(std::shared_ptr<void>(), &source);
+  }
   /// Ends the job early once `reached` returns true. Trainers call it when they request steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
@@ -124,6 +137,10 @@ class TrainingPlan {
   /// Returns a request for at most `wanted` steps. If the trainer needs data for them, waits until
   /// its source has data, or a signal stops the job.
   Demand demand(int trainer, int64_t wanted);
+  /// Has `trainer` read a shard from a position on, if `start` has one.
+  void go_to(int trainer, const ShardStart& start);
+  /// Returns the source of the trainer's next batch, or null.
+  data::Source* source_of(int trainer) const;
   /// Returns the factor that turns a mean over all trainers into one over those that have data.
   double mean_factor(const Task& task) const;
   void meet(const Task& task);  ///< runs a task other than training
@@ -159,9 +176,11 @@ class TrainingPlan {
   Process& process_;
   rpc::Agent* const agent_;
   std::vector<Part> parts_;
-  std::map<int, data::Source*> sources_;  // by trainer
-  bool has_no_pass_left_ = false;         // a source with one pass has ended
-  double waited_s_ = 0;                   // time for which steps of earlier epochs waited for data
+  OpenShard open_shard_;                                  // unset if the trainers have one source
+  std::map<int, std::shared_ptr<data::Source>> sources_;  // by trainer
+  data::Source::Counts closed_;                           // of the sources that were closed
+  bool has_no_pass_left_ = false;                         // a source with one pass has ended
+  double waited_s_ = 0;  // time for which steps of earlier epochs waited for data
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;

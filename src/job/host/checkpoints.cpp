@@ -134,7 +134,9 @@ std::optional<std::string> Snapshot::option(const std::string& name) const {
 void Snapshot::expect_option(const std::string& name, const std::string& value,
                              const std::string& initial, const std::string& otherwise) const {
   const std::string saved = option(name).value_or(initial);
-  if (saved == value) return;
+  // The number of trainers of streams may change; TrainingHost checks it.
+  const bool may_change = name == "trainers" && state.value("position", Json()).contains("streams");
+  if (saved == value || may_change) return;
   refuse((saved.empty()   ? "saved without --" + name + ", not with " + value
           : value.empty() ? "saved with --" + name + " " + saved + ", not without"
                           : "saved with --" + name + " " + saved + ", not " + value) +

@@ -1,5 +1,7 @@
 #include "distrain/job/lease_scheduler.h"
 
+#include <numeric>
+
 namespace distrain::job {
 
 Json Position::to_json() const {
@@ -20,14 +22,15 @@ Position Position::from_json(const Json& json, int trainers) {
   const bool has_streams = json.is_object() && json.contains("streams");
   if (!json.is_object() || json.size() != (has_streams ? 4 : 3)) fail();
   const Json steps = json.value("steps", Json());
-  if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
+  if (!steps.is_array() || steps.empty()) fail();
+  if (!has_streams && steps.size() != static_cast<size_t>(trainers)) fail();
   Position position{count(json.value("epoch", Json())), {}, count(json.value("total", Json()))};
   int64_t of_epoch = 0;
   for (const Json& value : steps) of_epoch += position.steps.emplace_back(count(value));
   if (position.epoch < 1 || position.total < of_epoch) fail();
   if (!has_streams) return position;
   const Json& streams = json["streams"];
-  if (!streams.is_array() || streams.size() != steps.size()) fail();
+  if (!streams.is_array() || streams.empty()) fail();
   for (const Json& at : streams) {
     if (!at.is_array() || at.size() != 5) fail();
     position.streams.push_back(
@@ -40,9 +43,9 @@ LeaseScheduler::LeaseScheduler(Options options, Hooks hooks)
     : options_(options),
       hooks_(std::move(hooks)),
       trainers_(static_cast<size_t>(options.trainers)),
+      shards_(options.trainers),
       takes_over_(options.take_over) {
   position_.steps.resize(static_cast<size_t>(options.trainers));
-  if (options.streams) position_.streams.resize(static_cast<size_t>(options.trainers));
 }
 
 void LeaseScheduler::resume(Position position) {
@@ -62,9 +65,37 @@ void LeaseScheduler::resume(Position position) {
     total += steps;
   }
   if (!options_.streams && position.total != total) fail("its steps are not those of its epochs");
+  if (options_.streams) resume_streams(position);
   position_ = std::move(position);
   saved_ = position_.total / options_.trainers;
   for (TrainerState& each : trainers_) each.handed_out = saved_;
+}
+
+// Adapts the position of streams to the number of trainers, and sets where these read.
+void LeaseScheduler::resume_streams(Position& position) {
+  const auto trainers = static_cast<int64_t>(options_.trainers);
+  const auto before = std::ssize(position.steps);
+  const int64_t of_epoch = std::accumulate(position.steps.begin(), position.steps.end(), int64_t{});
+  std::vector<data::StreamPosition>& streams = position.streams;
+  if (options_.reading == Reading::kOwnShard && std::ssize(streams) != trainers) {
+    base::bad_data("the position: of another number of trainers, which read only their own shards");
+  }
+  if (before != trainers) {
+    const auto of_each = [before](int64_t steps) { return (steps + before - 1) / before; };
+    position.total = of_each(position.total) * trainers;
+    position.steps.assign(static_cast<size_t>(trainers), of_each(of_epoch));
+  }
+  if (before != trainers && options_.reading == Reading::kOneStream) {
+    const auto how_far = [](const auto& at) { return std::tuple(at.epoch, at.block, at.used); };
+    const data::StreamPosition furthest = *std::ranges::max_element(streams, {}, how_far);
+    streams.assign(static_cast<size_t>(trainers), furthest);
+  }
+  shards_.resume(streams, of_epoch == 0);
+}
+
+ShardStart LeaseScheduler::reading(int trainer) const {
+  std::lock_guard lock(mutex_);
+  return shards_.reading(trainer);
 }
 
 base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& demand) {
@@ -77,16 +108,19 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& dema
       throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
     }
     if (waiting_.contains(seat.trainer)) base::invalid("a trainer waits for two tasks");
+    const bool has_read = its.lease.count > 0 || shards_.reading(seat.trainer).skip > 0;
+    if (options_.streams && (has_read || demand.ready != Demand::kUnknown)) {
+      shards_.note(seat.trainer, demand.position, demand.ready == 0);
+    }
     its.made += its.lease.count;
     its.lease = {};
     its.has_task = false;
     its.ready = demand.ready;
-    if (options_.streams) position_.streams[static_cast<size_t>(seat.trainer)] = demand.position;
     if (stop && options_.save && !stopped()) stop_at_ = furthest_locked();
     // In kTraining, replies at once unless another thread is handing out tasks. In kEnding, always
     // replies at once: a replacement must not wait for trainers that have already ended.
     if (phase_ == Phase::kEnding ||
-        (!is_advancing_ && phase_ == Phase::kTraining && !options_.streams)) {
+        (!is_advancing_ && phase_ == Phase::kTraining && !has_rounds())) {
       if (auto task = task_locked(seat.trainer, demand.wanted)) {
         return base::Future<Task>::ready(*task);
       }
@@ -174,7 +208,13 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
     lost.made = its.made + known;
     lost.back = lease.count - known;
     if (!made) lost.in_doubt = lost.back;
-    if (lost.back > 0) returned_.push_back({lease.shard, lease.step + known, lost.back});
+    if (options_.streams) {  // the next trainer that reads the shard gets new leases for it
+      shards_.leave(trainer, known);
+      position_.steps[static_cast<size_t>(trainer)] -= lost.back;
+      position_.total -= lost.back;
+    } else if (lost.back > 0) {
+      returned_.push_back({lease.shard, lease.step + known, lost.back});
+    }
     if (its.has_task && lease.count == 0) again_ = true;
     its.lease = {};
     its.has_task = false;
@@ -184,13 +224,15 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
   return lost;
 }
 
-// Hands the unfinished steps of lost trainers to trainers that wait for a task, because the job
-// cannot go on without these steps. Then enters the next phase if all trainers wait.
+// Hands the unfinished steps or shards of lost trainers to trainers that wait for a task, because
+// the job cannot go on without these steps. Then enters the next phase if all trainers wait.
 void LeaseScheduler::go_on() {
   const auto may_hand_out = [this] {
     std::lock_guard lock(mutex_);
     if (failed_ || is_advancing_ || phase_ != Phase::kTraining) return false;
-    return is_advancing_ = !returned_.empty() && !waiting_.empty();
+    const auto can_move = [this](const auto& each) { return shards_.can_move(each.first); };
+    return is_advancing_ = (!returned_.empty() && !waiting_.empty()) ||
+                           (options_.streams && std::ranges::any_of(waiting_, can_move));
   };
   if (may_hand_out()) hand_out();
   advance();
@@ -261,6 +303,11 @@ void LeaseScheduler::finish() {
 
 std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
+  if (options_.streams) {
+    if (const auto start = shards_.move(trainer)) {
+      return Task{.epoch = position_.epoch, .shard = trainer, .count = 0, .start = *start};
+    }
+  }
   if (returned_.empty()) {
     its.lease = take_new_locked(trainer, wanted);
   } else {  // these steps were counted when first handed out
@@ -271,7 +318,9 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
     if (first.count == 0) returned_.erase(returned_.begin());
   }
   its.has_task = its.lease.count > 0;
-  if (!its.has_task && !options_.streams) return std::nullopt;
+  const bool asks_again = has_rounds() || (options_.streams && its.ready == Demand::kUnknown &&
+                                           allowed_locked(trainer) > 0);
+  if (!its.has_task && !asks_again) return std::nullopt;
   return Task{.epoch = position_.epoch,
               .shard = its.lease.shard,
               .step = its.lease.step,
@@ -286,7 +335,7 @@ LeaseScheduler::Round LeaseScheduler::round_locked() const {
   for (const auto& [trainer, request] : waiting_) {
     const TrainerState& its = trainers_[static_cast<size_t>(trainer)];
     round.count = std::min(round.count, gate_locked() - its.handed_out);
-    if (its.ready == Demand::kUnknown) return {};
+    if (its.ready == Demand::kUnknown || shards_.can_move(trainer)) return {};
     if (its.ready == 0) continue;
     round.count = std::min({round.count, request.wanted, its.ready});
     ++round.with_data;
@@ -294,21 +343,25 @@ LeaseScheduler::Round LeaseScheduler::round_locked() const {
   return round;
 }
 
+// Returns the number of steps that the trainer may make before all trainers stop.
+int64_t LeaseScheduler::allowed_locked(int trainer) const {
+  const int64_t gate = gate_locked();
+  if (!takes_over_ || gate == kNever) {
+    return gate - trainers_[static_cast<size_t>(trainer)].handed_out;
+  }
+  const int64_t all = std::max(here_locked(), 1);  // they share the remaining steps
+  return (gate * options_.trainers - position_.total + all - 1) / all;
+}
+
 LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
-  const int64_t gate = gate_locked();
-  int64_t allowed = gate - its.handed_out;
-  if (takes_over_ && gate != kNever) {  // this trainer's share of the remaining steps
-    const int64_t all = std::max(here_locked(), 1);
-    allowed = (gate * options_.trainers - position_.total + all - 1) / all;
-  }
   auto steps = position_.steps.begin() + trainer;
   if (takes_over_ && *steps == options_.steps_per_epoch) {
     steps = std::ranges::min_element(position_.steps);
   }
-  const int64_t count = options_.streams
-                            ? round_.count
-                            : std::min({wanted, allowed, options_.steps_per_epoch - *steps});
+  const int64_t known = options_.streams ? its.ready : options_.steps_per_epoch - *steps;
+  const int64_t count =
+      has_rounds() ? round_.count : std::min({wanted, allowed_locked(trainer), known});
   if (count <= 0) return {};
   const Range lease = {static_cast<int>(steps - position_.steps.begin()), *steps, count};
   its.handed_out += count;
@@ -328,9 +381,8 @@ bool LeaseScheduler::over() const {
 }
 
 LeaseScheduler::Phase LeaseScheduler::after_training() {
-  if (!returned_.empty()) return Phase::kTraining;
-  data_ended_ = options_.streams &&
-                std::ranges::all_of(trainers_, [](const auto& its) { return its.ready == 0; });
+  if (!returned_.empty() || shards_.has_skip()) return Phase::kTraining;
+  data_ended_ = options_.streams && shards_.ended();
   if (epoch_over() || over()) return Phase::kEvaluating;
   return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
                                                                            : Phase::kTraining;
@@ -341,6 +393,7 @@ LeaseScheduler::Phase LeaseScheduler::after_evaluation() {
   if (whole_epoch) {
     ++position_.epoch;
     data_ended_ = false;
+    shards_.begin_epoch();
     std::fill(position_.steps.begin(), position_.steps.end(), 0);
   }
   const bool due =
@@ -354,7 +407,13 @@ void LeaseScheduler::enter_next_phase(Phase before, bool again) {
   if (again) return hooks_.on_again();
   if (before == Phase::kBeginning) hooks_.on_begin();
   if (before == Phase::kEvaluating) hooks_.on_evaluated(position_, epoch_over());
-  if (before == Phase::kSaving) hooks_.on_save(position_);
+  if (before == Phase::kSaving) {
+    {
+      std::lock_guard lock(mutex_);
+      if (options_.streams) position_.streams = shards_.positions();
+    }
+    hooks_.on_save(position_);
+  }
   bool is_stopped = false;
   {
     std::lock_guard lock(mutex_);
@@ -387,7 +446,7 @@ void LeaseScheduler::hand_out() {
     std::lock_guard lock(mutex_);
     const auto all = static_cast<int32_t>(waiting_.size());
     int32_t part = 0;
-    if (options_.streams) round_ = round_locked();
+    if (has_rounds()) round_ = round_locked();
     for (auto it = waiting_.begin(); it != waiting_.end();) {  // none after fail()
       std::optional<Task> task = task_locked(it->first, it->second.wanted);
       if (task) {

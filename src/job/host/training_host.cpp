@@ -20,7 +20,7 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   }
   const auto rest = [](const Plan& p) {
     return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit,
-                    p.streams, p.average_over_data);
+                    p.streams, p.reading, p.average_over_data);
   };
   if (rest(first) != rest(other)) return who + " has different training options from the others";
   const auto kept = [](const Plan& p) { return std::tie(p.parts, p.tables, p.table_servers); };
@@ -155,10 +155,9 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     agent_->executor().post(
         [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
-  if (!resumed_at_.streams.empty()) {
-    attached.stream = resumed_at_.streams[static_cast<size_t>(trainer)];
-    attached.begins_epoch = resumed_at_.steps[static_cast<size_t>(trainer)] == 0;
-  }
+  attached.start = scheduler_->reading(trainer);
+  const data::StreamPosition& from = attached.start.from;
+  attached.begins_epoch = begins_epoch_ && from != data::StreamPosition{.epoch = from.epoch};
   trainers_.emplace(trainer, attached.seat);
   return attached;
 }
@@ -310,9 +309,26 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
          .best = best.is_number() ? std::optional(best.get<double>()) : std::nullopt,
          .bad = kept["bad"].get<int64_t>()});
   }
-  steps_made_ = position.total / plan_->trainers;
-  resumed_at_ = position;
+  const int64_t trainers = std::ssize(position.steps);
+  if (trainers != plan_->trainers) check_other_trainers(snapshot, trainers);
+  steps_made_ = position.total / trainers;
+  begins_epoch_ = std::ranges::count(position.steps, 0) == trainers;
   scheduler_->resume(position);
+}
+
+// Refuses a checkpoint of another number of trainers unless it has streams that can be divided
+// among any number of trainers. Then says what these read.
+void TrainingHost::check_other_trainers(const Snapshot& snapshot, int64_t saved) const {
+  const bool may_differ = plan_->reading != LeaseScheduler::Reading::kOwnShard &&
+                          plan_->steps_per_epoch == Plan::kEndless &&
+                          std::ranges::none_of(plan_->parts, &PartName::each_own);
+  const std::string numbers =
+      fmt::format("saved with --trainers {}, not {}", saved, plan_->trainers);
+  if (!may_differ) snapshot.refuse(numbers + ": leave --trainers out" + kTrainAnew);
+  sink_.warn(base::ErrorKind::kInvalid,
+             fmt::format("{}: {}: no example of the epoch is repeated or skipped, but their order "
+                         "and the batches of a step differ",
+                         snapshot.path, numbers));
 }
 
 rpc::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {

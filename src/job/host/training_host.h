@@ -18,12 +18,12 @@ struct Attached {
   int64_t steps_made = 0;  ///< steps that each trainer has made so far
   bool saves = false;      ///< the job saves checkpoints
   Seat seat;
-  bool is_late = false;         ///< the trainer replaces a lost one in a running job
-  data::StreamPosition stream;  ///< where the trainer's stream begins
-  bool begins_epoch = true;     ///< the trainer's next step is the first of an epoch
+  bool is_late = false;      ///< the trainer replaces a lost one in a running job
+  ShardStart start;          ///< where the trainer's stream begins
+  bool begins_epoch = true;  ///< an epoch begins, but the stream may be at the end of a pass
   static constexpr auto kFields =
       std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves, &Attached::seat,
-                 &Attached::is_late, &Attached::stream, &Attached::begins_epoch);
+                 &Attached::is_late, &Attached::start, &Attached::begins_epoch);
 };
 
 struct NextTask {
@@ -99,6 +99,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void load();
   void check_seat_locked(Seat seat) const;
   void read_position(const Snapshot& snapshot);
+  void check_other_trainers(const Snapshot& snapshot, int64_t saved) const;
   void add_loss(Json& fields) const;
   void on_evaluated(const Position& position, bool whole_epoch);
   void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
@@ -127,7 +128,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   optim::LearningRateSchedule lr_schedule_;
   std::shared_ptr<const Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
-  Position resumed_at_;                          // the position of resumed_
+  bool begins_epoch_ = true;                     // no step of the first epoch was made before
   std::map<int, int64_t> bad_rows_;              // by trainer
   Report total_;                                 // sum of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // start of the current save

@@ -146,15 +146,16 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
   format_ = common.format;
   content_key_ = common.content_key;
   server_ = common.server;
-  for (const int trainer : trainers) {
-    if (is_served) {
-      streams_[trainer] = std::make_unique<data::RemoteStream>(sharing.take(trainer));
-      continue;
+  if (is_served) {
+    for (const int trainer : trainers) {
+      served_[trainer] = std::make_unique<data::RemoteStream>(sharing.take(trainer));
     }
-    auto stream = std::make_unique<data::Stream>(open(trainer, options_.trainers, words_));
-    content_key_ = stream->content_key();
-    streams_[trainer] = std::move(stream);
+    return;
   }
+  content_key_ = data::Stream(open(trainers[0], options_.trainers, words_)).content_key();
+  open_shard_ = [open, words = words_](int shard, int shards) {
+    return std::make_shared<data::Stream>(open(shard, shards, words));
+  };
 }
 
 HybridData::Words HybridData::words_of(const data::StreamOptions& stream) const {
@@ -196,6 +197,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
   if (words_) {
     training.agree("data", std::to_string(train_ ? train_->content_hash : content_key_));
     if (format_ == data::Format::kCriteo) training.agree("format", "criteo");
+    if (!train_) training.agree("--data-from", open_shard_ ? "each" : "rank0");
     if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
     training.keep("",
                   job::part_of_words({{"words", words_->words.all()}, {"labels", words_->labels}}));
@@ -207,22 +209,24 @@ void HybridData::agree(job::TrainingPlan& training) const {
 data::Batch HybridData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
   if (!step.has_data) return data::Batch::empty();
-  if (!streams_.empty()) return streams_.at(step.shard)->next();
+  if (step.source) return step.source->next();
   if (!train_) return bags_.batch(step.shard, step.epoch, step.number);
   return data::make_batch(*train_, sampler_->batch(step.epoch, step.shard, step.number));
 }
 
 job::Plan HybridData::plan() const {
-  if (streams_.empty()) {
+  if (!open_shard_ && served_.empty()) {
     return job::Plan::of(options_, sampler_ ? sampler_->steps_per_epoch() : options_.batches);
   }
   job::Plan plan = job::Plan::of_stream(options_, options_.steps_per_epoch);
   plan.average_over_data = options_.average_over == "data";
+  if (!open_shard_) plan.reading = job::LeaseScheduler::Reading::kOneStream;
   return plan;
 }
 
 void HybridData::read_in(job::TrainingPlan& training) {
-  for (auto& [trainer, stream] : streams_) training.read(*stream, trainer);
+  if (open_shard_) training.read(open_shard_);
+  for (auto& [trainer, stream] : served_) training.read(*stream, trainer);
 }
 
 void HybridData::each_batch(const data::TextDataset& set, const job::Share& share,

@@ -155,10 +155,12 @@ class HybridData {
   const HybridOptions options_;
   const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
                          options_.has_teacher()};
-  Words words_;                                           // null without a file
-  std::map<int, std::unique_ptr<data::Source>> streams_;  // by trainer
-  uint64_t content_key_ = 0;                              // of the streams
-  std::shared_ptr<data::StreamServer> server_;            // on trainer 0
+  Words words_;                              // null without a file
+  job::TrainingPlan::OpenShard open_shard_;  // set if each trainer reads its own stream
+  // Streams by trainer, if rank 0 reads the data.
+  std::map<int, std::unique_ptr<data::Source>> served_;
+  uint64_t content_key_ = 0;                    // of the streams
+  std::shared_ptr<data::StreamServer> server_;  // on trainer 0
   data::Format format_ = data::Format::kFastText;
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // chooses examples from `train_`

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "distrain/data/source.h"
+
+namespace distrain::job {
+
+/// The shard of streamed data that a trainer reads from now on.
+struct ShardStart {
+  int32_t shard = 0;
+  int32_t shards = 0;           ///< number of shards in this epoch; 0: the trainer reads none
+  data::StreamPosition from{};  ///< the beginning of the next batch, if `skip` is 0
+  int64_t skip = 0;             ///< batches after `from` that a lost trainer has trained on
+  static constexpr auto kFields =
+      std::tuple(&ShardStart::shard, &ShardStart::shards, &ShardStart::from, &ShardStart::skip);
+};
+
+/// The shards of streamed data in an epoch, the trainers that read them, and how far they are.
+///
+/// Each epoch begins with one shard for each trainer. A shard has no reader if its trainer was
+/// lost, or if a job has been resumed with fewer trainers than it had; then a trainer whose own
+/// shard has ended reads it to its end. With more trainers, some read nothing until the next epoch.
+/// So each batch of an epoch is read once, whatever the number of trainers. Not thread-safe.
+class ShardReaders {
+ public:
+  explicit ShardReaders(int trainers);
+
+  /// Sets the positions of the shards of a checkpoint, which may have another number of them.
+  /// `begins_epoch`: no step of the epoch has been made.
+  void resume(const std::vector<data::StreamPosition>& positions, bool begins_epoch);
+  /// Returns the positions of all shards.
+  std::vector<data::StreamPosition> positions() const;
+  /// Returns where `trainer` reads.
+  ShardStart reading(int trainer) const;
+  /// Notes that `trainer` is at `position` of its shard, and if `ended`, that the shard has ended.
+  void note(int trainer, const data::StreamPosition& position, bool ended);
+  /// Leaves the shard of `trainer` to others. It made `steps` with data after its position.
+  void leave(int trainer, int64_t steps);
+  /// Returns the shard to which `trainer` must go now, if any. If it has a shard that has not
+  /// ended, it leaves that shard, and only for one with batches to skip.
+  std::optional<ShardStart> move(int trainer);
+  bool can_move(int trainer) const { return shard_for(trainer).has_value(); }
+  /// Returns true if a shard has batches to skip, which its position cannot express.
+  bool has_skip() const;
+  /// Returns true if the data of all shards has ended in this epoch.
+  bool ended() const;
+  /// Begins the next epoch. If ended(), with one shard for each trainer again.
+  void begin_epoch();
+
+ private:
+  struct Shard {
+    data::StreamPosition position;
+    std::optional<int> reader;
+    bool ended = false;
+    int64_t skip = 0;
+  };
+  Shard* shard_of(int trainer);
+  std::optional<size_t> shard_for(int trainer) const;
+  void divide();
+
+  std::vector<Shard> shards_;
+  std::vector<int> shard_of_;  // by trainer; -1: none
+};
+
+}  // namespace distrain::job
