@@ -89,7 +89,8 @@ learned, and the loss stays near the logarithm of --classes. Use ./teacher for a
       .details(R"(
 With `auto`, rank 0 reads a pipe, or gzip files of which there are fewer than trainers. With `rank0` only
 rank 0 needs the data.)")
-      .data_only();
+      .data_only()
+      .may_change();  // a resume compares the choice of `auto` instead
   list.choice("data-format", &Self::data_format, {"auto", "fasttext", "criteo"},
               "read streams in this format; auto looks at the first line")
       .data_only();

@@ -113,9 +113,7 @@ void train(job::Rank& rank, const Options& options) {
   };
 
   job::Training training(rank, job::Plan::of_stream(options));
-  training.read([&](int shard, int shards) {
-    return open(options, options.data, {shard, shards});
-  });
+  training.read([&](int shard, int n) { return open(options, options.data, {shard, n}); });
   training.agree("data", std::to_string(open(options, options.data, {})->content_key()));
   training.keep("categories", *tables);
   training.keep("net", net);

@@ -1,6 +1,7 @@
 #include "distrain/data/text.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -76,8 +77,8 @@ Vocabulary::Slot Vocabulary::slot_with(std::string_view word) {
 // Returns the index of the entry of `word`, or of the free slot where it belongs.
 size_t Vocabulary::slot_of(const Slot& wanted, std::string_view word) const {
   const size_t last = slots_.size() - 1;
-  // Fibonacci hashing: the high half of the product depends on all bits of the key.
-  size_t at = ((wanted.key + wanted.size) * 0x9E3779B97F4A7C15) >> 32 & last;
+  // Fibonacci hashing: only the highest bits of the product depend on all bits of the key.
+  size_t at = ((wanted.key + wanted.size) * 0x9E3779B97F4A7C15) >> std::countl_zero(last);
   for (;; at = (at + 1) & last) {
     const Slot& slot = slots_[at];
     if (slot.position == 0) return at;

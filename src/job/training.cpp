@@ -140,8 +140,8 @@ void TrainingPlan::attach() {
     if (!open_shard_ && !sources_.contains(trainer)) {
       base::invalid("a plan of streams needs Training::read()");
     }
-    store::naming_file(attached.path, [&] { go_to(trainer, attached.start); });
-    begins_epoch_ = !attached.path.empty() && attached.begins_epoch;
+    go_to(trainer, attached.start, attached.path);
+    if (attached.begins_epoch) begins_epoch_.insert(trainer);
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
@@ -171,7 +171,8 @@ Demand TrainingPlan::demand(int trainer, int64_t wanted) {
   const base::TraceScope scope("data");
   const auto reading = sources_.find(trainer);
   if (reading != sources_.end()) demand.position = reading->second->position();
-  const bool is_done = plan_.steps > 0 && total_ >= plan_.steps && !plan_.take_over;
+  const bool is_done =
+      plan_.steps > 0 && total_ >= plan_.steps && !(plan_.take_over && plan_.trainers > 1);
   if (!asks_for_steps_ || is_done || reached()) return demand;
   if (reading == sources_.end()) {
     demand.ready = 0;
@@ -185,7 +186,7 @@ Demand TrainingPlan::demand(int trainer, int64_t wanted) {
     return true;
   };
   if (!await()) return demand;
-  if (begins_epoch_ && source.ready() == 0) {
+  if (begins_epoch_.erase(trainer) > 0 && source.ready() == 0) {
     has_no_pass_left_ = source.has_one_pass();
     if (has_no_pass_left_) return demand;
     source.begin({.epoch = source.position().epoch + 1});
@@ -196,15 +197,19 @@ Demand TrainingPlan::demand(int trainer, int64_t wanted) {
   return demand;
 }
 
-void TrainingPlan::go_to(int trainer, const ShardStart& start) {
+void TrainingPlan::go_to(int trainer, const ShardStart& start, const std::string& checkpoint) {
   if (start.shards == 0) return;  // this trainer reads no shard now
-  begins_epoch_ = false;
+  begins_epoch_.erase(trainer);
   std::shared_ptr<data::Source>& source = sources_[trainer];
   if (open_shard_) {
     if (source) add_to(closed_, source->counts());
     source = open_shard_(start.shard, start.shards);
   }
-  source->begin(start.from);
+  if (checkpoint.empty()) {
+    source->begin(start.from);
+  } else {
+    store::naming_file(checkpoint, [&] { source->begin(start.from); });
+  }
   for (int64_t i = 0; i < start.skip; ++i) {
     if (source->ready() == 0) base::bad_data("the data has changed: a shard has ended early");
     source->next();
@@ -323,7 +328,7 @@ void TrainingPlan::add_data_counts(Json& fields) {
 void TrainingPlan::meet(const Task& task) {
   if (task.kind == Task::Kind::kEvaluate) {
     ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-    begins_epoch_ = begins_epoch_ || !task.partial;
+    if (!task.partial) begins_epoch_.insert(own_.begin(), own_.end());
   }
   if (task.kind == Task::Kind::kEnd) end(task);
   if (task.kind != Task::Kind::kSave) return;
@@ -449,7 +454,6 @@ void Training::run(const std::function<Result(const Step&)>& step) {
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
   go_to(rank_.index(), task.start);
   if (task.count == 0) return;
-  begins_epoch_ = false;
   const base::TimePoint begun = base::Clock::now();
   for (const auto& begin : begin_lease_) begin(mean_factor(task), task.has_data);
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
@@ -466,7 +470,7 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
   // Requests as many steps as take kLease_s at the current pace, but at most twice as many as
   // before, because steps may become slower.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
-  const int64_t most = 2 * std::max(task.count, task.with_data > 0 ? wanted_ / 2 : 0);
+  const int64_t most = 2 * std::max(task.count, plan_.streams ? wanted_ / 2 : 0);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(most, plan_.steps_at_once));
 }
@@ -502,7 +506,6 @@ void SingleProcessTraining::run(const std::function<Result(const std::vector<Ste
     asks_for_steps_ = task.kind == Task::Kind::kTrain;
     if (steps.empty()) continue;
     if (asks_for_steps_) {
-      begins_epoch_ = false;
       const int64_t with_data = std::ranges::count_if(steps, &Step::has_data);
       make(steps.at(0), plan_.streams ? with_data : std::ssize(own_), [&] { return step(steps); });
     } else {

@@ -27,9 +27,9 @@ struct Task {
   bool stopped = false;   ///< kEnd: a signal has ended the job early
   int32_t part = 0;       ///< kEvaluate, kSave: this trainer's index among those with the task
   int32_t parts = 1;      ///< kEvaluate, kSave: number of trainers with the task
-  bool has_data = true;   ///< kTrain: the shard's data has not ended; see Options::streams
+  bool has_data = true;   ///< kTrain: the trainer's stream has not ended; see Options::streams
   int32_t with_data = 0;  ///< kTrain: number of trainers with data in these steps; 0: all
-  ShardStart start;       ///< kTrain: if it has shards, there are no steps; the trainer goes there
+  ShardStart start;       ///< kTrain: if start.shards > 0: the shard to read next; `count` is 0
   static constexpr auto kFields =
       std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
                  &Task::partial, &Task::stopped, &Task::part, &Task::parts, &Task::has_data,
@@ -104,7 +104,7 @@ struct Position {
 /// Thread-safe. Hooks other than `on_rest` run in next() or go_on(), while all trainers wait.
 class LeaseScheduler {
  public:
-  /// The data that trainers of streams read.
+  /// The parts of a stream that a trainer can read.
   enum class Reading : uint8_t {
     kOwnShard,   ///< each trainer can read only its own shard
     kAnyShard,   ///< a trainer can read any shard from any position
@@ -125,7 +125,7 @@ class LeaseScheduler {
     /// `epochs` is 0, only `steps` limits the job. `take_over` and `may_lose` need
     /// Reading::kAnyShard and no `steps_per_epoch`.
     bool streams = false;
-    Reading reading = Reading::kOwnShard;
+    Reading reading = Reading::kOwnShard;  ///< of streams
   };
   struct Hooks {
     std::function<void()> on_begin = [] {};  ///< called when all trainers have asked for a task
@@ -145,8 +145,8 @@ class LeaseScheduler {
 
   /// Sets the position to resume at. Call it before next(). Throws `bad_data` if it is invalid.
   void resume(Position position);
-  /// Options::streams: returns where `trainer` reads, before its first request.
-  ShardStart reading(int trainer) const;
+  /// Options::streams: returns the shard of `trainer` and its position before its first request.
+  ShardStart start_of(int trainer) const;
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
@@ -257,6 +257,7 @@ class LeaseScheduler {
   int64_t finish_at_ = kNever;
   std::optional<base::Error> failed_;
   std::map<int, Request> waiting_;  // by trainer
+  base::TimePoint last_request_{};
 };
 
 }  // namespace distrain::job

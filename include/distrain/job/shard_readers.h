@@ -18,29 +18,30 @@ struct ShardStart {
       std::tuple(&ShardStart::shard, &ShardStart::shards, &ShardStart::from, &ShardStart::skip);
 };
 
-/// The shards of streamed data in an epoch, the trainers that read them, and how far they are.
+/// The shards of streamed data in an epoch, their positions, and the trainers that read them.
 ///
 /// Each epoch begins with one shard for each trainer. A shard has no reader if its trainer was
-/// lost, or if a job has been resumed with fewer trainers than it had; then a trainer whose own
-/// shard has ended reads it to its end. With more trainers, some read nothing until the next epoch.
-/// So each batch of an epoch is read once, whatever the number of trainers. Not thread-safe.
+/// lost, or if the job was resumed with fewer trainers than before. A trainer whose own shard has
+/// ended then reads the rest of that shard. If the job was resumed with more trainers than before,
+/// some trainers read nothing until the next epoch. So each batch of an epoch is read once,
+/// whatever the number of trainers. Not thread-safe.
 class ShardReaders {
  public:
   explicit ShardReaders(int trainers);
 
-  /// Sets the positions of the shards of a checkpoint, which may have another number of them.
-  /// `begins_epoch`: no step of the epoch has been made.
+  /// Sets the positions of the shards from a checkpoint of any number of shards. `begins_epoch`: no
+  /// step of the epoch has been made.
   void resume(const std::vector<data::StreamPosition>& positions, bool begins_epoch);
   /// Returns the positions of all shards.
   std::vector<data::StreamPosition> positions() const;
-  /// Returns where `trainer` reads.
-  ShardStart reading(int trainer) const;
+  /// Returns the shard of `trainer` and its position.
+  ShardStart start_of(int trainer) const;
   /// Notes that `trainer` is at `position` of its shard, and if `ended`, that the shard has ended.
   void note(int trainer, const data::StreamPosition& position, bool ended);
-  /// Leaves the shard of `trainer` to others. It made `steps` with data after its position.
+  /// Takes its shard from `trainer`, which has made `steps` with data after the shard's position.
   void leave(int trainer, int64_t steps);
   /// Returns the shard to which `trainer` must go now, if any. If it has a shard that has not
-  /// ended, it leaves that shard, and only for one with batches to skip.
+  /// ended,   /// it leaves that shard only for one with batches to skip.
   std::optional<ShardStart> move(int trainer);
   bool can_move(int trainer) const { return shard_for(trainer).has_value(); }
   /// Returns true if a shard has batches to skip, which its position cannot express.

@@ -15,7 +15,8 @@ namespace distrain::job {
 
 struct Step {
   int64_t epoch = 1;
-  int shard = 0;       ///< the shard of the data; trainer i's own shard has the number i
+  int shard = 0;       ///< the shard of the data; trainer i's own shard has the number i. With
+                       ///< Training::read() always the trainer's number
   int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
   int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
   int64_t left = 0;    ///< steps that follow for certain: `number` + 1 and so on of the same shard
@@ -23,7 +24,7 @@ struct Step {
   /// makes the same passes as the other trainers' steps, with zero gradients. Buffers of replicas
   /// under DDP, such as those of BatchNorm, are trainer 0's also after its data has ended.
   bool has_data = true;
-  data::Source* source = nullptr;  ///< of the step's batch; null without Training::read()
+  data::Source* source = nullptr;  ///< of Training::read(); may be null if has_data is false
 };
 
 struct Result {

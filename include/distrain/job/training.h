@@ -1,5 +1,7 @@
 #pragma once
 
+#include <set>
+
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/events.h"
 #include "distrain/job/lease_scheduler.h"
@@ -100,8 +102,10 @@ class TrainingPlan {
     plan_.reading = LeaseScheduler::Reading::kAnyShard;
   }
   /// Has `trainer`, which is one of this process, take its examples from `source` only, which must
-  /// outlive this object.
+  /// outlive this object. If it is one of several takers of a data::StreamServer, `reading` of the
+  /// plan must be kOneStream.
   void read(data::Source& source, int trainer) {
+    // The pointer does not own `source`.
     sources_[trainer] = std::shared_ptr<data::Source>(std::shared_ptr<void>(), &source);
   }
   /// Ends the job early once `reached` returns true. Trainers call it when they request steps.
@@ -137,8 +141,9 @@ class TrainingPlan {
   /// Returns a request for at most `wanted` steps. If the trainer needs data for them, waits until
   /// its source has data, or a signal stops the job.
   Demand demand(int trainer, int64_t wanted);
-  /// Has `trainer` read a shard from a position on, if `start` has one.
-  void go_to(int trainer, const ShardStart& start);
+  /// Has `trainer` read the shard of `start`, if there is one, from its position, which may be one
+  /// of a checkpoint.
+  void go_to(int trainer, const ShardStart& start, const std::string& checkpoint = {});
   /// Returns the source of the trainer's next batch, or null.
   data::Source* source_of(int trainer) const;
   /// Returns the factor that turns a mean over all trainers into one over those that have data.
@@ -153,7 +158,7 @@ class TrainingPlan {
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
   /// Called before the steps of a lease, one function per optimizer and replica.
   std::vector<std::function<void(double mean_factor, bool has_data)>> begin_lease_;
-  bool begins_epoch_ = false;   // of streams: the next step is the first of an epoch
+  std::set<int> begins_epoch_;  // trainers that have not looked for data in this epoch
   bool asks_for_steps_ = true;  // the last task was not an evaluation or a save
 
  private:
@@ -215,7 +220,8 @@ class TrainingPlan {
 /// A trainer requests steps from rank 0 for about a quarter of a second at a time, so that the
 /// requests cost little. Trainers that wait for each other, because they have a group or because of
 /// `--mode`, make only the steps of their own shards. Otherwise a trainer that has finished its
-/// shard takes over steps of the slowest trainer. All trainers pause for evaluations and saves.
+/// shard takes over steps of the slowest trainer, but of streams only the shards of lost trainers.
+/// All trainers pause for evaluations and saves.
 /// Every rank of the role must create and run one Training, on one thread.
 ///
 /// If a trainer other than rank 0 is lost after training has begun, the job continues unless

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include <fmt/format.h>
+
 namespace distrain::job {
 
 Json Position::to_json() const {
@@ -71,14 +73,15 @@ void LeaseScheduler::resume(Position position) {
   for (TrainerState& each : trainers_) each.handed_out = saved_;
 }
 
-// Adapts the position of streams to the number of trainers, and sets where these read.
+// Adapts the position of streams to the number of trainers, and gives each trainer its shard.
 void LeaseScheduler::resume_streams(Position& position) {
   const auto trainers = static_cast<int64_t>(options_.trainers);
   const auto before = std::ssize(position.steps);
   const int64_t of_epoch = std::accumulate(position.steps.begin(), position.steps.end(), int64_t{});
   std::vector<data::StreamPosition>& streams = position.streams;
   if (options_.reading == Reading::kOwnShard && std::ssize(streams) != trainers) {
-    base::bad_data("the position: of another number of trainers, which read only their own shards");
+    base::bad_data(fmt::format("the position: {} shards, and the {} trainers read only their own",
+                               streams.size(), trainers));
   }
   if (before != trainers) {
     const auto of_each = [before](int64_t steps) { return (steps + before - 1) / before; };
@@ -93,9 +96,9 @@ void LeaseScheduler::resume_streams(Position& position) {
   shards_.resume(streams, of_epoch == 0);
 }
 
-ShardStart LeaseScheduler::reading(int trainer) const {
+ShardStart LeaseScheduler::start_of(int trainer) const {
   std::lock_guard lock(mutex_);
-  return shards_.reading(trainer);
+  return shards_.start_of(trainer);
 }
 
 base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& demand) {
@@ -108,7 +111,8 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& dema
       throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
     }
     if (waiting_.contains(seat.trainer)) base::invalid("a trainer waits for two tasks");
-    const bool has_read = its.lease.count > 0 || shards_.reading(seat.trainer).skip > 0;
+    last_request_ = base::Clock::now();
+    const bool has_read = its.lease.count > 0 || shards_.start_of(seat.trainer).skip > 0;
     if (options_.streams && (has_read || demand.ready != Demand::kUnknown)) {
       shards_.note(seat.trainer, demand.position, demand.ready == 0);
     }
@@ -210,8 +214,10 @@ LeaseScheduler::Lost LeaseScheduler::lose(int trainer, std::optional<int64_t> ma
     if (!made) lost.in_doubt = lost.back;
     if (options_.streams) {  // the next trainer that reads the shard gets new leases for it
       shards_.leave(trainer, known);
-      position_.steps[static_cast<size_t>(trainer)] -= lost.back;
-      position_.total -= lost.back;
+      if (lost.back > 0) {
+        position_.steps[static_cast<size_t>(trainer)] -= lost.back;
+        position_.total -= lost.back;
+      }
     } else if (lost.back > 0) {
       returned_.push_back({lease.shard, lease.step + known, lost.back});
     }
@@ -257,6 +263,8 @@ std::vector<rpc::Wait> LeaseScheduler::waits() const {
   }
   base::TimePoint since = base::kNever;
   for (const auto& [trainer, request] : waiting_) since = std::min(since, request.since);
+  // A trainer whose stream has ended may wait for long, as long as the others train.
+  if (options_.streams && !has_rounds()) since = std::max(since, last_request_);
   return {{"the next task of all, which wants trainer " + missing, since}};
 }
 
@@ -305,7 +313,7 @@ std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   if (options_.streams) {
     if (const auto start = shards_.move(trainer)) {
-      return Task{.epoch = position_.epoch, .shard = trainer, .count = 0, .start = *start};
+      return Task{.epoch = position_.epoch, .count = 0, .start = *start};
     }
   }
   if (returned_.empty()) {

@@ -32,7 +32,7 @@ ShardReaders::Shard* ShardReaders::shard_of(int trainer) {
   return shard < 0 ? nullptr : &shards_[static_cast<size_t>(shard)];
 }
 
-ShardStart ShardReaders::reading(int trainer) const {
+ShardStart ShardReaders::start_of(int trainer) const {
   const int shard = shard_of_[static_cast<size_t>(trainer)];
   if (shard < 0) return {};
   const Shard& its = shards_[static_cast<size_t>(shard)];
@@ -74,7 +74,7 @@ std::optional<ShardStart> ShardReaders::move(int trainer) {
   leave(trainer, 0);
   shards_[*next].reader = trainer;
   shard_of_[static_cast<size_t>(trainer)] = static_cast<int>(*next);
-  return reading(trainer);
+  return start_of(trainer);
 }
 
 bool ShardReaders::has_skip() const {
@@ -84,12 +84,12 @@ bool ShardReaders::has_skip() const {
 bool ShardReaders::ended() const { return std::ranges::all_of(shards_, &Shard::ended); }
 
 void ShardReaders::begin_epoch() {
-  if (ended()) divide();
+  if (ended()) return divide();
   for (Shard& shard : shards_) shard.ended = false;
 }
 
 // Gives each trainer the shard with its own number, from the beginning of the next pass over the
-// data. A trainer that has read this shard to its end goes on with that pass by itself.
+// data. A trainer that has read its own shard to the end begins that pass without being told.
 void ShardReaders::divide() {
   int64_t pass = 1;
   for (const Shard& shard : shards_) {
@@ -101,9 +101,14 @@ void ShardReaders::divide() {
   for (size_t i = 0; i < shard_of_.size(); ++i) {
     const bool goes_on =
         before.size() == shard_of_.size() && shard_of_[i] == static_cast<int>(i) && before[i].ended;
-    if (!goes_on) shard_of_[i] = -1;
-    shards_.push_back({.position = {.epoch = pass}});
-    if (goes_on) shards_.back().reader = static_cast<int>(i);
+    // With a number of steps per epoch, shards that all end in one epoch may be in different
+    // passes.
+    shards_.push_back({.position = {.epoch = goes_on ? before[i].position.epoch + 1 : pass}});
+    if (goes_on) {
+      shards_.back().reader = static_cast<int>(i);
+    } else {
+      shard_of_[i] = -1;
+    }
   }
 }
 

@@ -155,7 +155,7 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     agent_->executor().post(
         [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
-  attached.start = scheduler_->reading(trainer);
+  attached.start = scheduler_->start_of(trainer);
   const data::StreamPosition& from = attached.start.from;
   attached.begins_epoch = begins_epoch_ && from != data::StreamPosition{.epoch = from.epoch};
   trainers_.emplace(trainer, attached.seat);
@@ -311,13 +311,13 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   }
   const int64_t trainers = std::ssize(position.steps);
   if (trainers != plan_->trainers) check_other_trainers(snapshot, trainers);
-  steps_made_ = position.total / trainers;
   begins_epoch_ = std::ranges::count(position.steps, 0) == trainers;
   scheduler_->resume(position);
+  steps_made_ = scheduler_->steps_of_each();
 }
 
-// Refuses a checkpoint of another number of trainers unless it has streams that can be divided
-// among any number of trainers. Then says what these read.
+// Refuses a checkpoint of another number of trainers, unless any number of trainers can read its
+// streams. Otherwise warns that the order of the examples differs.
 void TrainingHost::check_other_trainers(const Snapshot& snapshot, int64_t saved) const {
   const bool may_differ = plan_->reading != LeaseScheduler::Reading::kOwnShard &&
                           plan_->steps_per_epoch == Plan::kEndless &&
@@ -325,6 +325,7 @@ void TrainingHost::check_other_trainers(const Snapshot& snapshot, int64_t saved)
   const std::string numbers =
       fmt::format("saved with --trainers {}, not {}", saved, plan_->trainers);
   if (!may_differ) snapshot.refuse(numbers + ": leave --trainers out" + kTrainAnew);
+  if (plan_->eval_only) return;
   sink_.warn(base::ErrorKind::kInvalid,
              fmt::format("{}: {}: no example of the epoch is repeated or skipped, but their order "
                          "and the batches of a step differ",
@@ -405,6 +406,7 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     ++lost_;
     was_there = trainers_.erase(*trainer) > 0;
     untried_.erase(*trainer);
+    lost_bad_rows_ += std::exchange(bad_rows_[*trainer], 0);
   }
   const LeaseScheduler::Lost lost =
       was_there ? scheduler_->lose(*trainer, made) : LeaseScheduler::Lost{};
@@ -440,7 +442,7 @@ void TrainingHost::report(Seat seat, const Report& report) {
   total_.test.add(report.test);
   if (report.bad_rows > 0) {
     bad_rows_[seat.trainer] = report.bad_rows;
-    int64_t sum = 0;
+    int64_t sum = lost_bad_rows_;
     for (const auto& [trainer, rows] : bad_rows_) sum += rows;
     metrics_["bad_rows"] = sum;
   }

@@ -130,6 +130,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   int64_t steps_made_ = 0;
   bool begins_epoch_ = true;                     // no step of the first epoch was made before
   std::map<int, int64_t> bad_rows_;              // by trainer
+  int64_t lost_bad_rows_ = 0;                    // that lost processes have reported
   Report total_;                                 // sum of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // start of the current save
   std::vector<HeldPart> gathered_;

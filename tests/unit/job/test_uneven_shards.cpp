@@ -42,9 +42,10 @@ class Trainers {
       std::vector<Task> tasks;
       for (const auto& future : futures) tasks.push_back(future.wait());
       const Task& first = tasks[0];
+      asks_for_steps_ = first.kind == Task::Kind::kTrain;
       for (const Task& task : tasks) REQUIRE(task.kind == first.kind);
       if (first.kind == Task::Kind::kEnd) return;
-      if (first.kind == Task::Kind::kTrain) train(tasks);
+      if (first.kind == Task::Kind::kTrain && first.count > 0) train(tasks);
       if (first.kind == Task::Kind::kEvaluate) begin_epoch(first);
     }
   }
@@ -64,9 +65,10 @@ class Trainers {
 
   Demand demand(size_t t) {
     Demand demand(random_.between(1, 5));
+    demand.position = streams_[t];
+    if (!asks_for_steps_) return demand;
     const int64_t left = lengths_[t] - streams_[t].used;
     demand.ready = left == 0 ? 0 : random_.between(1, std::min<int64_t>(left, 7));
-    demand.position = streams_[t];
     return demand;
   }
 
@@ -101,6 +103,7 @@ class Trainers {
   std::vector<bool> whole_;
   LeaseScheduler schedule_;
   std::vector<data::StreamPosition> streams_;
+  bool asks_for_steps_ = true;
 };
 
 const std::vector<std::vector<int64_t>> kLengths{{5},     {9, 9},     {0, 4},
@@ -150,6 +153,21 @@ TEST_CASE("a number of steps per epoch cuts a stream, which the next epoch goes 
   CHECK(trainers.made[{0, 0}] == 2);
   CHECK(trainers.made[{0, 4}] == 2);
   CHECK(trainers.made[{0, 11}] == 1);
+}
+
+TEST_CASE("with a number of steps per epoch, a job resumes in the same pass over each shard") {
+  LeaseScheduler::Options options{.epochs = 3, .steps_per_epoch = 5, .save = true};
+  Trainers undisturbed(options, {10, 4}, 1);
+  undisturbed.run();
+  // At the end of epoch 2, trainer 0 has made one pass and trainer 1 two.
+  options.epochs = 2;
+  Trainers first(options, {10, 4}, 1);
+  first.run();
+  options.epochs = 3;
+  Trainers rest(options, {10, 4}, 1);
+  rest.resume(first.saved);
+  rest.run();
+  CHECK((rest.saved.streams == undisturbed.saved.streams));
 }
 
 TEST_CASE("the limit of steps and the limit of epochs of streams hold together") {
