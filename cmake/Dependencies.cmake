@@ -13,12 +13,17 @@ endif()
 find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
 add_library(distrain_fmt STATIC ${PROJECT_SOURCE_DIR}/cmake/fmt.cpp)
 
-# xxHash is linked statically, because only one of its functions is used.
+# xxHash is linked statically, because only one of its functions is used. Where only a shared library is packaged
+# (Fedora), src/store/hash.cpp compiles xxHash from its header.
 find_path(DISTRAIN_XXHASH_INCLUDE xxhash.h REQUIRED)
-find_library(DISTRAIN_XXHASH_LIBRARY NAMES libxxhash.a REQUIRED)
-add_library(distrain_xxhash STATIC IMPORTED)
-set_target_properties(distrain_xxhash PROPERTIES IMPORTED_LOCATION ${DISTRAIN_XXHASH_LIBRARY})
+find_library(DISTRAIN_XXHASH_LIBRARY NAMES libxxhash.a)
+add_library(distrain_xxhash INTERFACE)
 target_include_directories(distrain_xxhash SYSTEM INTERFACE ${DISTRAIN_XXHASH_INCLUDE})
+if(DISTRAIN_XXHASH_LIBRARY)
+  target_link_libraries(distrain_xxhash INTERFACE ${DISTRAIN_XXHASH_LIBRARY})
+else()
+  target_compile_definitions(distrain_xxhash INTERFACE XXH_IMPLEMENTATION)
+endif()
 
 include(Uv)
 
