@@ -48,10 +48,11 @@ fs::path find_plugin() {
     return given;
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
-  // The plugin is beside the program or this library in a build, in DISTRAIN_LIBDIR if installed.
+  // The plugin is beside the program or this library in a build. If installed, it is in
+  // DISTRAIN_LIBDIR, and the program `distrain` in libexec/distrain.
   static const char kHere = 0;
   for (const fs::path& place :
-       {folder, folder_of(&kHere), folder.parent_path() / DISTRAIN_LIBDIR}) {
+       {folder, folder_of(&kHere), folder.parent_path().parent_path() / DISTRAIN_LIBDIR}) {
     if (is_file(place / kPluginName)) return place / kPluginName;
   }
   fail(
@@ -90,7 +91,7 @@ fs::path find_torch_cuda(const fs::path& folder) {
   }
   std::string message =
       "LibTorch's CUDA library is not here: run `./run cuda`, which fetches it and NVIDIA's "
-      "libraries (2.4 GB), or build with LIBTORCH=<a LibTorch with CUDA>";
+      "libraries (2.4 GB), or use LIBTORCH=<a LibTorch with CUDA>";
   if (!is_file("/proc/driver/nvidia/version")) {
     message += "; but this machine shows no NVIDIA driver";
   }

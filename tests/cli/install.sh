@@ -12,7 +12,7 @@ without="built without CUDA"
 
 case_files_and_binary() {
   local file spins seen
-  for file in bin/distrain include/distrain/{base/error,rpc/agent,app/main,distrain}.h \
+  for file in bin/distrain{,-get-libtorch} libexec/distrain/distrain share/doc/distrain/copyright include/distrain/{base/error,rpc/agent,app/main,distrain}.h \
     share/man/man1/distrain{,-hybrid,-predict}.1 share/bash-completion/completions/distrain \
     share/zsh/site-functions/_distrain share/fish/vendor_completions.d/distrain.fish; do
     [[ -f $prefix/$file ]] || fail "$file is not installed"
