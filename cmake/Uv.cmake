@@ -29,8 +29,10 @@ if(NOT DISTRAIN_UV_IS_PIC)
   execute_process(
     COMMAND ${CMAKE_OBJCOPY} --redefine-sym environ=distrain_uv_environ
             --redefine-sym stderr=distrain_uv_stderr
-            --redefine-sym in6addr_any=distrain_uv_in6addr_any ${DISTRAIN_UV_LIBRARY} ${uv_archive}
+            --redefine-sym in6addr_any=distrain_uv_in6addr_any ${DISTRAIN_UV_LIBRARY} ${uv_archive}.new
             COMMAND_ERROR_IS_FATAL ANY)
+  # A new time of the archive would link all programs again after each configuration.
+  file(COPY_FILE ${uv_archive}.new ${uv_archive} ONLY_IF_DIFFERENT)
   distrain_try_shared(DISTRAIN_UV_COPY_IS_PIC ${uv_archive})
   if(NOT DISTRAIN_UV_COPY_IS_PIC)
     message(FATAL_ERROR "${DISTRAIN_UV_LIBRARY} cannot go into a shared library: "

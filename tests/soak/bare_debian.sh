@@ -132,5 +132,5 @@ wait $! || fail "rank 0: exit code $?"
 
 step "apt-get remove distrain" inside apt-get remove -y distrain
 seen=$(files_inside | grep distrain)
-[[ -z $seen ]] || fail "files are left: $seen"
+[[ -z $seen ]] || fail "files are left: $(head -n 20 <<<"$seen")"
 finish
