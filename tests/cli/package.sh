@@ -77,7 +77,7 @@ case_start() { # ctest: labels=ci
       fail "not one line with '$1': $(cat "$tmp/out" "$tmp/err")"
   }
   if [[ ! -e /usr/local/lib/distrain/libtorch ]]; then
-    says "is not here: run distrain-get-libtorch, or set LIBTORCH=<its folder>"
+    says "is missing: run distrain-get-libtorch, or set LIBTORCH=<its folder>"
   fi
   LIBTORCH=/nowhere says "LIBTORCH=/nowhere has no lib/libtorch_cpu.so"
   mkdir -p "$tmp"/{outer,a:b,old/include/torch/headeronly}
@@ -124,6 +124,7 @@ case_versions() {
   page=$(sed -n 's/^## \[\([0-9.]*\)\].*/\1/p' "$root/CHANGELOG.md" | head -n 1)
   [[ $page == "$version" ]] || fail "the newest version in CHANGELOG.md is $page, not $version"
   grep -qF "version $version" "$root/README.md" || fail "README.md does not name version $version"
+  grep -qF "distrain_${version}_amd64.deb" "$root/docs/install.md" || fail "docs/install.md does not name version $version"
   install_build || finish
   page=$(find "$prefix" -name distrainConfigVersion.cmake)
   grep -qF "set(PACKAGE_VERSION \"$version\")" "$page" || fail "find_package(distrain) finds another version"
@@ -235,7 +236,7 @@ case_get_libtorch() { # ctest: labels=ci
   mkdir "$tmp/bin"
   printf '#!/bin/sh\nexit 1\n' >"$tmp/bin/python3"
   chmod +x "$tmp/bin/python3"
-  PATH=$tmp/bin:$PATH fetch 9 "Python 3 with pip, which is not here" "$tmp/other"
+  PATH=$tmp/bin:$PATH fetch 9 "Python 3 with pip is missing" "$tmp/other"
 }
 
 run_cases

@@ -101,6 +101,7 @@ if inside python3 -m pip download -q --no-deps -d /tmp/pip pip >"$tmp/log" 2>&1;
   step "distrain-get-libtorch" inside distrain-get-libtorch
   cat "$tmp/log"
   step "distrain-get-libtorch, again" inside distrain-get-libtorch
+  step "apt-get install --reinstall, which keeps LibTorch" inside apt-get install -y --reinstall "/tmp/$deb"
   fetched=1
   trains "distrain-get-libtorch" distrain
   # Another user finds that LibTorch, and a LibTorch of this user's.
