@@ -18,11 +18,12 @@ _distrain() {
     rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --on-save-error --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --pretty --progress --quiet --help --version' ;;
     predict) options='--num-gpus --in-memory --generate --max-episodes --device --trace --threads --pretty --progress --quiet --help' ;;
-    help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict help man completion schema' ;;
-    man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict help man completion schema' ;;
+    report) options='--output --trace' ;;
+    help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict report help man completion schema' ;;
+    man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict report help man completion schema' ;;
     completion) ((COMP_CWORD == 2)) && options='bash zsh fish' ;;
     schema) ((COMP_CWORD == 2)) && options='start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval prediction lost returned text episode split' ;;
-    '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
+    '') options='hybrid ps rnn rl pipeline predict report help man completion schema --help --version' ;;
   esac
   case $command/$prev in
     hybrid/--task)
@@ -37,7 +38,7 @@ _distrain() {
     hybrid/--data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'teacher' -- "$cur"; compgen -f -- "$cur"); return
       ;;
-    hybrid/--valid-data | hybrid/--test-data | hybrid/--token-file | hybrid/--trace | ps/--token-file | ps/--trace | rnn/--data | rnn/--valid-data | rnn/--test-data | rnn/--token-file | rnn/--trace | rl/--token-file | rl/--trace | pipeline/--weights | pipeline/--token-file | pipeline/--trace | predict/--trace)
+    hybrid/--valid-data | hybrid/--test-data | hybrid/--token-file | hybrid/--trace | ps/--token-file | ps/--trace | rnn/--data | rnn/--valid-data | rnn/--test-data | rnn/--token-file | rnn/--trace | rl/--token-file | rl/--trace | pipeline/--weights | pipeline/--token-file | pipeline/--trace | predict/--trace | report/--output | report/--trace)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
     hybrid/--data-from)
@@ -107,10 +108,10 @@ _distrain() {
       mapfile -t COMPREPLY < <(compgen -W 'mse ce' -- "$cur"); return
       ;;
     */--*) return ;; # text and numbers
-    predict/*)
+    predict/* | report/*)
       if [[ $cur != -* ]]; then
         local kind=-f
-        ((COMP_CWORD == 2)) && kind=-d # the checkpoint
+        [[ $command == predict ]] && ((COMP_CWORD == 2)) && kind=-d # the checkpoint
         compopt -o filenames
         mapfile -t COMPREPLY < <(compgen $kind -- "$cur")
         return

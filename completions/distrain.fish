@@ -6,6 +6,7 @@ complete -c distrain -n __fish_use_subcommand -a rnn -d 'train a language model:
 complete -c distrain -n __fish_use_subcommand -a rl -d 'train an agent on CartPole from the episodes of observers'
 complete -c distrain -n __fish_use_subcommand -a pipeline -d 'train a ResNet in stages through which micro-batches flow'
 complete -c distrain -n __fish_use_subcommand -a predict -d 'apply a saved model to examples, one JSON line for each'
+complete -c distrain -n __fish_use_subcommand -a report -d 'make an HTML page from the JSON lines of runs'
 complete -c distrain -n __fish_use_subcommand -a help -d 'print the help of a command'
 complete -c distrain -n __fish_use_subcommand -a man -d 'print a man page; pipe it to man -l -'
 complete -c distrain -n __fish_use_subcommand -a completion -d 'print the completion script of a shell'
@@ -13,8 +14,9 @@ complete -c distrain -n __fish_use_subcommand -a schema -d 'print the JSON Schem
 complete -c distrain -n __fish_use_subcommand -s V -l version -d 'the versions of distrain and of LibTorch'
 complete -c distrain -n __fish_use_subcommand -s h -l help -d 'a summary of the commands'
 complete -c distrain -n '__fish_seen_subcommand_from predict' -F
-complete -c distrain -n '__fish_seen_subcommand_from help' -a 'hybrid ps rnn rl pipeline predict help man completion schema'
-complete -c distrain -n '__fish_seen_subcommand_from man' -a 'hybrid ps rnn rl pipeline predict help man completion schema'
+complete -c distrain -n '__fish_seen_subcommand_from report' -F
+complete -c distrain -n '__fish_seen_subcommand_from help' -a 'hybrid ps rnn rl pipeline predict report help man completion schema'
+complete -c distrain -n '__fish_seen_subcommand_from man' -a 'hybrid ps rnn rl pipeline predict report help man completion schema'
 complete -c distrain -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
 complete -c distrain -n '__fish_seen_subcommand_from schema' -a 'start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval prediction lost returned text episode split'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l num-embeddings -d 'give the embedding table N rows, or with a file one for each word'
@@ -147,3 +149,5 @@ complete -c distrain -n '__fish_seen_subcommand_from pipeline' -x -l loss -a 'ms
 complete -c distrain -n '__fish_seen_subcommand_from pipeline' -x -l checkpoint-every -d 'save every N batches; 0 saves at the end of each epoch'
 complete -c distrain -n '__fish_seen_subcommand_from pipeline' -l explain -d 'print the schedule as JSON, or as a timeline on a terminal; train nothing'
 complete -c distrain -n '__fish_seen_subcommand_from pipeline' -x -l inject -d 'inject faults for tests: delay=50ms@rank=2, fail=checkpoint.3, save=200ms, stage=100ms'
+complete -c distrain -n '__fish_seen_subcommand_from report' -r -F -s o -l output -d 'write the page to FILE; - is standard output'
+complete -c distrain -n '__fish_seen_subcommand_from report' -r -F -l trace -d 'also show where the time went, from the FILE of a job\'s --trace'

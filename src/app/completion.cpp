@@ -117,10 +117,10 @@ std::string bash(const Program& program) {
     out += fmt::format("    {})\n      {}\n      ;;\n", joined(patterns, " | "), action);
   }
   return out + R"(    */--*) return ;; # text and numbers
-    predict/*)
+    predict/* | report/*)
       if [[ $cur != -* ]]; then
         local kind=-f
-        ((COMP_CWORD == 2)) && kind=-d # the checkpoint
+        [[ $command == predict ]] && ((COMP_CWORD == 2)) && kind=-d # the checkpoint
         compopt -o filenames
         mapfile -t COMPREPLY < <(compgen $kind -- "$cur")
         return
@@ -181,10 +181,11 @@ case $line[1] in
     out += fmt::format("  {0}) _arguments ${0}_options ;;\n", command.name);
   }
   for (const TextCommand& command : text_commands(program)) {
-    const std::string words = "'1:value:(" + joined(command.choices) + ")'";
-    out += fmt::format(
-        "  {}) _arguments {} ;;\n", command.name,
-        command.text ? words : "'1:checkpoint:_files -/' '2:file:_files' $predict_options");
+    std::string words = "'1:value:(" + joined(command.choices) + ")'";
+    if (command.name == "predict")
+      words = "'1:checkpoint:_files -/' '2:file:_files' $predict_options";
+    if (command.name == "report") words = "'*:file:_files' $report_options";
+    out += fmt::format("  {}) _arguments {} ;;\n", command.name, words);
   }
   return out + "esac\n";
 }

@@ -19,6 +19,15 @@ missing; the man page of the job describes their format. Options that define the
 model come from the checkpoint, and giving one of them another value is refused.
 )";
 
+constexpr const char* kOfReport =
+    R"(Makes one HTML page from the JSON lines of one or several runs: how each run
+ended, with the root cause of a failure, charts, ranks, and the options that
+differ from the defaults. The page needs no network and no other file. A FILE
+may have several runs, a run may be spread over several FILEs, one for each
+rank, and - is standard input. FILEs may be compressed with gzip. Without -o
+the page goes to standard output, unless that is a terminal.
+)";
+
 /// Wraps `text` at kWidth and indents it by kHelpColumn; the first line already has `used` columns.
 std::string wrapped(const std::string& text, size_t used) {
   const std::string new_line = '\n' + std::string(kHelpColumn, ' ');
@@ -162,6 +171,14 @@ std::vector<TextCommand> text_commands(const Program& program) {
   };
   const std::vector<std::string> shells = {"bash", "zsh", "fish"};
   std::vector<TextCommand> commands = {
+      {.name = "report",
+       .summary = "make an HTML page from the JSON lines of runs",
+       .argument = "FILE... [OPTION]...",
+       .needs_argument = true,
+       .description = kOfReport,
+       .options = report_options(),
+       .run = [](const Program& of, const auto& args,
+                 auto) { return run_report_command(of, args); }},
       {"help", "print the help of a command", "COMMAND", {}, false, help},
       {"man", "print a man page; pipe it to man -l -", "COMMAND", {}, false, man},
       {"completion", "print the completion script of a shell", "SHELL", shells, true, completion},
@@ -176,7 +193,8 @@ std::vector<TextCommand> text_commands(const Program& program) {
                     .argument = "CHECKPOINT [FILE] [OPTION]...",
                     .needs_argument = true,
                     .description = kOfPredict,
-                    .options = predict_options(program)});
+                    .options = predict_options(program),
+                    .run = run_predict_command});
   }
   std::vector<std::string> names;
   for (const JobCommand& job : program.commands) names.push_back(job.name);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <ctime>
 #include <fstream>
 #include <random>
 
@@ -110,6 +111,7 @@ class Invocation {
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
     run.job.add_usage = [devices = run.devices](Json& fields) {
       fields["rss_mb"] = peak_rss_mb();
+      fields["cpu_s"] = static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
       fields.update(devices->usage());
     };
     run.job.choose_devices = std::bind_front(&RankDevices::get, run.devices);
@@ -377,10 +379,11 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     cmd = command->name;
     if (!command->has_predict) invalid("predict does not support checkpoints of " + cmd);
 
-    std::string input;
+    std::vector<std::string> files;
     const std::vector<std::string> rest(args.begin() + 1, args.end());
-    ParsedOptions options = parse_options(command->table, rest, &input, &program);
-    if (input.empty() || input == "-") input = job::kStandardInput;
+    ParsedOptions options = parse_options(command->table, rest, &files, &program);
+    const bool has_file = !files.empty() && files[0] != "-";
+    const std::string input = has_file ? files[0] : job::kStandardInput;
     const bool reads = find_option(command->table, "data");
     if (reads && input == job::kStandardInput && isatty(STDIN_FILENO)) {
       say("reading examples from standard input; end with Ctrl-D");

@@ -77,7 +77,7 @@ int run_command(const Program& program, std::vector<std::string> args,
   }
   if (asks(rest, "--version", "-V")) return print_text(version_text(program));
   if (job) return run_job_command(*job, rest, started, &program);
-  if (text != texts.end() && !text->text) return run_predict_command(program, rest, started);
+  if (text != texts.end() && text->run) return text->run(program, rest, started);
   if (text != texts.end()) return print_text(text_of(program, *text, rest));
   if (!args.empty()) refuse_word(program, args[0]);
   if (!isatty(STDOUT_FILENO)) invalid("no command given; see {} --help", program.name);

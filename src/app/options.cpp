@@ -281,7 +281,8 @@ OptionTable whole_table(job::JobInfo& job) {
 }
 
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
-                            std::string* operand, const Program* program) {
+                            std::vector<std::string>* operands, const Program* program,
+                            size_t most_operands) {
   ParsedOptions parsed(table);
   CLI::App app;
   app.set_help_flag();
@@ -305,18 +306,20 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
       added->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
     }
   }
-  check_values(table, args, operand != nullptr);
+  check_values(table, args, operands != nullptr);
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 expects reverse order
   } catch (const CLI::ParseError& e) {
     invalid(e.what());
   }
   std::vector<std::string> extras = app.remaining();
-  if (operand && !extras.empty() && (extras[0] == "-" || !extras[0].starts_with('-'))) {
-    *operand = extras[0];
-    extras.erase(extras.begin());
-  }
-  if (!extras.empty()) refuse(table, extras, program, operand != nullptr);
+  std::erase_if(extras, [&](const std::string& word) {
+    const bool is_operand =
+        operands && operands->size() < most_operands && (word == "-" || !word.starts_with('-'));
+    if (is_operand) operands->push_back(word);
+    return is_operand;
+  });
+  if (!extras.empty()) refuse(table, extras, program, operands != nullptr);
   return parsed;
 }
 

@@ -29,19 +29,22 @@ struct Program {
   }
 };
 
-/// A subcommand that is not a job: it prints a text about the program, or it is `predict`.
+/// A subcommand that is not a job: it prints a text about the program, or it has a `run` function.
 struct TextCommand {
   std::string name;
   std::string summary;
   std::string argument;  ///< the argument's name in the help, such as SHELL
   std::vector<std::string> choices;
   bool needs_argument = false;
-  /// Returns the text to print. `argument` is empty if the user gave none. Null for `predict`.
+  /// Returns the text to print. `argument` is empty if the user gave none. Null if `run` is set.
   std::function<std::string(const Program&, const std::string& argument)> text = {};
   std::string description = {};   ///< shown in help instead of the choices
-  job::OptionTable options = {};  ///< the options of `predict`; other commands have none
+  job::OptionTable options = {};  ///< the options of `predict` and `report`; others have none
+  /// Runs the command and returns its exit code. `args` are the words after the command's name.
+  std::function<int(const Program&, const std::vector<std::string>& args, base::TimePoint started)>
+      run = {};
 };
-/// Returns predict, if a job supports it, and then help, man, completion and schema.
+/// Returns predict, if a job supports it, and then report, help, man, completion and schema.
 std::vector<TextCommand> text_commands(const Program& program);
 /// Returns the name and the summary of each subcommand, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
@@ -71,6 +74,12 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
 int run_predict_command(const Program& program, const std::vector<std::string>& args,
                         base::TimePoint started);
 
+/// The options of `report`.
+job::OptionTable report_options();
+/// Writes the HTML page of `report`. Returns the exit code. Throws `invalid`, `bad_data` or
+/// `resources`.
+int run_report_command(const Program& program, const std::vector<std::string>& args);
+
 /// Reports a failure before any rank ran: prints one line on stderr and, unless stdout is a
 /// terminal or `args` has --pretty, `error` and `end` lines on stdout. Returns the exit code.
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
@@ -90,11 +99,13 @@ using job::ValueKind;
 /// `job.mistake` if two options have the same name or a name is not valid.
 OptionTable whole_table(job::JobInfo& job);
 
-/// Parses `args`, the words after the names of program and command. If `operand` is not null,
-/// accepts one argument that is not an option, such as predict's FILE, and stores it there. Throws
-/// `invalid`. If `program` is given, the message about an unknown option names its jobs and help.
+/// Parses `args`, the words after the names of program and command. If `operands` is not null,
+/// accepts up to `most_operands` arguments that are not options, such as predict's FILE, and stores
+/// them there. Throws `invalid`. If `program` is given, the message about an unknown option names
+/// its jobs and help.
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
-                            std::string* operand = nullptr, const Program* program = nullptr);
+                            std::vector<std::string>* operands = nullptr,
+                            const Program* program = nullptr, size_t most_operands = 1);
 
 /// Returns the default as the help and the man page show it; empty if they show none.
 inline std::string default_in_words(const Option& option) {

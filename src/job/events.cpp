@@ -30,6 +30,7 @@ Event end_event(std::string name, std::string when) {
         "seconds from the first step to the last, on the rank that took longest"},
        {"steps", kInteger, "steps of all trainers in the scope"},
        {"steps_per_s", kNumber, "steps / train_s"},
+       {"cpu_s", kNumber, "CPU time of all ranks in the scope in seconds"},
        {"rpc",
         kObject,
         "RPC traffic of all ranks in the scope",

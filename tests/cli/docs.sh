@@ -33,7 +33,7 @@ case_files() {
   local command others page warnings file text says
   find_jobs
   same man/distrain.1 man
-  for command in "${jobs[@]}" predict; do same "man/distrain-$command.1" man "$command"; done
+  for command in "${jobs[@]}" predict report; do same "man/distrain-$command.1" man "$command"; done
   same completions/distrain.bash completion bash
   same completions/_distrain completion zsh
   same completions/distrain.fish completion fish
@@ -86,6 +86,9 @@ case_completions() {
   offers "--generate" distrain predict "$tmp/run1" --g
   offers "" distrain predict "$tmp/run1" --lr
   offers "cpu cuda" distrain predict "$tmp/run1" --device ""
+  offers "$tmp/run1 $tmp/run1.txt" distrain report "$tmp/ru"
+  offers "$tmp/run1 $tmp/run1.txt" distrain report "$tmp/run1.txt" -o "$tmp/ru"
+  offers "--output --trace" distrain report --
   offers predict distrain help pre
   offers help distrain man he
   offers "$root/README.md" distrain hybrid --test_data "$root/READ"

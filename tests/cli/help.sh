@@ -79,7 +79,7 @@ case_jobs() {
 
 case_commands() {
   local command forms args
-  for command in predict help man completion schema; do
+  for command in predict report help man completion schema; do
     forms=("help $command")
     [[ $command != predict ]] || forms+=("predict --help" "-h predict")
     for args in "${forms[@]}"; do
@@ -94,6 +94,9 @@ case_commands() {
   text "predict help" "Usage: distrain predict CHECKPOINT [FILE] [OPTION]..."
   has_options "predict help" --generate --device --threads
   grep -q "^ *--lr " "$tmp/out" && fail "predict help: has --lr, which has no effect on it"
+  run report --help
+  text "report --help" "Usage: distrain report FILE... [OPTION]..." "-o, --output FILE"
+  has_options "report --help" --output --trace
 }
 
 run_cases

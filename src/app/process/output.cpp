@@ -35,7 +35,8 @@ constexpr std::string_view kCommon[] = {
     "cmd",     "rank",       "role",          "status",      "wall_s", "exit_code",
     "train_s", "steps",      "steps_per_s",   "rpc",         "rss_mb", "kind",
     "signal",  "live_rrefs", "live_contexts", "message",     "host",   "cause_rank",
-    "op",      "cause_role", "scope",         "stderr_tail", "device", "device_mem_mb"};
+    "op",      "cause_role", "scope",         "stderr_tail", "device", "device_mem_mb",
+    "cpu_s"};
 
 }  // namespace
 
@@ -177,6 +178,7 @@ void Summary::add(const Json& fields) {
   for (const char* name : {"train_s", "rss_mb", "device_mem_mb"}) {
     if (const auto value = number_in(fields, name)) most_[name] = std::max(most_[name], *value);
   }
+  most_["cpu_s"] += number_in(fields, "cpu_s").value_or(0);
   const Json devices = fields.value("device", Json());
   for (const Json& device : devices.is_array() ? devices : Json::array({devices})) {
     if (!device.is_string()) continue;
@@ -206,6 +208,7 @@ Json Summary::end_fields(const char* scope, base::TimePoint started,
               {"train_s", most_.contains("train_s") ? Json(rounded(train_s, 1e6)) : Json()},
               {"steps", sums_["steps"]},
               {"steps_per_s", train_s > 0 ? Json(sums_["steps"].get<double>() / train_s) : Json()},
+              {"cpu_s", rounded(most("cpu_s"), 1e3)},
               {"rpc", rpc_},
               {"rss_mb", rounded(most("rss_mb"), 1e3)}};
   if (!devices_.empty()) {

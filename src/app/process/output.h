@@ -126,8 +126,8 @@ class Summary {
  private:
   Json sums_{{"steps", 0}, {"live_rrefs", 0}, {"live_contexts", 0}};
   Json rpc_{{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
-  std::map<std::string, double> most_;
-  std::vector<std::string> devices_;  // of all ranks, without duplicates
+  std::map<std::string, double> most_;  // the largest values; of cpu_s the sum
+  std::vector<std::string> devices_;    // of all ranks, without duplicates
   Json metrics_ = Json::object();
 };
 

@@ -1,0 +1,23 @@
+# distrain_embed(<target> <namespace> [<constant> <file>]...): compiles files into the target, each as a C string
+# `extern const char* const <constant>`, so that the program needs no data files.
+function(distrain_embed target namespace)
+  set(code "namespace ${namespace} {\n")
+  while(ARGN)
+    list(POP_FRONT ARGN constant file)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
+    file(READ ${PROJECT_SOURCE_DIR}/${file} text)
+    string(APPEND code "extern const char* const ${constant};\n"
+                       "const char* const ${constant} = R\"embedded(${text})embedded\";\n")
+  endwhile()
+  string(APPEND code "}  // namespace ${namespace}\n")
+  set(source ${PROJECT_BINARY_DIR}/embedded/${target}.cpp)
+  set(written "")
+  if(EXISTS ${source})
+    file(READ ${source} written)
+  endif()
+  if(NOT written STREQUAL code)
+    file(WRITE ${source} "${code}")
+  endif()
+  target_sources(${target} PRIVATE ${source})
+  set_source_files_properties(${source} PROPERTIES SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON)
+endfunction()

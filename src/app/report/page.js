@@ -1,0 +1,306 @@
+'use strict';
+(() => {
+// Texts of a log reach the document only as text nodes and attribute values, never as HTML.
+const data = JSON.parse(document.getElementById('data').textContent);
+const runs = data.runs, many = runs.length > 1;
+let xAxis = 'step';
+const fill = (node, attributes, children) => {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === 'function') node.addEventListener(name, value);
+    else if (value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.flat(9).filter(child => child || child === 0));
+  return node;
+};
+const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) => fill(document.createElementNS('http://www.w3.org/2000/svg', tag), attributes, children);
+const digits = new Intl.NumberFormat('en', {maximumSignificantDigits: 4});
+const num = v => v !== 0 && (Math.abs(v) >= 1e7 || Math.abs(v) < 1e-4) ? v.toExponential(1) :
+  Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString('en') : digits.format(v);
+const show = v => v === null || v === undefined ? '–' : typeof v === 'number' ? num(v) : typeof v === 'string' ? v : JSON.stringify(v);
+const colour = name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
+const dashOf = i => [[], [7, 4], [2, 3]][Math.floor(i / 7) % 3];
+const name = (rank, role) => role || (Number.isInteger(rank) ? 'rank ' + rank : 'launcher');
+const events = (run, ...kinds) => run.events.filter(event => kinds.includes(event.event));
+const distinct = list => [...new Set(list)];
+/** Adds a section, unless it is empty. Lines of a damaged log may not have the fields that it needs. */
+const section = (title, make) => {
+  let content;
+  try { content = [make()].flat(9).filter(Boolean); } catch (error) { content = [el('p', {class: 'note'}, `Cannot be drawn: ${error.message}`)]; }
+  if (content.length) document.body.append(el('section', {}, el('h2', {}, title), content));
+};
+/** Calls `draw(width)` now and whenever the width of `host` changes. */
+const fit = (host, draw) => {
+  new ResizeObserver(() => host.clientWidth > 0 && draw(Math.floor(host.clientWidth))).observe(host);
+  return host;
+};
+/** Returns a table that scrolls. A column is [title, function of a row, class]; columns without a value are left out. */
+const table = (caption, columns, rows) => {
+  const used = columns.filter(([, cell]) => rows.some(row => !['', '–'].includes(cell(row))));
+  return el('div', {class: 'scroll', tabindex: 0, role: 'region', 'aria-label': caption}, el('table', {},
+    el('thead', {}, el('tr', {}, used.map(([title, , kind]) => el('th', {scope: 'col', class: kind}, title)))),
+    el('tbody', {}, rows.map(row => el('tr', {}, used.map(([, cell, kind]) => el('td', {class: kind}, cell(row))))))));
+};
+/** Returns a closed section whose content is made when it is opened. */
+const later = (title, make) => {
+  const box = el('details', {toggle: () => box.children.length === 1 && box.append(make())}, el('summary', {}, title));
+  return box;
+};
+
+// Runs are named by the options in which they differ, or else by their files.
+const unlike = distinct(runs.flatMap(run => Object.keys(run.config))).filter(key =>
+  !['log_interval', 'checkpoint', 'resume', 'keep', 'trace'].includes(key) && distinct(runs.map(run => JSON.stringify(run.config[key]))).length > 1);
+const file = run => (run.files[0] || '').replace(/^.*\//, '').replace(/\.jsonl?(\.gz)?$/, '');
+const names = [run => many ? unlike.map(key => `${key} ${show(run.config[key])}`).join(', ') : run.cmd || file(run), file, (run, i) => `${i + 1}: ${file(run)}`.slice(0, 39)]
+  .map(way => runs.map(way)).find(list => distinct(list).length === list.length && list.every(each => each && each.length < 40));
+runs.forEach((run, i) => Object.assign(run, {name: names[i], colour: `c${i % 7}`, dash: dashOf(i)}));
+
+// ---- charts ----
+
+/** Returns a function that gives the x of a row of a table. */
+const xOf = (run, t) => {
+  const column = title => t.columns[title] || [];
+  const perEpoch = Math.max(0, ...run.tables.filter(each => each.event === 'epoch').map(each => each.columns.steps?.[0] || 0));
+  if (xAxis === 'time') return i => column('t')[i];
+  if (xAxis === 'epoch') return i => t.event === 'step' && perEpoch ? column('step')[i] / perEpoch : column('epoch')[i];
+  let sum = events(run, 'checkpoint').find(each => each.action === 'loaded' && !each.t)?.step || 0;
+  const sums = t.event === 'epoch' ? column('steps').map(steps => sum += steps) : t.columns.step || t.columns.episode;
+  return i => sums[i];
+};
+/** Returns the series of a column: one for each rank, or the mean of each run if there are several runs or many ranks. */
+const series = (event, column, style = {}) => runs.flatMap(run => {
+  const tables = run.tables.filter(t => t.event === event && t.columns[column]).sort((a, b) => a.rank - b.rank);
+  const sums = new Map();
+  for (const t of tables) {
+    const own = 'num_split' in t ? 'num_split ' + t.num_split : event === 'eval' ? `evaluation (${t.set})` : name(t.rank, t.role);
+    const key = many ? run.name + ('num_split' in t ? ', ' + own : '') : tables.length > 8 ? `mean of ${tables.length}` : own, x = xOf(run, t);
+    if (!sums.has(key)) sums.set(key, new Map());
+    t.columns[column].forEach((y, i) => {
+      const [sum, count] = sums.get(key).get(x(i)) || [0, 0];
+      if (y !== null && Number.isFinite(x(i))) sums.get(key).set(x(i), key.endsWith(own) || event === 'eval' ? [y, 1] : [sum + y, count + 1]);
+    });
+  }
+  return [...sums].map(([label, values], i) => ({label, width: 1.5, colour: many ? run.colour : `c${i % 7}`, dash: many ? run.dash : dashOf(i),
+    values: new Map([...values].map(([x, [sum, count]]) => [x, sum / count])), ...style}));
+});
+/** Returns a chart, or null if no series has points. `ticks` are names of the x values 0, 1, 2, … */
+const chart = (title, all, {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || (runs.every(run => run.cmd === 'rl') ? 'episode' : 'step'), note = '', ticks = null} = {}) => {
+  all = all.filter(each => each.values.size);
+  if (!all.length) return null;
+  const xs = distinct(all.flatMap(each => [...each.values.keys()])).sort((a, b) => a - b);
+  const ys = all.map(each => xs.map(at => each.values.has(at) ? each.values.get(at) : null));
+  const tick = v => ticks ? ticks[v] ?? '' : num(v);
+  const summary = `${title} by ${x}. ` + all.slice(0, 12).map(each => {
+    const list = [...each.values.values()];
+    return `${each.label}: ${list.length} points, first ${num(list[0])}, last ${num(list.at(-1))}, ` +
+      `smallest ${num(list.reduce((a, b) => Math.min(a, b)))}, largest ${num(list.reduce((a, b) => Math.max(a, b)))}`;
+  }).join('; ') + '.';
+  const plot = el('div', {class: 'plot', role: 'img', 'aria-label': summary, 'data-points': all.reduce((sum, each) => sum + each.values.size, 0)});
+  const keys = el('div', {});
+  const line = {stroke: colour('line'), width: 1}, axis = {stroke: colour('dim'), grid: line, ticks: line, font: '12px system-ui, sans-serif'};
+  let u = null;
+  const draw = width => {
+    if (u) return u.setSize({width, height: 240});
+    u = new uPlot({width, height: 240, scales: {
+      x: {time: false, range: ticks ? [-0.3, ticks.length - 0.7] : undefined},
+      y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true) : [Math.min(low, Math.max(0, low - 1)), low + 1]}},
+      // A series has points at some x only: the legend shows its latest one.
+      cursor: {y: false, dataIdx: (_, s, i) => { while (s && i > 0 && ys[s - 1][i] === null) --i; return i; }},
+      legend: {mount: (_, box) => keys.append(box), markers: {dash: (_, s) => s && all[s - 1].dash.length ? 'dashed' : 'solid'}},
+      axes: [{...axis, label: x, labelSize: 18, labelFont: axis.font, size: 32, incrs: x === 'seconds' ? undefined : [1, 2, 5].flatMap(n => [...Array(9).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b), values: (_, at) => at.map(tick)},
+        {...axis, size: 60, values: (_, at) => at.map(num)}],
+      series: [{label: x, value: (_, v) => v === null ? '' : tick(v)}, ...all.map(each => ({label: each.label, stroke: colour(each.colour), width: each.width,
+        dash: each.dash, spanGaps: true, value: (_, v) => typeof v === 'number' ? num(v) : '',
+        points: {show: each.values.size <= 40, size: 5, fill: colour(each.colour)}}))]}, [xs, ...ys], plot);
+    keys.querySelectorAll('.u-series:not(:first-child) th').forEach(key => fill(key, {role: 'button', tabindex: 0, 'aria-pressed': 'true',
+      click: () => key.setAttribute('aria-pressed', String(!key.parentNode.classList.contains('u-off'))),
+      keydown: event => [' ', 'Enter'].includes(event.key) && (event.preventDefault(), key.click())}, []));
+  };
+  const every = Math.ceil(xs.length / 200);
+  return el('figure', {class: 'card'}, el('h3', {}, title), note && el('p', {class: 'note'}, note), fit(plot, draw), keys,
+    later('Data as a table' + (every > 1 ? `, one row in ${every}` : ''), () => table(title, [[x, i => tick(xs[i]), 'n'],
+      ...all.map((each, s) => [each.label, i => ys[s][i] === null ? '' : num(ys[s][i]), 'n'])], [...xs.keys()].filter(i => i % every === 0))));
+};
+const columnsOf = event => distinct(runs.flatMap(run => run.tables.filter(t => t.event === event).flatMap(t => Object.keys(t.columns))));
+const training = () => {
+  const strong = many ? {width: 2.5} : {width: 2.5, colour: 'fg'};
+  const own = columnsOf('eval').filter(each => !['t', 'step', 'epoch', 'loss', 'samples', 'words', 'lr', 'perplexity'].includes(each));
+  const rates = ['step', 'episode'].flatMap(event => columnsOf(event).filter(each => /^(?!requests).*_per_s$/.test(each)).map(each => [event, each]));
+  const epochs = runs.every(run => run.tables.every(t => t.event !== 'step' || t.lines < 3)) && columnsOf('epoch').length > 0;
+  const varies = runs.some(run => run.cmd === 'rnn' || distinct(run.tables.flatMap(t => t.event === 'step' && t.columns.lr || [])).length > 1);
+  const levels = series('episode', 'running_reward').flatMap((each, i) => runs[i]?.config.threshold ?
+    [{label: 'threshold', width: 1, colour: 'dim', dash: [2, 3], values: new Map([...each.values.keys()].map(x => [x, runs[i].config.threshold]))}] : []);
+  return [
+    chart('Loss', [...series(epochs ? 'epoch' : 'step', 'loss'), ...many ? [] : series('eval', 'loss', strong)],
+      {note: (epochs ? 'Mean of each epoch' : 'Of single batches') + (many ? '; mean of the ranks' : '')}),
+    many && chart('Loss of the evaluation', series('eval', 'loss', strong)),
+    ...own.map(each => chart({accuracy: 'Accuracy', auc: 'AUC'}[each] || each, series('eval', each, strong), {note: 'Of the evaluation'})),
+    chart('Perplexity', [...many ? [] : series('epoch', 'perplexity'), ...series('eval', 'perplexity', strong)], {note: many ? 'Of the evaluation' : 'Of each epoch, and of the evaluation'}),
+    varies ? chart('Learning rate', series('step', 'lr')) : null,
+    chart('Reward', [...many ? [] : series('episode', 'reward', {label: 'smallest of all environments', width: 1}),
+      ...series('episode', 'running_reward', many ? strong : {...strong, label: 'running mean'}), ...many ? [] : levels], {note: many ? 'Running mean' : ''}),
+    ...rates.map(([event, each]) => chart(each[0].toUpperCase() + each.slice(1).replaceAll('_', ' ').replace(' per s', ' per second'), series(event, each), {note: many ? 'Mean of the ranks' : ''})),
+    chart('Staleness', series('step', 'staleness'), {note: 'Updates between the read of the parameters and their own update'}),
+  ];
+};
+
+// ---- ranks ----
+
+/** Draws what each process did from its start to its end, with the marks of its events. */
+const shapes = {saved: 'M0-5L5 0L0 5L-5 0Z', loaded: 'M0-5L5 0L0 5L-5 0Z', lost: 'M-5-5L5 5M-5 5L5-5', error: 'M-5-5L5 5M-5 5L5-5',
+  returned: 'M0-5L5 5H-5Z', restart: 'M0-9V9', warn: 'M0-5L5 5H-5Z'};
+const timeline = run => {
+  const rows = new Map(), seen = new Map(), marks = [];
+  const row = (rank, role) => {
+    if (!rows.has(rank)) rows.set(rank, {rank, role, bars: []});
+    rows.get(rank).role ||= role;
+    return rows.get(rank);
+  };
+  const close = (each, to, how) => each.bars.at(-1)?.how === undefined && each.bars.length && Object.assign(each.bars.at(-1), {to, how});
+  for (const t of run.tables) seen.set(t.rank, Math.max(seen.get(t.rank) || 0, ...t.columns.t));
+  for (const each of run.events) {
+    const own = Number.isInteger(each.rank) ? row(each.rank, each.role) : null, last = own?.bars.at(-1);
+    if (own) seen.set(each.rank, Math.max(seen.get(each.rank) || 0, each.t));
+    if (own && (each.event === 'start' || !last)) { close(own, each.t, 'lost'); own.bars.push({from: each.t}); }
+    if (each.event === 'ready' && own) own.bars.at(-1).ready = each.t;
+    if (own && ['rank_end', 'end'].includes(each.event)) close(own, each.t, each.status);
+    if (each.event === 'lost') close(row(each.lost_rank, each.lost_role), each.t, 'lost');
+    if (each.event === 'restart') for (const rank of [each.ranks].flat()) close(row(rank), each.t, rank === each.cause_rank ? 'lost' : 'failed');
+    const kind = each.event === 'checkpoint' ? each.action : each.event;
+    if (shapes[kind]) marks.push({kind: kind === 'error' ? 'lost' : kind, t: each.t, rank: each.lost_rank ?? each.returned_rank ?? each.rank ?? each.ranks?.[0]});
+  }
+  for (const each of rows.values()) close(each, events(run, 'end').length ? seen.get(each.rank) || run.seconds : run.seconds, events(run, 'end').length ? 'lost' : 'open');
+  const list = [...rows.values()].sort((a, b) => a.rank - b.rank), shown = list.slice(0, 64), kinds = distinct(marks.map(mark => mark.kind));
+  if (!shown.length || !(run.seconds > 0)) return null;
+  const summary = `Timeline of ${list.length} ranks. ` + shown.map(each => `${name(each.rank, each.role)}: ` +
+    each.bars.map(bar => `${num(bar.from)} to ${num(bar.to)} s, ${bar.how}`).join('; ')).join('. ');
+  const host = fit(el('div', {role: 'img', 'aria-label': summary}), width => {
+    const left = Math.min(150, width * 0.32), x = t => left + t / run.seconds * (width - left - 12), bottom = shown.length * 22 + 6;
+    const mark = ({kind}, at, y) => svg('path', {d: shapes[kind], transform: `translate(${at} ${y})`, class: 'mark ' + kind});
+    const steps = [1, 2, 5].flatMap(n => [...Array(12).keys()].map(e => n * 10 ** (e - 4))).sort((a, b) => a - b);
+    const step = steps.find(each => run.seconds / each <= Math.max(2, width / 130)) || run.seconds;
+    host.replaceChildren(svg('svg', {width, height: bottom + 24, 'aria-hidden': 'true'},
+      [...Array(Math.floor(run.seconds / step) + 1).keys()].map(i => [svg('path', {class: 'axis', d: `M${x(i * step)} 0V${bottom}`}),
+        svg('text', {x: x(i * step), y: bottom + 16, class: 'dim', 'text-anchor': 'middle'}, num(i * step) + (i ? '' : ' s'))]),
+      shown.map((each, i) => [svg('text', {x: 0, y: i * 22 + 18}, name(each.rank, each.role).slice(0, Math.floor(left / 7))),
+        each.bars.map(bar => [svg('rect', {x: x(bar.from), y: i * 22 + 8, width: Math.max(1, x(bar.to) - x(bar.from)), height: 11, rx: 2, class: 'bar joining'}),
+          bar.ready !== undefined && svg('rect', {x: x(bar.ready), y: i * 22 + 8, width: Math.max(1, x(bar.to) - x(bar.ready)), height: 11, rx: 2, class: 'bar ' + bar.how}),
+          ['lost', 'failed'].includes(bar.how) && mark({kind: 'lost'}, x(bar.to), i * 22 + 13)])]),
+      marks.map(each => [each, shown.findIndex(one => one.rank === each.rank)]).filter(([, i]) => i >= 0).map(([each, i]) => mark(each, x(each.t), i * 22 + 13))));
+  });
+  const key = (kind, text) => [svg('svg', {width: 14, height: 14, 'aria-hidden': 'true'}, svg('path', {d: shapes[kind], transform: 'translate(7 7)', class: 'mark ' + kind})), text];
+  return el('figure', {class: 'card'}, el('h3', {}, 'Timeline'), host, list.length > 64 ? el('p', {class: 'note'}, `and ${list.length - 64} more ranks`) : null, el('p', {class: 'note keys'},
+    el('span', {}, 'pale: waits for the other ranks'), distinct([...kinds, ...list.some(each => each.bars.some(bar => ['lost', 'failed'].includes(bar.how))) ? ['lost'] : []])
+      .map(kind => el('span', {}, key(kind, {saved: 'checkpoint saved', loaded: 'checkpoint loaded', lost: 'lost or failed', warn: 'warning'}[kind] || kind)))));
+};
+const ranks = run => {
+  const last = new Map();
+  for (const each of events(run, 'start', 'ready', 'rank_end', 'end')) {
+    if (Number.isInteger(each.rank)) last.set(each.rank, {...last.get(each.rank), ...each, host: each.host || last.get(each.rank)?.host, begun: each.event === 'start' ? each.t : last.get(each.rank)?.begun});
+  }
+  const total = events(run, 'end').find(each => each.scope === 'job');
+  const waits = rank => run.tables.filter(t => t.event === 'epoch' && t.rank === rank).flatMap(t => t.columns.data_wait_s || []).reduce((a, b) => a + b, 0);
+  const mb = key => each => each.rpc ? num(each.rpc[key] / 1e6) : '–';
+  const hosts = distinct([...last.values()].map(each => each.host)).length;
+  const field = key => each => show(each[key]);
+  return last.size ? el('figure', {class: 'card'}, el('h3', {}, 'Ranks'), el('p', {class: 'note'}, 'Waited: from its start to its end, less its CPU time.'), table('Ranks', [['rank', each => each.rank === null ? 'all' : show(each.rank), 'n'], ['role', field('role')],
+    ['host', each => hosts > 1 ? show(each.host) : '–'], ['device', each => each.device === 'cpu' ? '–' : show(each.device)], ['ended', each => each.status === 'failed' ? show(each.kind) : show(each.status)],
+    ['steps', field('steps'), 'n'], ['steps/s', field('steps_per_s'), 'n'], ['calls', each => show(each.rpc?.calls), 'n'], ['MB out', mb('bytes_out'), 'n'], ['MB in', mb('bytes_in'), 'n'],
+    ['memory MB', field('rss_mb'), 'n'], ['ready after s', field('startup_s'), 'n'], ['CPU s', field('cpu_s'), 'n'], ['waited s', each => typeof each.cpu_s === 'number' && each.rank !== null ? num(Math.max(0, each.t - each.begun - each.cpu_s)) : '–', 'n'], ['waited for data s', each => waits(each.rank) ? num(waits(each.rank)) : '–', 'n']],
+  [...[...last.values()].sort((a, b) => a.rank - b.rank), ...total && total.rank === null ? [{...total, role: 'all ranks', host: null}] : []])) : null;
+};
+const happened = run => {
+  const list = events(run, 'lost', 'returned', 'restart', 'warn', 'error').concat(events(run, 'checkpoint').filter(each => each.action === 'loaded')).sort((a, b) => a.t - b.t);
+  const text = each => each.message || each.cause || each.path || '';
+  return list.length ? el('figure', {class: 'card'}, el('h3', {}, 'What happened'), table('What happened', [['s', each => num(each.t), 'n'], ['event', each => each.action || each.event],
+    ['rank', each => name(each.lost_rank ?? each.returned_rank ?? each.rank, each.lost_role || each.returned_role || each.role)],
+    ['kind', each => show(each.kind), 'k'], ['message', text, 'w']], list.slice(0, 300))) : null;
+};
+
+// ---- pipeline ----
+
+/** Returns the seconds per batch if the stages of the first row lost no time except in the bubbles of the schedule. */
+const ideal = (first, m) => {
+  const stages = first.stage_s.every(s => s > 0) ? first.stage_s : first.stage_s.map(() => first.batch_s / first.stage_s.length);
+  const sum = stages.reduce((a, b) => a + b, 0);
+  return first.schedule === 'naive' ? sum : (sum + (m - 1) * Math.max(...stages)) / m;
+};
+const bubble = (run, m) => (run.schedules[m] || '').match(/([\d.]+) % bubble/)?.[1];
+const splits = run => events(run, 'split').filter(each => each.stage_s?.length && each.num_split > 0 && each.batch_s > 0).sort((a, b) => a.num_split - b.num_split);
+const sweep = () => {
+  const found = runs.filter(run => splits(run).length), ticks = distinct(found.flatMap(run => splits(run).map(each => each.num_split))).sort((a, b) => a - b);
+  const lines = found.flatMap(run => [['measured', each => each.batch_s, {width: 2.5, dash: []}], ['ideal', each => ideal(splits(run)[0], each.num_split), {width: 1.5, dash: [7, 4]}]]
+    .map(([what, of, style]) => ({label: many ? `${run.name}, ${what}` : what, colour: what === 'ideal' && !many ? 'c1' : run.colour, ...style,
+      values: new Map(splits(run).map(each => [ticks.indexOf(each.num_split), of(each)]))})));
+  const idle = each => each.stage_s.every(s => s > 0) ? num(100 * Math.max(0, 1 - each.stage_s.reduce((a, b) => a + b) / each.stage_s.length / each.batch_s)) : '–';
+  return [ticks.length > 1 ? chart('Seconds per batch', lines, {x: 'num_split', ticks, note: 'Ideal: the computing time of the stages at the smallest num_split, and nothing but the bubbles of the schedule'}) : null,
+    ...found.map(run => el('figure', {class: 'card'}, el('h3', {}, many ? run.name : 'Runs by num_split'), table('Runs by num_split', [['num_split', each => num(each.num_split), 'n'],
+      ['s per batch', each => num(each.batch_s), 'n'], ['ideal', each => num(ideal(splits(run)[0], each.num_split)), 'n'], ['images/s', each => show(each.samples_per_s), 'n'],
+      ['idle %', idle, 'n'], ['bubble %', each => bubble(run, each.num_split) || '–', 'n'], ['activations', each => show(each.activations)], ['loss', each => show(each.loss), 'n']], splits(run))))];
+};
+const grid = () => {
+  const all = runs.flatMap(run => Object.entries(run.schedules).map(([m, text]) => ({title: (many ? run.name + ', ' : '') + 'num_split ' + m, text})));
+  const box = el('div', {}), pick = el('select', {'aria-label': 'schedule', change: () => draw()}, all.map((each, i) => el('option', {value: i}, each.title)));
+  pick.value = all.findLastIndex(each => each.text.length < 800);
+  const draw = () => {
+    const [title, ...lines] = all[pick.value].text.trim().split('\n'), rows = lines.map(each => each.replace(/\(.*/, '').trim().split(/\s+/).slice(2));
+    const width = Math.max(...rows.map(row => row.length)) * 28 + 64;
+    box.replaceChildren(el('p', {}, title), el('div', {class: 'scroll', tabindex: 0, role: 'img', 'aria-label': all[pick.value].text}, svg('svg', {width, height: rows.length * 28 + 4, 'aria-hidden': 'true'},
+      rows.map((row, i) => [svg('text', {x: 0, y: i * 28 + 20}, `stage ${i + 1}`), row.map((cell, at) => [
+        svg('rect', {x: at * 28 + 60, y: i * 28 + 3, width: 26, height: 24, rx: 3, class: 'cell ' + ({F: 'forward', B: 'backward'}[cell[0]] || 'idle')}),
+        cell !== '.' && svg('text', {x: at * 28 + 73, y: i * 28 + 19, 'text-anchor': 'middle', class: 'in'}, cell)])]))),
+    later('As text', () => el('pre', {}, all[pick.value].text)));
+  };
+  if (all.length) draw();
+  return all.length ? el('figure', {class: 'card'}, el('div', {class: 'head'}, el('h3', {}, 'Schedule'), pick),
+    el('p', {class: 'note'}, 'F: forward pass of a micro-batch, B: backward pass, dashed: the stage waits. Each pass takes one unit of time.'), box) : null;
+};
+
+// ---- the page ----
+
+document.title = `distrain report: ${names.slice(0, 3).join('; ')}`;
+document.body.append(el('h1', {}, many ? `${runs.length} runs` : `distrain ${runs[0].cmd || 'report'}`));
+for (const run of runs) {
+  const {state, title, details} = run.verdict, start = events(run, 'start')[0] || {}, end = events(run, 'end').at(-1) || {};
+  const results = [['steps', 'steps'], ['wall_s', 's'], ['loss', 'loss'], ['accuracy', 'accuracy'], ['auc', 'AUC'], ['perplexity', 'perplexity'], ['running_reward', 'running reward']]
+    .filter(([key]) => typeof end[key] === 'number').map(([key, word]) => 's' === word || 'steps' === word ? `${num(end[key])} ${word}` : `${word} ${num(end[key])}`);
+  const counts = [['lost', 'trainers lost'], ['returned', 'returned'], ['restart', 'restarts'], ['warn', 'warnings']].filter(([kind]) => events(run, kind).length);
+  if (counts.length) details.push(counts.map(([kind, word]) => `${word}: ${events(run, kind).length}`).join(', '));
+  const meta = [run.cmd, run.id && 'run ' + run.id.slice(0, 8), new Date(run.begin * 1000).toLocaleString('en-GB'), start.world_size && start.world_size + ' ranks', start.data && show(start.data), run.files.join(', ')];
+  const more = [...details.map(each => el('p', {}, show(each))), el('p', {class: 'meta'}, meta.filter(Boolean).join('  ·  '))];
+  document.body.append(el('article', {class: `card verdict ${state}${runs.length > 3 ? ' many' : ''}`}, many ? el('h3', {}, svg('svg', {width: 22, height: 10, 'aria-hidden': 'true'},
+    svg('line', {x1: 0, x2: 20, y1: 5, y2: 5, style: `stroke:var(--${run.colour})`, 'stroke-width': 4, 'stroke-dasharray': run.dash.join(' ')})), run.name) : null,
+  el('strong', {}, [title, ...state === 'ok' ? [': ', results.join(', ')] : []].join('')), runs.length > 3 ? el('details', {}, el('summary', {}, 'Details'), more) : more));
+}
+const box = el('div', {class: 'charts'}), ways = {step: runs.every(run => run.cmd === 'rl') ? 'episode' : 'step', time: 'time'};
+if (runs.some(run => run.tables.some(t => t.event === 'epoch' && t.lines > 1))) ways.epoch = 'epoch';
+const buttons = Object.entries(ways).map(([way, text]) => el('button', {type: 'button', 'data-x': way, click: () => { xAxis = way; render(); }}, text));
+const render = () => {
+  box.replaceChildren(...training().filter(Boolean));
+  for (const each of buttons) each.setAttribute('aria-pressed', String(each.dataset.x === xAxis));
+};
+render();
+if (box.children.length) section('Training', () => [el('div', {class: 'switch', role: 'group', 'aria-label': 'x axis'}, 'by ', buttons), box]);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', render);
+section('Pipeline', () => [sweep(), grid()]);
+section('Ranks', () => runs.map(run => [timeline(run), ranks(run), happened(run)].filter(Boolean)).map((parts, i) => parts.length === 0 ? null :
+  many ? fill(el('details', {class: 'run'}, el('summary', {}, runs[i].name), parts), runs.length < 4 ? {open: ''} : {}, []) : parts));
+if (data.trace) {
+  const sums = new Map();
+  for (const [title, , count, total, own] of data.trace) sums.set(title, (sums.get(title) || [0, 0, 0]).map((sum, i) => sum + [count, total, own][i]));
+  const list = [...sums].sort((a, b) => b[1][2] - a[1][2]).slice(0, 14), most = list[0][1][2] || 1;
+  section('Where the time went', () => el('figure', {class: 'card'}, el('p', {class: 'note'}, 'From the trace, all ranks together. “Own” is without the time of the parts that the trace has inside.'),
+    table('Where the time went', [['name', each => each[0], 'w'], ['', each => el('div', {style: `width:${100 * each[1][2] / most}%`}), 'bar'], ['own ms', each => num(each[1][2]), 'n'],
+      ['total ms', each => num(each[1][1]), 'n'], ['number', each => num(each[1][0]), 'n']], list),
+    later('By rank', () => table('By rank', [['name', each => each[0], 'w'], ['rank', each => each[1]], ['own ms', each => num(each[4]), 'n'], ['total ms', each => num(each[3]), 'n'], ['number', each => num(each[2]), 'n']], data.trace))));
+}
+const options = distinct(runs.flatMap(run => [...Object.keys(run.changed || {}), ...many ? unlike : []])).sort();
+const standard = key => runs.map(run => run.changed?.[key]).find(Boolean) || '–';
+section('Options that differ from the defaults', () => options.length ? el('figure', {class: 'card'}, table('Options', [['option', key => '--' + key.replaceAll('_', '-'), 'o'], ['default', standard, 'w'],
+  ...runs.map(run => [many ? run.name : 'value', key => show(run.config[key]), 'w'])], options)) : null);
+const drawn = runs.flatMap(run => run.tables).reduce(([few, all], t) => [few + t.columns.t.length, all + t.lines], [0, 0]);
+document.body.append(el('footer', {class: 'note'}, [
+  drawn[0] < drawn[1] && `Thinned: ${num(drawn[0])} of ${num(drawn[1])} points are shown; the first, the last, the smallest and the largest ones are kept.`,
+  data.skipped && `${num(data.skipped)} lines were skipped: cut, not JSON, not distrain's, or of too many runs.`, runs.some(run => run.hidden_tables) && 'Some ranks are left out, because there are too many.',
+  `Made by distrain ${data.version}; charts by uPlot (MIT).`].filter(Boolean).map(text => el('p', {}, text))));
+})();
