@@ -65,7 +65,7 @@ const xOf = (run, t) => {
   if (xAxis === 'epoch') return i => t.event === 'step' && perEpoch ? column('step')[i] / perEpoch : column('epoch')[i];
   let sum = events(run, 'checkpoint').find(each => each.action === 'loaded' && !each.t)?.step || 0;
   const sums = t.event === 'epoch' ? column('steps').map(steps => sum += steps) : t.columns.step || t.columns.episode;
-  return i => sums[i];
+  return i => sums?.[i];
 };
 /** Returns the series of a column: one for each rank, or the mean of each run if there are several runs or many ranks. */
 const series = (event, column, style = {}) => runs.flatMap(run => {
@@ -103,11 +103,11 @@ const chart = (title, all, {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || (run
     if (u) return u.setSize({width, height: 240});
     u = new uPlot({width, height: 240, scales: {
       x: {time: false, range: ticks ? [-0.3, ticks.length - 0.7] : undefined},
-      y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true) : [Math.min(low, Math.max(0, low - 1)), low + 1]}},
+      y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true) : [Math.min(0, 2 * low), Math.max(0, 2 * low) || 1]}},
       // A series has points at some x only: the legend shows its latest one.
       cursor: {y: false, dataIdx: (_, s, i) => { while (s && i > 0 && ys[s - 1][i] === null) --i; return i; }},
       legend: {mount: (_, box) => keys.append(box), markers: {dash: (_, s) => s && all[s - 1].dash.length ? 'dashed' : 'solid'}},
-      axes: [{...axis, label: x, labelSize: 18, labelFont: axis.font, size: 32, incrs: x === 'seconds' ? undefined : [1, 2, 5].flatMap(n => [...Array(9).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b), values: (_, at) => at.map(tick)},
+      axes: [{...axis, label: x, labelSize: 18, labelFont: axis.font, size: 32, incrs: x === 'seconds' ? undefined : [1, 2, 5].flatMap(n => [...Array(30).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b), values: (_, at) => at.map(tick)},
         {...axis, size: 60, values: (_, at) => at.map(num)}],
       series: [{label: x, value: (_, v) => v === null ? '' : tick(v)}, ...all.map(each => ({label: each.label, stroke: colour(each.colour), width: each.width,
         dash: each.dash, spanGaps: true, value: (_, v) => typeof v === 'number' ? num(v) : '',

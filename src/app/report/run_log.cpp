@@ -18,6 +18,7 @@ constexpr size_t kMostRows =
 constexpr size_t kMostTables = 1 << 12;  // of a run
 constexpr size_t kMostEvents = 1 << 14;  // of a run
 constexpr size_t kMostRuns = 64;
+constexpr double kLargest = 1e30;  // charts cannot draw larger numbers
 
 /// Returns a copy of `value` that is small whatever was logged: long texts and lists are cut.
 Json shortened(const Json& value, size_t longest = 300, int depth = 3) {
@@ -37,6 +38,20 @@ Json shortened(const Json& value, size_t longest = 300, int depth = 3) {
       out[name] = std::move(copy);
   }
   return out;
+}
+
+/// Returns true if `value` has the type that the page's script expects in the field `name`: the
+/// fields below are texts and lists, `rpc` is an object, and others are numbers.
+bool is_usable(const std::string& name, const Json& value) {
+  static const std::set<std::string> kTexts = {
+      "event",  "role", "kind",   "message",   "cause",        "path",
+      "action", "host", "status", "scope",     "signal",       "schedule",
+      "set",    "data", "device", "lost_role", "returned_role"};
+  static const std::set<std::string> kLists = {"stderr_tail", "ranks", "stage_s", "activations"};
+  if (kTexts.contains(name)) return value.is_string();
+  if (kLists.contains(name)) return value.is_array();
+  if (!value.is_number() || name.size() > kLongestName) return name == "rpc" && value.is_object();
+  return std::abs(value.get<double>()) < kLargest;
 }
 
 }  // namespace
@@ -60,15 +75,14 @@ void for_each_line(const std::string& path, const std::function<void(const std::
 
 void LogTable::add(const Json& line) {
   constexpr size_t kMostColumns = 24;
-  constexpr double kLargest = 1e30;  // charts cannot draw larger numbers
   ++lines_;
   columns_["ts"];
   for (const auto& [name, value] : line.items()) {
-    if (!value.is_number() || name == "v" || name == "rank" || name.size() > kLongestName) continue;
-    const double number = value.get<double>();
-    if (columns_.size() >= kMostColumns && !columns_.contains(name)) continue;
+    const bool has_room = columns_.size() < kMostColumns || columns_.contains(name);
+    if (!has_room || name == "v" || name == "rank" || !value.is_number() || !is_usable(name, value))
+      continue;
     columns_[name].resize(lines_, std::nan(""));
-    if (std::abs(number) < kLargest) columns_[name].back() = number;
+    columns_[name].back() = value.get<double>();
   }
   for (auto& [name, column] : columns_) column.resize(lines_, std::nan(""));
 }
@@ -116,15 +130,16 @@ void LoggedRun::add(const Json& line, const std::string& file) {
   if (event == "step" || event == "epoch" || event == "eval" || event == "episode") {
     Json key{{"event", event}};
     for (const char* name : {"rank", "role", "num_split", "set"}) {
-      if (line.contains(name)) key[name] = shortened(line[name], kLongestName, 0);
+      if (line.contains(name) && is_usable(name, line[name]))
+        key[name] = shortened(line[name], kLongestName);
     }
     const std::string text = key.dump(-1, ' ', true, Json::error_handler_t::replace);
     if (tables.size() < kMostTables || tables.contains(text)) tables[text].add(line);
   } else if (events.size() < kMostEvents) {
-    Json kept = shortened(line);
-    for (const char* name : {"v", "run", "cmd", "config", "torch", "trust"}) kept.erase(name);
-    kept["ts"] = line["ts"];
-    events.push_back(std::move(kept));
+    Json& kept = events.emplace_back(Json::object());
+    for (const auto& [name, value] : line.items()) {
+      if (is_usable(name, value)) kept[name] = shortened(value);
+    }
   }
   const auto options = line.find("config");
   if (event != "start" || options == line.end() || !options->is_object()) return;
@@ -169,6 +184,49 @@ void RunLog::read(const std::string& path) {
     std::ranges::stable_sort(run.events, {},
                              [](const Json& line) { return *number_in(line, "ts"); });
   }
+}
+
+Json trace_summary(const std::string& path) {
+  constexpr size_t kMostRows = 500;
+  struct Row {
+    int64_t count = 0;
+    double total = 0, own = 0;  // us
+  };
+  std::map<double, std::string> roles;
+  std::map<std::pair<std::string, double>, Row> rows;  // by name and rank
+  std::vector<std::pair<double, Row*>> open;  // the ends of the events around the present one
+  std::pair<double, double> thread;           // rank and thread of `open`
+  for_each_line(path, [&](const std::string& text) {
+    if (!text.starts_with(R"({"ph":"X")") && !text.starts_with(R"({"ph":"M")")) return;
+    const Json event = Json::parse(text.substr(0, text.rfind('}') + 1), nullptr, false);
+    if (!event.is_object()) return;
+    const auto field = [&event](const char* name) { return number_in(event, name).value_or(-1); };
+    const std::string name = text_in(event, "name").substr(0, 80);
+    const double rank = field("pid"), begin = field("ts"), duration = field("dur");
+    if (name == "process_name") roles[rank] = text_in(event["args"], "name").substr(0, 64);
+    if (begin < 0 || duration < 0 || rows.size() > 100 * kMostRows) return;
+    // A trace has the events of a thread by their begin, an outer event before those inside it.
+    const std::pair now(rank, field("tid"));
+    if (now != std::exchange(thread, now)) open.clear();
+    while (!open.empty() && open.back().first <= begin) open.pop_back();
+    if (!open.empty()) open.back().second->own -= duration;
+    Row& row = rows[{name, rank}];
+    ++row.count;
+    row.total += duration;
+    row.own += duration;
+    open.emplace_back(begin + duration, &row);
+  });
+  if (rows.empty()) base::bad_data("--trace " + path + ": has no event of a trace of distrain");
+  std::vector<Json> out;
+  for (const auto& [key, row] : rows) {
+    const std::string role =
+        roles.contains(key.second) ? roles[key.second] : fmt::format("{:g}", key.second);
+    const auto ms = [](double us) { return std::max(0.0, std::round(us) / 1e3); };
+    out.push_back({key.first, role, row.count, ms(row.total), ms(row.own)});
+  }
+  std::ranges::stable_sort(out, [](const Json& a, const Json& b) { return a[4] > b[4]; });
+  out.resize(std::min(out.size(), kMostRows));
+  return out;
 }
 
 }  // namespace distrain::app

@@ -281,8 +281,9 @@ TEST_CASE("completions quote characters that are special to the shell") {
 }
 
 TEST_CASE("a program with one job needs no command name") {
-  CHECK(has(help_text(kShop, kCommands[0]),
-            "Usage: shop [OPTION]...\n       shop help|man|completion|schema\n\nTwo towers.\n\n"));
+  CHECK(has(
+      help_text(kShop, kCommands[0]),
+      "Usage: shop [OPTION]...\n       shop report|help|man|completion|schema\n\nTwo towers.\n\n"));
   CHECK(has(completion(kShop, "zsh"), "  $clicks_options \\\n"));
   CHECK_FALSE(has(completion(kShop, "fish"), "__fish_seen_subcommand_from clicks"));
 }
