@@ -44,7 +44,7 @@ charts, texts = {
              "Words per second": steps}, ["perplexity", "Learning rate"]),
     "rl": ({"Reward": 3 * count("episode"), "Env steps per second": count("episode")},
            ["Goal not reached: not solved after 20 episodes", "running mean", "threshold"]),
-    "ps": ({"Loss": steps + evals, "Staleness": steps}, ["parameter_server", "Ranks"]),
+    "ps": ({"Loss": steps + evals, "Staleness": steps}, ["parameter_server", "all ranks", "waited s"]),
     "sweep": ({"Seconds per batch": 2 * 3}, ["1f1b, 3 stages, 4 micro-batches", "Schedule", "bubble %", "Data as a table"]),
     "returned": ({"Loss": distinct_steps + evals, "Staleness": distinct_steps},
                  ["trainers lost: 1, returned: 1, restarts: 1", "What happened", "killed by SIGKILL", "returned"]),

@@ -39,6 +39,11 @@ case_runs() {
   says "success" '.runs[0].verdict == {"state": "ok", "title": "Finished", "details": []}'
   says "options" '.runs[0].changed | keys == ["data", "epochs", "log_interval", "trace"] and .epochs == "100"'
   says "the trace" '.trace | map(select(.[0] == "step")) | length == 2 and all(.[2] == 30 and .[3] >= .[4] and .[4] > 0)'
+  run rnn --data "$root/README.md" --epochs 1 --trainers 1
+  cp "$tmp/out" "$tmp/rnn.jsonl"
+  report "defaults that depend on --data" "$tmp/rnn.jsonl"
+  says "defaults that depend on --data" '.runs[0] | .config.lr == 20 and (.changed | keys == ["data", "epochs"])'
+  report "a run" "$tmp/one.jsonl"
   says "CPU time" '[.runs[0].events[] | select(.event == "rank_end").cpu_s] | length == 4 and all(. > 0)'
 
   for r in 0 1 2 3; do

@@ -31,11 +31,13 @@ Json changed_options(const JobCommand& job, const Json& config) {
     const auto value = config.find(json_name(option));
     if (!is_job_option(option) || value == config.end() || value->is_null()) continue;
     const std::string words = default_in_words(option);
-    const std::string text = value->is_string() ? value->get<std::string>() : value->dump();
+    const std::string text = value->is_string()         ? value->get<std::string>()
+                             : value->is_number_float() ? base::shortest(value->get<double>())
+                                                        : value->dump();
     // A default in words lists several values, such as "20 with --data, otherwise 5".
     bool is_default = *value == job::json_value(option, option.initial);
     for (const std::string_view word : base::split(option.initial_in_words, ' ')) {
-      is_default = is_default || word.substr(0, word.find(',')) == text;
+      is_default = is_default || word == text || word == text + ',';
     }
     if (!is_default) changed[json_name(option)] = words.empty() ? "none" : words;
   }

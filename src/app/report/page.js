@@ -15,6 +15,7 @@ const fill = (node, attributes, children) => {
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) => fill(document.createElementNS('http://www.w3.org/2000/svg', tag), attributes, children);
 const digits = new Intl.NumberFormat('en', {maximumSignificantDigits: 4});
+const compact = new Intl.NumberFormat('en', {notation: 'compact', maximumSignificantDigits: 3});
 const num = v => v !== 0 && (Math.abs(v) >= 1e7 || Math.abs(v) < 1e-4) ? v.toExponential(1) :
   Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString('en') : digits.format(v);
 const show = v => v === null || v === undefined ? '–' : typeof v === 'number' ? num(v) : typeof v === 'string' ? v : JSON.stringify(v);
@@ -23,10 +24,11 @@ const dashOf = i => [[], [7, 4], [2, 3]][Math.floor(i / 7) % 3];
 const name = (rank, role) => role || (Number.isInteger(rank) ? 'rank ' + rank : 'launcher');
 const events = (run, ...kinds) => run.events.filter(event => kinds.includes(event.event));
 const distinct = list => [...new Set(list)];
+const stepName = runs.every(run => run.cmd === 'rl') ? 'episode' : 'step';
 /** Adds a section, unless it is empty. Lines of a damaged log may not have the fields that it needs. */
 const section = (title, make) => {
   let content;
-  try { content = [make()].flat(9).filter(Boolean); } catch (error) { content = [el('p', {class: 'note'}, `Cannot be drawn: ${error.message}`)]; }
+  try { content = [make()].flat(9).filter(Boolean); } catch (error) { content = [note(`Cannot be drawn: ${error.message}`)]; }
   if (content.length) document.body.append(el('section', {}, el('h2', {}, title), content));
 };
 /** Calls `draw(width)` now and whenever the width of `host` changes. */
@@ -34,6 +36,8 @@ const fit = (host, draw) => {
   new ResizeObserver(() => host.clientWidth > 0 && draw(Math.floor(host.clientWidth))).observe(host);
   return host;
 };
+const note = text => text && el('p', {class: 'note'}, text);
+const card = (title, ...content) => el('figure', {class: 'card'}, title && el('h3', {}, title), ...content);
 /** Returns a table that scrolls. A column is [title, function of a row, class]; columns without a value are left out. */
 const table = (caption, columns, rows) => {
   const used = columns.filter(([, cell]) => rows.some(row => !['', '–'].includes(cell(row))));
@@ -41,6 +45,8 @@ const table = (caption, columns, rows) => {
     el('thead', {}, el('tr', {}, used.map(([title, , kind]) => el('th', {scope: 'col', class: kind}, title)))),
     el('tbody', {}, rows.map(row => el('tr', {}, used.map(([, cell, kind]) => el('td', {class: kind}, cell(row))))))));
 };
+const field = (title, key, kind) => [title, each => show(each[key]), kind];
+const number = (title, cell) => [title, each => show(cell(each)), 'n'];
 /** Returns a closed section whose content is made when it is opened. */
 const later = (title, make) => {
   const box = el('details', {toggle: () => box.children.length === 1 && box.append(make())}, el('summary', {}, title));
@@ -63,7 +69,7 @@ const xOf = (run, t) => {
   const perEpoch = Math.max(0, ...run.tables.filter(each => each.event === 'epoch').map(each => each.columns.steps?.[0] || 0));
   if (xAxis === 'time') return i => column('t')[i];
   if (xAxis === 'epoch') return i => t.event === 'step' && perEpoch ? column('step')[i] / perEpoch : column('epoch')[i];
-  let sum = events(run, 'checkpoint').find(each => each.action === 'loaded' && !each.t)?.step || 0;
+  let sum = !events(run, 'restart').length && events(run, 'checkpoint').find(each => each.action === 'loaded')?.step || 0;  // of a resumed run
   const sums = t.event === 'epoch' ? column('steps').map(steps => sum += steps) : t.columns.step || t.columns.episode;
   return i => sums?.[i];
 };
@@ -83,8 +89,9 @@ const series = (event, column, style = {}) => runs.flatMap(run => {
   return [...sums].map(([label, values], i) => ({label, width: 1.5, colour: many ? run.colour : `c${i % 7}`, dash: many ? run.dash : dashOf(i),
     values: new Map([...values].map(([x, [sum, count]]) => [x, sum / count])), ...style}));
 });
+const whole = [...Array(30).keys()].flatMap(e => [1, 2, 5].map(n => n * 10 ** e));
 /** Returns a chart, or null if no series has points. `ticks` are names of the x values 0, 1, 2, … */
-const chart = (title, all, {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || (runs.every(run => run.cmd === 'rl') ? 'episode' : 'step'), note = '', ticks = null} = {}) => {
+const chart = (title, all, hint = '', {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || stepName, ticks = null} = {}) => {
   all = all.filter(each => each.values.size);
   if (!all.length) return null;
   const xs = distinct(all.flatMap(each => [...each.values.keys()])).sort((a, b) => a - b);
@@ -107,8 +114,8 @@ const chart = (title, all, {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || (run
       // A series has points at some x only: the legend shows its latest one.
       cursor: {y: false, dataIdx: (_, s, i) => { while (s && i > 0 && ys[s - 1][i] === null) --i; return i; }},
       legend: {mount: (_, box) => keys.append(box), markers: {dash: (_, s) => s && all[s - 1].dash.length ? 'dashed' : 'solid'}},
-      axes: [{...axis, label: x, labelSize: 18, labelFont: axis.font, size: 32, incrs: x === 'seconds' ? undefined : [1, 2, 5].flatMap(n => [...Array(30).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b), values: (_, at) => at.map(tick)},
-        {...axis, size: 60, values: (_, at) => at.map(num)}],
+      axes: [{...axis, label: x, labelSize: 18, labelFont: axis.font, size: 32, incrs: x === 'seconds' ? undefined : whole, values: (_, at) => at.map(tick)},
+        {...axis, size: 60, values: (_, at) => at.map(v => Math.abs(v) >= 1e4 ? compact.format(v) : num(v))}],
       series: [{label: x, value: (_, v) => v === null ? '' : tick(v)}, ...all.map(each => ({label: each.label, stroke: colour(each.colour), width: each.width,
         dash: each.dash, spanGaps: true, value: (_, v) => typeof v === 'number' ? num(v) : '',
         points: {show: each.values.size <= 40, size: 5, fill: colour(each.colour)}}))]}, [xs, ...ys], plot);
@@ -117,9 +124,8 @@ const chart = (title, all, {x = {time: 'seconds', epoch: 'epoch'}[xAxis] || (run
       keydown: event => [' ', 'Enter'].includes(event.key) && (event.preventDefault(), key.click())}, []));
   };
   const every = Math.ceil(xs.length / 200);
-  return el('figure', {class: 'card'}, el('h3', {}, title), note && el('p', {class: 'note'}, note), fit(plot, draw), keys,
-    later('Data as a table' + (every > 1 ? `, one row in ${every}` : ''), () => table(title, [[x, i => tick(xs[i]), 'n'],
-      ...all.map((each, s) => [each.label, i => ys[s][i] === null ? '' : num(ys[s][i]), 'n'])], [...xs.keys()].filter(i => i % every === 0))));
+  return card(title, note(hint), fit(plot, draw), keys, later('Data as a table' + (every > 1 ? `, one row in ${every}` : ''), () =>
+    table(title, [number(x, i => tick(xs[i])), ...all.map((each, s) => number(each.label, i => ys[s][i]))], [...xs.keys()].filter(i => i % every === 0))));
 };
 const columnsOf = event => distinct(runs.flatMap(run => run.tables.filter(t => t.event === event).flatMap(t => Object.keys(t.columns))));
 const training = () => {
@@ -132,15 +138,17 @@ const training = () => {
     [{label: 'threshold', width: 1, colour: 'dim', dash: [2, 3], values: new Map([...each.values.keys()].map(x => [x, runs[i].config.threshold]))}] : []);
   return [
     chart('Loss', [...series(epochs ? 'epoch' : 'step', 'loss'), ...many ? [] : series('eval', 'loss', strong)],
-      {note: (epochs ? 'Mean of each epoch' : 'Of single batches') + (many ? '; mean of the ranks' : '')}),
+      (epochs ? 'Mean of each epoch' : 'Of single batches') + (many ? '; mean of the ranks' : '')),
     many && chart('Loss of the evaluation', series('eval', 'loss', strong)),
-    ...own.map(each => chart({accuracy: 'Accuracy', auc: 'AUC'}[each] || each, series('eval', each, strong), {note: 'Of the evaluation'})),
-    chart('Perplexity', [...many ? [] : series('epoch', 'perplexity'), ...series('eval', 'perplexity', strong)], {note: many ? 'Of the evaluation' : 'Of each epoch, and of the evaluation'}),
+    ...own.map(each => chart({accuracy: 'Accuracy', auc: 'AUC'}[each] || each, series('eval', each, strong), 'Of the evaluation')),
+    chart('Perplexity', [...many ? [] : series('epoch', 'perplexity'), ...series('eval', 'perplexity', strong)],
+      many ? 'Of the evaluation' : 'Of each epoch, and of the evaluation'),
     varies ? chart('Learning rate', series('step', 'lr')) : null,
-    chart('Reward', [...many ? [] : series('episode', 'reward', {label: 'smallest of all environments', width: 1}),
-      ...series('episode', 'running_reward', many ? strong : {...strong, label: 'running mean'}), ...many ? [] : levels], {note: many ? 'Running mean' : ''}),
-    ...rates.map(([event, each]) => chart(each[0].toUpperCase() + each.slice(1).replaceAll('_', ' ').replace(' per s', ' per second'), series(event, each), {note: many ? 'Mean of the ranks' : ''})),
-    chart('Staleness', series('step', 'staleness'), {note: 'Updates between the read of the parameters and their own update'}),
+    chart('Reward', [...many ? [] : series('episode', 'reward', {label: 'smallest of the environments', width: 1}),
+      ...series('episode', 'running_reward', many ? strong : {...strong, label: 'running mean'}), ...many ? [] : levels], many ? 'Running mean' : ''),
+    ...rates.map(([event, each]) => chart(each[0].toUpperCase() + each.slice(1).replaceAll('_', ' ').replace(' per s', ' per second'),
+      series(event, each), many ? 'Mean of the ranks' : '')),
+    chart('Staleness', series('step', 'staleness'), 'Updates between the read of the parameters and their own update'),
   ];
 };
 
@@ -149,6 +157,7 @@ const training = () => {
 /** Draws what each process did from its start to its end, with the marks of its events. */
 const shapes = {saved: 'M0-5L5 0L0 5L-5 0Z', loaded: 'M0-5L5 0L0 5L-5 0Z', lost: 'M-5-5L5 5M-5 5L5-5', error: 'M-5-5L5 5M-5 5L5-5',
   returned: 'M0-5L5 5H-5Z', restart: 'M0-9V9', warn: 'M0-5L5 5H-5Z'};
+const mark = ({kind}, x, y) => svg('path', {d: shapes[kind], transform: `translate(${x} ${y})`, class: 'mark ' + kind});
 const timeline = run => {
   const rows = new Map(), seen = new Map(), marks = [];
   const row = (rank, role) => {
@@ -176,45 +185,46 @@ const timeline = run => {
     each.bars.map(bar => `${num(bar.from)} to ${num(bar.to)} s, ${bar.how}`).join('; ')).join('. ');
   const host = fit(el('div', {role: 'img', 'aria-label': summary}), width => {
     const left = Math.min(150, width * 0.32), x = t => left + t / run.seconds * (width - left - 12), bottom = shown.length * 22 + 6;
-    const mark = ({kind}, at, y) => svg('path', {d: shapes[kind], transform: `translate(${at} ${y})`, class: 'mark ' + kind});
-    const steps = [1, 2, 5].flatMap(n => [...Array(12).keys()].map(e => n * 10 ** (e - 4))).sort((a, b) => a - b);
-    const step = steps.find(each => run.seconds / each <= Math.max(2, width / 130)) || run.seconds;
+    const step = whole.map(each => each / 1e4).find(each => run.seconds / each <= Math.max(2, width / 130)) || run.seconds;
+    const rect = (from, to, i, kind) => svg('rect', {x: x(from), y: i * 22 + 8, width: Math.max(1, x(to) - x(from)), height: 11, rx: 2, class: 'bar ' + kind});
     host.replaceChildren(svg('svg', {width, height: bottom + 24, 'aria-hidden': 'true'},
       [...Array(Math.floor(run.seconds / step) + 1).keys()].map(i => [svg('path', {class: 'axis', d: `M${x(i * step)} 0V${bottom}`}),
         svg('text', {x: x(i * step), y: bottom + 16, class: 'dim', 'text-anchor': 'middle'}, num(i * step) + (i ? '' : ' s'))]),
       shown.map((each, i) => [svg('text', {x: 0, y: i * 22 + 18}, name(each.rank, each.role).slice(0, Math.floor(left / 7))),
-        each.bars.map(bar => [svg('rect', {x: x(bar.from), y: i * 22 + 8, width: Math.max(1, x(bar.to) - x(bar.from)), height: 11, rx: 2, class: 'bar joining'}),
-          bar.ready !== undefined && svg('rect', {x: x(bar.ready), y: i * 22 + 8, width: Math.max(1, x(bar.to) - x(bar.ready)), height: 11, rx: 2, class: 'bar ' + bar.how}),
+        each.bars.map(bar => [rect(bar.from, bar.to, i, 'joining'), bar.ready !== undefined && rect(bar.ready, bar.to, i, bar.how),
           ['lost', 'failed'].includes(bar.how) && mark({kind: 'lost'}, x(bar.to), i * 22 + 13)])]),
-      marks.map(each => [each, shown.findIndex(one => one.rank === each.rank)]).filter(([, i]) => i >= 0).map(([each, i]) => mark(each, x(each.t), i * 22 + 13))));
+      shown.map((one, i) => marks.filter(each => each.rank === one.rank).map(each => mark(each, x(each.t), i * 22 + 13)))));
   });
-  const key = (kind, text) => [svg('svg', {width: 14, height: 14, 'aria-hidden': 'true'}, svg('path', {d: shapes[kind], transform: 'translate(7 7)', class: 'mark ' + kind})), text];
-  return el('figure', {class: 'card'}, el('h3', {}, 'Timeline'), host, list.length > 64 ? el('p', {class: 'note'}, `and ${list.length - 64} more ranks`) : null, el('p', {class: 'note keys'},
-    el('span', {}, 'pale: waits for the other ranks'), distinct([...kinds, ...list.some(each => each.bars.some(bar => ['lost', 'failed'].includes(bar.how))) ? ['lost'] : []])
-      .map(kind => el('span', {}, key(kind, {saved: 'checkpoint saved', loaded: 'checkpoint loaded', lost: 'lost or failed', warn: 'warning'}[kind] || kind)))));
+  const hasLost = list.some(each => each.bars.some(bar => ['lost', 'failed'].includes(bar.how)));
+  const words = {saved: 'checkpoint saved', loaded: 'checkpoint loaded', lost: 'lost or failed', warn: 'warning'};
+  return card('Timeline', host, list.length > 64 ? note(`and ${list.length - 64} more ranks`) : null,
+    el('p', {class: 'note keys'}, el('span', {}, 'pale: waits for the other ranks'), distinct([...kinds, ...hasLost ? ['lost'] : []]).map(kind =>
+      el('span', {}, svg('svg', {width: 14, height: 14, 'aria-hidden': 'true'}, mark({kind}, 7, 7)), words[kind] || kind))));
 };
 const ranks = run => {
   const last = new Map();
-  for (const each of events(run, 'start', 'ready', 'rank_end', 'end')) {
-    if (Number.isInteger(each.rank)) last.set(each.rank, {...last.get(each.rank), ...each, host: each.host || last.get(each.rank)?.host, begun: each.event === 'start' ? each.t : last.get(each.rank)?.begun});
+  for (const each of events(run, 'start', 'ready', 'rank_end', 'end').filter(each => Number.isInteger(each.rank))) {
+    const old = last.get(each.rank) || {};
+    last.set(each.rank, {...old, ...each, host: each.host || old.host, begun: each.event === 'start' ? each.t : old.begun});
   }
-  const total = events(run, 'end').find(each => each.scope === 'job');
-  const waits = rank => run.tables.filter(t => t.event === 'epoch' && t.rank === rank).flatMap(t => t.columns.data_wait_s || []).reduce((a, b) => a + b, 0);
-  const mb = key => each => each.rpc ? num(each.rpc[key] / 1e6) : '–';
+  const total = events(run, 'end').find(each => each.scope === 'job' && !Number.isInteger(each.rank));
+  const epochs = rank => run.tables.filter(t => t.event === 'epoch' && t.rank === rank).flatMap(t => t.columns.data_wait_s || []);
+  const mb = key => each => each.rpc && each.rpc[key] / 1e6;
   const hosts = distinct([...last.values()].map(each => each.host)).length;
-  const field = key => each => show(each[key]);
-  return last.size ? el('figure', {class: 'card'}, el('h3', {}, 'Ranks'), el('p', {class: 'note'}, 'Waited: from its start to its end, less its CPU time.'), table('Ranks', [['rank', each => each.rank === null ? 'all' : show(each.rank), 'n'], ['role', field('role')],
-    ['host', each => hosts > 1 ? show(each.host) : '–'], ['device', each => each.device === 'cpu' ? '–' : show(each.device)], ['ended', each => each.status === 'failed' ? show(each.kind) : show(each.status)],
-    ['steps', field('steps'), 'n'], ['steps/s', field('steps_per_s'), 'n'], ['calls', each => show(each.rpc?.calls), 'n'], ['MB out', mb('bytes_out'), 'n'], ['MB in', mb('bytes_in'), 'n'],
-    ['memory MB', field('rss_mb'), 'n'], ['ready after s', field('startup_s'), 'n'], ['CPU s', field('cpu_s'), 'n'], ['waited s', each => typeof each.cpu_s === 'number' && each.rank !== null ? num(Math.max(0, each.t - each.begun - each.cpu_s)) : '–', 'n'], ['waited for data s', each => waits(each.rank) ? num(waits(each.rank)) : '–', 'n']],
-  [...[...last.values()].sort((a, b) => a.rank - b.rank), ...total && total.rank === null ? [{...total, role: 'all ranks', host: null}] : []])) : null;
+  return last.size ? card('Ranks', note('Waited: from its start to its end, less its CPU time.'), table('Ranks', [number('rank', each => each.rank ?? 'all'),
+    field('role', 'role'), ['host', each => hosts > 1 ? show(each.host) : '–'], ['device', each => each.device === 'cpu' ? '–' : show(each.device)],
+    ['ended', each => show(each.status === 'failed' ? each.kind : each.status)], field('steps', 'steps', 'n'), field('steps/s', 'steps_per_s', 'n'),
+    number('calls', each => each.rpc?.calls), number('MB out', mb('bytes_out')), number('MB in', mb('bytes_in')), field('memory MB', 'rss_mb', 'n'),
+    field('ready after s', 'startup_s', 'n'), field('CPU s', 'cpu_s', 'n'),
+    number('waited s', each => each.begun >= 0 && each.cpu_s >= 0 ? Math.max(0, each.t - each.begun - each.cpu_s) : null),
+    number('waited for data s', each => epochs(each.rank).reduce((a, b) => a + b, 0) || null)],
+  [...[...last.values()].sort((a, b) => a.rank - b.rank), ...total ? [{...total, role: 'all ranks'}] : []])) : null;
 };
 const happened = run => {
-  const list = events(run, 'lost', 'returned', 'restart', 'warn', 'error').concat(events(run, 'checkpoint').filter(each => each.action === 'loaded')).sort((a, b) => a.t - b.t);
-  const text = each => each.message || each.cause || each.path || '';
-  return list.length ? el('figure', {class: 'card'}, el('h3', {}, 'What happened'), table('What happened', [['s', each => num(each.t), 'n'], ['event', each => each.action || each.event],
-    ['rank', each => name(each.lost_rank ?? each.returned_rank ?? each.rank, each.lost_role || each.returned_role || each.role)],
-    ['kind', each => show(each.kind), 'k'], ['message', text, 'w']], list.slice(0, 300))) : null;
+  const list = [...events(run, 'lost', 'returned', 'restart', 'warn', 'error'), ...events(run, 'checkpoint').filter(each => each.action === 'loaded')];
+  const rank = each => name(each.lost_rank ?? each.returned_rank ?? each.rank, each.lost_role || each.returned_role || each.role);
+  return list.length ? card('What happened', table('What happened', [field('s', 't', 'n'), ['event', each => each.action || each.event], ['rank', rank],
+    field('kind', 'kind', 'k'), ['message', each => each.message || each.cause || each.path || '', 'w']], list.sort((a, b) => a.t - b.t).slice(0, 300))) : null;
 };
 
 // ---- pipeline ----
@@ -228,15 +238,18 @@ const ideal = (first, m) => {
 const bubble = (run, m) => (run.schedules[m] || '').match(/([\d.]+) % bubble/)?.[1];
 const splits = run => events(run, 'split').filter(each => each.stage_s?.length && each.num_split > 0 && each.batch_s > 0).sort((a, b) => a.num_split - b.num_split);
 const sweep = () => {
-  const found = runs.filter(run => splits(run).length), ticks = distinct(found.flatMap(run => splits(run).map(each => each.num_split))).sort((a, b) => a - b);
-  const lines = found.flatMap(run => [['measured', each => each.batch_s, {width: 2.5, dash: []}], ['ideal', each => ideal(splits(run)[0], each.num_split), {width: 1.5, dash: [7, 4]}]]
-    .map(([what, of, style]) => ({label: many ? `${run.name}, ${what}` : what, colour: what === 'ideal' && !many ? 'c1' : run.colour, ...style,
-      values: new Map(splits(run).map(each => [ticks.indexOf(each.num_split), of(each)]))})));
-  const idle = each => each.stage_s.every(s => s > 0) ? num(100 * Math.max(0, 1 - each.stage_s.reduce((a, b) => a + b) / each.stage_s.length / each.batch_s)) : '–';
-  return [ticks.length > 1 ? chart('Seconds per batch', lines, {x: 'num_split', ticks, note: 'Ideal: the computing time of the stages at the smallest num_split, and nothing but the bubbles of the schedule'}) : null,
-    ...found.map(run => el('figure', {class: 'card'}, el('h3', {}, many ? run.name : 'Runs by num_split'), table('Runs by num_split', [['num_split', each => num(each.num_split), 'n'],
-      ['s per batch', each => num(each.batch_s), 'n'], ['ideal', each => num(ideal(splits(run)[0], each.num_split)), 'n'], ['images/s', each => show(each.samples_per_s), 'n'],
-      ['idle %', idle, 'n'], ['bubble %', each => bubble(run, each.num_split) || '–', 'n'], ['activations', each => show(each.activations)], ['loss', each => show(each.loss), 'n']], splits(run))))];
+  const found = runs.filter(run => splits(run).length);
+  const ticks = distinct(found.flatMap(run => splits(run).map(each => each.num_split))).sort((a, b) => a - b);
+  const line = (run, what, cell, style) => ({label: many ? `${run.name}, ${what}` : what, colour: run.colour, ...style,
+    values: new Map(splits(run).map(each => [ticks.indexOf(each.num_split), cell(each)]))});
+  const lines = found.flatMap(run => [line(run, 'measured', each => each.batch_s, {width: 2.5, dash: []}),
+    line(run, 'ideal', each => ideal(splits(run)[0], each.num_split), {width: 1.5, dash: [7, 4], ...many ? {} : {colour: 'c1'}})]);
+  const idle = each => each.stage_s.every(s => s > 0) ? 100 * Math.max(0, 1 - each.stage_s.reduce((a, b) => a + b) / each.stage_s.length / each.batch_s) : null;
+  return [ticks.length > 1 ? chart('Seconds per batch', lines, 'Ideal: the computing time of the stages at the smallest num_split, and nothing ' +
+    'but the bubbles of the schedule', {x: 'num_split', ticks}) : null,
+  ...found.map(run => card(many ? run.name : 'Runs by num_split', table('Runs by num_split', [field('num_split', 'num_split', 'n'),
+    field('s per batch', 'batch_s', 'n'), number('ideal', each => ideal(splits(run)[0], each.num_split)), field('images/s', 'samples_per_s', 'n'),
+    number('idle %', idle), number('bubble %', each => bubble(run, each.num_split)), field('activations', 'activations'), field('loss', 'loss', 'n')], splits(run))))];
 };
 const grid = () => {
   const all = runs.flatMap(run => Object.entries(run.schedules).map(([m, text]) => ({title: (many ? run.name + ', ' : '') + 'num_split ' + m, text})));
@@ -244,16 +257,16 @@ const grid = () => {
   pick.value = all.findLastIndex(each => each.text.length < 800);
   const draw = () => {
     const [title, ...lines] = all[pick.value].text.trim().split('\n'), rows = lines.map(each => each.replace(/\(.*/, '').trim().split(/\s+/).slice(2));
-    const width = Math.max(...rows.map(row => row.length)) * 28 + 64;
-    box.replaceChildren(el('p', {}, title), el('div', {class: 'scroll', tabindex: 0, role: 'img', 'aria-label': all[pick.value].text}, svg('svg', {width, height: rows.length * 28 + 4, 'aria-hidden': 'true'},
+    const size = {width: Math.max(...rows.map(row => row.length)) * 28 + 64, height: rows.length * 28 + 4, 'aria-hidden': 'true'};
+    box.replaceChildren(el('p', {}, title), el('div', {class: 'scroll', tabindex: 0, role: 'img', 'aria-label': all[pick.value].text}, svg('svg', size,
       rows.map((row, i) => [svg('text', {x: 0, y: i * 28 + 20}, `stage ${i + 1}`), row.map((cell, at) => [
         svg('rect', {x: at * 28 + 60, y: i * 28 + 3, width: 26, height: 24, rx: 3, class: 'cell ' + ({F: 'forward', B: 'backward'}[cell[0]] || 'idle')}),
         cell !== '.' && svg('text', {x: at * 28 + 73, y: i * 28 + 19, 'text-anchor': 'middle', class: 'in'}, cell)])]))),
     later('As text', () => el('pre', {}, all[pick.value].text)));
   };
   if (all.length) draw();
-  return all.length ? el('figure', {class: 'card'}, el('div', {class: 'head'}, el('h3', {}, 'Schedule'), pick),
-    el('p', {class: 'note'}, 'F: forward pass of a micro-batch, B: backward pass, dashed: the stage waits. Each pass takes one unit of time.'), box) : null;
+  return all.length ? card('', el('div', {class: 'head'}, el('h3', {}, 'Schedule'), pick),
+    note('F: forward pass of a micro-batch, B: backward pass, dashed: the stage waits. Each pass takes one unit of time.'), box) : null;
 };
 
 // ---- the page ----
@@ -262,17 +275,20 @@ document.title = `distrain report: ${names.slice(0, 3).join('; ')}`;
 document.body.append(el('h1', {}, many ? `${runs.length} runs` : `distrain ${runs[0].cmd || 'report'}`));
 for (const run of runs) {
   const {state, title, details} = run.verdict, start = events(run, 'start')[0] || {}, end = events(run, 'end').at(-1) || {};
-  const results = [['steps', 'steps'], ['wall_s', 's'], ['loss', 'loss'], ['accuracy', 'accuracy'], ['auc', 'AUC'], ['perplexity', 'perplexity'], ['running_reward', 'running reward']]
-    .filter(([key]) => typeof end[key] === 'number').map(([key, word]) => 's' === word || 'steps' === word ? `${num(end[key])} ${word}` : `${word} ${num(end[key])}`);
+  const results = [['steps', 'steps'], ['wall_s', 's'], ['loss', 'loss'], ['accuracy', 'accuracy'], ['auc', 'AUC'], ['perplexity', 'perplexity'],
+    ['running_reward', 'running reward']].filter(([key]) => typeof end[key] === 'number').map(([key, word]) =>
+    ['steps', 's'].includes(word) ? `${num(end[key])} ${word}` : `${word} ${num(end[key])}`);
   const counts = [['lost', 'trainers lost'], ['returned', 'returned'], ['restart', 'restarts'], ['warn', 'warnings']].filter(([kind]) => events(run, kind).length);
   if (counts.length) details.push(counts.map(([kind, word]) => `${word}: ${events(run, kind).length}`).join(', '));
-  const meta = [run.cmd, run.id && 'run ' + run.id.slice(0, 8), new Date(run.begin * 1000).toLocaleString('en-GB'), start.world_size && start.world_size + ' ranks', start.data && show(start.data), run.files.join(', ')];
-  const more = [...details.map(each => el('p', {}, show(each))), el('p', {class: 'meta'}, meta.filter(Boolean).join('  ·  '))];
-  document.body.append(el('article', {class: `card verdict ${state}${runs.length > 3 ? ' many' : ''}`}, many ? el('h3', {}, svg('svg', {width: 22, height: 10, 'aria-hidden': 'true'},
-    svg('line', {x1: 0, x2: 20, y1: 5, y2: 5, style: `stroke:var(--${run.colour})`, 'stroke-width': 4, 'stroke-dasharray': run.dash.join(' ')})), run.name) : null,
-  el('strong', {}, [title, ...state === 'ok' ? [': ', results.join(', ')] : []].join('')), runs.length > 3 ? el('details', {}, el('summary', {}, 'Details'), more) : more));
+  const meta = [run.cmd, run.id && 'run ' + run.id.slice(0, 8), new Date(run.begin * 1000).toLocaleString('en-GB'),
+    start.world_size && start.world_size + ' ranks', start.data, run.files.join(', ')].filter(Boolean).join('  ·  ');
+  const more = [...details.map(each => el('p', {}, show(each))), el('p', {class: 'meta'}, meta)];
+  const swatch = svg('svg', {width: 22, height: 10, 'aria-hidden': 'true'},
+    svg('line', {x1: 0, x2: 20, y1: 5, y2: 5, style: `stroke:var(--${run.colour})`, 'stroke-width': 4, 'stroke-dasharray': run.dash.join(' ')}));
+  document.body.append(el('article', {class: `card verdict ${state}${runs.length > 3 ? ' many' : ''}`}, many ? el('h3', {}, swatch, run.name) : null,
+    el('strong', {}, title + (state === 'ok' ? ': ' + results.join(', ') : '')), runs.length > 3 ? el('details', {}, el('summary', {}, 'Details'), more) : more));
 }
-const box = el('div', {class: 'charts'}), ways = {step: runs.every(run => run.cmd === 'rl') ? 'episode' : 'step', time: 'time'};
+const box = el('div', {class: 'charts'}), ways = {step: stepName, time: 'time'};
 if (runs.some(run => run.tables.some(t => t.event === 'epoch' && t.lines > 1))) ways.epoch = 'epoch';
 const buttons = Object.entries(ways).map(([way, text]) => el('button', {type: 'button', 'data-x': way, click: () => { xAxis = way; render(); }}, text));
 const render = () => {
@@ -289,18 +305,20 @@ if (data.trace) {
   const sums = new Map();
   for (const [title, , count, total, own] of data.trace) sums.set(title, (sums.get(title) || [0, 0, 0]).map((sum, i) => sum + [count, total, own][i]));
   const list = [...sums].sort((a, b) => b[1][2] - a[1][2]).slice(0, 14), most = list[0][1][2] || 1;
-  section('Where the time went', () => el('figure', {class: 'card'}, el('p', {class: 'note'}, 'From the trace, all ranks together. “Own” is without the time of the parts that the trace has inside.'),
-    table('Where the time went', [['name', each => each[0], 'w'], ['', each => el('div', {style: `width:${100 * each[1][2] / most}%`}), 'bar'], ['own ms', each => num(each[1][2]), 'n'],
-      ['total ms', each => num(each[1][1]), 'n'], ['number', each => num(each[1][0]), 'n']], list),
-    later('By rank', () => table('By rank', [['name', each => each[0], 'w'], ['rank', each => each[1]], ['own ms', each => num(each[4]), 'n'], ['total ms', each => num(each[3]), 'n'], ['number', each => num(each[2]), 'n']], data.trace))));
+  const bar = each => el('div', {style: `width:${100 * each[1][2] / most}%`});
+  section('Where the time went', () => card('', note('From the trace, all ranks together. “Own” is without the time of the parts that the trace has inside.'),
+    table('Where the time went', [field('name', 0, 'w'), ['', bar, 'bar'], number('own ms', each => each[1][2]), number('total ms', each => each[1][1]),
+      number('number', each => each[1][0])], list), later('By rank', () => table('By rank', [field('name', 0, 'w'), field('rank', 1), field('own ms', 4, 'n'),
+      field('total ms', 3, 'n'), field('number', 2, 'n')], data.trace))));
 }
 const options = distinct(runs.flatMap(run => [...Object.keys(run.changed || {}), ...many ? unlike : []])).sort();
 const standard = key => runs.map(run => run.changed?.[key]).find(Boolean) || '–';
-section('Options that differ from the defaults', () => options.length ? el('figure', {class: 'card'}, table('Options', [['option', key => '--' + key.replaceAll('_', '-'), 'o'], ['default', standard, 'w'],
-  ...runs.map(run => [many ? run.name : 'value', key => show(run.config[key]), 'w'])], options)) : null);
+section('Options that differ from the defaults', () => options.length ? card('', table('Options', [
+  ['option', key => '--' + key.replaceAll('_', '-'), 'o'], ['default', standard, 'w'], ...runs.map(run => [many ? run.name : 'value', key => show(run.config[key]), 'w'])], options)) : null);
 const drawn = runs.flatMap(run => run.tables).reduce(([few, all], t) => [few + t.columns.t.length, all + t.lines], [0, 0]);
 document.body.append(el('footer', {class: 'note'}, [
   drawn[0] < drawn[1] && `Thinned: ${num(drawn[0])} of ${num(drawn[1])} points are shown; the first, the last, the smallest and the largest ones are kept.`,
-  data.skipped && `${num(data.skipped)} lines were skipped: cut, not JSON, not distrain's, or of too many runs.`, runs.some(run => run.hidden_tables) && 'Some ranks are left out, because there are too many.',
+  data.skipped && `${num(data.skipped)} lines were skipped: cut, not JSON, not distrain's, or of too many runs.`,
+  runs.some(run => run.hidden_tables) && 'Some ranks are left out, because there are too many.',
   `Made by distrain ${data.version}; charts by uPlot (MIT).`].filter(Boolean).map(text => el('p', {}, text))));
 })();
