@@ -149,15 +149,18 @@ case_hostile_logs() {
   says "too many runs" '(.runs | length) == 64 and .skipped == 6'
 }
 
+# Sets $took to the CPU time, which does not depend on other processes as the time until the end does.
 timed_report() {
-  local start=${EPOCHREALTIME/./}
-  report "100,000 steps" "$tmp/long.jsonl"
-  took=$(jq -n "(${EPOCHREALTIME/./} - $start) / 1e6")
+  local TIMEFORMAT='%U %S'
+  rm -f "$tmp/timed.html"
+  { time "$distrain" report "$tmp/long.jsonl" -o "$tmp/timed.html"; } 2>"$tmp/time"
+  took=$(jq -R 'split(" ") | map(tonumber) | add' "$tmp/time")
 }
 
 case_long_logs() {
   steps 100000 >"$tmp/long.jsonl"
-  if sanitized; then timed_report; else in_time 3 timed_report; fi
+  sanitized || in_time 3 timed_report
+  report "100,000 steps" "$tmp/long.jsonl"
   says "thinned" '.runs[0].tables[0] | .lines == 100000 and (.columns.step | length > 2000 and length < 9000 and .[0] == 1 and .[-1] == 100000)'
   says "extremes are kept" '.runs[0].tables[0].columns | (.loss | max) == 9 and (.staleness | max) == 42'
   # shellcheck disable=SC2016 # a variable of jq
