@@ -193,14 +193,9 @@ int64_t parse_number(std::string_view text, const std::string& where, double min
 
 /// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless the time is above 0.
 double parse_time(std::string_view value, const std::string& where) {
-  constexpr std::pair<std::string_view, double> kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
-  const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};
-  for (const auto& [unit, seconds] : kUnits) {
-    if (!value.ends_with(unit)) continue;
-    value.remove_suffix(unit.size());
-    return std::stod(canonical_value(option, value, where)) * seconds;
-  }
-  invalid("{} must be a time in us, ms or s (50ms), not '{}'", where, value);
+  const Option option = {
+      .kind = ValueKind::kReal, .max = 1e6, .above_min = true, .is_duration = true};
+  return std::stod(canonical_value(option, value, where));
 }
 
 InjectedFault parse_fault(std::string_view rest) {

@@ -165,7 +165,8 @@ class Invocation {
     plan.role = [this](int rank) { return placement_.world_size != 0 ? role(rank) : ""; };
     plan.rank_main = [this](const SpawnedRank& spawned) { return run_spawned(spawned); };
     if (const std::string folder = options_.text("checkpoint"); has_rank_0 && !folder.empty()) {
-      plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
+      plan.save_grace = std::chrono::ceil<std::chrono::milliseconds>(
+          std::chrono::duration<double>(options_.real("save-timeout")));
       plan.newest_checkpoint = [folder] { return store::CheckpointStore::newest(folder); };
     }
     plan.display = display();

@@ -103,7 +103,7 @@ launcher restarts only that trainer. In such a job without --checkpoint, a signa
 the loss of that trainer.
 
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves and ends. The
-launcher kills the ranks if the save makes no progress for --save-timeout seconds. A second signal, at
+launcher kills the ranks if the save makes no progress for --save-timeout. A second signal, at
 least 2 s after the first, ends the job at once. An earlier one counts as the first, because terminals,
 timeout(1) and service managers signal both a process and its group. The job also saves and ends if it
 cannot write to standard output, because the reader is gone or the disk is full. A job without

@@ -30,8 +30,10 @@ void append_common(OptionTable& table) {
     table.back().short_name = short_name;
     return job::OptionRow(table.back());
   };
-  const auto seconds = [&](const char* name, const char* initial, const char* help) {
-    add(name, kReal, "S", initial, help).above(0, 1e6);
+  const auto duration = [&](const char* name, const char* initial, const char* help) {
+    add(name, kReal, "TIME", initial, help);
+    table.back().is_duration = true;
+    return job::OptionRow(table.back()).range(0, 1e6);
   };
   flag("local", "run the whole job in this process, without RPC, as a reference")
       .details("The model, the batches and the output lines are those of the distributed job.");
@@ -65,9 +67,9 @@ checkpoint. If the job continues without a lost trainer, only that trainer resta
 give this option to every launcher, because each one restarts its own ranks. The launcher with rank 0
 needs --checkpoint, unless the job can continue without a lost trainer. Without a checkpoint, only a lost
 trainer restarts; the loss of a rank that does not train ends the job.)");
-  add("save-timeout", kInteger, "N", "60",
-      "after a signal, kill the ranks if a save makes no progress for N seconds")
-      .range(1, 1'000'000)
+  duration("save-timeout", "60",
+           "after a signal, kill the ranks if a save makes no progress for TIME")
+      .above(0, 1e6)
       .needs("checkpoint")
       .details("The launcher of rank 0 applies it. A step in progress has as long to end.");
 
@@ -98,12 +100,12 @@ other by the id, and without --master-port the port of rank 0 is derived from it
   add("transport", kChoice, "NAME", "auto",
       "connect ranks by this transport; auto is unix on one host and tcp between hosts")
       .offers({"auto", "tcp", "unix"});
-  seconds("rpc-timeout", "60", "fail a remote call after S seconds");
-  add("collective-timeout", kReal, "S", "0",
-      "fail a collective operation after S seconds; 0 waits as long as its ranks live")
-      .range(0, 1e6);
-  seconds("join-timeout", "300", "wait up to S seconds for all ranks to join");
-  seconds("peer-timeout", "5", "treat a rank as lost after S seconds of silence");
+  duration("rpc-timeout", "60", "fail a remote call after TIME: 60, 60s, 50ms, 5m, 2h")
+      .above(0, 1e6);
+  duration("collective-timeout", "0",
+           "fail a collective operation after TIME; 0 waits as long as its ranks live");
+  duration("join-timeout", "300", "wait up to TIME for all ranks to join").above(0, 1e6);
+  duration("peer-timeout", "5", "treat a rank as lost after TIME of silence").above(0, 1e6);
 
   group = "Run";
   scope = Scope::kInput;
@@ -133,7 +135,7 @@ several launchers start ranks on this host, the number is known only when all ra
       .details(
           R"(`delay` delays each call of the rank, or of every rank without `@rank`; `fail=checkpoint.N` kills
 rank 0, or the given server of tables, at the Nth system call of its first save; `save` delays the
-writing of each checkpoint. Times are in us, ms or s.)");
+writing of each checkpoint.)");
   flag("pretty", "print lines for people on standard output in place of JSON")
       .details(
           "The environment variable DISTRAIN_PRETTY=1 does so if standard output is a terminal.")

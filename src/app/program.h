@@ -110,7 +110,8 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
 /// Returns the default as the help and the man page show it; empty if they show none.
 inline std::string default_in_words(const Option& option) {
   if (option.kind == ValueKind::kFlag || option.is_required) return {};
-  return option.initial_in_words.empty() ? option.initial : option.initial_in_words;
+  if (!option.initial_in_words.empty()) return option.initial_in_words;
+  return option.initial + (option.is_duration && !option.initial.empty() ? "s" : "");
 }
 /// Sets the options that the user did not give to their values in the checkpoint of `--resume`, if
 /// it exists. Returns a warning that lists given options that differ from the checkpoint; empty if

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <limits>
 #include <numeric>
+#include <tuple>
 
 namespace distrain::base {
 namespace {
@@ -42,6 +43,18 @@ std::optional<int64_t> byte_count(std::string_view text) {
   }
   if (*count > std::numeric_limits<int64_t>::max() / factor) return std::nullopt;
   return *count * factor;
+}
+
+std::optional<double> duration(std::string_view text) {
+  // Dividing by the last number rounds only once, so that "9ms" is 0.009.
+  constexpr std::tuple<std::string_view, double, double> kUnits[] = {
+      {"us", 1, 1e6}, {"ms", 1, 1e3}, {"s", 1, 1}, {"m", 60, 1}, {"h", 3600, 1}};
+  for (const auto& [unit, times, per] : kUnits) {
+    if (!text.ends_with(unit)) continue;
+    const auto value = number<double>(text.substr(0, text.size() - unit.size()));
+    return value ? std::optional(*value * times / per) : std::nullopt;
+  }
+  return number<double>(text);
 }
 
 std::string shortest(double value) {

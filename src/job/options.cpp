@@ -26,7 +26,8 @@ std::string range_words(const Option& option) {
 /// Returns `text` as a number. Throws `invalid`, with `where`, if the option does not accept it.
 template <class T>
 T checked_number(const Option& option, std::string_view text, std::string_view where) {
-  const std::optional<T> value = number<T>(text);
+  std::optional<T> value = number<T>(text);
+  if (option.is_duration) value = base::duration(text);
   const double real = value ? static_cast<double>(*value) : NAN;
   const bool above = option.above_min ? real > option.min : real >= option.min;
   const bool below = option.below_max ? real < option.max : real <= option.max;
@@ -53,6 +54,9 @@ std::string allowed_values(const Option& option) {
   const std::string words = fmt::format("{}", fmt::join(option.choices, ", "));
   if (option.kind == ValueKind::kChoice) return "one of " + words;
   if (option.kind == ValueKind::kText) return option.value_name;
+  if (option.is_duration) {
+    return fmt::format("a time{} s, such as 60, 50ms, 5m or 2h", range_words(option));
+  }
   return fmt::format("{}{}{}{}", words, words.empty() ? "" : " or ",
                      option.kind == ValueKind::kReal ? "a number" : "a whole number",
                      range_words(option));

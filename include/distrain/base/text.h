@@ -22,6 +22,9 @@ std::optional<T> number(std::string_view text) {
 /// `text` is malformed or above 2⁶².
 std::optional<int64_t> byte_count(std::string_view text);
 
+/// Parses a time, such as "60", "1.5s", "50ms" or "2h", to seconds; returns nothing if malformed.
+std::optional<double> duration(std::string_view text);
+
 /// Returns the shortest text that number() parses to exactly `value`.
 std::string shortest(double value);
 /// Splits `text` into parts that point into it: "a,b" by ',' gives "a" and "b"; "" gives "".

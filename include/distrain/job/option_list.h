@@ -50,6 +50,7 @@ struct Option {
   bool of_training = false;      ///< refused by `predict`, because it concerns only the training
   bool step_limit = false;       ///< not taken from a checkpoint that has reached the limit
   bool hidden = false;           ///< for tests; undocumented
+  bool is_duration = false;      ///< a kReal that also accepts units of time: "50ms"
   bool random_only = false;      ///< has no effect if `--data` names a path
   bool data_only = false;        ///< has no effect unless `--data` names a path
   bool may_be_empty = false;     ///< the user may replace the default of a text by ""
@@ -258,6 +259,12 @@ class OptionList {
   /// Declares a finite number, at least 0 unless a range is set.
   OptionRow real(std::string name, auto member, std::string help) {
     return add(std::move(name), ValueKind::kReal, "X", member, std::move(help)).range(0, 1e6);
+  }
+  /// Declares a time in seconds, at least 0 unless a range is set. The user may write 50ms or 5m.
+  OptionRow duration(std::string name, auto member, std::string help) {
+    OptionRow row = real(std::move(name), member, std::move(help)).value_name("TIME");
+    rows_.back().option.is_duration = true;
+    return row;
   }
   /// Declares a std::string, or a vector of strings that are separated by commas.
   OptionRow text(std::string name, auto member, const std::string& value_name, std::string help) {

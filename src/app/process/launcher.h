@@ -37,7 +37,7 @@ struct LaunchPlan {
   double peer_timeout_s = 5;
   /// How long ranks may take to end after a signal, or after the last progress of a save, before
   /// the launcher kills them; 0 if the job does not save.
-  std::chrono::seconds save_grace{0};
+  std::chrono::nanoseconds save_grace{0};
   int max_restarts = 0;
   /// Returns the newest checkpoint. Null if another launcher has rank 0 or the job does not save.
   std::function<std::optional<std::string>()> newest_checkpoint;

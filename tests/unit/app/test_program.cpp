@@ -249,7 +249,8 @@ TEST_CASE("messages name the option, its value and the allowed values") {
   CHECK(refused({"--tower=", "deep"}) == "--tower needs a value: one of deep, wide");
   CHECK(refused({"--clicks", "--quiet"}) == "--clicks needs a value: FILE");
   CHECK(refused({"--rpc-timeout", "0"}) ==
-        "--rpc-timeout must be a number above 0 and up to 1000000, not '0'");
+        "--rpc-timeout must be a time above 0 and up to 1000000 s, such as 60, 50ms, 5m or 2h, not "
+        "'0'");
   CHECK(refused({"--rank", "none"}) ==
         "--rank must be auto or a whole number from 0 to 1023, not 'none'");
   CHECK(refused({"--insecure", "yes"}) == "unexpected argument 'yes': --insecure takes no value");

@@ -30,6 +30,22 @@ TEST_CASE("a number of bytes may have a decimal or a binary unit") {
   }
 }
 
+TEST_CASE("a time may have a unit, and is the nearest number of seconds") {
+  CHECK(duration("60") == 60.0);
+  CHECK(duration("60s") == 60.0);
+  CHECK(duration("1.5s") == 1.5);
+  CHECK(duration("5m") == 300.0);
+  CHECK(duration("2h") == 7200.0);
+  for (int i = 1; i < 1000; ++i) {
+    CHECK(duration(std::to_string(i) + "ms") == number<double>(std::to_string(i) + "e-3"));
+    CHECK(duration(std::to_string(i) + "us") == number<double>(std::to_string(i) + "e-6"));
+  }
+  for (const char* text : {"", "s", "ms", "5x", "5 s", "5S", "1h30m", "5sm", "m5", "0x5s"}) {
+    CAPTURE(text);
+    CHECK_FALSE(duration(text));
+  }
+}
+
 TEST_CASE("a list is split at each comma") {
   using Parts = std::vector<std::string_view>;
   CHECK(split("a,b", ',') == Parts{"a", "b"});
