@@ -86,6 +86,7 @@ complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn pipeline pred
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl' -x -l inject -d 'inject faults for tests: delay=50ms@rank=2, fail=checkpoint.3, save=200ms'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline predict' -l pretty -d 'print lines for people on standard output in place of JSON'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline predict' -x -l progress -a 'auto plain none' -d 'show progress on standard error: auto, if it is a terminal; plain, as whole lines, wherever they go; none'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline predict' -r -F -l log -d 'also append the JSON lines to FILE'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline predict' -s q -l quiet -d 'show no progress on standard error; the same as --progress none'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline predict' -s h -l help -d 'print this summary'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -s V -l version -d 'print the versions of the program, distrain and LibTorch'

@@ -64,7 +64,8 @@ net::PortRange port_range_of(const std::string& text) {
 
 /// Runs one rank, or the whole job with --local, and ends the process. JSON lines go to a copy of
 /// stdout, and stdout becomes stderr, so that output of libraries does not mix with the lines.
-int run_here(RankRun run) {
+int run_here(RankRun run, LogFile* log) {
+  run.log = log;
   run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   dup2(STDERR_FILENO, STDOUT_FILENO);
   leave_process(run_rank(run));
@@ -139,7 +140,7 @@ class Invocation {
     return run_rank(run);
   }
 
-  int launch() {
+  int launch(LogFile* log) {
     // Given an address, the user may start more ranks by hand, which would not know a random token.
     const bool is_named = options_.given("master-port") || options_.given("master-addr");
     if (placement_.spawns_all() && job_.token.empty() && !is_named) {
@@ -170,6 +171,7 @@ class Invocation {
       plan.newest_checkpoint = [folder] { return store::CheckpointStore::newest(folder); };
     }
     plan.display = display();
+    plan.log = log;
     return run_launcher(plan);
   }
 
@@ -329,6 +331,7 @@ JobCommand::JobCommand(std::shared_ptr<const job::AnyDefinition> of)
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started, const Program* program) {
   const std::optional<SpawnedRank> spawned = take_spawned_rank();
+  LogFile log;
   try {
     expect_working_directory();
     const job::AnyDefinition& definition = *command.definition;
@@ -344,6 +347,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (spawned) {  // skips the checks below, which the launcher has made
       _exit(Invocation(command, options, placement, spawned->started).run_spawned(*spawned));
     }
+    log.open(options.text("log"));
     check_options(options, placement);
     if (const int cpus = base::available_cpus().count; options.integer("threads") > cpus) {
       placement.warn(fmt::format("--threads {}: this process may use {} CPU{}",
@@ -359,15 +363,16 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));
-    return placement.spawns() ? invocation.launch() : run_here(invocation.make_run());
+    return placement.spawns() ? invocation.launch(&log) : run_here(invocation.make_run(), &log);
   } catch (const base::Exception& e) {
-    return report_failure(command.name, e.error(), started, args);
+    return report_failure(command.name, e.error(), started, args, &log);
   }
 }
 
 int run_predict_command(const Program& program, const std::vector<std::string>& args,
                         base::TimePoint started) {
   std::string cmd;
+  LogFile log;
   try {
     expect_working_directory();
     if (args.empty() || args[0].starts_with('-')) {
@@ -391,6 +396,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     }
     take_model_options(options, saved);
     command->definition->complete(options);
+    log.open(options.text("log"));
     Placement placement;
     placement.mode = Placement::Mode::kLocal;
     const Invocation invocation(*command, options, placement, started);
@@ -403,14 +409,14 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     run.body = [&](const job::Job& job, job::EventSink& sink) {
       return command->definition->run_predict(options, job, saved.path, input, sink);
     };
-    return run_here(std::move(run));
+    return run_here(std::move(run), &log);
   } catch (const base::Exception& e) {
-    return report_failure(cmd, e.error(), started, args);
+    return report_failure(cmd, e.error(), started, args, &log);
   }
 }
 
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
-                   const std::vector<std::string>& args) {
+                   const std::vector<std::string>& args, LogFile* log) {
   Summary summary;
   summary.add({{"rss_mb", peak_rss_mb()}});
   Cause cause = cause_of(error);
@@ -423,6 +429,7 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   say(error.message);
   const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
   for (const std::string& each : lines) {
+    if (log) log->write(each);
     const int failed = for_people ? 0 : write_all(STDOUT_FILENO, each);
     if (failed) return exit_code_of_write_error(failed, false);
   }

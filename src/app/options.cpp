@@ -150,6 +150,11 @@ a pipe, only whole lines are printed, because the pipe's reader may write to the
 standard output is a terminal, only warnings are printed. `plain` prints a progress line every 30 s.
 A job in the background draws nothing.)")
       .of_predict();
+  add("log", kText, "FILE", "", "also append the JSON lines to FILE")
+      .details(
+          R"(Lines of earlier runs are kept. Several processes of a host may share FILE. If it cannot be opened, the
+job is refused; if it cannot be written later, a `warn` line reports that, and the job continues.)")
+      .of_predict();
   flag("quiet", "show no progress on standard error; the same as --progress none", 'q')
       .of_predict();
   scope = Scope::kInfo;

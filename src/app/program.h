@@ -5,6 +5,7 @@
 #include "distrain/app/main.h"
 #include "distrain/job/checkpoints.h"
 #include "placement.h"
+#include "process/output.h"
 
 namespace distrain::app {
 
@@ -80,10 +81,10 @@ job::OptionTable report_options();
 /// `resources`.
 int run_report_command(const Program& program, const std::vector<std::string>& args);
 
-/// Reports a failure before any rank ran: prints one line on stderr and, unless stdout is a
-/// terminal or `args` has --pretty, `error` and `end` lines on stdout. Returns the exit code.
+/// Reports a failure before any rank ran: prints one line on stderr, and lines `error` and `end` to
+/// `log` and, unless that is a terminal or `args` has --pretty, to stdout. Returns the exit code.
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
-                   const std::vector<std::string>& args);
+                   const std::vector<std::string>& args, LogFile* log = nullptr);
 /// Prints `text` on stdout. Returns the exit code: 0, or exit_code_of_write_error().
 int print_text(const std::string& text);
 

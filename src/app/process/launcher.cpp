@@ -308,10 +308,12 @@ class Launcher {
     print(event, line_of(event));
   }
 
-  /// Passes an event to the display and, unless the display writes to stdout, writes its line.
+  /// Logs an event, passes it to the display and, unless that writes to stdout, writes its line.
   void print(const Json& event, std::string line) {
-    if (write_error_) return;
     const std::string name = text_in(event, "event");
+    const Json problem = name == kProgress ? Json() : plan_.log->write(line);
+    if (!problem.is_null()) tell("warn", problem);
+    if (write_error_) return;
     // After a signal, a rank may end before rank 0 does, so do not show that rank as lost.
     if (!ended_by_signal_ || name != "lost") display_.on_event(event);
     if (!display_.pretty() && name != kProgress) output_.push(std::move(line));

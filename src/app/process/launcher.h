@@ -2,6 +2,7 @@
 
 #include "placement.h"
 #include "process/display.h"
+#include "process/output.h"
 #include "process/process_setup.h"
 
 namespace distrain::app {
@@ -43,6 +44,7 @@ struct LaunchPlan {
   std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
   DisplayPlan display;
+  LogFile* log = nullptr;
 };
 
 /// Forks the ranks, forwards their lines to stdout, and returns the exit code when all ranks have
@@ -68,6 +70,7 @@ struct RankRun {
   int out_fd = -1;
   bool shows_progress = false;  ///< the rank is spawned, and the launcher shows its progress
   DisplayPlan display;          ///< not set for a spawned rank, whose launcher shows its progress
+  LogFile* log = nullptr;       ///< not set for a spawned rank, whose launcher logs its lines
   std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
 

@@ -1,6 +1,7 @@
 #include "process/output.h"
 
 #include <cmath>
+#include <filesystem>
 #include <regex>
 
 #include <errno.h>
@@ -95,6 +96,40 @@ int OutputQueue::pump() {
     lines_.pop_front();
   }
   return 0;
+}
+
+void LogFile::open(const std::string& path) {
+  if (path.empty()) return;
+  const auto refuse = [&path](const char* why) { base::invalid("--log " + path + ": " + why); };
+  struct stat info {};
+  const bool exists = stat(path.c_str(), &info) == 0;
+  if (exists && !S_ISREG(info.st_mode) && !S_ISCHR(info.st_mode)) refuse("is not a file");
+  std::error_code ignored;  // open() fails, too
+  if (S_ISREG(info.st_mode) && std::filesystem::equivalent(path, "/proc/self/fd/1", ignored)) {
+    refuse("standard output goes there already");
+  }
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+  fd_ = net::Fd(::open(path.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NOCTTY, 0666));
+  if (!fd_.valid()) refuse(strerror(errno));
+  path_ = path;
+  // A process that was killed, or a crash of the host, may have left a part of a line.
+  char last = 0;
+  if (exists && pread(fd_.get(), &last, 1, info.st_size - 1) == 1 && last != '\n') write("\n");
+}
+
+Json LogFile::write(std::string_view line) {
+  if (!fd_.valid()) return nullptr;
+  ssize_t done = ::write(fd_.get(), line.data(), line.size());
+  if (done == std::ssize(line)) return nullptr;
+  if (done > 0) {  // the disk is full: remove the part, unless another process has written since
+    const off_t end = lseek(fd_.get(), 0, SEEK_CUR);
+    if (lseek(fd_.get(), 0, SEEK_END) == end) done = ftruncate(fd_.get(), end - done);
+    errno = ENOSPC;
+  }
+  if (std::exchange(has_failed_, true)) return nullptr;
+  return {
+      {"kind", base::kind_name(base::ErrorKind::kResources)},
+      {"message", fmt::format("--log {}: {}: lines are missing there", path_, strerror(errno))}};
 }
 
 Json json_event(std::string_view event, const std::string& run_id, const std::string& cmd,

@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "distrain/job/job.h"
+#include "distrain/net/socket.h"
 
 namespace distrain::app {
 
@@ -57,6 +58,22 @@ class OutputQueue {
   size_t bytes_ = 0;
   base::TimePoint taken_at_{};  // time of the last successful write
   std::deque<std::string> lines_;
+};
+
+/// The file of --log, to which JSON lines are appended. A line that cannot be written is dropped,
+/// so that the file has whole lines only and the job goes on. Not thread-safe.
+class LogFile {
+ public:
+  /// Opens the file; creates missing parent folders. Does nothing if `path` is empty. Throws
+  /// `invalid` if `path` is a pipe or standard output's file, or cannot be opened.
+  void open(const std::string& path);
+  /// Appends `line`. Returns the fields of a `warn` line if this is the first failure, else null.
+  job::Json write(std::string_view line);
+
+ private:
+  std::string path_;
+  net::Fd fd_;
+  bool has_failed_ = false;
 };
 
 using job::Json;

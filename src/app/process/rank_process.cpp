@@ -159,11 +159,15 @@ class JsonSink : public job::EventSink {
   }
 
   void push_locked(std::string_view event, const Json& fields) {
-    std::lock_guard lock(identity_mutex_);
+    std::unique_lock lock(identity_mutex_);
     const Json whole =
         json_event(event, identity_.run_id, run_.job.name, identity_.rank, identity_.role, fields);
+    lock.unlock();
+    const std::string line = line_of(whole);
+    const Json problem = run_.log && event != kProgress ? run_.log->write(line) : Json();
+    if (!problem.is_null()) push_locked("warn", problem);
     display_.on_event(whole);
-    if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line_of(whole));
+    if (run_.job.spawned || (event != kProgress && !display_.pretty())) lines_.push(line);
   }
 
   /// Writes the lines that the reader accepts now. While `waits` returns true, waits for the rest.
