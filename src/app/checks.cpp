@@ -39,9 +39,9 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     const auto text = saved.option(option.name);
     if (!text) continue;
     const std::string was = canonical(option, *text, saved);
-    if (!options.given(option.name)) {
+    if (!options.values().contains(option.name)) {
       const bool reached = option.step_limit && !was.empty() && saved.step >= std::stoll(was);
-      if (!reached) options.take(option.name, was);
+      if (!reached) options.take(option.name, was, "checkpoint " + saved.path);
       continue;
     }
     const std::string now = options.text(option.name);

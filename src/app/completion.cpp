@@ -24,14 +24,13 @@ Source source_of(const Option& option) {
 /// Maps each text to the commands that share the text. Keeps the texts in order of insertion.
 using Rows = nlohmann::ordered_map<std::string, std::vector<std::string>>;
 
-/// Returns the visible options of each command that has some: the jobs, then `predict`.
+/// Returns the options of each command that has some: the jobs, then `predict`.
 std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& program) {
   std::vector<std::pair<std::string, OptionTable>> tables;
   for (const JobCommand& job : program.commands) tables.emplace_back(job.name, job.table);
   for (const TextCommand& text : text_commands(program)) {
     if (!text.options.empty()) tables.emplace_back(text.name, text.options);
   }
-  for (auto& [name, table] : tables) std::erase_if(table, &Option::hidden);
   return tables;
 }
 

@@ -58,7 +58,6 @@ std::string call_of(const Option& option) {
 std::string options_text(const OptionTable& table) {
   std::string out, group;
   for (const Option& option : table) {
-    if (option.hidden) continue;
     if (option.group != group) out += fmt::format("\n{}:\n", option.group);
     group = option.group;
     const std::string left =

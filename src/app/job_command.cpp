@@ -71,7 +71,7 @@ int run_here(RankRun run, LogFile* log) {
   leave_process(run_rank(run));
 }
 
-/// Runs the ranks that one command starts on this host, or describes them for --dump-placement.
+/// Runs the ranks that one command starts on this host, or describes them for --dry-run.
 class Invocation {
  public:
   Invocation(const JobCommand& command, ParsedOptions options, const Placement& placement,
@@ -172,6 +172,7 @@ class Invocation {
     }
     plan.display = display();
     plan.log = log;
+    plan.told.options = options_.values();
     return run_launcher(plan);
   }
 
@@ -192,35 +193,71 @@ class Invocation {
     return plan;
   }
 
-  std::string dump() const {
-    constexpr const char* kModes[] = {"local", "join", "spawn"};
-    Json gpu_places = Json::object();  // by rank; null for a rank that takes no GPU in turn
-    for (const int rank : placement_.here()) {
-      if (rank == membership::kUnassignedRank) continue;
-      gpu_places[std::to_string(rank)] = or_null(
-          place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank)));
+  /// Prints the options (--print-config), the ranks that would start (--dry-run), and warnings.
+  int preview() {
+    const bool pretty = display().pretty, has_rank_0 = placement_.has_rank_0();
+    Placement told = placement_;  // with a warning if a GPU is missing
+    std::string out;
+    const auto add = [&](const char* event, const Json& fields, const std::string& text = {},
+                         const std::optional<int>& rank = {},
+                         const std::string& role = "launcher") {
+      out += pretty ? text : line_of(json_event(event, {}, command_.name, rank, role, fields));
+    };
+    if (options_.flag("print-config")) {
+      add("config", config_fields(options_, !has_rank_0), config_file(options_, !has_rank_0));
     }
-    const auto known = [](bool is_known, int value) { return is_known ? Json(value) : Json(); };
-    const int rank = placement_.rank, size = placement_.world_size, port = placement_.master_port;
-    const bool has_rank = placement_.joins() && rank != membership::kUnassignedRank;
-    const Json json{{"mode", kModes[static_cast<int>(placement_.mode)]},
-                    {"rank", known(has_rank, rank)},
-                    {"ranks", placement_.ranks},
-                    {"world_size", known(size != 0, size)},
-                    {"source", placement_.source},
-                    {"master_addr", placement_.master_addr},
-                    {"master_port", known(port != 0, port)},
-                    {"local_ranks", placement_.local_ranks},
-                    {"one_host", placement_.one_host},
-                    {"job_id", placement_.job_id},
-                    {"generation", or_null(placement_.generation)},
-                    {"gpu_places", gpu_places},
-                    {"warning", placement_.warning},
-                    {command_.count_option, options_.integer(command_.count_option)}};
-    return json.dump() + '\n';
+    for (const int rank : options_.flag("dry-run") ? placement_.here() : std::vector<int>()) {
+      job_.rank = rank;
+      const RankRun run = make_run();
+      Json device = "cuda";
+      try {
+        if (run.knows_devices) run.devices->get(run.role, {});
+        device = run.devices->names();
+      } catch (const base::Exception& e) {  // the job may run on another host
+        if (e.kind() != base::ErrorKind::kResources) throw;
+        if (told.warning.size() == placement_.warning.size()) told.warn(e.error().message);
+      }
+      const bool is_known = rank != membership::kUnassignedRank;
+      const int threads = set_up_threads(run.threads, run.local_ranks);
+      const std::string name = is_known ? rank_name(rank, run.role) : "a free rank";
+      add("plan", plan_of(rank, threads, device),
+          fmt::format("{} on {}: threads {}, device {}\n", name, host_name(), threads,
+                      device.is_null() ? "as rank 0 says" : device.dump()),
+          is_known ? std::optional(rank) : std::nullopt, run.role);
+    }
+    const Json warn{{"kind", "invalid"}, {"message", told.warning}};
+    if (!told.warning.empty()) add("warn", warn, "# warn: " + told.warning + '\n');
+    Summary summary;
+    summary.add({{"rss_mb", peak_rss_mb()}});
+    add("end", summary.end_fields(has_rank_0 ? "job" : "rank", job_.started, {}));
+    return print_text(out);
   }
 
  private:
+  /// Returns the fields of the event `plan`.
+  Json plan_of(int rank, int threads, const Json& device) const {
+    constexpr const char* kModes[] = {"local", "join", "spawn"};
+    const std::string name = local_ ? "local" : rank >= 0 ? role(rank) : "";
+    const auto turn = place_in_turn(options_, definition_, placement_, rank, name);
+    const std::string resume = placement_.has_rank_0() ? options_.text("resume") : "";
+    const auto unless_0 = [](int value) { return value == 0 ? Json() : Json(value); };
+    return {
+        {"mode", kModes[static_cast<int>(placement_.mode)]},
+        {"world_size", unless_0(placement_.world_size)},
+        {"host", host_name()},
+        {"threads", threads},
+        {"device", device},
+        {"gpu_turn", or_null(turn)},
+        {"local_ranks", placement_.local_ranks},
+        {"one_host", placement_.one_host},
+        {"master_addr", placement_.master_addr},
+        {"master_port", unless_0(placement_.master_port)},
+        {"job_id", or_null(job_.job_id)},
+        {"generation", or_null(placement_.generation)},
+        {"source", or_null(placement_.source)},
+        {"resume", or_null(job::checkpoint_to_resume({options_.text("checkpoint"), 0, resume}))}};
+  }
+
   /// Returns the display's first line: "ps  server, 2 trainers, async  -  FOLDER  -  run 0123abcd".
   std::string header(bool has_rank_0) const {
     std::string text = command_.name + "  ";
@@ -336,18 +373,19 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     expect_working_directory();
     const job::AnyDefinition& definition = *command.definition;
     ParsedOptions options = parse_options(command.table, args, nullptr, program);
+    read_config(options, program, spawned ? &spawned->options : nullptr);
     std::string changed;
     Placement placement =
         place(options, command, [&] { changed = take_resumed_options(options, command.name); });
     if (!changed.empty()) placement.warn(changed);
-    if (options.flag("dump-placement")) {
-      return print_text(Invocation(command, options, placement, started).dump());
-    }
     definition.complete(options);
+    const auto preview = [&] { return Invocation(command, options, placement, started).preview(); };
+    const bool is_dry = options.flag("dry-run");
+    if (options.flag("print-config") && !is_dry) return preview();
     if (spawned) {  // skips the checks below, which the launcher has made
       _exit(Invocation(command, options, placement, spawned->started).run_spawned(*spawned));
     }
-    log.open(options.text("log"));
+    if (!is_dry) log.open(options.text("log"));
     check_options(options, placement);
     if (const int cpus = base::available_cpus().count; options.integer("threads") > cpus) {
       placement.warn(fmt::format("--threads {}: this process may use {} CPU{}",
@@ -362,6 +400,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     check_injections(options, definition, placement);
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
+    if (is_dry) return preview();
     Invocation invocation(command, options, placement, started, std::move(token));
     return placement.spawns() ? invocation.launch(&log) : run_here(invocation.make_run(), &log);
   } catch (const base::Exception& e) {

@@ -298,7 +298,6 @@ std::string option_item(const Option& option, const std::vector<job::DeviceRole>
 std::string options(const OptionTable& table, const std::vector<job::DeviceRole>& roles = {}) {
   std::string out = ".SH OPTIONS\n", group;
   for (const Option& option : table) {
-    if (option.hidden) continue;
     if (option.group != group) out += fmt::format(".SS \"{}\"\n", option.group);
     group = option.group;
     out += option_item(option, roles);

@@ -157,11 +157,19 @@ job is refused; if it cannot be written later, a `warn` line reports that, and t
       .of_predict();
   flag("quiet", "show no progress on standard error; the same as --progress none", 'q')
       .of_predict();
+  add("config", kText, "FILE", "", "read options from FILE, a TOML file of lines NAME = VALUE")
+      .details(
+          R"(The command line wins over FILE; `--NAME=false` resets a flag. Texts are in quotes, lists like [1, 2].
+Paths are relative to the working directory. If ranks are started one by one, only rank 0 needs FILE.)");
   scope = Scope::kInfo;
+  flag("print-config", "print the value of each option and where it comes from; run nothing")
+      .details(
+          "With --pretty, print a file for --config; values that the user did not give are "
+          "comments.");
+  flag("dry-run",
+       "check the options and print a line for each rank that would start; start nothing");
   flag("help", "print this summary", 'h').of_predict();
   flag("version", "print the versions of the program, distrain and LibTorch", 'V');
-  flag("dump-placement", "print which ranks would run where, as JSON");
-  table.back().hidden = true;
 }
 
 /// Returns the first mistake in the options' names, or "". The first `own` options are the job's.
@@ -189,19 +197,6 @@ std::string named_in(const std::string& arg) {
   return name;
 }
 
-/// Returns the end of the error message for the unknown option `name`: other jobs that have the
-/// option, and the help to read, as in ": it is an option of ps; see distrain rnn --help".
-std::string hint_of(const Program& program, const OptionTable& table, const std::string& name,
-                    bool is_predict) {
-  std::string owners, call = program.name + " predict";
-  for (const JobCommand& job : program.commands) {
-    if (&job.table == &table && !is_predict) call = program.call_of(job);
-    if (!find_option(job.table, name) || find_option(table, name)) continue;
-    owners += (owners.empty() ? ": it is an option of " : ", ") + job.name;
-  }
-  return fmt::format("{}; see {} --help", owners, call);
-}
-
 [[noreturn]] void refuse(const OptionTable& table, const std::vector<std::string>& extras,
                          const Program* program, bool is_predict) {
   const auto option = std::ranges::find_if(
@@ -209,15 +204,8 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   if (option == extras.end()) {
     invalid("unexpected argument '{}': every option begins with --", extras.front());
   }
-  std::vector<std::string> names;
-  for (const Option& each : table) {
-    if (!each.hidden) names.push_back(each.name);
-  }
-  const std::string name = named_in(*option);
-  const auto meant = base::did_you_mean(name, names);
-  std::string hint = program ? hint_of(*program, table, name, is_predict) : "";
-  if (meant && !hint.starts_with(':')) hint = fmt::format("; did you mean --{}?", *meant);
-  invalid("unknown option {}{}", option->substr(0, option->find('=')), hint);
+  invalid("unknown option {}{}", option->substr(0, option->find('=')),
+          hint_of(table, named_in(*option), program, is_predict));
 }
 
 /// Returns the option with the spelling `--name` or `-x`; null if there is none.
@@ -251,7 +239,9 @@ void check_values(const OptionTable& table, const std::vector<std::string>& args
     if (!option) continue;
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
-      if (equals != std::string::npos) invalid("--{} takes no value", option->name);
+      const std::string end = args[i].substr(std::min(equals, args[i].size()));
+      const bool is_reset = args[i].starts_with("--") && (end == "=false" || end == "=true");
+      if (!end.empty() && !is_reset) invalid("--{} takes no value", option->name);
       if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
         invalid("unexpected argument '{}': --{} takes no value", args[i + 1], option->name);
       }
@@ -267,6 +257,22 @@ void check_values(const OptionTable& table, const std::vector<std::string>& args
 }
 
 }  // namespace
+
+std::string hint_of(const OptionTable& table, const std::string& name, const Program* program,
+                    bool is_predict) {
+  std::vector<std::string> names;
+  for (const Option& each : table) names.push_back(each.name);
+  const auto meant = base::did_you_mean(name, names);
+  if (!program) return meant ? fmt::format("; did you mean --{}?", *meant) : "";
+  std::string owners, call = program->name + " predict";
+  for (const JobCommand& job : program->commands) {
+    if (&job.table == &table && !is_predict) call = program->call_of(job);
+    if (!find_option(job.table, name) || find_option(table, name)) continue;
+    owners += (owners.empty() ? ": it is an option of " : ", ") + job.name;
+  }
+  if (meant && owners.empty()) return fmt::format("; did you mean --{}?", *meant);
+  return fmt::format("{}; see {} --help", owners, call);
+}
 
 OptionTable whole_table(job::JobInfo& job) {
   constexpr const char* kFromTheEnd[] = {"Run", "Network", "Ranks", "Checkpoints", "Training"};
@@ -296,9 +302,11 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
   app.allow_extras();
   for (const Option& option : table) {
     if (option.kind == ValueKind::kFlag) {
-      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
-        if (count > 0) parsed.set(option.name, "true");
-      });
+      const auto set = [&parsed, &option](int64_t count) {
+        parsed.set(option.name, count > 0 ? "true" : "false");
+      };
+      app.add_flag_function(spellings(option), set)
+          ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
       continue;
     }
     // If an option is repeated, the last value counts, so that a script can append options. Files

@@ -67,7 +67,9 @@ class Placer {
 
   Placement run() {
     const auto exclude = [this](const char* a, const char* b) {
-      if (options_.given(a) && options_.given(b)) invalid("--{} excludes --{}", a, b);
+      const std::string from = options_.origin(a), other = options_.origin(b);
+      const std::string where = from == other ? "" : fmt::format(" ({}, {})", from, other);
+      if (options_.given(a) && options_.given(b)) invalid("--{} excludes --{}{}", a, b, where);
     };
     for (const char* other : {"rank", "ranks", "spawn"}) exclude("local", other);
     for (const char* other : {"ranks", "spawn"}) exclude("rank", other);
@@ -129,7 +131,9 @@ class Placer {
       return flag;
     }
     if (!variable(name)) return std::nullopt;
-    return setting_of(name, *find_option(options_.table(), option));
+    const Setting setting = setting_of(name, *find_option(options_.table(), option));
+    options_.derive(option, *variable(name), "environment variable " + setting.source);
+    return setting;
   }
 
   /// Finds the world size. Ignores the environment if --rank and the job's options imply a size.
@@ -176,6 +180,7 @@ class Placer {
       if (address->empty()) invalid("the environment variable MASTER_ADDR is empty");
       placement_.master_addr = *address;
       placement_.master_addr_given = true;
+      options_.derive("master-addr", *address, "environment variable MASTER_ADDR");
     }
   }
 
@@ -221,6 +226,7 @@ class Placer {
       find_slurm_id(is_whole);
       restarts("SLURM_RESTART_COUNT");
     }
+    if (!placement_.job_id.empty()) options_.derive("job-id", placement_.job_id);
   }
 
   /// Sets the job id to Slurm's. Appends Slurm's step id if `is_step`. The caller leaves that out

@@ -108,6 +108,18 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
                             std::vector<std::string>* operands = nullptr,
                             const Program* program = nullptr, size_t most_operands = 1);
 
+/// Returns the end of the message for an unknown option, as in "; did you mean --lr?".
+std::string hint_of(const OptionTable& table, const std::string& name, const Program* program,
+                    bool is_predict = false);
+
+/// Sets the options in the file of --config that the command line has not set. Throws `invalid`. In
+/// a rank that the launcher started by exec, sets the launcher's options and reads no file.
+void read_config(ParsedOptions& options, const Program* program, const OptionMap* of_launcher);
+/// Returns the fields of the event `config`. If `inherits`, rank 0 sets the options of the job.
+Json config_fields(const ParsedOptions& options, bool inherits);
+/// Returns the options as a file for --config: values that the user did not set are comments.
+std::string config_file(const ParsedOptions& options, bool inherits);
+
 /// Returns the default as the help and the man page show it; empty if they show none.
 inline std::string default_in_words(const Option& option) {
   if (option.kind == ValueKind::kFlag || option.is_required) return {};

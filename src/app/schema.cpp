@@ -80,10 +80,13 @@ std::vector<Event> events_of(const JobCommand& command) {
   std::vector<Event> events = job::with_events(job::common_events(), command.events);
   for (Event& event : events) {
     for (Field& field : event.fields) {
-      if (field.name != "config") continue;
       for (const Option& option : command.table) {
-        if (!is_job_option(option)) continue;
-        field.fields.push_back(job::or_null({json_name(option), type_of(option), option.help}));
+        const bool is_shown =
+            event.name == "config" ? option.scope != Scope::kInfo : is_job_option(option);
+        const Field value = job::or_null({json_name(option), type_of(option), option.help});
+        if (is_shown && field.name == "config") field.fields.push_back(value);
+        if (is_shown && field.name == "origins")
+          field.fields.push_back({value.name, FieldType::kText, "origin"});
       }
     }
   }

@@ -52,6 +52,7 @@ const Option* find_option(const OptionTable& table, std::string_view name) {
 
 std::string allowed_values(const Option& option) {
   const std::string words = fmt::format("{}", fmt::join(option.choices, ", "));
+  if (option.kind == ValueKind::kFlag) return "true or false";
   if (option.kind == ValueKind::kChoice) return "one of " + words;
   if (option.kind == ValueKind::kText) return option.value_name;
   if (option.is_duration) {
@@ -66,7 +67,8 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
   const bool is_word = std::ranges::find(option.choices, text) != option.choices.end();
   switch (option.kind) {
     case ValueKind::kFlag:
-      return text == "false" ? "false" : "true";
+      if (text == "true" || text == "false") break;
+      invalid(fmt::format("{} must be {}, not '{}'", where, allowed_values(option), text));
     case ValueKind::kInteger:
       if (is_word) break;
       return std::to_string(checked_number<int64_t>(option, text, where));
@@ -112,6 +114,13 @@ Json json_value(const Option& option, const std::string& canonical) {
   return canonical;
 }
 
+bool ParsedOptions::given(std::string_view name) const {
+  const auto it = values_.find(std::string(name));
+  if (it == values_.end()) return false;
+  const Option* const option = find_option(*table_, name);
+  return !option || option->kind != ValueKind::kFlag || it->second != option->initial;
+}
+
 std::string ParsedOptions::text(std::string_view name) const {
   for (const OptionMap* values : {&values_, &derived_}) {
     if (const auto it = values->find(std::string(name)); it != values->end()) return it->second;
@@ -127,7 +136,8 @@ ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
     if (!is_job_option(option) || it == of_rank_0.end()) continue;
     if (option.scope == Scope::kInput && given(option.name)) continue;
     if (!it->second.empty() || !(option.initial.empty() || option.each_own)) {
-      adopted.set(option.name, canonical_value(option, it->second, "rank 0's --" + option.name));
+      adopted.set(option.name, canonical_value(option, it->second, "rank 0's --" + option.name),
+                  "rank 0");
     } else if (!given(option.name)) {  // undoes a default derived from this rank's options
       adopted.derive(option.name, option.initial);
     }

@@ -61,7 +61,6 @@ case_jobs() {
       # shellcheck disable=SC2086
       has_options "$args" ${words[$command]} --checkpoint --resume --inject
     done
-    grep -qF -- --config "$tmp/out" && fail "$command --help names --config, which does not exist"
     sed '/^Examples:/,$d' "$tmp/out" | awk 'length > 80 { exit 1 }' || fail "$command --help has lines over 80 columns"
     case $command in
       hybrid) text "$args" "[0.05]" ;;

@@ -63,6 +63,10 @@ code=$?
 expect 5 "the right half"
 expect_no_process "half of a job each"
 
+# The ranks do not read the file of --config again, which may have changed, or be a pipe.
+with "$first" by-exec hybrid --config <(echo 'epochs = 2') --batches 2
+expect_jq '.[-1].steps == 8 and all(.[] | select(.event == "start"); .config.epochs == 2)' "--config" "$tmp/by-exec"
+
 # The thread that waits for signals gets the signal. In a thread of OpenMP it would kill the process.
 : >"$tmp/out"
 "$first" hybrid --rank 1 --master-port 1 >"$tmp/out" 2>"$tmp/err" &

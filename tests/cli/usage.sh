@@ -53,21 +53,22 @@ if command -v script >/dev/null; then
   diff <(cat "$tmp/out" && echo "code 2") "$tmp/tty" >/dev/null || fail "no command, on a terminal: $(cat "$tmp/tty")"
 fi
 
-# --dump-placement shows the values of options without starting ranks.
+# --dry-run and --print-config show the values of options without starting ranks.
 same() { # same <jq filter> <args>...
   local filter=$1
   shift
-  run hybrid --dump-placement "$@"
+  run hybrid --dry-run --print-config "$@"
   expect 0 "$*"
-  expect_jq ".[0] | $filter" "$*"
+  expect_jq ".[0] * .[1] | $filter" "$*"
 }
 same '.world_size == 5' --world-size 5
 same '.world_size == 5' --world_size 5
 same '.world_size == 5' --world_size=5
-same '.world_size == 6 and .trainers == 4' --trainers 3 --trainers=4
-run ps --dump-placement
-expect_jq '.[0] | .ranks == [0,1,2] and .trainers == 2' "ps: ranks"
-run rnn --dump-placement --world-size 4
-expect_jq '.[0] | .ranks == [0,1,2,3] and .trainers == 3' "rnn: ranks"
+same '.world_size == 6 and .config.trainers == 4' --trainers 3 --trainers=4
+make_images "$tmp/images" 60 20
+run ps --dry-run --print-config --data "$tmp/images"
+expect_jq 'map(.rank) == [null,0,1,2,null] and .[0].config.trainers == 2' "ps: ranks"
+run rnn --dry-run --print-config --world-size 4
+expect_jq 'map(.rank) == [null,0,1,2,3,null] and .[0].config.trainers == 3' "rnn: ranks"
 same '.master_addr == "h" and .master_port == 5' --rank 0 --master_addr h --master_port=5
 finish

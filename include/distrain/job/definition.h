@@ -241,7 +241,7 @@ class Definition final : public AnyDefinition {
 
   void complete(ParsedOptions& parsed) const override {
     for (const auto& [name, value] : list_.write(read(parsed))) {
-      if (!parsed.given(name)) parsed.derive(name, value);
+      if (!parsed.given(name) && parsed.text(name) != value) parsed.derive(name, value);
     }
   }
   void check(const Preflight& preflight) const override {

@@ -49,11 +49,10 @@ struct Option {
   bool of_predict = false;       ///< may be given to `predict`, instead of the checkpoint's value
   bool of_training = false;      ///< refused by `predict`, because it concerns only the training
   bool step_limit = false;       ///< not taken from a checkpoint that has reached the limit
-  bool hidden = false;           ///< for tests; undocumented
-  bool is_duration = false;      ///< a kReal that also accepts units of time: "50ms"
   bool random_only = false;      ///< has no effect if `--data` names a path
   bool data_only = false;        ///< has no effect unless `--data` names a path
   bool may_be_empty = false;     ///< the user may replace the default of a text by ""
+  bool is_duration = false;      ///< a kReal that also accepts units of time: "50ms"
   bool each_own = false;         ///< each rank has its own default unless rank 0's user sets it
   std::string initial_in_words;  ///< the text that the help shows instead of `initial`
 };
@@ -89,7 +88,10 @@ class ParsedOptions {
  public:
   explicit ParsedOptions(const OptionTable& table) : table_(&table) {}
 
-  bool given(std::string_view name) const { return values_.contains(std::string(name)); }
+  /// Returns the values that the user set.
+  const OptionMap& values() const { return values_; }
+  /// Returns true if the user set the option, for a flag only if not to its default.
+  bool given(std::string_view name) const;
   bool flag(std::string_view name) const { return text(name) == "true"; }
   std::string text(std::string_view name) const;
   int64_t integer(std::string_view name) const {
@@ -98,13 +100,24 @@ class ParsedOptions {
   double real(std::string_view name) const { return base::number<double>(text(name)).value_or(0); }
 
   /// Sets an option's value, which counts as given. `value` must be in canonical form.
-  void set(const std::string& name, std::string value) { values_[name] = std::move(value); }
+  void set(const std::string& name, std::string value, std::string origin = "command line") {
+    values_[name] = std::move(value);
+    origins_[name] = std::move(origin);
+  }
   /// Sets a default that depends on other options; the option still counts as not given.
-  void derive(const std::string& name, std::string value) { derived_[name] = std::move(value); }
+  void derive(const std::string& name, std::string value, std::string origin = "derived") {
+    derived_[name] = std::move(value);
+    if (!values_.contains(name)) origins_[name] = std::move(origin);
+  }
   /// Sets a value from a checkpoint: decided() is then true, but given() is not.
-  void take(const std::string& name, std::string value) {
-    derive(name, std::move(value));
+  void take(const std::string& name, std::string value, std::string origin = "checkpoint") {
+    derive(name, std::move(value), std::move(origin));
     taken_.insert(name);
+  }
+  /// Returns where the value comes from, such as "default"; see the field `origins` in events.cpp.
+  std::string origin(const std::string& name) const {
+    const auto it = origins_.find(name);
+    return it == origins_.end() ? "default" : it->second;
   }
   /// Returns true if the option was given or taken from a checkpoint.
   bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
@@ -117,6 +130,7 @@ class ParsedOptions {
   const OptionTable* table_;
   OptionMap values_;
   OptionMap derived_;
+  OptionMap origins_;
   std::set<std::string> taken_;
 };
 

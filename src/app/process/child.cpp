@@ -23,7 +23,8 @@ namespace distrain::app {
 // and run_spawned() set. In a rank that exec starts, a field that is missing here has its default.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen_fd, master_addr,
                                    master_port, listen_addr, ports, transport, insecure, run_id,
-                                   rank_0_unix_name, job_id, rejoins, shows_progress, resume)
+                                   rank_0_unix_name, job_id, rejoins, shows_progress, resume,
+                                   options)
 
 namespace {
 

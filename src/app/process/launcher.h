@@ -14,6 +14,7 @@ struct SpawnedRank : membership::Contact {
   std::string run_id;           ///< empty if another launcher has rank 0
   bool shows_progress = false;  ///< the launcher displays the ranks' progress
   std::string resume;           ///< replaces the user's --resume unless empty
+  job::OptionMap options;       ///< the user's options, so that --config is read only once
 };
 
 /// Returns a function that executes this program again as `rank` and, if exec fails, returns an

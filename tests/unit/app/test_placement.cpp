@@ -51,12 +51,31 @@ class Variables {
 struct Placed {
   std::string environment;
   std::string arguments;
-  std::string expected;  ///< some fields of the JSON object that --dump-placement prints
+  std::string expected;  ///< some fields of dry_run()
   std::string warned;    ///< a part of the field "warning"
 };
 
-std::vector<std::string> dump_placement(const std::string& arguments) {
-  return split("--dump-placement " + arguments);
+/// Returns the fields of the first line of --dry-run, the field `trainers` of --print-config, and
+/// `ranks`, `gpu_places` (by rank) and `warning` of all lines.
+Json dry_run(const app::JobCommand& job, const std::string& arguments) {
+  std::istringstream lines(written_to(STDOUT_FILENO, [&] {
+    const auto args = split("--dry-run --print-config " + arguments);
+    CHECK(app::run_job_command(job, args, base::Clock::now()) == 0);
+  }));
+  Json all{{"ranks", Json::array()}, {"gpu_places", Json::object()}, {"warning", ""}}, line;
+  for (std::string text; std::getline(lines, text);) {
+    line = Json::parse(text);
+    if (line["event"] == "config") all["trainers"] = line["config"]["trainers"];
+    if (line["event"] == "warn") all["warning"] = line["message"];
+    if (line["event"] != "plan") continue;
+    for (const auto& [name, value] : line.items()) {
+      if (!all.contains(name)) all[name] = value;
+    }
+    all["ranks"].push_back(line["rank"]);
+    all["gpu_places"][line["rank"].dump()] = line["gpu_turn"];
+  }
+  CHECK(line["event"] == "end");
+  return all;
 }
 
 void check_placed(const std::vector<Placed>& all) {
@@ -64,10 +83,7 @@ void check_placed(const std::vector<Placed>& all) {
   for (const Placed& placed : all) {
     CAPTURE(placed.environment, placed.arguments);
     const Variables set(placed.environment);
-    const Json text = Json::parse(written_to(STDOUT_FILENO, [&] {
-      CHECK(app::run_job_command(hybrid, dump_placement(placed.arguments), base::Clock::now()) ==
-            0);
-    }));
+    const Json text = dry_run(hybrid, placed.arguments);
     const Json expected = Json::parse(placed.expected);
     for (const auto& [name, value] : expected.items()) {
       CAPTURE(name);
@@ -88,11 +104,11 @@ TEST_CASE("the launcher's job ID and restart count are those of the job") {
   const std::string elastic = "RANK=1 WORLD_SIZE=4 TORCHELASTIC_RESTART_COUNT=2";
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3";
   check_placed({
-      {"", "--rank 1", R"({"job_id": "", "generation": null})"},
-      {"RANK=1 WORLD_SIZE=4", "", R"({"job_id": "", "generation": null})"},
+      {"", "--rank 1", R"({"job_id": null, "generation": null})"},
+      {"RANK=1 WORLD_SIZE=4", "", R"({"job_id": null, "generation": null})"},
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=4", "",
        R"({"job_id": "torchrun r9", "generation": 2})"},
-      {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
+      {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": null})"},
       // With several hosts the restart count is ignored, because each host counts its own restarts.
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2 MASTER_ADDR=m", "",
        R"({"job_id": "torchrun r9", "generation": null})"},
@@ -101,7 +117,7 @@ TEST_CASE("the launcher's job ID and restart count are those of the job") {
       {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": "slurm 76.3"})"},
       {step + " PMI_RANK=1 PMI_SIZE=4", "", R"({"job_id": "slurm 77.3"})"},
       {step, "--rank 2", R"({"job_id": "slurm 77", "generation": 0})", "SLURM_PROCID=1"},
-      {step, "--spawn", R"({"job_id": "", "generation": null})"},
+      {step, "--spawn", R"({"job_id": null, "generation": null})"},
   });
 }
 
@@ -147,7 +163,8 @@ TEST_CASE("the first source that places a rank wins") {
       {"", "--rank 0", R"({"world_size": 4})"},
       {"", "--rank 1 --trainers 3", R"({"world_size": 5})"},
       {kTorchrun, "",
-       R"({"rank": 1, "world_size": 5, "trainers": 3, "master_addr": "m", "master_port": 1234, "warning": ""})"},
+       R"({"rank": 1, "world_size": 5, "role": "trainer1", "master_addr": "m", "master_port": 1234, "warning": ""})"},
+      {"RANK=3 WORLD_SIZE=5", "", R"({"rank": 3, "role": "master"})"},  // after three trainers
       {kTorchrun + " TORCHELASTIC_USE_AGENT_STORE=True", "--master-port 99",
        R"({"master_port": 99})"},
       {kTorchrun, "--rank 2", R"({"rank": 2, "source": "--rank"})", "RANK=1"},
@@ -221,6 +238,6 @@ TEST_CASE("an invalid environment is refused, naming the variable") {
   for (const auto& [settings, arguments, told] : all) {
     CAPTURE(settings);
     const Variables set(settings);
-    check_refused(hybrid, dump_placement(arguments), told);
+    check_refused(hybrid, split("--dry-run " + arguments), told);
   }
 }

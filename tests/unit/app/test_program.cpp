@@ -74,7 +74,6 @@ TEST_CASE("a man page has options, their details, lines and examples as roff") {
   CHECK(has(page, ".PP\n.RS 4\n.nf\na.b\n.fi\n.RE\n.TP\n\\fBterm\\fR\nwhat it is\n"));
   CHECK(has(page, "\\fBclicks_per_s\\fR\nclicks a second\n"));
   CHECK(has(page, "A small table:\n.PP\n.RS 4\n.nf\nshop clicks \\-\\-rows 3\n"));
-  CHECK_FALSE(has(page, "dump\\-placement"));  // a hidden option
 }
 
 TEST_CASE("help and man pages of every command are printed, including those of help itself") {

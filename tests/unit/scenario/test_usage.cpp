@@ -16,7 +16,7 @@ TEST_CASE("wrong options of hybrid are refused by name") {
           {{"--batch_sise=3"}, "did you mean --batch-size?"},
           {{"-x"}, "unknown option -x"},
           {{"--max-restarts", "1"}, "--max-restarts needs --checkpoint"},
-          {{"--config", "x"}, "unknown option --config"},
+          {{"--config", "x"}, "--config x: No such file or directory"},
           {{"--trainers", "0"}, "--trainers must be a whole number from 1 to 1022, not '0'"},
           {{"--trainers", "2.5"}, "--trainers must be a whole number"},
           {{"--trainers", "99999999999999999999"}, "--trainers must be a whole number"},
@@ -109,7 +109,7 @@ TEST_CASE("wrong options of pipeline are refused by name") {
   check_all_refused(
       app::JobCommand(cmd::pipeline_job()),
       {
-          {{"--explain=false"}, "--explain takes no value"},
+          {{"--explain=no"}, "--explain takes no value"},
           {{"--micro-batches", "121"},
            "a batch has only 120 images: give fewer, or a larger --batch-size"},
           {{"--micro-batches", "0"}, "--micro-batches must be"},
