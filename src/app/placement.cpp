@@ -88,7 +88,10 @@ class Placer {
     if (launcher != std::end(kLaunchers)) launcher_ = launcher;
     if (!launcher_ && has_address && is_used(kIndexedJob)) launcher_ = &kIndexedJob;
     const char* name = launcher_ ? launcher_->rank : "RANK";
-    if (options_.given("ranks")) warn_if_other("--ranks", options_.text("ranks"), name);
+    // An Indexed Job may start several ranks in a pod; then its index is no rank.
+    if (options_.given("ranks") && launcher_ != &kIndexedJob) {
+      warn_if_other("--ranks", options_.text("ranks"), name);
+    }
     const bool spawns = options_.given("spawn") || options_.given("ranks");
     if (const auto rank = spawns ? std::nullopt : find("rank", name)) {
       join(*rank);
@@ -278,9 +281,20 @@ class Placer {
         launcher_ == &kIndexedJob || (rank.source == "RANK" && !variable("TORCHELASTIC_RUN_ID"));
     placement_.shares_terminal = launcher_ && rank.source == launcher_->rank && !is_pod;
     find_address();
+    if (is_pod) listen_for_pods();
     placement_.one_host = is_launchers && is_one_host();
     find_job_id();
     find_port();
+  }
+
+  /// Lets rank 0 in a pod listen on all interfaces if MASTER_ADDR is localhost, because some
+  /// operators set that in rank 0's pod only. Without a token, all ranks must be on this host.
+  void listen_for_pods() {
+    const bool has_token = options_.given("token-file") || variable("DISTRAIN_TOKEN");
+    if (placement_.rank != 0 || !has_token || options_.given("listen")) return;
+    if (placement_.master_addr == "localhost" && !options_.given("master-addr")) {
+      options_.derive("listen", "0.0.0.0");
+    }
   }
 
   void spawn() {

@@ -104,4 +104,26 @@ case_options_differ() {
   expect 3 "join timeout of rank 0"
 }
 
+# Some operators of Kubernetes set MASTER_ADDR to localhost in the pod of rank 0. With a token, the other pods reach it.
+case_localhost_at_rank_0() {
+  local rank pids=()
+  for rank in 3 2 1 0; do
+    timeout -k 2 "$limit" ip netns exec "$([[ $rank == 0 ]] && echo "$a" || echo "$b")" env RANK=$rank WORLD_SIZE=4 \
+      MASTER_ADDR="$([[ $rank == 0 ]] && echo localhost || echo 10.77.0.1)" \
+      "$distrain" hybrid --epochs 2 --token-file "$tmp/job.token" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
+    pids[rank]=$!
+  done
+  for rank in 0 1 2 3; do
+    wait "${pids[rank]}"
+    code=$?
+    expect 0 "MASTER_ADDR=localhost, rank $rank"
+    expect_log "MASTER_ADDR=localhost, rank $rank" "$tmp/rank$rank"
+  done
+  # Without a token, rank 0 listens on 127.0.0.1 only.
+  RANK=0 WORLD_SIZE=4 MASTER_ADDR=localhost run hybrid --master-port "$(free_port)" --join-timeout 1
+  expect 3 "MASTER_ADDR=localhost without a token"
+  expect_jq '.[-1].message | contains("rank 0 listens on 127.0.0.1, which only this host reaches")' \
+    "MASTER_ADDR=localhost without a token"
+}
+
 run_cases

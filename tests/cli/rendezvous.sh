@@ -50,6 +50,10 @@ case_nobody_comes() {
   expect 3 "JOB_COMPLETION_INDEX"
   expect_jq '.[-1] | .rank == 0 and (.message | contains("missing: 1, 2, 3; ranks 1, 2, 3 have not connected: see their output; rank 0 listens on 127.0.0.1, which only this host reaches"))' \
     "JOB_COMPLETION_INDEX"
+  # A pod with several ranks.
+  JOB_COMPLETION_INDEX=1 MASTER_ADDR=localhost run hybrid --ranks 2-3 --master-port "$(free_port)" --join-timeout 1
+  expect 3 "--ranks in an Indexed Job"
+  expect_jq 'all(.[]; .event != "warn")' "--ranks in an Indexed Job"
   JOB_COMPLETION_INDEX=1 run hybrid --epochs 1
   expect 0 "an index alone is no rank"
 
