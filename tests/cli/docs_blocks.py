@@ -12,6 +12,7 @@ tag and by HTML comments directly above the fence:
   <!-- output -->              the block below is what the sh block above prints on standard output
   <!-- output: stderr -->      the same for standard error
   <!-- from: PATH -->          the lines of the block stand in that file of the repository
+  <!-- file: PATH -->          the block is the whole of that file, which another test runs
   <!-- not run: REASON -->     the block is counted, but not run
 
 Output is compared after each number, hexadecimal id and temporary path is replaced by one sign and blanks are
@@ -30,7 +31,7 @@ import sys
 import time
 
 LIMIT_S = int(os.environ.get("DISTRAIN_TEST_LIMIT", "40"))
-MARK = re.compile(r"<!-- *(exit|output|from|not run)(?:: *(.*?))? *-->$")
+MARK = re.compile(r"<!-- *(exit|output|from|file|not run)(?:: *(.*?))? *-->$")
 PICTURES = {"", "text", "json"}
 
 
@@ -144,7 +145,7 @@ def write_outputs(root, page, updates):
     """Replaces outputs, the last one first so that line numbers stay valid."""
     lines = (root / page).read_text().splitlines()
     for block, actual in reversed(updates):
-        if "..." not in block.text:
+        if "file" in block.marks or "..." not in block.text:
             lines[block.line:block.line + block.text.count("\n")] = actual.splitlines()
     (root / page).write_text("\n".join(lines) + "\n")
 
@@ -168,6 +169,18 @@ def check_page(root, scratch, page, update=False):
             problem = quoted(root, block)
             if problem:
                 problems.append(f"{block}: {problem}")
+            else:
+                ran += 1
+        elif "file" in block.marks:
+            counted += 1
+            last = None
+            path = root / block.marks["file"]
+            if not path.is_file():
+                problems.append(f"{block}: no file {block.marks['file']}")
+            elif update:
+                updates.append((block, path.read_text()))
+            elif block.text != path.read_text():
+                problems.append(f"{block}: differs from {block.marks['file']}; --update copies the file")
             else:
                 ran += 1
         elif "output" in block.marks:
@@ -198,7 +211,7 @@ def check_page(root, scratch, page, update=False):
                 ran += 1
         elif block.tag not in PICTURES:
             counted += 1
-            problems.append(f"{block}: a {block.tag} block needs <!-- from: FILE --> or <!-- not run: REASON -->")
+            problems.append(f"{block}: a {block.tag} block needs <!-- from: FILE -->, <!-- file: FILE --> or <!-- not run: REASON -->")
     shutil.rmtree(folder, ignore_errors=True)
     if updates:
         write_outputs(root, page, updates)

@@ -82,5 +82,8 @@ END
 chmod +x "$tmp/bin/distrain"
 
 PATH=$tmp/bin:$PATH NO_COLOR=1 python3 "$here/docs_blocks.py" "$root" "$scratch" "${@:2}" || failures=1
+for file in "$root"/examples/launch/*; do
+  grep -qF "<!-- file: examples/launch/${file##*/} -->" "$root"/docs/*.md || fail "no page quotes examples/launch/${file##*/}"
+done
 expect_no_process "after all blocks"
 finish

@@ -14,7 +14,7 @@ case_files_and_binary() {
   local file spins seen
   for file in bin/distrain{,-get-libtorch} libexec/distrain/distrain share/doc/distrain/copyright include/distrain/{base/error,rpc/agent,app/main,distrain}.h \
     share/man/man1/distrain{,-hybrid,-predict}.1 share/bash-completion/completions/distrain \
-    share/zsh/site-functions/_distrain share/fish/vendor_completions.d/distrain.fish; do
+    share/zsh/site-functions/_distrain share/fish/vendor_completions.d/distrain.fish share/doc/distrain/examples/launch/{slurm.sbatch,k8s-indexed-job.yaml}; do
     [[ -f $prefix/$file ]] || fail "$file is not installed"
   done
   [[ ! -e $prefix/include/distrain/scenario ]] || fail "the five jobs' headers are installed"
