@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on several hosts that ssh reaches without a password: `bash hosts.sh`. Ctrl-C or SIGTERM saves, and the loss
 # of a host ends the job; started again, the script resumes. No rank outlives the script.
-# shellcheck disable=SC2029  # commands are expanded here
+# shellcheck disable=SC2029,SC2317  # commands are expanded here; traps call functions
 hosts=(localhost)                       # rank 0 runs on the first one, which the others must reach by this name
 ranks=4                                 # ranks on each host
 job=(hybrid --data teacher --epochs 20) # the command without its options for ranks
@@ -17,6 +17,16 @@ exec 9<>"$folder/pipe.$$"
 exec 8<"$folder/pipe.$$"
 rm "$folder/pipe.$$"
 trap 'exec 9>&-' INT TERM
+trap failed USR1
+
+failed() { # called when a host has failed: gives the ranks on the others 10 s to notice and end, then stops them
+  local i
+  for ((i = 0; i < 50; ++i)); do
+    [[ $(jobs -rp) ]] || return 0
+    sleep 0.2
+  done
+  exec 9>&-
+}
 
 host() { # host <number>: runs the ranks of a host
   local command code
@@ -30,7 +40,7 @@ host() { # host <number>: runs the ranks of a host
   (($1)) || echo $code >"$folder/code" # of rank 0
   ((code)) || return 0
   echo "${hosts[$1]}: exit code $code, see $folder/host$1.err" >&2
-  kill $$ # stops the other hosts
+  kill -USR1 $$
 }
 
 receive="umask 077; mkdir -p $folder; cat >$folder/token.new && mv $folder/token.new $folder/token"

@@ -107,7 +107,7 @@ expect_named() {
 # two_jobs <launcher>: runs two jobs at once.
 two_jobs() {
   local files job pids=() all=()
-  example "$1.sh" "job=(hybrid --data teacher --epochs 200)"
+  example "$1.sh" "job=(hybrid --data teacher --epochs 40 --checkpoint-every 1000)"
   for job in a b; do
     sed "s|^folder=run-$1|folder=run-$job|" "$1.sh" >"$job.sh"
     timeout -k 2 "$limit" bash "$job.sh" >"out.$job" 2>&1 &

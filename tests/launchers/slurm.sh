@@ -63,7 +63,7 @@ case_two_steps() {
   cat >steps <<'END'
 #!/bin/bash
 for job in a b; do
-  srun --exact -N 1 -n 4 --output="$job.%t.jsonl" distrain hybrid --epochs 200 &
+  srun --exact -N 1 -n 4 --output="$job.%t.jsonl" distrain hybrid --epochs 50 &
   pids+=($!)
 done
 wait "${pids[0]}" && wait "${pids[1]}"

@@ -104,7 +104,7 @@ case_failures() {
 
 case_two_jobs() {
   local id run files ids=() all=() name="slurm.sbatch, two jobs"
-  example slurm.sbatch "job=(hybrid --data teacher --epochs 300)"
+  example slurm.sbatch "job=(hybrid --data teacher --epochs 100 --checkpoint-every 2000)"
   submit slurm.sbatch && ids+=("$id")
   submit slurm.sbatch && ids+=("$id")
   for id in "${ids[@]}"; do

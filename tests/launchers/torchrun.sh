@@ -129,7 +129,7 @@ case_two_jobs() {
     for agent in 0 1; do
       timeout -k 2 "$limit" torchrun --no-python --nnodes 2 --node-rank "$agent" --nproc-per-node 2 \
         --master-addr localhost --master-port $((port + job)) --redirects 3 --log-dir "job$job/log" \
-        distrain hybrid --data teacher --epochs 200 --insecure >"out$job$agent" 2>&1 &
+        distrain hybrid --data teacher --epochs 50 --insecure >"out$job$agent" 2>&1 &
       agents+=($!)
     done
   done
