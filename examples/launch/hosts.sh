@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on several hosts that ssh reaches without a password: `bash hosts.sh`. Ctrl-C or SIGTERM saves, and the loss
 # of a host ends the job; started again, the script resumes. No rank outlives the script.
-# shellcheck disable=SC2029,SC2317  # commands are expanded here; traps call functions
+# shellcheck disable=SC2029  # commands are expanded here
 hosts=(localhost)                       # rank 0 runs on the first one, which the others must reach by this name
 ranks=4                                 # ranks on each host
 job=(hybrid --data teacher --epochs 20) # the command without its options for ranks
@@ -17,16 +17,8 @@ exec 9<>"$folder/pipe.$$"
 exec 8<"$folder/pipe.$$"
 rm "$folder/pipe.$$"
 trap 'exec 9>&-' INT TERM
-trap failed USR1
-
-failed() { # called when a host has failed: gives the ranks on the others 10 s to notice and end, then stops them
-  local i
-  for ((i = 0; i < 50; ++i)); do
-    [[ $(jobs -rp) ]] || return 0
-    sleep 0.2
-  done
-  exec 9>&-
-}
+failed=0
+trap failed=1 USR1
 
 host() { # host <number>: runs the ranks of a host
   local command code
@@ -48,5 +40,12 @@ for i in "${!hosts[@]}"; do
   ssh "${hosts[i]}" "$receive" <"$folder/token" || exit
   host "$i" 9>&- &
 done
-until wait; do :; done # a signal interrupts wait
+until wait; do # a signal interrupts wait
+  # If a host has failed, the ranks on the others have 10 s to notice and end by themselves.
+  for ((i = 0; failed && i < 50; ++i)); do
+    [[ $(jobs -rp) ]] || break
+    sleep 0.2
+  done
+  ((failed)) && exec 9>&-
+done
 exit "$(cat "$folder/code")"

@@ -108,7 +108,7 @@ case_options_differ() {
 case_localhost_at_rank_0() {
   local rank pids=()
   for rank in 3 2 1 0; do
-    timeout -k 2 "$limit" ip netns exec "$([[ $rank == 0 ]] && echo "$a" || echo "$b")" env RANK=$rank WORLD_SIZE=4 \
+    timeout -k 2 "$limit" ip netns exec "$([[ $rank == 0 ]] && echo "$a" || echo "$b")" env RANK="$rank" WORLD_SIZE=4 \
       MASTER_ADDR="$([[ $rank == 0 ]] && echo localhost || echo 10.77.0.1)" \
       "$distrain" hybrid --epochs 2 --token-file "$tmp/job.token" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
     pids[rank]=$!
