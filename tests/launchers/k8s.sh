@@ -7,12 +7,13 @@ source "$(dirname "$0")/lib.bash"
 # shellcheck source=../support/hosts.bash
 source "$(dirname "$0")/../support/hosts.bash"
 
-python3 -c 'import yaml' 2>/dev/null || skip "Python's yaml is not installed"
+for python in python3 /usr/bin/python3; do "$python" -c 'import yaml' 2>/dev/null && break; done ||
+  skip "Python's yaml is not installed"
 make_hosts 10.79.0 || skip "no right to make network namespaces here, no ip command, or no bridges"
 cd "$tmp" || exit
 
 # Writes the command, the variables and the mode of the secret of the job, and checks what belongs together.
-python3 - "$examples/k8s-indexed-job.yaml" <<'END' || fail "k8s-indexed-job.yaml"
+"$python" - "$examples/k8s-indexed-job.yaml" <<'END' || fail "k8s-indexed-job.yaml"
 import re, sys, yaml
 service, job = yaml.safe_load_all(open(sys.argv[1]))
 name, spec = job["metadata"]["name"], job["spec"]

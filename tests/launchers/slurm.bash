@@ -32,9 +32,11 @@ slurm_up() {
   mkdir -p "$d/state"
   chmod 755 "$tmp" "$d" "$d/state"
   (umask 077 && head -c 128 /dev/urandom >"$d/munge.key")
-  # With cred_expire, a job that is requeued waits for 10 s, not for 120 s.
+  # With cred_expire, a job that is requeued waits for 10 s, not for 120 s. FirstJobId keeps the jobs of clusters on one
+  # machine apart.
   cat >"$d/slurm.conf" <<END
 ClusterName=test
+FirstJobId=$((RANDOM + 1000))
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
