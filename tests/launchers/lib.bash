@@ -3,6 +3,7 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2034  # for the scripts
 source "$(dirname "${BASH_SOURCE[0]}")/../cli/lib.bash"
 PATH=$(dirname "$distrain"):$PATH
+trap "exit 143" TERM INT # so that the trap of EXIT removes daemons and hosts, too
 examples=$root/examples/launch
 # A job that runs until a signal, and the same with --checkpoint, which saves only then.
 endless=(hybrid --data teacher --epochs 1000000)
