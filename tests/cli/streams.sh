@@ -43,7 +43,7 @@ case_other_trainers() {
   for from in each rank0; do
     name="--data-from $from, resumed by one trainer"
     rm -rf "$tmp/saved"
-    run "${hashed[@]}" --data "$tmp/all" --data-from $from --steps 3 --checkpoint "$tmp/saved"
+    run "${hashed[@]}" --data "$tmp/all" --data-from "$from" --steps 3 --checkpoint "$tmp/saved"
     expect 0 "$name"
     run hybrid "${again[@]}" --epochs 1 --trainers 1
     expect 0 "$name"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # ctest: timeout=240
 # Each example of a stream is used once an epoch, although trainers are lost, come back, or resume in other numbers.
-# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash disable=SC2317
 source "$(dirname "$0")/../cli/lib.bash"
 [[ $distrain == */counting_job/* ]] || distrain=$(realpath "$(dirname "$distrain")/../tests/counting_job/distrain")
 
@@ -25,7 +25,7 @@ expect_uses() {
   [[ $(uses "$2") == "$1 2000" ]] || fail "$3: not every example was used $1 times: $(uses "$2" | tr '\n' ';')"
 }
 
-# start <argument>...: starts a job in async mode whose trainers sleep before each call, and waits until it trains.
+# start <argument>...: starts a job whose ranks sleep before each call, and waits until it trains.
 start() {
   rm -f "$tmp/out"
   "$distrain" --data "$tmp/examples" --log-interval 1 --peer-timeout 60 --threads 1 --inject delay=2ms "$@" \
@@ -59,13 +59,13 @@ case_other_numbers() {
   local name mode trainers
   for mode in async sync; do
     name="$mode, resumed by other numbers of trainers"
-    start --mode $mode --trainers 2 --epochs 2 --checkpoint "$tmp/$mode"
+    start --mode "$mode" --trainers 2 --epochs 2 --checkpoint "$tmp/$mode"
     for trainers in 3 1; do
       kill -TERM "$launcher"
       await_end
       expect 143 "$name"
-      start --checkpoint "$tmp/$mode" --resume auto --trainers $trainers
-      expect_jq '[.[] | select(.event == "warn") | .message | select(contains("not '$trainers': no example"))] | length == 1' \
+      start --checkpoint "$tmp/$mode" --resume auto --trainers "$trainers"
+      expect_jq '[.[] | select(.event == "warn") | .message | select(contains("not '"$trainers"': no example"))] | length == 1' \
         "$name"
     done
     await_end
