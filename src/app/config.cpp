@@ -36,6 +36,9 @@ std::string without_comment(const std::string& line, const std::string& where) {
   for (; end < line.size() && (quote || line[end] != '#'); ++end) {
     const char c = line[end];
     if (quote && c == '\\') invalid("{}: a text cannot have a backslash", where);
+    if (!quote && (line.compare(end, 3, "\"\"\"") == 0 || line.compare(end, 3, "'''") == 0)) {
+      invalid("{}: a text cannot begin with three quotes", where);
+    }
     if (quote ? c == quote : c == '"' || c == '\'') quote = quote ? 0 : c;
   }
   if (quote) invalid("{}: a text has no closing {}", where, quote);
@@ -122,7 +125,8 @@ std::string config_file(const ParsedOptions& options, bool inherits) {
     const Json& json = fields["config"][json_name(option)];
     std::string value =
         json.is_null() ? "" : json.dump(-1, ' ', false, Json::error_handler_t::replace);
-    // Leave out texts that read_config() does not accept, and what asks for this output.
+    // Leave out texts with a quote or backslash, which read_config() does not accept, and the
+    // options that request this output.
     const bool is_active = options.values().contains(option.name) &&
                            value.find('\\') == value.npos && option.name != "config" &&
                            (option.name != "pretty" || options.origin("pretty") != "command line");

@@ -200,6 +200,9 @@ class Placer {
                              : port       ? static_cast<uint16_t>(port->value)
                              : id.empty() ? kJoiningPort
                                           : membership::port_of_job(id);
+    if (is_agents || (!port && !id.empty())) {
+      options_.derive("master-port", std::to_string(placement_.master_port));
+    }
   }
 
   void find_job_id() {

@@ -43,6 +43,9 @@ END
   expect_error 2 invalid "run.toml:2: unknown option 'batches-per-epoch': it is an option of hybrid, rnn" "another job's file"
   run hybrid --config "$tmp/run.toml" --min-trainers 1
   expect_error 2 invalid "unknown option --min-trainers" "--config and a wrong option"
+  echo 'data = """x"""' >"$tmp/quotes.toml"
+  run hybrid --config "$tmp/quotes.toml"
+  expect_error 2 invalid "quotes.toml:1: a text cannot begin with three quotes" "a text of several lines"
   echo 'local = true' >"$tmp/local.toml"
   run hybrid --config "$tmp/local.toml" --spawn --dry-run
   expect_error 2 invalid "--local excludes --spawn (config file $tmp/local.toml, command line)" "options that exclude each other"
@@ -52,6 +55,9 @@ END
 
 case_print_config() {
   local job
+  TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=4 MASTER_ADDR=localhost MASTER_PORT=29511 \
+    run hybrid --print-config
+  expect_jq '.[0] | .config.master_port != 29511 and .origins.master_port == "derived"' "a port beside that of torchrun"
   make_images "$tmp/images" 60 20
   printf 'seed = 7\npeer_timeout = "90s"\n' >"$tmp/c.toml"
   for job in hybrid rl rnn pipeline ps; do

@@ -194,4 +194,12 @@ case_pretty() {
   done
 }
 
+case_cpu_time() {
+  local TIMEFORMAT='%U + %S' used
+  { time run hybrid --data teacher --epochs 100; } 2>"$tmp/time"
+  expect 0 "a run"
+  used=$(cat "$tmp/time") # also of the launcher
+  expect_jq ".[-1].cpu_s | . < 1.05 * ($used) + 0.1 and . > 0.4 * ($used)" "CPU time of all ranks"
+}
+
 run_cases

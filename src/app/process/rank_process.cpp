@@ -310,11 +310,10 @@ class RankProcess final : public JsonSink {
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;
-    Json usage = Json::object();
-    run_.job.add_usage(usage);
+    Json own = fields;  // of a rank that has failed, without its usage
+    run_.job.add_usage(own);
     Summary summary;
-    summary.add(fields);
-    summary.add(usage);
+    summary.add(own);
     if (!spawned) {
       for (const auto& [other, its_fields] : others) summary.add(its_fields);
     } else if (!run_.all_here && !others.empty()) {  // the launcher gets lines of its ranks only
