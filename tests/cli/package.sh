@@ -142,7 +142,7 @@ case_notices() {
   ninja -C "$build" -t inputs "${targets[@]}" | grep -E '\.(o|gch)$' >"$tmp/objects" || fail "ninja -t inputs"
   { xargs ninja -C "$build" -t deps <"$tmp/objects" | sed -n 's/^ \+//p'
     ninja -C "$build" -t commands "${targets[@]}" | grep -E ' -o bin/[^ ]+ ' | grep -oE '(^| )[^- ][^ ]*\.(a|so[.0-9]*)( |$)'
-  } | sort -u | (cd "$build" && xargs -r realpath -s) | grep -vE "^($root/(src|include|cmd|cmake)|$build/(CMakeFiles|bin|lib))" |
+  } | sort -u | (cd "$build" && xargs -r realpath -s) | grep -vE "^($root/(src|include|cmd|cmake)|$build/(CMakeFiles|bin|embedded|lib))" |
     sort -u >"$tmp/inputs"
   for known in libuv_a.a CLI/App.hpp nlohmann/json.hpp xxhash.h fmt/format.h ATen/core/Tensor libcrypto.so; do
     grep -qF "$known" "$tmp/inputs" || fail "this test does not see that the build reads $known"
