@@ -174,8 +174,7 @@ std::vector<Event> common_events() {
        {{"config", kObject, "value of each option; null until rank 0 has sent it"},
         {"origins", kObject,
          "origin of each value: default, command line, config file FILE, environment variable "
-         "NAME, "
-         "checkpoint PATH, derived (from other options) or rank 0"}}},
+         "NAME, checkpoint PATH, derived (from other options) or rank 0"}}},
       {"plan",
        "printed by --dry-run for each rank that would start, in its name",
        {{"mode", kText, "spawn (by a launcher), join (this process is the rank) or local"},

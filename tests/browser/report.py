@@ -52,7 +52,7 @@ charts, texts = {
     "failed": ({"Loss": distinct_steps + evals},
                ["Failed: rank 2 (trainer2) was killed by SIGKILL", "Then failed: rank 0 (parameter_server), rank 1 (trainer1)."]),
     "ten": ({"Loss": 10 * 30, "Loss of the evaluation": evals, "Accuracy": evals}, ["10 runs", "lr 0.3, seed 3", "--lr"]),
-    "hostile": ({"Loss": 2}, ["2 runs", "Failed: mmmm", "[cut]", "<script>", "1 lines were skipped"]),
+    "hostile": ({"Loss": 2}, ["2 runs", "Failed: mmmm", "[truncated]", "<script>", "1 lines were skipped"]),
 }[name]
 
 browser = Browser()

@@ -42,7 +42,7 @@ case_runs() {
   run rnn --data "$root/README.md" --epochs 1 --trainers 1
   cp "$tmp/out" "$tmp/rnn.jsonl"
   report "defaults that depend on --data" "$tmp/rnn.jsonl"
-  says "defaults that depend on --data" '.runs[0] | .config.lr == 20 and (.changed | keys == ["data", "epochs"])'
+  says "defaults that depend on --data" '.runs[0] | (.changed | keys == ["data", "epochs"]) and .config.epochs == 1 and (.config | has("lr") | not)'
   report "a run" "$tmp/one.jsonl"
   says "CPU time" '[.runs[0].events[] | select(.event == "rank_end").cpu_s] | length == 4 and all(. > 0)'
 
@@ -53,8 +53,12 @@ case_runs() {
   gzip "$tmp/rank3.jsonl"
   report "a file for each rank" "$tmp"/rank?.jsonl*
   says "one run of four files" '.runs | length == 1 and (.[0] | (.files | length) == 4 and .verdict.state == "ok")'
+  says "the job's end" '[.runs[0].events[] | select(.event == "end" and .scope == "job")] | length == 1 and .[0].rank == 0 and .[0].steps == 40'
   report "two runs" "$tmp/one.jsonl" "$tmp"/rank?.jsonl*
   says "two runs" '.runs | length == 2'
+  cp "$tmp/one.jsonl" "$tmp/one.log"
+  report "the same lines in two files" "$tmp/one.jsonl" "$tmp/one.log"
+  says "the same lines in two files" '.runs[0] | (.files | length) == 1 and ([.tables[] | select(.event == "step").lines] | add) == '"$lines"
   "$distrain" report - <"$tmp/one.jsonl" >"$tmp/piped.html" || fail "by a pipe"
   report "the same by names" "$tmp/one.jsonl"
   [[ $(sed 's/"files":\["[^"]*"\]//' "$tmp/page.html" | cksum) == $(sed 's/"files":\["[^"]*"\]//' "$tmp/piped.html" | cksum) ]] ||
@@ -111,6 +115,14 @@ END
   says "the rank's own reason" '.runs | length == 1 and .[0].verdict.title == "Failed: rank 2 (trainer2): out of memory: no 9 GB"'
 }
 
+# start_lines <value of an option>: prints the start of 64 runs with 120 such options.
+start_lines() {
+  for i in $(seq 64); do
+    echo "$1" | awk -v i="$i" '{ printf "{\"ts\":1000000000,\"v\":1,\"run\":\"run%d\",\"event\":\"start\",\"cmd\":\"ps\",\"rank\":0,\"config\":{\"i\":%d", i, i
+      for (k = 0; k < 120; ++k) printf ",\"option%d\":%s", k, $0; print "}}" }' | sed "s/RUN/$i/g"
+  done
+}
+
 case_hostile_logs() {
   local nasty='</script><script>alert(1)</script><!-- & <b> \u2028 \" \u0000'
   {
@@ -147,6 +159,12 @@ case_hostile_logs() {
   done >"$tmp/many.jsonl"
   report "too many runs" "$tmp/many.jsonl"
   says "too many runs" '(.runs | length) == 64 and .skipped == 6'
+  start_lines "\"RUN $(printf 'é%.0s' $(seq 150))\"" >"$tmp/options.jsonl"
+  report "long options" "$tmp/options.jsonl"
+  says "long options" '(.runs | length == 64) and .runs[5].config.i == 6'
+  start_lines "[RUN,$(printf '["<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<<",[["<"]]],%.0s' $(seq 60))0]" >"$tmp/options.jsonl"
+  report "nested options" "$tmp/options.jsonl"
+  says "nested options" '.runs | length == 64'
 }
 
 # Sets $took to the CPU time, which does not depend on other processes as the time until the end does.
@@ -165,6 +183,15 @@ case_long_logs() {
   says "extremes are kept" '.runs[0].tables[0].columns | (.loss | max) == 9 and (.staleness | max) == 42'
   # shellcheck disable=SC2016 # a variable of jq
   says "points lie all over the run" '.runs[0].tables[0].columns.step | [range(0; 100) as $i | map(select(. > 1000 * $i and . <= 1000 * ($i + 1))) | length] | min > 10'
+  {
+    steps 3
+    awk 'BEGIN { for (i = 0; i < 20000; ++i) printf "{\"ts\":%.3f,\"v\":1,\"run\":\"long\",\"event\":\"%s\",\"cmd\":\"ps\",\"rank\":0}\n",
+      1.7e9 + 1 + i / 100, i % 10 ? "warn" : "prediction" }'
+    echo '{"ts":1700001000,"v":1,"run":"long","event":"end","cmd":"ps","rank":0,"status":"ok","scope":"job","steps":3,"exit_code":0}'
+  } >"$tmp/chatty.jsonl"
+  report "many warnings" "$tmp/chatty.jsonl"
+  says "many warnings" '.runs[0] | .verdict.state == "ok" and .events[-1].event == "end" and all(.events[]; .event != "prediction")
+    and .hidden_events + (.events | length) == 18001'
   # 60 ranks: the page stays small by fewer points of each.
   local ranks=60
   sanitized && ranks=10
@@ -194,10 +221,14 @@ case_errors() {
   [[ ! -e $tmp/page ]] || fail "a page is left after an error"
   # A forgotten page name must not cost a log.
   steps 5 >"$tmp/log2"
-  refuse 2 invalid "-o $tmp/log2: exists and is no HTML page: it is not replaced" "$tmp/log" -o "$tmp/log2"
+  refuse 2 invalid "-o $tmp/log2: exists and is not a page of report: it is not replaced" "$tmp/log" -o "$tmp/log2"
   [[ $(wc -l <"$tmp/log2") == 5 ]] || fail "a log was replaced"
-  run report "$tmp/log" -o "$tmp/page" && run report "$tmp/log" -o "$tmp/page"
+  echo '<!DOCTYPE html>' >"$tmp/other.html"
+  refuse 2 invalid "-o $tmp/other.html: exists and is not a page of report" "$tmp/log" -o "$tmp/other.html"
+  ln -s page "$tmp/link"
+  run report "$tmp/log" -o "$tmp/page" && run report "$tmp/log" -o "$tmp/link"
   expect 0 "a page is replaced"
+  [[ -L $tmp/link && -z $(find "$tmp" -name '*.tmp') ]] || fail "a link is replaced, or a temporary file is left"
   refuse_reprot() { run reprot "$tmp/log" && expect_error 2 invalid "did you mean report?" reprot; }
   refuse_reprot
   on_terminal "'$distrain' report '$tmp/log'"

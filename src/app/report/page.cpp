@@ -1,3 +1,5 @@
+#include <filesystem>
+
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -22,7 +24,8 @@ extern const char* const kPageStyle;
 
 namespace {
 
-constexpr const char* kDoctype = "<!DOCTYPE html>\n";
+/// Marks the pages of this program, which it may replace.
+constexpr const char* kMarker = R"(<meta name="generator" content="distrain">)";
 
 /// Returns the default of each option whose value in `config` is not the default, in words.
 Json changed_options(const JobCommand& job, const Json& config) {
@@ -59,8 +62,12 @@ std::string schedule_of(const Json& split) {
 }
 
 /// Returns the data of the page, with at most about `most` rows in a table, `most` tables in a run,
-/// and `most` events of a kind.
+/// `most` events of a kind, and `most` options that are not defaults, or differ between the runs.
 Json data_of(const RunLog& log, const Program& program, const Json& trace, size_t most) {
+  std::map<std::string, size_t> same;  // number of runs in which an option has a value
+  for (const LoggedRun& run : log.runs) {
+    for (const auto& [name, value] : run.config.items()) ++same[name + in_one_line(value)];
+  }
   Json data{{"version", DISTRAIN_VERSION}, {"skipped", log.skipped}, {"trace", trace}};
   for (const LoggedRun& run : log.runs) {
     Json out{{"id", run.id},
@@ -69,16 +76,28 @@ Json data_of(const RunLog& log, const Program& program, const Json& trace, size_
              {"begin", run.begin},
              {"seconds", run.end - run.begin},
              {"verdict", verdict_of(run)},
-             {"config", run.config},
+             {"changed", Json::object()},
+             {"config", Json::object()},
              {"events", Json::array()},
              {"tables", Json::array()},
              {"schedules", Json::object()}};
     if (const JobCommand* job = program.find(run.cmd)) {
       out["changed"] = changed_options(*job, run.config);
     }
+    for (const auto& [name, value] : run.config.items()) {
+      const std::string text = in_one_line(value);
+      const bool is_shown = same[name + text] < log.runs.size() || name == "threshold";
+      if ((!is_shown && !out["changed"].contains(name)) || out["config"].size() == most) continue;
+      const bool is_short = text.size() <= most / 20;
+      out["config"][name] = is_short ? value : Json(text.substr(0, most / 20) + " [truncated]");
+    }
+    auto& details = out["verdict"]["details"].get_ref<Json::array_t&>();
+    details.resize(std::min(details.size(), most));
     std::map<std::string, size_t> counts;
+    size_t hidden = run.hidden_events;
     for (Json event : run.events) {
-      if (++counts[text_in(event, "event")] > most) continue;
+      const bool is_job_end = most > 0 && text_in(event, "scope") == "job";
+      if (++counts[text_in(event, "event")] > most && !is_job_end && ++hidden) continue;
       event["t"] = std::round((event["ts"].get<double>() - run.begin) * 1e4) / 1e4;
       event.erase("ts");
       if (event["event"] == "split") {
@@ -91,6 +110,7 @@ Json data_of(const RunLog& log, const Program& program, const Json& trace, size_
       if (out["tables"].size() == most) break;
       out["tables"].emplace_back(Json::parse(key)).update(table.to_json(most, run.begin));
     }
+    out["hidden_events"] = hidden;
     out["hidden_tables"] = run.tables.size() - out["tables"].size();
     data["runs"].push_back(std::move(out));
   }
@@ -99,13 +119,15 @@ Json data_of(const RunLog& log, const Program& program, const Json& trace, size_
 
 std::string page_with(const Json& data) {
   // With ASCII only, and without the three characters below, no text ends the element.
-  std::string json = data.dump(-1, ' ', true, Json::error_handler_t::replace);
+  std::string json = in_one_line(data);
   for (const char c : {'<', '>', '&'}) {
     c10::ReplaceAll(json, std::string(1, c), fmt::format("\\u{:04x}", c));
   }
-  return fmt::format(R"({}<html lang="en">
+  return fmt::format(R"(<!DOCTYPE html>
+<html lang="en">
 <head>
 <meta charset="utf-8">
+{}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>distrain report</title>
@@ -120,7 +142,7 @@ std::string page_with(const Json& data) {
 </body>
 </html>
 )",
-                     kDoctype, kUplotStyle, kPageStyle, json, kUplotLicense, kUplotScript,
+                     kMarker, kUplotStyle, kPageStyle, json, kUplotLicense, kUplotScript,
                      kPageScript);
 }
 
@@ -132,18 +154,26 @@ std::string page_of(const RunLog& log, const Program& program, const Json& trace
   }
 }
 
-/// Writes the page. Throws `invalid` if the file exists and is not a page, such as a log.
+/// Writes the page to a new file beside `path`, which then replaces the file at `path`, so that a
+/// failure leaves no part of a page. Throws `invalid` if the file exists and is not a page of ours.
 int write_page(const std::string& path, const std::string& page) {
   if (path == "-") return print_text(page);
   struct stat info {};
-  if (stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && info.st_size > 0) {
-    std::string first(std::strlen(kDoctype), ' ');
+  const bool exists = stat(path.c_str(), &info) == 0, is_special = exists && !S_ISREG(info.st_mode);
+  if (exists && !is_special && info.st_size > 0) {
+    std::string first(1024, ' ');
     first.resize(store::InputFile(path).read(first.data(), first.size()));
-    if (first != kDoctype) invalid("-o {}: exists and is no HTML page: it is not replaced", path);
+    if (first.find(kMarker) == first.npos)
+      invalid("-o {}: exists and is not a page of report: it is not replaced", path);
   }
-  const net::Fd file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  if (file.valid()) errno = write_all(file.get(), page);
-  if (errno != 0) store::Disk::fail("cannot write", path);
+  // A link still leads to its file. A device or a pipe cannot be replaced.
+  const std::string target = exists ? std::filesystem::canonical(path).string() : path;
+  const std::string part = is_special ? path : fmt::format("{}.{}.tmp", target, getpid());
+  const net::Fd file(open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  int error = file.valid() ? write_all(file.get(), page) : errno;
+  if (!is_special && error == 0 && rename(part.c_str(), target.c_str()) != 0) error = errno;
+  if (!is_special && error != 0 && file.valid()) unlink(part.c_str());
+  if (errno = error; error != 0) store::Disk::fail("cannot write", path);
   return 0;
 }
 
@@ -174,7 +204,11 @@ int run_report_command(const Program& program, const std::vector<std::string>& a
   if (!is_given && isatty(STDOUT_FILENO))
     invalid("report needs -o FILE: standard output is a terminal");
   RunLog log;
-  for (const std::string& each : files) log.read(each);
+  for (const std::string& each : files) {
+    if (each == "-" && isatty(STDIN_FILENO))
+      say("reading JSON lines from standard input; end with Ctrl-D");
+    log.read(each);
+  }
   const Json trace = options.given("trace") ? trace_summary(options.text("trace")) : Json();
   return write_page(path, page_of(log, program, trace));
 }

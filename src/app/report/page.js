@@ -1,7 +1,8 @@
 'use strict';
 (() => {
 // Texts of a log reach the document only as text nodes and attribute values, never as HTML.
-const data = JSON.parse(document.getElementById('data').textContent);
+const data = JSON.parse(document.getElementById('data').textContent,  // without the names that each object inherits, such as toString
+  (_, value) => value && typeof value === 'object' && !Array.isArray(value) ? Object.assign(Object.create(null), value) : value);
 const runs = data.runs, many = runs.length > 1;
 let xAxis = 'step';
 const fill = (node, attributes, children) => {
@@ -23,6 +24,9 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 const dashOf = i => [[], [7, 4], [2, 3]][Math.floor(i / 7) % 3];
 const name = (rank, role) => role || (Number.isInteger(rank) ? 'rank ' + rank : 'launcher');
 const events = (run, ...kinds) => run.events.filter(event => kinds.includes(event.event));
+const startOf = run => events(run, 'start').find(each => each.world_size) || events(run, 'start')[0] || {};
+const endOf = run => events(run, 'end').findLast(each => each.scope === 'job') || events(run, 'end').at(-1);
+const add = list => list.reduce((a, b) => a + b, 0);
 const distinct = list => [...new Set(list)];
 const stepName = runs.every(run => run.cmd === 'rl') ? 'episode' : 'step';
 /** Adds a section, unless it is empty. Lines of a damaged log may not have the fields that it needs. */
@@ -63,31 +67,57 @@ runs.forEach((run, i) => Object.assign(run, {name: names[i], colour: `c${i % 7}`
 
 // ---- charts ----
 
-/** Returns a function that gives the x of a row of a table. */
+/** Returns a function that returns the x of a row of a table. */
 const xOf = (run, t) => {
   const column = title => t.columns[title] || [];
-  const perEpoch = Math.max(0, ...run.tables.filter(each => each.event === 'epoch').map(each => each.columns.steps?.[0] || 0));
+  const perEpoch = run.tables.flatMap(each => each.event === 'epoch' && each.columns.steps || []).reduce((a, b) => Math.max(a, b), 0);
   if (xAxis === 'time') return i => column('t')[i];
   if (xAxis === 'epoch') return i => t.event === 'step' && perEpoch ? column('step')[i] / perEpoch : column('epoch')[i];
-  let sum = !events(run, 'restart').length && events(run, 'checkpoint').find(each => each.action === 'loaded')?.step || 0;  // of a resumed run
-  const sums = t.event === 'epoch' ? column('steps').map(steps => sum += steps) : t.columns.step || t.columns.episode;
+  // The steps of the epochs are counted from the latest loaded checkpoint, or from the latest restart of several ranks.
+  const origins = events(run, 'checkpoint', 'restart').filter(each => each.action === 'loaded' || each.ranks?.length > 1);
+  let sum = 0, last;
+  const sums = t.event === 'epoch' ? column('steps').map((steps, i) => {
+    const origin = origins.findLast(each => each.t <= column('t')[i]);
+    if (origin !== last) sum = origin.step || 0;
+    last = origin;
+    return sum += steps;
+  }) : t.columns.step || t.columns.episode;
   return i => sums?.[i];
+};
+/**
+ * Returns the mean of ranks, each a list of [x, y], in at most 300 ranges of x. If a rank has no point in a range, the mean has its
+ * latest earlier value, unless the rank has no later point either.
+ */
+const meanOf = ranks => {
+  const xs = ranks.flatMap(points => points.map(([x]) => x)), low = xs.reduce((a, b) => Math.min(a, b), Infinity);
+  const width = xs.reduce((a, b) => Math.max(a, b), low) - low, most = Math.min(300, Math.max(...ranks.map(points => points.length)));
+  const bins = [...Array(most)].map(() => ({xs: [], ys: []}));
+  for (const points of ranks) {
+    const own = bins.map(() => []);
+    for (const [x, y] of points) {
+      const at = Math.min(bins.length - 1, Math.floor((x - low) / width * bins.length) || 0);
+      bins[at].xs.push(x);
+      own[at].push(y);
+    }
+    let y;
+    own.slice(0, own.findLastIndex(each => each.length) + 1).forEach((list, i) => {
+      if (list.length) y = add(list) / list.length;
+      if (y !== undefined) bins[i].ys.push(y);
+    });
+  }
+  return bins.filter(bin => bin.xs.length).map(({xs, ys}) => [add(xs) / xs.length, add(ys) / ys.length]);
 };
 /** Returns the series of a column: one for each rank, or the mean of each run if there are several runs or many ranks. */
 const series = (event, column, style = {}) => runs.flatMap(run => {
   const tables = run.tables.filter(t => t.event === event && t.columns[column]).sort((a, b) => a.rank - b.rank);
-  const sums = new Map();
+  const groups = new Map();  // of points, for each series
   for (const t of tables) {
     const own = 'num_split' in t ? 'num_split ' + t.num_split : event === 'eval' ? `evaluation (${t.set})` : name(t.rank, t.role);
     const key = many ? run.name + ('num_split' in t ? ', ' + own : '') : tables.length > 8 ? `mean of ${tables.length}` : own, x = xOf(run, t);
-    if (!sums.has(key)) sums.set(key, new Map());
-    t.columns[column].forEach((y, i) => {
-      const [sum, count] = sums.get(key).get(x(i)) || [0, 0];
-      if (y !== null && Number.isFinite(x(i))) sums.get(key).set(x(i), key.endsWith(own) || event === 'eval' ? [y, 1] : [sum + y, count + 1]);
-    });
+    groups.set(key, [...groups.get(key) || [], t.columns[column].map((y, i) => [x(i), y]).filter(([at, y]) => y !== null && Number.isFinite(at))]);
   }
-  return [...sums].map(([label, values], i) => ({label, width: 1.5, colour: many ? run.colour : `c${i % 7}`, dash: many ? run.dash : dashOf(i),
-    values: new Map([...values].map(([x, [sum, count]]) => [x, sum / count])), ...style}));
+  return [...groups].map(([label, list], i) => ({label, width: 1.5, colour: many ? run.colour : `c${i % 7}`, dash: many ? run.dash : dashOf(i),
+    values: new Map(list.length > 1 && event !== 'eval' ? meanOf(list) : list.flat()), ...style}));
 });
 const whole = [...Array(30).keys()].flatMap(e => [1, 2, 5].map(n => n * 10 ** e));
 /** Returns a chart, or null if no series has points. `ticks` are names of the x values 0, 1, 2, … */
@@ -140,7 +170,7 @@ const training = () => {
     chart('Loss', [...series(epochs ? 'epoch' : 'step', 'loss'), ...many ? [] : series('eval', 'loss', strong)],
       (epochs ? 'Mean of each epoch' : 'Of single batches') + (many ? '; mean of the ranks' : '')),
     many && chart('Loss of the evaluation', series('eval', 'loss', strong)),
-    ...own.map(each => chart({accuracy: 'Accuracy', auc: 'AUC'}[each] || each, series('eval', each, strong), 'Of the evaluation')),
+    ...own.map(each => chart({__proto__: null, accuracy: 'Accuracy', auc: 'AUC'}[each] || each, series('eval', each, strong), 'Of the evaluation')),
     chart('Perplexity', [...many ? [] : series('epoch', 'perplexity'), ...series('eval', 'perplexity', strong)],
       many ? 'Of the evaluation' : 'Of each epoch, and of the evaluation'),
     varies ? chart('Learning rate', series('step', 'lr')) : null,
@@ -148,16 +178,16 @@ const training = () => {
       ...series('episode', 'running_reward', many ? strong : {...strong, label: 'running mean'}), ...many ? [] : levels], many ? 'Running mean' : ''),
     ...rates.map(([event, each]) => chart(each[0].toUpperCase() + each.slice(1).replaceAll('_', ' ').replace(' per s', ' per second'),
       series(event, each), many ? 'Mean of the ranks' : '')),
-    chart('Staleness', series('step', 'staleness'), 'Updates between the read of the parameters and their own update'),
+    chart('Staleness', series('step', 'staleness'), 'Steps that this trainer was ahead of the slowest when the step began'),
   ];
 };
 
 // ---- ranks ----
 
-/** Draws what each process did from its start to its end, with the marks of its events. */
-const shapes = {saved: 'M0-5L5 0L0 5L-5 0Z', loaded: 'M0-5L5 0L0 5L-5 0Z', lost: 'M-5-5L5 5M-5 5L5-5', error: 'M-5-5L5 5M-5 5L5-5',
+const shapes = {__proto__: null, saved: 'M0-5L5 0L0 5L-5 0Z', loaded: 'M0-5L5 0L0 5L-5 0Z', lost: 'M-5-5L5 5M-5 5L5-5', error: 'M-5-5L5 5M-5 5L5-5',
   returned: 'M0-5L5 5H-5Z', restart: 'M0-9V9', warn: 'M0-5L5 5H-5Z'};
 const mark = ({kind}, x, y) => svg('path', {d: shapes[kind], transform: `translate(${x} ${y})`, class: 'mark ' + kind});
+/** Draws what each process did from its start to its end, with the marks of its events. */
 const timeline = run => {
   const rows = new Map(), seen = new Map(), marks = [];
   const row = (rank, role) => {
@@ -172,11 +202,12 @@ const timeline = run => {
     if (own) seen.set(each.rank, Math.max(seen.get(each.rank) || 0, each.t));
     if (own && (each.event === 'start' || !last)) { close(own, each.t, 'lost'); own.bars.push({from: each.t}); }
     if (each.event === 'ready' && own) own.bars.at(-1).ready = each.t;
-    if (own && ['rank_end', 'end'].includes(each.event)) close(own, each.t, each.status);
+    if (own && ['rank_end', 'end'].includes(each.event)) close(own, each.t, each.kind === 'goal_not_reached' ? 'missed' : each.status);
     if (each.event === 'lost') close(row(each.lost_rank, each.lost_role), each.t, 'lost');
     if (each.event === 'restart') for (const rank of [each.ranks].flat()) close(row(rank), each.t, rank === each.cause_rank ? 'lost' : 'failed');
     const kind = each.event === 'checkpoint' ? each.action : each.event;
-    if (shapes[kind]) marks.push({kind: kind === 'error' ? 'lost' : kind, t: each.t, rank: each.lost_rank ?? each.returned_rank ?? each.rank ?? each.ranks?.[0]});
+    if (shapes[kind] && each.kind !== 'goal_not_reached') marks.push({kind: kind === 'error' ? 'lost' : kind, t: each.t,
+      rank: each.lost_rank ?? each.returned_rank ?? (kind === 'restart' ? each.cause_rank ?? each.ranks?.[0] : each.rank)});
   }
   for (const each of rows.values()) close(each, events(run, 'end').length ? seen.get(each.rank) || run.seconds : run.seconds, events(run, 'end').length ? 'lost' : 'open');
   const list = [...rows.values()].sort((a, b) => a.rank - b.rank), shown = list.slice(0, 64), kinds = distinct(marks.map(mark => mark.kind));
@@ -202,23 +233,25 @@ const timeline = run => {
       el('span', {}, svg('svg', {width: 14, height: 14, 'aria-hidden': 'true'}, mark({kind}, 7, 7)), words[kind] || kind))));
 };
 const ranks = run => {
-  const last = new Map();
+  const last = new Map(), end = endOf(run), total = end?.scope === 'job' && end;
   for (const each of events(run, 'start', 'ready', 'rank_end', 'end').filter(each => Number.isInteger(each.rank))) {
-    const old = last.get(each.rank) || {};
-    last.set(each.rank, {...old, ...each, host: each.host || old.host, begun: each.event === 'start' ? each.t : old.begun});
+    const old = each.event !== 'start' && last.get(each.rank) || {begun: each.event === 'start' ? each.t : undefined};
+    const {t, rank, role, status, kind} = each;  // all that a job's end has of its own rank, if there are others
+    last.set(each.rank, {...old, ...each === total && startOf(run).world_size > 1 ? {t, rank, role, status, kind} : each, host: each.host || old.host,
+      ready: each.event === 'ready' && old.begun >= 0 ? t - old.begun : old.ready});
   }
-  const total = events(run, 'end').find(each => each.scope === 'job' && !Number.isInteger(each.rank));
   const epochs = rank => run.tables.filter(t => t.event === 'epoch' && t.rank === rank).flatMap(t => t.columns.data_wait_s || []);
   const mb = key => each => each.rpc && each.rpc[key] / 1e6;
   const hosts = distinct([...last.values()].map(each => each.host)).length;
-  return last.size ? card('Ranks', note('Waited: from its start to its end, less its CPU time.'), table('Ranks', [number('rank', each => each.rank ?? 'all'),
+  return last.size ? card('Ranks', note('Waited: from its start to its end, less its CPU time.' +
+    (total ? ' All ranks: steps, calls, MB and CPU time are sums; memory is that of the largest rank.' : '')), table('Ranks', [number('rank', each => each.rank ?? 'all'),
     field('role', 'role'), ['host', each => hosts > 1 ? show(each.host) : '–'], ['device', each => each.device === 'cpu' ? '–' : show(each.device)],
-    ['ended', each => show(each.status === 'failed' ? each.kind : each.status)], field('steps', 'steps', 'n'), field('steps/s', 'steps_per_s', 'n'),
+    ['ended', each => show(each.status === 'failed' ? each.kind : each.status || (end ? 'lost' : null))], field('steps', 'steps', 'n'), field('steps/s', 'steps_per_s', 'n'),
     number('calls', each => each.rpc?.calls), number('MB out', mb('bytes_out')), number('MB in', mb('bytes_in')), field('memory MB', 'rss_mb', 'n'),
-    field('ready after s', 'startup_s', 'n'), field('CPU s', 'cpu_s', 'n'),
+    field('ready after s', 'ready', 'n'), field('CPU s', 'cpu_s', 'n'),
     number('waited s', each => each.begun >= 0 && each.cpu_s >= 0 ? Math.max(0, each.t - each.begun - each.cpu_s) : null),
-    number('waited for data s', each => epochs(each.rank).reduce((a, b) => a + b, 0) || null)],
-  [...[...last.values()].sort((a, b) => a.rank - b.rank), ...total ? [{...total, role: 'all ranks'}] : []])) : null;
+    number('waited for data s', each => add(epochs(each.rank)) || null)],
+  [...[...last.values()].sort((a, b) => a.rank - b.rank), ...total ? [{...total, rank: null, role: 'all ranks'}] : []])) : null;
 };
 const happened = run => {
   const list = [...events(run, 'lost', 'returned', 'restart', 'warn', 'error'), ...events(run, 'checkpoint').filter(each => each.action === 'loaded')];
@@ -232,7 +265,7 @@ const happened = run => {
 /** Returns the seconds per batch if the stages of the first row lost no time except in the bubbles of the schedule. */
 const ideal = (first, m) => {
   const stages = first.stage_s.every(s => s > 0) ? first.stage_s : first.stage_s.map(() => first.batch_s / first.stage_s.length);
-  const sum = stages.reduce((a, b) => a + b, 0);
+  const sum = add(stages);
   return first.schedule === 'naive' ? sum : (sum + (m - 1) * Math.max(...stages)) / m;
 };
 const bubble = (run, m) => (run.schedules[m] || '').match(/([\d.]+) % bubble/)?.[1];
@@ -274,7 +307,7 @@ const grid = () => {
 document.title = `distrain report: ${names.slice(0, 3).join('; ')}`;
 document.body.append(el('h1', {}, many ? `${runs.length} runs` : `distrain ${runs[0].cmd || 'report'}`));
 for (const run of runs) {
-  const {state, title, details} = run.verdict, start = events(run, 'start')[0] || {}, end = events(run, 'end').at(-1) || {};
+  const {state, title, details} = run.verdict, start = startOf(run), end = endOf(run) || {};
   const results = [['steps', 'steps'], ['wall_s', 's'], ['loss', 'loss'], ['accuracy', 'accuracy'], ['auc', 'AUC'], ['perplexity', 'perplexity'],
     ['running_reward', 'running reward']].filter(([key]) => typeof end[key] === 'number').map(([key, word]) =>
     ['steps', 's'].includes(word) ? `${num(end[key])} ${word}` : `${word} ${num(end[key])}`);
@@ -318,7 +351,8 @@ section('Options that differ from the defaults', () => options.length ? card('',
 const drawn = runs.flatMap(run => run.tables).reduce(([few, all], t) => [few + t.columns.t.length, all + t.lines], [0, 0]);
 document.body.append(el('footer', {class: 'note'}, [
   drawn[0] < drawn[1] && `Thinned: ${num(drawn[0])} of ${num(drawn[1])} points are shown; the first, the last, the smallest and the largest ones are kept.`,
-  data.skipped && `${num(data.skipped)} lines were skipped: cut, not JSON, not distrain's, or of too many runs.`,
+  data.skipped && `${num(data.skipped)} lines were skipped: truncated, not JSON, not distrain's, or of too many runs.`,
+  add(runs.map(run => run.hidden_events)) && `${num(add(runs.map(run => run.hidden_events)))} events are left out, because there are too many.`,
   runs.some(run => run.hidden_tables) && 'Some ranks are left out, because there are too many.',
   `Made by distrain ${data.version}; charts by uPlot (MIT).`].filter(Boolean).map(text => el('p', {}, text))));
 })();

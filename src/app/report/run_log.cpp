@@ -13,19 +13,18 @@ namespace {
 
 constexpr size_t kLongestLine = 4 << 20;
 constexpr size_t kLongestName = 64;
-constexpr size_t kMostRows =
-    1 << 15;  // a table is thinned to so many rows when it has twice as many
 constexpr size_t kMostTables = 1 << 12;  // of a run
-constexpr size_t kMostEvents = 1 << 14;  // of a run
+constexpr size_t kMostEvents = 1 << 14;  // of a kind in a run
+constexpr size_t kMostKinds = 64;
 constexpr size_t kMostRuns = 64;
 constexpr double kLargest = 1e30;  // charts cannot draw larger numbers
 
-/// Returns a copy of `value` that is small whatever was logged: long texts and lists are cut.
+/// Returns a copy of `value` that is small whatever was logged: long texts and lists are truncated.
 Json shortened(const Json& value, size_t longest = 300, int depth = 3) {
   constexpr size_t kMostItems = 128;
   if (value.is_string()) {
     const auto& text = value.get_ref<const std::string&>();
-    return text.size() <= longest ? text : text.substr(0, longest) + " [cut]";
+    return text.size() <= longest ? text : text.substr(0, longest) + " [truncated]";
   }
   if (!value.is_structured()) return value;
   Json out = value.is_array() ? Json::array() : Json::object();
@@ -55,6 +54,10 @@ bool is_usable(const std::string& name, const Json& value) {
 }
 
 }  // namespace
+
+std::string in_one_line(const Json& value) {
+  return value.dump(-1, ' ', true, Json::error_handler_t::replace);
+}
 
 void for_each_line(const std::string& path, const std::function<void(const std::string&)>& take) {
   store::GzipReader file(store::InputFile(path == "-" ? "/dev/stdin" : path));
@@ -133,9 +136,13 @@ void LoggedRun::add(const Json& line, const std::string& file) {
       if (line.contains(name) && is_usable(name, line[name]))
         key[name] = shortened(line[name], kLongestName);
     }
-    const std::string text = key.dump(-1, ' ', true, Json::error_handler_t::replace);
+    const std::string text = in_one_line(key);
     if (tables.size() < kMostTables || tables.contains(text)) tables[text].add(line);
-  } else if (events.size() < kMostEvents) {
+  } else if (event != "prediction" && event != "text") {  // outputs, which the page does not show
+    static const std::set<std::string> kAlways = {"end", "error", "rank_end", "restart"};
+    const bool is_known = counts.size() < kMostKinds || counts.contains(event);
+    const size_t count = ++counts[is_known ? event : ""];
+    if (count > kMostEvents && !kAlways.contains(event)) return static_cast<void>(++hidden_events);
     Json& kept = events.emplace_back(Json::object());
     for (const auto& [name, value] : line.items()) {
       if (is_usable(name, value)) kept[name] = shortened(value);
@@ -144,13 +151,15 @@ void LoggedRun::add(const Json& line, const std::string& file) {
   const auto options = line.find("config");
   if (event != "start" || options == line.end() || !options->is_object()) return;
   const double rank = number_in(line, "rank").value_or(kMostTables);
-  if (rank < std::exchange(config_rank, std::min(config_rank, rank))) config = shortened(*options);
+  if (rank < std::exchange(config_rank, std::min(config_rank, rank)))
+    config = shortened(*options, 300, 2);
 }
 
 void RunLog::read(const std::string& path) {
   std::vector<Json> unassigned;  // lines of ranks that have not met, so that their run is unknown
   std::string last;              // id of the last line's run
   bool has_lines = false;
+  ++files;
   const auto add_to = [&](const std::string& id) {
     auto run = std::ranges::find(runs, id, &LoggedRun::id);
     if (id.empty() || run == runs.end()) {
@@ -169,6 +178,11 @@ void RunLog::read(const std::string& path) {
     const bool is_ours = time > 0 && time < 1e11 && line.contains("v");
     if (!is_ours || text_in(line, "event").empty()) return static_cast<void>(++skipped);
     has_lines = true;
+    Json key = Json::array();
+    for (const char* name : {"run", "rank", "event", "ts"})
+      key.push_back(line.contains(name) ? shortened(line[name], kLongestName, 0) : Json());
+    const size_t hash = std::hash<std::string>()(in_one_line(key));
+    if (seen.try_emplace(hash, files).first->second != files) return;
     const bool is_end = text_in(line, "event") == "end" || unassigned.size() == kMostEvents;
     const std::string id = text_in(line, "run").substr(0, kLongestName);
     unassigned.push_back(id.empty() ? shortened(line) : std::move(line));

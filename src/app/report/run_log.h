@@ -3,6 +3,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include "distrain/job/job.h"
 
@@ -10,9 +11,12 @@ namespace distrain::app {
 
 using job::Json;
 
+/// Returns `value` as ASCII text in one line.
+std::string in_one_line(const Json& value);
+
 /// Calls `take` with each line of `path`, which may be compressed with gzip; "-" is standard input.
-/// Lines are cut after 4 MiB, so that a file without line ends cannot exhaust the memory. Throws
-/// `bad_data` if the file cannot be read.
+/// Lines are truncated after 4 MiB, so that a file without line ends cannot exhaust the memory.
+/// Throws `bad_data` if the file cannot be read.
 void for_each_line(const std::string& path, const std::function<void(const std::string&)>& take);
 
 /// Lines of one event from one rank, as columns of numbers. A missing number is NaN.
@@ -41,6 +45,8 @@ struct LoggedRun {
   Json config = Json::object();  ///< options as the lowest rank knows them
   double config_rank = std::numeric_limits<double>::infinity();
   std::vector<Json> events;                ///< the other lines, shortened, in order of time
+  std::map<std::string, size_t> counts;    ///< lines of each event, without those in `tables`
+  size_t hidden_events = 0;                ///< lines that are left out, because there are too many
   std::map<std::string, LogTable> tables;  ///< by event, rank, …, as a JSON object
 
   void add(const Json& line, const std::string& file);
@@ -48,9 +54,12 @@ struct LoggedRun {
 
 struct RunLog {
   std::vector<LoggedRun> runs;
-  size_t skipped = 0;  ///< lines that are cut, not JSON, not from distrain, or of too many runs
+  size_t skipped = 0;  ///< lines that are truncated, not JSON, not ours, or of too many runs
+  size_t files = 0;    ///< number of files that were read
+  std::unordered_map<size_t, size_t> seen;  ///< hash of run, rank, event and time -> file
 
-  /// Reads the lines of a file. Throws `bad_data` if it has none of distrain's.
+  /// Reads the lines of a file, except those that an earlier file has too. Throws `bad_data` if it
+  /// has none of distrain's.
   void read(const std::string& path);
 };
 

@@ -29,7 +29,7 @@ Json verdict_of(const LoggedRun& run) {
     if (const auto rank = rank_in(line, "rank")) roles[*rank] = text_in(line, "role");
     if (event == "restart") failures.clear();  // the job has recovered from them
     if (is_failure(line)) failures.push_back(&line);
-    // The line of the whole job counts. Without one, a failed rank tells more than the others.
+    // Prefers the `end` of the whole job, then that of a rank that failed.
     const bool is_settled = end && (text_in(*end, "scope") == "job" || is_failure(*end));
     if (event == "end" && (is_of_job || !is_settled)) end = &line;
   }
@@ -48,7 +48,7 @@ Json verdict_of(const LoggedRun& run) {
   std::map<int, std::string> followers;
   for (const Json* each : failures) {
     const auto rank = rank_in(*each, "rank");
-    // A rank that others have lost may have told the reason itself.
+    // The others report only that rank `first` is lost; its own `error` has the reason.
     if (rank && rank == first && text_in(*root, "kind") == "peer_lost") root = each;
     if (rank && rank != first) followers[*rank] = rank_name(*rank, roles[*rank]);
   }
