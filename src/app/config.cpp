@@ -28,8 +28,8 @@ std::string read_text(const std::string& path) {
   return text.starts_with("\xEF\xBB\xBF") ? text.substr(3) : text;  // a byte order mark
 }
 
-/// Returns a line of TOML without its comment. CLI11 would also truncate texts at a '#', and it does not
-/// know the backslashes of TOML.
+/// Returns a line of TOML without its comment. CLI11 would also truncate texts at a '#', and it
+/// does not know the backslashes of TOML.
 std::string without_comment(const std::string& line, const std::string& where) {
   char quote = 0;
   size_t end = 0;

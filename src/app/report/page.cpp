@@ -86,10 +86,10 @@ Json data_of(const RunLog& log, const Program& program, const Json& trace, size_
     }
     for (const auto& [name, value] : run.config.items()) {
       const std::string text = in_one_line(value);
-      const bool is_shown = same[name + text] < log.runs.size() || name == "threshold";
-      if ((!is_shown && !out["changed"].contains(name)) || out["config"].size() == most) continue;
-      const bool is_short = text.size() <= most / 20;
-      out["config"][name] = is_short ? value : Json(text.substr(0, most / 20) + " [truncated]");
+      const bool is_common = same[name + text] == log.runs.size() && name != "threshold";
+      if ((is_common && !out["changed"].contains(name)) || out["config"].size() == most) continue;
+      const Json start = text.substr(0, most / 20) + " [truncated]";
+      out["config"][name] = text.size() <= most / 20 ? value : start;
     }
     auto& details = out["verdict"]["details"].get_ref<Json::array_t&>();
     details.resize(std::min(details.size(), most));

@@ -78,8 +78,7 @@ const xOf = (run, t) => {
   let sum = 0, last;
   const sums = t.event === 'epoch' ? column('steps').map((steps, i) => {
     const origin = origins.findLast(each => each.t <= column('t')[i]);
-    if (origin !== last) sum = origin.step || 0;
-    last = origin;
+    if (origin !== last) sum = (last = origin)?.step || 0;
     return sum += steps;
   }) : t.columns.step || t.columns.episode;
   return i => sums?.[i];
@@ -100,10 +99,8 @@ const meanOf = ranks => {
       own[at].push(y);
     }
     let y;
-    own.slice(0, own.findLastIndex(each => each.length) + 1).forEach((list, i) => {
-      if (list.length) y = add(list) / list.length;
-      if (y !== undefined) bins[i].ys.push(y);
-    });
+    own.slice(0, own.findLastIndex(each => each.length) + 1).forEach((list, i) =>
+      (list.length || y !== undefined) && bins[i].ys.push(y = list.length ? add(list) / list.length : y));
   }
   return bins.filter(bin => bin.xs.length).map(({xs, ys}) => [add(xs) / xs.length, add(ys) / ys.length]);
 };

@@ -55,10 +55,6 @@ bool is_usable(const std::string& name, const Json& value) {
 
 }  // namespace
 
-std::string in_one_line(const Json& value) {
-  return value.dump(-1, ' ', true, Json::error_handler_t::replace);
-}
-
 void for_each_line(const std::string& path, const std::function<void(const std::string&)>& take) {
   store::GzipReader file(store::InputFile(path == "-" ? "/dev/stdin" : path));
   std::vector<char> piece(1 << 18);

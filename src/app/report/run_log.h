@@ -12,7 +12,9 @@ namespace distrain::app {
 using job::Json;
 
 /// Returns `value` as ASCII text in one line.
-std::string in_one_line(const Json& value);
+inline std::string in_one_line(const Json& value) {
+  return value.dump(-1, ' ', true, Json::error_handler_t::replace);
+}
 
 /// Calls `take` with each line of `path`, which may be compressed with gzip; "-" is standard input.
 /// Lines are truncated after 4 MiB, so that a file without line ends cannot exhaust the memory.
