@@ -20,5 +20,6 @@ mpirun=$!
 
 # Signal a rank, which stops the whole job: if mpirun gets the signal, it kills the ranks two seconds later.
 trap 'pkill -TERM -P "$mpirun" -x distrain || kill "$mpirun"' INT TERM
-while wait "$mpirun"; code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done # a signal interrupts wait
+while kill -0 "$mpirun" 2>/dev/null; do wait "$mpirun"; done # a signal interrupts wait
+wait "$mpirun"; code=$? # bash keeps the exit code
 exit $code

@@ -18,5 +18,5 @@ rm "$folder/token.$HOSTNAME.$$"
 # Each rank writes to files of its own under log, because torchrun can mix lines of several ranks. --rdzv-id tells
 # the job apart from other jobs.
 exec torchrun --no-python --nnodes "$hosts" --nproc-per-node "$ranks" --max-restarts 3 \
-  --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$folder" --redirects 3 --log-dir "$folder/log" \
+  --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "${folder//\//-}" --redirects 3 --log-dir "$folder/log" \
   distrain "${job[@]}" --token-file "$folder/token" --checkpoint "$folder/checkpoints" --resume auto

@@ -80,13 +80,13 @@ case_start() { # ctest: labels=ci
     says "is missing: run distrain-get-libtorch, or set LIBTORCH=<its folder>"
   fi
   LIBTORCH=/nowhere says "LIBTORCH=/nowhere has no lib/libtorch_cpu.so"
-  mkdir -p "$tmp"/{outer,a:b,old/include/torch/headeronly}
+  mkdir -p "$tmp"/{outer,a:b,old/include/torch/csrc/api/include/torch}
   ln -s "$torch" "$tmp/outer/torch"
   LIBTORCH=$tmp/outer says "set LIBTORCH=$tmp/outer/torch"
   ln -s "$torch/lib" "$torch/include" "$tmp/a:b/"
   LIBTORCH=$tmp/a:b says "must not contain ':' or ';'"
   ln -s "$torch/lib" "$tmp/old/"
-  echo '#define TORCH_VERSION "2.1.0"' >"$tmp/old/include/torch/headeronly/version.h"
+  echo '#define TORCH_VERSION "2.1.0"' >"$tmp/old/include/torch/csrc/api/include/torch/version.h"
   LIBTORCH=$tmp/old says "LIBTORCH=$tmp/old is another version of LibTorch than"
 
   # The program starts with LIBTORCH, also if it is relative, and with a user's LibTorch, through a link, and its ranks do.
