@@ -9,12 +9,12 @@ folder=run-hydra                        # folder on a file system that all hosts
 set -eu
 log=$folder/log-$(date +%Y%m%dT%H%M%S.%3N)
 mkdir -p "$log"
-[[ -e $folder/token ]] || (umask 077 && head -c 32 /dev/urandom | base64 >"$folder/token")
+[[ -s $folder/token ]] || (umask 077 && head -c 32 /dev/urandom | base64 >"$folder/token")
 
 # Each rank writes to files of its own under $log. Hydra gives a job no id, so --job-id tells it apart from others.
 # bash stands between Hydra and each rank, because Hydra kills all ranks, before they can report, if one is killed.
 exec mpiexec.hydra -hosts "$hosts" -n "$ranks" \
   -outfile-pattern "$log/rank%r.jsonl" -errfile-pattern "$log/rank%r.err" \
   bash -c 'trap : INT TERM; distrain "$@"; exit' rank "${job[@]}" --master-addr "${hosts%%:*}" \
-  --job-id "$folder" --token-file "$folder/token" --join-timeout 60 \
+  --job-id "$(id -u):$(realpath "$folder")" --token-file "$folder/token" --join-timeout 60 \
   --checkpoint "$folder/checkpoints" --resume auto

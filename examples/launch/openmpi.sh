@@ -8,7 +8,7 @@ folder=run-openmpi                      # folder on a file system that all hosts
 set -u
 log=$folder/log-$(date +%Y%m%dT%H%M%S.%3N)
 mkdir -p "$folder"
-[[ -e $folder/token ]] || (umask 077 && head -c 32 /dev/urandom | base64 >"$folder/token")
+[[ -s $folder/token ]] || (umask 077 && head -c 32 /dev/urandom | base64 >"$folder/token")
 
 # Each rank writes to files of its own under $log, because mpirun can truncate and mix lines of several ranks. With
 # --bind-to none, distrain divides a host's cores among its ranks. set -m keeps Ctrl-C from mpirun.

@@ -40,7 +40,8 @@ END
 
 # A secret's files are links, as the kubelet makes them. Pods share the folder for checkpoints.
 mkdir -p secret/..data checkpoints
-echo 127.0.0.1 localhost >hosts
+# The kubelet writes a pod's own name into its hosts. The names in the service come later, from DNS.
+printf '%s\n' '127.0.0.1 localhost' '10.79.0.10 distrain-0' >hosts
 head -c 32 /dev/urandom | base64 >secret/..data/token
 chmod "$(cat mode)" secret/..data/token
 ln -s ..data/token secret/token
@@ -72,11 +73,12 @@ add_name() { echo "10.79.0.10 $(cat master)" >>hosts; }
 
 case_whole() {
   local name=k8s-indexed-job.yaml
-  # The first pod's name is not known when the second pod starts.
+  # The first pod's name in the service is not known when the pods start.
   pod 1
   wait_for_lines 1 waiting pod1.jsonl
-  add_name
   pod 0
+  wait_for_lines 1 waiting pod0.jsonl
+  add_name
   await_pods 0 "$name"
   expect_ends 0 "$name" pod?.jsonl
   expect_runs 1 "$name" pod?.jsonl
