@@ -34,6 +34,9 @@ target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohman
 include(LibTorch)
 set(LIBTORCH "$ENV{LIBTORCH}" CACHE PATH "A LibTorch folder (include/, lib/) to use instead of .deps")
 set(torch_root ${PROJECT_SOURCE_DIR}/.deps/site/torch)
+if(NOT LIBTORCH)  # a configuration before may have cached an empty value
+  set(LIBTORCH "$ENV{LIBTORCH}")
+endif()
 if(LIBTORCH)
   set(torch_root ${LIBTORCH})
 endif()
