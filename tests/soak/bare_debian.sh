@@ -117,18 +117,19 @@ else
 fi
 
 step "apt-get install cmake g++" inside apt-get install -y --no-install-recommends cmake g++ make
-mkdir "$bare/tmp/work"
-cp -r "$root/tests/package" "$bare/tmp/work/"
+work=tmp/work # from the root folder, in which `inside` runs commands
+mkdir "$bare/$work"
+cp -r "$root/tests/package" "$bare/$work/"
 flags=(-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0)
-project=(cmake -S /tmp/work/package -B /tmp/work/build --fresh "${flags[@]}")
+project=(cmake -S "$work/package" -B "$work/build" --fresh "${flags[@]}")
 step "another project, LIBTORCH" inside "LIBTORCH=$torch" "${project[@]}"
 [[ ! $fetched ]] || step "another project, distrain-get-libtorch" inside "${project[@]}"
-step "build another project" inside cmake --build /tmp/work/build
-uv=$(inside /tmp/work/build/my_job symbols)
+step "build another project" inside cmake --build "$work/build"
+uv=$(inside "$work/build/my_job" symbols)
 [[ $uv == */libtorch_cpu.so ]] || fail "uv_run is in '$uv'"
 port=$(free_port)
-inside /tmp/work/build/my_job 0 "$port" &
-inside /tmp/work/build/my_job 1 "$port" || fail "rank 1: exit code $?"
+inside "$work/build/my_job" 0 "$port" &
+inside "$work/build/my_job" 1 "$port" || fail "rank 1: exit code $?"
 wait $! || fail "rank 0: exit code $?"
 
 step "apt-get remove distrain" inside apt-get remove -y distrain
