@@ -1,11 +1,14 @@
 #include "distrain/rpc/agent.h"
 
+#include <algorithm>
+#include <cctype>
 #include <system_error>
 
 #include <fmt/format.h>
 
 #include "agent_core.h"
 #include "channel_impl.h"
+#include "distrain/membership/loss.h"
 #include "trace/trace_export.h"
 
 namespace distrain::rpc {
@@ -25,8 +28,14 @@ AgentOptions checked(AgentOptions options) {
   }
   std::set<std::string_view> names;
   for (const std::string& name : options.names) {
-    if (!name.empty() && names.insert(name).second) continue;
-    base::invalid(fmt::format("rank {} needs a name of its own, not '{}'", names.size(), name));
+    const bool is_text =
+        name.size() < 128 && std::ranges::all_of(name, [](unsigned char c) {
+          return c >= 128 || std::isalnum(c) || std::string_view("_-:.").find(c) < 4;
+        });
+    if (is_text && !name.empty() && names.insert(name).second) continue;
+    base::invalid(fmt::format(
+        "rank {} needs a name of its own, of at most 127 letters, digits and '_-:.', not '{}'",
+        names.size(), name.substr(0, 128)));
   }
   return options;
 }
@@ -66,6 +75,8 @@ void Agent::join(const std::function<void()>& prepare) {
 void Agent::set_device(c10::Device device) { core_->set_device(device); }
 c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
+void Agent::set_rpc_timeout(std::chrono::nanoseconds timeout) { core_->rpc_timeout = timeout; }
+std::chrono::nanoseconds Agent::rpc_timeout() const { return core_->rpc_timeout; }
 int Agent::rank() const { return core_->options.rank; }
 bool Agent::is_admitted() const { return core_->control->is_admitted(); }
 int Agent::world_size() const { return core_->world_size(); }
@@ -114,23 +125,45 @@ std::string Agent::transport() const { return core_->peers.transport(); }
 void Agent::note_of_use(int rank) { core_->control->note_of_use(rank); }
 
 // Enters shutdown rounds, which are barriers of all ranks. The first round ends when all ranks have
-// called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks;
-// the last has a sum of 0 or is round kLastRound. Messages in transit need no extra count, because
-// their sender or receiver counts the RRefs and contexts in them.
+// called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks,
+// and the calls that functions have made since the round before. The last round has a sum of 0, or
+// is the kLastRound-th without new calls. Messages in transit need no extra count, because their
+// sender or receiver counts the RRefs and contexts in them. A rank enters a round when the calls
+// that it has counted are answered. So a call that begins after its rank's count for the last round
+// would need an unanswered call that caused it, and that call would have been counted.
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
-                     const std::function<void()>& at_rest) {
-  constexpr uint64_t kLastRound = 24;
+                     const std::function<void()>& at_rest, std::chrono::nanoseconds timeout) {
+  constexpr int kLastRound = 24;
   using namespace std::chrono_literals;
   core_->pending.wait_until_drained();
+  const base::TimePoint deadline = base::deadline_after(timeout);
   core_->layers.on_shutdown();
   std::chrono::milliseconds pause{0};
-  for (uint64_t round = 0; round <= kLastRound; ++round) {
-    const uint64_t live = round == 0 ? 1 : live_rrefs() + live_contexts();
-    const base::Future<uint64_t> over = core_->control->enter_round(round, live);
-    while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
-      if (on_waiting) on_waiting(core_->control->missing());
+  uint64_t counted = 0;
+  int quiet_rounds = 0;
+  for (uint64_t round = 0; quiet_rounds <= kLastRound; ++round) {
+    const uint64_t calls = traffic().calls;
+    core_->pending.wait_until_drained();
+    const uint64_t made = calls - std::exchange(counted, calls);
+    const uint64_t live = live_rrefs() + live_contexts() + (made << 32);
+    const base::Future<uint64_t> over = core_->control->enter_round(round, round == 0 ? 1 : live);
+    while (!over.wait_until(std::min(deadline, base::deadline_after(5s)))) {
+      const std::vector<int> missing = core_->control->missing();
+      if (base::Clock::now() < deadline) {
+        if (on_waiting) on_waiting(missing);
+        continue;
+      }
+      const Error late{
+          ErrorKind::kDeadline,
+          fmt::format("rank {} did not end within {:.3g} s", membership::list_ranks(missing),
+                      std::chrono::duration<double>(timeout).count()),
+          missing.empty() ? -1 : missing[0], "shutdown"};
+      abort(late);
+      throw Exception(late);
     }
-    if (over.wait() == 0) break;
+    const uint64_t sum = over.wait();
+    if (sum == 0) break;
+    quiet_rounds = sum >> 32 > 0 ? 0 : quiet_rounds + 1;
     if (round == 0) {
       if (at_rest) at_rest();  // the other ranks wait in round 1 for this rank
       continue;
@@ -145,6 +178,17 @@ void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_wai
 void Agent::abort(const Error& error) { core_->abort(error); }
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
+std::map<std::string, uint64_t> Agent::info() const {
+  const Traffic sent = traffic();
+  std::map<std::string, uint64_t> info = core_->rrefs->info();
+  info.insert({{"calls.made", sent.calls},
+               {"calls.waiting", core_->pending.waits().size()},
+               {"bytes.in", sent.bytes_in},
+               {"bytes.out", sent.bytes_out},
+               {"threads", static_cast<uint64_t>(core_->options.worker_threads)},
+               {"contexts", live_contexts()}});
+  return info;
+}
 std::vector<Wait> Agent::waits() const { return core_->waits(); }
 Traffic Agent::traffic() const { return core_->traffic(); }
 const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->options.tracer; }
@@ -213,10 +257,10 @@ int Agent::rank_of(const To& to) const {
 
 base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
-                                       const std::shared_ptr<RRefHandle>& target) {
-  const auto timeout = to.timeout_ == kAgentsTimeout ? core_->options.rpc_timeout : to.timeout_;
+                                       const std::shared_ptr<RRefHandle>& target, CallForm form) {
+  const auto timeout = to.timeout_ == kAgentsTimeout ? rpc_timeout() : to.timeout_;
   return core_->call(rank_of(to), std::chrono::duration_cast<base::Duration>(timeout), function,
-                     fill, target);
+                     fill, target, form);
 }
 
 std::shared_ptr<InMessage> Agent::open(const RawReply& reply) { return core_->open(reply); }

@@ -94,12 +94,14 @@ AgentCore::AgentCore(AgentOptions given)
   });
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
+    const bool wants_value = in.in.get<bool>();
     in.in.expect_end();
     if (!handle->is_owner()) throw Exception(ErrorKind::kProtocol, "not the owner");
     const std::shared_ptr<OwnedValue> owned = handle->owned();
     owned->value.future().on_complete(
-        executor, [reply, owned](base::Result<std::shared_ptr<void>>& value) {
+        executor, [reply, owned, wants_value](base::Result<std::shared_ptr<void>>& value) {
           if (!value.ok()) return reply->fail(value.error());
+          if (!wants_value) return reply->send([](Encoder&) {});
           if (!owned->encode) {
             return reply->fail(Error{ErrorKind::kInvalid,
                                      "an object of this type does not travel: call its functions "

@@ -102,7 +102,8 @@ class AgentCore {
 
   base::Future<RawReply> call(int to, base::Duration timeout, const std::string& function,
                               const std::function<void(Encoder&)>& fill,
-                              const std::shared_ptr<RRefHandle>& target);
+                              const std::shared_ptr<RRefHandle>& target,
+                              CallForm form = CallForm::kAsync);
   std::shared_ptr<InMessage> open(const RawReply& reply);
   /// Releases the contents of a reply that will never be opened.
   void release(RawReply reply);
@@ -128,6 +129,7 @@ class AgentCore {
 
   Agent agent{*this};
   AgentOptions options;
+  std::atomic<std::chrono::nanoseconds> rpc_timeout{options.rpc_timeout};
   DeviceTable devices;
   DeviceStager stager;
   // Shared, because continuations of futures may use the executors after the agent's end.

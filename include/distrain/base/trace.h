@@ -124,7 +124,7 @@ class TraceLane {
   TraceLane(Tracer& tracer, std::string name, size_t number);
   ~TraceLane();
 
-  Tracer& tracer() { return tracer_; }
+  Tracer& tracer() const { return tracer_; }
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
   /// Called when this thread begins a slice. Tracer::wait_until_closed() waits until close().

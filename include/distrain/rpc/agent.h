@@ -1,6 +1,10 @@
 #pragma once
 
+#include <climits>
+#include <concepts>
 #include <map>
+#include <tuple>
+#include <utility>
 
 #include "distrain/base/future.h"
 #include "distrain/base/trace.h"
@@ -71,12 +75,18 @@ struct WorkerInfo {
   int rank = -1;
   std::string name;
   uint32_t incarnation = 0;  ///< number of earlier processes of this rank: Note [Incarnations]
+  bool operator==(const WorkerInfo&) const = default;
+  static constexpr auto kFields =
+      std::tuple(&WorkerInfo::rank, &WorkerInfo::name, &WorkerInfo::incarnation);
 };
 
 /// The destination of a call (a rank or a rank's name) and the timeout of the call.
 class To {
  public:
-  To(int rank) : rank_(rank) {}                         // NOLINT: implicit by design
+  To(int rank) : rank_(rank) {}  // NOLINT: implicit by design
+  template <std::integral R>
+  To(R rank) : rank_(std::in_range<int>(rank) ? static_cast<int>(rank) : INT_MAX) {}  // NOLINT
+  To(double) = delete;                                  // a rank has no fraction
   To(const char* name) : name_(name) {}                 // NOLINT
   To(std::string name) : name_(std::move(name)) {}      // NOLINT
   To(const WorkerInfo& worker) : rank_(worker.rank) {}  // NOLINT
@@ -101,6 +111,9 @@ struct CallContext {
   class Agent& agent;  ///< valid while the agent's threads run: Agent::lasting()
   WorkerInfo caller;
 };
+
+/// The function that made a call. A trace shows it: see TraceEvent.
+enum class CallForm { kSync, kAsync, kRemote };
 
 struct Traffic {
   uint64_t calls = 0;  ///< calls that this rank has made
@@ -227,6 +240,10 @@ class Agent {
   template <class T>
   RRef<T> make_rref(std::shared_ptr<T> value);
 
+  /// Replaces AgentOptions::rpc_timeout for calls made from now on; max() means no timeout.
+  void set_rpc_timeout(std::chrono::nanoseconds timeout);
+  std::chrono::nanoseconds rpc_timeout() const;
+
   int rank() const;
   /// Returns true if rank 0 has admitted this rank, even if join() still waits. False on rank 0.
   bool is_admitted() const;
@@ -248,13 +265,16 @@ class Agent {
   /// Returns how this rank connects to the others: "unix", "tcp", "mixed", or "none" if alone.
   std::string transport() const;
 
-  /// Serves calls until every rank has called shutdown(), waits a few seconds at most until all
-  /// ranks have released their RRefs and autograd contexts, then disconnects. Throws peer_lost if a
-  /// rank is lost, `cancelled` after abort(). Must be called once, after this rank's last call.
+  /// Serves calls until every rank has called shutdown() and the calls of functions that still run
+  /// are answered, waits a few seconds at most until all ranks have released their RRefs and
+  /// autograd contexts, then disconnects. Throws peer_lost if a rank is lost, `cancelled` after
+  /// abort(). Must be called once, after this rank's last call.
   /// `on_waiting` gets the missing ranks every 5 s. `at_rest` runs when all ranks have called
-  /// shutdown(). It may call other ranks, because they serve calls until it returns.
+  /// shutdown(). It may call other ranks, because they serve calls until it returns. If ranks are
+  /// missing after `timeout`, aborts the job and throws `deadline`, which names them.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
-                const std::function<void()>& at_rest = {});
+                const std::function<void()>& at_rest = {},
+                std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
   /// Sends `error` to all other ranks as the reason, then disconnects. Operations that wait for
   /// other ranks fail, including shutdown(). If one of the agent's threads calls abort(), the
   /// destructor joins these threads.
@@ -274,6 +294,11 @@ class Agent {
   size_t live_rrefs() const;
   size_t live_contexts() const;
   Traffic traffic() const;
+  /// Returns this agent's counts for debugging: `calls.made`, `calls.waiting` (for a reply),
+  /// `bytes.in`, `bytes.out`, `threads` (AgentOptions::worker_threads), `contexts`, `rrefs.owned`,
+  /// `rrefs.shared` (owned, and held by other ranks), `rrefs.used` (of other ranks' values),
+  /// `rrefs.pending` (sent, and not confirmed yet).
+  std::map<std::string, uint64_t> info() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 
   /// Returns the operations in which this rank now waits for others (replies, collectives, join(),
@@ -302,7 +327,8 @@ class Agent {
   /// Calls `function` with arguments that `fill` encodes. If set, `target` gets the result.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
                                   const std::function<void(Encoder&)>& fill,
-                                  const std::shared_ptr<RRefHandle>& target = nullptr);
+                                  const std::shared_ptr<RRefHandle>& target = nullptr,
+                                  CallForm form = CallForm::kAsync);
   /// Decodes a reply, and records its receive node for autograd. Must not run on the loop.
   std::shared_ptr<InMessage> open(const RawReply& reply);
   /// Returns the single value of a reply. Must not run on the loop if the reply has tensors.
@@ -322,7 +348,7 @@ class Agent {
   base::Future<R> finish_async(const base::Future<RawReply>& reply);
   template <auto F, class... Args>
   base::Future<RawReply> call(const To& to, const std::shared_ptr<RRefHandle>& target,
-                              Args&&... args);
+                              CallForm form, Args&&... args);
   void expose_tag(const void* tag, const std::string& name, Handler handler);
   const std::string& name_of(const void* tag, const char* what) const;
   void provide_erased(std::type_index type, std::shared_ptr<void> object);

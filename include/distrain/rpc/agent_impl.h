@@ -7,7 +7,7 @@
 
 namespace distrain::rpc {
 
-/// The name of the function that every agent exposes for RRef::to_here().
+/// The name of the function that every agent exposes for RRef::to_here() and RRef::created().
 inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
 
 namespace detail {
@@ -148,10 +148,13 @@ using EncodeCall =
 template <class T>
 using EncodeConstructor = EncodeAll<typename RunConstructor<T, typename T::Constructor>::Args>;
 
-inline base::Future<RawReply> fetch(const std::shared_ptr<RRefHandle>& handle,
-                                    std::chrono::nanoseconds timeout) {
-  return handle->agent().call_raw(To(handle->owner()).timeout(timeout), kFetchFunction,
-                                  [&](Encoder& encoder) { encode_rref(encoder, handle); });
+/// Waits on `owner` until the value exists. If `wants_value`, the reply has a copy of the value.
+inline base::Future<RawReply> ask_owner(const std::shared_ptr<RRefHandle>& handle, const To& owner,
+                                        bool wants_value) {
+  return handle->agent().call_raw(owner, kFetchFunction, [&](Encoder& encoder) {
+    encode_rref(encoder, handle);
+    encoder.out.put(wants_value);
+  });
 }
 
 template <auto method, class Traits = FunctionTraits<method>, class Args = typename Traits::Args>
@@ -177,9 +180,9 @@ void Agent::expose_class(const std::string& name) {
 
 template <auto F, class... Args>
 base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandle>& target,
-                                   Args&&... args) {
+                                   CallForm form, Args&&... args) {
   const auto fill = [&](Encoder& encoder) { detail::EncodeCall<F>::encode_all(encoder, args...); };
-  return call_raw(to, name_of(&kFunctionTag<F>, "this function"), fill, target);
+  return call_raw(to, name_of(&kFunctionTag<F>, "this function"), fill, target, form);
 }
 
 template <class R>
@@ -207,13 +210,14 @@ base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
 template <auto F, class... Args>
 auto Agent::rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result {
   using R = typename FunctionTraits<F>::Result;
-  return finish<R>(call<F>(to, nullptr, std::forward<Args>(args)...).take());
+  return finish<R>(call<F>(to, nullptr, CallForm::kSync, std::forward<Args>(args)...).take());
 }
 
 template <auto F, class... Args>
 auto Agent::rpc_async(const To& to, Args&&... args) {
   using R = typename FunctionTraits<F>::Result;
-  base::Future<RawReply> reply = call<F>(to, nullptr, std::forward<Args>(args)...);
+  base::Future<RawReply> reply =
+      call<F>(to, nullptr, CallForm::kAsync, std::forward<Args>(args)...);
   if constexpr (std::is_same_v<R, base::Unit>) {
     return reply.then(inline_executor(), [](RawReply& answer) { answer.open(); });
   } else {
@@ -224,7 +228,8 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
 template <auto F, class... Args>
 auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
   std::shared_ptr<RRefHandle> handle = new_handle(rank_of(to));
-  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // the handle gets the error
+  // The future is ignored, because the handle receives the call's error.
+  static_cast<void>(call<F>(to, handle, CallForm::kRemote, std::forward<Args>(args)...));
   return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
 }
 
@@ -235,7 +240,8 @@ RRef<T> Agent::remote_new(const To& to, Args&&... args) {
     detail::EncodeConstructor<T>::encode_all(encoder, args...);
   };
   // The future is ignored, because the handle receives the call's error.
-  static_cast<void>(call_raw(to, name_of(&kClassTag<T>, "this class"), fill, handle));
+  static_cast<void>(
+      call_raw(to, name_of(&kClassTag<T>, "this class"), fill, handle, CallForm::kRemote));
   return RRef<T>(std::move(handle));
 }
 
@@ -250,14 +256,37 @@ RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
 }
 
 template <class T>
-T RRef<T>::to_here() const requires Serializable<T> {
-  if (is_owner()) return local_value();
-  static_cast<void>(handle_->creation_status().value());
-  return handle_->agent().template finish<T>(detail::fetch(handle_, kAgentsTimeout).take());
+To RRef<T>::owning_rank() const {
+  return To(owner()).timeout(timeout_);
 }
 
 template <class T>
-base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const requires
+base::Future<void> RRef<T>::created() const {
+  if (is_owner()) {
+    return handle_->owned()->value.future().shared().then(handle_->agent().inline_executor(),
+                                                          [](std::shared_ptr<void>&) {});
+  }
+  const auto promise = std::make_shared<base::Promise<void>>();
+  handle_->created().state()->on_ready([promise](base::Status& call) {
+    if (!call.ok()) promise->fail(call.error());
+  });
+  const auto reply = detail::ask_owner(handle_, owning_rank(), false);
+  reply.state()->on_ready([promise](base::Result<RawReply>& result) {
+    result.ok() ? promise->set() : promise->fail(result.error());
+  });
+  return promise->future();
+}
+
+template <class T>
+T RRef<T>::to_here() const requires Serializable<T> {
+  if (is_owner()) return *static_cast<T*>(handle_->local(typeid(T), timeout_).get());
+  static_cast<void>(handle_->creation_status().value());
+  return handle_->agent().template finish<T>(
+      detail::ask_owner(handle_, owning_rank(), true).take());
+}
+
+template <class T>
+base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds limit) const requires
     Serializable<T> {
   Agent& agent = handle_->agent();
   if (is_owner()) {
@@ -268,25 +297,26 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const r
   }
   const base::Status created = handle_->creation_status();
   if (!created.ok()) return base::Future<T>::failed(created.error());
-  return agent.template finish_async<T>(detail::fetch(handle_, timeout));
+  const To owner = limit == kAgentsTimeout ? owning_rank() : timeout(limit).owning_rank();
+  return agent.template finish_async<T>(detail::ask_owner(handle_, owner, true));
 }
 
 template <class T>
 template <auto F, class... Args>
 auto RRef<T>::rpc_sync(Args&&... args) const {
-  return handle_->agent().template rpc_sync<F>(To(owner()), *this, std::forward<Args>(args)...);
+  return handle_->agent().template rpc_sync<F>(owning_rank(), *this, std::forward<Args>(args)...);
 }
 
 template <class T>
 template <auto F, class... Args>
 auto RRef<T>::rpc_async(Args&&... args) const {
-  return handle_->agent().template rpc_async<F>(To(owner()), *this, std::forward<Args>(args)...);
+  return handle_->agent().template rpc_async<F>(owning_rank(), *this, std::forward<Args>(args)...);
 }
 
 template <class T>
 template <auto F, class... Args>
 auto RRef<T>::remote(Args&&... args) const {
-  return handle_->agent().template remote<F>(To(owner()), *this, std::forward<Args>(args)...);
+  return handle_->agent().template remote<F>(owning_rank(), *this, std::forward<Args>(args)...);
 }
 
 /// Lets agents expose and call a member function of the object that the called rank provides:

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <typeindex>
 #include <utility>
 
@@ -15,6 +14,7 @@ namespace distrain::rpc {
 
 class Agent;
 class RRefContext;
+class To;
 
 /// A timeout that stands for the agent's rpc_timeout.
 inline constexpr std::chrono::nanoseconds kAgentsTimeout{-1};
@@ -52,16 +52,17 @@ class RRefHandle {
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
-  /// Waits for the value. Throws `invalid` if another rank owns it or its type is not `type`.
-  std::shared_ptr<void> local(std::type_index type) const;
-  /// Sets the error of the call that should have created the value. to_here() then throws it.
-  void set_creation_error(base::Error error) {
-    std::lock_guard lock(mutex_);
-    creation_status_ = std::move(error);
-  }
+  /// Waits for the value, without a limit if `timeout` is kAgentsTimeout. Throws `deadline` at the
+  /// timeout, and `invalid` if another rank owns the value or its type is not `type`.
+  std::shared_ptr<void> local(std::type_index type,
+                              std::chrono::nanoseconds timeout = kAgentsTimeout) const;
+  /// Sets the result of the call that creates the value, if this rank made that call. If the result
+  /// is an error, to_here() throws it.
+  void set_created(base::Status result) { created_.complete(std::move(result)); }
+  base::Future<void> created() const { return created_.future(); }
   base::Status creation_status() const {
-    std::lock_guard lock(mutex_);
-    return creation_status_;
+    const base::Future<void> call = created();
+    return call.done() ? call.wait_result() : base::Unit{};
   }
 
  private:
@@ -70,8 +71,7 @@ class RRefHandle {
   const uint64_t fork_;
   const ProcessNumber owner_;
   std::shared_ptr<OwnedValue> owned_;  // null unless this rank is the owner
-  mutable std::mutex mutex_;
-  base::Status creation_status_ = base::Unit{};
+  base::Promise<void> created_;
 };
 
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
@@ -88,11 +88,18 @@ class RRef {
   bool valid() const { return handle_ != nullptr; }
   int owner() const { return handle_->owner(); }
   bool is_owner() const { return handle_->is_owner(); }
+  /// Returns a copy of this reference whose functions below have this timeout instead of the
+  /// agent's rpc_timeout: `rref.timeout(2s).rpc_sync<&Table::rows>()`.
+  RRef timeout(std::chrono::nanoseconds limit) const { return RRef(handle_, limit); }
+  /// Returns a future that is done when the value exists. Fails if the call that should have
+  /// created the value failed, or at the timeout.
+  base::Future<void> created() const;
   /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
   /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Fetches a copy of the value as a future. `timeout`: see To::timeout(); unused on the owner.
-  base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
+  /// Fetches a copy of the value as a future. `limit` replaces timeout(); neither counts on the
+  /// owner.
+  base::Future<T> to_here_async(std::chrono::nanoseconds limit = kAgentsTimeout) const requires
       Serializable<T>;
 
   /// Waits until the value exists and returns it. Throws `invalid` if this rank is not its owner.
@@ -112,7 +119,12 @@ class RRef {
   const std::shared_ptr<RRefHandle>& handle() const { return handle_; }
 
  private:
+  RRef(std::shared_ptr<RRefHandle> handle, std::chrono::nanoseconds timeout)
+      : handle_(std::move(handle)), timeout_(timeout) {}
+  To owning_rank() const;
+
   std::shared_ptr<RRefHandle> handle_;
+  std::chrono::nanoseconds timeout_ = kAgentsTimeout;
 };
 
 template <class T>

@@ -41,6 +41,11 @@ class TraceCollector {
   std::vector<RankClock> clocks_;
 };
 
+/// Until the returned guard is destroyed, adds torch's operators (`aten::add`) and the user's
+/// scopes (RECORD_USER_SCOPE) to the traces of this process's ranks, as slices of the threads that
+/// run them, nested in the slice of the function that a call runs.
+[[nodiscard]] std::shared_ptr<void> trace_operators();
+
 /// Returns the trace of this rank, without calling other ranks.
 base::RankTrace own_trace(Agent& agent);
 

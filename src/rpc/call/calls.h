@@ -81,7 +81,7 @@ class PendingCalls {
     uint64_t context = 0;
     uint64_t autograd_id = 0;         // of the arguments' send node in `context`
     bool is_remote = false;           // a remote() call: the reply has no value
-    const char* traced_as = nullptr;  // the function's name if the call is traced, else null
+    const char* traced_as = nullptr;  // the event's name if the call is traced, else null
     std::vector<std::shared_ptr<const void>> holds;  // keeps alive what the arguments refer to
   };
 

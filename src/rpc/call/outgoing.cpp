@@ -70,7 +70,7 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
 // sending waits for the device; the calling thread sends others. Fault injection delays both.
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
-                                       const std::shared_ptr<RRefHandle>& target) {
+                                       const std::shared_ptr<RRefHandle>& target, CallForm form) {
   base::Tracer* const tracer = tracer_of(options.tracer, function);
   CallSlice slice(tracer);
   if (slice) slice.set_name("call ", function);
@@ -80,7 +80,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   waiting.is_remote = target != nullptr;
   OutgoingCall call = encode_call(waiting, timeout, fill, target.get());
   waiting.started = base::Clock::now();
-  call.deadline = timeout == base::Duration::max() ? base::kNever : waiting.started + timeout;
+  call.deadline = base::deadline_after(timeout);
   const base::Status fits = net::check_limits(call.frame);
   call.window = &windows_.at(to);
   call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
@@ -88,7 +88,10 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   if (slice) {
     slice.set_flow(base::TraceEvent::Kind::kFlowOut, flow_id(options.rank, call.id),
                    waiting.started);
-    waiting.traced_as = tracer->intern({}, function);
+    constexpr const char* kForms[] = {"sync", "async", "remote"};
+    waiting.traced_as =
+        tracer->intern("rpc_", fmt::format("{}#{}({} -> {})", kForms[static_cast<int>(form)],
+                                           function, name, peers.name(to)));
   }
   base::Future<RawReply> reply = waiting.promise.future();
   if (!register_call(call, std::move(waiting), target)) {
@@ -200,8 +203,8 @@ bool AgentCore::register_call(OutgoingCall& call, PendingCalls::Call waiting,
     const auto was_sent = call.was_sent = std::make_shared<std::atomic<bool>>(false);
     reply.on_complete(*inline_executor, [this, target, function = call.function,
                                          was_sent](base::Result<RawReply>& result) {
+      target->set_created(result.ok() ? base::Status(base::Unit{}) : result.error());
       if (result.ok()) return;
-      target->set_creation_error(result.error());
       if (target->is_owner()) target->owned()->value.fail(result.error());
       if (function != kFailFunction) send_failure_to_owner(target, result.error(), *was_sent);
     });
@@ -293,7 +296,7 @@ void AgentCore::send_failure_to_owner(const std::shared_ptr<RRefHandle>& target,
   executor.post([this, target, error] {
     try {
       static_cast<void>(call(
-          target->owner(), options.rpc_timeout, kFailFunction,
+          target->owner(), rpc_timeout.load(), kFailFunction,
           [&](Encoder& encoder) {
             const wire::Bytes text = wire::encode(error);
             encoder.out.put(std::string(text.begin(), text.end()));

@@ -20,12 +20,18 @@ RRefHandle::~RRefHandle() {
 
 Agent& RRefHandle::agent() const { return context_->agent(); }
 
-std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
+std::shared_ptr<void> RRefHandle::local(std::type_index type,
+                                        std::chrono::nanoseconds timeout) const {
   if (!owned_) {
     base::invalid(fmt::format(
         "the value of this RRef lives on rank {}: use to_here() or call it there", owner()));
   }
-  const std::shared_ptr<void> value = owned_->value.future().wait();
+  const auto future = owned_->value.future();
+  if (timeout != kAgentsTimeout && !future.wait_until(base::deadline_after(timeout))) {
+    throw base::Exception(base::ErrorKind::kDeadline,
+                          "the value of this RRef was not made in time");
+  }
+  const std::shared_ptr<void> value = future.wait();
   follow_workers();
   if (owned_->type != type) {
     base::invalid(
@@ -226,6 +232,8 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
     case Mode::kUnconfirmed: {
       if (is_owner) wire::Reader::fail("an RRef's fork for its owner");
       auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
+      handle->set_created(
+          base::Unit{});  // only the rank that made the creating call knows its result
       if (mode == Mode::kUnconfirmed) {
         send(owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
              static_cast<uint64_t>(ticket.parent));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -118,6 +119,16 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void fail_unset(const base::Error& error);
   /// Detaches this object from the ending agent. Then nothing more is sent, and agent() throws.
   void close();
+  /// Returns the counts of RRefs that Agent::info() lists.
+  std::map<std::string, uint64_t> info() const {
+    std::lock_guard lock(mutex_);
+    const auto shared = std::ranges::count_if(
+        owned_, [](const auto& record) { return !record.second.forks.empty(); });
+    return {{"rrefs.owned", owned_.size()},
+            {"rrefs.shared", static_cast<uint64_t>(shared)},
+            {"rrefs.used", user_handles_},
+            {"rrefs.pending", pending_children_.size()}};
+  }
   /// Returns the number of owned values, held forks and forks that wait for an Accept.
   size_t live() const {
     std::lock_guard lock(mutex_);

@@ -1,6 +1,7 @@
 #include "distrain/rpc/trace.h"
 
 #include <ATen/Functions.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 
 #include "trace/trace_export.h"
@@ -226,6 +227,30 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   }
   align_traces(ranks, clocks);
   return ranks;
+}
+
+std::shared_ptr<void> trace_operators() {
+  struct Open final : at::ObserverContext {
+    base::TraceLane* lane = base::detail::trace_lane;
+    const int64_t start = base::Tracer::now();
+  };
+  const auto begin = [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+    const base::TraceLane* lane = base::detail::trace_lane;
+    return lane && lane->tracer().on() ? std::make_unique<Open>() : nullptr;
+  };
+  const auto end = [](const at::RecordFunction& function, at::ObserverContext* context) {
+    const auto* open = static_cast<Open*>(context);
+    // A scope that ends on another thread is not a slice of one thread.
+    if (!open || open->lane != base::detail::trace_lane) return;
+    open->lane->record({.name = open->lane->intern(function.name()),
+                        .category = "operator",
+                        .start = open->start,
+                        .end = base::Tracer::now()});
+  };
+  const auto handle =
+      at::addGlobalCallback(at::RecordFunctionCallback(begin, end)
+                                .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
+  return {nullptr, [handle](void*) { at::removeCallback(handle); }};
 }
 
 }  // namespace distrain::rpc

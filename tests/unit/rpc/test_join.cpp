@@ -62,8 +62,17 @@ TEST_CASE("the names of the ranks are checked when an agent is created") {
   };
   CHECK(refusal(0, {}, 2) == "rank 0 has no names of the ranks");
   CHECK(refusal(0, {"a", "b"}, 3) == "there are names of 2 ranks, and the world size is 3");
-  CHECK(refusal(0, {"a", ""}, 0) == "rank 1 needs a name of its own, not ''");
-  CHECK(refusal(1, {"a", "b", "a"}, 3) == "rank 2 needs a name of its own, not 'a'");
+  const std::string rule =
+      " needs a name of its own, of at most 127 letters, digits and '_-:.', not '";
+  CHECK(refusal(0, {"a", ""}, 0) == "rank 1" + rule + "'");
+  CHECK(refusal(1, {"a", "b", "a"}, 3) == "rank 2" + rule + "a'");
+  CHECK(refusal(0, {"abc*"}, 0) == "rank 0" + rule + "abc*'");
+  CHECK(refusal(0, {"a", " "}, 0) == "rank 1" + rule + " '");
+  CHECK(refusal(0, {"a\nb"}, 0) == "rank 0" + rule + "a\nb'");
+  CHECK(refusal(0, {std::string(500, 'a')}, 0) == "rank 0" + rule + std::string(128, 'a') + "'");
+  AgentOptions longest;
+  longest.names = {std::string(123, 'a') + "_-:."};
+  CHECK(Agent(longest).name() == longest.names[0]);
 }
 
 TEST_CASE("a second join is refused and has no effect") {

@@ -162,9 +162,12 @@ TEST_CASE("Both sides of a call are in the trace, with a flow between them", "[t
   CHECK(count(ranks, 1, Kind::kFlowOut, "call add") == 2);
   CHECK(count(ranks, 0, Kind::kFlowIn, "add") == 3);
   CHECK(count(ranks, 1, Kind::kFlowIn, "add") == 2);
-  CHECK(count(ranks, 0, Kind::kAsync, "add") == 3);
+  CHECK(count(ranks, 0, Kind::kAsync, "rpc_sync#add(w0 -> w1)") == 1);
+  CHECK(count(ranks, 0, Kind::kAsync, "rpc_sync#add(w0 -> w0)") == 1);
+  CHECK(count(ranks, 0, Kind::kAsync, "rpc_remote#add(w0 -> w1)") == 1);
   CHECK(count(ranks, 1, Kind::kFlowIn, "later") == 1);
-  CHECK(count(ranks, 0, Kind::kAsync, "boom") == 1);
+  CHECK(count(ranks, 1, Kind::kAsync, "rpc_async#add(w1 -> w0)") == 1);
+  CHECK(count(ranks, 0, Kind::kAsync, "rpc_sync#boom(w0 -> w1)") == 1);
   CHECK(count(ranks, 0, Kind::kFlowOut, "call distrain.rref.fetch") == 1);
   CHECK(count(ranks, 0, Kind::kSlice, "adding") == 3);
   CHECK(count(ranks, 1, Kind::kSlice, "adding") == 2);
