@@ -14,14 +14,24 @@ bool is_own_memory(const at::Tensor& tensor) {
 
 // Returns true if no other handle shares `tensor` or its memory, and no two elements share memory.
 bool is_own(const at::Tensor& tensor) {
-  if (tensor.use_count() > 1) return false;
-  if (!tensor.is_sparse()) return is_own_memory(tensor);
+  return tensor.use_count() == 1 && is_own_memory(tensor);
+}
+
+// Returns `gradient`, or a copy of the parts of it that something else may share. The indices of a
+// lookup's gradient are often the caller's input, whereas its much larger values are its own.
+at::Tensor own_sparse(at::Tensor gradient) {
+  if (gradient.use_count() > 1) return gradient.clone();
   // Read the impl, because the tensor's _indices() and _values() are aliases with own use counts.
-  const auto* const sparse = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+  const auto* const sparse = static_cast<at::SparseTensorImpl*>(gradient.unsafeGetTensorImpl());
   const at::Tensor indices = sparse->indices(), values = sparse->values();
   constexpr size_t kHereAndInTensor = 2;
-  return indices.use_count() == kHereAndInTensor && is_own_memory(indices) &&
-         values.use_count() == kHereAndInTensor && is_own_memory(values);
+  const auto is_own_part = [](const at::Tensor& part) {
+    return part.use_count() == kHereAndInTensor && is_own_memory(part);
+  };
+  if (!is_own_part(values)) return gradient.clone();
+  if (is_own_part(indices)) return gradient;
+  return at::_sparse_coo_tensor_unsafe(indices.clone(), values, gradient.sizes())
+      ._coalesced_(gradient.is_coalesced());
 }
 
 }  // namespace
@@ -139,10 +149,10 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
   if (pass != 0 && !runs_locked(pass)) return false;
   Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
   if (!entry.gradient.defined()) {
-    if (!is_own(gradient)) {
-      gradient = gradient.is_sparse()
-                     ? gradient.clone()
-                     : torch::autograd::utils::clone_obey_contract(gradient, variable);
+    if (gradient.is_sparse()) {
+      gradient = own_sparse(std::move(gradient));
+    } else if (!is_own(gradient)) {
+      gradient = torch::autograd::utils::clone_obey_contract(gradient, variable);
     }
     const auto producer = producer_of(gradient);
     entry = {variable, std::move(gradient), producer};

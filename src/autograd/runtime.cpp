@@ -66,6 +66,7 @@ struct InitiatedPass {
     }
   }
   base::Future<void> run(const std::vector<at::Tensor>& roots) {
+    if (roots.empty()) base::invalid("backward: there is no root");
     for (const at::Tensor& root : roots) {
       if (root.defined() && root.requires_grad()) continue;
       base::invalid("backward: a root does not require a gradient");
