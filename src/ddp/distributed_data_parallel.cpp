@@ -53,7 +53,8 @@ at::Tensor shaped(const at::Tensor& flat, int64_t begin, const at::Tensor& like)
       .view(like.sizes());
 }
 
-void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {
+void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group,
+                         int root) {
   int64_t total = 0;
   for (const at::Tensor& tensor : tensors) total += padded_bytes(tensor);
   const at::Tensor flat = at::empty({total}, tensors[0].options().dtype(at::kByte));
@@ -64,9 +65,9 @@ void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::Red
       begin += padded_bytes(tensor);
     }
   };
-  const bool sends = group.rank() == 0;
+  const bool sends = group.rank() == root;
   if (sends) for_each([](const at::Tensor& tensor, at::Tensor place) { place.copy_(tensor); });
-  group.broadcast(flat, 0)->wait();
+  group.broadcast(flat, root)->wait();
   if (sends) return;
   // Write through aliases, because new tensor versions would make in-flight graphs fail.
   for_each([](const at::Tensor& tensor, const at::Tensor& place) {
@@ -132,7 +133,8 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
       rank, "DistributedDataParallel"});
 }
 
-void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {
+void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group,
+                      int root) {
   const at::NoGradGuard no_grad;
   DeviceNumbers devices;
   std::vector<std::vector<at::Tensor>> by_device;
@@ -141,7 +143,7 @@ void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Reduce
     if (number == by_device.size()) by_device.emplace_back();
     by_device[number].push_back(tensor);
   }
-  for (const auto& some : by_device) broadcast_on_device(some, group);
+  for (const auto& some : by_device) broadcast_on_device(some, group, root);
 }
 
 }  // namespace distrain::ddp

@@ -179,6 +179,15 @@ std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
   return module_.rpc_sync<&SharedModule::parameter_names>();
 }
 
+std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> RemoteModule<ByName>::named_parameters()
+    const {
+  const std::vector<std::string> names = parameter_names();
+  const std::vector<rpc::RRef<at::Tensor>> parameters = remote_parameters();
+  std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> named;
+  for (size_t i = 0; i < names.size(); ++i) named.emplace_back(names[i], parameters[i]);
+  return named;
+}
+
 rpc::NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }

@@ -1,7 +1,14 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
 #include "distrain/collective/staged_reduce_group.h"
@@ -15,9 +22,10 @@ namespace distrain::ddp {
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
                            collective::ReduceGroup& group);
 
-/// Copies the values of dense `tensors` from group rank 0 to the other ranks in the current
+/// Copies the values of dense `tensors` from group rank `root` to the other ranks in the current
 /// streams, without autograd. A collective call with one message per device.
-void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group);
+void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group,
+                      int root = 0);
 
 /// A replica of `Module` on each rank of a group, kept equal by averaging the gradients.
 ///
@@ -36,35 +44,56 @@ void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Reduce
 /// context (Reducer::expect) or a plain pass (Reducer::count_forward). Several forwards may precede
 /// a backward pass, and several contexts may live at once, such as those of micro-batches. A pass
 /// over a context that used the parameters only by module() or in eval mode fails.
+///
+/// If the ranks' data ends at different steps, all ranks go on until no rank has data:
+///
+///   while (const int ranks = model.ranks_with_data(has_data)) {
+///     // For the mean over the ranks that have data: reducer().scale_means(size / double(ranks)).
+///     (has_data ? loss(model.forward(x)) : model.forward_without_data()).backward();
+///   }
 template <class Module>
 class DistributedDataParallel {
  public:
+  /// `ignored` names parameters and buffers that are neither compared, copied nor averaged.
   DistributedDataParallel(Module module, std::shared_ptr<collective::ReduceGroup> group,
-                          Reducer::Options options = {})
+                          Reducer::Options options = {}, std::set<std::string> ignored = {})
       : module_(std::move(module)),
         group_(std::move(group)),
+        ignored_(std::move(ignored)),
         has_buffers_(!module_->buffers().empty()),
         reducer_(make_equal(), group_, options) {}
   /// Averages the gradients by a StagedReduceGroup over `backend`.
   DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
-                          Reducer::Options options = {})
+                          Reducer::Options options = {}, std::set<std::string> ignored = {})
       : DistributedDataParallel(std::move(module),
                                 std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
-                                options) {}
+                                options, std::move(ignored)) {}
 
   template <class... Args>
   auto forward(Args&&... args) {
-    if (module_->is_training()) {
-      if (at::GradMode::is_enabled()) {
-        if (const auto context = autograd::ContextRef::current()) {
-          reducer_.expect(*context);
-        } else {
-          reducer_.count_forward();
-        }
-      }
-      if (has_buffers_) broadcast_values(module_->buffers(), reducer_.group());
-    }
+    begin_forward();
     return module_->forward(std::forward<Args>(args)...);
+  }
+
+  /// Takes part in a forward() of ranks that have data. Returns a loss of 0, whose backward pass
+  /// gives zero gradients.
+  at::Tensor forward_without_data() {
+    begin_forward();
+    at::Tensor loss = at::zeros({});
+    for (const NamedParameter& parameter : named(module_->named_parameters())) {
+      // The sum of no element gives zeros, even if the parameter is not finite.
+      if (parameter.tensor.requires_grad()) {
+        loss = loss + parameter.tensor.flatten().narrow(0, 0, 0).sum();
+      }
+    }
+    return loss;
+  }
+
+  /// Returns how many ranks call it with `mine` set. A collective call.
+  int ranks_with_data(bool mine) {
+    const at::Tensor share = at::full({1}, mine ? 1.0 : 0.0, at::kDouble);
+    group_->average_async(share)->wait();
+    return static_cast<int>(std::lround(share.item<double>() * group_->size()));
   }
 
   Module& module() { return module_; }
@@ -72,22 +101,50 @@ class DistributedDataParallel {
   auto parameters() const { return module_->parameters(); }
 
  private:
-  std::vector<NamedParameter> make_equal() {
-    std::vector<NamedParameter> parameters;
-    for (const auto& item : module_->named_parameters()) {
-      parameters.push_back({item.key(), item.value()});
+  // Announces a pass, and gets the buffers of rank 0.
+  void begin_forward() {
+    if (!module_->is_training()) return;
+    if (at::GradMode::is_enabled()) {
+      if (const auto context = autograd::ContextRef::current()) {
+        reducer_.expect(*context);
+      } else {
+        reducer_.count_forward();
+      }
     }
+    if (has_buffers_) {
+      broadcast_values(tensors_of(named(module_->named_buffers())), reducer_.group());
+    }
+  }
+
+  template <class Items>
+  std::vector<NamedParameter> named(const Items& items) const {
+    std::vector<NamedParameter> result;
+    for (const auto& item : items) {
+      if (!ignored_.contains(item.key())) result.push_back({item.key(), item.value()});
+    }
+    return result;
+  }
+  static std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& parameters) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedParameter& parameter : parameters) tensors.push_back(parameter.tensor);
+    return tensors;
+  }
+
+  std::vector<NamedParameter> make_equal() {
+    std::vector<NamedParameter> parameters = named(module_->named_parameters());
     std::vector<NamedParameter> all = parameters;
-    for (const auto& item : module_->named_buffers()) all.push_back({item.key(), item.value()});
+    for (NamedParameter& buffer : named(module_->named_buffers())) all.push_back(std::move(buffer));
     check_same_everywhere(all, *group_);
-    std::vector<at::Tensor> values;
-    for (const NamedParameter& tensor : all) values.push_back(tensor.tensor);
-    broadcast_values(values, *group_);
+    if (std::ranges::none_of(parameters, [](const auto& p) { return p.tensor.requires_grad(); })) {
+      base::invalid("DistributedDataParallel: the module has no parameter that requires a gradient");
+    }
+    broadcast_values(tensors_of(all), *group_);
     return parameters;
   }
 
   Module module_;
   std::shared_ptr<collective::ReduceGroup> group_;
+  const std::set<std::string> ignored_;
   const bool has_buffers_;
   Reducer reducer_;
 };

@@ -39,17 +39,29 @@ std::vector<rpc::RRef<at::Tensor>> share_parameters(rpc::CallContext& context,
   return shared;
 }
 
+template <class Module>
+void set_training(const rpc::RRef<Module>& module, bool on) {
+  module.local_value().train(on);
+}
+
+template <class Module>
+concept HasTraining = requires(Module module) { module.train(true); };
+
 }  // namespace detail
 
 /// Enables RemoteModule<Module>, with the wire name `name`. Call it on every rank before join().
 ///
 /// Module needs a type `Constructor` that lists its constructor's parameters (see
-/// Agent::expose_class), a `forward` without overloads, and `parameters()`, a range of tensors.
+/// Agent::expose_class), a `forward` without overloads, and `parameters()`, a range of tensors. It
+/// may have `train(bool)`.
 template <class Module>
 void expose_module(rpc::Agent& agent, const std::string& name) {
   agent.expose_class<Module>(name);
   agent.expose<&Module::forward>(name + ".forward");
   agent.expose<&detail::share_parameters<Module>>(name + ".parameters");
+  if constexpr (detail::HasTraining<Module>) {
+    agent.expose<&detail::set_training<Module>>(name + ".train");
+  }
 }
 
 // Arguments of a function that the sender knows only by name. Each argument is sent with its type.
@@ -157,6 +169,8 @@ class RemoteModule {
   template <class... Args>
   RemoteModule(rpc::Agent& agent, const rpc::To& to, Args&&... args)
       : module_(agent.remote_new<Module>(to, std::forward<Args>(args)...)) {}
+  /// Refers to a module that exists.
+  explicit RemoteModule(rpc::RRef<Module> module) : module_(std::move(module)) {}
 
   /// Calls Module::forward on the owner. In an autograd context, gradients pass through the call.
   template <class... Args>
@@ -173,6 +187,13 @@ class RemoteModule {
     return module_.handle()->agent().template rpc_sync<&detail::share_parameters<Module>>(
         module_.owner(), module_);
   }
+
+  /// Calls Module::train(on) on the owner, and waits. The mode is the module's, for all handles.
+  void train(bool on = true) const requires detail::HasTraining<Module> {
+    module_.handle()->agent().template rpc_sync<&detail::set_training<Module>>(module_.owner(),
+                                                                               module_, on);
+  }
+  void eval() const requires detail::HasTraining<Module> { train(false); }
 
   const rpc::RRef<Module>& rref() const { return module_; }
   int owner() const { return module_.owner(); }
@@ -254,6 +275,8 @@ class RemoteModule<ByName> {
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
   /// Returns the parameters' names, in the order of remote_parameters().
   std::vector<std::string> parameter_names() const;
+  /// Returns the name of each parameter with its reference.
+  std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> named_parameters() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   rpc::NamedTensors state() const;

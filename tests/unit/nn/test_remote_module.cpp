@@ -2,6 +2,8 @@
 #include <chrono>
 #include <thread>
 
+#include <torch/nn/module.h>
+
 #include "distrain/autograd/context.h"
 #include "distrain/nn/remote_module.h"
 #include "support/catch.h"
@@ -37,6 +39,28 @@ struct Affine {
 };
 using Module = RemoteModule<Affine>;
 
+// A module whose forward() takes and returns values of several types.
+struct Words {
+  using Constructor = Words(int64_t first, int64_t second);
+  Words(int64_t, int64_t) : parameter(at::ones({1}).requires_grad_()) {}
+  std::tuple<std::string, int64_t, at::Tensor> forward(const at::Tensor& tensor, int64_t number,
+                                                       const std::string& word) {
+    return {word, number, tensor};
+  }
+  std::vector<at::Tensor> parameters() const { return {parameter}; }
+  void train(bool on) { training = on; }
+  at::Tensor parameter;
+  bool training = true;
+};
+using WordsModule = RemoteModule<Words>;
+using WordsResult = std::tuple<std::string, int64_t, at::Tensor>;
+
+bool trains(const RRef<Words>& module) { return module.local_value().training; }
+std::tuple<int, WordsResult, WordsResult> use(const WordsModule& module, const at::Tensor& tensor) {
+  return {module.owner(), module.forward(tensor, 2, "3"), module.forward_async(tensor, 2, "3").wait()};
+}
+WordsModule from_rref(const RRef<Words>& module) { return WordsModule(module); }
+
 at::Tensor apply(const Module& module, at::Tensor x) { return module.forward(x); }
 Module give_back(const Module& module) { return module; }
 Module make_elsewhere(rpc::CallContext& context, int owner, double value) {
@@ -53,7 +77,30 @@ void setup(Agent& agent) {
   agent.expose<&give_back>("give_back");
   agent.expose<&make_elsewhere>("make_elsewhere");
   agent.expose<&gradient_of>("gradient_of");
+  nn::expose_module<Words>(agent, "Words");
+  agent.expose<&trains>("trains");
+  agent.expose<&use>("use");
+  agent.expose<&from_rref>("from_rref");
 }
+
+void check_words(const WordsResult& result) {
+  CHECK(std::get<0>(result) == "3");
+  CHECK(std::get<1>(result) == 2);
+  CHECK(at::equal(std::get<2>(result), at::ones({1})));
+}
+
+// What a handle of a remote module cannot do does not compile.
+template <class M>
+concept HasUnsupported =
+    requires(M m) { m.register_buffer("b", at::Tensor()); } ||
+    requires(M m) { m.register_parameter("p", at::Tensor()); } || requires(M m) { m.cuda(); } ||
+    requires(M m) { m.cpu(); } || requires(M m) { m.to(at::kCPU); } ||
+    requires(M m) { m.to(at::kDouble); } || requires(M m) { m.parameters(); } ||
+    requires(M m) { m.buffers(); } || requires(M m) { m.named_buffers(); } ||
+    requires(M m) { m.children(); } || requires(M m) { m.named_children(); } ||
+    requires(M m) { m.modules(); } || requires(M m) { m.named_modules(); } ||
+    requires(M m) { m.zero_grad(); } || requires(M m) { m.apply([](torch::nn::Module&) {}); };
+static_assert(HasUnsupported<torch::nn::Module>);
 
 void check_all_gone(Cluster& cluster) {
   cluster.shutdown();
@@ -157,4 +204,76 @@ TEST_CASE("an error of the constructor is thrown by the first use") {
     }
   }
   check_all_gone(cluster);
+}
+
+TEST_CASE("forward() of a remote module may take and return values of several types") {
+  Cluster cluster(2, setup);
+  {
+    const WordsModule module(cluster[0], 1, 1, 2);
+    check_words(module.forward(at::ones({1}), 2, "3"));
+    check_words(module.forward_async(at::ones({1}), 2, "3").wait());
+  }
+  check_all_gone(cluster);
+}
+
+TEST_CASE("rref() refers to the module on its owner, whose parameters can be fetched") {
+  Cluster cluster(2, setup);
+  {
+    const WordsModule module(cluster[0], 1, 1, 2);
+    CHECK(module.rref().owner() == 1);
+    CHECK(cluster[0].rpc_sync<&trains>(1, module.rref()));
+    const auto parameters = module.remote_parameters();
+    REQUIRE(parameters.size() == 1);
+    CHECK(at::equal(parameters[0].to_here(), at::ones({1})));
+  }
+  check_all_gone(cluster);
+}
+
+TEST_CASE("train() and eval() of a handle set the mode of the module on its owner") {
+  Cluster cluster(3, setup);
+  {
+    const WordsModule module(cluster[0], 1, 1, 2);
+    const WordsModule other = cluster[0].rpc_sync<&from_rref>(2, module.rref());
+    for (const bool on : {false, true}) {
+      on ? module.train() : module.eval();
+      CHECK(cluster[0].rpc_sync<&trains>(1, module.rref()) == on);
+      CHECK(cluster[0].rpc_sync<&trains>(1, other.rref()) == on);
+    }
+    module.train(false);
+    CHECK_FALSE(cluster[0].rpc_sync<&trains>(1, module.rref()));
+  }
+  check_all_gone(cluster);
+}
+
+TEST_CASE("a handle that was sent to a third rank names its owner and calls the module") {
+  Cluster cluster(3, setup);
+  {
+    const WordsModule module(cluster[0], 1, 1, 2);
+    const auto [owner, now, later] = cluster[0].rpc_sync<&use>(2, module, at::ones({1}));
+    CHECK(owner == 1);
+    check_words(now);
+    check_words(later);
+  }
+  check_all_gone(cluster);
+}
+
+TEST_CASE("a handle may be made from the RRef of a module, on any rank") {
+  Cluster cluster(3, setup);
+  {
+    const WordsModule module(cluster[0], 1, 1, 2);
+    const WordsModule other = cluster[0].rpc_sync<&from_rref>(2, module.rref());
+    CHECK(other.owner() == 1);
+    for (const auto& [rank, handle] : {std::pair(1, module), std::pair(2, other)}) {
+      const auto [owner, now, later] = cluster[0].rpc_sync<&use>(rank, handle, at::ones({1}));
+      CHECK(owner == 1);
+      check_words(now);
+      check_words(later);
+    }
+  }
+  check_all_gone(cluster);
+}
+
+TEST_CASE("what torch's RemoteModule refuses when called, ours does not have") {
+  STATIC_REQUIRE_FALSE(HasUnsupported<WordsModule>);
+  STATIC_REQUIRE_FALSE(HasUnsupported<RemoteModule<>>);
 }

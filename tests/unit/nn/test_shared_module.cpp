@@ -57,6 +57,13 @@ void check_against_torch(Make make, Oracle oracle) {
   CHECK(at::equal(context.gradient(x), gradients.back()));
   gradients.pop_back();
   check_equal(gradients_in(context, net.remote_parameters()), gradients);
+
+  const auto named = net.named_parameters();
+  REQUIRE(named.size() == oracle->parameters().size());
+  for (size_t i = 0; i < named.size(); ++i) {
+    CHECK(named[i].first == oracle->named_parameters()[i].key());
+    CHECK(at::equal(named[i].second.to_here(), values.at(named[i].first)));
+  }
 }
 
 }  // namespace
