@@ -365,6 +365,10 @@ std::optional<ContextRef> ContextRef::current() {
   return ContextRef(runtime->find_or_create(id));
 }
 
+at::Tensor ContextRef::gradient(const at::Tensor& variable) const {
+  const auto state = state_.lock();
+  return state ? state->gradient(variable) : at::Tensor();
+}
 void ContextRef::set_gradient(const at::Tensor& variable, at::Tensor gradient) const {
   if (const auto state = state_.lock()) state->set_gradient(variable, std::move(gradient));
 }

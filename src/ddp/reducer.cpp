@@ -13,16 +13,6 @@
 
 namespace distrain::ddp {
 
-namespace {
-
-Deliver into(const autograd::ContextRef& context) {
-  return [context](const at::Tensor& parameter, const at::Tensor& mean) {
-    context.set_gradient(parameter, mean);
-  };
-}
-
-}  // namespace
-
 struct Reducer::Hook final : autograd::LeafHook {
   Hook(std::weak_ptr<Impl> impl_in, size_t index_in) : impl(std::move(impl_in)), index(index_in) {}
   void operator()(const at::Tensor& variable) override {
@@ -140,17 +130,17 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
     pass = announced.expected = ++last_pass_;
     announced.count = {++announced_, 0};
   }
-  context.on_pass_end(end_of(pass, into(context)));
+  context.on_pass_end(end_of(pass, context));
 }
 
 // Returns a function that calls finish(). If the function is destroyed uncalled, give_up() runs.
-std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
+std::function<void()> Reducer::Impl::end_of(uint64_t pass, Target target) {
   const std::weak_ptr<Impl> weak = weak_from_this();
   std::shared_ptr<void> open(nullptr, [weak, pass](void*) {
     if (const auto impl = weak.lock()) impl->give_up(pass, "failed before its end");
   });
-  return [weak, pass, open = std::move(open), deliver = std::move(deliver)] {
-    if (const auto impl = weak.lock()) impl->finish(pass, deliver);
+  return [weak, pass, open = std::move(open), target = std::move(target)] {
+    if (const auto impl = weak.lock()) impl->finish(pass, target);
   };
 }
 
@@ -163,8 +153,8 @@ Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) 
 
 // Returns the number of collectives of the current pass that have not started.
 int Reducer::Impl::collectives_left_locked() const {
-  const bool measures = measured_pass_ == 0 && buckets_.size() > 1;
-  return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
+  return static_cast<int>(buckets_.size() - started_) + (measures_locked() ? 1 : 0) +
+         (options_.find_unused_parameters ? 1 : 0);
 }
 
 void Reducer::Impl::send_owed_refusals_locked() {
@@ -197,7 +187,7 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
       number_ = number_by(plain_, 0);
       plain_numbered_ = plain_.forward;
     }
-    torch::autograd::Engine::get_default_engine().queue_callback(end_of(pass_, nullptr));
+    torch::autograd::Engine::get_default_engine().queue_callback(end_of(pass_, {}));
   }
   store_locked(index, variable.grad());
 }
@@ -229,7 +219,7 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     uint64_t pass = it->second.expected;
     if (pass == 0) {
       pass = ++last_pass_;
-      end = end_of(pass, into(context));
+      end = end_of(pass, context);
       if (!context.on_pass_end(end)) return false;
     }
     begin_locked(pass, {});
@@ -275,9 +265,22 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
   transition_locked(PassState::kIdle);
 }
 
-void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
+// Stores a gradient for each parameter that the pass has left out: that of earlier passes, or zero.
+void Reducer::Impl::store_unused_locked(const Target& target) {
+  used_ = at::ones({static_cast<int64_t>(parameters_.size())}, at::kDouble);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (slots_[i].last_pass == pass_) continue;
+    used_.data_ptr<double>()[i] = 0;
+    const at::Tensor& parameter = parameters_[i];
+    const at::Tensor earlier = target ? target->gradient(parameter) : parameter.grad();
+    store_locked(i, earlier.defined() ? earlier : at::zeros_like(parameter));
+  }
+}
+
+void Reducer::Impl::finish(uint64_t pass, const Target& target) {
   std::optional<Error> error;
   int left = 0;
+  bool measures = false;
   {
     std::lock_guard lock(mutex_);
     if (AnnouncedContext* const announced =
@@ -287,7 +290,9 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
     // Try again, because a pass that began on an engine thread saw no current autograd context.
-    if (!deliver) answer_expectation_locked();
+    if (!target) answer_expectation_locked();
+    measures = measures_locked();
+    if (options_.find_unused_parameters && !failure_) store_unused_locked(target);
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);
     if (!error && started_ < buckets_.size()) error = missing_error_locked();
@@ -306,8 +311,15 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   if (!error) {
     try {
       std::vector<int64_t> order;
-      if (std::exchange(left, 0) > 0) order = agreed_order();
-      store_means(deliver);
+      if (measures) {
+        --left;
+        order = agreed_order();
+      }
+      if (std::exchange(left, 0) > 0) {
+        group_->average_async(used_, number_)->wait();
+        used_ *= group_->size();
+      }
+      store_means(target);
       std::lock_guard lock(mutex_);
       if (!order.empty()) {
         make_buckets(order);
@@ -315,6 +327,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
       }
     } catch (...) {
       error = rpc::error_in_flight(ErrorKind::kInternal);
+      refuse_the_rest();
     }
   }
   {
@@ -327,15 +340,19 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   if (error) throw base::Exception(std::move(*error));
 }
 
-void Reducer::Impl::store_means(const Deliver& deliver) {
+void Reducer::Impl::store_means(const Target& target) {
   for (Bucket& bucket : buckets_) {
     if (mean_factor_ != 1) bucket.flat().mul_(mean_factor_);
     for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
-      const at::Tensor& parameter = parameters_[bucket.members()[slot]];
-      if (deliver) {
-        deliver(parameter, bucket.view(slot));
+      const size_t index = bucket.members()[slot];
+      const at::Tensor& parameter = parameters_[index];
+      if (used_.defined() && used_.const_data_ptr<double>()[index] < 0.5) continue;
+      if (target) {
+        target->set_gradient(parameter, bucket.view(slot));
       } else if (parameter.grad().defined()) {
         bucket.load(slot, parameter.grad());
+      } else if (used_.defined()) {
+        parameter.mutable_grad() = bucket.view(slot).clone();
       }
     }
     bucket.end();
@@ -440,6 +457,15 @@ void Reducer::scale_means(double factor) {
 }
 
 collective::ReduceGroup& Reducer::group() const { return *impl_->group_; }
+
+std::vector<int> Reducer::used() const {
+  std::lock_guard lock(impl_->mutex_);
+  std::vector<int> ranks;
+  for (int64_t i = 0; impl_->used_.defined() && i < impl_->used_.numel(); ++i) {
+    ranks.push_back(static_cast<int>(std::lround(impl_->used_.const_data_ptr<double>()[i])));
+  }
+  return ranks;
+}
 
 std::vector<std::vector<std::string>> Reducer::buckets() const {
   std::lock_guard lock(impl_->mutex_);

@@ -35,7 +35,8 @@ using base::ErrorKind;
 // Gradients arrive on any thread. `mutex_` keeps the order of allreduces equal on all ranks.
 //
 // In each pass, every rank takes part in one collective for each bucket and, until a pass has
-// succeeded, in one more that agrees on the order of gradients. If a rank gets no gradient or a
+// succeeded, in one more that agrees on the order of gradients. With find_unused_parameters there is
+// another one, which counts the ranks that use each parameter. If a rank gets no gradient or a
 // sparse one for a parameter, or if its pass throws, which destroys the function of end_of()
 // uncalled, the rank refuses the collectives that it has not started (ReduceGroup::refuse). So the
 // other ranks get its error, and the group stays in step.
@@ -61,8 +62,8 @@ using base::ErrorKind;
 // ranks. If a Reducer is used without forwards, plain passes have no number.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
-/// Stores a parameter's mean gradient. If the function is null, the mean is stored in `.grad`.
-using Deliver = std::function<void(const at::Tensor& parameter, const at::Tensor& mean)>;
+/// Where a pass finds and leaves gradients: in a context or, if unset, in `.grad`.
+using Target = std::optional<autograd::ContextRef>;
 
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  public:
@@ -73,7 +74,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void on_accumulated(size_t index, const at::Tensor& variable);
   void on_context_gradient(size_t index, const autograd::ContextRef& context,
                            const at::Tensor& gradient);
-  void finish(uint64_t pass, const Deliver& deliver);
+  void finish(uint64_t pass, const Target& target);
   void give_up(uint64_t pass, const char* why);
 
  private:
@@ -107,13 +108,15 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   collective::PassNumber number_by(ForwardCount& count, uint64_t context) const;
   bool begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                std::function<void()>& end);
-  std::function<void()> end_of(uint64_t pass, Deliver deliver);
+  std::function<void()> end_of(uint64_t pass, Target target);
   AnnouncedContext* expecting_locked(uint64_t pass);
   void send_owed_refusals_locked();
   AnnouncedContext* answer_expectation_locked();
   void store_locked(size_t index, const at::Tensor& gradient);
   void make_buckets(const std::vector<int64_t>& order);
-  void store_means(const Deliver& deliver);
+  void store_unused_locked(const Target& target);
+  void store_means(const Target& target);
+  bool measures_locked() const { return measured_pass_ == 0 && buckets_.size() > 1; }
   int collectives_left_locked() const;
   std::vector<int64_t> agreed_order();
   Error missing_error_locked() const;
@@ -146,6 +149,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<Bucket> buckets_;
   size_t started_ = 0;            // buckets whose allreduce has started
   std::optional<Error> failure_;  // this rank's error in the current pass
+  at::Tensor used_;               // see Reducer::used(); undefined without find_unused_parameters
   std::vector<int64_t> arrival_;  // parameters in the order in which their gradients arrived
   uint64_t measured_pass_ = 0;    // the pass whose arrival order built the buckets; 0: none yet
 };

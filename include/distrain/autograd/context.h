@@ -83,6 +83,7 @@ class ContextRef {
   bool ended() const { return state_.expired(); }
   /// Returns true while this rank runs its part of the backward pass whose number is pass().
   bool runs() const;
+  at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
   /// Registers `fn` (see Context::on_pass_end). Returns false if the context or pass() has ended.
   bool on_pass_end(std::function<void()> fn) const;

@@ -23,6 +23,9 @@ struct NamedParameter {
 struct ReducerOptions {
   size_t bucket_cap_bytes = size_t{25} << 20;
   size_t first_bucket_bytes = size_t{1} << 20;
+  /// Lets a pass leave out parameters. A parameter counts as zero on a rank that leaves it out, and
+  /// keeps its gradient if all ranks do. A plain backward() must reach at least one parameter.
+  bool find_unused_parameters = false;
 };
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs.
@@ -44,8 +47,8 @@ struct ReducerOptions {
 /// `invalid` on all ranks, naming that rank and both passes, in this pass and all later ones.
 /// Forwards in eval mode or without gradients do not count. Passes over contexts count separately.
 ///
-/// If a parameter got no gradient, or a sparse one, on some rank, backward() throws `invalid` on
-/// all ranks, naming the rank and the parameter. If another rank's pass failed, backward() throws
+/// If a parameter got no gradient (see find_unused_parameters), or a sparse one, on some rank,
+/// backward() throws `invalid` on all ranks, naming the rank and the parameter. If another rank's pass failed, backward() throws
 /// `remote_failed`. It also throws the errors of the collectives. Gradients are then unchanged.
 class Reducer {
  public:
@@ -85,6 +88,10 @@ class Reducer {
 
   /// Returns a duplicate of the constructor's `group`, or `group` itself if it has no duplicate.
   collective::ReduceGroup& group() const;
+
+  /// Returns on how many ranks each parameter got a gradient in the last pass. Empty without
+  /// find_unused_parameters.
+  std::vector<int> used() const;
 
   /// Returns the names of the parameters in each bucket, for tests and diagnosis.
   std::vector<std::vector<std::string>> buckets() const;

@@ -472,4 +472,67 @@ TEST_CASE("local steps with their sum as learning rate equal steps of ranks with
   });
 }
 
+TEST_CASE("with find_unused_parameters ranks may leave out parameters, the same or different ones") {
+  const bool in_contexts = GENERATE(false, true);
+  const bool same_on_all = GENERATE(true, false);
+  const size_t cap = GENERATE(size_t{1}, size_t{1} << 20);
+  TestGroup group(kRanks, kSettings);
+  run_ranks(kRanks, [&](int rank) {
+    DistributedDataParallel model(
+        Two(10, 10, 10), group.backends[size_t(rank)],
+        {.bucket_cap_bytes = cap, .first_bucket_bytes = cap, .find_unused_parameters = true});
+    Two& two = model.module();
+    const at::Tensor x = at::full({20, 10}, double(rank + 1));
+    at::Tensor kept;  // the gradient of the second layer when all ranks leave it out
+    for (int step = 0; step < 6; ++step) {
+      const auto uses = [&](int of) { return step % 2 == 1 && (same_on_all || of == 1); };
+      std::optional<ManualPass> pass;
+      const auto gradient = [&](const at::Tensor& p) { return pass ? pass->gradient(p) : p.grad(); };
+      if (!in_contexts) two->first->zero_grad();
+      if (uses(1)) two->zero_grad();
+      const at::Tensor hidden = in_contexts ? two->first->forward(x) : at::Tensor();
+      if (in_contexts) {
+        pass.emplace(model.reducer());
+        const at::Tensor out = uses(rank) ? two->second->forward(hidden) : hidden;
+        pass->backward(out.sum(), model.parameters());
+      } else {
+        model.reducer().count_forward();
+        const at::Tensor out = two->first->forward(x);
+        (uses(rank) ? two->second->forward(out) : out).sum().backward();
+      }
+      const int users = uses(0) ? kRanks : uses(1) ? 1 : 0;
+      RANK_CHECK(model.reducer().used() == std::vector<int>{kRanks, users});
+      at::Tensor wanted = at::zeros({10, 10});
+      for (int of = 0; of < kRanks; ++of) {
+        if (!uses(of)) continue;
+        const at::Tensor in = at::linear(at::full({20, 10}, double(of + 1)), two->first->weight);
+        wanted += in.detach().sum(0).expand({10, 10}) / kRanks;
+      }
+      const at::Tensor second = gradient(two->second->weight);
+      if (users > 0) RANK_CHECK(at::allclose(second, wanted, 1e-4, 1e-4));
+      if (users == 0) RANK_CHECK(second.defined() == (!in_contexts && step > 0));
+      if (users == 0 && step > 0 && !in_contexts) RANK_CHECK(at::equal(second, kept));
+      if (second.defined()) kept = second.clone();
+      RANK_CHECK(gradient(two->first->weight).defined());
+    }
+  });
+}
+
+TEST_CASE("with find_unused_parameters an unused parameter may have two names, and gradients add up") {
+  TestGroup group(kRanks, kSettings);
+  run_ranks(kRanks, [&](int rank) {
+    Two two(3, 3, 3);
+    two->register_parameter("tied", two->second->weight);
+    DistributedDataParallel model(two, group.backends[size_t(rank)], {.find_unused_parameters = true});
+    for (int step = 0; step < 6; ++step) {
+      // Rank 1 uses the second layer in the first step only; its gradient stays part of the mean.
+      const at::Tensor hidden = model.module()->first->forward(at::ones({1, 3}));
+      model.reducer().count_forward();
+      const bool uses = step == 0 ? rank == 1 : rank == 0 && step == 1;
+      (uses ? hidden.sum() + two->second->weight.sum() : hidden.sum()).div(10).backward();
+      RANK_CHECK(at::allclose(two->second->weight.grad(), at::full({3, 3}, step == 0 ? 0.05 : 0.1)));
+    }
+  });
+}
+
 }  // namespace modules
