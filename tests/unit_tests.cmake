@@ -101,3 +101,10 @@ add_test(NAME fake_device.mutants
                  ${PROJECT_SOURCE_DIR})
 distrain_test_properties(fake_device.mutants ${CMAKE_CURRENT_SOURCE_DIR}/fake_device/mutants.sh 3600
                          fake_device soak mutants)
+
+# Checks that each test case that conformance/*.tsv names exists. `.ci/run` checks that it has passed.
+if(DISTRAIN_SANITIZER STREQUAL "asan")
+  add_test(NAME conformance COMMAND python3 ${CMAKE_CURRENT_SOURCE_DIR}/conformance/check.py
+                                    ${PROJECT_BINARY_DIR})
+  set_tests_properties(conformance PROPERTIES LABELS conformance TIMEOUT 240)
+endif()

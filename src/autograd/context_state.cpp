@@ -13,9 +13,7 @@ bool is_own_memory(const at::Tensor& tensor) {
 }
 
 // Returns true if no other handle shares `tensor` or its memory, and no two elements share memory.
-bool is_own(const at::Tensor& tensor) {
-  return tensor.use_count() == 1 && is_own_memory(tensor);
-}
+bool is_own(const at::Tensor& tensor) { return tensor.use_count() == 1 && is_own_memory(tensor); }
 
 // Returns `gradient`, or a copy of the parts of it that something else may share. The indices of a
 // lookup's gradient are often the caller's input, whereas its much larger values are its own.

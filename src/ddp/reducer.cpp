@@ -317,7 +317,7 @@ void Reducer::Impl::finish(uint64_t pass, const Target& target) {
       }
       if (std::exchange(left, 0) > 0) {
         group_->average_async(used_, number_)->wait();
-        used_ *= group_->size();
+        used_.mul_(group_->size());
       }
       store_means(target);
       std::lock_guard lock(mutex_);
@@ -458,13 +458,9 @@ void Reducer::scale_means(double factor) {
 
 collective::ReduceGroup& Reducer::group() const { return *impl_->group_; }
 
-std::vector<int> Reducer::used() const {
+at::Tensor Reducer::used() const {
   std::lock_guard lock(impl_->mutex_);
-  std::vector<int> ranks;
-  for (int64_t i = 0; impl_->used_.defined() && i < impl_->used_.numel(); ++i) {
-    ranks.push_back(static_cast<int>(std::lround(impl_->used_.const_data_ptr<double>()[i])));
-  }
-  return ranks;
+  return impl_->used_.defined() ? impl_->used_.round().to(at::kInt) : impl_->used_;
 }
 
 std::vector<std::vector<std::string>> Reducer::buckets() const {

@@ -35,8 +35,8 @@ using base::ErrorKind;
 // Gradients arrive on any thread. `mutex_` keeps the order of allreduces equal on all ranks.
 //
 // In each pass, every rank takes part in one collective for each bucket and, until a pass has
-// succeeded, in one more that agrees on the order of gradients. With find_unused_parameters there is
-// another one, which counts the ranks that use each parameter. If a rank gets no gradient or a
+// succeeded, in one more that agrees on the order of gradients. With find_unused_parameters there
+// is another one, which counts the ranks that use each parameter. If a rank gets no gradient or a
 // sparse one for a parameter, or if its pass throws, which destroys the function of end_of()
 // uncalled, the rank refuses the collectives that it has not started (ReduceGroup::refuse). So the
 // other ranks get its error, and the group stays in step.

@@ -181,10 +181,9 @@ std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
 
 std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> RemoteModule<ByName>::named_parameters()
     const {
-  const std::vector<std::string> names = parameter_names();
-  const std::vector<rpc::RRef<at::Tensor>> parameters = remote_parameters();
+  const std::vector<rpc::RRef<at::Tensor>> references = remote_parameters();
   std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> named;
-  for (size_t i = 0; i < names.size(); ++i) named.emplace_back(names[i], parameters[i]);
+  for (const auto& name : parameter_names()) named.emplace_back(name, references[named.size()]);
   return named;
 }
 

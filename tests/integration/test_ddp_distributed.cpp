@@ -37,7 +37,7 @@ void setup(rpc::Agent& agent) {
 
 at::Tensor indices_of(int rank, int step) { return (at::arange(3) + rank + step) % 10; }
 
-c10::intrusive_ptr<collective::Backend> join_group(rpc::Agent& agent, int trainers = kTrainers) {
+c10::intrusive_ptr<collective::Backend> trainer_group(rpc::Agent& agent, int trainers = kTrainers) {
   collective::Backend::Settings settings;
   settings.timeout = std::chrono::seconds(60);
   std::vector<int> ranks;
@@ -74,7 +74,7 @@ struct HybridImpl : torch::nn::Module {
   HybridImpl(rpc::Agent& agent_in, bool inside) : agent(agent_in) {
     fc1 = register_module("fc1", known_linear(2, 2));
     fc2 = register_module("fc2", known_linear(3, 1));
-    if (inside) replica = std::make_unique<Dense>(fc2, join_group(agent, kFour));
+    if (inside) replica = std::make_unique<Dense>(fc2, trainer_group(agent, kFour));
   }
   at::Tensor forward(const at::Tensor& dense, const at::Tensor& rows) {
     const at::Tensor embedded = agent.rpc_sync<&embed>(kFour, rows);
@@ -131,7 +131,7 @@ TEST_CASE("a context's gradients of a DDP module are means over the trainers") {
   Cluster cluster(kTrainers + 1, setup);
   cluster.on_all([](rpc::Agent& agent) {
     if (agent.rank() == kTrainers) return;
-    Dense dense(torch::nn::Linear(4, 3), join_group(agent),
+    Dense dense(torch::nn::Linear(4, 3), trainer_group(agent),
                 {.bucket_cap_bytes = 1, .first_bucket_bytes = 1});
     const at::Tensor weight = dense.module()->weight;
     const at::Tensor bias = dense.module()->bias;
@@ -164,7 +164,7 @@ TEST_CASE("a parameter without gradient in a distributed pass fails it on all tr
   Cluster cluster(kTrainers + 1, setup);
   cluster.on_all([](rpc::Agent& agent) {
     if (agent.rank() == kTrainers) return;
-    Dense dense(torch::nn::Linear(4, 3), join_group(agent),
+    Dense dense(torch::nn::Linear(4, 3), trainer_group(agent),
                 {.bucket_cap_bytes = 1, .first_bucket_bytes = 1});
     for (int step = 0; step < 4; ++step) {
       autograd::Context context(agent);
@@ -196,7 +196,8 @@ TEST_CASE("only the gradients of replicas are averaged in passes through a serve
     Hybrid net(agent, where == "one layer");
     std::unique_ptr<ddp::DistributedDataParallel<Hybrid>> whole;
     if (where == "the whole model") {
-      whole = std::make_unique<ddp::DistributedDataParallel<Hybrid>>(net, join_group(agent, kFour));
+      whole =
+          std::make_unique<ddp::DistributedDataParallel<Hybrid>>(net, trainer_group(agent, kFour));
     }
     const Examples examples = examples_of(agent.rank());
     for (int step = 0; step < 3; ++step) {
@@ -219,7 +220,7 @@ TEST_CASE("trainers with uneven data make passes through a server's layers toget
   Cluster cluster(kFour + 1, set_up_hybrid);
   cluster.on_all([&](rpc::Agent& agent) {
     if (agent.rank() == kFour) return;
-    ddp::DistributedDataParallel<Hybrid> model(Hybrid(agent, false), join_group(agent, kFour));
+    ddp::DistributedDataParallel<Hybrid> model(Hybrid(agent, false), trainer_group(agent, kFour));
     const Examples all = examples_of(agent.rank());
     const int batches = agent.rank() < kFour / 2 ? 1 : 2;  // of two examples each
     for (int step = 0; step < 3; ++step) {
@@ -245,7 +246,7 @@ TEST_CASE("trainers with uneven data make passes through a server's layers toget
 TEST_CASE("with uneven data, passes of contexts and plain passes have the same gradients") {
   Cluster cluster(kFour, [](rpc::Agent& agent) { autograd::install(agent); });
   cluster.on_all([](rpc::Agent& agent) {
-    Dense model(torch::nn::Linear(2, 3), join_group(agent, kFour));
+    Dense model(torch::nn::Linear(2, 3), trainer_group(agent, kFour));
     const int inputs = agent.rank() % 2 == 0 ? 3 : 1;
     for (int i = 0; model.ranks_with_data(i < inputs) > 0; ++i) {
       const at::Tensor x = at::full({3, 2}, 1.0 + agent.rank() + i);
@@ -282,7 +283,7 @@ TEST_CASE("a replica behind a remote module has the gradients of one behind a lo
       const at::NoGradGuard no_grad;
       local->weight.copy_(remote.state().at("weight"));
     }
-    Dense model(torch::nn::Linear(5, 1), join_group(agent, kFour));
+    Dense model(torch::nn::Linear(5, 1), trainer_group(agent, kFour));
     const at::Tensor x = at::full({10, 10}, 1.0 + agent.rank());
     model.forward(local->forward(x)).sum().backward();
     autograd::Context context(agent);
@@ -290,8 +291,8 @@ TEST_CASE("a replica behind a remote module has the gradients of one behind a lo
     expect(at::allclose(context.gradient(model.module()->weight), model.module()->weight.grad()),
            "gradient of the replica");
     const rpc::ContextScope outside(0);
-    const at::Tensor there = agent.rpc_sync<&parameter_gradient>(
-        0, remote.remote_parameters().at(0), context.id());
+    const at::Tensor there =
+        agent.rpc_sync<&parameter_gradient>(0, remote.remote_parameters().at(0), context.id());
     expect(at::allclose(there, local->weight.grad()), "gradient of the remote module");
   });
   cluster.shutdown();

@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <set>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -45,10 +42,10 @@ void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Reduce
 /// a backward pass, and several contexts may live at once, such as those of micro-batches. A pass
 /// over a context that used the parameters only by module() or in eval mode fails.
 ///
-/// If the ranks' data ends at different steps, all ranks go on until no rank has data:
+/// If the ranks' data ends at different steps, each rank goes on until no rank has data. For the
+/// mean over the ranks that have data, it also calls reducer().scale_means(size / double(ranks)).
 ///
 ///   while (const int ranks = model.ranks_with_data(has_data)) {
-///     // For the mean over the ranks that have data: reducer().scale_means(size / double(ranks)).
 ///     (has_data ? loss(model.forward(x)) : model.forward_without_data()).backward();
 ///   }
 template <class Module>
@@ -136,7 +133,8 @@ class DistributedDataParallel {
     for (NamedParameter& buffer : named(module_->named_buffers())) all.push_back(std::move(buffer));
     check_same_everywhere(all, *group_);
     if (std::ranges::none_of(parameters, [](const auto& p) { return p.tensor.requires_grad(); })) {
-      base::invalid("DistributedDataParallel: the module has no parameter that requires a gradient");
+      base::invalid(
+          "DistributedDataParallel: the module has no parameter that requires a gradient");
     }
     broadcast_values(tensors_of(all), *group_);
     return parameters;

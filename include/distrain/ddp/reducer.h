@@ -48,8 +48,9 @@ struct ReducerOptions {
 /// Forwards in eval mode or without gradients do not count. Passes over contexts count separately.
 ///
 /// If a parameter got no gradient (see find_unused_parameters), or a sparse one, on some rank,
-/// backward() throws `invalid` on all ranks, naming the rank and the parameter. If another rank's pass failed, backward() throws
-/// `remote_failed`. It also throws the errors of the collectives. Gradients are then unchanged.
+/// backward() throws `invalid` on all ranks, naming the rank and the parameter. If another rank's
+/// pass failed, backward() throws `remote_failed`. It also throws the errors of the collectives.
+/// Gradients are then unchanged.
 class Reducer {
  public:
   using Options = ReducerOptions;
@@ -89,9 +90,8 @@ class Reducer {
   /// Returns a duplicate of the constructor's `group`, or `group` itself if it has no duplicate.
   collective::ReduceGroup& group() const;
 
-  /// Returns on how many ranks each parameter got a gradient in the last pass. Empty without
-  /// find_unused_parameters.
-  std::vector<int> used() const;
+  /// With find_unused_parameters: returns how many ranks used each parameter in the last pass.
+  at::Tensor used() const;
 
   /// Returns the names of the parameters in each bucket, for tests and diagnosis.
   std::vector<std::vector<std::string>> buckets() const;

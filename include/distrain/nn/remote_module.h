@@ -45,7 +45,9 @@ void set_training(const rpc::RRef<Module>& module, bool on) {
 }
 
 template <class Module>
-concept HasTraining = requires(Module module) { module.train(true); };
+concept HasTraining = requires(Module module) {
+  module.train(true);
+};
 
 }  // namespace detail
 

@@ -37,9 +37,17 @@ namespace {
 constexpr int kRanks = 4;
 
 // A function of torch, exposed as it is, and one of the test's.
-constexpr auto kTorchMul = static_cast<at::Tensor (*)(const at::Tensor&, const at::Tensor&)>(&at::mul);
+constexpr auto kTorchMul =
+    static_cast<at::Tensor (*)(const at::Tensor&, const at::Tensor&)>(&at::mul);
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return a * b; }
 at::Tensor stack(const std::vector<at::Tensor>& tensors) { return at::stack(tensors); }
+// Calls g_observe() in the backward pass.
+std::function<void()> g_observe;
+at::Tensor observed_mul(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor product = a * b;
+  product.register_hook([](const at::Tensor&) { g_observe(); });
+  return product;
+}
 int64_t add_numbers(int64_t a, int64_t b) { return a + b; }
 at::Tensor fail(const at::Tensor& a, const at::Tensor& b) { return at::matmul(a, b); }
 // Calls mul() on the rank after the last of `hops` further ranks.
@@ -54,6 +62,7 @@ void set_up(Agent& agent) {
   autograd::install(agent);
   agent.expose<kTorchMul>("torch.mul");
   agent.expose<&mul>("mul");
+  agent.expose<&observed_mul>("observed_mul");
   agent.expose<&stack>("stack");
   agent.expose<&add_numbers>("add_numbers");
   agent.expose<&fail>("fail");
@@ -277,17 +286,23 @@ TEST_CASE("a context ends on all ranks that its calls have reached") {
     std::function<void(int to)> call;
     int contexts;  // number of ranks that know the context
   };
-  std::vector<Row> rows{{"no tensor", [&](int to) { cluster[0].rpc_sync<&add_numbers>(to, 1, 1); }, 4}};
+  std::vector<Row> rows{
+      {"no tensor", [&](int to) { cluster[0].rpc_sync<&add_numbers>(to, 1, 1); }, 4}};
   for (const bool sparse : {false, true}) {
     for (const bool requires_grad : {false, true}) {
-      rows.push_back({"tensors", [&cluster, sparse, requires_grad](int to) {
+      rows.push_back({"tensors",
+                      [&cluster, sparse, requires_grad](int to) {
                         const at::Tensor a = leaf(sparse, requires_grad);
                         cluster[0].rpc_sync<&mul>(to, a, a);
-                      }, 4});
+                      },
+                      4});
     }
-    rows.push_back({"nested", [&cluster, sparse](int to) {
-                      if (to == 1) cluster[0].rpc_sync<&nested>(1, leaf(sparse), leaf(sparse), 2, 0);
-                    }, 3});
+    rows.push_back({"nested",
+                    [&cluster, sparse](int to) {
+                      if (to == 1)
+                        cluster[0].rpc_sync<&nested>(1, leaf(sparse), leaf(sparse), 2, 0);
+                    },
+                    3});
   }
   for (const Row& row : rows) {
     CAPTURE(row.name);
@@ -295,7 +310,8 @@ TEST_CASE("a context ends on all ranks that its calls have reached") {
       const autograd::Context context(cluster[0]);
       for (int to = 1; to < kRanks; ++to) row.call(to);
       int known = 0;
-      for (int rank = 0; rank < kRanks; ++rank) known += state_on(cluster, rank, context.id()) ? 1 : 0;
+      for (int rank = 0; rank < kRanks; ++rank)
+        known += state_on(cluster, rank, context.id()) ? 1 : 0;
       CHECK(known == row.contexts);
     }
     CHECK(rpc::current_context() == 0);
@@ -361,8 +377,9 @@ TEST_CASE("a call that fails throws its error and leaves its context usable") {
   Cluster cluster(2, set_up);
   autograd::Context context(cluster[0]);
   const at::Tensor a = leaf(false);
-  const base::Error error =
-      error_of([&] { cluster[0].rpc_sync<&fail>(1, a, at::rand({6, 6}, at::kDouble)); });
+  const base::Error error = error_of([&] {
+    cluster[0].rpc_sync<&fail>(1, a, at::rand({6, 6}, at::kDouble));
+  });
   CHECK(error.rank == 1);
   CHECK(error.message.find("cannot be multiplied") != std::string::npos);
   autograd::backward(context, {cluster[0].rpc_sync<&mul>(1, a, a).sum()});
@@ -407,6 +424,25 @@ TEST_CASE("a trace shows a pass, and within it the messages with gradients, on e
     }
     CHECK(messages[0].kind != messages[1].kind);
   }
+}
+
+TEST_CASE("a rank in a backward pass reports the ranks that it waits for") {
+  Cluster cluster(2, set_up);
+  {
+    autograd::Context context(cluster[0]);
+    const at::Tensor a = leaf(false);
+    std::vector<rpc::Wait> waits;
+    g_observe = [&] { waits = cluster[0].waits(); };
+    const at::Tensor loss = cluster[0].rpc_sync<&observed_mul>(1, a, a).sum();
+    CHECK(cluster[0].waits().empty());
+    autograd::backward(context, {loss});
+    REQUIRE(waits.size() == 1);
+    CHECK(waits[0].what == std::string(autograd::kGradientsFunction) + ", called on rank 1");
+    CHECK(cluster[0].waits().empty());
+    for (int rank = 0; rank < 2; ++rank) CHECK(cluster[rank].live_contexts() == 1);
+  }
+  check_ended(cluster);
+  g_observe = {};
 }
 
 }  // namespace call_graphs

@@ -35,7 +35,8 @@ namespace {
 constexpr int kRanks = 4;
 using Tensors = std::vector<at::Tensor>;
 
-at::Tensor leaf(at::IntArrayRef shape, bool requires_grad = true, at::ScalarType dtype = at::kDouble) {
+at::Tensor leaf(at::IntArrayRef shape, bool requires_grad = true,
+                at::ScalarType dtype = at::kDouble) {
   return at::rand(shape, dtype).requires_grad_(requires_grad);
 }
 // A 3 × 3 tensor that is not coalesced: one of its values is in two parts.
@@ -53,7 +54,9 @@ at::Tensor sum_of(const at::Tensor& tensor) {
 std::atomic<bool> g_fails{true};
 
 struct FailsBackward : torch::autograd::Function<FailsBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 1; }
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x * 1;
+  }
   static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
     if (g_fails) throw std::runtime_error("this backward fails");
     return gradients;
@@ -102,7 +105,9 @@ Tensors call_next(rpc::CallContext* call, const std::string& op, const Tensors& 
 }
 
 at::Tensor make_leaf(bool sparse) { return any_leaf(sparse); }
-at::Tensor add_ref(const RRef<at::Tensor>& ref, const at::Tensor& b) { return ref.local_value() + b; }
+at::Tensor add_ref(const RRef<at::Tensor>& ref, const at::Tensor& b) {
+  return ref.local_value() + b;
+}
 at::Tensor add_ref_on(rpc::CallContext& call, int owner, const RRef<at::Tensor>& ref,
                       const at::Tensor& b) {
   return call.agent.rpc_sync<&add_ref>(owner, ref, b);
@@ -121,7 +126,8 @@ at::Tensor train(rpc::CallContext& call, int server, const RRef<at::Tensor>& ref
 struct Bag {
   using Constructor = Bag(int64_t rows);
   explicit Bag(int64_t rows) : weight(at::ones({rows, 16}).requires_grad_()) {}
-  at::Tensor forward(const at::Tensor& input, const at::Tensor& offsets, const at::Tensor& weights) {
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& offsets,
+                     const at::Tensor& weights) {
     return std::get<0>(at::embedding_bag(weight, input, offsets, false, 0, true, weights));
   }
   at::Tensor gradient(rpc::CallContext& call, uint64_t context) {
@@ -187,7 +193,9 @@ struct Graph {
 std::vector<Graph> all_graphs() {
   std::vector<Graph> all;
   const auto one_call = [](const std::string& op) {
-    return [op](Caller& call, const Tensors& x) -> Tensors { return {sum_of(call(op, {x[0], x[1]}))}; };
+    return [op](Caller& call, const Tensors& x) -> Tensors {
+      return {sum_of(call(op, {x[0], x[1]}))};
+    };
   };
   for (const bool sparse : {false, true}) {
     const auto add = [&](const std::string& name, Tensors leaves, auto roots, int passes = 1) {
@@ -207,7 +215,8 @@ std::vector<Graph> all_graphs() {
          any_leaf(sparse)},
         [sparse](Caller& call, const Tensors& x) -> Tensors {
           const at::Tensor value = call("mul", {x[2], call("add", {x[0], x[1]})});
-          const at::Tensor first = call("stack", {x[3], value}), second = call("stack", {x[4], value});
+          const at::Tensor first = call("stack", {x[3], value}),
+                           second = call("stack", {x[4], value});
           const at::Tensor product = call(sparse ? "mul" : "bmm", {first, second});
           return {sum_of(call(sparse ? "mul" : "matmul", {product, product}))};
         });
@@ -238,9 +247,8 @@ std::vector<Graph> all_graphs() {
   add("a leaf with a hook that doubles its gradient", {leaf({3, 3}), leaf({3, 3})},
       one_call("matmul"));
   all.back().leaves[0].register_hook([](const at::Tensor& gradient) { return gradient * 2; });
-  add("no call at all", {leaf({3, 3}), leaf({3, 3})}, [](Caller&, const Tensors& x) -> Tensors {
-    return {(x[0] + x[1]).sum()};
-  });
+  add("no call at all", {leaf({3, 3}), leaf({3, 3})},
+      [](Caller&, const Tensors& x) -> Tensors { return {(x[0] + x[1]).sum()}; });
   return all;
 }
 
@@ -323,7 +331,8 @@ TEST_CASE("a graph may be passed over a thousand times") {
 TEST_CASE("a tensor that is used through its RRef has its gradient on its owner") {
   Cluster cluster(kRanks, prepare);
   for (const bool sparse : {false, true}) {
-    for (const char* const shape : {"of the next rank", "of the rank after the next", "of rank 0"}) {
+    for (const char* const shape :
+         {"of the next rank", "of the rank after the next", "of rank 0"}) {
       CAPTURE(sparse, shape);
       const bool nested = shape == std::string("of the rank after the next");
       const bool of_rank_0 = shape == std::string("of rank 0");
@@ -534,7 +543,8 @@ TEST_CASE("threads of three ranks pass over graphs on one rank concurrently") {
         autograd::Context context(agent);
         const at::Tensor t3 = call("add", t1, t2), t4 = call("mul", t2, t3);
         autograd::backward(context, {call("add", t4, call("matmul", t3, t4)).sum()});
-        if (is_close(context.gradient(t1), wanted[0]) && is_close(context.gradient(t2), wanted[1])) {
+        if (is_close(context.gradient(t1), wanted[0]) &&
+            is_close(context.gradient(t2), wanted[1])) {
           ++right;
         }
       });

@@ -92,7 +92,9 @@ struct StructuresImpl : torch::nn::Module {
 TORCH_MODULE(Structures);
 
 struct FailsBackward : torch::autograd::Function<FailsBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 1; }
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x * 1;
+  }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list&) {
     throw std::runtime_error("this backward fails");
@@ -214,7 +216,8 @@ TEST_CASE("a parameter may have no element, and a gradient may itself have a gra
   TestGroup group(kRanks, kSettings);
   run_ranks(kRanks, [&](int rank) {
     DistributedDataParallel model(
-        torch::nn::Sequential(torch::nn::Linear(10, 10), torch::nn::ReLU(), torch::nn::Linear(10, 0)),
+        torch::nn::Sequential(torch::nn::Linear(10, 10), torch::nn::ReLU(),
+                              torch::nn::Linear(10, 0)),
         group.backends[size_t(rank)]);
     model.forward(at::ones({2, 10})).sum().backward();
     RANK_CHECK(model.parameters()[2].grad().sizes() == at::IntArrayRef({0, 10}));
@@ -247,8 +250,9 @@ TEST_CASE("ignored parameters and buffers may differ between ranks, and are not 
   run_ranks(kRanks, [&](int rank) {
     OwnPart module(rank);
     const at::Tensor before = module->fc2->weight;
-    const std::string message =
-        thrown_by([&] { DistributedDataParallel all(module, group.backends[size_t(rank)]); }).message;
+    const std::string message = thrown_by([&] {
+                                  DistributedDataParallel all(module, group.backends[size_t(rank)]);
+                                }).message;
     RANK_CHECK(contains(message, "fc2.weight"));
     DistributedDataParallel model(module, group.backends[size_t(rank)], {},
                                   {"fc2.weight", "fc2.buffer"});
@@ -276,11 +280,14 @@ TEST_CASE("each parameter without a gradient is named in full, and no other") {
     if (ignores) ignored = {"sub_module.embedding_net.first.weight"};
     DistributedDataParallel model(PartlyUsed(), group.backends[size_t(rank)], {}, ignored);
     for (int step = 0; step < 2; ++step) {
-      const base::Error error = thrown_by([&] { model.forward(at::ones({10, 4})).sum().backward(); });
+      const base::Error error = thrown_by([&] {
+        model.forward(at::ones({10, 4})).sum().backward();
+      });
       RANK_CHECK(error.kind == base::ErrorKind::kInvalid);
       RANK_CHECK(contains(error.message, "rank " + std::to_string(error.rank)));
       for (const auto& item : model.module()->named_parameters()) {
-        const bool used = contains(item.key(), "two.first") || contains(item.key(), "sub_module.layer");
+        const bool used =
+            contains(item.key(), "two.first") || contains(item.key(), "sub_module.layer");
         const bool named = contains(error.message, "'" + item.key() + "'");
         RANK_CHECK(named == (!used && !ignored.contains(item.key())));
       }
@@ -417,8 +424,8 @@ TEST_CASE("ranks whose data ends at different steps train together until no rank
       (has_data ? model.forward(at::full({1, 4}, 50.0)).sum() : model.forward_without_data())
           .backward();
       const at::Tensor gradient = module->layer->weight.grad();
-      RANK_CHECK(at::allclose(gradient,
-                              at::full({2, 4}, over_data ? 50.0 : 50.0 * ranks / kThree)));
+      RANK_CHECK(
+          at::allclose(gradient, at::full({2, 4}, over_data ? 50.0 : 50.0 * ranks / kThree)));
       const at::NoGradGuard no_grad;
       wanted -= 0.5 * (over_data ? 50.0 : 50.0 * ranks / kThree);
       module->layer->weight.sub_(gradient, 0.5);
@@ -472,7 +479,8 @@ TEST_CASE("local steps with their sum as learning rate equal steps of ranks with
   });
 }
 
-TEST_CASE("with find_unused_parameters ranks may leave out parameters, the same or different ones") {
+TEST_CASE(
+    "with find_unused_parameters ranks may leave out parameters, the same or different ones") {
   const bool in_contexts = GENERATE(false, true);
   const bool same_on_all = GENERATE(true, false);
   const size_t cap = GENERATE(size_t{1}, size_t{1} << 20);
@@ -487,7 +495,9 @@ TEST_CASE("with find_unused_parameters ranks may leave out parameters, the same 
     for (int step = 0; step < 6; ++step) {
       const auto uses = [&](int of) { return step % 2 == 1 && (same_on_all || of == 1); };
       std::optional<ManualPass> pass;
-      const auto gradient = [&](const at::Tensor& p) { return pass ? pass->gradient(p) : p.grad(); };
+      const auto gradient = [&](const at::Tensor& p) {
+        return pass ? pass->gradient(p) : p.grad();
+      };
       if (!in_contexts) two->first->zero_grad();
       if (uses(1)) two->zero_grad();
       const at::Tensor hidden = in_contexts ? two->first->forward(x) : at::Tensor();
@@ -501,7 +511,7 @@ TEST_CASE("with find_unused_parameters ranks may leave out parameters, the same 
         (uses(rank) ? two->second->forward(out) : out).sum().backward();
       }
       const int users = uses(0) ? kRanks : uses(1) ? 1 : 0;
-      RANK_CHECK(model.reducer().used() == std::vector<int>{kRanks, users});
+      RANK_CHECK(at::equal(model.reducer().used(), at::tensor({kRanks, users}, at::kInt)));
       at::Tensor wanted = at::zeros({10, 10});
       for (int of = 0; of < kRanks; ++of) {
         if (!uses(of)) continue;
@@ -518,19 +528,22 @@ TEST_CASE("with find_unused_parameters ranks may leave out parameters, the same 
   });
 }
 
-TEST_CASE("with find_unused_parameters an unused parameter may have two names, and gradients add up") {
+TEST_CASE(
+    "with find_unused_parameters an unused parameter may have two names, and gradients add up") {
   TestGroup group(kRanks, kSettings);
   run_ranks(kRanks, [&](int rank) {
     Two two(3, 3, 3);
     two->register_parameter("tied", two->second->weight);
-    DistributedDataParallel model(two, group.backends[size_t(rank)], {.find_unused_parameters = true});
+    DistributedDataParallel model(two, group.backends[size_t(rank)],
+                                  {.find_unused_parameters = true});
     for (int step = 0; step < 6; ++step) {
       // Rank 1 uses the second layer in the first step only; its gradient stays part of the mean.
       const at::Tensor hidden = model.module()->first->forward(at::ones({1, 3}));
       model.reducer().count_forward();
       const bool uses = step == 0 ? rank == 1 : rank == 0 && step == 1;
       (uses ? hidden.sum() + two->second->weight.sum() : hidden.sum()).div(10).backward();
-      RANK_CHECK(at::allclose(two->second->weight.grad(), at::full({3, 3}, step == 0 ? 0.05 : 0.1)));
+      RANK_CHECK(
+          at::allclose(two->second->weight.grad(), at::full({3, 3}, step == 0 ? 0.05 : 0.1)));
     }
   });
 }

@@ -57,7 +57,8 @@ using WordsResult = std::tuple<std::string, int64_t, at::Tensor>;
 
 bool trains(const RRef<Words>& module) { return module.local_value().training; }
 std::tuple<int, WordsResult, WordsResult> use(const WordsModule& module, const at::Tensor& tensor) {
-  return {module.owner(), module.forward(tensor, 2, "3"), module.forward_async(tensor, 2, "3").wait()};
+  return {module.owner(), module.forward(tensor, 2, "3"),
+          module.forward_async(tensor, 2, "3").wait()};
 }
 WordsModule from_rref(const RRef<Words>& module) { return WordsModule(module); }
 
@@ -91,15 +92,25 @@ void check_words(const WordsResult& result) {
 
 // What a handle of a remote module cannot do does not compile.
 template <class M>
-concept HasUnsupported =
-    requires(M m) { m.register_buffer("b", at::Tensor()); } ||
-    requires(M m) { m.register_parameter("p", at::Tensor()); } || requires(M m) { m.cuda(); } ||
-    requires(M m) { m.cpu(); } || requires(M m) { m.to(at::kCPU); } ||
-    requires(M m) { m.to(at::kDouble); } || requires(M m) { m.parameters(); } ||
-    requires(M m) { m.buffers(); } || requires(M m) { m.named_buffers(); } ||
-    requires(M m) { m.children(); } || requires(M m) { m.named_children(); } ||
-    requires(M m) { m.modules(); } || requires(M m) { m.named_modules(); } ||
-    requires(M m) { m.zero_grad(); } || requires(M m) { m.apply([](torch::nn::Module&) {}); };
+concept HasUnsupported = requires(M m) {
+  m.register_buffer("b", at::Tensor());
+}
+|| requires(M m) { m.register_parameter("p", at::Tensor()); }
+|| requires(M m) { m.cuda(); }
+|| requires(M m) { m.cpu(); }
+|| requires(M m) { m.to(at::kCPU); }
+|| requires(M m) { m.to(at::kDouble); }
+|| requires(M m) { m.parameters(); }
+|| requires(M m) { m.buffers(); }
+|| requires(M m) { m.named_buffers(); }
+|| requires(M m) { m.children(); }
+|| requires(M m) { m.named_children(); }
+|| requires(M m) { m.modules(); }
+|| requires(M m) { m.named_modules(); }
+|| requires(M m) { m.zero_grad(); }
+|| requires(M m) {
+  m.apply([](torch::nn::Module&) {});
+};
 static_assert(HasUnsupported<torch::nn::Module>);
 
 void check_all_gone(Cluster& cluster) {

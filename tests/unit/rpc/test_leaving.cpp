@@ -201,8 +201,11 @@ TEST_CASE("a function that ends its agent on the loop passes on its error") {
 
 TEST_CASE("a rank that has not joined cannot leave") {
   rpc::AgentOptions options = options_for(0, 2);
+  options.join_timeout = std::chrono::milliseconds(1);
   Agent agent(options);
   CHECK(error_of([&] { agent.shutdown(); }).kind == ErrorKind::kInvalid);
+  CHECK(error_of([&] { agent.join(); }).kind == ErrorKind::kRendezvous);
+  CHECK(error_of([&] { agent.shutdown(); }).kind == ErrorKind::kRendezvous);  // at once
 }
 
 TEST_CASE("an infinite peer timeout disables it") {
