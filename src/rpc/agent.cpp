@@ -153,11 +153,9 @@ void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_wai
         if (on_waiting) on_waiting(missing);
         continue;
       }
-      const Error late{
-          ErrorKind::kDeadline,
-          fmt::format("rank {} did not end within {:.3g} s", membership::list_ranks(missing),
-                      std::chrono::duration<double>(timeout).count()),
-          missing.empty() ? -1 : missing[0], "shutdown"};
+      const Error late{ErrorKind::kDeadline,
+                       "rank " + membership::list_ranks(missing) + " did not end in time",
+                       missing.empty() ? -1 : missing[0], "shutdown"};
       abort(late);
       throw Exception(late);
     }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <concepts>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,10 @@ namespace detail {
 /// The type that a future stores: Unit for a Future<void>, else `T`.
 template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
+
+/// True if `F` can be called with the value of a Future<T>.
+template <class F, class T>
+concept Continues = (std::is_void_v<T> && std::invocable<F&>) || std::invocable<F&, Stored<T>&>;
 
 template <class T>
 struct IsFuture : std::false_type {
@@ -192,7 +197,7 @@ class [[nodiscard]] Future {
   /// Calls `fn(value)` on `executor` when this future has its value. Returns a future of the result
   /// (flattened if `fn` returns a Future). If this future fails, passes on its error without `fn`.
   template <class F>
-  auto then(Executor& executor, F fn) const;
+  auto then(Executor& executor, F fn) const requires detail::Continues<F, T>;
 
   const std::shared_ptr<detail::FutureState<Stored>>& state() const { return state_; }
 
@@ -248,7 +253,7 @@ class Promise {
 
 template <class T>
 template <class F>
-auto Future<T>::then(Executor& executor, F fn) const {
+auto Future<T>::then(Executor& executor, F fn) const requires detail::Continues<F, T> {
   constexpr auto call = [](F& f, Stored& value) -> decltype(auto) {
     if constexpr (std::is_void_v<T>) {
       static_cast<void>(value);

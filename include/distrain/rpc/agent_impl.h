@@ -280,7 +280,7 @@ base::Future<void> RRef<T>::created() const {
 template <class T>
 T RRef<T>::to_here() const requires Serializable<T> {
   if (is_owner()) return *static_cast<T*>(handle_->local(typeid(T), timeout_).get());
-  static_cast<void>(handle_->creation_status().value());
+  if (const auto created = handle_->created(); created.done()) created.wait();  // may throw
   return handle_->agent().template finish<T>(
       detail::ask_owner(handle_, owning_rank(), true).take());
 }
@@ -295,8 +295,10 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds limit) const req
           return *static_cast<T*>(handle->local(typeid(T)).get());
         });
   }
-  const base::Status created = handle_->creation_status();
-  if (!created.ok()) return base::Future<T>::failed(created.error());
+  const base::Future<void> created = handle_->created();
+  if (created.done() && !created.wait_result().ok()) {
+    return base::Future<T>::failed(created.wait_result().error());
+  }
   const To owner = limit == kAgentsTimeout ? owning_rank() : timeout(limit).owning_rank();
   return agent.template finish_async<T>(detail::ask_owner(handle_, owner, true));
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <typeindex>
 #include <utility>
 
@@ -52,6 +53,10 @@ class RRefHandle {
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
+  /// Returns "RRef 7 on rank 1", for messages.
+  std::string text() const {
+    return "RRef " + std::to_string(id_) + " on rank " + std::to_string(owner());
+  }
   /// Waits for the value, without a limit if `timeout` is kAgentsTimeout. Throws `deadline` at the
   /// timeout, and `invalid` if another rank owns the value or its type is not `type`.
   std::shared_ptr<void> local(std::type_index type,
@@ -60,10 +65,6 @@ class RRefHandle {
   /// is an error, to_here() throws it.
   void set_created(base::Status result) { created_.complete(std::move(result)); }
   base::Future<void> created() const { return created_.future(); }
-  base::Status creation_status() const {
-    const base::Future<void> call = created();
-    return call.done() ? call.wait_result() : base::Unit{};
-  }
 
  private:
   const std::shared_ptr<RRefContext> context_;
@@ -97,8 +98,7 @@ class RRef {
   /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
   /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Fetches a copy of the value as a future. `limit` replaces timeout(); neither counts on the
-  /// owner.
+  /// Fetches a copy of the value as a future. `limit` replaces timeout(). No limit on the owner.
   base::Future<T> to_here_async(std::chrono::nanoseconds limit = kAgentsTimeout) const requires
       Serializable<T>;
 

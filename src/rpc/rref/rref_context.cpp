@@ -23,13 +23,11 @@ Agent& RRefHandle::agent() const { return context_->agent(); }
 std::shared_ptr<void> RRefHandle::local(std::type_index type,
                                         std::chrono::nanoseconds timeout) const {
   if (!owned_) {
-    base::invalid(fmt::format(
-        "the value of this RRef lives on rank {}: use to_here() or call it there", owner()));
+    base::invalid("the value of " + text() + " is not here: use to_here() or call it there");
   }
   const auto future = owned_->value.future();
   if (timeout != kAgentsTimeout && !future.wait_until(base::deadline_after(timeout))) {
-    throw base::Exception(base::ErrorKind::kDeadline,
-                          "the value of this RRef was not made in time");
+    throw base::Exception(base::ErrorKind::kDeadline, text() + " was not made in time");
   }
   const std::shared_ptr<void> value = future.wait();
   follow_workers();

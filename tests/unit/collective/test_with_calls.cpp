@@ -142,9 +142,8 @@ TEST_CASE("the numbers of all ranks are gathered, or a deadline names the missin
     group->enter_barrier().wait();
     const BackendPtr hasty = group_of(agent, 21, {0, 1, 2}, std::chrono::milliseconds(100));
     if (agent.rank() != 2) {
-      const base::Error error = error_of([&] {
-        hasty->allgather(at::full({1}, agent.rank(), at::kLong), numbers).wait();
-      });
+      const base::Error error = error_of(
+          [&] { hasty->allgather(at::full({1}, agent.rank(), at::kLong), numbers).wait(); });
       expect(error.kind == base::ErrorKind::kDeadline && error.rank == 2, "no deadline");
     }
     group->enter_barrier().wait();

@@ -344,6 +344,11 @@ TEST_CASE("info() counts an agent's calls, references and threads") {
   };
   CHECK(cluster[0].info().at("threads") == 27);
   CHECK(cluster[0].info().at("contexts") == 0);
+  std::string names;
+  for (const auto& [name, number] : cluster[0].info()) names += name + " ";
+  CHECK(names ==
+        "bytes.in bytes.out calls.made calls.waiting contexts rrefs.owned rrefs.pending "
+        "rrefs.shared rrefs.used threads ");
   {
     // A reference to a value of its own rank is not shared until another rank gets it.
     const Ref own = cluster[0].make_rref(Tracked(1));
@@ -366,12 +371,21 @@ TEST_CASE("info() counts an agent's calls, references and threads") {
   check_all_gone_and_shutdown(cluster);
 }
 
+template <class T, class F>
+constexpr bool continues = requires(Future<T> future, base::Executor& executor, F fn) {
+  future.then(executor, fn);
+};
+
 TEST_CASE("options and arguments of a wrong type do not compile") {
   static_assert(!std::is_constructible_v<Agent, std::string>);
   static_assert(!std::is_constructible_v<Agent, std::map<std::string, std::string>>);
   static_assert(!std::is_assignable_v<decltype((rpc::AgentOptions().rpc_timeout)), double>);
   static_assert(!std::is_constructible_v<rpc::AgentOptions, int>);
   static_assert(!rpc::Serializable<Future<int64_t>> && !rpc::Serializable<Future<at::Tensor>>);
+  static_assert(!std::is_constructible_v<RRef<int64_t>, int64_t>);  // only an agent makes an RRef
+  static_assert(!continues<at::Tensor, decltype(&add_three)>);
+  static_assert(!continues<int64_t, int64_t (*)(const std::string&)>);
+  static_assert(!continues<int64_t, std::nullptr_t> && continues<int64_t, bool (*)(int64_t)>);
   static_assert(!rpc::Serializable<int64_t*> && rpc::Serializable<RRef<Slow>>);
   SUCCEED();
 }

@@ -283,7 +283,12 @@ TEST_CASE("owners are compared by rank") {
     CHECK(a.to_here() == 40);
     const base::Error error = error_of([&] { c.local_value(); });
     CHECK(error.kind == ErrorKind::kInvalid);
-    CHECK_THAT(error.message, ContainsSubstring("lives on rank 1"));
+    CHECK_THAT(error.message, ContainsSubstring(c.handle()->text()));
+    CHECK(a.handle()->text() == "RRef " + std::to_string(a.handle()->id()) + " on rank 0");
+    CHECK_THAT(c.handle()->text(), ContainsSubstring("on rank 1"));
+    // The type of a value is known from its reference, also before the value exists.
+    static_assert(std::is_same_v<decltype(cluster[0].remote_new<Number>(1, 7)), RRef<Number>>);
+    static_assert(std::is_same_v<decltype(cluster[0].remote<&make_number>(1, 7)), RRef<Number>>);
     static_assert(std::is_same_v<decltype(b), const RRef<int64_t>>);
   }
   cluster.shutdown();
@@ -319,10 +324,11 @@ TEST_CASE("a future calls its continuations once each, and stays readable") {
   const auto skipped = failed.then(executor, [&](int64_t) { return called = true; });
   CHECK(error_of([&] { skipped.wait(); }).message == "Expected error");
   CHECK_FALSE(called);
-  base::Promise<std::string> seen;
-  failed.on_complete(executor,
-                     [&](base::Result<int64_t>& result) { seen.set(result.error().message); });
-  CHECK(seen.future().wait() == "Expected error");
+  base::Promise<int> other_error;
+  failed.on_complete(executor, [&](base::Result<int64_t>& result) {
+    other_error.fail({ErrorKind::kBadData, "another for: " + result.error().message, -1, {}});
+  });
+  CHECK(error_of([&] { other_error.future().wait(); }).message == "another for: Expected error");
   const auto another = sum.then(
       executor, [](at::Tensor&) -> int { throw base::Exception(ErrorKind::kBadData, "another"); });
   CHECK(error_of([&] { another.wait(); }).message == "another");

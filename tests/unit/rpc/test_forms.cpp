@@ -85,6 +85,8 @@ TEST_CASE("a rank calls every rank and itself in each form, by number, name or W
         check_sums(agent, to, x);
         check_sums(agent, "w" + std::to_string(to), x);
         check_sums(agent, agent.worker(to), x);
+        const TensorRef ref = agent.remote<kAdd>(to, x, x, 1);
+        expect(to != agent.rank() || same_tensor(ref.local_value(), x + x), "a value that is here");
       }
       for (const Form form : kForms) {
         const at::Tensor x = at::ones({2, 2});
@@ -145,7 +147,9 @@ TEST_CASE("a rank that does not exist is refused in each form") {
   for (const int64_t rank : {(int64_t{1} << 32) + 1, int64_t{-1} << 32, INT64_MAX}) refuses(rank);
   for (const char* name : {"w2", "", "w"}) refuses(name);
   CHECK(error_of([&] { cluster[0].worker("w2"); }).kind == ErrorKind::kNotFound);
-  CHECK(same_tensor(cluster[0].rpc_sync<kAdd>(size_t{1}, x, x, 1), x + x));
+  for (const Form form : kForms) {
+    CHECK(same_tensor(call_as<kAdd>(form, cluster[0], size_t{1}, x, x, 1), x + x));
+  }
   cluster.shutdown();
 }
 
@@ -159,6 +163,9 @@ TEST_CASE("the names and numbers of all ranks are known on each rank") {
       CHECK(cluster[at].worker(rank) == cluster[0].worker(rank));
     }
     CHECK(cluster[at].world_size() == 3);
+    const base::Error unknown = error_of([&] { cluster[at].worker("nobody"); });
+    CHECK(unknown.kind == ErrorKind::kNotFound);
+    CHECK_THAT(unknown.message, ContainsSubstring("nobody"));
   }
   cluster.shutdown();
 }

@@ -42,7 +42,7 @@ std::string call_name(Form form, const std::string& function, int from, int to) 
 }
 
 struct TracedCluster : Cluster {
-  explicit TracedCluster(int size)
+  explicit TracedCluster(int size, int threads = 4)
       : Cluster(
             size,
             [](Agent& agent) {
@@ -52,7 +52,8 @@ struct TracedCluster : Cluster {
               agent.expose<&product_elsewhere>("product_elsewhere");
             },
             {},
-            [](rpc::AgentOptions& options) {
+            [threads](rpc::AgentOptions& options) {
+              options.worker_threads = threads;
               options.tracer = std::make_shared<base::Tracer>();
               options.tracer->start();
             }),
@@ -82,7 +83,7 @@ bool contains(const TraceEvent& outer, const TraceEvent& inner) {
 }
 
 TEST_CASE("a trace names the form, function and ranks of each call, and the operators it runs") {
-  TracedCluster cluster(3);
+  TracedCluster cluster(3, GENERATE(1, 4));
   Agent& agent = cluster[1];
   const at::Tensor x = at::ones({2});
   {
@@ -150,7 +151,7 @@ TEST_CASE("a trace names the form, function and ranks of each call, and the oper
 }
 
 TEST_CASE("a trace shows the calls that a called function makes, and the scopes in it") {
-  TracedCluster cluster(3);
+  TracedCluster cluster(3, GENERATE(1, 4));
   {
     const auto operators = rpc::trace_operators();
     cluster[1].rpc_async<&product_elsewhere>(2, 0, at::ones({2})).wait();
