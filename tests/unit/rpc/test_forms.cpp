@@ -45,6 +45,7 @@ std::atomic<int> g_passed_on{0};
 void pass_on(rpc::CallContext& call, int to, int left) {
   ++g_passed_on;
   if (left == 0) return;
+  nap(2);  // the other ranks come to the next round of their shutdown() meanwhile
   const int next = (to + 1) % call.agent.world_size();
   static_cast<void>(call.agent.rpc_async<&pass_on>(to, next, left - 1));
 }
@@ -237,11 +238,24 @@ TEST_CASE("an RRef may be forwarded from rank to rank while each keeps a referen
 TEST_CASE("shutdown waits for calls that calls have made") {
   g_passed_on = 0;
   Cluster cluster(4, expose);
-  for (int rank = 0; rank < 4; ++rank) {
-    static_cast<void>(cluster[rank].rpc_async<&pass_on>((rank + 1) % 4, (rank + 2) % 4, 20));
-  }
-  cluster.shutdown();
-  CHECK(g_passed_on == 4 * 21);
+  const auto is_ending = [&](int rank) {
+    for (const rpc::Wait& wait : cluster[rank].waits()) {
+      if (wait.what.starts_with("the end of")) return true;
+    }
+    return false;
+  };
+  cluster.on_all([&](Agent& agent) {
+    if (agent.rank() == 0) {
+      // All other ranks have answered their own calls when this chain of calls begins.
+      for (int rank = 1; rank < 4; ++rank) {
+        while (!is_ending(rank)) std::this_thread::sleep_for(1ms);
+      }
+      for (int to = 1; to < 4; ++to)
+        static_cast<void>(agent.rpc_async<&pass_on>(to, to % 3 + 1, 20));
+    }
+    agent.shutdown();
+  });
+  CHECK(g_passed_on == 3 * 21);
 }
 
 TEST_CASE("ranks answer many light and some heavy calls of their neighbours") {
