@@ -29,7 +29,8 @@ case_jobs() {
   expect_jq 'all(.[]; .event != "warn")' "no warnings"
   expect_trace hybrid 4 step@0 step@1 forward@0 loss@1 data@0 backward@0 backward@3 allreduce@0 allreduce@1 \
     hybrid.table@2 "call hybrid.table@1" job.next@0 EmbeddingTable.forward@3 "call EmbeddingTable.forward@0" \
-    distrain.autograd.gradients@3 distrain.optim.step@3 distrain.optim.step@1
+    distrain.autograd.gradients@3 distrain.optim.step@3 \
+    "rpc_async#distrain.optim.step(trainer1 -> ps)@1"
   run hybrid --epochs 2 --transport tcp --mode sync --trace "$trace"
   expect_trace "hybrid over TCP" 4 allreduce@0 EmbeddingTable.forward@3
   run "${ps[@]}" --trace "$trace" --checkpoint "$tmp/saved"
