@@ -381,10 +381,14 @@ TEST_CASE("invalid maps are refused when the ranks meet") {
   CHECK_THAT(refused({{"w0", {{fake(0), fake(0)}}}}, {}), ContainsSubstring("no map for itself"));
   CHECK_THAT(refused({{"w1", {{fake(0), fake(1)}, {fake(2), fake(1)}}}}, {}),
              ContainsSubstring("one to one"));
+  CHECK_THAT(refused({{"w1", {{fake(0), fake(1)}, {fake(0), fake(3)}}}}, {}),
+             ContainsSubstring("one to one"));
   CHECK_THAT(refused({{"w1", {{fake(0), fake(1)}}}}, {{"w0", {{fake(2), fake(0)}}}}),
              ContainsSubstring("no way back"));
-  CHECK_THAT(refused({}, {{"w0", {{fake(0), c10::Device(c10::kCPU)}}}}),
-             ContainsSubstring("has no cpu"));
+  const c10::Device cpu(c10::kCPU);
+  CHECK_THAT(refused({}, {{"w0", {{fake(0), cpu}}}}), ContainsSubstring("has no cpu"));
+  CHECK_THAT(refused({{"w1", {{cpu, cpu}}}}, {}), ContainsSubstring("has no cpu"));
+  CHECK_THAT(refused({{"w1", {{cpu, fake(1)}}}}, {}), ContainsSubstring("has no cpu"));
 }
 
 TEST_CASE("an abandoned reply frees its device memory") {

@@ -307,13 +307,16 @@ TEST_CASE("a pass over a context neither reads nor writes .grad") {
     autograd::Context context(cluster[0]);
     const at::Tensor loss = sum_of(cluster[0].rpc_sync<&run>(1, "add", Tensors{a, b}).at(0));
     autograd::backward(context, {loss}, {.retain_graph = true});
-    CHECK_FALSE(a.grad().defined());
+    for (const at::Tensor& leaf : {a, b}) CHECK_FALSE(leaf.grad().defined());
     sum_of(a + b).backward();
-    const at::Tensor before = a.grad().clone(), handle = a.grad();
+    const Tensors handles{a.grad(), b.grad()}, before{a.grad().clone(), b.grad().clone()};
     autograd::backward(context, {loss});
-    CHECK(a.grad().is_same(handle));
-    CHECK(at::equal(a.grad().to_dense(), before.to_dense()));
-    CHECK(at::equal(context.gradient(a).to_dense(), 2 * before.to_dense()));
+    for (size_t i = 0; i < 2; ++i) {
+      const at::Tensor& leaf = i == 0 ? a : b;
+      CHECK(leaf.grad().is_same(handles[i]));
+      CHECK(at::equal(leaf.grad().to_dense(), before[i].to_dense()));
+      CHECK(at::equal(context.gradient(leaf).to_dense(), 2 * before[i].to_dense()));
+    }
   }
 }
 

@@ -303,6 +303,7 @@ TEST_CASE("remote() that ends too late fails for its caller") {
     CHECK(slow.to_here() == 7);
     slow.created().wait();
     CHECK(kind_of([&] { late.to_here(); }) == ErrorKind::kDeadline);
+    CHECK(kind_of([&] { sum.to_here(); }) == ErrorKind::kDeadline);
   }
   check_all_gone_and_shutdown(cluster);
 }
