@@ -390,7 +390,8 @@ TEST_CASE("transferring an optimizer's whole state has no deadline") {
   const auto layer = agent.remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
   DistributedOptimizer optimizer(agent, {layer.rpc_sync<&SquareLayer::parameter>()}, optim::Adam{});
   // From now on, every call with the default deadline times out.
-  const auto timeout = std::exchange(agent.core().options.rpc_timeout, 1ns);
+  const auto timeout = agent.rpc_timeout();
+  agent.set_rpc_timeout(1ns);
   // Retries, because a reply may arrive before the loop checks the deadline.
   while (error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind !=
          base::ErrorKind::kDeadline) {
@@ -399,7 +400,7 @@ TEST_CASE("transferring an optimizer's whole state has no deadline") {
     optimizer.load_state(optimizer.state());
     optimizer.snapshot({"weight"});
   }
-  agent.core().options.rpc_timeout = timeout;
+  agent.set_rpc_timeout(timeout);
   cluster.shutdown();
 }
 
