@@ -3,14 +3,19 @@
 // Each implementation is a pair of processes, a caller and a server. The pairs are measured in
 // short turns, so that other load on the machine affects all of them equally. During a turn all
 // other pairs are stopped, because TensorPipe's shared memory transport polls even when idle.
-// Prints one JSON line for each implementation and size, then the ratios of the medians.
+// Prints one JSON line for each implementation and size. With --add both sides add 1 to what they
+// receive and the caller checks each sum. With --beside a second thread of the caller sends large
+// tensors all the time, and the calls of the first are measured.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -20,6 +25,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
+#include <time.h>
 
 #include "bench/echo_distrain.h"
 #include "bench/echo_raw.h"
@@ -36,6 +42,8 @@ struct Options {
   int64_t in_flight = 64;
   std::vector<int64_t> sizes = {4};
   std::vector<std::string> only;
+  int64_t beside = 0;  // bytes of the tensors that a second thread sends
+  bool add = false;
   bool pin = false;
 };
 
@@ -59,22 +67,45 @@ std::vector<Implementation> implementations() {
           {"distrain-tcp", "tcp", make_peer<DistrainEcho>}};
 }
 
-// The highest ratio of two implementations' median times that issue 3 allows.
-struct Comparison {
-  const char* impl;
-  const char* reference;
-  double limit;
-};
-constexpr Comparison kComparisons[] = {{"distrain-unix", "torch-shm", 1.0 / 3},
-                                       {"distrain-tcp", "torch-tcp", 1.0 / 8}};
-
 // The parameters of one turn of an implementation, which the parent sends to the caller process.
 struct Turn {
   int64_t bytes;
   int64_t calls;
   int64_t flood_calls;
   int64_t in_flight;
+  int64_t beside;
+  bool add;
 };
+
+// Sends tensors of `bytes` in a thread of its own while it exists.
+class Transfer {
+ public:
+  Transfer(EchoPeer& peer, int64_t bytes)
+      : thread_([this, &peer, tensor = at::zeros({bytes}, at::kByte)] {
+          while (!stop_) peer.take(tensor);
+        }) {}
+  ~Transfer() {
+    stop_ = true;
+    thread_.join();
+  }
+  Transfer(const Transfer&) = delete;
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+// Sends `tensor`, a floating-point tensor with equal elements, and returns what the caller has
+// after both sides have added 1.
+at::Tensor add_on_both(EchoPeer& peer, const at::Tensor& tensor) {
+  const at::Tensor sum = peer.add_one(tensor).add_(1);
+  const float expected = *tensor.const_data_ptr<float>() + 2;
+  const float* const values = sum.const_data_ptr<float>();
+  bool right = sum.numel() == tensor.numel();
+  for (int64_t i = 0; i < sum.numel(); ++i) right &= values[i] == expected;
+  if (!right) throw std::runtime_error("a sum is wrong");
+  return sum;
+}
 
 // Runs the caller process: measures each requested turn until the parent closes `control`.
 void run_caller(EchoPeer& peer, int control) {
@@ -83,16 +114,25 @@ void run_caller(EchoPeer& peer, int control) {
   write_all(control, &ready, 1);
   Turn turn{};
   while (read_all(control, &turn, sizeof turn)) {
-    const at::Tensor tensor = turn.bytes % 4 == 0 ? at::arange(turn.bytes / 4, at::kFloat)
-                                                  : at::zeros({turn.bytes}, at::kByte);
+    at::Tensor tensor = turn.bytes % 4 == 0 ? at::arange(turn.bytes / 4, at::kFloat)
+                                            : at::zeros({turn.bytes}, at::kByte);
     if (!at::equal(peer.echo(tensor), tensor)) throw std::runtime_error("the echo is not the call");
-    for (const double end = now_us() + kWarmUpUs; now_us() < end;) peer.echo(tensor);
+    if (turn.add) tensor = at::zeros({turn.bytes / 4});
+    const auto call = [&] {
+      // The last reply becomes the next call's tensor, so that no value is sent twice.
+      const at::Tensor reply = turn.add ? add_on_both(peer, tensor) : peer.echo(tensor);
+      if (turn.add) tensor = reply;
+    };
+    std::optional<Transfer> transfer;
+    if (turn.beside > 0) transfer.emplace(peer, turn.beside);
+    for (const double end = now_us() + kWarmUpUs; now_us() < end;) call();
     std::vector<double> result;
     for (int64_t i = 0; i < turn.calls; ++i) {
       const double start = now_us();
-      const at::Tensor reply = peer.echo(tensor);
+      call();
       result.push_back(now_us() - start);
     }
+    transfer.reset();
     result.push_back(turn.flood_calls > 0 ? peer.flood(tensor, turn.flood_calls, turn.in_flight)
                                           : 0);
     write_all(control, result.data(), result.size() * sizeof(double));
@@ -153,6 +193,18 @@ class Pair {
 
   const std::string& name() const { return implementation_.name; }
 
+  /// Returns the CPU time that both processes have used until now, in µs.
+  double cpu_us() const {
+    double sum = 0;
+    for (const pid_t process : processes_) {
+      clockid_t clock{};
+      timespec time{};
+      if (clock_getcpuclockid(process, &clock) == 0) clock_gettime(clock, &time);
+      sum += static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
+    }
+    return sum;
+  }
+
   /// Returns the time of each single call in µs, then the duration of all concurrent calls.
   std::vector<double> measure(const Turn& turn) {
     signal_both(SIGCONT);
@@ -210,13 +262,16 @@ struct Samples {
   std::vector<double> call_us;
   double flood_us = 0;
   int64_t flood_calls = 0;
+  double cpu_us = 0;  // of both processes, warming up included
+  double wall_us = 0;
 };
 
 Json summary(const std::string& name, int64_t bytes, const Options& options, Samples& samples) {
   std::sort(samples.call_us.begin(), samples.call_us.end());
   const double p50 = quantile(samples.call_us, 0.5);
-  Json line{{"event", "bench"}, {"name", "echo"},  {"impl", name},
-            {"bytes", bytes},   {"world_size", 2}, {"pinned", options.pin}};
+  Json line{{"event", "bench"},   {"name", "echo"},           {"impl", name},
+            {"bytes", bytes},     {"world_size", 2},          {"pinned", options.pin},
+            {"add", options.add}, {"beside", options.beside}, {"verified", true}};
   line["calls"] = samples.call_us.size();
   line["p50_us"] = rounded(p50);
   line["p90_us"] = rounded(quantile(samples.call_us, 0.9));
@@ -225,6 +280,8 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
   if (samples.flood_us > 0) {
     line["per_s"] = std::round(static_cast<double>(samples.flood_calls) / samples.flood_us * 1e6);
   }
+  // Of both processes during a call: their CPU time is proportional to the time that they run.
+  line["cpu_us"] = rounded(p50 * samples.cpu_us / samples.wall_us);
   line["gb_per_s"] =
       std::round(2e3 * static_cast<double>(bytes) / p50) / 1e6;  // in both directions
   return line;
@@ -238,37 +295,25 @@ void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Op
       std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
   const int64_t total = std::min(options.iterations, affordable);
   const int64_t rounds = std::min(options.rounds, total);
-  Turn turn{bytes, (total + rounds - 1) / rounds, 0, options.in_flight};
+  Turn turn{bytes,      (total + rounds - 1) / rounds, 0, options.in_flight, options.beside,
+            options.add};
   // Makes no concurrent calls with larger tensors, because memory bandwidth would dominate them.
-  if (bytes <= (int64_t{1} << 20)) turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
+  if (bytes <= (int64_t{1} << 20) && options.beside == 0 && !options.add)
+    turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
   std::map<std::string, Samples> all;
   for (int64_t round = 0; round < rounds; ++round) {
     for (auto& pair : pairs) {
-      const std::vector<double> result = pair->measure(turn);
       Samples& samples = all[pair->name()];
+      const double cpu_before = pair->cpu_us(), before = now_us();
+      const std::vector<double> result = pair->measure(turn);
+      samples.wall_us += now_us() - before;
+      samples.cpu_us += pair->cpu_us() - cpu_before;
       samples.call_us.insert(samples.call_us.end(), result.begin(), result.end() - 1);
       samples.flood_us += result.back();
       samples.flood_calls += turn.flood_calls;
     }
   }
   for (const auto& pair : pairs) print(summary(pair->name(), bytes, options, all[pair->name()]));
-  for (const Comparison& compared : kComparisons) {
-    if (!all.contains(compared.impl) || !all.contains(compared.reference)) continue;
-    const double ratio =
-        quantile(all[compared.impl].call_us, 0.5) / quantile(all[compared.reference].call_us, 0.5);
-    Json line{{"event", "ratio"},
-              {"name", "echo"},
-              {"impl", compared.impl},
-              {"of", compared.reference},
-              {"bytes", bytes},
-              {"pinned", options.pin},
-              {"p50_ratio", std::round(ratio * 1000) / 1000}};
-    if (bytes == 4) {
-      line["limit"] = compared.limit;
-      line["ok"] = ratio <= compared.limit;
-    }
-    print(line);
-  }
   std::fflush(stdout);
 }
 
@@ -311,6 +356,8 @@ int main(int argc, char** argv) {
       "--all-sizes", [&] { options.sizes = {4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26}; },
       "4 bytes to 64 MiB");
   app.add_option("--impl", options.only, "only these")->delimiter(',');
+  app.add_flag("--add", options.add, "both sides add 1 and the caller checks the sum");
+  app.add_option("--beside", options.beside, "bytes of tensors that another thread sends");
   app.add_flag("--pin", options.pin, "all processes on one CPU");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -7,11 +7,16 @@
 namespace distrain::bench {
 
 inline at::Tensor echo_tensor(at::Tensor tensor) { return tensor; }
+// In place, because the received tensor belongs to the function.
+inline at::Tensor add_one_to(at::Tensor tensor) { return tensor.add_(1); }
+inline void take_tensor(const at::Tensor&) {}
 
 class DistrainEcho final : public EchoPeer {
  public:
   explicit DistrainEcho(const EchoSetup& setup) : agent_(options(setup)) {
     agent_.expose<&echo_tensor>("echo");
+    agent_.expose<&add_one_to>("add_one");
+    agent_.expose<&take_tensor>("take");
     agent_.join();
     if (agent_.transport() != setup.transport) {
       throw std::runtime_error("connected by " + agent_.transport());
@@ -21,6 +26,11 @@ class DistrainEcho final : public EchoPeer {
   at::Tensor echo(const at::Tensor& tensor) override {
     return agent_.rpc_sync<&echo_tensor>(1, tensor);
   }
+
+  at::Tensor add_one(const at::Tensor& tensor) override {
+    return agent_.rpc_sync<&add_one_to>(1, tensor);
+  }
+  void take(const at::Tensor& tensor) override { agent_.rpc_sync<&take_tensor>(1, tensor); }
 
   double flood(const at::Tensor& tensor, int64_t calls, int64_t in_flight) override {
     return keep_in_flight(

@@ -40,6 +40,11 @@ class EchoPeer {
   /// Called on rank 0. Sends `tensor` to rank 1 and returns the tensor that rank 1 sends back.
   virtual at::Tensor echo(const at::Tensor& tensor) = 0;
 
+  /// Called on rank 0. Returns `tensor` + 1, which rank 1 computes.
+  virtual at::Tensor add_one(const at::Tensor&) { throw std::runtime_error("cannot add"); }
+  /// Called on rank 0, by another thread than echo(). Returns when rank 1 has `tensor`.
+  virtual void take(const at::Tensor&) { throw std::runtime_error("has no second call"); }
+
   /// Called on rank 0. Makes `calls` calls, `in_flight` of them concurrently, and returns their
   /// duration in µs, or 0 if the implementation has no concurrent calls.
   virtual double flood(const at::Tensor& tensor, int64_t calls, int64_t in_flight) = 0;
