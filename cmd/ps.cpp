@@ -172,6 +172,7 @@ has the accuracy.)")
           .predict(predict_ps)
           .derive_defaults(derive_ps_defaults)
           .check(check_ps)
+          .takes_turns([](const PsOptions& o) { return o.trainers == 1 && o.servers == 1; })
           .gpus([](const PsOptions& options, const std::string& rank) {
             // --num-gpus is for the server only. With --local, the job's only process uses them.
             return rank.starts_with("trainer") || options.servers > 1 ? std::nullopt

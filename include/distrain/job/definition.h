@@ -71,6 +71,8 @@ class AnyDefinition {
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
   /// Returns the role whose ranks write parts of checkpoints; empty if only rank 0 writes.
   virtual std::string saving_role(const ParsedOptions& parsed) const = 0;
+  /// Returns true if the ranks compute in turns, each of them waiting for the one that computes.
+  virtual bool takes_turns(const ParsedOptions& parsed) const = 0;
 
   /// Runs one rank of the job to its end. This and the next two functions throw base::Exception.
   virtual Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
@@ -235,6 +237,9 @@ class Definition final : public AnyDefinition {
   Definition& saving_role(std::function<std::string(const Options&)> of) {
     return set(saving_role_, std::move(of));
   }
+  Definition& takes_turns(std::function<bool(const Options&)> of) {
+    return set(takes_turns_, std::move(of));
+  }
   Definition& answer(std::function<std::optional<std::string>(const Options&)> answer) {
     return set(answer_, std::move(answer));
   }
@@ -256,6 +261,9 @@ class Definition final : public AnyDefinition {
 
   std::string saving_role(const ParsedOptions& parsed) const override {
     return saving_role_ ? saving_role_(read(parsed)) : "";
+  }
+  bool takes_turns(const ParsedOptions& parsed) const override {
+    return takes_turns_ && takes_turns_(read(parsed));
   }
   Roles roles(const ParsedOptions& parsed) const override { return roles(read(parsed)); }
   Roles roles(const Options& options) const {
@@ -383,6 +391,7 @@ class Definition final : public AnyDefinition {
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;
   std::function<std::string(const Options&)> saving_role_;
+  std::function<bool(const Options&)> takes_turns_;
   std::function<std::optional<std::string>(const Options&)> answer_;
 };
 
