@@ -32,6 +32,9 @@ namespace {
 struct Options {
   std::string transport = "unix";
   int world = 2;
+  int rank = -1;  // -1: starts all ranks
+  std::string address = "localhost";
+  uint16_t port = 29400;
   std::vector<int64_t> sizes = {4, 544, 16 << 10, 64 << 10, 1 << 20, 64 << 20};
   std::vector<std::string> ops = {"allreduce", "ddp", "backward"};
 };
@@ -171,6 +174,19 @@ void run_rank(rpc::Agent& agent, const Options& options) {
   agent.shutdown();
 }
 
+// Runs one rank to its end. Returns the exit code.
+int run_one(const rpc::AgentOptions& options, const Options& bench) {
+  at::set_num_threads(1);
+  try {
+    rpc::Agent agent(options);
+    run_rank(agent, bench);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_allreduce, rank %d: %s\n", options.rank, error.what());
+    return 1;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -178,6 +194,9 @@ int main(int argc, char** argv) {
   CLI::App app("allreduce and DistributedDataParallel between processes on this host");
   app.add_option("--transport", bench.transport, "unix or tcp");
   app.add_option("--world", bench.world, "number of ranks")->check(CLI::Range(2, 256));
+  app.add_option("--rank", bench.rank, "run this rank alone, over TCP; rank 0 is at --address");
+  app.add_option("--address", bench.address, "rank 0's host");
+  app.add_option("--port", bench.port, "rank 0's port");
   app.add_option("--bytes", bench.sizes, "sizes of allreduce")->delimiter(',');
   app.add_option("--ops", bench.ops, "allreduce, ddp, backward")->delimiter(',');
   CLI11_PARSE(app, argc, argv);
@@ -186,6 +205,13 @@ int main(int argc, char** argv) {
   for (int rank = 0; rank < bench.world; ++rank)
     options.names.push_back("r" + std::to_string(rank));
   options.world_size = bench.world;
+  if (bench.rank >= 0) {
+    options.rank = bench.rank;
+    options.master_addr = bench.address;
+    options.master_port = bench.port;
+    options.insecure = true;  // the hosts of tests/bench/network.sh are on this machine
+    return run_one(options, bench);
+  }
   int port[2];
   if (pipe(port) != 0) return 1;
   std::vector<pid_t> children;
@@ -196,16 +222,8 @@ int main(int argc, char** argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);
     options.rank = rank;
-    at::set_num_threads(1);
     if (read(port[0], &options.master_port, sizeof options.master_port) <= 0) _exit(1);
-    try {
-      rpc::Agent agent(options);
-      run_rank(agent, bench);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "bench_allreduce, rank %d: %s\n", rank, error.what());
-      _exit(1);
-    }
-    _exit(0);
+    _exit(run_one(options, bench));
   }
   // Set after the fork, because a child cannot safely use a thread pool that its parent created.
   at::set_num_threads(1);
