@@ -229,16 +229,19 @@ ParameterState UpdateRule::state(size_t i) const {
 
 UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
                                     const ParameterState& state) const {
-  const auto found = state.find("step");
-  if (found == state.end()) bad_state(i, "no step");
-  const at::Tensor& step = found->second;
-  if (!step.defined() || step.scalar_type() != at::kLong || step.numel() != 1) {
-    bad_state(i, "step is no integer");
+  const std::vector<std::string> names = kept_names();
+  int64_t steps = state.empty() ? 0 : 1;
+  if (const auto found = state.find("step"); found != state.end()) {
+    const at::Tensor& step = found->second;
+    const double value = step.defined() && step.numel() == 1 ? step.item<double>() : -1;
+    const bool is_count = value >= 0 && value < 1e15 && value == std::floor(value);
+    if (!is_count) bad_state(i, "step is no whole number from 0");
+    steps = static_cast<int64_t>(value);  // torch.optim has float steps
+  } else if (names != std::vector<std::string>{"momentum_buffer"} && !names.empty()) {
+    bad_state(i, "no step");  // only torch.optim.SGD has none
   }
-  const auto steps = step.item<int64_t>();
-  if (steps < 0) bad_state(i, "a step below 0");
   ParameterState kept;
-  for (const std::string& name : kept_names()) {
+  for (const std::string& name : names) {
     const auto it = state.find(name);
     if (it == state.end()) continue;
     const at::Tensor& value = it->second;
@@ -249,8 +252,8 @@ UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
     // Where the parameter is and laid out as it is, wherever the state was read.
     kept[name] = at::empty_like(parameter).copy_(value);
   }
-  if (kept.size() + 1 != state.size()) bad_state(i, "of another optimizer");
-  if (steps > 0 && kept.size() != kept_names().size()) bad_state(i, "incomplete");
+  if (kept.size() + state.count("step") != state.size()) bad_state(i, "of another optimizer");
+  if (steps > 0 && kept.size() != names.size()) bad_state(i, "incomplete");
   return {std::move(kept), steps};
 }
 

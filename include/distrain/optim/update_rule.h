@@ -130,8 +130,9 @@ class UpdateRule {
 
   /// Returns the tensors of parameter `i`'s state themselves, which the next update changes.
   ParameterState state(size_t i) const;
-  /// Returns a copy of `state` on the parameter's device, for adopt(). Throws `bad_data` if it is
-  /// of another rule or shape. Changes nothing, so that all parameters are loaded or none.
+  /// Returns a copy of `state`, which may be that of torch.optim's `state_dict()["state"][i]`, on
+  /// the parameter's device, for adopt(). Throws `bad_data` if it is of another rule or shape.
+  /// Changes nothing, so that all parameters are loaded or none.
   struct Loaded {
     ParameterState kept;
     int64_t steps = 0;

@@ -236,6 +236,101 @@ TEST_CASE("The state has PyTorch's names, and training resumes from it with the 
   CHECK(at::equal(copy, parameter));
 }
 
+TEST_CASE("A state of torch.optim, whose step is a float or missing, is loaded") {
+  // What torch.optim's state_dict()["state"][0] has in Python after three steps of each optimizer.
+  struct Case {
+    OptimizerOptions options;
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)> make;
+    std::function<ParameterState(torch::optim::OptimizerParamState& state)> state_of;
+  };
+  using torch::optim::AdagradParamState, torch::optim::AdamParamState,
+      torch::optim::RMSpropParamState, torch::optim::SGDParamState;
+  const auto number = [](int64_t step) {
+    return at::full({}, static_cast<double>(step), at::kFloat);
+  };
+  const std::vector<Case> cases = {
+      {Adam{.lr = 0.1, .amsgrad = true},
+       [](auto p) {
+         return std::make_unique<torch::optim::Adam>(p,
+                                                     torch::optim::AdamOptions(0.1).amsgrad(true));
+       },
+       [&](auto& state) {
+         auto& its = static_cast<AdamParamState&>(state);
+         return ParameterState{{"step", number(its.step())},
+                               {"exp_avg", its.exp_avg()},
+                               {"exp_avg_sq", its.exp_avg_sq()},
+                               {"max_exp_avg_sq", its.max_exp_avg_sq()}};
+       }},
+      {Adagrad{.lr = 0.1, .lr_decay = 0.5},
+       [](auto p) {
+         return std::make_unique<torch::optim::Adagrad>(
+             p, torch::optim::AdagradOptions(0.1).lr_decay(0.5));
+       },
+       [&](auto& state) {
+         auto& its = static_cast<AdagradParamState&>(state);
+         return ParameterState{{"step", number(its.step())}, {"sum", its.sum()}};
+       }},
+      {RmsProp{.lr = 0.1, .momentum = 0.9},
+       [](auto p) {
+         return std::make_unique<torch::optim::RMSprop>(
+             p, torch::optim::RMSpropOptions(0.1).momentum(0.9));
+       },
+       [&](auto& state) {
+         auto& its = static_cast<RMSpropParamState&>(state);
+         return ParameterState{{"step", number(its.step())},
+                               {"square_avg", its.square_avg()},
+                               {"momentum_buffer", its.momentum_buffer()}};
+       }},
+      {Sgd{.lr = 0.1, .momentum = 0.9},
+       [](auto p) {
+         return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.1).momentum(0.9));
+       },
+       [&](auto& state) {
+         return ParameterState{
+             {"momentum_buffer", static_cast<SGDParamState&>(state).momentum_buffer()}};
+       }},
+  };
+  at::manual_seed(11);
+  for (const Case& each : cases) {
+    const at::Tensor theirs = at::randn({4, 3}).requires_grad_(true);
+    const auto reference = each.make({theirs});
+    const auto step = [&] {
+      theirs.mutable_grad() = at::randn({4, 3});
+      reference->step();
+    };
+    for (int i = 0; i < 3; ++i) step();
+    const auto rule = make_update_rule(each.options);
+    at::Tensor ours = theirs.detach().clone();
+    rule->adopt(0, rule->load(0, ours, each.state_of(*reference->state().begin()->second)));
+    for (int i = 0; i < 3; ++i) {
+      step();
+      rule->apply(0, ours, theirs.grad());
+      CHECK(at::allclose(ours, theirs.detach(), 1e-6, 1e-7));
+    }
+  }
+
+  const at::Tensor parameter = at::zeros({2});
+  const auto adam = make_update_rule(Adam{}), sgd = make_update_rule(Sgd{});
+  const auto refused = [&](const UpdateRule& rule, const ParameterState& state) {
+    try {
+      rule.load(0, parameter, state);
+    } catch (const base::Exception& e) {
+      CHECK(e.kind() == base::ErrorKind::kBadData);
+      return std::string(e.what());
+    }
+    return std::string("(loaded)");
+  };
+  CHECK(refused(*sgd, {}) == "(loaded)");  // torch.optim.SGD without momentum
+  CHECK(refused(*adam, {{"exp_avg", parameter}, {"exp_avg_sq", parameter}}).find("no step") !=
+        std::string::npos);
+  for (const double step : {1.5, -1.0, std::nan(""), HUGE_VAL}) {
+    const ParameterState state = {{"step", at::full({}, step, at::kDouble)},
+                                  {"exp_avg", parameter},
+                                  {"exp_avg_sq", parameter}};
+    CHECK(refused(*adam, state).find("step is no whole number") != std::string::npos);
+  }
+}
+
 TEST_CASE("Sparse SGD and Adagrad equal the dense rules with the same gradient") {
   compare_sparse(Sgd{0.1});
   compare_sparse(Adagrad{0.05});
