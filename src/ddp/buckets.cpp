@@ -8,6 +8,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
 
+#include "distrain/base/error.h"
+
 namespace distrain::ddp {
 
 namespace {
@@ -81,16 +83,18 @@ void Bucket::allocate() {
   }
 }
 
-void Bucket::begin() {
-  work_ = nullptr;
+void Bucket::begin(bool is_plain) {
+  result_ = {};
   writers_.clear();
   missing_ = members_.size();
   free_.make_current_wait(device_);
   // Do not reuse memory that views hold as gradients or that a failed allreduce may still send.
-  const bool is_shared =
-      flat_.defined() &&
-      (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
-       std::ranges::any_of(views_, [](const at::Tensor& view) { return view.use_count() > 1; }));
+  bool is_shared =
+      flat_.defined() && (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size());
+  for (size_t slot = 0; slot < views_.size(); ++slot) {
+    const bool is_grad = is_plain && like_[slot].grad().is_same(views_[slot]);
+    is_shared = is_shared || views_[slot].use_count() > (is_grad ? 2 : 1);
+  }
   if (!flat_.defined() || is_shared) allocate();
   free_ = rpc::StreamPoint::mark(device_);
 }
@@ -104,23 +108,31 @@ void Bucket::make_writer(const c10::Stream& stream) {
 
 void Bucket::store(size_t slot, const at::Tensor& gradient) {
   if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
-  copy_values(gradient, views_[slot]);
+  if (!gradient.is_same(views_[slot])) copy_values(gradient, views_[slot]);
   --missing_;
 }
 
-void Bucket::start_average(collective::ReduceGroup& group, const collective::PassNumber& pass) {
+void Bucket::start(const std::function<std::future<at::Tensor>()>& start) {
   if (device_.is_cpu() || (writers_.size() == 1 && writers_[0] == rpc::current_stream(device_))) {
-    work_ = group.average_async(flat_, pass);
+    result_ = start();
     return;
   }
   // Use a side stream, so that later work of the current stream does not wait for other writers.
   const c10::Stream side = rpc::side_stream(device_);
   for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
   const c10::StreamGuard guard(side);
-  work_ = group.average_async(flat_, pass);
+  result_ = start();
 }
 
-void Bucket::wait() { std::exchange(work_, nullptr)->wait(); }
+void Bucket::wait() {
+  const at::Tensor result = std::exchange(result_, {}).get();
+  if (result.is_same(flat_)) return;
+  if (!result.defined() || result.sizes() != flat_.sizes() ||
+      result.scalar_type() != flat_.scalar_type() || result.device() != flat_.device()) {
+    base::invalid("returned a tensor of another size, dtype or device");
+  }
+  copy_values(result, flat_);
+}
 
 void Bucket::load(size_t slot, const at::Tensor& to) const { copy_values(views_[slot], to); }
 
@@ -131,7 +143,10 @@ void Bucket::end() {
 }
 
 void Bucket::drop() {
-  work_ = nullptr;
+  result_ = {};
+  for (size_t slot = 0; slot < views_.size(); ++slot) {
+    if (like_[slot].grad().is_same(views_[slot])) like_[slot].mutable_grad() = at::Tensor();
+  }
   views_.clear();
   flat_ = at::Tensor();
 }

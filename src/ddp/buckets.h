@@ -2,13 +2,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <future>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include "distrain/collective/reduce_group.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::ddp {
@@ -28,24 +29,28 @@ class Bucket {
   Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters);
 
   const std::vector<size_t>& members() const { return members_; }
+  const std::vector<at::Tensor>& parameters() const { return like_; }
   const at::Tensor& flat() const { return flat_; }
   /// Returns the part of flat() for member `slot`, in the shape of the member's parameter.
   const at::Tensor& view(size_t slot) const { return views_[slot]; }
+  const std::vector<at::Tensor>& views() const { return views_; }
 
-  /// Prepares for a pass. Allocates new memory if views of an earlier pass are still in use.
-  void begin();
-  /// Copies `gradient`, of the parameter's shape and dtype, into flat().
+  /// Prepares for a pass. Allocates new memory if views of an earlier pass are still in use, except
+  /// as the `.grad` of their parameters if `is_plain`: a plain pass adds to them.
+  void begin(bool is_plain = false);
+  /// Copies `gradient`, of the parameter's shape and dtype, into flat(), unless it is view(slot).
   void store(size_t slot, const at::Tensor& gradient);
   bool complete() const { return missing_ == 0; }
-  /// Starts the averaging over the group, after the work of all store() calls. Requires complete().
-  void start_average(collective::ReduceGroup& group, const collective::PassNumber& pass);
-  /// Waits for the mean. Throws the errors of ReduceWork::wait().
+  /// Calls `start` after the work of all store() calls. Requires complete().
+  void start(const std::function<std::future<at::Tensor>()>& start);
+  /// Waits until flat() has the result of start(). Throws the future's error.
   void wait();
   /// Copies the mean of member `slot` to `to`, of the same shape.
   void load(size_t slot, const at::Tensor& to) const;
   /// Ends a pass. The next pass waits for this thread's current stream before it uses the memory.
   void end();
-  /// Ends a failed pass. Its allreduce may still use the memory, so the next pass uses new memory.
+  /// Ends a failed pass. Its allreduce may still use the memory, so the next pass uses new memory,
+  /// and a `.grad` in this memory is set to none.
   void drop();
 
  private:
@@ -57,7 +62,7 @@ class Bucket {
   at::Tensor flat_;
   std::vector<at::Tensor> views_;
   size_t missing_ = 0;
-  collective::ReduceGroup::WorkPtr work_;
+  std::future<at::Tensor> result_;
   c10::Device device_;
   rpc::StreamPoint free_;             // end of the last pass's work on the memory
   std::vector<c10::Stream> writers_;  // streams that store gradients of this pass

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "distrain/base/random.h"
 #include "distrain/base/text.h"
@@ -19,7 +20,16 @@ std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
   const size_t device = devices.number_of(tensor.device());
   return c10::str(parameter.name, ": ", tensor.scalar_type(), " ", tensor.sizes(),
                   tensor.requires_grad() ? "" : ", without gradient",
+                  parameter.has_sparse_gradient ? ", with sparse gradients" : "",
                   device > 0 ? ", on the model's device number " + std::to_string(device + 1) : "");
+}
+
+std::string describe(const ReducerOptions& options) {
+  return fmt::format(
+      "options: buckets of {} and {} bytes, find_unused_parameters {}, static_graph "
+      "{}, broadcast_buffers {}, hook '{}' with {} averages\n",
+      options.first_bucket_bytes, options.bucket_cap_bytes, options.find_unused_parameters,
+      options.static_graph, options.broadcast_buffers, options.hook.name, options.hook.averages);
 }
 
 [[noreturn]] void throw_protocol(int world_rank, const std::string& what) {
@@ -78,8 +88,8 @@ void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::Red
 }  // namespace
 
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
-                           collective::ReduceGroup& group) {
-  std::string text;
+                           collective::ReduceGroup& group, const ReducerOptions* options) {
+  std::string text = options ? describe(*options) : "";
   DeviceNumbers devices;
   for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
   const at::Tensor mine = at::empty({2}, at::kLong);
@@ -126,11 +136,22 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   };
   throw base::Exception(base::Error{
       base::ErrorKind::kInvalid,
-      fmt::format("the ranks have different models: rank {} has {} where rank {} has {} (number {} "
-                  "of the parameters and buffers)",
-                  rank, shown(others, found), group.world_rank(0), shown(lines, expected),
-                  found - others.begin() + 1),
+      fmt::format("the ranks have different models: rank {} has {} where rank {} has {}", rank,
+                  shown(others, found), group.world_rank(0), shown(lines, expected)),
       rank, "DistributedDataParallel"});
+}
+
+void mark_sparse(std::vector<NamedParameter>& parameters, const torch::nn::Module& module) {
+  const auto mark = [&](const auto* embedding) {
+    for (NamedParameter& each : parameters) {
+      if (!embedding || !each.tensor.is_same(embedding->weight)) continue;
+      each.has_sparse_gradient = embedding->options.sparse();
+    }
+  };
+  for (const auto& each : module.modules()) {
+    mark(each->template as<torch::nn::EmbeddingImpl>());
+    mark(each->template as<torch::nn::EmbeddingBagImpl>());
+  }
 }
 
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group,

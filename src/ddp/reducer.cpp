@@ -1,6 +1,5 @@
 #include "distrain/ddp/reducer.h"
 
-#include <cmath>
 #include <numeric>
 
 #include <ATen/ATen.h>
@@ -31,7 +30,7 @@ Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
     : group_(group->duplicate()), options_(options) {
   if (!group_) group_ = std::move(group);
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& [name, tensor] : parameters) {
+  for (const auto& [name, tensor, has_sparse_gradient] : parameters) {
     if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     if (!tensor.is_leaf() || tensor.layout() != at::kStrided) {
       throw base::Exception(invalid("parameter '" + name + "' is not a dense leaf tensor"));
@@ -41,15 +40,18 @@ Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
                                     "' has a post-accumulate hook already: is it in another "
                                     "Reducer?"));
     }
+    if (has_sparse_gradient) sparse_.insert(parameters_.size());
     names_.push_back(name);
     parameters_.push_back(tensor);
   }
+  sparse_gradients_.resize(parameters_.size());
   std::vector<int64_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   make_buckets(order);
 }
 
-void Reducer::Impl::make_buckets(const std::vector<int64_t>& order) {
+void Reducer::Impl::make_buckets(std::vector<int64_t> order) {
+  std::erase_if(order, [this](int64_t i) { return sparse_.contains(static_cast<size_t>(i)); });
   buckets_.clear();
   slots_.assign(parameters_.size(), {});
   for (auto& members :
@@ -76,25 +78,65 @@ void Reducer::Impl::transition_locked(PassState to) {
   state_ = to;
 }
 
-void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
+void Reducer::Impl::fail_locked(size_t index, const std::string& what) {
+  if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + pass_text());
+}
+
+void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient, bool is_unused) {
   if (state_ != PassState::kAccumulating && state_ != PassState::kReducing) return;
   const at::Tensor& parameter = parameters_[index];
   BucketSlot& target = slots_[index];
-  const auto fail = [&](const std::string& what) {
-    if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + pass_text());
-  };
   if (!gradient.defined()) return;
-  if (std::exchange(target.last_pass, pass_) == pass_) return fail("got a second gradient");
-  if (gradient.layout() != at::kStrided) return fail("got a sparse gradient, not supported here,");
+  if (knows_unused_ && unused_[index] && !is_unused) return fail_locked(index, kNotStatic);
+  if (std::exchange(target.last_pass, pass_) == pass_) {
+    return fail_locked(index, "got a second gradient");
+  }
+  const bool is_sparse = sparse_.contains(index);
+  if (gradient.is_sparse() != is_sparse || (is_sparse && gradient.sparse_dim() != 1)) {
+    return fail_locked(index, is_sparse ? "got a gradient that is not sparse by rows, as announced,"
+                                        : "got a sparse gradient that was not announced");
+  }
   if (gradient.scalar_type() != parameter.scalar_type() || gradient.sizes() != parameter.sizes() ||
       gradient.device() != parameter.device()) {
-    return fail("got a gradient of another shape, dtype or device");
+    return fail_locked(index, "got a gradient of another shape, dtype or device");
   }
   arrival_.push_back(static_cast<int64_t>(index));
-  buckets_[target.bucket].store(target.slot, gradient);
-  for (; started_ < buckets_.size() && buckets_[started_].complete(); ++started_) {
+  if (is_sparse) {
+    sparse_gradients_[index] = gradient.coalesce();
+  } else {
+    buckets_[target.bucket].store(target.slot, gradient);
+  }
+  while (!failure_ && started_ < buckets_.size() && buckets_[started_].complete()) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
-    buckets_[started_].start_average(*group_, number_);
+    start_next_bucket_locked();
+  }
+}
+
+collective::ReduceGroup::WorkPtr Reducer::Impl::average(const at::Tensor& tensor) {
+  if (gave_up_) throw base::Exception(ErrorKind::kCancelled, "this pass has failed");
+  auto work = group_->average_async(tensor, number_);
+  ++made_;
+  return work;
+}
+
+void Reducer::Impl::start_next_bucket_locked() {
+  Bucket& bucket = buckets_[started_];
+  const auto its = std::make_shared<GradientBucket>(GradientBucket{
+      started_, started_ + 1 == buckets_.size(), bucket.flat(), bucket.parameters(), bucket.views(),
+      [this](const at::Tensor& tensor) { return average(tensor); }, options_.hook.averages});
+  try {
+    bucket.start([&] {
+      auto mean = std::make_shared<std::future<at::Tensor>>(
+          options_.hook.run ? options_.hook.run(its) : its->average(its->tensor));
+      return std::async(std::launch::deferred, [its, mean = std::move(mean)] {
+        at::Tensor result = mean->get();
+        if (its->averages_left > 0) base::invalid("called average() less often than it should");
+        return result;
+      });
+    });
+    ++started_;
+  } catch (...) {
+    failure_ = hook_error(started_);
   }
 }
 
@@ -111,12 +153,18 @@ void Reducer::Impl::begin_locked(uint64_t pass, const collective::PassNumber& nu
   graph_task_ = graph_task;
   context_pass_ = 0;
   started_ = 0;
+  made_ = 0;
+  gave_up_ = false;
   failure_.reset();
   arrival_.clear();
-  for (Bucket& bucket : buckets_) bucket.begin();
+  if (counts_use_locked()) {
+    used_ = at::ones({static_cast<int64_t>(parameters_.size())}, at::kDouble);
+    unused_.assign(parameters_.size(), false);
+  }
+  for (Bucket& bucket : buckets_) bucket.begin(graph_task != kNoGraphTask);
 }
 
-void Reducer::Impl::expect(const autograd::ContextRef& context) {
+void Reducer::Impl::expect(const autograd::ContextRef& context, bool is_local) {
   uint64_t pass = 0;
   {
     std::lock_guard lock(mutex_);
@@ -127,8 +175,9 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
     AnnouncedContext& announced =
         contexts_.try_emplace(context.id(), AnnouncedContext{context}).first->second;
     if (announced.expected != 0) return;
+    announced.count = {++announced_, 0, is_local};
+    if (is_local) return;
     pass = announced.expected = ++last_pass_;
-    announced.count = {++announced_, 0};
   }
   context.on_pass_end(end_of(pass, context));
 }
@@ -151,16 +200,17 @@ Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) 
   return nullptr;
 }
 
-// Returns the number of collectives of the current pass that have not started.
-int Reducer::Impl::collectives_left_locked() const {
-  return static_cast<int>(buckets_.size() - started_) + (measures_locked() ? 1 : 0) +
-         (options_.find_unused_parameters ? 1 : 0);
+// Returns the number of collectives of a pass: those of the buckets and of sparse gradients, and
+// one each for the order of gradients, the use of parameters, and the success of hooks.
+int Reducer::Impl::collectives_locked() const {
+  return static_cast<int>(buckets_.size()) * options_.hook.averages +
+         static_cast<int>(sparse_.size()) * 3 + (measures_locked() ? 1 : 0) +
+         (counts_use_locked() ? 1 : 0) + (waits_for_hooks() ? 1 : 0);
 }
 
 void Reducer::Impl::send_owed_refusals_locked() {
-  started_ = 0;  // so collectives_left_locked() counts all collectives of a pass
   for (const Error& error : std::exchange(owed_refusals_, {})) {
-    group_->refuse(collectives_left_locked(), error);
+    group_->refuse(collectives_locked(), error);
   }
 }
 
@@ -179,6 +229,14 @@ collective::PassNumber Reducer::Impl::number_by(ForwardCount& count, uint64_t co
 void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
   std::lock_guard lock(mutex_);
   const int graph_task = torch::autograd::get_current_graph_task_id();
+  const auto it = contexts_.find(rpc::current_context());
+  if (graph_task == local_task_ ||
+      ((state_ == PassState::kIdle || graph_task != graph_task_) &&
+       (it == contexts_.end() ? plain_.is_local && !expects_plain_ : it->second.stays_local()))) {
+    local_task_ = graph_task;
+    locally_used_.insert(index);
+    return;
+  }
   if (state_ == PassState::kIdle || graph_task != graph_task_) {
     begin_locked(++last_pass_, {}, graph_task);
     if (AnnouncedContext* const announced = answer_expectation_locked()) {
@@ -186,7 +244,9 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
     } else {
       number_ = number_by(plain_, 0);
       plain_numbered_ = plain_.forward;
+      expects_plain_ = false;
     }
+    store_unused_of_graph_locked();
     torch::autograd::Engine::get_default_engine().queue_callback(end_of(pass_, {}));
   }
   store_locked(index, variable.grad());
@@ -208,6 +268,10 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
                                             std::function<void()>& end) {
   if (!context.runs()) return false;
   const auto it = contexts_.find(context.id());
+  if (it != contexts_.end() && it->second.stays_local()) {
+    locally_used_.insert(index);
+    return false;
+  }
   try {
     if (it == contexts_.end()) {
       throw base::Exception(invalid(
@@ -256,155 +320,14 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
     transition_locked(PassState::kFinalising);
-    left = collectives_left_locked();
+    gave_up_ = true;
+    left = collectives_locked() - made_;
   }
   // Started allreduces go on, because other ranks may need this rank's data.
   group_->refuse(left, given_up_error(why));
   std::lock_guard lock(mutex_);
   for (Bucket& bucket : buckets_) bucket.drop();
   transition_locked(PassState::kIdle);
-}
-
-// Stores a gradient for each parameter that the pass has left out: that of earlier passes, or zero.
-void Reducer::Impl::store_unused_locked(const Target& target) {
-  used_ = at::ones({static_cast<int64_t>(parameters_.size())}, at::kDouble);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (slots_[i].last_pass == pass_) continue;
-    used_.data_ptr<double>()[i] = 0;
-    const at::Tensor& parameter = parameters_[i];
-    const at::Tensor earlier = target ? target->gradient(parameter) : parameter.grad();
-    store_locked(i, earlier.defined() ? earlier : at::zeros_like(parameter));
-  }
-}
-
-void Reducer::Impl::finish(uint64_t pass, const Target& target) {
-  std::optional<Error> error;
-  int left = 0;
-  bool measures = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (AnnouncedContext* const announced =
-            expecting_locked(pass)) {  // the pass has reached no parameter
-      begin_locked(pass, number_by(announced->count, announced->context.id()));
-      announced->expected = 0;
-    }
-    if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    // Try again, because a pass that began on an engine thread saw no current autograd context.
-    if (!target) answer_expectation_locked();
-    measures = measures_locked();
-    if (options_.find_unused_parameters && !failure_) store_unused_locked(target);
-    transition_locked(PassState::kFinalising);
-    error = std::move(failure_);
-    if (!error && started_ < buckets_.size()) error = missing_error_locked();
-    left = collectives_left_locked();
-  }
-  const auto refuse_the_rest = [&] { group_->refuse(std::exchange(left, 0), *error); };
-  if (error) refuse_the_rest();
-  for (size_t i = 0; i < started_; ++i) {
-    try {
-      buckets_[i].wait();
-    } catch (...) {
-      if (!error) error = rpc::error_in_flight(ErrorKind::kInternal);
-    }
-  }
-  if (error) refuse_the_rest();
-  if (!error) {
-    try {
-      std::vector<int64_t> order;
-      if (measures) {
-        --left;
-        order = agreed_order();
-      }
-      if (std::exchange(left, 0) > 0) {
-        group_->average_async(used_, number_)->wait();
-        used_.mul_(group_->size());
-      }
-      store_means(target);
-      std::lock_guard lock(mutex_);
-      if (!order.empty()) {
-        make_buckets(order);
-        measured_pass_ = pass_;
-      }
-    } catch (...) {
-      error = rpc::error_in_flight(ErrorKind::kInternal);
-      refuse_the_rest();
-    }
-  }
-  {
-    std::lock_guard lock(mutex_);
-    if (error) {
-      for (Bucket& bucket : buckets_) bucket.drop();
-    }
-    transition_locked(PassState::kIdle);
-  }
-  if (error) throw base::Exception(std::move(*error));
-}
-
-void Reducer::Impl::store_means(const Target& target) {
-  for (Bucket& bucket : buckets_) {
-    if (mean_factor_ != 1) bucket.flat().mul_(mean_factor_);
-    for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
-      const size_t index = bucket.members()[slot];
-      const at::Tensor& parameter = parameters_[index];
-      if (used_.defined() && used_.const_data_ptr<double>()[index] < 0.5) continue;
-      if (target) {
-        target->set_gradient(parameter, bucket.view(slot));
-      } else if (parameter.grad().defined()) {
-        bucket.load(slot, parameter.grad());
-      } else if (used_.defined()) {
-        parameter.mutable_grad() = bucket.view(slot).clone();
-      }
-    }
-    bucket.end();
-  }
-}
-
-// Returns the order in which rank 0's gradients became ready, because the ranks' orders may differ.
-// Sends it by a mean (exact in doubles), because a broadcast might succeed on some ranks only.
-std::vector<int64_t> Reducer::Impl::agreed_order() {
-  const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
-  auto* const values = shared.data_ptr<double>();
-  if (group_->rank() == 0) {
-    for (size_t i = 0; i < arrival_.size(); ++i) {
-      values[i] = static_cast<double>(arrival_[i] * group_->size());
-    }
-  }
-  group_->average_async(shared, number_)->wait();
-  std::vector<int64_t> agreed(parameters_.size());
-  std::transform(values, values + agreed.size(), agreed.begin(),
-                 [](double place) { return std::llround(place); });
-  std::vector<int64_t> sorted = agreed;
-  std::sort(sorted.begin(), sorted.end());
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    if (sorted[i] != static_cast<int64_t>(i)) {
-      throw base::Exception(ErrorKind::kProtocol, "rank " + std::to_string(group_->world_rank(0)) +
-                                                      " sent an order of gradients that is none");
-    }
-  }
-  return agreed;
-}
-
-Error Reducer::Impl::missing_error_locked() const {
-  std::string missing;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].last_pass != pass_) missing += (missing.empty() ? "'" : ", '") + names_[i] + "'";
-  }
-  return invalid("no gradient came for " + missing + pass_text() +
-                 ": every parameter must take part in the loss");
-}
-
-Error Reducer::Impl::given_up_error(const char* why) const {
-  return Error{ErrorKind::kRemoteFailed,
-               "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
-               world_rank(), "Reducer"};
-}
-
-Error Reducer::Impl::invalid(std::string message) const {
-  return Error{ErrorKind::kInvalid, std::move(message), world_rank(), "Reducer"};
-}
-
-std::string Reducer::Impl::pass_text() const {
-  return " in the backward pass of rank " + std::to_string(world_rank());
 }
 
 Reducer::Reducer(const std::vector<NamedParameter>& parameters,
@@ -439,11 +362,14 @@ Reducer::~Reducer() {
   impl_->send_owed_refusals_locked();
 }
 
-void Reducer::expect(const autograd::ContextRef& context) { impl_->expect(context); }
+void Reducer::expect(const autograd::ContextRef& context, bool is_local) {
+  impl_->expect(context, is_local);
+}
 
-void Reducer::count_forward() {
+void Reducer::count_forward(bool is_local) {
   std::lock_guard lock(impl_->mutex_);
-  impl_->plain_ = {impl_->plain_.forward + 1, 0};
+  impl_->plain_ = {impl_->plain_.forward + 1, 0, is_local};
+  impl_->expects_plain_ = impl_->expects_plain_ || !is_local;
 }
 
 void Reducer::set_step(uint64_t step) {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,12 +36,10 @@ using base::ErrorKind;
 //
 // Gradients arrive on any thread. `mutex_` keeps the order of allreduces equal on all ranks.
 //
-// In each pass, every rank takes part in one collective for each bucket and, until a pass has
-// succeeded, in one more that agrees on the order of gradients. With find_unused_parameters there
-// is another one, which counts the ranks that use each parameter. If a rank gets no gradient or a
-// sparse one for a parameter, or if its pass throws, which destroys the function of end_of()
-// uncalled, the rank refuses the collectives that it has not started (ReduceGroup::refuse). So the
-// other ranks get its error, and the group stays in step.
+// Every rank takes part in collectives_locked() collectives in each pass. If a rank gets no
+// gradient for a parameter, or one of another kind, or if its hook or pass throws, which destroys
+// the function of end_of() uncalled, it refuses those that it has not started
+// (ReduceGroup::refuse). So the other ranks get its error, and the group stays in step.
 //
 // expect() gives a context the function of end_of() before the pass begins. If the context destroys
 // it uncalled, a forward had no backward, and this rank owes the other ranks a refusal. A context
@@ -70,7 +70,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Impl(const std::vector<NamedParameter>& parameters,
        std::shared_ptr<collective::ReduceGroup> group, Options options);
 
-  void expect(const autograd::ContextRef& context);
+  void expect(const autograd::ContextRef& context, bool is_local);
   void on_accumulated(size_t index, const at::Tensor& variable);
   void on_context_gradient(size_t index, const autograd::ContextRef& context,
                            const at::Tensor& gradient);
@@ -91,6 +91,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   struct ForwardCount {
     uint64_t forward = 0;
     uint64_t passes = 0;
+    bool is_local = false;  // not averaged
   };
 
   /// A context that expect() has announced.
@@ -98,9 +99,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     autograd::ContextRef context;
     uint64_t expected = 0;  // the pass that must come next; 0: none
     ForwardCount count = {};
+    bool stays_local() const { return count.is_local && expected == 0; }
   };
 
   static constexpr int kNoGraphTask = -1;
+  static constexpr auto kNotStatic = "got a gradient, but none in its static graph's first pass,";
 
   void transition_locked(PassState to);
   void begin_locked(uint64_t pass, const collective::PassNumber& number,
@@ -112,14 +115,23 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   AnnouncedContext* expecting_locked(uint64_t pass);
   void send_owed_refusals_locked();
   AnnouncedContext* answer_expectation_locked();
-  void store_locked(size_t index, const at::Tensor& gradient);
-  void make_buckets(const std::vector<int64_t>& order);
-  void store_unused_locked(const Target& target);
+  void fail_locked(size_t index, const std::string& what);
+  void store_locked(size_t index, const at::Tensor& gradient, bool is_unused = false);
+  void make_buckets(std::vector<int64_t> order);
+  void start_next_bucket_locked();
+  collective::ReduceGroup::WorkPtr average(const at::Tensor& tensor);
+  void store_unused_locked(const Target& target, const std::function<bool(size_t)>& is_unused);
+  void store_unused_of_graph_locked();
+  at::Tensor sparse_mean(const at::Tensor& mine);
   void store_means(const Target& target);
   bool measures_locked() const { return measured_pass_ == 0 && buckets_.size() > 1; }
-  int collectives_left_locked() const;
+  bool finds_unused() const { return options_.static_graph || options_.find_unused_parameters; }
+  bool counts_use_locked() const { return finds_unused() && !knows_unused_; }
+  bool waits_for_hooks() const { return options_.hook.run && options_.hook.may_fail_late; }
+  int collectives_locked() const;
   std::vector<int64_t> agreed_order();
-  Error missing_error_locked() const;
+  std::optional<Error> missing_error_locked() const;
+  Error hook_error(size_t bucket) const;
   Error given_up_error(const char* why) const;
   Error invalid(std::string message) const;
   std::string pass_text() const;
@@ -129,6 +141,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   const Options options_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
+  std::set<size_t> sparse_;  // the indices of parameters with sparse gradients
 
   mutable std::mutex mutex_;
   PassState state_ = PassState::kIdle;
@@ -136,6 +149,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t last_pass_ = 0;         // the newest pass that has begun or is expected
   collective::PassNumber number_;  // the current pass's number for the other ranks
   ForwardCount plain_;
+  bool expects_plain_ = false;     // a plain forward that is not local had no backward pass yet
+  int local_task_ = kNoGraphTask;  // torch's id of the last local plain pass
+  std::set<size_t> locally_used_;  // parameters in local passes since the last pass
   uint64_t plain_numbered_ = 0;    // the forward pass number of the last plain pass
   uint64_t announced_ = 0;         // number of forward passes that announced a context
   uint64_t unannounced_ = 0;       // the last context that took a number without being announced
@@ -147,9 +163,14 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<Error> owed_refusals_;  // errors of passes to refuse before the next pass
   std::vector<BucketSlot> slots_;     // one per parameter
   std::vector<Bucket> buckets_;
-  size_t started_ = 0;            // buckets whose allreduce has started
-  std::optional<Error> failure_;  // this rank's error in the current pass
-  at::Tensor used_;               // see Reducer::used(); undefined without find_unused_parameters
+  size_t started_ = 0;                        // buckets whose allreduce has started
+  std::atomic<int> made_ = 0;                 // collectives of the current pass that have started
+  std::atomic<bool> gave_up_ = false;         // the others of the current pass are refused
+  std::vector<at::Tensor> sparse_gradients_;  // of the current pass, as `sparse_`
+  std::optional<Error> failure_;              // this rank's error in the current pass
+  at::Tensor used_;            // see Reducer::used(); undefined if all parameters must be used
+  std::vector<bool> unused_;   // on this rank, in the current pass or, if known, in the first one
+  bool knows_unused_ = false;  // a pass has succeeded with static_graph
   std::vector<int64_t> arrival_;  // parameters in the order in which their gradients arrived
   uint64_t measured_pass_ = 0;    // the pass whose arrival order built the buckets; 0: none yet
 };

@@ -25,7 +25,7 @@ using ddp::Reducer;
 namespace {
 
 constexpr auto kLimit = std::chrono::seconds(30);
-constexpr Reducer::Options kSmall{.bucket_cap_bytes = 300, .first_bucket_bytes = 100};
+const Reducer::Options kSmall{.bucket_cap_bytes = 300, .first_bucket_bytes = 100};
 
 // Two layers, on one device or on two.
 //
@@ -63,13 +63,15 @@ enum class Kind { kPlain, kDistributed };
 
 // Trains on `size` ranks and returns the parameters of rank 0. Rank r has its layers on devices[r].
 std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10::Device>> devices,
-                                Kind kind, int steps = 5) {
+                                Kind kind, const ddp::CommHook& hook = {}, int steps = 5) {
+  Reducer::Options options = kSmall;
+  options.hook = hook;
   TestGroup group(size, {.timeout = kLimit});
   std::vector<at::Tensor> result;
   run_ranks(size, [&](int rank) {
     const auto [a, b] = devices[size_t(rank)];
     Net net(uint64_t(rank + 1), a, b);
-    DistributedDataParallel model(net, group.backends[size_t(rank)], kSmall);
+    DistributedDataParallel model(net, group.backends[size_t(rank)], options);
     for (int step = 0; step < steps; ++step) {
       const at::Tensor loss = model.forward(batch(rank, step)).pow(2).mean();
       std::optional<ManualPass> pass;
@@ -122,6 +124,11 @@ TEST_CASE("training on devices equals training on the CPU") {
     if (size < 3) two.emplace_back(fake(rank), fake(rank + 2));
   }
   CHECK(all_close(trained(size, one, kind), on_cpu));
+  // A hook whose values are on the device, and arrive after the gradients.
+  const ddp::CommHook hook{"copies", [](const std::shared_ptr<ddp::GradientBucket>& bucket) {
+                             return bucket->average(bucket->tensor.clone());
+                           }};
+  CHECK(all_close(trained(size, one, kind, hook), on_cpu));
   if (size < 3) CHECK(all_close(trained(size, two, kind), on_cpu));
   // The devices may differ between the ranks.
   if (size > 1) {

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <set>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include "distrain/collective/staged_reduce_group.h"
 #include "distrain/ddp/reducer.h"
@@ -14,10 +16,13 @@
 namespace distrain::ddp {
 
 /// Checks that all ranks have `tensors` with the same names, shapes, dtypes and requires_grad, and
-/// the same grouping by device. Otherwise throws `invalid` on all ranks, naming the first rank and
-/// tensor that differ from rank 0. A collective call.
+/// the same grouping by device, and the same `options`, if given. Otherwise throws `invalid` on all
+/// ranks, naming the first rank and tensor that differ from rank 0. A collective call.
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
-                           collective::ReduceGroup& group);
+                           collective::ReduceGroup& group, const ReducerOptions* options = nullptr);
+
+/// Sets has_sparse_gradient of the weights of embeddings of `module` with the option `sparse`.
+void mark_sparse(std::vector<NamedParameter>& parameters, const torch::nn::Module& module);
 
 /// Copies the values of dense `tensors` from group rank `root` to the other ranks in the current
 /// streams, without autograd. A collective call with one message per device.
@@ -42,6 +47,11 @@ void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Reduce
 /// a backward pass, and several contexts may live at once, such as those of micro-batches. A pass
 /// over a context that used the parameters only by module() or in eval mode fails.
 ///
+/// To accumulate gradients, in `.grad` or in a context, average only the last of several passes:
+///
+///   const auto guard = model.no_sync(/*is_active=*/!is_last);
+///   loss(model.forward(batch)).backward();
+///
 /// If the ranks' data ends at different steps, each rank goes on until no rank has data. For the
 /// mean over the ranks that have data, it also calls reducer().scale_means(size / double(ranks)).
 ///
@@ -57,14 +67,14 @@ class DistributedDataParallel {
       : module_(std::move(module)),
         group_(std::move(group)),
         ignored_(std::move(ignored)),
-        has_buffers_(!module_->buffers().empty()),
-        reducer_(make_equal(), group_, options) {}
+        copies_buffers_(options.broadcast_buffers && !module_->buffers().empty()),
+        reducer_(make_equal(options), group_, options) {}
   /// Averages the gradients by a StagedReduceGroup over `backend`.
   DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
                           Reducer::Options options = {}, std::set<std::string> ignored = {})
       : DistributedDataParallel(std::move(module),
                                 std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
-                                options, std::move(ignored)) {}
+                                std::move(options), std::move(ignored)) {}
 
   template <class... Args>
   auto forward(Args&&... args) {
@@ -86,6 +96,14 @@ class DistributedDataParallel {
     return loss;
   }
 
+  /// Until the result is destroyed, forward passes, on any thread, are not averaged: their backward
+  /// passes only add to this rank's gradients. Does nothing unless `is_active`. As in torch, the
+  /// first such forward still copies the buffers of rank 0, and the first one after them does not.
+  [[nodiscard]] std::shared_ptr<void> no_sync(bool is_active = true) {
+    if (!is_active) return nullptr;
+    return {this, [before = syncs_.exchange(false)](auto* self) { self->syncs_ = before; }};
+  }
+
   /// Returns how many ranks call it with `mine` set. A collective call.
   int ranks_with_data(bool mine) {
     const at::Tensor share = at::full({1}, mine ? 1.0 : 0.0, at::kDouble);
@@ -101,14 +119,15 @@ class DistributedDataParallel {
   // Announces a pass, and gets the buffers of rank 0.
   void begin_forward() {
     if (!module_->is_training()) return;
+    const bool syncs = syncs_;
     if (at::GradMode::is_enabled()) {
       if (const auto context = autograd::ContextRef::current()) {
-        reducer_.expect(*context);
+        reducer_.expect(*context, /*is_local=*/!syncs);
       } else {
-        reducer_.count_forward();
+        reducer_.count_forward(/*is_local=*/!syncs);
       }
     }
-    if (has_buffers_) {
+    if (copies_next_.exchange(syncs) && copies_buffers_) {
       broadcast_values(tensors_of(named(module_->named_buffers())), reducer_.group());
     }
   }
@@ -127,11 +146,12 @@ class DistributedDataParallel {
     return tensors;
   }
 
-  std::vector<NamedParameter> make_equal() {
+  std::vector<NamedParameter> make_equal(const Reducer::Options& options) {
     std::vector<NamedParameter> parameters = named(module_->named_parameters());
+    mark_sparse(parameters, *module_);
     std::vector<NamedParameter> all = parameters;
     for (NamedParameter& buffer : named(module_->named_buffers())) all.push_back(std::move(buffer));
-    check_same_everywhere(all, *group_);
+    check_same_everywhere(all, *group_, &options);
     if (std::ranges::none_of(parameters, [](const auto& p) { return p.tensor.requires_grad(); })) {
       base::invalid(
           "DistributedDataParallel: the module has no parameter that requires a gradient");
@@ -143,7 +163,9 @@ class DistributedDataParallel {
   Module module_;
   std::shared_ptr<collective::ReduceGroup> group_;
   const std::set<std::string> ignored_;
-  const bool has_buffers_;
+  const bool copies_buffers_;
+  std::atomic<bool> copies_next_ = true;  // the forward pass before this one was not in no_sync()
+  std::atomic<bool> syncs_ = true;
   Reducer reducer_;
 };
 

@@ -246,6 +246,7 @@ TEST_CASE("the values of parameters and buffers may come from any rank") {
 }
 
 TEST_CASE("ignored parameters and buffers may differ between ranks, and are not averaged") {
+  const bool is_static = GENERATE(false, true);
   TestGroup group(kRanks, kSettings);
   run_ranks(kRanks, [&](int rank) {
     OwnPart module(rank);
@@ -254,7 +255,7 @@ TEST_CASE("ignored parameters and buffers may differ between ranks, and are not 
                                   DistributedDataParallel all(module, group.backends[size_t(rank)]);
                                 }).message;
     RANK_CHECK(contains(message, "fc2.weight"));
-    DistributedDataParallel model(module, group.backends[size_t(rank)], {},
+    DistributedDataParallel model(module, group.backends[size_t(rank)], {.static_graph = is_static},
                                   {"fc2.weight", "fc2.buffer"});
     RANK_CHECK(model.reducer().buckets() == std::vector<std::vector<std::string>>{{"fc1.weight"}});
     module->fc2 = module->replace_module("fc2", linear(1, 1));
@@ -296,9 +297,11 @@ TEST_CASE("each parameter without a gradient is named in full, and no other") {
 }
 
 TEST_CASE("a module may take and return structures; outputs are the module's own tensors") {
+  const bool is_static = GENERATE(false, true);
   TestGroup group(kRanks, kSettings);
   run_ranks(kRanks, [&](int rank) {
-    DistributedDataParallel model(Structures(), group.backends[size_t(rank)]);
+    DistributedDataParallel model(Structures(), group.backends[size_t(rank)],
+                                  {.static_graph = is_static});
     const auto in = [](int of) { return Pair{data({5, 10}, of), data({5, 10}, 50 + of)}; };
     for (int step = 0; step < 6; ++step) {
       const int shape = step % 3;
@@ -435,6 +438,44 @@ TEST_CASE("ranks whose data ends at different steps train together until no rank
     RANK_CHECK(step == steps_of(kThree - 1));
     RANK_CHECK(at::allclose(module->layer->weight.detach(), wanted));
   });
+}
+
+TEST_CASE("ranks with uneven data train together with hooks and no_sync() in some steps") {
+  // After PyTorch's test: a rank steps by its own gradients in no_sync(), so the ranks' parameters
+  // differ until the end, when all ranks get those of the rank that has had data for longest.
+  const int fewest = GENERATE(0, 2), interval = GENERATE(1, 2, 3);
+  const bool has_hook = GENERATE(false, true);
+  constexpr int kThree = 3;
+  ddp::CommHook hook{"two averages", {}, 2};  // as PowerSGD
+  hook.run = [](const std::shared_ptr<ddp::GradientBucket>& bucket) {
+    auto first = std::make_shared<std::future<at::Tensor>>(bucket->average(bucket->tensor / 2));
+    return std::async(std::launch::deferred, [bucket, first] {
+      return first->get() + bucket->average(bucket->tensor / 2).get();
+    });
+  };
+  TestGroup group(kThree, kSettings);
+  std::vector<at::Tensor> weights(kThree);
+  run_ranks(kThree, [&](int rank) {
+    Buffered module(0);
+    DistributedDataParallel model(
+        module, group.backends[size_t(rank)],
+        {.bucket_cap_bytes = 8, .hook = has_hook ? hook : ddp::CommHook()});
+    int step = 0, own = 0;
+    for (; model.ranks_with_data(own < fewest + 3 * rank); ++step) {
+      const bool has_data = own < fewest + 3 * rank;
+      own += has_data ? 1 : 0;
+      const auto guard = model.no_sync(step % interval != 0);
+      (has_data ? model.forward(at::full({1, 4}, 2.0)).sum() : model.forward_without_data())
+          .backward();
+      const at::NoGradGuard no_grad;
+      module->layer->weight.add_(module->layer->weight.grad());
+      module->zero_grad();
+    }
+    RANK_CHECK(step == fewest + 3 * (kThree - 1) && own == fewest + 3 * rank);
+    ddp::broadcast_values(model.parameters(), model.reducer().group(), kThree - 1);
+    weights[size_t(rank)] = module->layer->weight.detach().clone();
+  });
+  for (const at::Tensor& each : weights) CHECK(same_bits(each, weights[0]));
 }
 
 TEST_CASE("a job may end when the first rank has no more data") {

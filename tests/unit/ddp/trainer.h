@@ -28,7 +28,7 @@ using Scope = autograd::Context::Scope;
 using Model = ddp::DistributedDataParallel<torch::nn::Sequential>;
 
 constexpr int kTrainers = 2;
-constexpr ddp::Reducer::Options kSmallBuckets{.bucket_cap_bytes = 60, .first_bucket_bytes = 30};
+inline const ddp::Reducer::Options kSmallBuckets{.bucket_cap_bytes = 60, .first_bucket_bytes = 30};
 inline const std::string kNone = "(no error)";
 
 inline torch::nn::Sequential make_net() {
