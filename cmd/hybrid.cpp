@@ -120,6 +120,10 @@ rank 0 needs the data.)")
       .details("`trainers` is the default of torch.distributed.algorithms.Join.")
       .data_only();
   list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
+  list.integer("accumulate", &Self::accumulate, kAccumulateHelp).range(1, 1e6).data_only();
+  list.choice("gradient-dtype", &Self::gradient_dtype, {"float32", "float16", "bfloat16"},
+              kGradientDtypeHelp)
+      .of_training();
 }
 
 namespace {

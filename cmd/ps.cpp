@@ -98,6 +98,7 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
       .needs("data");
   list.group("Training");
   list.row("trainers").help("run N trainers beside the servers").range(1, 1023);
+  list.integer("accumulate", &PsOptions::accumulate, kAccumulateHelp).range(1, 1e6).of_training();
   list.integer("servers", &PsOptions::servers, "spread the net's parameters over N servers by size")
       .range(1, static_cast<double>(ConvNet::names().size()))  // each server has a parameter
       .may_change()

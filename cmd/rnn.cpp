@@ -67,6 +67,9 @@ void check_rnn(const RnnOptions& options, const job::Preflight& preflight) {
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   using Self = RnnOptions;
   list.without("min-trainers");  // trainers keep replicas, so the job cannot lose one
+  list.choice("gradient-dtype", &Self::gradient_dtype, {"float32", "float16", "bfloat16"},
+              kGradientDtypeHelp)
+      .of_training();
   list.integer("vocab-size", &Self::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
       .may_change()  // a resume compares the vocabulary itself instead of its limit

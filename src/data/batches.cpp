@@ -31,6 +31,16 @@ void check_enough(const std::string& path, int64_t examples, int64_t trainers) {
                              examples == 1 ? "example is" : "examples are", trainers, examples));
 }
 
+Batch Batch::part(int64_t first, int64_t end) const {
+  const auto start = [this](int64_t bag) {
+    return bag < size() ? offsets[bag].item<int64_t>() : indices.numel();
+  };
+  const int64_t count = end - first, at = start(first);
+  return {indices.narrow(0, at, start(end) - at), offsets.narrow(0, first, count) - at,
+          targets.narrow(0, first, count),
+          numbers.defined() ? numbers.narrow(0, first, count) : numbers};
+}
+
 Batch Batch::empty() {
   const at::Tensor none = at::empty({0}, at::kLong);
   return {none, none, none, at::empty({0, kCriteoNumbers}, at::kFloat)};

@@ -166,6 +166,11 @@ void RuleOptions::name_rules(OptionTable& table) {
   }
 }
 
+ddp::ReducerOptions TrainerOptions::replicas() const {
+  if (gradient_dtype == "float32") return {};
+  return {.hook = ddp::compress_hook(gradient_dtype == "float16" ? at::kHalf : at::kBFloat16)};
+}
+
 optim::Sharing TrainerOptions::sharing(int participant) const {
   using Mode = optim::Sharing::Mode;
   return {.mode = mode == "sync"  ? Mode::kSync

@@ -60,7 +60,7 @@ void SingleProcessTraining::run(SingleProcessOptimizer& optimizer,
       loss_sum += checked_loss(one.loss, each.epoch, each.number + 1);
       all.samples += one.samples;
       if (all.more.empty()) all.more = one.more;
-      base::traced("backward", [&] { one.loss.backward(); });
+      if (!one.has_gradients) base::traced("backward", [&] { one.loss.backward(); });
       optimizer.gather();
       if (optimizer.each_trainer_steps()) optimizer.step();
     }

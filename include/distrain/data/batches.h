@@ -30,6 +30,8 @@ struct Batch {
   static constexpr auto kFields =
       std::tuple(&Batch::indices, &Batch::offsets, &Batch::targets, &Batch::numbers);
 
+  /// Returns the bags `first` to `end` - 1.
+  Batch part(int64_t first, int64_t end) const;
   /// Returns a batch without examples, for data of any format.
   static Batch empty();
 };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "distrain/ddp/reducer.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/option_list.h"
 #include "distrain/optim/distributed_optimizer.h"
@@ -104,10 +105,17 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   int epochs = 1;     ///< 0: no limit
   int64_t steps = 0;  ///< steps of each trainer; 0: no limit
   int batch_size = 32;
+  int accumulate = 1;  ///< batches of a step
+  static constexpr auto kAccumulateHelp = "add up the gradients of N batches in each step";
+  std::string gradient_dtype = "float32";  ///< in which replicas average: or float16, bfloat16
+  static constexpr auto kGradientDtypeHelp = "send the gradients of replicas in this type";
   std::string mode = "async";  ///< async, sync, or ssp if the job offers it
   int64_t staleness = 1;       ///< ssp: maximum lead over the slowest trainer, in steps
   bool eval_only = false;      ///< only evaluate the checkpoint of `--resume`
   int min_trainers = 1;        ///< the job ends if fewer trainers are left
+
+  int64_t step_size() const { return int64_t{batch_size} * accumulate; }  ///< examples of a step
+  ddp::ReducerOptions replicas() const;  ///< options of the job's DistributedDataParallel
 
   /// Returns the settings by which trainer `participant` (from 0) shares parameters with others.
   optim::Sharing sharing(int participant) const;

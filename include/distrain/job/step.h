@@ -33,14 +33,21 @@ struct Result {
   Json more = Json::object();      ///< further fields of the `step` line
   int64_t steps = 1;               ///< number of steps that the `end` line counts for this step
   Json progress = Json::object();  ///< further fields of EventSink::progress()
+  bool has_gradients = false;      ///< the step has called backward() itself
+  /// Adds a part of the step, with its part of the loss.
+  void add(const at::Tensor& part_of_loss, int64_t its_samples) {
+    loss = loss.defined() ? loss.add(part_of_loss.detach()) : part_of_loss.detach();
+    samples += its_samples;
+  }
 };
 
-/// A trainer's share of an evaluation: the examples `first(n)` to `end(n)` - 1 of n examples.
+/// The examples `first(n)` to `end(n)` - 1 of n: a trainer's share, or a part of a step.
 struct Share {
   int index = 0;
   int count = 1;
   int64_t first(int64_t n) const { return n * index / count; }
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
+  bool is_last() const { return index + 1 == count; }
   /// Calls `use` with the indices of the share's examples, `batch_size` at a time.
   void each_batch(int64_t n, int64_t batch_size,
                   const std::function<void(std::span<const int64_t> examples)>& use) const;

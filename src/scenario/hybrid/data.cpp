@@ -104,7 +104,7 @@ HybridData::HybridData(const HybridOptions& options, const std::vector<int>& tra
     train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
     data::check_enough(options.data, train_->size(), options.trainers);
     words_ = train_->vocabulary;
-    sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
+    sampler_.emplace(options.seed, options.trainers, train_->size(), options.step_size());
   }
   if (options.is_binary() && classes() != 2) {
     base::bad_data(options.data + ": the number of labels is " + std::to_string(classes()) +
@@ -121,7 +121,7 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
         .paths = data::expand_paths(data::split_paths(options_.data)),
         .shard = shard,
         .shards = shards,
-        .batch_size = options_.batch_size,
+        .batch_size = options_.step_size(),
         .epochs = options_.epochs > 0 ? options_.epochs : kNoLimit,
         .shuffle_buffer = options_.shuffle_buffer,
         .seed = options_.seed,

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "distrain/rpc/to_device.h"
+
 namespace distrain::scenario {
 
 namespace {
@@ -33,6 +35,21 @@ at::ScalarType wire_dtype(const std::string& name) {
 
 }  // namespace
 
+EmbeddedBatch EmbeddedBatch::part_of(const data::Batch& step, const job::Share& part) {
+  if (part.count == 1) return {step, {}};
+  const data::Batch batch = step.part(part.first(step.size()), part.end(step.size()));
+  return {batch, {}, step.size() > 0 ? static_cast<double>(batch.size()) / step.size() : 1};
+}
+
+at::Tensor EmbeddedBatch::loss(const HybridOptions& options, c10::Device device,
+                               const std::function<at::Tensor(const at::Tensor&)>& forward) const {
+  const at::Tensor targets = rpc::to_device(batch.targets, device),
+                   here = rpc::to_device(rows, device);
+  const at::Tensor scores = base::traced("forward", [&] { return forward(here); });
+  const at::Tensor mean = base::traced("loss", [&] { return options.loss(scores, targets); });
+  return weight == 1 ? mean : mean * weight;
+}
+
 ShardedTable::ShardedTable(job::Rank& rank, const HybridOptions& options, HybridData& data,
                            int64_t rows)
     : Embedding(data),
@@ -48,18 +65,23 @@ ShardedTable::ShardedTable(const HybridOptions& options, HybridData& data)
       tables_(std::make_shared<table::ShardedEmbedding>(std::make_shared<table::TableServer>(),
                                                         table_options(options, data.rows()))) {}
 
-EmbeddedBatch ShardedTable::embed(const job::Step& step) {
-  for (int64_t ahead = std::ssize(started_); ahead <= std::min(prefetch_, step.left); ++ahead) {
+EmbeddedBatch ShardedTable::embed(const job::Step& step, const job::Share& part) {
+  const int64_t most = part.index == 0 ? std::min(prefetch_, step.left) : -1;
+  for (int64_t ahead = std::ssize(started_) / part.count; ahead <= most; ++ahead) {
     job::Step next = step;
     next.number += ahead;
-    const data::Batch batch = data_.batch(next);
-    started_.push_back({batch, tables_->start({{.ids = batch.indices,
-                                                .offsets = batch.offsets,
+    const data::Batch whole = data_.batch(next);
+    for (job::Share its{0, part.count}; its.index < its.count; ++its.index) {
+      const EmbeddedBatch now = EmbeddedBatch::part_of(whole, its);
+      started_.push_back({now, tables_->start({{.ids = now.batch.indices,
+                                                .offsets = now.batch.offsets,
                                                 .pooling = table::Pooling::kSum}})});
+    }
   }
-  const Started now = std::move(started_.front());
+  Started now = std::move(started_.front());
   started_.pop_front();
-  return {now.batch, tables_->finish(now.rows)[0]};
+  now.part.rows = tables_->finish(now.rows)[0];
+  return now.part;
 }
 
 }  // namespace distrain::scenario

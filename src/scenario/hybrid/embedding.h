@@ -7,10 +7,17 @@
 
 namespace distrain::scenario {
 
-/// A training batch and the sum of the rows of each bag, float [bags, dim].
+/// A batch of a training step and the sum of the rows of each bag, float [bags, dim].
 struct EmbeddedBatch {
   data::Batch batch;
   at::Tensor rows;
+  double weight = 1;  ///< share of the batch in the step's examples
+
+  /// Returns a part of a step's batch, without rows.
+  static EmbeddedBatch part_of(const data::Batch& step, const job::Share& part);
+  /// Returns the batch's part of the step's mean loss. `forward` maps rows to scores.
+  at::Tensor loss(const HybridOptions& options, c10::Device device,
+                  const std::function<at::Tensor(const at::Tensor&)>& forward) const;
 };
 
 /// The embedding as a trainer uses it: the rows of a module, or of tables on servers (`--table`).
@@ -18,16 +25,21 @@ class Embedding {
  public:
   explicit Embedding(HybridData& data) : data_(data) {}
   virtual ~Embedding() = default;
-  /// Returns the batch of a training step. Call it once for each step, in the step's context.
-  virtual EmbeddedBatch embed(const job::Step& step) {
-    const data::Batch batch = data_.batch(step);
-    return {batch, embed(batch)};
+  /// Returns a part of a training step. Call it once for each part, in the part's context.
+  virtual EmbeddedBatch embed(const job::Step& step, const job::Share& part) {
+    if (part.index == 0) step_ = data_.batch(step);
+    EmbeddedBatch now = EmbeddedBatch::part_of(step_, part);
+    now.rows = embed(now.batch);
+    return now;
   }
   /// Returns the sums of the rows of a batch.
   virtual at::Tensor embed(const data::Batch& batch) = 0;
 
  protected:
   HybridData& data_;
+
+ private:
+  data::Batch step_;  // all parts of the current step
 };
 
 /// An embedding in tables of the layer `table`, on servers or in this process.
@@ -38,7 +50,7 @@ class ShardedTable final : public Embedding {
   /// Keeps all rows in this process.
   ShardedTable(const HybridOptions& options, HybridData& data);
 
-  EmbeddedBatch embed(const job::Step& step) override;
+  EmbeddedBatch embed(const job::Step& step, const job::Share& part) override;
   at::Tensor embed(const data::Batch& batch) override {
     return tables_->bags(batch.indices, batch.offsets);
   }
@@ -46,12 +58,12 @@ class ShardedTable final : public Embedding {
 
  private:
   struct Started {
-    data::Batch batch;
+    EmbeddedBatch part;
     table::ShardedEmbedding::Pending rows;
   };
   const int64_t prefetch_;
   const std::shared_ptr<table::ShardedEmbedding> tables_;
-  std::deque<Started> started_;  // the lookups of the next steps
+  std::deque<Started> started_;  // the lookups of this step's other parts and of the next steps
 };
 
 }  // namespace distrain::scenario

@@ -274,7 +274,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   }
   ddp::DistributedDataParallel dense(
       Dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense),
-      rank.group("trainer"));
+      rank.group("trainer"), options.replicas());
   optim::DistributedOptimizer optimizer(
       rank.agent(), module ? module->remote_parameters() : std::vector<rpc::RRef<at::Tensor>>(),
       dense.parameters(), options.rule(), options.sharing(rank.index()));
@@ -296,15 +296,24 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     return dense.module()->forward(rpc::to_device(embedding->embed(batch), device));
   });
   training.run([&](const job::Step& step) {
-    autograd::Context context(rank.agent());
-    const auto [batch, rows] = embedding->embed(step);
-    const at::Tensor targets = rpc::to_device(batch.targets, device);
-    const at::Tensor embedded = rpc::to_device(rows, device);
-    const at::Tensor scores = base::traced("forward", [&] { return dense.forward(embedded); });
-    const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
-    autograd::backward(context, {loss});
-    optimizer.step(context);
-    job::Result result{loss, batch.size()};
+    std::deque<autograd::Context> contexts;  // one for each part of the step
+    std::vector<uint64_t> ids;
+    job::Result result;
+    for (job::Share part{0, options.accumulate}; part.index < part.count; ++part.index) {
+      autograd::Context& context = contexts.emplace_back(rank.agent());
+      const auto adds_up = dense.no_sync(!part.is_last());
+      const EmbeddedBatch batch = embedding->embed(step, part);
+      const at::Tensor loss =
+          batch.loss(options, device, [&](const at::Tensor& rows) { return dense.forward(rows); });
+      // The last pass averages the sum of all parts' gradients of the replicas.
+      for (const uint64_t id : part.is_last() ? ids : std::vector<uint64_t>()) {
+        autograd::move_gradients(rank.agent(), id, context.id());
+      }
+      autograd::backward(context, {loss});
+      ids.push_back(context.id());
+      result.add(loss, batch.batch.size());
+    }
+    optimizer.step(ids);
     if (options.prefetch > 0) result.more["staleness"] = tables->staleness();
     return result;
   });
@@ -327,13 +336,16 @@ void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options)
   training.keep(optimizer);
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(optimizer, [&](const job::Step& step) {
-    const auto [batch, rows] = model.embedding->embed(step);
-    const at::Tensor targets = rpc::to_device(batch.targets, local.device());
-    const at::Tensor embedded = rpc::to_device(rows, local.device());
-    const at::Tensor scores =
-        base::traced("forward", [&] { return model.dense->forward(embedded); });
-    const at::Tensor loss = base::traced("loss", [&] { return options.loss(scores, targets); });
-    return job::Result{loss, batch.size()};
+    job::Result result{.has_gradients = true};
+    for (job::Share part{0, options.accumulate}; part.index < part.count; ++part.index) {
+      const EmbeddedBatch batch = model.embedding->embed(step, part);
+      const at::Tensor loss = batch.loss(options, local.device(), [&](const at::Tensor& rows) {
+        return model.dense->forward(rows);
+      });
+      base::traced("backward", [&] { loss.backward(); });
+      result.add(loss, batch.batch.size());
+    }
+    return result;
   });
 }
 

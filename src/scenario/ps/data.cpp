@@ -48,7 +48,7 @@ PsData::PsData(const PsOptions& options)
       files_(data::read_image_folder(options.data)),
       examples_(options.limit > 0 ? std::min(options.limit, files_.train.count)
                                   : files_.train.count),
-      sampler_(options.seed, options.trainers, examples_, options.batch_size) {
+      sampler_(options.seed, options.trainers, examples_, options.step_size()) {
   check_images(options.data, files_.train);
   data::check_enough(options.data, examples_, options.trainers);
   if (files_.test) check_images(options.data, *files_.test);
@@ -60,7 +60,7 @@ PsData::PsData(const PsOptions& options)
 PsData::PsData(const PsOptions& options, const std::string& images)
     : options_(options),
       test_(read_checked(images)),
-      sampler_(options.seed, options.trainers, examples_, options.batch_size) {}
+      sampler_(options.seed, options.trainers, examples_, options.step_size()) {}
 
 job::Plan PsData::plan() const {
   job::Plan plan = job::Plan::of(options_, sampler_.steps_per_epoch());
@@ -81,9 +81,23 @@ void PsData::agree(job::TrainingPlan& training) const {
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
-data::ImageBatch PsData::batch(const job::Step& step) {
+std::vector<PsPart> PsData::parts(const job::Step& step) {
   const base::TraceScope scope("data");
-  return data::make_batch(files_.train, sampler_.batch(step.epoch, step.shard, step.number), form_);
+  const auto [images, labels] =
+      data::make_batch(files_.train, sampler_.batch(step.epoch, step.shard, step.number), form_);
+  std::optional<uint64_t> key = dropout_key(options_, step);
+  std::vector<PsPart> parts;
+  const auto some = images.chunk(options_.accumulate), its = labels.chunk(options_.accumulate);
+  for (size_t i = 0; i < some.size(); ++i) {
+    parts.push_back({{some[i], its[i]}, key, 1.0 * its[i].numel() / labels.numel()});
+    if (key) ++*key;
+  }
+  return parts;
+}
+
+at::Tensor PsPart::loss(const at::Tensor& scores) const {
+  const base::TraceScope scope("loss");
+  return at::nll_loss(scores, rpc::to_device(batch.labels, scores.device())) * weight;
 }
 
 void PsData::each_batch(const data::ImageSet& set, const job::Share& share,

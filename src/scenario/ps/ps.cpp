@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <functional>
 #include <utility>
 
@@ -257,24 +258,29 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&] { return net.begin_evaluation(); });
   training.run([&](const job::Step& step) {
-    const data::ImageBatch batch = data.batch(step);
-    const at::Tensor targets = rpc::to_device(batch.labels, device);
-    autograd::Context context(rank.agent());
-    const PsPass forward =
-        net.forward_training(batch.images, dropout_key(options, step), options.dropout);
-    const at::Tensor scores = rpc::to_device(forward.tensors[0], device);
-    const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
-    autograd::backward(context, {loss});
-    if (options.verify_grads) net.verify_gradients(context);
-    const uint64_t updates = optimizer.step(context);
-    training.note_max("staleness", forward.staleness);
-    // `delay` is the number of other trainers' updates since the forward pass. It is 0 in sync
-    // mode, because all trainers share one update.
-    return job::Result{loss,
-                       batch.labels.numel(),
-                       {{"staleness", forward.staleness},
-                        {"version", forward.version},
-                        {"delay", updates - forward.version - 1}}};
+    std::deque<autograd::Context> contexts;  // one for each part of the step
+    std::vector<uint64_t> ids;
+    PsPass first;
+    job::Result result;
+    for (const PsPart& part : data.parts(step)) {
+      const autograd::Context& context = contexts.emplace_back(rank.agent());
+      const PsPass forward =
+          net.forward_training(part.batch.images, part.dropout_key, options.dropout);
+      const at::Tensor loss = part.loss(rpc::to_device(forward.tensors[0], device));
+      autograd::backward(contexts.back(), {loss});
+      if (options.verify_grads) net.verify_gradients(context);
+      if (ids.empty()) first = forward;
+      ids.push_back(context.id());
+      result.add(loss, part.batch.labels.numel());
+    }
+    const uint64_t updates = optimizer.step(ids);
+    training.note_max("staleness", first.staleness);
+    // `delay` is the number of other trainers' updates since the first forward pass. It is 0 in
+    // sync mode, because all trainers share one update.
+    result.more = {{"staleness", first.staleness},
+                   {"version", first.version},
+                   {"delay", updates - first.version - 1}};
+    return result;
   });
 }
 
@@ -296,13 +302,15 @@ void train_ps_local(job::SingleProcess& local, const PsOptions& options) {
   });
   training.run(optimizer, [&](const job::Step& step) {
     const int64_t version = optimizer.updates();
-    const data::ImageBatch batch = data.batch(step);
-    const at::Tensor scores = ConvNet::forward(
-        net.parameters(), batch.images, dropout_of(dropout_key(options, step)), options.dropout);
-    const at::Tensor targets = rpc::to_device(batch.labels, scores.device());
-    const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
-    return job::Result{
-        loss, batch.labels.numel(), {{"staleness", 0}, {"version", version}, {"delay", 0}}};
+    job::Result result{.more = {{"staleness", 0}, {"version", version}, {"delay", 0}},
+                       .has_gradients = true};
+    for (const PsPart& part : data.parts(step)) {
+      const at::Tensor loss = part.loss(ConvNet::forward(
+          net.parameters(), part.batch.images, dropout_of(part.dropout_key), options.dropout));
+      base::traced("backward", [&] { loss.backward(); });
+      result.add(loss, part.batch.labels.numel());
+    }
+    return result;
   });
 }
 

@@ -29,6 +29,14 @@ struct PsOptions : job::TrainerOptions {
   int servers = 1;              ///< number of servers that share the net's parameters
 };
 
+/// A part of a training step (`--accumulate`).
+struct PsPart {
+  data::ImageBatch batch;
+  std::optional<uint64_t> dropout_key;
+  double weight = 1;                                ///< share of the batch in the step's images
+  at::Tensor loss(const at::Tensor& scores) const;  ///< the part's share of the step's mean loss
+};
+
 /// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
 class PsData {
  public:
@@ -40,7 +48,7 @@ class PsData {
   job::Plan plan() const;
   /// Adds to `training` the properties of the data that all trainers must share.
   void agree(job::TrainingPlan& training) const;
-  data::ImageBatch batch(const job::Step& step);
+  std::vector<PsPart> parts(const job::Step& step);
   /// Has `training` evaluate the validation images after each epoch and the test images at the end.
   /// Each evaluation calls `begin`, which returns a function from a batch of images to
   /// log-probabilities. This object must outlive the training.

@@ -14,7 +14,7 @@ LanguageModel::LanguageModel(const RnnOptions& options, c10::Device device, Ends
     : options_(options),
       lstm_(options.emsize, options.nhid, options.nlayers, options.dropout, options.seed, device),
       ends_(std::move(ends)) {
-  if (group) parallel_.emplace(lstm_, *group);
+  if (group) parallel_.emplace(lstm_, *group, options.replicas());
 }
 
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,

@@ -34,6 +34,27 @@ Ints epoch_of(Sampler sampler, int64_t epoch, int shard) {
 
 }  // namespace
 
+TEST_CASE("The parts of a batch have its bags") {
+  const Batch whole{at::tensor({7, 8, 9, 5, 6}, at::kLong), at::tensor({0, 2, 2, 4}, at::kLong),
+                    at::tensor({0, 1, 0, 1}, at::kLong),
+                    at::arange(52).view({4, 13}).to(at::kFloat)};
+  const auto check = [&](int64_t first, int64_t end, const Ints& indices, const Ints& offsets) {
+    const Batch part = whole.part(first, end);
+    CHECK(part.size() == end - first);
+    CHECK(at::equal(part.indices, at::tensor(indices, at::kLong)));
+    CHECK(at::equal(part.offsets, at::tensor(offsets, at::kLong)));
+    CHECK(at::equal(part.targets, whole.targets.narrow(0, first, end - first)));
+    CHECK(at::equal(part.numbers, whole.numbers.narrow(0, first, end - first)));
+  };
+  check(0, 4, {7, 8, 9, 5, 6}, {0, 2, 2, 4});
+  check(0, 2, {7, 8}, {0, 2});  // the second bag is empty
+  check(1, 3, {9, 5}, {0, 0});
+  check(3, 4, {6}, {0});
+  check(4, 4, {}, {});
+  check(2, 2, {}, {});
+  CHECK(Batch::empty().part(0, 0).size() == 0);
+}
+
 TEST_CASE("Fewer examples than trainers are an error with the file and the option") {
   check_enough("f", 2, 2);
   const auto why = [](const std::string& path, int64_t examples) {
