@@ -17,7 +17,9 @@ ThreadState& thread_state() {
 
 void check_may_wait(const char* what) {
   if (!thread_state().must_not_wait) return;
-  std::fprintf(stderr, "distrain: fatal: %s on the loop thread, where it could never end\n", what);
+  std::fprintf(stderr,
+               "distrain: fatal: %s in a callback of the event loop, where it could never end\n",
+               what);
   std::abort();
 }
 
@@ -83,7 +85,8 @@ void ThreadPool::run() {
         polling_ = true;
         called_.store(false, std::memory_order_relaxed);
         lock.unlock();
-        thread_state().poll.poll([this] { return called_.load(std::memory_order_acquire); });
+        thread_state().poll.poll([this] { return called_.load(std::memory_order_acquire); },
+                                 loop_.get());
         lock.lock();
         polling_ = false;
         continue;

@@ -5,6 +5,10 @@
 #include <cstdlib>
 
 #include <pthread.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
 
 #include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
@@ -20,39 +24,56 @@ void check_uv(int code) {
                         std::string("starting the event loop: ") + uv_strerror(code));
 }
 
+// Blocked by threads that run the loop: libuv writes without MSG_NOSIGNAL, and a closed peer must
+// not end the process.
+const sigset_t kSigpipe = base::signal_set({SIGPIPE});
+
 }  // namespace
 
-Loop::Impl::Impl() {
+Loop::Impl::Impl()
+    : process(getpid()),
+      sleep_fd(epoll_create1(EPOLL_CLOEXEC)),
+      timer_fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  check_uv(sleep_fd.valid() && timer_fd.valid() ? 0 : uv_translate_sys_error(errno));
   check_uv(uv_loop_init(&uv));
   uv.data = this;
   check_uv(uv_async_init(&uv, &wakeup, [](uv_async_t* handle) noexcept {
     static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
   }));
+  check_uv(uv_poll_init(&uv, &alarm, timer_fd.get()));
+  uv_poll_start(&alarm, UV_READABLE, [](uv_poll_t* handle, int, int) noexcept {
+    static_cast<Impl*>(handle->loop->data)->run_timers_on_loop();
+  });
+  epoll_event event{};
+  check_uv(epoll_ctl(sleep_fd.get(), EPOLL_CTL_ADD, uv_backend_fd(&uv), &event) == 0
+               ? 0
+               : uv_translate_sys_error(errno));
+  run_ready();  // registers the first watchers
+  watch(EPOLLIN);
   thread = std::thread([this] { run(); });
 }
 
 void Loop::Impl::stop() {
   post([this] {
     stop_begun = true;
-    while (!timers.empty()) remove_timer_on_loop(timers.begin()->first);
     const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
     for (const auto& resource : open) resource->shut_down_on_loop();
-    uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
   });
+  // Tasks hold streams, and streams hold this object (a cycle), so destroy those that never run.
+  std::vector<base::Task> dropped;
+  std::map<TimerKey, base::Task> dropped_timers;
   {
     std::lock_guard lock(mutex);
     stopping = true;
+    dropped_timers.swap(timers);
+    due.clear();
   }
   thread.join();
   // Wait until all post() calls have returned: a task may cause stop() before its post() returns.
   while (wakers.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   uv_loop_close(&uv);
-  // Destroy the tasks that never ran: tasks hold streams, and streams hold this object (a cycle).
-  std::vector<base::Task> dropped;
-  {
-    std::lock_guard lock(mutex);
-    dropped.swap(posted);
-  }
+  std::lock_guard lock(mutex);
+  dropped.swap(posted);
 }
 
 void Loop::Impl::assert_in_loop() const {
@@ -61,30 +82,79 @@ void Loop::Impl::assert_in_loop() const {
   std::abort();
 }
 
-void Loop::Impl::run() {
-  thread_id = std::this_thread::get_id();
-  pthread_setname_np(pthread_self(), "dt-loop");
-  // Block SIGPIPE: libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
-  const sigset_t signals = base::signal_set({SIGPIPE});
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  base::thread_state().must_not_wait = true;
-  base::AdaptivePoll& poll = base::thread_state().poll;
-  uint64_t seen = activity;
-  base::TimePoint poll_until{};
-  // Runs until stop() has closed all handles: uv_run() then returns 0.
-  for (;;) {
-    base::TimePoint now = base::Clock::now();
-    if (activity != seen) {
-      seen = activity;
-      poll_until = now + base::AdaptivePoll::kWindow;
-    }
-    if (now < poll_until && poll.allowed(now) && !stop_begun) {
-      if (uv_run(&uv, UV_RUN_NOWAIT) == 0) return;
-      if (activity == seen) poll.yield(base::Clock::now());
-    } else {
-      if (uv_run(&uv, UV_RUN_ONCE) == 0) return;
-    }
+// Sets the events for which the loop's thread wakes up.
+void Loop::Impl::watch(uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  epoll_ctl(sleep_fd.get(), EPOLL_CTL_MOD, uv_backend_fd(&uv), &event);
+}
+
+bool Loop::Impl::enter() {
+  if (!role.try_lock()) {
+    is_wanted.store(true, std::memory_order_relaxed);
+    return false;
   }
+  if (stop_begun || getpid() != process) {
+    role.unlock();
+    return false;
+  }
+  pthread_sigmask(SIG_BLOCK, &kSigpipe, &signals);
+  watch(0);
+  return true;
+}
+
+bool Loop::Impl::run_ready() {
+  const uint64_t seen = activity;
+  bool& must_not_wait = base::thread_state().must_not_wait;
+  must_not_wait = true;
+  thread_id.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  // Runs once more while libuv has work that its descriptor does not show, such as new watchers.
+  while (uv_run(&uv, UV_RUN_NOWAIT) != 0 && uv_backend_timeout(&uv) == 0) {
+  }
+  thread_id.store(std::thread::id(), std::memory_order_relaxed);
+  must_not_wait = false;
+  return activity != seen && !is_wanted.exchange(false, std::memory_order_relaxed);
+}
+
+void Loop::Impl::leave() {
+  if (stop_begun) uv_async_send(&wakeup);  // the loop's thread ends the loop
+  watch(EPOLLIN);
+  if (sigismember(&signals, SIGPIPE) == 0) {
+    constexpr timespec kNow{};
+    sigtimedwait(&kSigpipe, nullptr, &kNow);  // drops a signal that a write has caused
+    pthread_sigmask(SIG_SETMASK, &signals, nullptr);
+  }
+  role.unlock();
+}
+
+void Loop::Impl::run() {
+  pthread_setname_np(pthread_self(), "dt-loop");
+  pthread_sigmask(SIG_BLOCK, &kSigpipe, nullptr);
+  base::AdaptivePoll& poll = base::thread_state().poll;
+  base::TimePoint poll_until{};
+  base::Duration yielded{};
+  for (;;) {
+    const bool is_free = role.try_lock();
+    const bool has_received = is_free && run_ready();
+    if (is_free && stop_begun) break;
+    if (is_free) role.unlock();
+    const base::TimePoint now = base::Clock::now();
+    if (has_received) poll_until = now + base::AdaptivePoll::kWindow;
+    if (yielded > base::Duration::zero()) poll.note_yield(yielded, has_received, now);
+    yielded = {};
+    if (is_free && now < poll_until && poll.allowed(now)) {
+      sched_yield();
+      yielded = base::Clock::now() - now;
+      continue;
+    }
+    if (!is_free) sched_yield();  // the other thread may be about to stop watching the events
+    epoll_event event;
+    epoll_wait(sleep_fd.get(), &event, 1, -1);
+  }
+  uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
+  uv_close(reinterpret_cast<uv_handle_t*>(&alarm), nullptr);
+  run_ready();
+  role.unlock();
 }
 
 void Loop::Impl::post(base::Task task) {
@@ -105,57 +175,57 @@ void Loop::Impl::run_posted_on_loop() {
     std::lock_guard lock(mutex);
     tasks.swap(posted);
   }
-  note_activity_on_loop();
   for (base::Task& task : tasks) task();
 }
 
 uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
+  std::lock_guard lock(mutex);
   const uint64_t id = next_timer++;
-  auto add = [this, id, when, task = std::move(task)]() mutable {
-    if (stop_begun || cancelled_early.contains(id)) return;
-    Timer* const timer = timers[id] = new Timer{{}, id, std::move(task)};
-    timer->handle.data = timer;
-    uv_timer_init(&uv, &timer->handle);
-    uv_update_time(&uv);
-    const auto due_ms = std::chrono::ceil<std::chrono::milliseconds>(when.time_since_epoch());
-    const int64_t wait = due_ms.count() - static_cast<int64_t>(uv_now(&uv));
-    uv_timer_start(
-        &timer->handle,
-        [](uv_timer_t* handle) noexcept {
-          auto* const due = static_cast<Timer*>(handle->data);
-          base::Task due_task = std::move(due->task);
-          static_cast<Impl*>(handle->loop->data)->remove_timer_on_loop(due->id);
-          due_task();
-        },
-        static_cast<uint64_t>(std::max<int64_t>(wait, 0)), 0);
-  };
-  if (in_loop()) {
-    add();
-  } else {
-    post(std::move(add));
-  }
+  if (stopping) return id;
+  timers.emplace(TimerKey(when, id), std::move(task));
+  due.emplace(id, when);
+  arm_locked();
   return id;
 }
 
-// Cancels a timer. If it is not found, it has run or the task that adds it is still queued. The id
-// in `cancelled_early` makes that task add nothing, and the task posted here removes the id.
-void Loop::Impl::cancel(uint64_t id) {
-  if (!in_loop()) {
-    post([this, id] { remove_timer_on_loop(id); });
-  } else if (!remove_timer_on_loop(id)) {
-    cancelled_early.insert(id);
-    post([this, id] { cancelled_early.erase(id); });
+// Sets the timerfd for the first timer, unless it is set for an earlier time already.
+void Loop::Impl::arm_locked() {
+  if (timers.empty() || timers.begin()->first.first >= armed_for) return;
+  armed_for = timers.begin()->first.first;
+  const int64_t ns = std::max<int64_t>(armed_for.time_since_epoch().count(), 1);  // 0 disarms
+  itimerspec spec{};
+  spec.it_value = {.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+  timerfd_settime(timer_fd.get(), TFD_TIMER_ABSTIME, &spec, nullptr);
+}
+
+void Loop::Impl::run_timers_on_loop() {
+  uint64_t expirations = 0;
+  while (read(timer_fd.get(), &expirations, sizeof expirations) < 0 && errno == EINTR) {
+  }
+  const base::TimePoint now = base::Clock::now();
+  for (;;) {
+    base::Task task;
+    {
+      std::lock_guard lock(mutex);
+      armed_for = base::kNever;
+      if (timers.empty() || timers.begin()->first.first > now) return arm_locked();
+      const auto first = timers.extract(timers.begin());
+      due.erase(first.key().second);
+      task = std::move(first.mapped());
+    }
+    task();
   }
 }
 
-bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
-  const auto found = timers.extract(id);
-  if (!found) return false;
-  Timer* const timer = found.mapped();
-  const base::Task dropped = std::move(timer->task);  // destroyed after `timers` changes
-  uv_close(reinterpret_cast<uv_handle_t*>(&timer->handle),
-           [](uv_handle_t* handle) noexcept { delete static_cast<Timer*>(handle->data); });
-  return true;
+void Loop::Impl::cancel(uint64_t id) {
+  base::Task dropped;  // destroyed without the lock
+  std::lock_guard lock(mutex);
+  const auto found = due.find(id);
+  if (found == due.end()) return;
+  const auto timer = timers.find({found->second, id});
+  dropped = std::move(timer->second);
+  timers.erase(timer);
+  due.erase(found);
 }
 
 void Loop::Impl::hold_on_loop(std::shared_ptr<LoopResource> resource) {
@@ -179,6 +249,7 @@ uint64_t Loop::call_at(base::TimePoint when, base::Task task) {
 }
 void Loop::cancel(uint64_t timer) { impl_->cancel(timer); }
 bool Loop::in_loop() const { return impl_->in_loop(); }
+base::EventLoopPtr Loop::event_loop() const { return impl_; }
 base::BufferPool& Loop::buffers() { return impl_->buffers; }
 
 }  // namespace distrain::net

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -50,9 +51,24 @@ class LoopResource {
 };
 
 /// State shared with streams and listeners, which may outlive the Loop. After stop() no task runs.
-struct Loop::Impl {
+///
+/// Note [Who runs the loop]
+///
+/// A libuv loop may run on any thread, but on one thread at a time: the thread that holds `role`.
+/// The loop's thread sleeps in epoll_wait() on `sleep_fd`, which contains the descriptor of libuv's
+/// own epoll instance. When that is readable, the thread takes the role, runs the ready callbacks
+/// and releases the role. A thread that polls for a reply or for its next task takes the role by
+/// enter(), which also removes the events from `sleep_fd`, so that the loop's thread sleeps on, and
+/// leave() restores them. So a message between two threads that poll wakes no third thread. Events
+/// never get lost, because both epoll instances are level-triggered. Therefore everything that the
+/// loop must do makes libuv's descriptor readable: posted tasks by an eventfd, timers by a timerfd.
+struct Loop::Impl final : base::EventLoop {
   Impl();
   void stop();
+
+  bool enter() override;
+  bool run_ready() override;
+  void leave() override;
 
   void post(base::Task task);
   uint64_t call_at(base::TimePoint when, base::Task task);
@@ -82,33 +98,39 @@ struct Loop::Impl {
 
   uv_loop_t uv;
   base::BufferPool buffers;
-  uint64_t activity = 0;  // counts events after which the loop polls; loop thread only
+  uint64_t activity = 0;  // counts messages, after which polling goes on; guarded by role
 
  private:
-  struct Timer {
-    uv_timer_t handle;
-    uint64_t id;
-    base::Task task;
-  };
+  using TimerKey = std::pair<base::TimePoint, uint64_t>;
 
   void run();
+  void watch(uint32_t events);
   void run_posted_on_loop();
-  bool remove_timer_on_loop(uint64_t id);
+  void run_timers_on_loop();
+  void arm_locked();
 
+  std::mutex role;
+  std::atomic<bool> is_wanted{false};      // a thread has found the role taken
+  std::atomic<std::thread::id> thread_id;  // the thread that runs callbacks
+  const pid_t process;                     // a forked child does not run its parent's loop
+  Fd sleep_fd;
   uv_async_t wakeup;
-  std::atomic<std::thread::id> thread_id;
+  Fd timer_fd;
+  uv_poll_t alarm;
 
   std::mutex mutex;
-  std::vector<base::Task> posted;  // guarded by mutex
-  bool stopping = false;           // guarded by mutex; if true, post() drops tasks
-  std::atomic<int> wakers{0};      // threads inside uv_async_send
-  std::atomic<uint64_t> next_timer{1};
+  std::vector<base::Task> posted;            // guarded by mutex
+  bool stopping = false;                     // guarded by mutex; if true, tasks are dropped
+  std::map<TimerKey, base::Task> timers;     // guarded by mutex
+  std::map<uint64_t, base::TimePoint> due;   // guarded by mutex; times of `timers` by their ids
+  uint64_t next_timer = 1;                   // guarded by mutex
+  base::TimePoint armed_for = base::kNever;  // guarded by mutex; the time that timer_fd is set to
+  std::atomic<int> wakers{0};                // threads inside uv_async_send
 
-  // Only the loop thread uses these members, except `thread`.
+  // Guarded by `role`, except `thread`.
   bool stop_begun = false;
+  sigset_t signals;  // of the thread that has entered, before it entered
   std::unique_ptr<uint8_t[]> scratch;
-  std::unordered_map<uint64_t, Timer*> timers;   // by id; deleted when libuv has closed them
-  std::unordered_set<uint64_t> cancelled_early;  // timers cancelled before they were added
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;
 };

@@ -31,6 +31,8 @@ const TorchState& worker_state() {
 }  // namespace
 
 base::Task WorkerExecutor::bind(base::Task task) {
+  // A callback of the loop does not pass on the state of the thread that happens to run the loop.
+  if (base::thread_state().must_not_wait) return task;
   return [task = under_this_thread(std::move(task)), context = current_context(),
           autograd = current_autograd(), state = at::ThreadLocalState()]() mutable {
     const at::ThreadLocalStateGuard guard(state);
@@ -81,6 +83,7 @@ AgentCore::AgentCore(AgentOptions given)
             {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
              .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
              .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); }}) {
+  pool.set_event_loop(loop.event_loop());
   if (options.rank == 0) {
     name = options.names[0];
     job_options = options.job_options;

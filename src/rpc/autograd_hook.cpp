@@ -11,6 +11,8 @@ thread_local const ContextScope* t_scope = nullptr;
 }  // namespace
 
 const ContextScope* ContextScope::current() {
+  // A callback of the loop is not part of what the thread that happens to run the loop does.
+  if (base::thread_state().must_not_wait) return nullptr;
   const ContextScope* scope = t_scope;
   while (scope && scope->ended_ && *scope->ended_) scope = scope->outer_;
   return scope;

@@ -45,6 +45,10 @@ class FutureState {
   using Callback = UniqueFunction<void(Result<V>&)>;
   using OnCancel = UniqueFunction<void()>;
 
+  /// A thread that polls for the result runs `loop`, which receives the result.
+  explicit FutureState(EventLoopPtr loop = nullptr) : loop_(std::move(loop)) {}
+  const EventLoopPtr& loop() const { return loop_; }
+
   bool ready() const { return ready_.load(std::memory_order_acquire); }
   /// Completes the future and returns true; returns false if the future is already complete. A
   /// value becomes valid when the device work that this thread has enqueued so far is done.
@@ -92,7 +96,7 @@ class FutureState {
   bool wait_until(TimePoint deadline) {
     if (ready()) return true;
     check_may_wait("Future::wait");
-    if (thread_state().poll.poll([this] { return ready(); })) return true;
+    if (thread_state().poll.poll([this] { return ready(); }, loop_.get())) return true;
     BlockingScope blocking;
     std::unique_lock lock(mutex_);
     return base::wait_until(condition_, lock, deadline, [this] { return result_.has_value(); });
@@ -129,6 +133,7 @@ class FutureState {
     return true;
   }
 
+  const EventLoopPtr loop_;
   std::atomic<bool> ready_{false};
   std::mutex mutex_;
   std::condition_variable condition_;
@@ -175,7 +180,7 @@ class [[nodiscard]] Future {
   void cancel() const { state_->cancel(); }
   /// Returns a future of the same value whose cancel() does not cancel this future.
   Future shared() const {
-    auto state = std::make_shared<detail::FutureState<Stored>>();
+    auto state = std::make_shared<detail::FutureState<Stored>>(state_->loop());
     state_->on_ready([state, source = state_.get()](Result<Stored>& result) {
       state->complete(result, source->queued_work());
     });
@@ -216,7 +221,10 @@ class Promise {
  public:
   using Stored = detail::Stored<T>;
 
-  Promise() : state_(std::make_shared<detail::FutureState<Stored>>()) {}
+  Promise() : Promise(nullptr) {}
+  /// A thread that polls for the value runs `loop`, which receives the value.
+  explicit Promise(EventLoopPtr loop)
+      : state_(std::make_shared<detail::FutureState<Stored>>(std::move(loop))) {}
   Promise(Promise&&) noexcept = default;
   Promise& operator=(Promise&& other) noexcept {
     abandon();
@@ -266,7 +274,7 @@ auto Future<T>::then(Executor& executor, F fn) const requires detail::Continues<
   using U = typename Returned::Value;
   constexpr bool kNested = Returned::value;
 
-  auto promise = std::make_shared<Promise<U>>();
+  auto promise = std::make_shared<Promise<U>>(state_->loop());
   Future<U> future = promise->future();
   auto state = state_;
   future.state()->on_cancel([source = std::weak_ptr(state_)] {
@@ -311,10 +319,11 @@ void wait_all(std::span<const Future<T>> futures) {
   if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());
   if (futures.empty()) return;
   struct Shared {
+    explicit Shared(EventLoopPtr loop) : done(std::move(loop)) {}
     std::atomic<size_t> left;
     Promise<void> done;
   };
-  const auto shared = std::make_shared<Shared>();
+  const auto shared = std::make_shared<Shared>(futures[0].state()->loop());
   shared->left = futures.size();
   for (const Future<T>& future : futures) {
     future.state()->on_ready([shared](auto& result) {

@@ -40,6 +40,8 @@ class ThreadPool final : public Executor, private BlockObserver {
   void post(Task task) override;
   /// Runs the queued tasks, then ends and joins all threads. Drops tasks that are posted later.
   void stop();
+  /// Lets a thread that polls for its next task run `loop`. Must be called before the first post().
+  void set_event_loop(EventLoopPtr loop) { loop_ = std::move(loop); }
   /// Returns the number of threads that exist.
   int threads() const;
   /// Returns true if called on a thread of this pool.
@@ -55,6 +57,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   bool wants_thread_locked() const;
 
   const Options options_;
+  EventLoopPtr loop_;
   mutable std::mutex mutex_;
   std::condition_variable ended_;
   std::deque<Task> queue_;

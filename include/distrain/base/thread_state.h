@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 
 #include <sched.h>
 
@@ -8,46 +9,71 @@
 
 namespace distrain::base {
 
+/// An event loop that a thread can run while it polls, so that the thread itself receives what it
+/// waits for. One thread at a time runs the loop.
+class EventLoop {
+ public:
+  virtual ~EventLoop() = default;
+  /// Returns true if this thread runs the loop until leave(); false if another thread runs it.
+  virtual bool enter() = 0;
+  /// Runs the callbacks of all events that are ready. Returns true if a message was among them and
+  /// no other thread wants to run the loop, so that this thread should go on polling.
+  virtual bool run_ready() = 0;
+  virtual void leave() = 0;
+};
+using EventLoopPtr = std::shared_ptr<EventLoop>;
+
 /// Polls with sched_yield() before a wait blocks; each thread has its own object.
 ///
 /// Waking a thread on a sleeping core takes 20 to 40 µs in a virtual machine, longer than a small
 /// call. So a wait first polls for up to `kWindow`, and yields between polls so that other threads
-/// can run on this core. If a yield takes longer than `kSlowYield`, the cores are busy, so the
-/// thread stops polling for 20 ms. Each further slow yield doubles that pause, up to 1 s.
+/// can run on this core. If a yield brings no progress and takes longer than `kSlowYield`, the
+/// cores are busy, so the thread stops polling for 20 ms. Each further slow yield doubles that
+/// pause, up to 1 s.
 class AdaptivePoll {
  public:
   static constexpr Duration kWindow = std::chrono::microseconds(50);
   static constexpr Duration kSlowYield = std::chrono::microseconds(100);
   static constexpr Duration kFirstPause = std::chrono::milliseconds(20);
   static constexpr Duration kLongestPause = std::chrono::seconds(1);
-  /// Returns true as soon as `done()` does; false if the window passes or polling is paused.
+
+  /// Returns true as soon as `done()` does; false if the window passes or polling is paused. Runs
+  /// `loop` between the yields unless another thread does. If that makes progress, polls for
+  /// longer.
   template <class Done>
-  bool poll(Done done) {
+  bool poll(Done done, EventLoop* loop = nullptr) {
     if (done()) return true;
     TimePoint now = Clock::now();
-    if (now < paused_until_) return false;
-    for (const TimePoint end = now + kWindow; now < end;) {
-      const TimePoint after = yield(now);
-      if (done()) return true;
-      if (after < paused_until_) return false;
-      now = after;
+    bool runs_loop = false;
+    bool is_done = false;
+    for (TimePoint end = now + kWindow; !is_done && now < end && allowed(now);) {
+      // Enters before the yield, so that a reply does not wake the loop's own thread.
+      if (loop && !runs_loop) runs_loop = loop->enter();
+      const TimePoint before = now;
+      sched_yield();
+      now = Clock::now();
+      const Duration yielded = now - before;
+      const bool has_received = runs_loop && loop->run_ready();
+      if (runs_loop) now = Clock::now();  // callbacks take time
+      if (has_received) end = now + kWindow;
+      is_done = done();
+      note_yield(yielded, has_received || is_done, now);
     }
-    return false;
+    if (runs_loop) loop->leave();
+    return is_done;
   }
 
   /// Returns true if polling is not paused at `now`.
   bool allowed(TimePoint now) const { return now >= paused_until_; }
-  /// Yields once and returns the time afterwards; pauses polling if the yield took too long.
-  TimePoint yield(TimePoint before) {
-    sched_yield();
-    const TimePoint after = Clock::now();
-    if (after - before > kSlowYield) {
-      paused_until_ = after + pause_;
+  /// Pauses polling if a yield took too long and brought no progress.
+  void note_yield(Duration yielded, bool has_progress, TimePoint now) {
+    if (yielded > kSlowYield) {
+      if (has_progress) return;
+      paused_until_ = now + pause_;
       pause_ = std::min(pause_ * 2, kLongestPause);
     } else if (pause_ > kFirstPause) {
       pause_ -= pause_ / 1024;  // shrinks to kFirstPause within a few thousand quick yields
     }
-    return after;
   }
 
  private:
@@ -64,7 +90,8 @@ class BlockObserver {
 };
 
 struct ThreadState {
-  /// Set on the loop thread, where a wait would never end, so that check_may_wait() aborts.
+  /// Set while this thread runs callbacks of an event loop. A wait there would never end, so
+  /// check_may_wait() aborts.
   bool must_not_wait = false;
   BlockObserver* observer = nullptr;
   AdaptivePoll poll;

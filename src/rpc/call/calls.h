@@ -73,6 +73,8 @@ class CallSlice : public base::TraceSlice {
 class PendingCalls {
  public:
   struct Call {
+    explicit Call(net::Loop& loop) : promise(loop.event_loop()) {}
+
     base::Promise<RawReply> promise;
     int to = -1;
     std::string function;

@@ -74,7 +74,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   base::Tracer* const tracer = tracer_of(options.tracer, function);
   CallSlice slice(tracer);
   if (slice) slice.set_name("call ", function);
-  PendingCalls::Call waiting;
+  PendingCalls::Call waiting(loop);
   waiting.to = to;
   waiting.function = function;
   waiting.is_remote = target != nullptr;

@@ -146,10 +146,12 @@ TEST_CASE("AdaptivePoll sees an event that is ready or arrives, and gives up aft
 
 TEST_CASE("a slow yield disables polling, each time for twice as long, at most for a second") {
   AdaptivePoll poll;
+  poll.note_yield(std::chrono::milliseconds(1), true, Clock::now());
+  CHECK(poll.allowed(Clock::now()));  // a yield that brings progress may be slow
   Duration pause{};
   for (int i = 0; i < 12; ++i) {
-    // The start time is in the past so that the yield seems to be slow.
-    const TimePoint after = poll.yield(Clock::now() - std::chrono::milliseconds(1));
+    const TimePoint after = Clock::now();
+    poll.note_yield(std::chrono::milliseconds(1), false, after);
     CHECK_FALSE(poll.allowed(after));
     const Duration expected = std::min<Duration>(AdaptivePoll::kFirstPause * (1 << std::min(i, 10)),
                                                  AdaptivePoll::kLongestPause);
@@ -163,7 +165,9 @@ TEST_CASE("a slow yield disables polling, each time for twice as long, at most f
   bool seen = false;
   TimePoint until;
   do {
-    until = poll.yield(Clock::now() - std::chrono::milliseconds(1)) + pause;
+    const TimePoint after = Clock::now();
+    poll.note_yield(std::chrono::milliseconds(1), false, after);
+    until = after + pause;
     looks = 0;
     seen = poll.poll([&looks] { return ++looks > 1; });
   } while (Clock::now() >= until);

@@ -3,6 +3,7 @@
 #include <csignal>
 #include <functional>
 #include <random>
+#include <set>
 #include <thread>
 
 #include <sys/wait.h>
@@ -68,7 +69,7 @@ TEST_CASE("a task that a task posts runs after those that wait already") {
   CHECK(order == std::vector<int>{0, 1, 2, 3});
 }
 
-TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it") {
+TEST_CASE("polling does not go on after a heartbeat, because no frame follows it") {
   Record record;  // outlives the loop, which reports the stream's end to it
   Loop loop;
   auto ends = Unix::connected();
@@ -87,8 +88,8 @@ TEST_CASE("the loop does not poll after a heartbeat, because no frame follows it
     record.take();
     return activity() - before;
   };
-  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // activity() itself wakes the loop once
-  CHECK(send_and_count(wire::FrameKind::kCall) == 2);
+  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 0);
+  CHECK(send_and_count(wire::FrameKind::kCall) == 1);
 }
 
 TEST_CASE("wake-ups are not lost") {
@@ -289,6 +290,186 @@ TEST_CASE("a loop may be destroyed as soon as a posted task has run") {
   }
   poster.join();
   CHECK(ran == kRounds);
+}
+
+// ---- other threads run the loop ----
+
+// Runs the loop on this thread until `done()` is true, as a thread does that waits for longer than
+// it may poll.
+template <class Done>
+void run_here(Loop& loop, Done done) {
+  const base::EventLoopPtr events = loop.event_loop();
+  const base::TimePoint end = base::deadline_after(kLongest);
+  while (!events->enter()) REQUIRE(base::Clock::now() < end);
+  while (!done() && base::Clock::now() < end) events->run_ready();
+  events->leave();
+}
+
+TEST_CASE("a thread that has entered the loop runs its tasks, timers and messages") {
+  Record record;
+  Loop loop;
+  auto [first, second] = Unix::connected();
+  const StreamPtr stream = started(loop, std::move(first), record);
+  std::set<std::thread::id> ran_on;
+  bool in_loop = true, waits = true;
+  int left = 3;
+  const auto note = [&] {
+    ran_on.insert(std::this_thread::get_id());
+    in_loop &= loop.in_loop();
+    waits &= !base::thread_state().must_not_wait;
+    --left;
+  };
+  on_loop(loop, [&] {
+    stream->set_handler_on_loop({[&](InFrame) { note(); }, [&](const base::Error&) {}, {}});
+  });
+  const base::EventLoopPtr events = loop.event_loop();
+  while (!events->enter()) sched_yield();
+  loop.post(note);
+  loop.call_at(base::Clock::now() + 2ms, note);
+  REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 10, 10))));
+  CHECK_FALSE(loop.in_loop());
+  bool received = false;
+  while (left > 0) received |= events->run_ready();
+  CHECK(received);
+  CHECK(ran_on == std::set{std::this_thread::get_id()});
+  CHECK(in_loop);
+  CHECK_FALSE(waits);
+  CHECK_FALSE(loop.in_loop());
+  CHECK_FALSE(base::thread_state().must_not_wait);
+  // If another thread wants to run the loop, this thread should not go on polling.
+  bool entered = true;
+  std::thread([&] { entered = events->enter(); }).join();
+  CHECK_FALSE(entered);
+  left = 1;
+  received = false;
+  REQUIRE(raw_write(second.get(), wire_bytes(make_frame(3, 10, 10))));
+  while (left > 0) received |= events->run_ready();
+  CHECK_FALSE(received);
+  // What comes before leave() and is not run wakes the loop's own thread.
+  left = 2;
+  ran_on.clear();
+  loop.post(note);
+  REQUIRE(raw_write(second.get(), wire_bytes(make_frame(2, 10, 10))));
+  events->leave();
+  const base::TimePoint end = base::deadline_after(kLongest);
+  for (int now = left; now > 0 && base::Clock::now() < end; on_loop(loop, [&] { now = left; })) {
+  }
+  CHECK(left == 0);
+  CHECK_FALSE(ran_on.contains(std::this_thread::get_id()));
+  on_loop(loop, [&] { stream->set_handler_on_loop(record.handler()); });
+  CHECK(uses_no_cpu());
+}
+
+TEST_CASE("no task and no timer is lost while several threads run the loop in turn") {
+  Loop loop;
+  std::atomic<int> ran{0};
+  std::atomic<bool> over{false};
+  bool inside = false, overlap = false;
+  const auto task = [&] {
+    overlap |= std::exchange(inside, true) || !loop.in_loop();
+    sched_yield();
+    inside = false;
+    ++ran;
+  };
+  std::vector<std::thread> runners;
+  for (int t = 0; t < 3; ++t) {
+    runners.emplace_back([&, events = loop.event_loop()] {
+      base::AdaptivePoll poll;
+      std::mt19937 random(7);
+      while (!over) {
+        int looks = static_cast<int>(random() % 4);
+        poll.poll([&looks] { return --looks < 0; }, events.get());
+        sched_yield();
+      }
+    });
+  }
+  constexpr int kRounds = 1000;
+  for (int i = 0; i < kRounds; ++i) {
+    loop.post(task);
+    loop.call_at(base::Clock::now() + std::chrono::microseconds(i % 300), task);
+    const base::TimePoint end = base::deadline_after(kLongest);
+    while (ran < 2 * i + 2 && base::Clock::now() < end) sched_yield();
+    if (base::Clock::now() >= end) break;
+  }
+  CHECK(ran == 2 * kRounds);
+  over = true;
+  for (std::thread& runner : runners) runner.join();
+  CHECK_FALSE(overlap);
+}
+
+TEST_CASE("a loop may end while other threads run it, and whoever runs it may begin its end") {
+  for (int i = 0; i < 100; ++i) {
+    std::atomic<bool> over{false};
+    std::atomic<int> entered_late{0};
+    Record record;
+    auto loop = std::make_unique<Loop>();
+    const base::EventLoopPtr events = loop->event_loop();
+    auto [first, second] = Unix::connected();
+    const StreamPtr stream = started(*loop, std::move(first), record);
+    std::vector<std::thread> runners;
+    for (int t = 0; t < 2; ++t) {
+      runners.emplace_back([&, events] {
+        while (!over) {
+          if (!events->enter()) continue;
+          events->run_ready();
+          events->leave();
+        }
+        if (events->enter()) ++entered_late;
+      });
+    }
+    if (i % 2 == 0) on_loop(*loop, [] {});
+    loop = nullptr;
+    over = true;
+    for (std::thread& runner : runners) runner.join();
+    CHECK(entered_late == 0);
+    if (i % 2 == 0) CHECK(record.closes() == 1);
+  }
+}
+
+TEST_CASE("a thread that waits for a future runs the loop of that future and no other") {
+  std::atomic<int> here{0}, strange{0};
+  const std::thread::id self = std::this_thread::get_id();
+  std::function<void()> again;
+  Loop one, two;
+  again = [&] {
+    if (std::this_thread::get_id() == self) ++strange;
+    two.post(again);
+  };
+  two.post(again);
+  // The loop's own thread may be first. Repeats until this thread was.
+  const base::TimePoint end = base::deadline_after(kLongest);
+  while (here == 0 && base::Clock::now() < end) {
+    auto promise = std::make_shared<base::Promise<void>>(one.event_loop());
+    const base::Future<void> future = promise->future();
+    const auto derived = future.shared();
+    one.post([&, promise] {
+      if (std::this_thread::get_id() == self) ++here;
+      promise->set();
+    });
+    here % 2 == 0 ? future.wait() : derived.wait();
+  }
+  CHECK(here > 0);
+  CHECK(strange == 0);
+}
+
+TEST_CASE("a forked child does not run its parent's loop") {
+  Loop loop;
+  on_loop(loop, [] {});
+  const base::EventLoopPtr events = loop.event_loop();
+  for (int i = 0; i < 20; ++i) {
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) _exit(events->enter() ? 1 : 0);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+  }
+  bool ran = false;
+  run_here(loop, [&, posted = false]() mutable {
+    if (!std::exchange(posted, true)) loop.post([&ran] { ran = true; });
+    return ran;
+  });
+  CHECK(ran);
 }
 
 TEST_CASE("two loops work in one process") {
