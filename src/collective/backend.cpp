@@ -162,7 +162,7 @@ Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, ui
                        const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
   if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
   const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
-  const auto operation = make_operation(spec, deadline, tensor, std::move(outputs));
+  const auto operation = make_operation(spec, deadline, rank_, size_, tensor, std::move(outputs));
   core_->issue(operation, sequence);
   return Pending(operation);
 }

@@ -138,9 +138,23 @@ void Core::refuse(int count, const Error& error, uint32_t sequence) {
   if (--active_ == 0) idle_.notify_all();
 }
 
-void Core::send_refusals(uint64_t first, int count, const Error& error) {
+void Core::relay_locked(uint64_t number, const Error& error) {
+  if (failure_) return;  // the other ranks learn that by themselves
+  executor_.post([self = shared_from_this(), number, error] {
+    {
+      std::lock_guard lock(self->mutex_);
+      if (self->failure_) return;
+      ++self->active_;
+    }
+    self->send_refusals(number, 1, error, /*is_relayed=*/true);
+    std::lock_guard lock(self->mutex_);
+    if (--self->active_ == 0) self->idle_.notify_all();
+  });
+}
+
+void Core::send_refusals(uint64_t first, int count, const Error& error, bool is_relayed) {
   try {
-    const std::string text = encode_refusal(error);
+    const std::string text = encode_refusal(error, is_relayed);
     base::BufferPtr buffer = allocate(text.size());
     std::copy(text.begin(), text.end(), buffer->data);
     for (int i = 0; i < count; ++i) send_to_all(first + static_cast<uint64_t>(i), 0, buffer);
@@ -257,7 +271,7 @@ bool Core::await_room(Operation& operation) {
     }
   }
   for (int to = 0; to < size(); ++to) {
-    if (!operation.lacks_locked(0, to)) continue;
+    if (!operation.waits_for_locked(to)) continue;  // neither sends it a message
     Peer& peer = peers_[static_cast<size_t>(to)];
     if (peer.closed) continue;
     peer.unanswered.emplace(operation.number_, bytes);

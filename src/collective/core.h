@@ -27,11 +27,12 @@ constexpr uint32_t sequence_of(uint64_t number) {
 //
 // A message for an operation that the receiver has not begun stays in the receiver's memory. A peer
 // answers an operation by its own message for that operation or a later one of the sequence, which
-// shows that the peer has begun it. (In step 0, two ranks send each other a message or neither
-// does. Step 1 follows messages of all ranks.) A call waits until each peer has answered all
-// operations, or until the unanswered operations and the new one have at most kWindow / (n - 1)
-// bytes. So early messages on a rank take at most kWindow bytes or, if that is more, one operation
-// of each peer. The slowest rank never waits, because the other ranks' answers have already come.
+// shows that the peer has begun it. (Two ranks send each other a message in step 0, or neither
+// does, except in rooted operations, where rank 0 answers in step 1. Step 1 follows messages of all
+// ranks.) A call waits until each peer has answered all operations, or until the unanswered
+// operations and the new one have at most kWindow / (n - 1) bytes. So early messages on a rank take
+// at most kWindow bytes or, if that is more, one operation of each peer. The slowest rank never
+// waits, because the other ranks' answers have already come.
 // If a peer's early messages exceed twice its share, which leaves room for refusals, the group
 // fails with `overloaded`.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
@@ -112,7 +113,9 @@ class Core : public std::enable_shared_from_this<Core> {
   void on_closed_locked(int from);
   base::Error closed_error(int from, const Operation& operation) const;
   bool await_room(Operation& operation);
-  void send_refusals(uint64_t first, int count, const base::Error& error);
+  void send_refusals(uint64_t first, int count, const base::Error& error, bool is_relayed = false);
+  /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
+  void relay_locked(uint64_t number, const base::Error& error);
   uint64_t window() const { return kWindow / static_cast<uint64_t>(std::max(size() - 1, 1)); }
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits() {

@@ -1,5 +1,6 @@
 #include "message.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -22,7 +23,7 @@ struct Header {
   ReduceOp reduce_op{};     // c10d's number
   c10::ScalarType dtype{};  // torch's number
   uint8_t step = 0;         // 0 or 1
-  uint32_t root = 0;
+  uint32_t root = 0;        // in a relayed refusal: the rank that is the cause, plus 1
   uint32_t zero = 0;
   uint64_t bytes = 0;
   PassNumber pass;  // u64 step of the job, forward, again and context; 0 if unknown
@@ -87,9 +88,11 @@ std::optional<OpSpec> decode_header(std::span<const uint8_t> payload) {
                 header.root, header.bytes,     header.pass};
 }
 
-std::string encode_refusal(const base::Error& error) {
+std::string encode_refusal(const base::Error& error, bool is_relayed) {
   std::string payload(kHeaderBytes + sizeof(uint16_t), '\0');
-  encode_header(OpSpec{.kind = OpKind::kRefusal}, 0, reinterpret_cast<uint8_t*>(payload.data()));
+  const OpSpec spec{.kind = OpKind::kRefusal,
+                    .root = is_relayed ? static_cast<uint32_t>(error.rank + 1) : 0};
+  encode_header(spec, 0, reinterpret_cast<uint8_t*>(payload.data()));
   const auto kind = static_cast<uint16_t>(error.kind);
   std::memcpy(payload.data() + kHeaderBytes, &kind, sizeof kind);
   payload.append(error.message, 0, kLongestRefusal);
@@ -99,6 +102,9 @@ std::string encode_refusal(const base::Error& error) {
 base::Error decode_refusal(std::span<const uint8_t> payload) {
   base::Error error;
   uint16_t kind = 0;
+  if (const auto spec = decode_header(payload)) {
+    error.rank = static_cast<int>(std::min(spec->root, uint32_t{INT32_MAX})) - 1;
+  }
   payload = payload.subspan(std::min(payload.size(), kHeaderBytes));
   if (payload.size() >= sizeof kind) {
     std::memcpy(&kind, payload.data(), sizeof kind);

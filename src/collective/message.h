@@ -47,7 +47,8 @@ void encode_header(const OpSpec& spec, int step, uint8_t* out);
 /// Returns the OpSpec of a received message, or nullopt if the message has no valid header.
 std::optional<OpSpec> decode_header(std::span<const uint8_t> payload);
 
-std::string encode_refusal(const base::Error& error);
+/// If `is_relayed`, the refusal says that `error.rank` is the cause, else its sender is.
+std::string encode_refusal(const base::Error& error, bool is_relayed = false);
 
 base::Error decode_refusal(std::span<const uint8_t> payload);
 

@@ -60,7 +60,7 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
   const std::optional<OpSpec> theirs = decode_header(message.payload);
   if (theirs && theirs->kind == OpKind::kRefusal) {
     Error error = decode_refusal(message.payload);
-    error.rank = world_rank;
+    if (core_->group_rank(error.rank) < 0) error.rank = world_rank;
     error.op = describe(spec_);
     return error;
   }
@@ -111,6 +111,7 @@ void Operation::fail_locked(Error error) {
 void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
+  if (error_ && is_awaited(steps_ - 1)) core_->relay_locked(number_, *error_);
   if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
   const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));
@@ -177,7 +178,7 @@ void Operation::fail(Error error) {
 
 bool Operation::wants_executor_locked() const {
   return state_locked() == OperationState::kReady && waiters_ == 0 &&
-         !(steps_ == 1 && spec_.bytes <= kDirectBytes);
+         (is_awaited(step_) || spec_.bytes > kDirectBytes);
 }
 
 bool Operation::wait_until(base::TimePoint limit) {

@@ -22,8 +22,9 @@ class Core;
 
 // Note [Life of an operation]
 //
-// An operation has one step or two. A step is complete when a message has come from each rank that
-// the step needs; then `run_step` computes and, if another step follows, sends its messages.
+// An operation has one step or two; some ranks may take part in one of two only. A step is complete
+// when a message has come from each rank that the step needs; then `run_step` computes and, if
+// another step follows, sends its messages.
 //
 //   Starting ──────> Collecting ──────> Ready ──────> Running ──────> Done
 //        │              ^    │            │            │   │           ^
@@ -47,9 +48,9 @@ enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, 
 
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  /// `steps`, 1 or 2, is the number of rounds of messages.
-  Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1)
-      : spec_(spec), steps_(steps), deadline_(deadline) {}
+  /// This rank runs steps `first` to `steps` - 1, when it has received their messages.
+  Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1, int first = 0)
+      : spec_(spec), steps_(steps), deadline_(deadline), step_(first) {}
   virtual ~Operation() = default;
 
   /// Implement the functions of Pending. wait_until() throws the operation's error.
@@ -70,6 +71,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual bool expects(int step, int from) const;
   virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
 
+  /// Returns whether other ranks wait for the messages that this rank sends in `step`.
+  virtual bool is_awaited(int step) const { return step + 1 < steps_; }
   /// Sends the messages of step 0, on the caller's thread.
   virtual void start() = 0;
   /// Processes the inputs of `step`, without Core's mutex. Throws to fail the operation.
@@ -117,7 +120,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Guarded by Core's mutex, except that polling threads read `state_` without the mutex.
   std::atomic<OperationState> state_{OperationState::kStarting};
-  int step_ = 0;
+  int step_;
   size_t missing_ = 0;                      // messages of step `step_` that have not arrived
   int waiters_ = 0;                         // threads in wait_until()
   std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing

@@ -225,6 +225,49 @@ class DirectAllreduce final : public Exchange {
   }
 };
 
+// Also the barrier of a large group, without a tensor.
+class RootedAllreduce final : public Operation {
+ public:
+  RootedAllreduce(const OpSpec& spec, base::TimePoint deadline, int rank, at::Tensor tensor)
+      : Operation(spec, deadline, rank == 0 ? 1 : 2, rank == 0 ? 0 : 1),
+        tensor_(std::move(tensor)) {}
+
+ private:
+  bool is_root() const { return core().rank() == 0; }
+  bool expects(int step, int from) const override {
+    return is_root() ? from != 0 : step == 1 && from == 0;
+  }
+  bool is_awaited(int) const override { return is_root(); }
+
+  void start() override {
+    sent_ = tensor_.defined() ? pack(core(), spec(), tensor_) : header_only(core(), spec());
+    if (is_root()) return;
+    const std::span<const uint8_t> piece(sent_->data, sent_->size);
+    core().send(0, number(), 0, std::span(&piece, 1), sent_);
+  }
+
+  void run_step(int) override {
+    std::span<const uint8_t> result;
+    if (is_root()) {
+      uint8_t* const own = sent_->data + kHeaderBytes;
+      std::vector<const uint8_t*> inputs{own};
+      for (int from = 1; from < core().size(); ++from) inputs.push_back(input(0, from).data());
+      if (tensor_.defined()) {
+        reduce(spec().reduce_op, spec().dtype, inputs, static_cast<size_t>(tensor_.numel()), own);
+      }
+      encode_header(spec(), 1, sent_->data);
+      core().send_to_all(number(), 1, sent_);
+      result = {own, spec().bytes};
+    } else {
+      result = input(1, 0);
+    }
+    if (tensor_.defined()) write_tensor(tensor_, result);
+  }
+
+  const at::Tensor tensor_;
+  base::BufferPtr sent_;
+};
+
 class ChunkedAllreduce final : public Operation {
  public:
   ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
@@ -313,9 +356,12 @@ bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
          op != ReduceOp::AVG;
 }
 
-std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline,
-                                          const at::Tensor& tensor,
+std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline, int rank,
+                                          int size, const at::Tensor& tensor,
                                           std::vector<at::Tensor> outputs) {
+  const bool is_rooted = size > kMostDirectRanks &&
+                         (spec.kind == OpKind::kBarrier || spec.kind == OpKind::kAllreduceDirect);
+  if (is_rooted) return std::make_shared<RootedAllreduce>(spec, deadline, rank, tensor);
   switch (spec.kind) {
     case OpKind::kBarrier:
       return std::make_shared<Barrier>(spec, deadline);

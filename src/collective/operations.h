@@ -6,11 +6,12 @@ namespace distrain::collective {
 
 // Note [Algorithms]
 //
-// n ranks have B bytes each and send to each other directly. Groups are small (2 to 8).
+// n ranks have B bytes each. Most groups are small (2 to 8), and their ranks send to each other
+// directly.
 //
 // Barrier: a header from each rank to each other rank. n(n-1) messages, one hop. Log-step barriers
 // need fewer messages (n log n), but log n hops, and a hop costs more: about 20 µs to wake a
-// thread, against 5 µs of work for a message.
+// thread, against 5 µs of work for a message. More than kMostDirectRanks use the rooted allreduce.
 //
 // Broadcast: the root sends B to each rank, and each rank sends its header to the root. 2(n-1)
 // messages. Headers show a mismatch to both sides, and bound the root's lead.
@@ -20,11 +21,16 @@ namespace distrain::collective {
 // Direct allreduce: each rank sends its B to each other rank and reduces all n inputs itself.
 // n(n-1) messages, one hop; a rank sends (n-1)B.
 //
+// Rooted allreduce, for small tensors of more than kMostDirectRanks: each rank sends B to rank 0,
+// which reduces all n inputs and sends the result to all. 2(n-1) messages, two hops. A tree would
+// spread the work of rank 0 over log n hops, but could not reduce in rank order. Only rank 0 hears
+// of all ranks, so if the operation fails there, rank 0 tells the others why.
+//
 // Chunked allreduce: in step 1, chunk j of n goes to rank j, which reduces its n inputs; in step 2,
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
 // A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
 //
-// Both allreduces reduce each element in rank order, so the result does not depend on timing.
+// All allreduces reduce each element in rank order, so the result does not depend on timing.
 //
 // Direct is better while the (n-1)(n-2)/n * B that it sends more and its n-fold reduction cost less
 // than the n(n-1) messages and the hop that it saves. With n = 8 on two cores, 56 messages of 5 µs
@@ -32,11 +38,12 @@ namespace distrain::collective {
 // is reduced and copied, at 10 GB/s: 20 µs pay for 64 KiB.
 inline constexpr size_t kDirectBytes = size_t{16} << 10;
 inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
+inline constexpr int kMostDirectRanks = 8;
 
-/// Creates the operation of `spec.kind`. `outputs` is for an allgather: one for each rank, of the
-/// size of `tensor`. A barrier has no tensor.
-std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline,
-                                          const at::Tensor& tensor,
+/// Creates the operation of `spec.kind` for rank `rank` of a group of `size` ranks. `outputs` is
+/// for an allgather: one for each rank, of the size of `tensor`. A barrier has no tensor.
+std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline, int rank,
+                                          int size, const at::Tensor& tensor,
                                           std::vector<at::Tensor> outputs);
 
 /// Returns true if reduce() supports the pair: all five operations for real floating dtypes; sum
