@@ -43,7 +43,9 @@ void run_in_callback(rpc::Agent& agent, const Action& action) {
     const auto called = std::make_shared<base::Promise<void>>();
     const base::Future<void> call = agent.rpc_async<&pass>(1);
     call.on_complete(*executor, [&, called](base::Result<base::Unit>&) {
-      if (std::this_thread::get_id() == self && !ran.exchange(true)) action();
+      // If the call is done already, this callback does not run on the loop.
+      const bool is_here = base::thread_state().must_not_wait && std::this_thread::get_id() == self;
+      if (is_here && !ran.exchange(true)) action();
       called->set();
     });
     call.wait();
