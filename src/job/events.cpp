@@ -125,6 +125,9 @@ std::vector<Event> common_events() {
         {"threads", kInteger, "threads per operation; `ready` has the final number"},
         or_null(device_field()),
         {"transport", kText, "transport that --transport asks for"},
+        {"shared_memory", kFlag,
+         "whether large tensors between ranks of one host that use unix sockets go through shared "
+         "memory"},
         {"trust", kText,
          "ranks that are admitted: token (they know it), user (same user and host) or anybody"},
         or_null(

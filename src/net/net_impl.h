@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -16,6 +17,7 @@
 #include <sys/un.h>
 #include <uv.h>
 
+#include "arena.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 
@@ -138,22 +140,22 @@ struct Loop::Impl final : base::EventLoop {
 /// An outgoing frame with its encoded header and the number of bytes written so far.
 class PendingFrame {
  public:
-  explicit PendingFrame(OutFrame frame);
-  /// Writes until about `limit` bytes are written. Returns false if the socket accepts no more now
-  /// or has failed. If the socket has failed, the next write reports the error.
-  bool write_to(int fd, size_t limit);
-  /// Returns the pieces for the next uv_write(), which point into the frame.
-  std::vector<uv_buf_t> next_pieces() const;
-  void wrote(size_t bytes) { written_ += bytes; }
+  /// If `arena` has room for the payload, copies it there at once.
+  explicit PendingFrame(OutFrame frame, SendArena* arena = nullptr);
+  /// Writes until about `limit` bytes are written. Returns 0, EAGAIN if the socket accepts no more
+  /// now, or another errno.
+  int write_to(int fd, size_t limit);
   bool done() const { return written_ == total_; }
   size_t bytes_left() const { return total_ - written_; }
 
  private:
   template <class Add>
   void for_each_left(Add add) const;
+  void copy_payload(uint8_t* to);
 
   OutFrame frame_;
-  uint8_t head_[wire::kHeaderBytes];
+  uint8_t head_[2 * wire::kHeaderBytes];  // kAttached, if needed, and the frame's own
+  size_t head_bytes_ = wire::kHeaderBytes;
   size_t total_ = 0;
   size_t written_ = 0;
 };

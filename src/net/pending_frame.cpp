@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include <fmt/format.h>
 #include <sys/socket.h>
@@ -10,8 +11,7 @@
 namespace distrain::net {
 namespace {
 
-constexpr size_t kMaxPieces = 512;                  // per gather-write; IOV_MAX is 1024
-constexpr size_t kMaxPieceBytes = size_t{1} << 30;  // uv_buf_init() takes 32 bits
+constexpr size_t kMaxPieces = 512;  // per gather-write; IOV_MAX is 1024
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
 constexpr wire::Limits kSendLimits;  // the defaults, which every receiver accepts
 
@@ -41,12 +41,36 @@ base::Status check_limits(const OutFrame& frame) {
                   kSendLimits.max_tensors, kSendLimits.max_payload_bytes)};
 }
 
-PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {
+PendingFrame::PendingFrame(OutFrame frame, SendArena* arena) : frame_(std::move(frame)) {
   wire::FrameHeader& header = frame_.header;
   header.meta_bytes = static_cast<uint32_t>(frame_.meta_bytes().size());
   header.payload_bytes = frame_.payload_bytes();
-  wire::encode_header(header, head_);
-  total_ = wire::kHeaderBytes + header.body_bytes();
+  total_ = header.body_bytes();
+  wire::FrameHeader attached{.kind = wire::FrameKind::kAttached};
+  if (frame_.descriptor) attached.autograd_id |= wire::kWithDescriptor;
+  if (const auto slot = arena ? arena->take(header.payload_bytes) : std::nullopt) {
+    attached.autograd_id |= wire::kInSlot;
+    attached.call_id = slot->number;
+    attached.context_id = slot->offset;
+    copy_payload(arena->at(*slot));
+    total_ = header.meta_bytes;
+  }
+  if (attached.autograd_id != 0) {
+    wire::encode_header(attached, std::span(head_).first<wire::kHeaderBytes>());
+    head_bytes_ = sizeof head_;
+  }
+  wire::encode_header(header, std::span<uint8_t, wire::kHeaderBytes>(
+                                  head_ + head_bytes_ - wire::kHeaderBytes, wire::kHeaderBytes));
+  total_ += head_bytes_;
+}
+
+void PendingFrame::copy_payload(uint8_t* to) {
+  for (const auto& piece : frame_.payload) {
+    std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+  }
+  frame_.payload.clear();
+  frame_.keep_alive = nullptr;
 }
 
 // Calls `add` with each unwritten piece, up to `kMaxPieces`.
@@ -63,14 +87,14 @@ void PendingFrame::for_each_left(Add add) const {
       ++count;
     }
   };
-  visit(head_, sizeof head_);
+  visit(head_, head_bytes_);
   visit(frame_.meta_bytes().data(), frame_.meta_bytes().size());
   const size_t pad = frame_.header.payload_offset() - frame_.header.meta_bytes;
-  if (pad > 0) visit(kZeros, pad);
+  if (pad > 0 && !frame_.payload.empty()) visit(kZeros, pad);
   for (const auto& piece : frame_.payload) visit(piece.data(), piece.size());
 }
 
-bool PendingFrame::write_to(int fd, size_t limit) {
+int PendingFrame::write_to(int fd, size_t limit) {
   while (!done()) {
     iovec pieces[kMaxPieces];
     size_t count = 0;
@@ -84,28 +108,26 @@ bool PendingFrame::write_to(int fd, size_t limit) {
     msghdr message{};
     message.msg_iov = pieces;
     message.msg_iovlen = count;
+    alignas(cmsghdr) uint8_t control[CMSG_SPACE(sizeof(int))] = {};
+    if (frame_.descriptor && written_ == 0) {  // it travels with the frame's first byte
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+      cmsghdr* const head = CMSG_FIRSTHDR(&message);
+      head->cmsg_level = SOL_SOCKET;
+      head->cmsg_type = SCM_RIGHTS;
+      head->cmsg_len = CMSG_LEN(sizeof(int));
+      const int value = frame_.descriptor->get();
+      std::memcpy(CMSG_DATA(head), &value, sizeof value);
+    }
     const ssize_t sent = ::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      return false;
+      return errno;
     }
-    wrote(static_cast<size_t>(sent));
-    if (static_cast<size_t>(sent) == bytes) return true;
+    written_ += static_cast<size_t>(sent);
+    if (static_cast<size_t>(sent) == bytes) return 0;
   }
-  return true;
-}
-
-std::vector<uv_buf_t> PendingFrame::next_pieces() const {
-  std::vector<uv_buf_t> pieces;
-  for_each_left([&](uint8_t* data, size_t size) {
-    pieces.push_back(uv_buf_init(reinterpret_cast<char*>(data),
-                                 static_cast<unsigned>(std::min(size, kMaxPieceBytes))));
-  });
-  // Stop after a truncated piece, because its remaining bytes must be written before other pieces.
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].len == kMaxPieceBytes) pieces.resize(i + 1);
-  }
-  return pieces;
+  return 0;
 }
 
 }  // namespace distrain::net

@@ -1,6 +1,7 @@
 #include "distrain/net/stream.h"
 
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 
 #include <netinet/in.h>
@@ -15,8 +16,11 @@ namespace {
 
 // The longest wait for the peer's end of the connection: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
-// Bytes that a caller writes between two checks of whether the stream is closed.
+// Bytes that a caller writes between two checks of whether the stream is closed, and that the loop
+// writes or reads before it serves other streams.
 constexpr size_t kSlice = size_t{1} << 20;
+// The loop thread copies no larger payload into shared memory.
+constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
 // By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
 // woken. The kernel reduces the value to net.core.wmem_max.
 constexpr int kUnixSendBuffer = 1 << 20;
@@ -36,11 +40,16 @@ base::Error closed_here() {
   return base::Error{base::ErrorKind::kCancelled, "closed on this side"};
 }
 
-class UvStream final : public Stream,
-                       public LoopResource,
-                       public std::enable_shared_from_this<UvStream> {
+// Chunks are received into memory from which a device can copy, so they need the socket.
+bool is_for_arena(const wire::FrameHeader& header) {
+  return header.payload_bytes >= kLeastInArena && header.kind != wire::FrameKind::kChunk;
+}
+
+class SocketStream final : public Stream,
+                           public LoopResource,
+                           public std::enable_shared_from_this<SocketStream> {
  public:
-  UvStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
+  SocketStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
     // A broken connection has no peer's address by which to tell.
     is_tcp_ = socket_option(fd, SOL_SOCKET, SO_DOMAIN) != AF_UNIX;
     if (is_tcp_) {
@@ -53,7 +62,7 @@ class UvStream final : public Stream,
       set_socket_option(fd, SOL_SOCKET, SO_SNDBUF, kUnixSendBuffer);
     }
   }
-  ~UvStream() override {
+  ~SocketStream() override {
     if (fd_ >= 0) ::close(fd_);  // never started
   }
 
@@ -85,7 +94,7 @@ class UvStream final : public Stream,
 
   base::Status send(OutFrame frame) override {
     if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
-    auto pending = std::make_unique<PendingFrame>(std::move(frame));
+    auto pending = make_pending(std::move(frame));
     {
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
@@ -114,6 +123,11 @@ class UvStream final : public Stream,
 
   base::TimePoint last_heard_on_loop() const override { return last_heard_; }
   const std::string& peer_name() const override { return peer_name_; }
+  void share_memory_on_loop(uint64_t bytes) override {
+    loop_->assert_in_loop();
+    takes_descriptors_ = !is_tcp_;
+    if (!is_tcp_) arena_bytes_ = bytes;
+  }
   std::optional<uint32_t> peer_user_on_loop() override {
     loop_->assert_in_loop();
     std::lock_guard lock(send_mutex_);
@@ -126,14 +140,27 @@ class UvStream final : public Stream,
  private:
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
-  base::Error peer_closed(int uv_code) const {
+  base::Error peer_closed(int code) const {
     const std::string who = is_tcp_ ? peer_name_ : "the other process";
     return {base::ErrorKind::kPeerLost,
-            uv_code == UV_EOF ? who + " closed the connection" : who + ": " + uv_strerror(uv_code)};
+            code == 0 ? who + " closed the connection" : who + ": " + uv_strerror(-code)};
   }
-  uv_stream_t* uv_stream() { return reinterpret_cast<uv_stream_t*>(&handle_); }
 
   // ---- sending ----
+
+  std::unique_ptr<PendingFrame> make_pending(OutFrame frame) {
+    frame.header.payload_bytes = frame.payload_bytes();
+    if (!is_for_arena(frame.header) ||
+        (frame.header.payload_bytes > kMostCopiedOnLoop && loop_->in_loop())) {
+      return std::make_unique<PendingFrame>(std::move(frame));
+    }
+    std::shared_ptr<SendArena> arena;
+    {
+      std::lock_guard lock(send_mutex_);
+      arena = send_arena_;
+    }
+    return std::make_unique<PendingFrame>(std::move(frame), arena.get());
+  }
 
   // Writes without the lock, because a large frame takes long and other threads queue theirs
   // meanwhile. Also writes a few small frames of others; the loop is woken for all else.
@@ -142,7 +169,7 @@ class UvStream final : public Stream,
     size_t of_others = 0;
     for (;;) {
       done = nullptr;
-      const bool is_full = !frame->write_to(fd_, kSlice);
+      const bool is_full = frame->write_to(fd_, kSlice) != 0;  // the loop reports an error
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosed) {
         caller_writes_ = false;
@@ -171,55 +198,66 @@ class UvStream final : public Stream,
     loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
   }
 
+  // Writes the queue as far as the socket takes it, and goes on when it is writable again.
   void drain_on_loop() {
-    if (writing_ || write_failed_ || finished_ || !opened_) return;
-    std::vector<uv_buf_t> pieces;
-    {
-      std::lock_guard lock(send_mutex_);
-      if (caller_writes_) return;  // it calls again
-      if (queue_.empty()) {
-        if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
-      } else {
-        // The front frame stays where it is until its write is done.
-        pieces = queue_.front()->next_pieces();
-      }
-      if (pieces.empty() && send_state_ != SendState::kClosing) return;
-    }
-    if (pieces.empty()) return linger_on_loop();
-    write_size_ = 0;
-    for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
-    writing_ = true;
-    const int code =
-        uv_write(&write_request_, uv_stream(), pieces.data(), static_cast<unsigned>(pieces.size()),
-                 [](uv_write_t* request, int status) noexcept {
-                   static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
-                 });
-    if (code < 0) {
-      writing_ = false;
-      write_failed_on_loop(code);
-    }
-  }
-
-  void wrote_on_loop(int status) {
-    writing_ = false;
-    if (finished_) return drop_queue();
-    if (status < 0) return write_failed_on_loop(status);
+    if (write_failed_ || finished_ || !opened_) return;
     std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
-    {
-      std::lock_guard lock(send_mutex_);
-      PendingFrame& front = *queue_.front();
-      front.wrote(write_size_);
-      if (front.done()) {
+    for (size_t written = 0;;) {
+      PendingFrame* front = nullptr;
+      done = nullptr;
+      {
+        std::lock_guard lock(send_mutex_);
+        if (caller_writes_) return watch_on_loop(false);  // it calls again
+        if (!queue_.empty()) {
+          front = queue_.front().get();  // only the loop takes frames away now
+        } else if (send_state_ == SendState::kDraining) {
+          send_state_ = SendState::kIdle;
+        }
+        if (!front && send_state_ != SendState::kClosing) break;
+      }
+      if (!front) {
+        watch_on_loop(false);
+        return linger_on_loop();
+      }
+      if (written >= kSlice) return watch_on_loop(true);  // to serve other streams
+      const size_t before = front->bytes_left();
+      const int code = front->write_to(fd_, kSlice);
+      if (code != 0 && code != EAGAIN) return write_failed_on_loop(code);
+      written += before - front->bytes_left();
+      if (front->done()) {
+        std::lock_guard lock(send_mutex_);
         done = std::move(queue_.front());
         queue_.pop_front();
       }
+      if (code == EAGAIN) return watch_on_loop(true);
     }
-    drain_on_loop();
+    watch_on_loop(false);
+  }
+
+  // Lets the loop call back when the socket is readable, and when it is `writable`.
+  void watch_on_loop(bool writable) {
+    if (finished_ || (watched_ && writable == watches_writable_)) return;
+    watched_ = true;
+    watches_writable_ = writable;
+    uv_poll_start(&poll_, UV_READABLE | (writable ? UV_WRITABLE : 0),
+                  [](uv_poll_t* handle, int status, int events) noexcept {
+                    static_cast<SocketStream*>(handle->data)->on_ready_on_loop(status, events);
+                  });
+  }
+
+  void on_ready_on_loop(int status, int events) {
+    const auto self = shared_from_this();  // a handler may let go of the stream
+    const bool has_error = status < 0;     // then libuv has stopped the handle; reading says which
+    if (has_error) watched_ = false;
+    if (has_error || (events & UV_READABLE)) read_on_loop();
+    if (has_error || (events & UV_WRITABLE)) drain_on_loop();
+    if (has_error) watch_on_loop(watches_writable_);
   }
 
   // The peer reads no more. Its last bytes may say why, so the stream ends when they are read.
   void write_failed_on_loop(int code) {
     write_failed_ = true;
+    watch_on_loop(false);
     {
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
@@ -248,6 +286,13 @@ class UvStream final : public Stream,
                        [self = shared_from_this()] { self->finish_on_loop(closed_here()); });
   }
 
+  // Returns true if this side has closed the stream, and its last frame is written.
+  bool has_sent_all() {
+    std::lock_guard lock(send_mutex_);
+    return send_state_ == SendState::kClosing && queue_.empty() && !caller_writes_ &&
+           !write_failed_;
+  }
+
   void drop_queue() {
     std::deque<std::unique_ptr<PendingFrame>> dropped;  // destroyed outside the lock
     std::lock_guard lock(send_mutex_);
@@ -264,60 +309,74 @@ class UvStream final : public Stream,
     }
     last_heard_ = loop_->now_on_loop();
     loop_->scratch_on_loop();  // allocates here, because a callback of libuv must not throw
-    int code = 0;
-    if (is_tcp_) {
-      uv_tcp_init(&loop_->uv, &handle_.tcp);
-      code = uv_tcp_open(&handle_.tcp, fd_);
-    } else {
-      uv_pipe_init(&loop_->uv, &handle_.pipe, 0);
-      code = uv_pipe_open(&handle_.pipe, fd_);
-    }
-    uv_stream()->data = this;
-    opened_ = true;
-    owns_fd_ = code < 0;
-    if (code == 0) {
-      code = uv_read_start(
-          uv_stream(),
-          [](uv_handle_t* handle, size_t, uv_buf_t* buffer) noexcept {
-            static_cast<UvStream*>(handle->data)->alloc_on_loop(buffer);
-          },
-          [](uv_stream_t* stream, ssize_t bytes, const uv_buf_t* buffer) noexcept {
-            static_cast<UvStream*>(stream->data)->read_on_loop(bytes, buffer);
-          });
-    }
     loop_->hold_on_loop(shared_from_this());
-    if (code < 0) {
-      finish_on_loop(peer_closed(code));
-    } else {
-      drain_on_loop();  // what was sent before
+    if (const int code = uv_poll_init(&loop_->uv, &poll_, fd_); code < 0) {
+      return finish_on_loop(peer_closed(-code));
+    }
+    poll_.data = this;
+    opened_ = true;
+    watch_on_loop(false);
+    drain_on_loop();  // what was sent before
+  }
+
+  // Reads until the socket is empty, or kSlice bytes have come.
+  void read_on_loop() {
+    for (size_t taken = 0; taken < kSlice && !finished_;) {
+      std::span<uint8_t> room;
+      if (body_) {
+        room = {body_->data + body_filled_, body_->size - body_filled_};
+      } else {
+        std::copy_n(head_.begin(), head_filled_, loop_->scratch_on_loop().begin());
+        room = loop_->scratch_on_loop().subspan(head_filled_);
+      }
+      const ssize_t bytes = receive_on_loop(room);
+      if (bytes < 0 && errno == EINTR) continue;
+      if (bytes < 0 && errno == EAGAIN) return;
+      if (bytes <= 0) {
+        const int code = bytes < 0 ? errno : 0;
+        return finish_on_loop(has_sent_all() ? closed_here() : peer_closed(code));
+      }
+      taken += static_cast<size_t>(bytes);
+      if (discarding_) continue;
+      take_bytes_on_loop(static_cast<size_t>(bytes));
+      if (descriptors_.size() > 1) {
+        return finish_on_loop({base::ErrorKind::kProtocol, "descriptors that no frame announces"});
+      }
+      if (static_cast<size_t>(bytes) < room.size()) return;
     }
   }
 
-  void alloc_on_loop(uv_buf_t* buffer) {
-    std::span<uint8_t> room;
-    if (body_) {
-      room = {body_->data + body_filled_, std::min(body_->size - body_filled_, size_t{1} << 30)};
-    } else {
-      std::copy_n(head_.begin(), head_filled_, loop_->scratch_on_loop().begin());
-      room = loop_->scratch_on_loop().subspan(head_filled_);
+  ssize_t receive_on_loop(std::span<uint8_t> room) {
+    if (!takes_descriptors_) return ::recv(fd_, room.data(), room.size(), MSG_DONTWAIT);
+    iovec piece{room.data(), room.size()};
+    alignas(cmsghdr) uint8_t control[CMSG_SPACE(4 * sizeof(int))];
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    const ssize_t bytes = ::recvmsg(fd_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (bytes <= 0) return bytes;
+    for (cmsghdr* head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
+      if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
+      for (size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+        int value = -1;
+        std::memcpy(&value, CMSG_DATA(head) + at, sizeof value);
+        descriptors_.push_back(std::make_shared<const Fd>(value));
+      }
     }
-    *buffer = uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
+    return bytes;
   }
 
-  void read_on_loop(ssize_t bytes, const uv_buf_t*) {
-    if (finished_ || bytes == 0) return;
-    if (bytes < 0) {
-      return finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
-    }
-    if (discarding_) return;
+  // Takes `bytes` that were read into the body or behind head_ in the scratch buffer.
+  void take_bytes_on_loop(size_t bytes) {
     last_heard_ = loop_->now_on_loop();
-    const auto self = shared_from_this();  // a handler may let go of the stream
     if (body_) {
       loop_->note_activity_on_loop();
-      body_filled_ += static_cast<size_t>(bytes);
+      body_filled_ += bytes;
       if (body_filled_ == body_->size) deliver_on_loop();
     } else {
-      const size_t have = std::exchange(head_filled_, 0) + static_cast<size_t>(bytes);
+      const size_t have = std::exchange(head_filled_, 0) + bytes;
       std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
       while (!finished_ && consume_on_loop(unread)) {
       }
@@ -342,16 +401,29 @@ class UvStream final : public Stream,
   }
 
   bool begin_frame_on_loop(const uint8_t* head) {
+    using enum wire::FrameKind;
+    uint64_t bytes = 0;
     try {
       header_ = wire::decode_header(
                     std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_)
                     .value();
-      if (handler_->allocate) body_ = handler_->allocate(header_);
+      bytes = header_.body_bytes();
+      if (header_.kind == kAttached || header_.kind == kArena) {
+        if (!takes_descriptors_ || bytes > 0) fail_attached();
+      } else if (handler_->allocate) {
+        body_ = handler_->allocate(header_);
+      }
+      if (slot_) {
+        if (!receive_arena_ || header_.kind == kChunk) fail_attached();
+        in_arena_ = receive_arena_->take(*slot_, header_.payload_bytes).value();
+        slot_.reset();
+        body_ = nullptr;
+        bytes = header_.meta_bytes;
+      }
     } catch (...) {
       finish_on_loop(base::current_error(base::ErrorKind::kInternal));
       return false;
     }
-    const uint64_t bytes = header_.body_bytes();
     if (!body_) body_ = loop_->buffers.allocate(bytes);
     if (body_) return true;
     finish_on_loop(base::Error{base::ErrorKind::kResources,
@@ -363,11 +435,76 @@ class UvStream final : public Stream,
     // After activity the loop polls. It does not poll after a heartbeat, because nothing follows at
     // once, and rank 0 would always keep a core busy.
     if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
-    InFrame frame{header_, {}, {}, std::exchange(body_, nullptr)};
+    InFrame frame{
+        header_, {}, {}, std::exchange(body_, nullptr), std::exchange(attached_, nullptr)};
     frame.meta = {frame.body->data, header_.meta_bytes};
-    frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
+    if (in_arena_) {
+      frame.payload = {in_arena_->data, header_.payload_bytes};
+      frame.is_shared = true;
+      // One pointer that owns both buffers.
+      const auto both = std::make_shared<std::pair<base::BufferPtr, base::BufferPtr>>(
+          std::move(frame.body), std::exchange(in_arena_, nullptr));
+      frame.body = base::BufferPtr(both, both->first.get());
+    } else {
+      frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
+    }
+    try {
+      if (header_.kind == wire::FrameKind::kAttached) return take_attached_on_loop();
+      if (header_.kind == wire::FrameKind::kArena) return take_arena_on_loop(frame);
+    } catch (const base::Exception& e) {
+      return finish_on_loop(e.error());
+    }
+    if (is_for_arena(header_)) offer_arena_on_loop();
     const std::shared_ptr<Handler> handler = handler_;  // it may replace itself
     if (handler->on_frame) handler->on_frame(std::move(frame));
+  }
+
+  // ---- shared memory: Note [Payloads in shared memory] ----
+
+  [[noreturn]] static void fail_attached() {
+    throw base::Exception(base::ErrorKind::kProtocol, "shared memory that is not as agreed");
+  }
+
+  // Creates the memory in which this side receives large payloads, once, and tells the peer.
+  void offer_arena_on_loop() {
+    const uint64_t bytes = std::exchange(arena_bytes_, 0);
+    if (bytes == 0 || discarding_) return;
+    auto descriptor = std::make_shared<Fd>();
+    auto memory = SharedMemory::create(kArenaHead + bytes, *descriptor);
+    if (!memory.ok()) return;  // then the socket carries all payloads
+    receive_arena_ = std::make_shared<ReceiveArena>(std::move(memory.unchecked()));
+    OutFrame frame;
+    frame.header = {.kind = wire::FrameKind::kArena, .call_id = kArenaHead + bytes};
+    frame.descriptor = std::move(descriptor);
+    static_cast<void>(send(std::move(frame)));  // on_close reports errors
+  }
+
+  void take_attached_on_loop() {
+    if (slot_ || attached_ || header_.autograd_id == 0 || header_.autograd_id > 3) fail_attached();
+    if (header_.autograd_id & wire::kInSlot) {
+      if (header_.call_id >= kArenaSlots) fail_attached();
+      slot_ = {static_cast<uint32_t>(header_.call_id), header_.context_id};
+    }
+    if (header_.autograd_id & wire::kWithDescriptor) {
+      if (descriptors_.size() != 1) fail_attached();
+      attached_ = std::move(descriptors_.front());
+      descriptors_.clear();
+    }
+  }
+
+  void take_arena_on_loop(const InFrame& frame) {
+    const uint64_t bytes = frame.header.call_id;
+    if (!frame.descriptor || bytes <= kArenaHead || bytes > limits_.max_payload_bytes) {
+      fail_attached();
+    }
+    auto memory = SharedMemory::open(*frame.descriptor, bytes);
+    if (!memory.ok()) {
+      if (memory.error().kind == base::ErrorKind::kProtocol) fail_attached();
+      return;  // this process cannot map it
+    }
+    auto arena = std::make_shared<SendArena>(std::move(memory.unchecked()));
+    std::lock_guard lock(send_mutex_);
+    if (!send_arena_) send_arena_ = std::move(arena);
   }
 
   // ---- the end ----
@@ -383,14 +520,13 @@ class UvStream final : public Stream,
       send_state_ = SendState::kClosed;
       // Waits for the rest of a slice at most.
       caller_left_.wait(lock, [this] { return !caller_writes_; });
-      if (owns_fd_) ::close(fd_);
-      fd_ = -1;
-      // libuv may use the front frame until wrote_on_loop().
-      if (!writing_) dropped.swap(queue_);
+      dropped.swap(queue_);
+      if (opened_) uv_poll_stop(&poll_);  // before the descriptor is closed
+      ::close(std::exchange(fd_, -1));
     }
     if (opened_) {
-      uv_close(reinterpret_cast<uv_handle_t*>(uv_stream()), [](uv_handle_t* handle) noexcept {
-        auto* self = static_cast<UvStream*>(handle->data);
+      uv_close(reinterpret_cast<uv_handle_t*>(&poll_), [](uv_handle_t* handle) noexcept {
+        auto* self = static_cast<SocketStream*>(handle->data);
         self->loop_->release_on_loop(self);
       });
     } else {
@@ -410,23 +546,19 @@ class UvStream final : public Stream,
   std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_; front: being written
   bool caller_writes_ = false;  // by send_mutex_; while it does, nobody else writes or closes
   std::condition_variable caller_left_;
-  int fd_ = -1;  // changes by send_mutex_, and while no caller writes; libuv closes it
+  int fd_ = -1;                            // changes by send_mutex_, and while no caller writes
+  std::shared_ptr<SendArena> send_arena_;  // by send_mutex_; the peer's memory
 
   // Loop thread only.
-  union {
-    uv_tcp_t tcp;
-    uv_pipe_t pipe;
-  } handle_;
+  uv_poll_t poll_;
   bool opened_ = false;
-  bool owns_fd_ = true;  // libuv does not
+  bool watched_ = false;
+  bool watches_writable_ = false;
   bool finished_ = false;
   base::TimePoint last_heard_;
   bool write_failed_ = false;
   bool discarding_ = false;  // closed here and flushed: drops what still comes
   uint64_t linger_timer_ = 0;
-  uv_write_t write_request_;
-  bool writing_ = false;
-  size_t write_size_ = 0;
   std::shared_ptr<Handler> handler_ = std::make_shared<Handler>();
   wire::Limits limits_;
   std::array<uint8_t, wire::kHeaderBytes> head_;  // the beginning of an incomplete header
@@ -434,10 +566,19 @@ class UvStream final : public Stream,
   wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;
   size_t body_filled_ = 0;
+  bool takes_descriptors_ = false;
+  uint64_t arena_bytes_ = 0;  // size of receive_arena_, until it is created
+  std::shared_ptr<ReceiveArena> receive_arena_;
+  std::deque<std::shared_ptr<const Fd>> descriptors_;  // received, and not yet announced
+  std::shared_ptr<const Fd> attached_;                 // of the next frame
+  std::optional<ArenaSlot> slot_;                      // of the next frame
+  base::BufferPtr in_arena_;                           // payload of the frame being read
 };
 
 }  // namespace
 
-StreamPtr adopt_socket(Loop& loop, int fd) { return std::make_shared<UvStream>(loop.impl(), fd); }
+StreamPtr adopt_socket(Loop& loop, int fd) {
+  return std::make_shared<SocketStream>(loop.impl(), fd);
+}
 
 }  // namespace distrain::net

@@ -82,7 +82,8 @@ AgentCore::AgentCore(AgentOptions given)
       peers(loop, options.rank, *control,
             {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
              .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
-             .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); }}) {
+             .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); },
+             .shared_memory = [this] { return options.shared_memory ? budget->window() : 0; }}) {
   pool.set_event_loop(loop.event_loop());
   if (options.rank == 0) {
     name = options.names[0];

@@ -119,6 +119,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
         }
         if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
         stream->set_limits_on_loop(wire::Limits{});
+        stream->share_memory_on_loop(callbacks_.shared_memory());
         stream->set_handler_on_loop(handler_on_loop(rank, stream));
         begin_to_send_on_loop(rank, stream);
         callbacks_.on_open(rank);
@@ -154,6 +155,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   }
   peer.accepted = stream;
   stream->set_limits_on_loop(wire::Limits{});
+  stream->share_memory_on_loop(callbacks_.shared_memory());
   stream->set_handler_on_loop(handler_on_loop(rank, stream));
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
   callbacks_.on_open(rank);

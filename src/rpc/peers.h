@@ -57,6 +57,8 @@ class Peers {
     /// Allocates a frame's buffer, as net::Stream::Handler::allocate does. `rank` is the sender.
     std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)> allocate;
     std::function<void(int rank)> on_open;  ///< called when a connection is ready
+    std::function<uint64_t()>
+        shared_memory;  ///< returns the bytes for Stream::share_memory_on_loop
   };
 
   Peers(net::Loop& loop, int rank, membership::ControlPlane& control, Callbacks callbacks)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "distrain/net/loop.h"
+#include "distrain/net/socket.h"
 #include "distrain/wire/frame.h"
 
 namespace distrain::net {
@@ -17,7 +18,9 @@ struct OutFrame {
   wire::Bytes meta;
   std::shared_ptr<const wire::Bytes> shared_meta;  ///< in place of `meta`, for several frames
   std::vector<std::span<const uint8_t>> payload;   ///< written one after the other, as they are
-  std::shared_ptr<const void> keep_alive;          ///< held until the kernel has the payload
+  std::shared_ptr<const void> keep_alive;          ///< held until the payload is copied
+  /// If set, the peer receives a copy of the descriptor. Needs Stream::share_memory_on_loop().
+  std::shared_ptr<const Fd> descriptor;
 
   const wire::Bytes& meta_bytes() const { return shared_meta ? *shared_meta : meta; }
   uint64_t payload_bytes() const;
@@ -28,12 +31,14 @@ uint64_t bytes_of(const OutFrame& frame);
 /// Returns `invalid` for a frame beyond the default wire::Limits, at which the peer disconnects.
 base::Status check_limits(const OutFrame& frame);
 
-/// A frame as it was received. The spans point into `body`.
+/// A frame as it was received. `body` owns the memory of the spans.
 struct InFrame {
   wire::FrameHeader header;
   std::span<const uint8_t> meta;
   std::span<const uint8_t> payload;
   base::BufferPtr body;
+  std::shared_ptr<const Fd> descriptor = nullptr;  ///< the one sent with this frame
+  bool is_shared = false;  ///< the sender can change the payload at any time
 };
 
 /// Frames over a connected socket, TCP or unix.
@@ -43,6 +48,7 @@ struct InFrame {
 /// idle (a caller writes) → draining (the loop writes, callers queue) → idle; → closing (the loop
 /// writes the queue, then waits up to a second for the peer's end) → closed. Receive: on the loop,
 /// many small frames at once through a scratch buffer, a large body into the buffer delivered.
+/// Between processes of one host large payloads go through shared memory, if allowed.
 class Stream {
  public:
   struct Handler {
@@ -51,7 +57,7 @@ class Stream {
     /// `cancelled` after our own close().
     std::function<void(const base::Error&)> on_close;
     /// Called with each header before there is memory for the body. Returns body_bytes() of memory,
-    /// or null for the loop's. If it throws, the stream ends with that error. May be empty.
+    /// or null for the stream's. If it throws, the stream ends with that error. May be empty.
     std::function<base::BufferPtr(const wire::FrameHeader&)> allocate = {};
   };
 
@@ -62,6 +68,9 @@ class Stream {
   virtual void set_limits_on_loop(const wire::Limits& limits) = 0;
   /// Replaces the handler. The earliest place to call this is inside the first on_frame.
   virtual void set_handler_on_loop(Handler handler) = 0;
+  /// Lets frames of a unix socket carry descriptors, and large payloads go through shared memory of
+  /// `bytes`, or through none if 0. Call it once the peer has proved who it is.
+  virtual void share_memory_on_loop(uint64_t bytes) = 0;
   /// Returns when the frame is written or queued. Returns an error if the stream is closed or if
   /// check_limits() rejects the frame. on_close reports a connection that breaks later.
   virtual base::Status send(OutFrame frame) = 0;

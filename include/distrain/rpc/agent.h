@@ -51,6 +51,10 @@ struct AgentOptions : membership::Options {
   /// with `overloaded` at their deadline. A single call may exceed a limit.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
+  /// Lets large tensors from ranks on this host come through shared memory, for each rank as much
+  /// as half of `total_budget` divided by the number of ranks, or `peer_budget` if that is less.
+  /// Pages take memory once they are used.
+  bool shared_memory = true;
   int worker_threads = 4;  ///< threads that run functions, not counting threads that wait
 };
 

@@ -68,6 +68,7 @@ struct InMessage {
   /// One for each of `tickets`, created on receipt. Released with the message unless decoded.
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
   std::shared_ptr<const void> storage;  ///< owns the memory of `body`
+  bool is_shared = false;               ///< the sender can change the tensors' elements at any time
   /// For each device, the point in a stream at which the tensors on the device are complete.
   std::vector<std::pair<c10::Device, StreamPoint>> completed_at;
   uint64_t credit_of_transfers = 0;  ///< held by the transfers that preceded this call

@@ -39,7 +39,9 @@ inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint16_t kWithRRefs = 1;
 inline constexpr uint16_t kOfReply = 128;
-inline constexpr uint32_t kProtocolVersion = 8;
+inline constexpr uint64_t kInSlot = 1;
+inline constexpr uint64_t kWithDescriptor = 2;
+inline constexpr uint32_t kProtocolVersion = 9;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
@@ -51,6 +53,10 @@ enum class FrameKind : uint16_t {
   kProof = 6,
   kJoin = 7,
   kJoined = 8,
+  // Shared memory of a stream: Note [Payloads in shared memory] in src/net/arena.h
+  kArena = 9,      // comes with the descriptor of memory of `call_id` bytes
+  kAttached = 10,  // of the next frame; `autograd_id`: kInSlot + kWithDescriptor; `call_id` and
+                   // `context_id`: number and offset of the slot that has its payload
   // Calls
   kCall = 16,
   kReply = 17,

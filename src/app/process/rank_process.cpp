@@ -12,6 +12,7 @@
 #include "distrain/base/process.h"
 #include "distrain/job/device_choice.h"
 #include "distrain/membership/slot.h"
+#include "distrain/net/shared_memory.h"
 #include "distrain/rpc/error.h"
 #include "process/launcher.h"
 #include "process/output.h"
@@ -232,20 +233,22 @@ class RankProcess final : public JsonSink {
     } catch (...) {  // ignored, because the next get(), after the first line, throws again
     }
     const Json config = run_.config({});
-    emit("start", {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
-                   {"pid", getpid()},
-                   {"host", host_name()},
-                   {"version", DISTRAIN_VERSION},
-                   {"torch", TORCH_VERSION},
-                   {"seed", config.value("seed", Json())},
-                   {"threads", threads},
-                   {"device", run_.devices->names()},
-                   {"transport", run_.job.transport},
-                   {"trust", !run_.job.token.empty() ? "token"
-                             : run_.job.insecure     ? "anybody"
-                                                     : "user"},
-                   {"data", run_.data},
-                   {"config", config}});
+    emit("start",
+         {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
+          {"pid", getpid()},
+          {"host", host_name()},
+          {"version", DISTRAIN_VERSION},
+          {"torch", TORCH_VERSION},
+          {"seed", config.value("seed", Json())},
+          {"threads", threads},
+          {"device", run_.devices->names()},
+          {"transport", run_.job.transport},
+          {"shared_memory", run_.job.transport != "tcp" && net::SharedMemory::is_available()},
+          {"trust", !run_.job.token.empty() ? "token"
+                    : run_.job.insecure     ? "anybody"
+                                            : "user"},
+          {"data", run_.data},
+          {"config", config}});
     if (run_.all_here) run_.devices->get(run_.role, {});  // otherwise run_.body chooses the devices
     if (!run_.warning.empty()) emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
     return run_.body(run_.job, *this);

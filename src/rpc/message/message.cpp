@@ -191,6 +191,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
   InMessage message;
   message.header = frame.header;
   message.from = from;
+  message.is_shared = frame.is_shared;
   const uint32_t count = frame.header.tensor_count;
   wire::Reader meta(frame.meta);
   // Checks the count before memory is allocated for it: each descriptor has a minimum size.

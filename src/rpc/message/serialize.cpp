@@ -160,7 +160,8 @@ at::Tensor Decoder::get_tensor() {
     case TensorTag::kSparse: {
       const bool said_coalesced = in.get<bool>();
       const std::vector<int64_t> sizes = wire::decode_sizes(in, wire::decode_dimensions(in), 1);
-      const at::Tensor& indices = take();
+      // The check of the indices must hold for those that the kernels read.
+      const at::Tensor indices = message.is_shared ? take().clone() : take();
       const at::Tensor& values = take();
       // Makes the same checks as torch's own constructor, at lower cost.
       const auto dims = static_cast<int64_t>(sizes.size());

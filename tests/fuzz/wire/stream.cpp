@@ -48,6 +48,10 @@ Received parse(Input bytes) {
     }
     bytes = bytes.subspan(wire::kHeaderBytes);
     const wire::FrameHeader& head = header.value();
+    if (head.kind == wire::FrameKind::kArena || head.kind == wire::FrameKind::kAttached) {
+      all.end = base::ErrorKind::kProtocol;  // this stream shares no memory
+      return all;
+    }
     if (bytes.size() < head.body_bytes()) break;
     const Input meta = bytes.first(head.meta_bytes);
     const Input payload = bytes.subspan(head.payload_offset(), head.payload_bytes);

@@ -557,11 +557,11 @@ TEST_CASE("a call without room before its deadline is overloaded") {
 TEST_CASE("messages for a channel that is not open are bounded") {
   rpc::AgentOptions options;
   options.total_budget = 4 * kMiB;
+  const std::vector<uint8_t> bytes(kMiB);  // the loops may send it until the cluster ends
   Cluster cluster(2, expose_all, options);
   g_gate = false;
   auto held_up = cluster[1].rpc_async<&wait_at_gate>(0);
   wait_for_call_at_gate();
-  const std::vector<uint8_t> bytes(kMiB);
   const std::span<const uint8_t> piece(bytes);
   for (uint16_t i = 0; i < 8; ++i) {
     auto& channel = cluster[0].open_channel(static_cast<uint16_t>(20 + i % 3));
@@ -577,8 +577,8 @@ TEST_CASE("messages for a channel that is not open are bounded") {
 TEST_CASE("early messages no longer count once their channel is open") {
   rpc::AgentOptions options;
   options.total_budget = 4 * kMiB;
+  const std::vector<uint8_t> bytes(kMiB);  // the loops may send it until the cluster ends
   Cluster cluster(2, expose_all, options);
-  const std::vector<uint8_t> bytes(kMiB);
   const std::span<const uint8_t> piece(bytes);
   for (uint16_t round = 0; round < 4; ++round) {
     const auto number = static_cast<uint16_t>(20 + round);

@@ -136,7 +136,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 8);
+  CHECK(kProtocolVersion == 9);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -148,6 +148,8 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kProof) == 6);
   CHECK(static_cast<int>(FrameKind::kJoin) == 7);
   CHECK(static_cast<int>(FrameKind::kJoined) == 8);
+  CHECK(static_cast<int>(FrameKind::kArena) == 9);
+  CHECK(static_cast<int>(FrameKind::kAttached) == 10);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
@@ -269,7 +271,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 26);
+  CHECK(known == 28);
 }
 
 TEST_CASE("the payload begins at the documented offset") {
@@ -453,7 +455,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      8,    0,    0,    0,                             // version
+      9,    0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank
