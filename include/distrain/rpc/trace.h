@@ -43,8 +43,28 @@ class TraceCollector {
 
 /// Until the returned guard is destroyed, adds torch's operators (`aten::add`) and the user's
 /// scopes (RECORD_USER_SCOPE) to the traces of this process's ranks, as slices of the threads that
-/// run them, nested in the slice of the function that a call runs.
-[[nodiscard]] std::shared_ptr<void> trace_operators();
+/// run them, nested in the slice of the function that a call runs. If `with_shapes`, the key of an
+/// operator, such as "elements of [2, 3], []", has the shapes of its arguments ([] if no tensor).
+[[nodiscard]] std::shared_ptr<void> trace_operators(bool with_shapes = false);
+
+/// Records a span in the agent's trace until the end of the block, or until a future is done. It
+/// may end on any thread, so it is shown apart from threads, as calls are.
+class TraceSpan {
+ public:
+  TraceSpan(Agent& agent, std::string_view name);
+  TraceSpan(TraceSpan&&) = delete;
+  /// Lets the span end with `future`. Returns a future of the same value, which is done when the
+  /// span is recorded. Throws `invalid` if called a second time.
+  template <class T>
+  base::Future<T> end_with(const base::Future<T>& future) {
+    if (!open_) base::invalid("TraceSpan::end_with() can only be called once");
+    future.state()->on_ready([open = std::move(open_)](auto&) mutable { open.reset(); });
+    return future.shared();
+  }
+
+ private:
+  std::shared_ptr<void> open_;  // records the span when destroyed
+};
 
 /// Returns the trace of this rank, without calling other ranks.
 base::RankTrace own_trace(Agent& agent);

@@ -229,28 +229,53 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   return ranks;
 }
 
-std::shared_ptr<void> trace_operators() {
+std::shared_ptr<void> trace_operators(bool with_shapes) {
   struct Open final : at::ObserverContext {
     base::TraceLane* lane = base::detail::trace_lane;
-    const int64_t start = base::Tracer::now();
+    base::TraceEvent event{.category = "operator", .start = base::Tracer::now()};
   };
-  const auto begin = [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
-    const base::TraceLane* lane = base::detail::trace_lane;
-    return lane && lane->tracer().on() ? std::make_unique<Open>() : nullptr;
+  const auto begin =
+      [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+    base::TraceLane* const lane = base::detail::trace_lane;
+    if (!lane || !lane->tracer().on()) return nullptr;
+    auto open = std::make_unique<Open>();
+    if (!function.needsInputs()) return open;
+    std::string shapes;
+    for (const c10::IValue& input : function.inputs()) {
+      const at::Tensor tensor = input.isTensor() ? input.toTensor() : at::Tensor();
+      const auto sizes = tensor.defined() ? tensor.sizes() : at::IntArrayRef();
+      shapes += (shapes.empty() ? "" : ", ") + c10::str(sizes);
+      open->event.value += tensor.defined() ? tensor.numel() : 0;
+    }
+    open->event.key = lane->intern("elements of " + shapes);
+    return open;
   };
   const auto end = [](const at::RecordFunction& function, at::ObserverContext* context) {
-    const auto* open = static_cast<Open*>(context);
+    auto* open = static_cast<Open*>(context);
     // A scope that ends on another thread is not a slice of one thread.
     if (!open || open->lane != base::detail::trace_lane) return;
-    open->lane->record({.name = open->lane->intern(function.name()),
-                        .category = "operator",
-                        .start = open->start,
-                        .end = base::Tracer::now()});
+    open->event.name = open->lane->intern(function.name());
+    open->event.end = base::Tracer::now();
+    open->lane->record(open->event);
   };
   const auto handle =
       at::addGlobalCallback(at::RecordFunctionCallback(begin, end)
+                                .needsInputs(with_shapes)
                                 .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
   return {nullptr, [handle](void*) { at::removeCallback(handle); }};
+}
+
+TraceSpan::TraceSpan(Agent& agent, std::string_view name) {
+  const std::shared_ptr<base::Tracer> tracer = agent.tracer();
+  base::TraceEvent event{.kind = Kind::kAsync, .category = "span", .start = base::Tracer::now()};
+  if (tracer) {
+    event.name = tracer->intern({}, name);
+    event.id = static_cast<uint64_t>(agent.rank()) << 40 | tracer->next_id();
+  }
+  open_ = std::shared_ptr<void>(this, [tracer, event](void*) mutable {
+    event.end = base::Tracer::now();
+    if (tracer && tracer->on()) tracer->record(event);
+  });
 }
 
 }  // namespace distrain::rpc

@@ -93,7 +93,13 @@ TEST_CASE("a trace names the form, function and ranks of each call, and the oper
       for (const Form form : kForms) {
         call_as<&run_operators>(form, agent, to, false);
         const base::TraceScope scope("user scope");
-        call_as<kAdd>(form, agent, to, x, x, 1);
+        if (form != Form::kRemote) {
+          call_as<kAdd>(form, agent, to, x, x, 1);
+          continue;
+        }
+        const rpc::RRef<at::Tensor> sum = agent.remote<kAdd>(to, x, x, 1);
+        sum.to_here();
+        sum.handle()->created().wait();  // when the call is answered, and its event recorded
       }
     }
     // Calls of several threads at once.
@@ -110,17 +116,15 @@ TEST_CASE("a trace names the form, function and ranks of each call, and the oper
   int in_user_scope = 0;
   for (const auto& [rank, call] : events) {
     if (call.kind != Kind::kAsync) continue;
-    ++calls[call.name];
     if (rank != 1 || std::string(call.name).find("#distrain.") != std::string::npos) continue;
+    ++calls[call.name];
+    // A scope of the caller contains the whole call, until its reply.
+    for (const auto& [at, scope] : events) {
+      in_user_scope += at == 1 && std::string(scope.name) == "user scope" && contains(scope, call);
+    }
     // The function of the call has the call's number, and contains the operators.
     std::set<std::string> ran;
     for (const auto& [there, function] : events) {
-      if (function.kind == Kind::kFlowOut && function.id == call.id) {
-        for (const auto& [at, scope] : events) {
-          in_user_scope +=
-              at == 1 && std::string(scope.name) == "user scope" && contains(scope, function);
-        }
-      }
       if (function.kind != Kind::kFlowIn || function.id != call.id) continue;
       CHECK(there == call.value);
       for (const auto& [at, slice] : events) {
@@ -148,6 +152,76 @@ TEST_CASE("a trace names the form, function and ranks of each call, and the oper
     }
   }
   CHECK(in_user_scope == 9);
+}
+
+TEST_CASE("a span ends with the future that it is given, and is given one only") {
+  TracedCluster cluster(2);
+  Agent& agent = cluster[1];
+  const at::Tensor x = at::ones({1});
+  const std::string name = "user " + call_name(Form::kAsync, "product", 1, 0);
+  {  // until the end of the block
+    const rpc::TraceSpan span(agent, "block");
+    agent.rpc_sync<&product>(0, x, x);
+  }
+  base::Promise<int> open;
+  base::Future<int> ended;
+  {
+    rpc::TraceSpan span(agent, "future");
+    ended = span.end_with(open.future());
+    CHECK(error_of([&] { static_cast<void>(span.end_with(open.future())); }).message ==
+          "TraceSpan::end_with() can only be called once");
+  }
+  const int64_t left_at = base::Tracer::now();
+  CHECK_FALSE(ended.done());
+  open.set(7);
+  CHECK(ended.wait() == 7);
+  {  // a call, whose future ends the span before the block ends, and another that fails
+    rpc::TraceSpan span(agent, name);
+    CHECK(at::equal(span.end_with(agent.rpc_async<&product>(0, x + x, x)).wait(), x + x));
+    rpc::TraceSpan of_failed(agent, "failed");
+    CHECK(of_failed.end_with(agent.rpc_async<&product>(0, at::ones({2}), at::ones({3})))
+              .wait_result()
+              .ok() == false);
+  }
+  std::map<std::string, TraceEvent> spans;
+  for (const auto& [rank, event] : cluster.events()) {
+    if (std::string(event.category) == "span") {
+      CHECK((rank == 1 && event.kind == Kind::kAsync && spans.emplace(event.name, event).second));
+    }
+  }
+  CHECK(spans.size() == 4);
+  CHECK(spans.at("future").start <= left_at);
+  CHECK(spans.at("future").end >= left_at);
+  CHECK(spans.at("block").end <= spans.at("future").start);
+  CHECK(spans.at(name).end >= spans.at("future").end);
+  CHECK(spans.contains("failed"));
+}
+
+TEST_CASE("a trace with shapes has those of the arguments of remote and local operators") {
+  TracedCluster cluster(2);
+  Agent& agent = cluster[1];
+  const base::TraceBinding binding(agent.tracer(), "main");
+  const at::Tensor x = at::ones({100});
+  {
+    const auto operators = rpc::trace_operators(true);
+    agent.rpc_sync<kAdd>(0, x, x, 1);
+    static_cast<void>(at::add(x, x));
+  }
+  {
+    const auto operators = rpc::trace_operators();
+    static_cast<void>(at::mul(x, x));
+  }
+  std::map<int, const char*> shapes;
+  for (const auto& [rank, event] : cluster.events()) {
+    if (std::string(event.category) != "operator") continue;
+    if (std::string(event.name) == "aten::mul") CHECK(event.key == nullptr);
+    if (std::string(event.name) != "aten::add") continue;
+    CHECK(shapes.emplace(rank, event.key).second);
+    CHECK(event.value == 200);
+  }
+  REQUIRE(shapes.size() == 2);
+  CHECK(std::string(shapes.at(0)) == "elements of [100], [100], []");
+  CHECK(std::string(shapes.at(1)) == shapes.at(0));
 }
 
 TEST_CASE("a trace shows the calls that a called function makes, and the scopes in it") {
