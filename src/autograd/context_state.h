@@ -13,11 +13,9 @@ namespace distrain::autograd {
 //     │         │ ^       │
 //     └──> Failed ┴<──────┘
 //
-//   Over      no pass is in flight.
-//   Running   this rank's part of the graph runs. New hooks belong to this pass.
-//   Ran       all nodes of this rank have run, perhaps not those of other ranks. New hooks belong
-//             to the next pass, as they do in Over and Failed.
-//   Failed    the pass has failed on this rank or another one.
+// Over: no pass is in flight. Running: this rank's part of the graph runs; new hooks belong to this
+// pass, otherwise to the next one. Ran: all nodes of this rank have run, perhaps not those of other
+// ranks. Failed: the pass has failed on this rank or another one.
 //
 // On the initiator, a pass begins in Over or Failed only. On another rank, the first gradients of a
 // newer pass begin it in any state, because the initiator has ended the older pass. Late messages
@@ -112,15 +110,12 @@ class ContextState {
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const {
     std::lock_guard lock(mutex_);
-    std::vector<std::pair<at::Tensor, at::Tensor>> all;
-    for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
-    return all;
+    return gradients_locked();
   }
   /// Returns all gradients and removes them from the context.
   std::vector<std::pair<at::Tensor, at::Tensor>> take_gradients() {
-    std::vector<std::pair<at::Tensor, at::Tensor>> all;
     std::lock_guard lock(mutex_);
-    for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
+    auto all = gradients_locked();
     gradients_.clear();
     return all;
   }
@@ -129,9 +124,13 @@ class ContextState {
     std::lock_guard lock(mutex_);
     attachments_.push_back(std::move(attachment));
   }
-  std::vector<Attachment> attachments() const {
+  std::vector<std::shared_ptr<void>> attachments_of(const void* owner) const {
+    std::vector<std::shared_ptr<void>> its;
     std::lock_guard lock(mutex_);
-    return attachments_;
+    for (const auto& [attached_by, object] : attachments_) {
+      if (attached_by == owner) its.push_back(object);
+    }
+    return its;
   }
   std::vector<Attachment> take_attachments() {
     std::lock_guard lock(mutex_);
@@ -149,9 +148,10 @@ class ContextState {
     hooks_.end.push_back(std::move(fn));
     return true;
   }
-  bool runs(uint64_t pass) const {
+  /// Returns true while this rank's part of `pass` runs, or of any pass if `pass` is 0.
+  bool runs(uint64_t pass = 0) const {
     std::lock_guard lock(mutex_);
-    return runs_locked(pass);
+    return runs_locked(pass == 0 ? newest_ : pass);
   }
   /// Returns true if a pass has failed, so that the gradients may be those of a part of the graph.
   bool pass_failed() const {
@@ -193,6 +193,11 @@ class ContextState {
     mutable bool is_read_elsewhere = false;  // another stream may still read the gradient
   };
   static const at::Tensor& read(const Entry& entry);
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_locked() const {
+    std::vector<std::pair<at::Tensor, at::Tensor>> all;
+    for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
+    return all;
+  }
   bool runs_locked(uint64_t pass) const {
     return pass == newest_ && pass_state_ == PassState::kRunning;
   }

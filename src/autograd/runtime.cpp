@@ -389,6 +389,18 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
   initiated.pass->join_streams();
 }
 
+void backward(Context& context, const rpc::RRef<at::Tensor>& root, PassOptions options) {
+  if (root.is_owner()) return backward(context, {root.local_value()}, options);
+  using Fetched = std::pair<rpc::RRef<at::Tensor>, at::Tensor>;  // keeps the handle, its key
+  auto fetched = context.state()->attachments_of(root.handle().get());
+  if (fetched.empty()) {
+    const rpc::ContextScope scope(context.agent(), context.id());
+    fetched = {std::make_shared<Fetched>(root, root.to_here())};
+    context.state()->attach({root.handle().get(), fetched[0]});
+  }
+  backward(context, {std::static_pointer_cast<Fetched>(fetched[0])->second}, options);
+}
+
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options) {
   InitiatedPass initiated(context, options);
@@ -416,13 +428,8 @@ void attach(rpc::Agent& agent, uint64_t id, const void* owner, std::shared_ptr<v
 }
 
 std::vector<std::shared_ptr<void>> attachments(rpc::Agent& agent, uint64_t id, const void* owner) {
-  std::vector<std::shared_ptr<void>> its;
   const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
-  if (!state) return its;
-  for (auto& [attached_by, object] : state->attachments()) {
-    if (attached_by == owner) its.push_back(std::move(object));
-  }
-  return its;
+  return state ? state->attachments_of(owner) : std::vector<std::shared_ptr<void>>();
 }
 
 bool pass_failed(rpc::Agent& agent, uint64_t id) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "context_state.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/rpc/autograd_hook.h"
@@ -66,6 +68,10 @@ class Runtime final : public rpc::AutogradHook,
   size_t live_contexts() const override {
     std::lock_guard lock(mutex_);
     return contexts_.size();
+  }
+  size_t live_passes() const override {
+    std::lock_guard lock(mutex_);
+    return std::ranges::count_if(contexts_, [](auto& entry) { return entry.second->runs(); });
   }
   /// Ends the contexts that the lost rank created, and fails the passes over these contexts.
   void on_rank_lost(const rpc::Loss& loss) override;

@@ -127,10 +127,9 @@ void Agent::note_of_use(int rank) { core_->control->note_of_use(rank); }
 // Enters shutdown rounds, which are barriers of all ranks. The first round ends when all ranks have
 // called shutdown(). Each later round sums up the live RRefs and autograd contexts of all ranks,
 // and the calls that functions have made since the round before. The last round has a sum of 0, or
-// is the kLastRound-th without new calls. Messages in transit need no extra count, because their
-// sender or receiver counts the RRefs and contexts in them. A rank enters a round when the calls
-// that it has counted are answered. So a call that begins after its rank's count for the last round
-// would need an unanswered call that caused it, and that call would have been counted.
+// is the kLastRound-th without new calls. The sender or receiver of a message in transit counts its
+// RRefs and contexts. A rank enters a round when the calls that it has counted are answered, so a
+// call that begins after the last count would have an unanswered cause, which was counted.
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
                      const std::function<void()>& at_rest, std::chrono::nanoseconds timeout) {
   constexpr int kLastRound = 24;
@@ -184,7 +183,8 @@ std::map<std::string, uint64_t> Agent::info() const {
                {"bytes.in", sent.bytes_in},
                {"bytes.out", sent.bytes_out},
                {"threads", static_cast<uint64_t>(core_->options.worker_threads)},
-               {"contexts", live_contexts()}});
+               {"contexts", live_contexts()},
+               {"passes", core_->hook ? core_->hook->live_passes() : 0}});
   return info;
 }
 std::vector<Wait> Agent::waits() const { return core_->waits(); }

@@ -121,6 +121,9 @@ struct PassOptions {
 /// backward() throws `invalid`, naming a rank that waited for a gradient. Tensors of failed calls
 /// are exempt, but not tensors of successful nested calls that the handler of a failed call made.
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
+/// The root is the value of `root`: on its owner the value itself, on another rank a copy, which
+/// the first pass of the context fetches and later passes use again.
+void backward(Context& context, const rpc::RRef<at::Tensor>& root, PassOptions options = {});
 /// Starts a pass and returns without waiting for other ranks; graph nodes that need no gradient of
 /// another rank run on the caller's thread. `context` must outlive the pass.
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,

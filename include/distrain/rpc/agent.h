@@ -299,9 +299,9 @@ class Agent {
   size_t live_contexts() const;
   Traffic traffic() const;
   /// Returns this agent's counts for debugging: `calls.made`, `calls.waiting` (for a reply),
-  /// `bytes.in`, `bytes.out`, `threads` (AgentOptions::worker_threads), `contexts`, `rrefs.owned`,
-  /// `rrefs.shared` (owned, and held by other ranks), `rrefs.used` (of other ranks' values),
-  /// `rrefs.pending` (sent, and not confirmed yet).
+  /// `bytes.in`, `bytes.out`, `threads` (AgentOptions::worker_threads), `contexts`, `passes`
+  /// (backward passes with work left on this rank), `rrefs.owned`, `rrefs.shared` (owned, and held
+  /// by other ranks), `rrefs.used` (of other ranks' values), `rrefs.pending` (sent, not confirmed).
   std::map<std::string, uint64_t> info() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 

@@ -71,6 +71,8 @@ class AutogradHook {
   virtual at::Tensor hold(const at::Tensor& parameter) = 0;
   /// Returns the number of autograd contexts for which this rank holds state.
   virtual size_t live_contexts() const = 0;
+  /// Returns the number of backward passes that have work left on this rank.
+  virtual size_t live_passes() const = 0;
 };
 
 }  // namespace distrain::rpc

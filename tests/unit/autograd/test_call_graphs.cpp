@@ -432,16 +432,27 @@ TEST_CASE("a rank in a backward pass reports the ranks that it waits for") {
     autograd::Context context(cluster[0]);
     const at::Tensor a = leaf(false);
     std::vector<rpc::Wait> waits;
-    g_observe = [&] { waits = cluster[0].waits(); };
+    const auto info = [&](int rank, const char* name) { return cluster[rank].info().at(name); };
+    g_observe = [&] {
+      waits = cluster[0].waits();
+      for (int rank = 0; rank < 2; ++rank) CHECK(info(rank, "passes") == 1);
+    };
     const at::Tensor loss = cluster[0].rpc_sync<&observed_mul>(1, a, a).sum();
     CHECK(cluster[0].waits().empty());
     autograd::backward(context, {loss});
     REQUIRE(waits.size() == 1);
     CHECK(waits[0].what == std::string(autograd::kGradientsFunction) + ", called on rank 1");
     CHECK(cluster[0].waits().empty());
-    for (int rank = 0; rank < 2; ++rank) CHECK(cluster[rank].live_contexts() == 1);
+    for (int rank = 0; rank < 2; ++rank) {
+      CHECK(info(rank, "contexts") == 1);
+      CHECK(info(rank, "passes") == 0);
+    }
   }
   check_ended(cluster);
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK(cluster[rank].info().at("contexts") == 0);
+    CHECK(cluster[rank].info().at("passes") == 0);
+  }
   g_observe = {};
 }
 

@@ -16,6 +16,10 @@ using rpc::RRef;
 at::Tensor wanted(const at::Tensor& x) { return x.to(at::kDouble).requires_grad_(); }
 at::Tensor mul(const at::Tensor& x, const at::Tensor& y) { return x * y; }
 at::Tensor sum_of(const at::Tensor& x) { return x.sum(); }
+template <class Ref, class... Context>
+concept has_backward = requires(Ref ref, Context... context) {
+  autograd::backward(context..., ref);
+};
 void setup_traced(Agent& agent) {
   autograd::install(agent);
   agent.expose<&mul>("mul");
@@ -28,27 +32,32 @@ TEST_CASE("a pass may begin at the value of an RRef, on its owner or elsewhere")
   const at::Tensor twice = at::full({10}, 2.0, at::kDouble);
   for (const int owner : {0, 1}) {
     autograd::Context context(cluster[0]);
-    const at::Tensor loss = cluster[0].remote<&sum_of>(owner, a).to_here();
-    autograd::backward(context, {loss}, {.retain_graph = true});
-    autograd::backward(context, {loss});
+    const RRef<at::Tensor> loss = cluster[0].remote<&sum_of>(owner, a);
+    autograd::backward(context, loss, {.retain_graph = true});
+    autograd::backward(context, loss);
     CHECK(at::equal(context.gradient(a), twice));
+    // A value without a gradient is refused. A pass needs a context and a tensor.
+    CHECK(error_of([&] {
+            autograd::backward(context, cluster[0].remote<&sum_of>(owner, at::ones({2})));
+          }).message == "backward: a root does not require a gradient");
+    static_assert(!has_backward<RRef<std::string>, autograd::Context>);
+    static_assert(!has_backward<RRef<at::Tensor>>);
   }
   {  // A value of this rank that depends on a call.
     autograd::Context context(cluster[0]);
     const at::Tensor sum = cluster[0].rpc_sync<&mul>(1, a, at::full({}, 2.0, at::kDouble));
     const RRef<at::Tensor> loss = cluster[0].make_rref(sum.sum());
-    autograd::backward(context, {loss.local_value()}, {.retain_graph = true});
+    autograd::backward(context, loss, {.retain_graph = true});
     CHECK(at::equal(context.gradient(a), twice));
-    autograd::backward(context, {loss.to_here()});
+    autograd::backward(context, loss);
     CHECK(at::equal(context.gradient(a), twice * 2));
   }
   CHECK_FALSE(a.grad().defined());
   cluster[0].make_rref(a.sum() * 2).local_value().backward();  // without a context
   CHECK(at::equal(a.grad(), twice));
   autograd::Context context(cluster[0]);
-  CHECK(error_of([&] {
-          autograd::backward(context, {cluster[0].make_rref(at::rand({10})).local_value()});
-        }).kind == ErrorKind::kInvalid);
+  CHECK(error_of([&] { autograd::backward(context, cluster[0].make_rref(at::rand({10}))); }).kind ==
+        ErrorKind::kInvalid);
   CHECK_FALSE(autograd::gradient(cluster[0], context.id() + 100, a).defined());
 }
 

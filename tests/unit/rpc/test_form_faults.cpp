@@ -296,7 +296,7 @@ TEST_CASE("remote() that ends too late fails for its caller") {
     const RRef<int64_t> slow = agent.remote<&slow_seven>(To(to).timeout(200s));
     CHECK(kind_of([&] { slow.timeout(5ms).to_here(); }) == ErrorKind::kDeadline);
     if (to == 1) {
-      CHECK(kind_of([&] { slow.to_here_async(5ms).wait(); }) == ErrorKind::kDeadline);
+      CHECK(kind_of([&] { slow.timeout(5ms).to_here_async().wait(); }) == ErrorKind::kDeadline);
       CHECK(kind_of([&] { slow.timeout(5ms).created().wait(); }) == ErrorKind::kDeadline);
     }
     gate.open();
@@ -348,7 +348,7 @@ TEST_CASE("info() counts an agent's calls, references and threads") {
   std::string names;
   for (const auto& [name, number] : cluster[0].info()) names += name + " ";
   CHECK(names ==
-        "bytes.in bytes.out calls.made calls.waiting contexts rrefs.owned rrefs.pending "
+        "bytes.in bytes.out calls.made calls.waiting contexts passes rrefs.owned rrefs.pending "
         "rrefs.shared rrefs.used threads ");
   {
     // A reference to a value of its own rank is not shared until another rank gets it.
