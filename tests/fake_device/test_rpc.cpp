@@ -22,6 +22,8 @@ namespace {
 constexpr int64_t kChunk = int64_t{1} << 20;  // bytes, see Note [Tensors of devices]
 
 at::Tensor doubled(at::Tensor x) { return x * 2; }
+at::Tensor relay(const rpc::RRef<at::Tensor>& x) { return x.to_here(); }
+at::Tensor doubled_ref(const rpc::RRef<at::Tensor>& x) { return x.to_here() * 2; }
 at::Tensor sum(std::vector<at::Tensor> all) {
   at::Tensor total = all.at(0).clone();
   for (size_t i = 1; i < all.size(); ++i) total = total + all[i];
@@ -80,6 +82,8 @@ void expose_places(rpc::Agent& agent) {
   agent.expose<&host_to_fake1>("host_to_fake1");
   agent.expose<&behind_gate>("behind_gate");
   agent.expose<&doubled>("doubled");
+  agent.expose<&doubled_ref>("doubled_ref");
+  agent.expose<&relay>("relay");
   agent.expose<&sum>("sum");
   agent.expose<&place>("place");
   agent.expose<&same>("same");
@@ -252,6 +256,15 @@ TEST_CASE("values stay on their owner's device until a rank fetches them") {
   CHECK(same_values(here, numbers_on(1000, c10::kCPU) + 1));
   const rpc::RRef<at::Tensor> more = ranks[0].remote<&doubled>(2, here);
   CHECK(same_values(more.to_here(), (numbers_on(1000, c10::kCPU) + 1) * 2));
+  // The output of rank 1 for a reference to rank 0's input comes to rank 0 by way of rank 2.
+  for (int i = 0; i < 10; ++i) {
+    const auto input = ranks[0].make_rref(numbers_on(100000, fake(0)) + i);
+    const auto output = ranks[0].remote<&doubled_ref>(1, input);
+    const at::Tensor relayed = ranks[0].remote<&relay>(2, output).to_here();
+    CHECK(relayed.device() == fake(0));
+    CHECK(same_values(relayed, ranks[0].rpc_sync<&doubled_ref>(1, input).cpu()));
+    CHECK(same_values(relayed, (numbers_on(100000, c10::kCPU) + i) * 2));
+  }
   ranks.shutdown();
 }
 
@@ -387,8 +400,21 @@ TEST_CASE("invalid maps are refused when the ranks meet") {
              ContainsSubstring("no way back"));
   const c10::Device cpu(c10::kCPU);
   CHECK_THAT(refused({}, {{"w0", {{fake(0), cpu}}}}), ContainsSubstring("has no cpu"));
-  CHECK_THAT(refused({{"w1", {{cpu, cpu}}}}, {}), ContainsSubstring("has no cpu"));
   CHECK_THAT(refused({{"w1", {{cpu, fake(1)}}}}, {}), ContainsSubstring("has no cpu"));
+}
+
+TEST_CASE("a map may name the CPU for CPU tensors") {
+  const c10::Device cpu(c10::kCPU);
+  DeviceCluster ranks(2, {}, [&](rpc::AgentOptions& o) {
+    o.device_maps = {{o.rank == 0 ? "w1" : "w0", {{cpu, cpu}}}};
+  });
+  const at::Tensor sum_of_both =
+      ranks[0].rpc_sync<&sum>(1, std::vector{at::zeros({2}), at::ones({2})});
+  CHECK(sum_of_both.device() == cpu);
+  CHECK(at::equal(sum_of_both, at::ones({2})));
+  CHECK(ranks[0].rpc_sync<&place>(1, at::ones({2})) == "cpu");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(2, fake(0))) == "fake:1");  // by default
+  ranks.shutdown();
 }
 
 TEST_CASE("an abandoned reply frees its device memory") {

@@ -164,6 +164,7 @@ RankDevices DeviceTable::freeze() {
   c10::DeviceType type = home_.type();
   for (const DeviceMap& map : maps_) {
     for (const auto& [from, to] : map.devices) {
+      if (from.is_cpu() && to.is_cpu()) continue;  // all CPU tensors arrive on the CPU
       if (type == c10::DeviceType::CPU) type = from.type();
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
@@ -175,7 +176,7 @@ RankDevices DeviceTable::freeze() {
   own.type = to_wire(type);
   own.count = static_cast<uint8_t>(std::min(count_of(type), 255));
   is_frozen_ = true;
-  if (is_accelerator(home_) || !maps_.empty()) use_streams_of(type);
+  if (is_accelerator(home_) || !own.maps.empty()) use_streams_of(type);
   return own;
 }
 
