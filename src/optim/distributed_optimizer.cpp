@@ -114,7 +114,7 @@ class DistributedOptimizer::Owner final : public StepTarget {
         rank_(rank),
         local_(std::move(local)),
         remote_(std::move(remote)),
-        steps_wait_(sharing.mode != Sharing::Mode::kAsync && sharing.participants > 1),
+        steps_wait_(sharing.steps_wait()),
         norms_wait_(sharing.mode == Sharing::Mode::kSync && sharing.participants > 1) {}
 
   std::string where() const override { return fmt::format("rank {}", rank_); }
@@ -265,7 +265,8 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     }
   }
   if (here_last) owners_.push_back(std::move(here_last));
-  if (steps_wait() && sharing.participant != Sharing::kOnlooker) updaters.note_steps(ranks_);
+  if (sharing.steps_wait() && sharing.participant != Sharing::kOnlooker)
+    updaters.note_steps(ranks_);
   if (own.indices.empty()) return;
   const auto local =
       updaters.find_or_make(select(tensors, own.indices), UpdaterOptions{std::move(own.groups)},
@@ -290,10 +291,6 @@ double DistributedOptimizer::mean_factor() const {
   return sharing_.mode == Sharing::Mode::kSync ? mean_factor_->load() : 1;
 }
 
-bool DistributedOptimizer::steps_wait() const {
-  return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
-}
-
 std::vector<std::shared_ptr<DistributedOptimizer::Owner>> DistributedOptimizer::all_owners() const {
   std::vector<std::shared_ptr<Owner>> all = owners_;
   if (own_) all.push_back(own_);
@@ -309,7 +306,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
   for (const auto& target : targets_) target->check(contexts);
   const Scales scales = limit > 0 ? scales_for(contexts, limit) : Scales{};
   options.scale = scales.shared * mean_factor();
-  if (steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
+  if (sharing_.steps_wait()) agent_.local<UpdaterRegistry>().note_steps(ranks_);
   std::vector<Step> steps;
   const auto add_step = [&](StepTarget& target, const StepOptions& how, const char* which = "") {
     Step& step = steps.emplace_back(Step{target.where() + which, target.only_sends(), {}});
@@ -340,11 +337,12 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
 }
 
 // Describes, after a failure, on which ranks the step was made, sent, failed or is in flight. Waits
-// for the owners' results, unless steps_wait(): then an owner may wait for other ranks' step().
+// for the owners' results, unless Sharing::steps_wait(): then an owner may wait for other ranks'
+// step().
 std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
   std::string made, sent, failed, open;
   for (const Step& step : steps) {
-    const bool is_open = steps_wait() && !step.done.done();
+    const bool is_open = sharing_.steps_wait() && !step.done.done();
     std::string& list = is_open                         ? open
                         : !step.done.wait_result().ok() ? failed
                         : step.is_only_sent             ? sent

@@ -16,28 +16,20 @@ constexpr OptimizerOptions kDefaults[] = {Sgd(), Adagrad(), Adam(), AdamW(), Rms
 // Calls `visit(name, value)` for each field of `options`, which may be const.
 template <class O, class F>
 void visit_fields(O& options, F visit) {
-  using Options = std::remove_const_t<O>;
   visit("lr", options.lr);
   visit("weight_decay", options.weight_decay);
-  if constexpr (std::is_same_v<Options, Sgd>) {
-    visit("momentum", options.momentum);
-    visit("dampening", options.dampening);
-    visit("nesterov", options.nesterov);
-  } else if constexpr (std::is_same_v<Options, Adagrad>) {
-    visit("lr_decay", options.lr_decay);
+  if constexpr (requires { options.momentum; }) visit("momentum", options.momentum);
+  if constexpr (requires { options.dampening; }) visit("dampening", options.dampening);
+  if constexpr (requires { options.nesterov; }) visit("nesterov", options.nesterov);
+  if constexpr (requires { options.lr_decay; }) visit("lr_decay", options.lr_decay);
+  if constexpr (requires { options.initial_accumulator_value; })
     visit("initial_accumulator_value", options.initial_accumulator_value);
-    visit("eps", options.eps);
-  } else if constexpr (std::is_same_v<Options, RmsProp>) {
-    visit("alpha", options.alpha);
-    visit("eps", options.eps);
-    visit("momentum", options.momentum);
-    visit("centered", options.centered);
-  } else {
-    visit("beta1", options.beta1);
-    visit("beta2", options.beta2);
-    visit("eps", options.eps);
-    visit("amsgrad", options.amsgrad);
-  }
+  if constexpr (requires { options.eps; }) visit("eps", options.eps);
+  if constexpr (requires { options.alpha; }) visit("alpha", options.alpha);
+  if constexpr (requires { options.centered; }) visit("centered", options.centered);
+  if constexpr (requires { options.beta1; }) visit("beta1", options.beta1);
+  if constexpr (requires { options.beta2; }) visit("beta2", options.beta2);
+  if constexpr (requires { options.amsgrad; }) visit("amsgrad", options.amsgrad);
 }
 
 }  // namespace
@@ -64,10 +56,9 @@ void validate(const OptimizerOptions& options) {
     }
     base::invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
   }
-  if (const Sgd* sgd = std::get_if<Sgd>(&options)) {
-    if (sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
-      base::invalid("sgd: nesterov wants a momentum above 0 and no dampening");
-    }
+  const Sgd* const sgd = std::get_if<Sgd>(&options);
+  if (sgd && sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
+    base::invalid("sgd: nesterov wants a momentum above 0 and no dampening");
   }
 }
 

@@ -36,12 +36,19 @@ struct CpuRows {
   const rows::IdGroups groups;
 };
 
-class SgdRule final : public UpdateRule {
+template <class Options>
+class RuleWith : public UpdateRule {
  public:
-  explicit SgdRule(const Sgd& options)
+  explicit RuleWith(const Options& options)
       : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
- private:
+ protected:
+  const Options options_;
+};
+
+class SgdRule final : public RuleWith<Sgd> {
+  using RuleWith::RuleWith;
+
   void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
               bool) override {
     at::Tensor direction = gradient;
@@ -67,16 +74,11 @@ class SgdRule final : public UpdateRule {
     if (options_.momentum == 0) return {};
     return {"momentum_buffer"};
   }
-
-  const Sgd options_;
 };
 
-class AdagradRule final : public UpdateRule {
- public:
-  explicit AdagradRule(const Adagrad& options)
-      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
+class AdagradRule final : public RuleWith<Adagrad> {
+  using RuleWith::RuleWith;
 
- private:
   void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
               bool) override {
     at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
@@ -99,8 +101,6 @@ class AdagradRule final : public UpdateRule {
   }
 
   std::vector<std::string> kept_names() const override { return {"sum"}; }
-
-  const Adagrad options_;
 };
 
 // Adam, and AdamW: they differ in what the weight decay changes.
@@ -156,12 +156,9 @@ class AdamRule final : public UpdateRule {
   const Options options_;
 };
 
-class RmsPropRule final : public UpdateRule {
- public:
-  explicit RmsPropRule(const RmsProp& options)
-      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
+class RmsPropRule final : public RuleWith<RmsProp> {
+  using RuleWith::RuleWith;
 
- private:
   void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
     at::Tensor& squares = kept(i, "square_avg", parameter);
     squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
@@ -194,8 +191,6 @@ class RmsPropRule final : public UpdateRule {
     if (options_.momentum != 0) names.push_back("momentum_buffer");
     return names;
   }
-
-  const RmsProp options_;
 };
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
@@ -418,16 +413,10 @@ void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradie
 
 std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
   validate(options);
-  if (const Sgd* sgd = std::get_if<Sgd>(&options)) return std::make_unique<SgdRule>(*sgd);
-  if (const Adagrad* adagrad = std::get_if<Adagrad>(&options)) {
-    return std::make_unique<AdagradRule>(*adagrad);
-  }
-  if (const RmsProp* rmsprop = std::get_if<RmsProp>(&options)) {
-    return std::make_unique<RmsPropRule>(*rmsprop);
-  }
-  if (const AdamW* adamw = std::get_if<AdamW>(&options)) {
-    return std::make_unique<AdamRule<AdamW>>(*adamw);
-  }
+  if (const auto* o = std::get_if<Sgd>(&options)) return std::make_unique<SgdRule>(*o);
+  if (const auto* o = std::get_if<Adagrad>(&options)) return std::make_unique<AdagradRule>(*o);
+  if (const auto* o = std::get_if<AdamW>(&options)) return std::make_unique<AdamRule<AdamW>>(*o);
+  if (const auto* o = std::get_if<RmsProp>(&options)) return std::make_unique<RmsPropRule>(*o);
   return std::make_unique<AdamRule<Adam>>(std::get<Adam>(options));
 }
 

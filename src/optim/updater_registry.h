@@ -64,7 +64,7 @@ class UpdaterRegistry final : public rpc::Layer {
   std::vector<rpc::Wait> waits() const override {
     std::vector<rpc::Wait> waits;
     for (const auto& updater : all()) {
-      for (rpc::Wait& wait : updater->waits()) waits.push_back(std::move(wait));
+      std::ranges::move(updater->waits(), std::back_inserter(waits));
     }
     return waits;
   }

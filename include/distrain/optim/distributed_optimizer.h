@@ -25,6 +25,9 @@ struct Sharing {
   /// kOnlooker: this rank makes no steps and only reads or loads the optimizer's state.
   int participant = 0;
   int64_t staleness = 0;  ///< kSsp only: maximum lead over the slowest participant, in steps
+
+  /// Returns true if a step may wait for other participants.
+  bool steps_wait() const { return mode != Mode::kAsync && participants > 1; }
 };
 
 struct Progress {
@@ -102,28 +105,26 @@ class DistributedOptimizer {
   /// Applies the gradients of `context` on each owner; parameters without a gradient stay as they
   /// are. Returns when this rank may begin its next step: see Sharing::Mode.
   ///
-  /// If a rank is lost while participants wait for each other, their steps fail with that rank's
-  /// error, unless the mode is kSsp and the job continues without the rank. In kSync and kSsp a
-  /// step that waits for a participant that has entered Agent::shutdown() fails with `peer_lost`,
-  /// unless that participant made its last step in an RPC: another RPC may still make the next one.
+  /// If a rank is lost while participants wait for each other, their steps fail with its error,
+  /// unless the mode is kSsp and the job continues without it. In kSync and kSsp a step that waits
+  /// for a participant in Agent::shutdown() fails with `peer_lost`, unless that participant made
+  /// its last step in an RPC: another RPC may still make the next one.
   ///
-  /// If `max_norm` is above 0 and the L2 norm of the gradients of all owners' parameters is
-  /// greater, the gradients are first multiplied by max_norm / norm. Throws `not_finite`, without
-  /// any update, if the norm is not finite. In kSync all participants must clip or none; the norm
-  /// of the mean gradients gives one scale for all. (The `own` parameters add the mean of the
-  /// participants' squared norms, which are equal under DDP.) In kAsync and kSsp each participant's
-  /// gradients have their own norm; with several participants, `own` parameters are then scaled by
-  /// their own norm only, so that replicas under DDP stay equal.
+  /// If `max_norm` (by default that of the constructor's Rule) is above 0 and less than the L2 norm
+  /// of all owners' gradients, they are first multiplied by max_norm / norm. Throws `not_finite`,
+  /// without any update, if the norm is not finite. In kSync all participants must clip or none;
+  /// the norm of the mean gradients gives one scale for all. (The `own` parameters add the mean of
+  /// the participants' squared norms, which are equal under DDP.) Otherwise each participant's
+  /// gradients have their own norm; with several participants, that of the `own` parameters is
+  /// separate, so that replicas under DDP stay equal.
   ///
   /// Each owner checks all gradients first, so it updates all of its parameters or none. An error
-  /// that cannot be checked for, such as running out of memory, says which parameters were updated.
-  /// If one of several owners fails, the other owners' updates stand; the error says on which ranks
-  /// the step was made, failed (after `peer_lost`, `deadline` or `cancelled` it may have been made
-  /// nevertheless) or waits for other participants.
+  /// that it cannot foresee, such as no memory, says which parameters were updated. If one owner
+  /// fails, the updates of others stand; the error says on which ranks the step was made, failed
+  /// (after `peer_lost`, `deadline` or `cancelled` it may have been made) or waits for others.
   ///
   /// Returns how many updates, including this one, the parameter updater of the first other owner
-  /// (of this rank, if there is no other owner) has applied. If `max_norm` is not given, the
-  /// maximum norm of the constructor's Rule applies.
+  /// (of this rank, if there is no other owner) has applied.
   uint64_t step(const autograd::Context& context, std::optional<double> max_norm = {}) {
     return step(std::vector<uint64_t>{context.id()}, max_norm);
   }
@@ -176,7 +177,6 @@ class DistributedOptimizer {
   Scales scales_for(const std::vector<uint64_t>& contexts, double max_norm) const;
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
-  bool steps_wait() const;
   double mean_factor() const;
   std::vector<std::shared_ptr<Owner>> all_owners() const;
 
