@@ -145,7 +145,7 @@ base::Future<at::Tensor> StagePasses::forward(rpc::Agent& agent, const rpc::RRef
                                           " is of another batch than this stage works on",
                                       agent.rank(), batch->function});
   }
-  const base::Future<at::Tensor> fetched = input.to_here_async(kAsLongAsItTakes);
+  const base::Future<at::Tensor> fetched = input.timeout(kAsLongAsItTakes).to_here_async();
   fetched.on_complete(agent.inline_executor(), [batch](base::Result<at::Tensor>& x) {
     if (!x.ok()) batch->order->fail(x.error());  // without its input the step cannot run
   });

@@ -67,17 +67,11 @@ int64_t peak_activations(const std::vector<PipelineStep>& row) {
 
 PipelineSchedule make_schedule(const std::string& name, int stages, int64_t micro_batches) {
   PipelineSchedule schedule{name, micro_batches, {}};
+  if (name != "gpipe" && name != "1f1b" && name != "naive") {
+    invalid("no schedule is called '" + name + "'");
+  }
   for (int stage = 0; stage < stages; ++stage) {
-    int64_t ahead = 0;
-    if (name == "gpipe") {
-      ahead = micro_batches;
-    } else if (name == "1f1b") {
-      ahead = stages - stage;
-    } else if (name == "naive") {
-      ahead = 1;
-    } else {
-      invalid("no schedule is called '" + name + "'");
-    }
+    const int64_t ahead = name == "gpipe" ? micro_batches : name == "1f1b" ? stages - stage : 1;
     schedule.stages.push_back(alternating(ahead, micro_batches));
   }
   return schedule;

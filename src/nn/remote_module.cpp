@@ -78,6 +78,8 @@ class Modules {
                            " gives: ", other));
   }
 
+  std::atomic<bool> is_installed{false};
+
  private:
   struct Entry {
     detail::Factory factory;
@@ -90,16 +92,6 @@ class Modules {
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Entry>> entries_;
 };
-
-bool is_installed(rpc::Agent& agent) {
-  try {
-    agent.local<Modules>();
-    return true;
-  } catch (const base::Exception& e) {
-    if (e.kind() != ErrorKind::kNotFound) throw;
-    return false;
-  }
-}
 
 uint64_t default_seed(int rank) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -121,87 +113,6 @@ std::vector<at::Tensor> for_owner(const rpc::RRef<SharedModule>& module,
   }
   return inputs;
 }
-
-}  // namespace
-
-void install(rpc::Agent& agent) {
-  if (is_installed(agent)) return;
-  KeyedRandom::install();
-  agent.provide(std::make_shared<Modules>());
-  const auto attach = [](rpc::CallContext& call, rpc::Decoder& in, const rpc::ReplyPtr& reply) {
-    const auto module = call.agent.local<Modules>().find_or_make(call, in);
-    reply->send([&](rpc::Encoder& encoder) {
-      rpc::encode<rpc::RRef<SharedModule>>(encoder, call.agent.make_rref(module));
-    });
-  };
-  agent.expose_raw(kAttachFunction, attach);
-  agent.expose<&SharedModule::forward>("distrain.nn.forward");
-  agent.expose<&SharedModule::parameter_rrefs>("distrain.nn.parameters");
-  agent.expose<&SharedModule::parameter_names>("distrain.nn.parameter_names");
-  agent.expose<&SharedModule::state>("distrain.nn.state");
-  agent.expose<&SharedModule::snapshot>("distrain.nn.snapshot");
-  agent.expose<&SharedModule::load_state>("distrain.nn.load_state");
-}
-
-RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
-                                   const Encode& arguments)
-    : random_(default_seed(agent.rank())), name_hash_(base::hash_of(name)) {
-  if (!is_installed(agent)) {
-    base::invalid("this agent has no modules: call nn::install(agent) before join()");
-  }
-  const rpc::ContextScope outside(0);  // tensor arguments are not recorded for a backward pass
-  const auto request = [&](rpc::Encoder& encoder) {
-    rpc::encode<std::string>(encoder, name);
-    arguments(encoder);
-  };
-  module_ =
-      agent.finish<rpc::RRef<SharedModule>>(agent.call_raw(to, kAttachFunction, request).take());
-}
-
-ForwardOptions RemoteModule<ByName>::next_options() const {
-  return {training_, at::GradMode::is_enabled(), random_.key() ^ name_hash_, random_.next()};
-}
-
-at::Tensor RemoteModule<ByName>::forward_all(const std::vector<at::Tensor>& inputs) const {
-  return module_.rpc_sync<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
-}
-
-base::Future<at::Tensor> RemoteModule<ByName>::forward_all_async(
-    const std::vector<at::Tensor>& inputs) const {
-  return module_.rpc_async<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
-}
-
-std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() const {
-  return module_.rpc_sync<&SharedModule::parameter_rrefs>();
-}
-
-std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
-  return module_.rpc_sync<&SharedModule::parameter_names>();
-}
-
-std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> RemoteModule<ByName>::named_parameters()
-    const {
-  const std::vector<rpc::RRef<at::Tensor>> references = remote_parameters();
-  std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> named;
-  for (const auto& name : parameter_names()) named.emplace_back(name, references[named.size()]);
-  return named;
-}
-
-rpc::NamedTensors RemoteModule<ByName>::state() const {
-  return without_deadline<&SharedModule::state>(module_);
-}
-
-rpc::RRef<rpc::NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
-  return without_deadline<&SharedModule::snapshot>(module_, prefix);
-}
-
-void RemoteModule<ByName>::load_state(const rpc::NamedTensors& state) const {
-  without_deadline<&SharedModule::load_state>(module_, state);
-}
-
-namespace detail {
-
-namespace {
 
 using torch::nn::AnyModule;
 using torch::nn::AnyValue;
@@ -238,6 +149,81 @@ at::Tensor tensor_of(AnyValue value) {
 }
 
 }  // namespace
+
+void install(rpc::Agent& agent) {
+  if (agent.shared<Modules>()->is_installed.exchange(true)) return;
+  KeyedRandom::install();
+  const auto attach = [](rpc::CallContext& call, rpc::Decoder& in, const rpc::ReplyPtr& reply) {
+    const auto module = call.agent.local<Modules>().find_or_make(call, in);
+    reply->send([&](rpc::Encoder& encoder) {
+      rpc::encode<rpc::RRef<SharedModule>>(encoder, call.agent.make_rref(module));
+    });
+  };
+  agent.expose_raw(kAttachFunction, attach);
+  agent.expose<&SharedModule::forward>("distrain.nn.forward");
+  agent.expose<&SharedModule::named_parameters>("distrain.nn.named_parameters");
+  agent.expose<&SharedModule::state>("distrain.nn.state");
+  agent.expose<&SharedModule::snapshot>("distrain.nn.snapshot");
+  agent.expose<&SharedModule::load_state>("distrain.nn.load_state");
+}
+
+RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
+                                   const Encode& arguments)
+    : random_(default_seed(agent.rank())), name_hash_(base::hash_of(name)) {
+  if (!agent.shared<Modules>()->is_installed) {
+    base::invalid("this agent has no modules: call nn::install(agent) before join()");
+  }
+  const rpc::ContextScope outside(0);  // tensor arguments are not recorded for a backward pass
+  const auto request = [&](rpc::Encoder& encoder) {
+    rpc::encode<std::string>(encoder, name);
+    arguments(encoder);
+  };
+  module_ =
+      agent.finish<rpc::RRef<SharedModule>>(agent.call_raw(to, kAttachFunction, request).take());
+}
+
+ForwardOptions RemoteModule<ByName>::next_options() const {
+  return {training_, at::GradMode::is_enabled(), random_.key() ^ name_hash_, random_.next()};
+}
+
+at::Tensor RemoteModule<ByName>::forward_all(const std::vector<at::Tensor>& inputs) const {
+  return module_.rpc_sync<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
+}
+
+base::Future<at::Tensor> RemoteModule<ByName>::forward_all_async(
+    const std::vector<at::Tensor>& inputs) const {
+  return module_.rpc_async<&SharedModule::forward>(next_options(), for_owner(module_, inputs));
+}
+
+NamedParameters RemoteModule<ByName>::named_parameters() const {
+  return module_.rpc_sync<&SharedModule::named_parameters>();
+}
+
+std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() const {
+  std::vector<rpc::RRef<at::Tensor>> references;
+  for (const auto& [name, reference] : named_parameters()) references.push_back(reference);
+  return references;
+}
+
+std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, reference] : named_parameters()) names.push_back(name);
+  return names;
+}
+
+rpc::NamedTensors RemoteModule<ByName>::state() const {
+  return without_deadline<&SharedModule::state>(module_);
+}
+
+rpc::RRef<rpc::NamedTensors> RemoteModule<ByName>::snapshot(const std::string& prefix) const {
+  return without_deadline<&SharedModule::snapshot>(module_, prefix);
+}
+
+void RemoteModule<ByName>::load_state(const rpc::NamedTensors& state) const {
+  without_deadline<&SharedModule::load_state>(module_, state);
+}
+
+namespace detail {
 
 AnyNet any_net(AnyModule module) {
   if (module.is_empty()) base::invalid("make() gave no module");

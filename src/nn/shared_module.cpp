@@ -310,20 +310,12 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
   return rpc::for_rank(agent_, call.caller.rank, result);
 }
 
-std::vector<rpc::RRef<at::Tensor>> SharedModule::parameter_rrefs(rpc::CallContext& call) {
-  std::vector<rpc::RRef<at::Tensor>> rrefs;
+NamedParameters SharedModule::named_parameters(rpc::CallContext& call) {
+  NamedParameters named;
   for (const auto& [its_name, parameter] : parameters_) {
-    if (parameter.requires_grad()) rrefs.push_back(call.agent.make_rref(parameter));
+    if (parameter.requires_grad()) named.emplace_back(its_name, call.agent.make_rref(parameter));
   }
-  return rrefs;
-}
-
-std::vector<std::string> SharedModule::parameter_names() const {
-  std::vector<std::string> names;
-  for (const auto& [its_name, parameter] : parameters_) {
-    if (parameter.requires_grad()) names.push_back(its_name);
-  }
-  return names;
+  return named;
 }
 
 rpc::RRef<rpc::NamedTensors> SharedModule::snapshot(rpc::CallContext& call,

@@ -27,8 +27,7 @@ class SharedModule final : public autograd::VersionKeeper {
   // Exposed functions, called by RemoteModule.
   at::Tensor forward(rpc::CallContext& call, ForwardOptions options,
                      std::vector<at::Tensor> inputs);
-  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  std::vector<std::string> parameter_names() const;
+  NamedParameters named_parameters(rpc::CallContext& call);
   rpc::NamedTensors state() { return state_of("", Keep::kCopies); }
   rpc::RRef<rpc::NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
   void load_state(rpc::NamedTensors state);

@@ -103,16 +103,14 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 // (see autograd/parameter_versions.h) without memory of their own, renewed when a pass begins.
 //
 // Replicas are made one at a time, and their memory is freed at once, so a module needs at most
-// twice its size. If the whole module is an Embedding or EmbeddingBag, further replicas are made
-// without memory for the table. A replica is idle when no graph has a handle of its parameters.
-//
-// A lookup in a `sparse` Embedding or EmbeddingBag saves nothing of the table, which may be too big
-// to copy. So updates of such a module wait for its forward passes, and copy only a saved table.
+// twice its size. Further replicas of an Embedding or EmbeddingBag have no memory for the table. A
+// replica is idle when no graph has a handle of its parameters. A `sparse` lookup saves nothing of
+// its table, which may be too big to copy. So updates of such a module wait for its forward passes,
+// and copy only a saved table.
 //
 // Each replica has copies of the buffers. A forward pass that writes a buffer (BatchNorm's running
-// statistics) is refused, because the other replicas would not see the change.
-//
-// Dropout and other random operations draw from a generator seeded by a key sent with the call.
+// statistics) is refused, because the other replicas would not see the change. Dropout and other
+// random operations draw from a generator seeded by a key sent with the call.
 
 /// Exposes the module that `make` returns to all ranks, as RemoteModule `name`, before join().
 ///

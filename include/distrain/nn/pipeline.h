@@ -163,7 +163,7 @@ class Pipeline {
   base::Future<at::Tensor> chain(const at::Tensor& input, const Args&... args) const {
     rpc::RRef<at::Tensor> value = agent_.make_rref(input);
     for (size_t i = 0; i < size(); ++i) value = agent_.remote<F>(to(i), stages_[i], value, args...);
-    return value.to_here_async(std::chrono::nanoseconds::max());
+    return value.timeout(std::chrono::nanoseconds::max()).to_here_async();
   }
 
   /// Runs the forward and backward passes of all micro-batches in the order of `schedule`. `loss`

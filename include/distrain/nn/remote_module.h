@@ -22,6 +22,7 @@
 namespace distrain::nn {
 
 class SharedModule;
+using NamedParameters = std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>>;
 
 /// Enables RemoteModule<> on this rank. Call it before join() and before other threads call torch;
 /// repeated calls do nothing. expose_module(agent, name, make) calls it.
@@ -277,8 +278,7 @@ class RemoteModule<ByName> {
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
   /// Returns the parameters' names, in the order of remote_parameters().
   std::vector<std::string> parameter_names() const;
-  /// Returns the name of each parameter with its reference.
-  std::vector<std::pair<std::string, rpc::RRef<at::Tensor>>> named_parameters() const;
+  NamedParameters named_parameters() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   rpc::NamedTensors state() const;

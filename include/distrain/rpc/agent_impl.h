@@ -286,8 +286,7 @@ T RRef<T>::to_here() const requires Serializable<T> {
 }
 
 template <class T>
-base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds limit) const requires
-    Serializable<T> {
+base::Future<T> RRef<T>::to_here_async() const requires Serializable<T> {
   Agent& agent = handle_->agent();
   if (is_owner()) {
     return handle_->owned()->value.future().shared().then(
@@ -299,8 +298,7 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds limit) const req
   if (created.done() && !created.wait_result().ok()) {
     return base::Future<T>::failed(created.wait_result().error());
   }
-  const To owner = limit == kAgentsTimeout ? owning_rank() : timeout(limit).owning_rank();
-  return agent.template finish_async<T>(detail::ask_owner(handle_, owner, true));
+  return agent.template finish_async<T>(detail::ask_owner(handle_, owning_rank(), true));
 }
 
 template <class T>

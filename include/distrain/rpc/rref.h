@@ -98,9 +98,8 @@ class RRef {
   /// Fetches a copy of the value from its owner. Inside an autograd context, gradients flow through
   /// the tensors in it. If the call that should have created the value failed, throws that error.
   T to_here() const requires Serializable<T>;
-  /// Fetches a copy of the value as a future. `limit` replaces timeout(). No limit on the owner.
-  base::Future<T> to_here_async(std::chrono::nanoseconds limit = kAgentsTimeout) const requires
-      Serializable<T>;
+  /// Fetches a copy of the value as a future. No limit on the owner.
+  base::Future<T> to_here_async() const requires Serializable<T>;
 
   /// Waits until the value exists and returns it. Throws `invalid` if this rank is not its owner.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }

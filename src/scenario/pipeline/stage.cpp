@@ -84,7 +84,8 @@ at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
 
 base::Future<at::Tensor> PipelineStage::infer(rpc::CallContext& call,
                                               const rpc::RRef<at::Tensor>& input) {
-  return input.to_here_async(std::chrono::nanoseconds::max())
+  return input.timeout(std::chrono::nanoseconds::max())
+      .to_here_async()
       .then(call.agent.executor(), [self = shared_from_this(), &agent = call.agent](at::Tensor& x) {
         const at::NoGradGuard no_grad;
         return rpc::for_rank(agent, self->next_rank(agent), self->module_.forward(x, false));
