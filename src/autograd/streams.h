@@ -22,8 +22,7 @@ namespace distrain::autograd {
 // waited for their arrival. If a node gets gradients on several devices (a call with tensors on
 // each of them), the node's stream and the other devices' current streams wait for all gradients.
 //
-// On the CPU all of this costs one check of the device of each input of a node. Node::stream() is
-// not used, because it would make torch decide for good that there is no accelerator.
+// Node::stream() is not used: it would make torch decide for good that there is no accelerator.
 
 /// Returns the stream in which `node` runs: the stream of the first output of its forward function
 /// that is on an accelerator. Returns nullopt if no output is on an accelerator.

@@ -52,11 +52,10 @@ using base::ErrorKind;
 // ranks. So a pass carries a collective::PassNumber, which all ranks count in the same way:
 //
 //   plain pass      the number of plain forwards so far;
-//   context's pass  the number of forwards that had announced contexts, its own included. A context
-//                   that was not announced is an error, but takes a number, so that later passes
-//                   agree again;
-//   both            the number of earlier passes since that forward, because a graph may be used
-//                   twice, and the job's step if set_step() was called.
+//   context's pass  the number of forwards that had announced contexts, its own included. One that
+//                   was not announced fails, but counts, so that later passes agree again;
+//   both            the number of passes since that forward (a graph may be used twice), and the
+//                   job's step if set_step() was called.
 //
 // Only forwards in training mode with gradients enabled count, because evaluations differ between
 // ranks. If a Reducer is used without forwards, plain passes have no number.

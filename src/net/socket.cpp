@@ -292,17 +292,22 @@ base::Result<Fd> listen_tcp(const std::string& host, PortRange ports) {
                                            " on is free: " + socket.error().message};
 }
 
-base::Result<Fd> listen_unix(const std::string& path) {
+// Returns a unix socket for which `use`, such as ::connect, has returned 0.
+template <class Use>
+static base::Result<Fd> unix_socket(const std::string& path, const char* doing, const Use& use) {
   const base::Result<UnixAddress> where = unix_address(path);
   if (!where.ok()) return where.error();
   const auto& [address, size] = where.unchecked();
   Fd fd = open_socket(AF_UNIX);
-  if (!fd.valid()) return socket_error("opening a unix socket", errno);
-  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
-      ::listen(fd.get(), 1024) != 0) {
-    return socket_error("listening on " + path, errno);
-  }
-  return fd;
+  const auto* const to = reinterpret_cast<const sockaddr*>(&address);
+  if (fd.valid() && use(fd.get(), to, size) == 0) return fd;
+  return socket_error(doing + path, errno);
+}
+
+base::Result<Fd> listen_unix(const std::string& path) {
+  return unix_socket(path, "listening on ", [](int fd, const sockaddr* address, socklen_t size) {
+    return ::bind(fd, address, size) == 0 ? ::listen(fd, 1024) : -1;
+  });
 }
 
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline) {
@@ -330,14 +335,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
 }
 
 base::Result<Fd> connect_unix(const std::string& path) {
-  const base::Result<UnixAddress> where = unix_address(path);
-  if (!where.ok()) return where.error();
-  const auto& [address, size] = where.unchecked();
-  Fd fd = open_socket(AF_UNIX);
-  if (fd.valid() && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) {
-    return fd;
-  }
-  return socket_error("connecting to " + path, errno);
+  return unix_socket(path, "connecting to ", ::connect);
 }
 
 SocketName local_name(int fd) { return name_of(fd, ::getsockname); }

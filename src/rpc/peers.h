@@ -47,8 +47,8 @@ class PerRank {
 /// message, the peer is connecting until rank 0 has decided whether it is lost. A new process of a
 /// lost rank is a new peer: Note [Incarnations].
 ///
-/// If both ranks connect at the same moment, there are two connections: each rank sends on the one
-/// that it made and receives on both. So the messages from one rank to another keep their order.
+/// If both ranks connect at once, each sends on the connection that it made and receives on both,
+/// so the messages from one rank to another keep their order.
 class Peers {
  public:
   /// The functions that Peers calls on the loop thread.

@@ -29,9 +29,8 @@ class Runtime;
 //
 // A module that is reused for many passes renews its versions when no graph has saved them. Idle
 // versions would make updates copy parameters, so updates first ask VersionKeepers to release them.
-//
-// A lookup with sparse gradients does not save its table, so in-flight lookups cause no copy. A
-// pass that has saved the table (trained per-sample weights, a tied decoder) causes one.
+// A lookup with sparse gradients causes no copy, unless its pass has saved the table (trained
+// per-sample weights, a tied decoder).
 
 /// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked

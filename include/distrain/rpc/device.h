@@ -7,16 +7,14 @@ namespace distrain::rpc {
 
 // Note [Streams]
 //
-// An accelerator executes work in streams: launching a kernel or a copy appends it to a stream,
-// where it runs after all earlier work. Work in two streams is ordered only if one stream has been
-// told to wait for a point in the other. The runtime keeps these rules:
+// An accelerator runs the work of a stream in order. Work in two streams is ordered only if one
+// stream has been told to wait for a point in the other. The runtime keeps these rules:
 //
 //  - The work of a user function, a continuation or a backward node goes into the current stream
 //    of its thread. Worker threads leave the device's default stream current, so the work of
-//    several handlers is ordered, and torch's allocators, which reuse memory within a stream, may
-//    reuse their memory. A continuation runs with the streams that were current where it was
-//    registered, after the work in the streams under which its future was completed. Code after
-//    Future::wait() also runs after that work.
+//    several handlers is ordered and may reuse memory. A continuation runs with the streams that
+//    were current where it was registered, after the work in the streams under which its future
+//    was completed. Code after Future::wait() also runs after that work.
 //  - Copies between devices and network buffers have streams of their own and overlap computation.
 //    A copy to the host starts after all work in the sender's current stream. The network waits
 //    for that copy; the receiver's current stream waits for the copy to the receiver's device.

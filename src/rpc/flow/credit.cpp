@@ -1,5 +1,7 @@
 #include "flow/credit.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include "distrain/base/thread_state.h"
 
 namespace distrain::rpc {
@@ -8,15 +10,9 @@ namespace distrain::rpc {
 
 base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   if (try_take(bytes)) return base::Unit{};
-  Waiter self;
-  self.bytes = bytes;
-  self.since = base::Clock::now();
+  Waiter self{bytes, base::Clock::now(), {}};
   const base::BlockingScope blocking;
-  struct Dequeuing {
-    Window& window;
-    const Waiter& self;
-    ~Dequeuing() { window.dequeue(self); }
-  } const dequeuing{*this, self};
+  const auto dequeuing = c10::make_scope_exit([&] { dequeue(self); });
   enqueue(self);
   std::unique_lock lock(mutex_);
   const auto is_over = [&] { return failed_ || try_serve_locked(self); };

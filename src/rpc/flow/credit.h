@@ -46,10 +46,10 @@ namespace distrain::rpc {
 // unless one call is larger than the pool. The receiver compares a header with its sender's credit
 // before it allocates memory for the body.
 //
-// Starvation-free: unspent credit beyond a window is returned, or is enough for the first waiting
-// call, which is then sent. So the whole pool is returned as calls begin, and the first request is
-// granted. A grant raises its rank's tag, and no rank becomes hungry with a lower tag than the last
-// one served, so each request becomes the first after finitely many grants.
+// Starvation-free: unspent credit beyond a window is returned, or sends the first waiting call. So
+// the whole pool is returned as calls begin, and the first request is granted. A grant raises its
+// rank's tag, and no rank becomes hungry with a tag below that of the last one served, so each
+// request becomes the first after finitely many grants.
 //
 // Fair: while the pool serves them, the tags of ranks that are always hungry differ by at most one
 // request and one window. Windows bypass the order; but while all queued calls begin once, windows

@@ -41,39 +41,6 @@ const auto* find(at::ScalarType type) {
   return std::ranges::find(kDTypes, type, &std::pair<at::ScalarType, DType>::first);
 }
 
-}  // namespace
-
-wire::DType to_dtype(at::ScalarType type) {
-  if (const auto* found = find(type); found != std::end(kDTypes)) return found->second;
-  base::invalid(c10::str("tensors of dtype ", type, " cannot be sent or saved"));
-}
-
-at::ScalarType to_scalar_type(wire::DType dtype) {
-  const auto* found = std::ranges::find(kDTypes, dtype, &std::pair<at::ScalarType, DType>::second);
-  if (found == std::end(kDTypes)) wire::Reader::fail("an unknown tensor dtype");
-  return found->first;
-}
-
-std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
-  const bool is_sparse = tensor.layout() == at::kSparse;
-  if (tensor.is_nested()) return "a nested tensor";
-  if (!is_sparse && tensor.layout() != at::kStrided) {
-    return c10::str("a tensor of layout ", tensor.layout());
-  }
-  if (tensor.is_quantized()) return "a quantized tensor";
-  if (find(tensor.scalar_type()) == std::end(kDTypes)) {
-    return c10::str("a tensor of dtype ", tensor.scalar_type());
-  }
-  if (tensor.is_meta()) return "a tensor on the device meta";
-  // True for functorch's wrappers, lazily allocated zeros, and storage that was resized to 0.
-  if (!is_sparse && (!tensor.has_storage() || (tensor.numel() > 0 && !tensor.storage().data()))) {
-    return "a tensor without memory";
-  }
-  return {};
-}
-
-namespace {
-
 // Precedes a tensor in the body (u8). The tensor's parts are the message's next 1 or 2 tensors.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
@@ -121,6 +88,35 @@ bool are_increasing(const at::Tensor& indices) {
 }
 
 }  // namespace
+
+wire::DType to_dtype(at::ScalarType type) {
+  if (const auto* found = find(type); found != std::end(kDTypes)) return found->second;
+  base::invalid(c10::str("tensors of dtype ", type, " cannot be sent or saved"));
+}
+
+at::ScalarType to_scalar_type(wire::DType dtype) {
+  const auto* found = std::ranges::find(kDTypes, dtype, &std::pair<at::ScalarType, DType>::second);
+  if (found == std::end(kDTypes)) wire::Reader::fail("an unknown tensor dtype");
+  return found->first;
+}
+
+std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
+  const bool is_sparse = tensor.layout() == at::kSparse;
+  if (tensor.is_nested()) return "a nested tensor";
+  if (!is_sparse && tensor.layout() != at::kStrided) {
+    return c10::str("a tensor of layout ", tensor.layout());
+  }
+  if (tensor.is_quantized()) return "a quantized tensor";
+  if (find(tensor.scalar_type()) == std::end(kDTypes)) {
+    return c10::str("a tensor of dtype ", tensor.scalar_type());
+  }
+  if (tensor.is_meta()) return "a tensor on the device meta";
+  // True for functorch's wrappers, lazily allocated zeros, and storage that was resized to 0.
+  if (!is_sparse && (!tensor.has_storage() || (tensor.numel() > 0 && !tensor.storage().data()))) {
+    return "a tensor without memory";
+  }
+  return {};
+}
 
 void Encoder::put_tensor(const at::Tensor& tensor) {
   const auto add = [this](const at::Tensor& dense, bool requires_grad) {

@@ -214,32 +214,24 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
   if (owner >= world || ticket.parent < 0 || ticket.parent >= world) {
     wire::Reader::fail("an RRef of a rank that does not exist");
   }
-  const bool is_owner = owner == rank_;
   const auto mode = static_cast<Mode>(ticket.mode);
-  switch (mode) {
-    case Mode::kLocalHold:
-    case Mode::kLocalHoldAccept: {
-      if (!is_owner) wire::Reader::fail("an RRef sent to the wrong owner");
-      auto handle = received_by_owner(ticket);
-      if (mode == Mode::kLocalHoldAccept) {
-        send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
-      }
-      return handle;
-    }
-    case Mode::kConfirmed:
-    case Mode::kUnconfirmed: {
-      if (is_owner) wire::Reader::fail("an RRef's fork for its owner");
-      auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
-      handle->set_created(
-          base::Unit{});  // only the rank that made the creating call knows its result
-      if (mode == Mode::kUnconfirmed) {
-        send(owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
-             static_cast<uint64_t>(ticket.parent));
-      }
-      return handle;
-    }
+  const bool is_hold = mode == Mode::kLocalHold || mode == Mode::kLocalHoldAccept;
+  if (!is_hold && mode != Mode::kConfirmed && mode != Mode::kUnconfirmed) {
+    wire::Reader::fail("an unknown kind of RRef");
   }
-  wire::Reader::fail("an unknown kind of RRef");
+  if (is_hold != (owner == rank_)) wire::Reader::fail("an RRef sent to the wrong owner");
+  if (is_hold) {
+    auto handle = received_by_owner(ticket);
+    if (mode == Mode::kLocalHold) return handle;
+    send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
+    return handle;
+  }
+  auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
+  handle->set_created(base::Unit{});  // only the creating call's rank knows the call's result
+  if (mode == Mode::kConfirmed) return handle;
+  send(owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
+       static_cast<uint64_t>(ticket.parent));
+  return handle;
 }
 
 std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& ticket) {

@@ -41,9 +41,8 @@ namespace distrain::rpc {
 // that its calls would have created fail. If a new process replaces it, late messages of the lost
 // process, and references to its values, are recognized: Note [Incarnations].
 //
-// All RRefs of a message are received with it. Those that are not decoded (the function may not
-// exist, or the caller may have given up) are released with the message. If a message is not sent
-// after all, its forks are retracted.
+// All RRefs of a message are received with it. Those that are not decoded are released with it. If
+// a message is not sent after all, its forks are retracted.
 
 /// The last few thousand numbers that were inserted; forgets older ones.
 class RecentSet {

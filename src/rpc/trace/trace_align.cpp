@@ -3,10 +3,9 @@
 // The monotonic clocks of machines start at different times and drift. Ranks on one machine share a
 // clock (a "domain" below), so their times need no alignment.
 //
-// 1. Estimate. For each clock but rank 0's, one rank reads the offset at the beginning and at the
-// end of the job. Between the readings it is interpolated, which corrects a constant drift;
-// outside, the nearer reading is used. The error of a reading is at most half its round trip, more
-// than a call may take one way: some flows could point backwards.
+// 1. Estimate. For each clock but rank 0's, the offset is read at the beginning and at the end of
+// the job. Interpolation corrects a constant drift. The error of a reading is at most half its
+// round trip, more than a call may take one way: some flows could point backwards.
 //
 // 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b requires c_b - c_a >= t_a -
 // t_b, where c is the correction of a domain. For each pair of domains, the largest such difference
@@ -15,9 +14,8 @@
 // a positive sum. Clocks with constant drift have none: the true offsets satisfy all flows.
 //
 // 3. If there is such a cycle (a clock was slewed), a correction is a growing step function of time
-// (a "controlled logical clock", Rabenseifner 1997, without its smoothing): the ends of flows are
-// processed in causal order, and if a flow arrives too early, the correction of its domain grows
-// from there on. This always succeeds, because effects never precede their causes.
+// (a "controlled logical clock", Rabenseifner 1997, without its smoothing): in the causal order of
+// the ends of flows, the correction of a domain grows where a flow arrives too early.
 //
 // All these maps of times are monotonic, so slices of a thread stay nested or disjoint.
 
