@@ -10,7 +10,6 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-#include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
 #include "net_impl.h"
 
@@ -23,10 +22,6 @@ void check_uv(int code) {
   throw base::Exception(base::ErrorKind::kResources,
                         std::string("starting the event loop: ") + uv_strerror(code));
 }
-
-// Blocked by threads that run the loop: libuv writes without MSG_NOSIGNAL, and a closed peer must
-// not end the process.
-const sigset_t kSigpipe = base::signal_set({SIGPIPE});
 
 }  // namespace
 
@@ -98,7 +93,6 @@ bool Loop::Impl::enter() {
     role.unlock();
     return false;
   }
-  pthread_sigmask(SIG_BLOCK, &kSigpipe, &signals);
   watch(0);
   return true;
 }
@@ -119,17 +113,11 @@ bool Loop::Impl::run_ready() {
 void Loop::Impl::leave() {
   if (stop_begun) uv_async_send(&wakeup);  // the loop's thread ends the loop
   watch(EPOLLIN);
-  if (sigismember(&signals, SIGPIPE) == 0) {
-    constexpr timespec kNow{};
-    sigtimedwait(&kSigpipe, nullptr, &kNow);  // drops a signal that a write has caused
-    pthread_sigmask(SIG_SETMASK, &signals, nullptr);
-  }
   role.unlock();
 }
 
 void Loop::Impl::run() {
   pthread_setname_np(pthread_self(), "dt-loop");
-  pthread_sigmask(SIG_BLOCK, &kSigpipe, nullptr);
   base::AdaptivePoll& poll = base::thread_state().poll;
   base::TimePoint poll_until{};
   base::Duration yielded{};

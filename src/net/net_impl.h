@@ -131,7 +131,6 @@ struct Loop::Impl final : base::EventLoop {
 
   // Guarded by `role`, except `thread`.
   bool stop_begun = false;
-  sigset_t signals;  // of the thread that has entered, before it entered
   std::unique_ptr<uint8_t[]> scratch;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;
