@@ -48,10 +48,11 @@ void ThreadPool::post(Task task) {
   std::unique_lock lock(mutex_);
   if (stopping_) return;
   queue_.push_back(std::move(task));
-  if (polling_ && !called_.load(std::memory_order_relaxed)) {
+  if (polling_) {
     // The polling thread checks the queue once more when polling ends, so it cannot miss this task.
     called_.store(true, std::memory_order_release);
   } else if (!idle_.empty()) {
+    if (coming_ > 0) return;  // the coming thread wakes another if more tasks are queued
     Idle* const idle = take_idle_locked();
     lock.unlock();
     sem_post(&idle->wake);
@@ -103,8 +104,12 @@ void ThreadPool::run() {
     Task task = std::move(queue_.front());
     queue_.pop_front();
     // Several tasks may have been queued before this thread ran, so another thread may be needed.
+    // Each thread wakes at most one, because a thread woken by each post() would preempt its waker.
+    const bool wakes = !queue_.empty() && !idle_.empty() && coming_ == 0 && !polling_;
+    Idle* const next = wakes ? take_idle_locked() : nullptr;
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
+    if (next) sem_post(&next->wake);
     if (options_.before_task) options_.before_task();
     task();
     task = Task();  // destroys its captures outside the lock

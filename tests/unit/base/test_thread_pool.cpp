@@ -74,15 +74,20 @@ TEST_CASE("threads start when needed, up to the size of the pool") {
 
 TEST_CASE("as many tasks run at once as the pool's size") {
   ThreadPool pool(options(4));
-  std::atomic<int> here{0};
-  std::vector<Future<void>> futures;
-  for (int i = 0; i < 4; ++i) {
-    futures.push_back(submit(pool, [&here] {
-      ++here;
-      while (here < 4) std::this_thread::yield();  // passes only if four threads run
-    }));
+  for (int round = 0; round < 100; ++round) {
+    // The pool's threads do not exist yet, poll for their next task, are about to sleep, or sleep.
+    if (round % 3 == 1) submit(pool, [] {}).wait();
+    if (round % 3 == 2) std::this_thread::sleep_for(std::chrono::microseconds(20 * (round % 10)));
+    std::atomic<int> here{0};
+    std::vector<Future<void>> futures;
+    for (int i = 0; i < 4; ++i) {
+      futures.push_back(submit(pool, [&here] {
+        ++here;
+        while (here < 4) std::this_thread::yield();  // passes only if four threads run
+      }));
+    }
+    wait_all(futures);
   }
-  wait_all(futures);
 }
 
 TEST_CASE("the pool grows while tasks wait, and shrinks again") {
