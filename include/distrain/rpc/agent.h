@@ -137,6 +137,9 @@ struct RawReply {
   /// Releases the contents if the reply is never opened. Null if there is nothing to release.
   std::shared_ptr<class UnopenedReply> unopened;
 
+  /// Returns true if decoding the reply takes less time than handing it to a worker, and needs no
+  /// device, no RRef and no autograd, so that any thread may decode it at once.
+  bool is_plain() const;
   /// Marks the reply as opened. Returns false if it was already opened or given up.
   bool open() const;
   /// Unless the reply was opened, releases its contents and gives up the call.
@@ -333,7 +336,8 @@ class Agent {
                                   const std::function<void(Encoder&)>& fill,
                                   const std::shared_ptr<RRefHandle>& target = nullptr,
                                   CallForm form = CallForm::kAsync);
-  /// Decodes a reply, and records its receive node for autograd. Must not run on the loop.
+  /// Decodes a reply, and records its receive node for autograd. Must not run on the loop, except
+  /// for a plain reply.
   std::shared_ptr<InMessage> open(const RawReply& reply);
   /// Returns the single value of a reply. Must not run on the loop if the reply has tensors.
   template <class R>

@@ -2,6 +2,8 @@
 
 // Definitions of the templates in agent.h and rref.h.
 
+#include <c10/core/InferenceMode.h>
+
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/error.h"
 
@@ -157,6 +159,11 @@ inline base::Future<RawReply> ask_owner(const std::shared_ptr<RRefHandle>& handl
   });
 }
 
+/// True for results whose decoding runs no code of the user.
+template <class R>
+inline constexpr bool kDecodesOwnCode =
+    std::is_arithmetic_v<R> || std::is_same_v<R, at::Tensor> || std::is_same_v<R, std::string>;
+
 template <auto method, class Traits = FunctionTraits<method>, class Args = typename Traits::Args>
 struct OfLocal;
 template <auto method, class Traits, class... Args>
@@ -196,7 +203,26 @@ R Agent::finish(const RawReply& reply) {
 
 template <class R>
 base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
-  const auto result = reply.then(executor(), [this](RawReply& raw) { return finish<R>(raw); });
+  const auto promise = std::make_shared<base::Promise<R>>(reply.state()->loop());
+  const auto result = promise->future();
+  const auto decode = [this, promise](RawReply& raw) {
+    try {
+      if (!promise->future().done()) promise->set(finish<R>(raw));
+    } catch (...) {
+      promise->fail(error_in_flight(base::ErrorKind::kInternal));
+    }
+  };
+  reply.state()->on_ready([this, promise, decode, source = reply.state()](auto& raw) {
+    if (!raw.ok()) {
+      promise->fail(raw.error());
+    } else if (detail::kDecodesOwnCode<R> && raw.unchecked().is_plain()) {
+      const c10::InferenceMode no_inference(false);  // whatever the completing thread is in
+      decode(raw.unchecked());
+    } else {
+      executor().post_behind(source->queued_work(),
+                             [decode, source] { decode(source->result().unchecked()); });
+    }
+  });
   result.state()->on_cancel([source = std::weak_ptr(reply.state())] {
     const auto known = source.lock();
     if (!known) return;

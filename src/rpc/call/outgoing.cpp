@@ -349,6 +349,12 @@ void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
   call.promise.set(std::move(reply));
 }
 
+bool RawReply::is_plain() const {
+  constexpr uint64_t kMostBytes = 4096;
+  return !message && !unopened && frame.header.body_bytes() <= kMostBytes &&
+         !base::detail::find_queued_work.load(std::memory_order_relaxed);
+}
+
 bool RawReply::open() const { return !unopened || unopened->open(); }
 
 void RawReply::give_up() const {
@@ -371,7 +377,8 @@ void AgentCore::release(RawReply reply) {
 std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
   if (!reply.message) {
     return std::make_shared<InMessage>(
-        from_frame(reply.frame, reply.from, stager, reply.device_receive.get(), rrefs.get()));
+        from_frame(reply.frame, reply.from, stager, reply.device_receive.get(),
+                   reply.frame.header.channel == wire::kWithRRefs ? rrefs.get() : nullptr));
   }
   rrefs->receive(*reply.message);
   return reply.message;

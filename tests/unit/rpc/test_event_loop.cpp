@@ -3,7 +3,8 @@
 #include <atomic>
 #include <thread>
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/autograd_hook.h"
@@ -23,6 +24,7 @@ using testing::wait_at_gate;
 namespace {
 
 void pass() {}
+at::Tensor same_tensor(const at::Tensor& x) { return x; }
 
 void expose_for_loop(rpc::Agent& agent) {
   agent.expose<&pass>("pass");
@@ -137,5 +139,37 @@ TEST_CASE("a thread that waits for one agent runs no callback of another agent i
   over = true;
   other.join();
   CHECK(strange == 0);
+  cluster.shutdown();
+}
+
+TEST_CASE(
+    "a small reply to rpc_async needs no worker, and gets no state of the thread that decodes it") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(
+      2,
+      [](rpc::Agent& agent) {
+        expose_for_loop(agent);
+        agent.expose<&same_tensor>("same_tensor");
+      },
+      options);
+  g_gate = false;
+  auto busy = cluster[1].rpc_async<&wait_at_gate>(rpc::To(0).without_deadline());
+  testing::wait_for_call_at_gate();
+  const auto sum = cluster[0].rpc_async<&add>(1, 2, 3);
+  const bool is_done = sum.wait_until(base::deadline_after(30s));
+  if (!is_done) g_gate = true;  // so that the test ends
+  CHECK(is_done);
+  {
+    const c10::InferenceMode inference;
+    const at::Tensor x = at::arange(3);
+    for (int i = 0; i < 20; ++i) {
+      const at::Tensor y = cluster[0].rpc_async<&same_tensor>(1, x).wait();
+      CHECK(at::equal(x, y));
+      CHECK_FALSE(y.is_inference());
+    }
+  }
+  g_gate = true;
+  busy.wait();
   cluster.shutdown();
 }
