@@ -1,6 +1,6 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <string_view>
 #include <type_traits>
 
 #include "distrain/base/error.h"
@@ -10,14 +10,16 @@ namespace distrain::optim {
 namespace {
 
 // Names of the alternatives of OptimizerOptions, in their order.
-constexpr std::string_view kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
-constexpr OptimizerOptions kDefaults[] = {Sgd(), Adagrad(), Adam(), AdamW(), RmsProp()};
+constexpr std::array kNames = {"sgd",     "adagrad",  "adam",   "adamw",
+                               "rmsprop", "adadelta", "adamax", "rprop"};
+constexpr OptimizerOptions kDefaults[] = {Sgd(),     Adagrad(),  Adam(),   AdamW(),
+                                          RmsProp(), Adadelta(), Adamax(), Rprop()};
 
 // Calls `visit(name, value)` for each field of `options`, which may be const.
 template <class O, class F>
 void visit_fields(O& options, F visit) {
   visit("lr", options.lr);
-  visit("weight_decay", options.weight_decay);
+  if constexpr (requires { options.weight_decay; }) visit("weight_decay", options.weight_decay);
   if constexpr (requires { options.momentum; }) visit("momentum", options.momentum);
   if constexpr (requires { options.dampening; }) visit("dampening", options.dampening);
   if constexpr (requires { options.nesterov; }) visit("nesterov", options.nesterov);
@@ -30,6 +32,13 @@ void visit_fields(O& options, F visit) {
   if constexpr (requires { options.beta1; }) visit("beta1", options.beta1);
   if constexpr (requires { options.beta2; }) visit("beta2", options.beta2);
   if constexpr (requires { options.amsgrad; }) visit("amsgrad", options.amsgrad);
+  if constexpr (requires { options.rho; }) visit("rho", options.rho);
+  if constexpr (requires { options.eta_minus; }) {
+    visit("eta_minus", options.eta_minus);
+    visit("eta_plus", options.eta_plus);
+    visit("min_step", options.min_step);
+    visit("max_step", options.max_step);
+  }
 }
 
 }  // namespace
@@ -49,12 +58,11 @@ OptimizerFields to_fields(const OptimizerOptions& options) {
 void validate(const OptimizerOptions& options) {
   const OptimizerFields fields = to_fields(options);
   for (const auto& [field, value] : fields.values) {
-    const bool decay_rate = field == "beta1" || field == "beta2" || field == "alpha";
-    const bool may_be_negative = field == "dampening";  // as in torch
-    if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
-      continue;
-    }
-    base::invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
+    const auto is = [&field = field](auto... names) { return ((field == names) || ...); };
+    const bool good = std::isfinite(value) && (value >= 0 || is("dampening")) &&  // as in torch
+                      (value < 1 || !is("beta1", "beta2", "alpha", "eta_minus")) &&
+                      (value <= 1 || !is("rho")) && (value > 1 || !is("eta_plus"));
+    if (!good) base::invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
   }
   const Sgd* const sgd = std::get_if<Sgd>(&options);
   if (sgd && sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
@@ -64,9 +72,9 @@ void validate(const OptimizerOptions& options) {
 
 OptimizerOptions from_fields(const OptimizerFields& fields) {
   const std::string name = fields.name == kRowwiseAdagrad ? "adagrad" : fields.name;
-  const auto known = std::ranges::find(kNames, std::string_view(name));
+  const auto known = std::ranges::find(kNames, name);
   if (known == std::end(kNames)) {
-    base::invalid("no optimizer '" + fields.name + "': sgd, adagrad, adam, adamw or rmsprop");
+    base::invalid("no optimizer '" + fields.name + "': " + c10::Join(", ", kNames));
   }
   OptimizerOptions options = kDefaults[known - std::begin(kNames)];
   std::map<std::string, double> values = fields.values;

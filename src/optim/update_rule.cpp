@@ -36,13 +36,46 @@ struct CpuRows {
   const rows::IdGroups groups;
 };
 
+// Returns the sum of the weights of a mean that decays by `beta`, after `step` steps.
+double bias_correction(double beta, int64_t step) {
+  return 1 - std::pow(beta, static_cast<double>(step));
+}
+
+// Returns the weight decay that is added to the gradient.
+double added_decay(const AdamW&) { return 0; }
+double added_decay(const Rprop&) { return 0; }
+double added_decay(const auto& others) { return others.weight_decay; }
+
+// Returns the names of the state's tensors. `adam` may be AdamW, too.
+using Names = std::vector<std::string>;
+Names state_of(const Sgd& sgd) { return sgd.momentum == 0 ? Names() : Names{"momentum_buffer"}; }
+Names state_of(const Adagrad&) { return {"sum"}; }
+Names state_of(const auto& adam) {
+  if (adam.amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  return {"exp_avg", "exp_avg_sq"};
+}
+Names state_of(const RmsProp& rmsprop) {
+  Names names = {"square_avg"};
+  if (rmsprop.centered) names.push_back("grad_avg");
+  if (rmsprop.momentum != 0) names.push_back("momentum_buffer");
+  return names;
+}
+Names state_of(const Adadelta&) { return {"square_avg", "acc_delta"}; }
+Names state_of(const Adamax&) { return {"exp_avg", "exp_inf"}; }
+Names state_of(const Rprop&) { return {"prev", "step_size"}; }
+
 template <class Options>
 class RuleWith : public UpdateRule {
  public:
   explicit RuleWith(const Options& options)
-      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
+      : UpdateRule(options.lr, added_decay(options), state_of(options)), options_(options) {}
+
+  rows::RowRule row_rule() const override { refuse_rows(); }
 
  protected:
+  [[noreturn]] void refuse_rows(const char* with = "") const {
+    refuse(to_fields(options_).name, with, " cannot take sparse gradients");
+  }
   const Options options_;
 };
 
@@ -65,14 +98,9 @@ class SgdRule final : public RuleWith<Sgd> {
   }
 
   rows::RowRule row_rule() const override {
-    if (options_.momentum != 0) refuse("sgd with momentum cannot take sparse gradients");
-    if (options_.weight_decay != 0) refuse("sgd with weight_decay cannot take sparse gradients");
+    if (options_.momentum != 0) refuse_rows(" with momentum");
+    if (options_.weight_decay != 0) refuse_rows(" with weight_decay");
     return {.optimizer = rows::Optimizer::kSgd};
-  }
-
-  std::vector<std::string> kept_names() const override {
-    if (options_.momentum == 0) return {};
-    return {"momentum_buffer"};
   }
 };
 
@@ -83,34 +111,24 @@ class AdagradRule final : public RuleWith<Adagrad> {
               bool) override {
     at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
     sum.addcmul_(gradient, gradient);
-    parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -rate(step));
+    const double decay = 1 + static_cast<double>(step - 1) * options_.lr_decay;
+    parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -lr() / decay);
   }
 
   rows::RowRule row_rule() const override {
-    if (options_.weight_decay != 0) {
-      refuse("adagrad with weight_decay cannot take sparse gradients");
-    }
+    if (options_.weight_decay != 0) refuse_rows(" with weight_decay");
     return {.optimizer = rows::Optimizer::kAdagrad,
             .lr_decay = options_.lr_decay,
             .initial_accumulator_value = options_.initial_accumulator_value,
             .eps = options_.eps};
   }
-
-  double rate(int64_t step) const {
-    return lr() / (1 + static_cast<double>(step - 1) * options_.lr_decay);
-  }
-
-  std::vector<std::string> kept_names() const override { return {"sum"}; }
 };
 
 // Adam, and AdamW: they differ in what the weight decay changes.
 template <class Options>
-class AdamRule final : public UpdateRule {
- public:
-  explicit AdamRule(const Options& options)
-      : UpdateRule(options.lr, kIsAdamW ? 0 : options.weight_decay), options_(options) {}
-
- private:
+class AdamRule final : public RuleWith<Options> {
+  using Base = RuleWith<Options>;
+  using Base::Base, Base::kept, Base::lr, Base::options_, Base::refuse_rows;
   static constexpr bool kIsAdamW = std::is_same_v<Options, AdamW>;
 
   void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
@@ -124,36 +142,22 @@ class AdamRule final : public UpdateRule {
       at::Tensor& largest = kept(i, "max_exp_avg_sq", parameter);
       second = at::maximum_out(largest, largest, second);
     }
-    const double of_second = std::sqrt(correction(options_.beta2, step));
+    const double of_second = std::sqrt(bias_correction(options_.beta2, step));
     // SparseAdam adds eps before the bias correction.
     const double eps = of_rows ? options_.eps / of_second : options_.eps;
     const at::Tensor scale = second.sqrt().div_(of_second).add_(eps);
-    parameter.addcdiv_(first, scale, -lr() / correction(options_.beta1, step));
+    parameter.addcdiv_(first, scale, -lr() / bias_correction(options_.beta1, step));
   }
 
   rows::RowRule row_rule() const override {
-    const char* const name = kIsAdamW ? "adamw" : "adam";
-    if (options_.amsgrad) refuse(name, " with amsgrad cannot take sparse gradients");
-    if (!kIsAdamW && options_.weight_decay != 0) {
-      refuse("adam with weight_decay cannot take sparse gradients");
-    }
+    if (options_.amsgrad) refuse_rows(" with amsgrad");
+    if (!kIsAdamW && options_.weight_decay != 0) refuse_rows(" with weight_decay");
     return {.optimizer = kIsAdamW ? rows::Optimizer::kAdamW : rows::Optimizer::kAdam,
             .eps = options_.eps,
             .beta1 = options_.beta1,
             .beta2 = options_.beta2,
             .weight_decay = options_.weight_decay};
   }
-
-  static double correction(double beta, int64_t step) {
-    return 1 - std::pow(beta, static_cast<double>(step));
-  }
-
-  std::vector<std::string> kept_names() const override {
-    if (options_.amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-    return {"exp_avg", "exp_avg_sq"};
-  }
-
-  const Options options_;
 };
 
 class RmsPropRule final : public RuleWith<RmsProp> {
@@ -180,16 +184,50 @@ class RmsPropRule final : public RuleWith<RmsProp> {
 
   rows::RowRule row_rule() const override {
     if (options_.weight_decay != 0 || options_.momentum != 0 || options_.centered) {
-      refuse("rmsprop with weight_decay, momentum or centered cannot take sparse gradients");
+      refuse_rows(" with weight_decay, momentum or centered");
     }
     return {.optimizer = rows::Optimizer::kRmsProp, .eps = options_.eps, .alpha = options_.alpha};
   }
+};
 
-  std::vector<std::string> kept_names() const override {
-    std::vector<std::string> names = {"square_avg"};
-    if (options_.centered) names.push_back("grad_avg");
-    if (options_.momentum != 0) names.push_back("momentum_buffer");
-    return names;
+class AdadeltaRule final : public RuleWith<Adadelta> {
+  using RuleWith::RuleWith;
+
+  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
+    at::Tensor& squares = kept(i, "square_avg", parameter);
+    at::Tensor& deltas = kept(i, "acc_delta", parameter);
+    squares.mul_(options_.rho).addcmul_(gradient, gradient, 1 - options_.rho);
+    const at::Tensor scale = squares.add(options_.eps).sqrt_();
+    const at::Tensor delta = deltas.add(options_.eps).sqrt_().div_(scale).mul_(gradient);
+    deltas.mul_(options_.rho).addcmul_(delta, delta, 1 - options_.rho);
+    parameter.add_(delta, -lr());
+  }
+};
+
+class AdamaxRule final : public RuleWith<Adamax> {
+  using RuleWith::RuleWith;
+
+  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
+              bool) override {
+    const at::Tensor& first = kept(i, "exp_avg", parameter).lerp_(gradient, 1 - options_.beta1);
+    at::Tensor& norm = kept(i, "exp_inf", parameter).mul_(options_.beta2);
+    at::maximum_out(norm, norm, gradient.abs().add_(options_.eps));
+    parameter.addcdiv_(first, norm, -lr() / bias_correction(options_.beta1, step));
+  }
+};
+
+class RpropRule final : public RuleWith<Rprop> {
+  using RuleWith::RuleWith;
+
+  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
+    at::Tensor& previous = kept(i, "prev", parameter);
+    at::Tensor& size = kept(i, "step_size", parameter, lr());
+    const at::Tensor product = previous * gradient, turned = product < 0;  // the sign has changed
+    size = at::where(product > 0, size * options_.eta_plus,
+                     at::where(turned, size * options_.eta_minus, size))
+               .clamp_(options_.min_step, options_.max_step);
+    previous.copy_(gradient.masked_fill(turned, 0));
+    parameter.addcmul_(previous.sign(), size, -1);
   }
 };
 
@@ -224,7 +262,6 @@ ParameterState UpdateRule::state(size_t i) const {
 
 UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
                                     const ParameterState& state) const {
-  const std::vector<std::string> names = kept_names();
   int64_t steps = state.empty() ? 0 : 1;
   if (const auto found = state.find("step"); found != state.end()) {
     const at::Tensor& step = found->second;
@@ -232,11 +269,11 @@ UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
     const bool is_count = value >= 0 && value < 1e15 && value == std::floor(value);
     if (!is_count) bad_state(i, "step is no whole number from 0");
     steps = static_cast<int64_t>(value);  // torch.optim has float steps
-  } else if (names != std::vector<std::string>{"momentum_buffer"} && !names.empty()) {
+  } else if (names_ != Names{"momentum_buffer"} && !names_.empty()) {
     bad_state(i, "no step");  // only torch.optim.SGD has none
   }
   ParameterState kept;
-  for (const std::string& name : names) {
+  for (const std::string& name : names_) {
     const auto it = state.find(name);
     if (it == state.end()) continue;
     const at::Tensor& value = it->second;
@@ -248,7 +285,7 @@ UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
     kept[name] = at::empty_like(parameter).copy_(value);
   }
   if (kept.size() + state.count("step") != state.size()) bad_state(i, "of another optimizer");
-  if (steps > 0 && kept.size() != names.size()) bad_state(i, "incomplete");
+  if (steps > 0 && kept.size() != names_.size()) bad_state(i, "incomplete");
   return {std::move(kept), steps};
 }
 
@@ -364,7 +401,7 @@ bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& paramete
   const auto update = [&]<class T>(T) {
     rows::RowArrays<T> arrays{.values = parameter.mutable_data_ptr<T>()};
     size_t state = 0;
-    for (const std::string& name : kept_names()) {
+    for (const std::string& name : names_) {
       at::Tensor& value = kept(i, name.c_str(), parameter, rule.initial_accumulator_value);
       value = value.contiguous();
       arrays.states[state++] = value.mutable_data_ptr<T>();
@@ -388,7 +425,7 @@ void UpdateRule::apply_to_copies(size_t i, int64_t step, at::Tensor& parameter,
   const at::Tensor sum = gradient.coalesce();  // has each row once
   const at::Tensor numbers = sum._indices().select(0, 0);
   ParameterState whole, copies;
-  for (const std::string& name : kept_names()) {
+  for (const std::string& name : names_) {
     whole[name] = kept(i, name.c_str(), parameter, row_rule().initial_accumulator_value);
     copies[name] = whole[name].index_select(0, numbers);
   }
@@ -417,6 +454,9 @@ std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
   if (const auto* o = std::get_if<Adagrad>(&options)) return std::make_unique<AdagradRule>(*o);
   if (const auto* o = std::get_if<AdamW>(&options)) return std::make_unique<AdamRule<AdamW>>(*o);
   if (const auto* o = std::get_if<RmsProp>(&options)) return std::make_unique<RmsPropRule>(*o);
+  if (const auto* o = std::get_if<Adadelta>(&options)) return std::make_unique<AdadeltaRule>(*o);
+  if (const auto* o = std::get_if<Adamax>(&options)) return std::make_unique<AdamaxRule>(*o);
+  if (const auto* o = std::get_if<Rprop>(&options)) return std::make_unique<RpropRule>(*o);
   return std::make_unique<AdamRule<Adam>>(std::get<Adam>(options));
 }
 

@@ -66,7 +66,33 @@ struct RmsProp {
   bool centered = false;  ///< divides by the gradients' deviation from their mean
 };
 
-using OptimizerOptions = std::variant<Sgd, Adagrad, Adam, AdamW, RmsProp>;
+/// Options of torch.optim.Adadelta. No sparse gradients, as with Adamax and Rprop.
+struct Adadelta {
+  double lr = 1;
+  double rho = 0.9;  ///< by which the means of the squares decay
+  double eps = 1e-6;
+  double weight_decay = 0;
+};
+
+/// Options of torch.optim.Adamax.
+struct Adamax {
+  double lr = 2e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+};
+
+/// Options of torch.optim.Rprop.
+struct Rprop {
+  double lr = 1e-2;  ///< the first step size, from which later ones follow, also with a schedule
+  double eta_minus = 0.5;
+  double eta_plus = 1.2;
+  double min_step = 1e-6;
+  double max_step = 50;
+};
+
+using OptimizerOptions = std::variant<Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, Rprop>;
 
 /// An optimizer that keeps one sum of squares for each row of a table of the layer `table`. It is
 /// Adagrad for all other parameters.
@@ -74,7 +100,7 @@ inline constexpr const char* kRowwiseAdagrad = "rowwise-adagrad";
 
 /// OptimizerOptions as plain data, for the command line and the wire.
 struct OptimizerFields {
-  std::string name;  ///< sgd, adagrad, adam, adamw or rmsprop; from_fields() takes kRowwiseAdagrad
+  std::string name;  ///< in small letters, as "rmsprop"; from_fields() takes kRowwiseAdagrad
   std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
 
   bool operator==(const OptimizerFields&) const = default;
@@ -82,7 +108,8 @@ struct OptimizerFields {
 };
 
 /// An optimizer's state of one parameter, by PyTorch's names: `step` (int64 scalar, on the CPU),
-/// `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, `grad_avg`.
+/// `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, `grad_avg`,
+/// `acc_delta`, `exp_inf`, `prev`, `step_size`.
 using ParameterState = rpc::NamedTensors;
 
 /// Name the states' tensors "<parameter>.<name>", and back (`bad_data` for unknown parameters).
@@ -145,13 +172,14 @@ class UpdateRule {
   virtual rows::RowRule row_rule() const = 0;
 
  protected:
-  /// Adds `weight_decay` times the parameter to each dense gradient.
-  UpdateRule(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
+  /// Adds `weight_decay` times the parameter to each dense gradient. `state` has the names of the
+  /// state's tensors, in the order of rows::RowArrays.
+  UpdateRule(double lr, double weight_decay, std::vector<std::string> state)
+      : lr_(lr), weight_decay_(weight_decay), names_(std::move(state)) {}
   double lr() const { return lr_ * lr_factor_; }
 
   /// Returns parameter `i`'s state of this name, at first like `parameter` and full of `at_first`.
   at::Tensor& kept(size_t i, const char* name, const at::Tensor& parameter, double at_first = 0);
-  virtual std::vector<std::string> kept_names() const = 0;
 
   /// Updates a parameter or, if `of_rows`, copies of some rows. `step` counts from 1.
   virtual void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
@@ -164,6 +192,7 @@ class UpdateRule {
 
   const double lr_;
   const double weight_decay_;
+  const std::vector<std::string> names_;
   Loaded& own(size_t i);
 
   double lr_factor_ = 1;

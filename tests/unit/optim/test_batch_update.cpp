@@ -107,9 +107,10 @@ TEST_CASE("a function may answer all trainers when the last of them has called i
 TEST_CASE("a parameter without a gradient stays as it is, with every rule") {
   Cluster cluster(3, testing::set_up_weights);
   Agent& agent = cluster[0];
-  for (const optim::OptimizerOptions& options :
-       std::vector<optim::OptimizerOptions>{optim::Sgd{.lr = 0.05}, optim::Adagrad{}, optim::Adam{},
-                                            optim::AdamW{}, optim::RmsProp{.lr = 0.05}}) {
+  for (const optim::OptimizerOptions& options : std::vector<optim::OptimizerOptions>{
+           optim::Sgd{.lr = 0.05}, optim::Adagrad{}, optim::Adam{}, optim::AdamW{},
+           optim::RmsProp{.lr = 0.05}, optim::Adadelta{.lr = 1, .rho = 0.95}, optim::Adamax{},
+           optim::Rprop{.lr = 0.05}}) {
     const at::Tensor ones = at::ones({3, 3}, at::kDouble);
     const auto used = agent.remote_new<Weight>(1, ones), unused = agent.remote_new<Weight>(2, ones);
     optim::DistributedOptimizer optimizer(

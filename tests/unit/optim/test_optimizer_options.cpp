@@ -10,12 +10,15 @@ namespace distrain::optim {
 static_assert(rpc::Serializable<OptimizerFields>);
 
 TEST_CASE("Options survive the conversion to plain fields") {
-  const OptimizerOptions options = GENERATE(
-      OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
-      OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
-      OptimizerOptions(Adam{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(Adam{}),
-      OptimizerOptions(AdamW{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(AdamW{}),
-      OptimizerOptions(RmsProp{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(RmsProp{}));
+  const OptimizerOptions options =
+      GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
+               OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
+               OptimizerOptions(Adam{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(Adam{}),
+               OptimizerOptions(AdamW{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(AdamW{}),
+               OptimizerOptions(RmsProp{0.1, 0.2, 0.3, 0.4, 0.5, true}),
+               OptimizerOptions(RmsProp{}), OptimizerOptions(Adadelta{0.1, 0.2, 0.3, 0.4}),
+               OptimizerOptions(Adamax{0.1, 0.2, 0.3, 0.4, 0.5}),
+               OptimizerOptions(Rprop{0.1, 0.2, 1.3, 0.4, 0.5}));
   const OptimizerFields fields = to_fields(options);
   const OptimizerOptions back = from_fields(fields);
   CHECK(back.index() == options.index());
@@ -69,9 +72,13 @@ TEST_CASE("Invalid options are named") {
   };
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
-  CHECK(message({"lamb", {}}) == "no optimizer 'lamb': sgd, adagrad, adam, adamw or rmsprop");
+  CHECK(message({"lamb", {}}) ==
+        "no optimizer 'lamb': sgd, adagrad, adam, adamw, rmsprop, adadelta, adamax, rprop");
   CHECK(message({"rmsprop", {{"beta1", 0.9}}}) == "rmsprop has no option 'beta1'");
   CHECK(message({"rmsprop", {{"alpha", 1}}}) == "rmsprop: alpha cannot be 1.000000");
+  CHECK(message({"rprop", {{"eta_minus", 1}}}) == "rprop: eta_minus cannot be 1.000000");
+  CHECK(message({"rprop", {{"eta_plus", 1}}}) == "rprop: eta_plus cannot be 1.000000");
+  CHECK(message({"rprop", {{"weight_decay", 1}}}) == "rprop has no option 'weight_decay'");
   CHECK(message({"adamw", {{"beta2", 1}}}) == "adamw: beta2 cannot be 1.000000");
   CHECK(message({"sgd", {{"eps", 1}}}) == "sgd has no option 'eps'");
   CHECK(message({"sgd", {{"lr", -1}}}) == "sgd: lr cannot be -1.000000");

@@ -32,7 +32,8 @@ TEST_CASE("A rule is created from command-line options") {
     return error.message;
   };
   CHECK(message({"adam", 0.1, 0.9}) == "adam has no option 'momentum'");
-  CHECK(message({"lamb"}) == "no optimizer 'lamb': sgd, adagrad, adam, adamw or rmsprop");
+  CHECK(message({"lamb"}) ==
+        "no optimizer 'lamb': sgd, adagrad, adam, adamw, rmsprop, adadelta, adamax, rprop");
   CHECK(message({"sgd", -1}) == "sgd: lr cannot be -1.000000");
   CHECK(message({"sgd", 1, 0, 0, "step"}) == "--lr-schedule step: it wants a size");
   CHECK(message({"sgd", 1, 0, 0, "constant", -1}) ==

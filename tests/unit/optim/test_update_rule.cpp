@@ -172,12 +172,55 @@ TEST_CASE("Dense RMSprop equals torch's") {
   compare_dense(options, make, at::kDouble);
 }
 
+TEST_CASE("Adadelta, Adamax and Rprop give the parameters that torch.optim gives") {
+  // LibTorch lacks these rules. The values were computed with PyTorch 2.11 in float64.
+  struct Case {
+    OptimizerOptions options;
+    std::vector<double> expected;
+  };
+  const Case each = GENERATE(
+      Case{Adadelta{},
+           {0.05175012805540951, -0.20642308940384355, 0.3032255494902794, 0.35174787224539095}},
+      Case{Adadelta{.rho = 0.95},
+           {0.03188670630733606, -0.2091207810039483, 0.3045773401699545, 0.33188025215490946}},
+      Case{Adadelta{0.5, 0.8, 1e-3, 0.1},
+           {-0.4243934725690517, -0.26891663094031404, 0.3213723061064851, -0.13561710066834823}},
+      Case{Adamax{},
+           {0.08870185516601901, -0.19701929605687277, 0.29830932393290743, 0.38870185504979804}},
+      Case{Adamax{.lr = 0.05},
+           {-0.18245362084952493, -0.1254824014218189, 0.2577330983226861, 0.11754637624495001}},
+      Case{Adamax{0.1, 0.8, 0.9, 1e-3, 0.1},
+           {-0.4982242175858015, -0.06213733012404758, 0.19736219885311362, -0.19855017476944958}},
+      Case{Rprop{}, {-0.064990848, -0.1825, 0.28125, 0.235009152}},
+      Case{Rprop{.lr = 0.05}, {-0.72495424, -0.1125, 0.20625, -0.42495424}},
+      Case{Rprop{0.2, 0.3, 1.5, 0.1, 0.25}, {-1.85, 0.15, -0.2, -1.55}});
+  for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+    CAPTURE(each.options.index(), type);
+    const auto rule = make_update_rule(each.options);
+    at::Tensor parameter = at::tensor({0.1, -0.2, 0.3, 0.4}, type);
+    for (int step = 0; step < 8; ++step) {
+      // The signs of two elements change, one of them in each step.
+      const double every_second = step / 2 % 2 == 0 ? 1 : -1, each_time = step % 2 == 0 ? 1 : -1;
+      rule->apply(
+          0, parameter,
+          at::tensor({1.0, -2.0 * every_second, 0.5 * each_time, 3.0}, type) * ((1 + step) / 4.0));
+    }
+    CHECK(parameter.scalar_type() == type);
+    CHECK(difference(parameter, at::tensor(each.expected, type)) <=
+          (type == at::kDouble ? 1e-14 : 3e-7));
+  }
+}
+
 TEST_CASE("A factor of the learning rate has the effect of another learning rate") {
   at::manual_seed(8);
   const auto options = [](double lr) {
-    return std::vector<OptimizerOptions>{
-        Sgd{.lr = lr, .momentum = 0.9}, Adagrad{.lr = lr, .lr_decay = 0.1}, Adam{.lr = lr},
-        AdamW{.lr = lr, .weight_decay = 0.1}, RmsProp{.lr = lr, .momentum = 0.9}};
+    return std::vector<OptimizerOptions>{Sgd{.lr = lr, .momentum = 0.9},
+                                         Adagrad{.lr = lr, .lr_decay = 0.1},
+                                         Adam{.lr = lr},
+                                         AdamW{.lr = lr, .weight_decay = 0.1},
+                                         RmsProp{.lr = lr, .momentum = 0.9},
+                                         Adadelta{.lr = lr},
+                                         Adamax{.lr = lr}};
   };
   for (size_t which = 0; which < options(1).size(); ++which) {
     CAPTURE(which);
@@ -216,7 +259,9 @@ TEST_CASE("The state has PyTorch's names, and training resumes from it with the 
       Case{AdamW{.lr = 0.1, .amsgrad = true}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}},
       Case{RmsProp{.lr = 0.1}, {"square_avg", "step"}},
       Case{RmsProp{.lr = 0.1, .momentum = 0.9, .centered = true},
-           {"grad_avg", "momentum_buffer", "square_avg", "step"}});
+           {"grad_avg", "momentum_buffer", "square_avg", "step"}},
+      Case{Adadelta{}, {"acc_delta", "square_avg", "step"}},
+      Case{Adamax{}, {"exp_avg", "exp_inf", "step"}}, Case{Rprop{}, {"prev", "step", "step_size"}});
   at::manual_seed(9);
   const auto first = make_update_rule(each.options);
   at::Tensor parameter = at::randn({4, 3});
@@ -524,6 +569,9 @@ TEST_CASE("Options without a meaning for sparse gradients are refused") {
   CHECK(message(AdamW{.amsgrad = true}) == "adamw with amsgrad cannot take sparse gradients");
   CHECK(message(RmsProp{.momentum = 0.9}) ==
         "rmsprop with weight_decay, momentum or centered cannot take sparse gradients");
+  CHECK(message(Adadelta{}) == "adadelta cannot take sparse gradients");
+  CHECK(message(Adamax{}) == "adamax cannot take sparse gradients");
+  CHECK(message(Rprop{}) == "rprop cannot take sparse gradients");
 }
 
 TEST_CASE("in one process a trainer without a gradient counts as zero, as in sync mode") {
