@@ -192,7 +192,7 @@ void check(const HybridOptions& options, const job::Preflight& preflight) {
     if (!option.empty()) base::invalid(option + " needs --table sharded");
     return;
   }
-  optim::make_update_rule(options.rule().options)->row_rule();  // throws for options that rows lack
+  optim::UpdateRule(options.rule().options).row_rule();  // throws for options that rows lack
   if (options.prefetch > 0 && options.mode == "sync") {
     base::invalid(
         "--prefetch needs --mode async: in sync mode a lookup includes all earlier steps");

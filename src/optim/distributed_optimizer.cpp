@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "updater_registry.h"
-#include "validate.h"
 
 namespace distrain::optim {
 
@@ -274,23 +273,6 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
   own_ = make(agent.rank(), own, local);
 }
 
-void DistributedOptimizer::add(std::shared_ptr<StepTarget> target) {
-  targets_.push_back(std::move(target));
-}
-
-void DistributedOptimizer::settle() {
-  for (const auto& target : targets_) target->settle();
-}
-
-int DistributedOptimizer::participant() const {
-  if (sharing_.participant == Sharing::kOnlooker) base::invalid("an onlooker makes no steps");
-  return sharing_.participant;
-}
-
-double DistributedOptimizer::mean_factor() const {
-  return sharing_.mode == Sharing::Mode::kSync ? mean_factor_->load() : 1;
-}
-
 std::vector<std::shared_ptr<DistributedOptimizer::Owner>> DistributedOptimizer::all_owners() const {
   std::vector<std::shared_ptr<Owner>> all = owners_;
   if (own_) all.push_back(own_);
@@ -378,11 +360,6 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   // Outside kSync, `total` differs between participants, so it must not scale the replicas.
   const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
-}
-
-void DistributedOptimizer::set_lr_factor(double factor) {
-  check_lr_factor(factor);
-  *lr_factor_ = factor;
 }
 
 std::vector<ParameterState> DistributedOptimizer::state() const {

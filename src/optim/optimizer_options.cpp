@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "distrain/base/error.h"
-#include "validate.h"
+#include "distrain/optim/update_rule.h"
 
 namespace distrain::optim {
 namespace {
@@ -33,12 +33,10 @@ void visit_fields(O& options, F visit) {
   if constexpr (requires { options.beta2; }) visit("beta2", options.beta2);
   if constexpr (requires { options.amsgrad; }) visit("amsgrad", options.amsgrad);
   if constexpr (requires { options.rho; }) visit("rho", options.rho);
-  if constexpr (requires { options.eta_minus; }) {
-    visit("eta_minus", options.eta_minus);
-    visit("eta_plus", options.eta_plus);
-    visit("min_step", options.min_step);
-    visit("max_step", options.max_step);
-  }
+  if constexpr (requires { options.eta_minus; }) visit("eta_minus", options.eta_minus);
+  if constexpr (requires { options.eta_plus; }) visit("eta_plus", options.eta_plus);
+  if constexpr (requires { options.min_step; }) visit("min_step", options.min_step);
+  if constexpr (requires { options.max_step; }) visit("max_step", options.max_step);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 
+#include "distrain/base/error.h"
 #include "distrain/optim/update_rule.h"
 
 namespace distrain::optim {
@@ -12,11 +13,32 @@ using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined if ther
 
 /// Returns the mean of each parameter's gradients, summed in the order of `gathered`, which must
 /// not be empty. An undefined gradient counts as zero; if all are undefined, the mean is undefined.
-Gradients mean_of(const std::vector<Gradients>& gathered);
+inline Gradients mean_of(const std::vector<Gradients>& gathered) {
+  if (gathered.size() == 1) return gathered[0];
+  Gradients means;
+  for (size_t i = 0; i < gathered[0].size(); ++i) {
+    at::Tensor sum;
+    for (const Gradients& gradients : gathered) sum = sum_of(sum, gradients[i]);
+    means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
+  }
+  return means;
+}
 
 /// Throws `invalid` if two parameters share memory. `groups` has the group of each parameter.
-void check_each_once(const std::vector<at::Tensor>& parameters,
-                     const std::vector<uint64_t>& groups);
+inline void check_each_once(const std::vector<at::Tensor>& parameters,
+                            const std::vector<uint64_t>& groups) {
+  std::map<const void*, uint64_t> by_storage;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const void* storage = parameters[i].storage().unsafeGetStorageImpl();
+    const auto [known, is_first] = by_storage.emplace(storage, groups[i]);
+    if (is_first) continue;
+    const std::string group = std::to_string(groups[i]), first = std::to_string(known->second);
+    if (group != first)
+      base::invalid("a parameter of group " + group + " is in group " + first + ", too");
+    base::invalid("two of the parameters of group " + group +
+                  " share their memory: give a tied one once");
+  }
+}
 
 /// Parameters and their groups' update rules, which hold the parameters' state. Not thread-safe.
 class ParameterSet {
@@ -25,7 +47,7 @@ class ParameterSet {
   void add_group(const OptimizerOptions& options, std::span<const at::Tensor> parameters) {
     parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
     groups_.resize(parameters_.size(), rules_.size());
-    rules_.push_back(make_update_rule(options));
+    rules_.push_back(std::make_unique<UpdateRule>(options));
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }

@@ -7,12 +7,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include "distrain/base/error.h"
 #include "distrain/rows/kernels.h"
-#include "validate.h"
 
 namespace distrain::optim {
 namespace {
@@ -41,195 +39,171 @@ double bias_correction(double beta, int64_t step) {
   return 1 - std::pow(beta, static_cast<double>(step));
 }
 
+// Returns the parameter's state of this name, at first like `parameter` and full of `at_first`.
+at::Tensor& kept(UpdateRule::Loaded& own, const std::string& name, const at::Tensor& parameter,
+                 double at_first) {
+  at::Tensor& value = own.kept[name];
+  if (!value.defined()) value = at::full_like(parameter, at_first);
+  return value;
+}
+
+// One update of a parameter or, if `of_rows`, of copies of some rows.
+struct Update {
+  UpdateRule::Loaded& own;  // with this step
+  at::Tensor& parameter;
+  const at::Tensor& gradient;
+  const double lr;
+  const bool of_rows;
+
+  at::Tensor& kept(const char* name, double at_first = 0) const {
+    return optim::kept(own, name, parameter, at_first);
+  }
+};
+
+// For each rule: state_of() returns the names of the state's tensors, in the order of
+// rows::RowArrays, update() updates a parameter, and row_rule() is UpdateRule::row_rule().
+using Names = std::vector<std::string>;
+
+[[noreturn]] void refuse_rows(const OptimizerOptions& options, const char* with = "") {
+  refuse(to_fields(options).name, with, " cannot take sparse gradients");
+}
+
 // Returns the weight decay that is added to the gradient.
 double added_decay(const AdamW&) { return 0; }
 double added_decay(const Rprop&) { return 0; }
 double added_decay(const auto& others) { return others.weight_decay; }
 
-// Returns the names of the state's tensors. `adam` may be AdamW, too.
-using Names = std::vector<std::string>;
 Names state_of(const Sgd& sgd) { return sgd.momentum == 0 ? Names() : Names{"momentum_buffer"}; }
+void update(const Sgd& sgd, const Update& now) {
+  at::Tensor direction = now.gradient;
+  if (sgd.momentum != 0) {
+    at::Tensor& velocity = now.kept("momentum_buffer");
+    if (now.own.steps == 1) {
+      velocity = direction.clone();
+    } else {
+      velocity.mul_(sgd.momentum).add_(direction, 1 - sgd.dampening);
+    }
+    direction = sgd.nesterov ? direction.add(velocity, sgd.momentum) : velocity;
+  }
+  now.parameter.add_(direction, -now.lr);
+}
+rows::RowRule row_rule(const Sgd& sgd) {
+  if (sgd.momentum != 0) refuse_rows(sgd, " with momentum");
+  if (sgd.weight_decay != 0) refuse_rows(sgd, " with weight_decay");
+  return {.optimizer = rows::Optimizer::kSgd};
+}
+
 Names state_of(const Adagrad&) { return {"sum"}; }
+void update(const Adagrad& adagrad, const Update& now) {
+  at::Tensor& sum = now.kept("sum", adagrad.initial_accumulator_value);
+  sum.addcmul_(now.gradient, now.gradient);
+  const double decay = 1 + static_cast<double>(now.own.steps - 1) * adagrad.lr_decay;
+  now.parameter.addcdiv_(now.gradient, sum.sqrt().add_(adagrad.eps), -now.lr / decay);
+}
+rows::RowRule row_rule(const Adagrad& adagrad) {
+  if (adagrad.weight_decay != 0) refuse_rows(adagrad, " with weight_decay");
+  return {.optimizer = rows::Optimizer::kAdagrad,
+          .lr_decay = adagrad.lr_decay,
+          .initial_accumulator_value = adagrad.initial_accumulator_value,
+          .eps = adagrad.eps};
+}
+
+// Adam, and AdamW: they differ in what the weight decay changes.
 Names state_of(const auto& adam) {
   if (adam.amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   return {"exp_avg", "exp_avg_sq"};
 }
+void update(const auto& adam, const Update& now) {
+  const double shrinking = adam.weight_decay - added_decay(adam);  // of the parameter itself
+  if (shrinking != 0) now.parameter.mul_(1 - now.lr * shrinking);
+  at::Tensor& first = now.kept("exp_avg");
+  first.mul_(adam.beta1).add_(now.gradient, 1 - adam.beta1);
+  at::Tensor second = now.kept("exp_avg_sq");
+  second.mul_(adam.beta2).addcmul_(now.gradient, now.gradient, 1 - adam.beta2);
+  if (adam.amsgrad) {
+    at::Tensor& largest = now.kept("max_exp_avg_sq");
+    second = at::maximum_out(largest, largest, second);
+  }
+  const double of_second = std::sqrt(bias_correction(adam.beta2, now.own.steps));
+  // SparseAdam adds eps before the bias correction.
+  const double eps = now.of_rows ? adam.eps / of_second : adam.eps;
+  const at::Tensor scale = second.sqrt().div_(of_second).add_(eps);
+  now.parameter.addcdiv_(first, scale, -now.lr / bias_correction(adam.beta1, now.own.steps));
+}
+rows::RowRule row_rule(const auto& adam) {
+  constexpr bool kIsAdamW = std::is_same_v<decltype(adam), const AdamW&>;
+  if (adam.amsgrad) refuse_rows(adam, " with amsgrad");
+  if (added_decay(adam) != 0) refuse_rows(adam, " with weight_decay");
+  return {.optimizer = kIsAdamW ? rows::Optimizer::kAdamW : rows::Optimizer::kAdam,
+          .eps = adam.eps,
+          .beta1 = adam.beta1,
+          .beta2 = adam.beta2,
+          .weight_decay = adam.weight_decay};
+}
+
 Names state_of(const RmsProp& rmsprop) {
   Names names = {"square_avg"};
   if (rmsprop.centered) names.push_back("grad_avg");
   if (rmsprop.momentum != 0) names.push_back("momentum_buffer");
   return names;
 }
+void update(const RmsProp& rmsprop, const Update& now) {
+  at::Tensor& squares = now.kept("square_avg");
+  squares.mul_(rmsprop.alpha).addcmul_(now.gradient, now.gradient, 1 - rmsprop.alpha);
+  at::Tensor scale = squares;
+  if (rmsprop.centered) {
+    at::Tensor& mean = now.kept("grad_avg");
+    mean.mul_(rmsprop.alpha).add_(now.gradient, 1 - rmsprop.alpha);
+    scale = squares.addcmul(mean, mean, -1);
+  }
+  scale = scale.sqrt().add_(rmsprop.eps);
+  if (rmsprop.momentum != 0) {
+    at::Tensor& velocity = now.kept("momentum_buffer");
+    velocity.mul_(rmsprop.momentum).addcdiv_(now.gradient, scale);
+    now.parameter.add_(velocity, -now.lr);
+  } else {
+    now.parameter.addcdiv_(now.gradient, scale, -now.lr);
+  }
+}
+rows::RowRule row_rule(const RmsProp& rmsprop) {
+  if (rmsprop.weight_decay != 0 || rmsprop.momentum != 0 || rmsprop.centered) {
+    refuse_rows(rmsprop, " with weight_decay, momentum or centered");
+  }
+  return {.optimizer = rows::Optimizer::kRmsProp, .eps = rmsprop.eps, .alpha = rmsprop.alpha};
+}
+
 Names state_of(const Adadelta&) { return {"square_avg", "acc_delta"}; }
+void update(const Adadelta& adadelta, const Update& now) {
+  at::Tensor &squares = now.kept("square_avg"), &deltas = now.kept("acc_delta");
+  squares.mul_(adadelta.rho).addcmul_(now.gradient, now.gradient, 1 - adadelta.rho);
+  const at::Tensor scale = squares.add(adadelta.eps).sqrt_();
+  const at::Tensor delta = deltas.add(adadelta.eps).sqrt_().div_(scale).mul_(now.gradient);
+  deltas.mul_(adadelta.rho).addcmul_(delta, delta, 1 - adadelta.rho);
+  now.parameter.add_(delta, -now.lr);
+}
+
 Names state_of(const Adamax&) { return {"exp_avg", "exp_inf"}; }
+void update(const Adamax& adamax, const Update& now) {
+  const at::Tensor& first = now.kept("exp_avg").lerp_(now.gradient, 1 - adamax.beta1);
+  at::Tensor& norm = now.kept("exp_inf").mul_(adamax.beta2);
+  at::maximum_out(norm, norm, now.gradient.abs().add_(adamax.eps));
+  now.parameter.addcdiv_(first, norm, -now.lr / bias_correction(adamax.beta1, now.own.steps));
+}
+
 Names state_of(const Rprop&) { return {"prev", "step_size"}; }
+void update(const Rprop& rprop, const Update& now) {
+  at::Tensor &previous = now.kept("prev"), &size = now.kept("step_size", now.lr);
+  const at::Tensor product = previous * now.gradient, turned = product < 0;  // another sign
+  size =
+      at::where(product > 0, size * rprop.eta_plus, at::where(turned, size * rprop.eta_minus, size))
+          .clamp_(rprop.min_step, rprop.max_step);
+  previous.copy_(now.gradient.masked_fill(turned, 0));
+  now.parameter.addcmul_(previous.sign(), size, -1);
+}
 
-template <class Options>
-class RuleWith : public UpdateRule {
- public:
-  explicit RuleWith(const Options& options)
-      : UpdateRule(options.lr, added_decay(options), state_of(options)), options_(options) {}
-
-  rows::RowRule row_rule() const override { refuse_rows(); }
-
- protected:
-  [[noreturn]] void refuse_rows(const char* with = "") const {
-    refuse(to_fields(options_).name, with, " cannot take sparse gradients");
-  }
-  const Options options_;
-};
-
-class SgdRule final : public RuleWith<Sgd> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
-              bool) override {
-    at::Tensor direction = gradient;
-    if (options_.momentum != 0) {
-      at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
-      if (step == 1) {
-        velocity = direction.clone();
-      } else {
-        velocity.mul_(options_.momentum).add_(direction, 1 - options_.dampening);
-      }
-      direction = options_.nesterov ? direction.add(velocity, options_.momentum) : velocity;
-    }
-    parameter.add_(direction, -lr());
-  }
-
-  rows::RowRule row_rule() const override {
-    if (options_.momentum != 0) refuse_rows(" with momentum");
-    if (options_.weight_decay != 0) refuse_rows(" with weight_decay");
-    return {.optimizer = rows::Optimizer::kSgd};
-  }
-};
-
-class AdagradRule final : public RuleWith<Adagrad> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
-              bool) override {
-    at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
-    sum.addcmul_(gradient, gradient);
-    const double decay = 1 + static_cast<double>(step - 1) * options_.lr_decay;
-    parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -lr() / decay);
-  }
-
-  rows::RowRule row_rule() const override {
-    if (options_.weight_decay != 0) refuse_rows(" with weight_decay");
-    return {.optimizer = rows::Optimizer::kAdagrad,
-            .lr_decay = options_.lr_decay,
-            .initial_accumulator_value = options_.initial_accumulator_value,
-            .eps = options_.eps};
-  }
-};
-
-// Adam, and AdamW: they differ in what the weight decay changes.
-template <class Options>
-class AdamRule final : public RuleWith<Options> {
-  using Base = RuleWith<Options>;
-  using Base::Base, Base::kept, Base::lr, Base::options_, Base::refuse_rows;
-  static constexpr bool kIsAdamW = std::is_same_v<Options, AdamW>;
-
-  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
-              bool of_rows) override {
-    if (kIsAdamW && options_.weight_decay != 0) parameter.mul_(1 - lr() * options_.weight_decay);
-    at::Tensor& first = kept(i, "exp_avg", parameter);
-    first.mul_(options_.beta1).add_(gradient, 1 - options_.beta1);
-    at::Tensor second = kept(i, "exp_avg_sq", parameter);
-    second.mul_(options_.beta2).addcmul_(gradient, gradient, 1 - options_.beta2);
-    if (options_.amsgrad) {
-      at::Tensor& largest = kept(i, "max_exp_avg_sq", parameter);
-      second = at::maximum_out(largest, largest, second);
-    }
-    const double of_second = std::sqrt(bias_correction(options_.beta2, step));
-    // SparseAdam adds eps before the bias correction.
-    const double eps = of_rows ? options_.eps / of_second : options_.eps;
-    const at::Tensor scale = second.sqrt().div_(of_second).add_(eps);
-    parameter.addcdiv_(first, scale, -lr() / bias_correction(options_.beta1, step));
-  }
-
-  rows::RowRule row_rule() const override {
-    if (options_.amsgrad) refuse_rows(" with amsgrad");
-    if (!kIsAdamW && options_.weight_decay != 0) refuse_rows(" with weight_decay");
-    return {.optimizer = kIsAdamW ? rows::Optimizer::kAdamW : rows::Optimizer::kAdam,
-            .eps = options_.eps,
-            .beta1 = options_.beta1,
-            .beta2 = options_.beta2,
-            .weight_decay = options_.weight_decay};
-  }
-};
-
-class RmsPropRule final : public RuleWith<RmsProp> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
-    at::Tensor& squares = kept(i, "square_avg", parameter);
-    squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
-    at::Tensor scale = squares;
-    if (options_.centered) {
-      at::Tensor& mean = kept(i, "grad_avg", parameter);
-      mean.mul_(options_.alpha).add_(gradient, 1 - options_.alpha);
-      scale = squares.addcmul(mean, mean, -1);
-    }
-    scale = scale.sqrt().add_(options_.eps);
-    if (options_.momentum != 0) {
-      at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
-      velocity.mul_(options_.momentum).addcdiv_(gradient, scale);
-      parameter.add_(velocity, -lr());
-    } else {
-      parameter.addcdiv_(gradient, scale, -lr());
-    }
-  }
-
-  rows::RowRule row_rule() const override {
-    if (options_.weight_decay != 0 || options_.momentum != 0 || options_.centered) {
-      refuse_rows(" with weight_decay, momentum or centered");
-    }
-    return {.optimizer = rows::Optimizer::kRmsProp, .eps = options_.eps, .alpha = options_.alpha};
-  }
-};
-
-class AdadeltaRule final : public RuleWith<Adadelta> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
-    at::Tensor& squares = kept(i, "square_avg", parameter);
-    at::Tensor& deltas = kept(i, "acc_delta", parameter);
-    squares.mul_(options_.rho).addcmul_(gradient, gradient, 1 - options_.rho);
-    const at::Tensor scale = squares.add(options_.eps).sqrt_();
-    const at::Tensor delta = deltas.add(options_.eps).sqrt_().div_(scale).mul_(gradient);
-    deltas.mul_(options_.rho).addcmul_(delta, delta, 1 - options_.rho);
-    parameter.add_(delta, -lr());
-  }
-};
-
-class AdamaxRule final : public RuleWith<Adamax> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
-              bool) override {
-    const at::Tensor& first = kept(i, "exp_avg", parameter).lerp_(gradient, 1 - options_.beta1);
-    at::Tensor& norm = kept(i, "exp_inf", parameter).mul_(options_.beta2);
-    at::maximum_out(norm, norm, gradient.abs().add_(options_.eps));
-    parameter.addcdiv_(first, norm, -lr() / bias_correction(options_.beta1, step));
-  }
-};
-
-class RpropRule final : public RuleWith<Rprop> {
-  using RuleWith::RuleWith;
-
-  void update(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient, bool) override {
-    at::Tensor& previous = kept(i, "prev", parameter);
-    at::Tensor& size = kept(i, "step_size", parameter, lr());
-    const at::Tensor product = previous * gradient, turned = product < 0;  // the sign has changed
-    size = at::where(product > 0, size * options_.eta_plus,
-                     at::where(turned, size * options_.eta_minus, size))
-               .clamp_(options_.min_step, options_.max_step);
-    previous.copy_(gradient.masked_fill(turned, 0));
-    parameter.addcmul_(previous.sign(), size, -1);
-  }
-};
+rows::RowRule row_rule(const Adadelta& adadelta) { refuse_rows(adadelta); }
+rows::RowRule row_rule(const Adamax& adamax) { refuse_rows(adamax); }
+rows::RowRule row_rule(const Rprop& rprop) { refuse_rows(rprop); }
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
   base::bad_data("the optimizer's state of parameter " + std::to_string(i) + ": " + what);
@@ -237,25 +211,14 @@ class RpropRule final : public RuleWith<Rprop> {
 
 }  // namespace
 
-UpdateRule::Loaded& UpdateRule::own(size_t i) {
-  if (own_.size() <= i) own_.resize(i + 1);
-  return own_[i];
-}
-
-at::Tensor& UpdateRule::kept(size_t i, const char* name, const at::Tensor& parameter,
-                             double at_first) {
-  at::Tensor& value = own(i).kept[name];
-  if (!value.defined()) value = at::full_like(parameter, at_first);
-  return value;
-}
-
-void UpdateRule::set_lr_factor(double factor) {
-  check_lr_factor(factor);
-  lr_factor_ = factor;
+UpdateRule::UpdateRule(const OptimizerOptions& options)
+    : options_(options),
+      names_(std::visit([](const auto& chosen) { return state_of(chosen); }, options)) {
+  validate(options);
 }
 
 ParameterState UpdateRule::state(size_t i) const {
-  ParameterState state = i < own_.size() ? own_[i].kept : ParameterState();
+  ParameterState state = own_.contains(i) ? own_.at(i).kept : ParameterState();
   state["step"] = at::full({}, step_count(i), at::kLong);
   return state;
 }
@@ -288,8 +251,6 @@ UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
   if (steps > 0 && kept.size() != names_.size()) bad_state(i, "incomplete");
   return {std::move(kept), steps};
 }
-
-void UpdateRule::adopt(size_t i, Loaded loaded) { own(i) = std::move(loaded); }
 
 // Torch adds sparse to dense, not dense to sparse.
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
@@ -385,10 +346,14 @@ void UpdateRule::check(size_t i, const at::Tensor& parameter, const at::Tensor& 
   }
 }
 
+rows::RowRule UpdateRule::row_rule() const {
+  return std::visit([](const auto& chosen) { return optim::row_rule(chosen); }, options_);
+}
+
 // Updates the rows of a parameter on the CPU with the fused kernels. Returns false if they cannot:
 // on a device, and for types of half precision.
-bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter,
-                              const at::Tensor& gradient, double scale) {
+bool UpdateRule::apply_on_cpu(Loaded& own, const at::Tensor& parameter, const at::Tensor& gradient,
+                              double scale) const {
   constexpr int64_t kRowsPerTask = 1024;
   const at::ScalarType type = parameter.scalar_type();
   if (!parameter.is_cpu() || !parameter.is_contiguous() ||
@@ -402,15 +367,15 @@ bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& paramete
     rows::RowArrays<T> arrays{.values = parameter.mutable_data_ptr<T>()};
     size_t state = 0;
     for (const std::string& name : names_) {
-      at::Tensor& value = kept(i, name.c_str(), parameter, rule.initial_accumulator_value);
+      at::Tensor& value = kept(own, name, parameter, rule.initial_accumulator_value);
       value = value.contiguous();
       arrays.states[state++] = value.mutable_data_ptr<T>();
     }
     const rows::Gradients<T> gradients{sparse.values.const_data_ptr<T>()};
     at::parallel_for(0, static_cast<int64_t>(sparse.groups.size()), kRowsPerTask,
                      [&](int64_t first, int64_t last) {
-                       rows::update_arrays(arrays, dim, rule, {lr(), step, scale}, sparse.groups,
-                                           gradients, static_cast<size_t>(first),
+                       rows::update_arrays(arrays, dim, rule, {lr(), own.steps, scale},
+                                           sparse.groups, gradients, static_cast<size_t>(first),
                                            static_cast<size_t>(last));
                      });
   };
@@ -419,45 +384,42 @@ bool UpdateRule::apply_on_cpu(size_t i, int64_t step, const at::Tensor& paramete
   return true;
 }
 
+void UpdateRule::apply_by_torch(Loaded& own, at::Tensor& parameter, const at::Tensor& gradient,
+                                bool of_rows) const {
+  std::visit(
+      [&](const auto& chosen) {
+        const double decay = added_decay(chosen);
+        update(chosen, {own, parameter, decay != 0 ? gradient.add(parameter, decay) : gradient,
+                        lr(), of_rows});
+      },
+      options_);
+}
+
 // Updates copies of the rows and of their state as a dense parameter, and copies them back.
-void UpdateRule::apply_to_copies(size_t i, int64_t step, at::Tensor& parameter,
-                                 const at::Tensor& gradient) {
+void UpdateRule::apply_to_copies(Loaded& own, at::Tensor& parameter,
+                                 const at::Tensor& gradient) const {
   const at::Tensor sum = gradient.coalesce();  // has each row once
   const at::Tensor numbers = sum._indices().select(0, 0);
-  ParameterState whole, copies;
+  Loaded copies{{}, own.steps};
   for (const std::string& name : names_) {
-    whole[name] = kept(i, name.c_str(), parameter, row_rule().initial_accumulator_value);
-    copies[name] = whole[name].index_select(0, numbers);
+    copies.kept[name] =
+        kept(own, name, parameter, row_rule().initial_accumulator_value).index_select(0, numbers);
   }
   at::Tensor rows = parameter.index_select(0, numbers);
-  own(i).kept = copies;
-  const auto restored = c10::make_scope_exit([&] { own(i).kept = whole; });
-  update(i, step, rows, sum._values(), true);
+  apply_by_torch(copies, rows, sum._values(), true);
   parameter.index_copy_(0, numbers, rows);
-  for (auto& [name, value] : whole) value.index_copy_(0, numbers, own(i).kept[name]);
+  for (auto& [name, value] : own.kept) value.index_copy_(0, numbers, copies.kept[name]);
 }
 
 void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient, double scale) {
   check(i, parameter, gradient);
   const at::NoGradGuard no_grad;
-  const int64_t step = ++own(i).steps;
-  if (gradient.is_sparse() && apply_on_cpu(i, step, parameter, gradient, scale)) return;
+  Loaded& own = own_[i];
+  ++own.steps;
+  if (gradient.is_sparse() && apply_on_cpu(own, parameter, gradient, scale)) return;
   const at::Tensor scaled = scale == 1 ? gradient : gradient * scale;
-  if (gradient.is_sparse()) return apply_to_copies(i, step, parameter, scaled);
-  update(i, step, parameter, weight_decay_ != 0 ? scaled.add(parameter, weight_decay_) : scaled,
-         false);
-}
-
-std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
-  validate(options);
-  if (const auto* o = std::get_if<Sgd>(&options)) return std::make_unique<SgdRule>(*o);
-  if (const auto* o = std::get_if<Adagrad>(&options)) return std::make_unique<AdagradRule>(*o);
-  if (const auto* o = std::get_if<AdamW>(&options)) return std::make_unique<AdamRule<AdamW>>(*o);
-  if (const auto* o = std::get_if<RmsProp>(&options)) return std::make_unique<RmsPropRule>(*o);
-  if (const auto* o = std::get_if<Adadelta>(&options)) return std::make_unique<AdadeltaRule>(*o);
-  if (const auto* o = std::get_if<Adamax>(&options)) return std::make_unique<AdamaxRule>(*o);
-  if (const auto* o = std::get_if<Rprop>(&options)) return std::make_unique<RpropRule>(*o);
-  return std::make_unique<AdamRule<Adam>>(std::get<Adam>(options));
+  if (gradient.is_sparse()) return apply_to_copies(own, parameter, scaled);
+  apply_by_torch(own, parameter, scaled, false);
 }
 
 }  // namespace distrain::optim

@@ -158,7 +158,7 @@ rows::RowStoreOptions Table::set_optimizer() {
   try {
     const optim::OptimizerOptions chosen = optim::from_fields(options.optimizer);
     lr = std::visit([](const auto& its) { return its.lr; }, chosen);
-    rule = optim::make_update_rule(chosen)->row_rule();
+    rule = optim::UpdateRule(chosen).row_rule();
   } catch (const base::Exception& error) {
     base::invalid("table " + options.name + ": " + error.what());
   }

@@ -142,7 +142,7 @@ void run_optimizer(const Config& config) {
     gradients.push_back(at::sparse_coo_tensor(at::randint(rows, {1, ids}, at::kLong),
                                               at::rand({ids, dim}), {rows, dim}));
   }
-  const auto rule = optim::make_update_rule(optim::Adagrad{.lr = 0.01});
+  const auto rule = std::make_unique<optim::UpdateRule>(optim::Adagrad{.lr = 0.01});
   measure(config, "optimizer: adagrad",
           [&](int i) { rule->apply(0, parameter, gradients[i % gradients.size()]); });
   measure(config, "torch's operations: adagrad",

@@ -42,7 +42,7 @@ at::Tensor sparse(const at::Tensor& rows, const at::Tensor& values, at::IntArray
 struct Side {
   explicit Side(c10::Device device, const OptimizerOptions& options, const at::Tensor& initial)
       : device(device),
-        rule(optim::make_update_rule(options)),
+        rule(std::make_unique<optim::UpdateRule>(options)),
         parameter(initial.to(device, false, /*copy=*/true).requires_grad_()) {}
 
   c10::Device device;
@@ -158,7 +158,7 @@ TEST_CASE("an update on the device keeps the version that a pass in flight uses"
   };
   const auto run = [&](c10::Device device) {
     at::Tensor weight = initial.to(device, false, /*copy=*/true).requires_grad_();
-    const auto rule = optim::make_update_rule(Sgd{.lr = 0.5});
+    const auto rule = std::make_unique<optim::UpdateRule>(Sgd{.lr = 0.5});
     Tensors results;
     {
       const at::Tensor version = autograd::current_versions(cluster[0], {weight})[0];
@@ -187,7 +187,7 @@ Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options
               c10::Device device) {
   const Tensors parameters = leaves(net.parameters, device);
   const Tensors state = to_device(net.state, device);
-  const auto rule = optim::make_update_rule(options);
+  const auto rule = std::make_unique<optim::UpdateRule>(options);
   Tensors losses;
   for (int step = 0; step < kSteps; ++step) {
     at::Tensor loss;

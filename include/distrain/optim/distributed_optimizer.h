@@ -98,9 +98,11 @@ class DistributedOptimizer {
   /// Adds a target, such as the tables of a ShardedEmbedding, that steps of this object and of its
   /// later copies update. state(), snapshot() and load_state() do not include added targets. The
   /// target's Sharing must be that of this object. Then only one thread at a time may call step().
-  void add(std::shared_ptr<StepTarget> target);
+  void add(std::shared_ptr<StepTarget> target) { targets_.push_back(std::move(target)); }
   /// Waits until the updates of all added targets are made. Throws the error of a failed update.
-  void settle();
+  void settle() {
+    for (const auto& target : targets_) target->settle();
+  }
 
   /// Applies the gradients of `context` on each owner; parameters without a gradient stay as they
   /// are. Returns when this rank may begin its next step: see Sharing::Mode.
@@ -134,7 +136,10 @@ class DistributedOptimizer {
   /// Multiplies each group's learning rate by `factor` (LearningRateSchedule::factor) from this
   /// optimizer's next step on, but not for other ranks' steps. Throws `invalid` if `factor` is
   /// negative or not finite. In kSync step() throws `invalid` if the participants' factors differ.
-  void set_lr_factor(double factor);
+  void set_lr_factor(double factor) {
+    check_lr_factor(factor);
+    *lr_factor_ = factor;
+  }
   /// Prepares steps in which some participants have no data, and therefore zero gradients. In kSync
   /// the mean gradients are multiplied by `mean_factor` before they are clipped and applied: all
   /// participants set participants / N for the mean over the N that have data. In other modes the
@@ -176,8 +181,13 @@ class DistributedOptimizer {
   };
   Scales scales_for(const std::vector<uint64_t>& contexts, double max_norm) const;
   std::string outcome_of(const std::vector<Step>& steps) const;
-  int participant() const;
-  double mean_factor() const;
+  int participant() const {
+    if (sharing_.participant == Sharing::kOnlooker) base::invalid("an onlooker makes no steps");
+    return sharing_.participant;
+  }
+  double mean_factor() const {
+    return sharing_.mode == Sharing::Mode::kSync ? mean_factor_->load() : 1;
+  }
   std::vector<std::shared_ptr<Owner>> all_owners() const;
 
   rpc::Agent& agent_;

@@ -95,8 +95,6 @@ class LearningRateSchedule {
   /// Throws `bad_data` if `state` is not a possible state of this schedule.
   void load_state(const ScheduleState& state);
 
-  const Shape& shape() const { return shape_; }
-  const WarmUp& warm_up() const { return warm_up_; }
   bool operator==(const LearningRateSchedule&) const = default;
 
  private:

@@ -38,8 +38,7 @@ struct Adagrad {
 /// a row decay only when the row has a gradient): no weight decay, no amsgrad.
 struct Adam {
   double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
+  double beta1 = 0.9, beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;  ///< added to the gradient (L2), as Adam's and not AdamW's
   bool amsgrad = false;
@@ -49,8 +48,7 @@ struct Adam {
 /// * weight_decay (Loshchilov and Hutter, 2019). Sparse gradients: no amsgrad.
 struct AdamW {
   double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
+  double beta1 = 0.9, beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 1e-2;
   bool amsgrad = false;
@@ -77,8 +75,7 @@ struct Adadelta {
 /// Options of torch.optim.Adamax.
 struct Adamax {
   double lr = 2e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
+  double beta1 = 0.9, beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
 };
@@ -86,10 +83,8 @@ struct Adamax {
 /// Options of torch.optim.Rprop.
 struct Rprop {
   double lr = 1e-2;  ///< the first step size, from which later ones follow, also with a schedule
-  double eta_minus = 0.5;
-  double eta_plus = 1.2;
-  double min_step = 1e-6;
-  double max_step = 50;
+  double eta_minus = 0.5, eta_plus = 1.2;
+  double min_step = 1e-6, max_step = 50;
 };
 
 using OptimizerOptions = std::variant<Sgd, Adagrad, Adam, AdamW, RmsProp, Adadelta, Adamax, Rprop>;
@@ -130,6 +125,11 @@ at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
 
+/// Throws `invalid` if an option is out of range.
+void validate(const OptimizerOptions& options);
+/// Throws `invalid` if `factor` is negative or not finite.
+void check_lr_factor(double factor);
+
 /// Other fields keep their defaults. Throws `invalid` for unknown names and values out of range.
 OptimizerOptions from_fields(const OptimizerFields& fields);
 
@@ -137,7 +137,8 @@ OptimizerOptions from_fields(const OptimizerFields& fields);
 /// parameter's tensor may be replaced between two updates. Not thread-safe.
 class UpdateRule {
  public:
-  virtual ~UpdateRule() = default;
+  /// Throws as validate().
+  explicit UpdateRule(const OptimizerOptions& options);
 
   /// Updates `parameter` by `gradient` times `scale`: of the same shape, floating dtype and device,
   /// dense or sparse COO with one sparse dimension (rows; repeated rows count summed). A sparse
@@ -149,11 +150,14 @@ class UpdateRule {
   void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const;
 
   /// Returns the number of updates of parameter `i`.
-  int64_t step_count(size_t i) const { return i < own_.size() ? own_[i].steps : 0; }
+  int64_t step_count(size_t i) const { return own_.contains(i) ? own_.at(i).steps : 0; }
 
-  /// Sets the learning rate of the next updates to the configured one times `factor`. Throws
-  /// `invalid` if it is negative or not finite.
-  void set_lr_factor(double factor);
+  /// Sets the learning rate of the next updates to the configured one times `factor`. Throws as
+  /// check_lr_factor().
+  void set_lr_factor(double factor) {
+    check_lr_factor(factor);
+    lr_factor_ = factor;
+  }
 
   /// Returns the tensors of parameter `i`'s state themselves, which the next update changes.
   ParameterState state(size_t i) const;
@@ -165,42 +169,27 @@ class UpdateRule {
     int64_t steps = 0;
   };
   Loaded load(size_t i, const at::Tensor& parameter, const ParameterState& state) const;
-  void adopt(size_t i, Loaded loaded);
+  void adopt(size_t i, Loaded loaded) { own_[i] = std::move(loaded); }
 
   /// Returns the rule that updates rows, also by sparse gradients. Throws `invalid` for options
   /// that such updates lack.
-  virtual rows::RowRule row_rule() const = 0;
-
- protected:
-  /// Adds `weight_decay` times the parameter to each dense gradient. `state` has the names of the
-  /// state's tensors, in the order of rows::RowArrays.
-  UpdateRule(double lr, double weight_decay, std::vector<std::string> state)
-      : lr_(lr), weight_decay_(weight_decay), names_(std::move(state)) {}
-  double lr() const { return lr_ * lr_factor_; }
-
-  /// Returns parameter `i`'s state of this name, at first like `parameter` and full of `at_first`.
-  at::Tensor& kept(size_t i, const char* name, const at::Tensor& parameter, double at_first = 0);
-
-  /// Updates a parameter or, if `of_rows`, copies of some rows. `step` counts from 1.
-  virtual void update(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient,
-                      bool of_rows) = 0;
+  rows::RowRule row_rule() const;
 
  private:
-  bool apply_on_cpu(size_t i, int64_t step, const at::Tensor& parameter, const at::Tensor& gradient,
-                    double scale);
-  void apply_to_copies(size_t i, int64_t step, at::Tensor& parameter, const at::Tensor& gradient);
+  double lr() const {
+    return std::visit([](const auto& chosen) { return chosen.lr; }, options_) * lr_factor_;
+  }
+  bool apply_on_cpu(Loaded& own, const at::Tensor& parameter, const at::Tensor& gradient,
+                    double scale) const;
+  void apply_to_copies(Loaded& own, at::Tensor& parameter, const at::Tensor& gradient) const;
+  void apply_by_torch(Loaded& own, at::Tensor& parameter, const at::Tensor& gradient,
+                      bool of_rows) const;
 
-  const double lr_;
-  const double weight_decay_;
-  const std::vector<std::string> names_;
-  Loaded& own(size_t i);
-
+  const OptimizerOptions options_;
+  const std::vector<std::string> names_;  // of the state's tensors
   double lr_factor_ = 1;
-  std::vector<Loaded> own_;  // by parameter
+  std::map<size_t, Loaded> own_;  // by parameter
 };
-
-/// Throws `invalid` for options out of range.
-std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options);
 
 /// A job's optimizer, learning rate schedule and gradient clipping.
 struct Rule {

@@ -478,7 +478,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
   const at::Tensor leaf = w.clone().requires_grad_();
   std::get<0>(at::embedding_bag(leaf, indices, offsets, false, 0, true)).pow(2).sum().backward();
   at::Tensor expected = w.clone();
-  const auto rule = optim::make_update_rule(options);
+  const auto rule = std::make_unique<optim::UpdateRule>(options);
   rule->apply(0, expected, leaf.grad());
   CHECK(at::allclose(between, expected, 1e-12, 1e-12));
   rule->apply(0, expected, leaf.grad());

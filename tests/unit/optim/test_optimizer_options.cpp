@@ -87,7 +87,8 @@ TEST_CASE("Invalid options are named") {
   CHECK(message({"adam", {{"beta1", 1}}}) == "adam: beta1 cannot be 1.000000");
   CHECK(message({"sgd", {{"nesterov", 1}}}) ==
         "sgd: nesterov wants a momentum above 0 and no dampening");
-  CHECK(invalid_message([] { make_update_rule(Adam{-1}); }) == "adam: lr cannot be -1.000000");
+  CHECK(invalid_message([] { std::make_unique<UpdateRule>(Adam{-1}); }) ==
+        "adam: lr cannot be -1.000000");
   CHECK_NOTHROW(from_fields({"sgd", {{"momentum", 0.9}, {"dampening", -0.5}}}));
 }
 

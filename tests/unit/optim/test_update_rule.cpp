@@ -57,7 +57,7 @@ void compare_dense(
     own.push_back(at::randn(shape, type).requires_grad_(true));
     reference.push_back(own.back().detach().clone().requires_grad_(true));
   }
-  const auto rule = make_update_rule(options);
+  const auto rule = std::make_unique<UpdateRule>(options);
   const auto optimizer = make_reference(reference);
   const double near = type == at::kDouble ? 1e-12 : 1e-6;
   for (int step = 0; step < kSteps; ++step) {
@@ -84,8 +84,8 @@ void compare_sparse(const OptimizerOptions& options, int64_t rows = 10, bool is_
   at::manual_seed(4);
   at::Tensor by_rows = is_contiguous ? at::randn({rows, 4}) : at::randn({4, rows}).t();
   at::Tensor whole = by_rows.clone();
-  const auto sparse_rule = make_update_rule(options);
-  const auto dense_rule = make_update_rule(options);
+  const auto sparse_rule = std::make_unique<UpdateRule>(options);
+  const auto dense_rule = std::make_unique<UpdateRule>(options);
   for (int step = 0; step < kSteps; ++step) {
     SparsePair pair = random_rows(rows, 4, rows - 2);
     if (step % 2 == 1) pair.sparse_gradient = pair.sparse_gradient.coalesce();
@@ -196,7 +196,7 @@ TEST_CASE("Adadelta, Adamax and Rprop give the parameters that torch.optim gives
       Case{Rprop{0.2, 0.3, 1.5, 0.1, 0.25}, {-1.85, 0.15, -0.2, -1.55}});
   for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
     CAPTURE(each.options.index(), type);
-    const auto rule = make_update_rule(each.options);
+    const auto rule = std::make_unique<UpdateRule>(each.options);
     at::Tensor parameter = at::tensor({0.1, -0.2, 0.3, 0.4}, type);
     for (int step = 0; step < 8; ++step) {
       // The signs of two elements change, one of them in each step.
@@ -224,8 +224,8 @@ TEST_CASE("A factor of the learning rate has the effect of another learning rate
   };
   for (size_t which = 0; which < options(1).size(); ++which) {
     CAPTURE(which);
-    const auto scaled = make_update_rule(options(0.4)[which]);
-    const auto plain = make_update_rule(options(0.1)[which]);
+    const auto scaled = std::make_unique<UpdateRule>(options(0.4)[which]);
+    const auto plain = std::make_unique<UpdateRule>(options(0.1)[which]);
     scaled->set_lr_factor(0.25);
     at::Tensor a = at::randn({3, 2}, at::kDouble), b = a.clone();
     for (int step = 0; step < 3; ++step) {
@@ -239,7 +239,7 @@ TEST_CASE("A factor of the learning rate has the effect of another learning rate
     plain->apply(0, b, at::ones({3, 2}, at::kDouble));
     CHECK(difference(a, b) > 1e-3);
   }
-  const auto rule = make_update_rule(Sgd{});
+  const auto rule = std::make_unique<UpdateRule>(Sgd{});
   CHECK(invalid_message([&] { rule->set_lr_factor(-1); }) ==
         "a learning rate cannot be multiplied by -1.000000");
   CHECK(invalid_message([&] { rule->set_lr_factor(std::nan("")); }) ==
@@ -263,14 +263,14 @@ TEST_CASE("The state has PyTorch's names, and training resumes from it with the 
       Case{Adadelta{}, {"acc_delta", "square_avg", "step"}},
       Case{Adamax{}, {"exp_avg", "exp_inf", "step"}}, Case{Rprop{}, {"prev", "step", "step_size"}});
   at::manual_seed(9);
-  const auto first = make_update_rule(each.options);
+  const auto first = std::make_unique<UpdateRule>(each.options);
   at::Tensor parameter = at::randn({4, 3});
   for (int step = 0; step < 3; ++step) first->apply(0, parameter, at::randn({4, 3}));
   std::vector<std::string> names;
   for (const auto& [name, value] : first->state(0)) names.push_back(name);
   CHECK(names == each.names);
 
-  const auto second = make_update_rule(each.options);
+  const auto second = std::make_unique<UpdateRule>(each.options);
   at::Tensor copy = parameter.clone();
   second->adopt(0, second->load(0, copy, first->state(0)));
   for (int step = 0; step < 3; ++step) {
@@ -344,7 +344,7 @@ TEST_CASE("A state of torch.optim, whose step is a float or missing, is loaded")
       reference->step();
     };
     for (int i = 0; i < 3; ++i) step();
-    const auto rule = make_update_rule(each.options);
+    const auto rule = std::make_unique<UpdateRule>(each.options);
     at::Tensor ours = theirs.detach().clone();
     rule->adopt(0, rule->load(0, ours, each.state_of(*reference->state().begin()->second)));
     for (int i = 0; i < 3; ++i) {
@@ -355,7 +355,7 @@ TEST_CASE("A state of torch.optim, whose step is a float or missing, is loaded")
   }
 
   const at::Tensor parameter = at::zeros({2});
-  const auto adam = make_update_rule(Adam{}), sgd = make_update_rule(Sgd{});
+  const auto adam = std::make_unique<UpdateRule>(Adam{}), sgd = std::make_unique<UpdateRule>(Sgd{});
   const auto refused = [&](const UpdateRule& rule, const ParameterState& state) {
     try {
       rule.load(0, parameter, state);
@@ -394,7 +394,8 @@ TEST_CASE("Every rule updates rows in copies as the kernels do") {
   at::manual_seed(7);
   at::Tensor contiguous = at::randn({10, 4}, at::kDouble);
   at::Tensor transposed = contiguous.t().contiguous().t();
-  const auto kernels = make_update_rule(options), copies = make_update_rule(options);
+  const auto kernels = std::make_unique<UpdateRule>(options),
+             copies = std::make_unique<UpdateRule>(options);
   for (int step = 0; step < kSteps; ++step) {
     const at::Tensor gradient = random_rows(10, 4, 5, at::kDouble).sparse_gradient;
     kernels->apply(0, contiguous, gradient, 0.5);
@@ -409,7 +410,7 @@ TEST_CASE("Every rule updates rows in copies as the kernels do") {
 TEST_CASE("Sparse Adam equals SparseAdam") {
   at::manual_seed(5);
   const Adam options{0.01, 0.8, 0.95, 1e-6};
-  const auto rule = make_update_rule(options);
+  const auto rule = std::make_unique<UpdateRule>(options);
   at::Tensor parameter = at::randn({6, 3}, at::kDouble);
   const at::Tensor start = parameter.clone();
   at::Tensor expected = parameter.clone();
@@ -444,7 +445,7 @@ TEST_CASE("Sparse Adam equals SparseAdam") {
 TEST_CASE("A sparse gradient changes only its rows") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1}), OptimizerOptions(Adam{0.1}));
-  const auto rule = make_update_rule(options);
+  const auto rule = std::make_unique<UpdateRule>(options);
   at::Tensor parameter = at::randn({8, 2});
   // Infinity becomes NaN if a rule multiplies an unused row by 0, as a mask would.
   parameter[7].fill_(std::numeric_limits<float>::infinity());
@@ -457,20 +458,20 @@ TEST_CASE("A sparse gradient changes only its rows") {
 TEST_CASE("A sparse gradient without rows counts as a step, as in torch, and changes nothing") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1, 0.5}), OptimizerOptions(Adam{0.1}));
-  const auto rule = make_update_rule(options);
+  const auto rule = std::make_unique<UpdateRule>(options);
   at::Tensor parameter = at::randn({4, 2});
   const at::Tensor before = parameter.clone();
   rule->apply(0, parameter, sparse({}, at::empty({0, 2}), {4, 2}));
   CHECK(at::equal(parameter, before));
   CHECK(rule->step_count(0) == 1);
   // The state after this step can be loaded.
-  make_update_rule(options)->load(0, parameter, rule->state(0));
+  std::make_unique<UpdateRule>(options)->load(0, parameter, rule->state(0));
   rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {4, 2}));
   CHECK(rule->step_count(0) == 2);
 }
 
 TEST_CASE("A parameter of one or three dimensions may have row-sparse gradients") {
-  const auto rule = make_update_rule(Adagrad{0.1});
+  const auto rule = std::make_unique<UpdateRule>(Adagrad{0.1});
   at::Tensor vector = at::zeros({5});
   rule->apply(0, vector, sparse({4, 4}, at::ones({2}), {5}));
   CHECK(vector[4].item<float>() == Approx(-0.1));
@@ -481,8 +482,8 @@ TEST_CASE("A parameter of one or three dimensions may have row-sparse gradients"
 
 TEST_CASE("Dense and sparse gradients may alternate") {
   at::manual_seed(6);
-  const auto mixed = make_update_rule(Adagrad{0.1});
-  const auto dense = make_update_rule(Adagrad{0.1});
+  const auto mixed = std::make_unique<UpdateRule>(Adagrad{0.1});
+  const auto dense = std::make_unique<UpdateRule>(Adagrad{0.1});
   at::Tensor a = at::randn({5, 2});
   at::Tensor b = a.clone();
   for (int step = 0; step < 6; ++step) {
@@ -494,7 +495,7 @@ TEST_CASE("Dense and sparse gradients may alternate") {
 }
 
 TEST_CASE("State belongs to the index, not to the tensor") {
-  const auto rule = make_update_rule(Sgd{1.0, 0.5});
+  const auto rule = std::make_unique<UpdateRule>(Sgd{1.0, 0.5});
   at::Tensor parameter = at::zeros({1});
   rule->apply(2, parameter, at::ones({1}));
   at::Tensor copy = parameter.clone();
@@ -511,7 +512,7 @@ TEST_CASE("The gradient itself is not modified") {
       GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.1}), OptimizerOptions(Adagrad{0.1, 0, 0.1}),
                OptimizerOptions(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}), OptimizerOptions(AdamW{}),
                OptimizerOptions(RmsProp{0.1, 0.9, 1e-8, 0.1, 0.9, true}));
-  const auto rule = make_update_rule(options);
+  const auto rule = std::make_unique<UpdateRule>(options);
   at::Tensor parameter = at::ones({3});
   const at::Tensor gradient = at::ones({3});
   for (int step = 0; step < 3; ++step) rule->apply(0, parameter, gradient);
@@ -519,7 +520,7 @@ TEST_CASE("The gradient itself is not modified") {
 }
 
 TEST_CASE("A gradient that does not fit is refused and changes nothing") {
-  const auto rule = make_update_rule(Sgd{0.1});
+  const auto rule = std::make_unique<UpdateRule>(Sgd{0.1});
   at::Tensor parameter = at::ones({3, 2});
   const auto message = [&](const at::Tensor& gradient) {
     return invalid_message([&] { rule->apply(4, parameter, gradient); });
@@ -553,7 +554,7 @@ TEST_CASE("A gradient that does not fit is refused and changes nothing") {
 
 TEST_CASE("Options without a meaning for sparse gradients are refused") {
   const auto message = [](const OptimizerOptions& options) {
-    const auto rule = make_update_rule(options);
+    const auto rule = std::make_unique<UpdateRule>(options);
     at::Tensor parameter = at::ones({3, 2});
     return invalid_message([&] {
       rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {3, 2}));
