@@ -49,10 +49,10 @@ class ContextStack {
 };
 
 struct InitiatedPass {
-  InitiatedPass(const Context& context, PassOptions options)
-      : runtime(Runtime::of(context.agent())),
-        state(context.state()),
-        pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
+  InitiatedPass(rpc::Agent& agent, std::shared_ptr<ContextState> its, PassOptions options)
+      : runtime(Runtime::of(agent)),
+        state(std::move(its)),
+        pass(std::make_shared<Pass>(agent, runtime->new_id(), options)) {}
 
   /// Returns part(). If `part` throws, fails the pass and rethrows the error.
   template <class Part>
@@ -381,8 +381,13 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
   return state && state->on_pass_end(std::move(fn), pass_);
 }
 
-void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
-  InitiatedPass initiated(context, options);
+void backward(rpc::Agent& agent, uint64_t id, const std::vector<at::Tensor>& roots,
+              PassOptions options) {
+  const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
+  if (!state || maker_of(id) != rpc::process_number(agent.rank(), agent.incarnation())) {
+    base::invalid("backward: this rank has no autograd context " + std::to_string(id));
+  }
+  InitiatedPass initiated(agent, state, options);
   const base::Future<void> ended = initiated.run(roots);
   initiated.or_fail([&] { ended.wait(); });
   initiated.end();
@@ -403,7 +408,7 @@ void backward(Context& context, const rpc::RRef<at::Tensor>& root, PassOptions o
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options) {
-  InitiatedPass initiated(context, options);
+  InitiatedPass initiated(context.agent(), context.state(), options);
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
   initiated.run(roots).on_complete(
@@ -415,7 +420,7 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
 }
 
 void fail_passes(const Context& context, const base::Error& error) {
-  InitiatedPass(context, {}).fail(error);
+  InitiatedPass(context.agent(), context.state(), {}).fail(error);
 }
 
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {

@@ -120,7 +120,13 @@ struct PassOptions {
 /// each tensor that requires a gradient and that a call of this context sent or returned. Otherwise
 /// backward() throws `invalid`, naming a rank that waited for a gradient. Tensors of failed calls
 /// are exempt, but not tensors of successful nested calls that the handler of a failed call made.
-void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
+/// Throws `invalid` if this rank has not created context `id`, or if the context has ended.
+void backward(rpc::Agent& agent, uint64_t id, const std::vector<at::Tensor>& roots,
+              PassOptions options = {});
+inline void backward(Context& context, const std::vector<at::Tensor>& roots,
+                     PassOptions options = {}) {
+  backward(context.agent(), context.id(), roots, options);
+}
 /// The root is the value of `root`: on its owner the value itself, on another rank a copy, which
 /// the first pass of the context fetches and later passes use again.
 void backward(Context& context, const rpc::RRef<at::Tensor>& root, PassOptions options = {});

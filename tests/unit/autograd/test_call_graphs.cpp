@@ -349,14 +349,24 @@ TEST_CASE("calls on an id that is no context's, or that of an ended one, are ref
     CHECK(error.kind == base::ErrorKind::kInvalid);
     CHECK(error.message.find("in another context") != std::string::npos);
   }
+  const at::Tensor a = leaf(false), outside = cluster[0].rpc_sync<&mul>(1, a, a).sum() + a.sum();
   const autograd::Context source(cluster[0]);
   for (const uint64_t id : {uint64_t{100}, ended}) {
+    const base::Error unknown = error_of([&] { autograd::backward(cluster[0], id, {outside}); });
+    CHECK(unknown.kind == base::ErrorKind::kInvalid);
+    CHECK(unknown.message == "backward: this rank has no autograd context " + std::to_string(id));
     CHECK_FALSE(autograd::gradient(cluster[0], id, leaf(false)).defined());
     CHECK(error_of([&] { autograd::move_gradients(cluster[0], source.id(), id); }).kind ==
           base::ErrorKind::kInvalid);
   }
   CHECK(error_of([&] { autograd::attach(cluster[0], ended, &cluster, nullptr); }).kind ==
         base::ErrorKind::kInvalid);
+  // A rank that has a part of a context cannot begin its passes, but the rank that created it can.
+  const at::Tensor product = cluster[0].rpc_sync<&mul>(1, a, a).sum();
+  CHECK(error_of([&] { autograd::backward(cluster[1], source.id(), {product}); }).kind ==
+        base::ErrorKind::kInvalid);
+  autograd::backward(cluster[0], source.id(), {product});
+  CHECK(at::allclose(source.gradient(a), 2 * a.detach()));
 }
 
 TEST_CASE("contexts of one thread may be nested, and calls belong to the inner one") {

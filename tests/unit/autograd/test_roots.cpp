@@ -58,7 +58,14 @@ TEST_CASE("a pass may begin at the value of an RRef, on its owner or elsewhere")
   autograd::Context context(cluster[0]);
   CHECK(error_of([&] { autograd::backward(context, cluster[0].make_rref(at::rand({10}))); }).kind ==
         ErrorKind::kInvalid);
-  CHECK_FALSE(autograd::gradient(cluster[0], context.id() + 100, a).defined());
+  // An unknown context, and passes without a context over values that torch refuses.
+  CHECK(error_of([&] {
+          autograd::backward(cluster[0], 100, {cluster[0].make_rref(a.sum()).local_value()});
+        }).message == "backward: this rank has no autograd context 100");
+  CHECK_THROWS_WITH(cluster[0].make_rref(at::rand({10})).local_value().backward(),
+                    ContainsSubstring("does not require grad"));
+  CHECK_THROWS_WITH(cluster[0].make_rref(a).local_value().backward(),
+                    ContainsSubstring("can be implicitly created only for scalar outputs"));
 }
 
 TEST_CASE("a trace names the calls of a context and their operators") {
