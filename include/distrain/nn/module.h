@@ -29,7 +29,7 @@ struct AnyNet {
 AnyNet any_net(torch::nn::AnyModule module);
 AnyNet any_net(torch::nn::Sequential module);
 
-template <class M>
+template <std::derived_from<torch::nn::Module> M>
 AnyNet any_net(std::shared_ptr<M> module) {
   if constexpr (std::is_base_of_v<torch::nn::SequentialImpl, M>) {
     return any_net(torch::nn::Sequential(std::move(module)));
@@ -127,6 +127,9 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 /// cannot be shared: if it keeps running statistics, has a table with `max_norm`, or has parameters
 /// that share memory or have none. One parameter tensor may be used in several places.
 template <class Make>
+requires requires(typename decltype(std::function(std::declval<Make>()))::result_type module) {
+  detail::any_net(std::move(module));
+}
 void expose_module(rpc::Agent& agent, const std::string& name, Make make) {
   detail::add_factory(agent, name, detail::factory(make, std::function(make)));
 }

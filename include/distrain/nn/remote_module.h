@@ -46,6 +46,8 @@ void set_training(const rpc::RRef<Module>& module, bool on) {
 }
 
 template <class Module>
+concept HasForward = std::is_member_function_pointer_v<decltype(&Module::forward)>;
+template <class Module>
 concept HasTraining = requires(Module module) {
   module.train(true);
 };
@@ -177,11 +179,11 @@ class RemoteModule {
 
   /// Calls Module::forward on the owner. In an autograd context, gradients pass through the call.
   template <class... Args>
-  auto forward(Args&&... args) const {
+  auto forward(Args&&... args) const requires detail::HasForward<Module> {
     return module_.template rpc_sync<&Module::forward>(std::forward<Args>(args)...);
   }
   template <class... Args>
-  auto forward_async(Args&&... args) const {
+  auto forward_async(Args&&... args) const requires detail::HasForward<Module> {
     return module_.template rpc_async<&Module::forward>(std::forward<Args>(args)...);
   }
 

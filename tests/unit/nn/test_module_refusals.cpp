@@ -14,6 +14,28 @@ using testing::PlainNet;
 
 namespace {
 
+// What is no torch::nn module cannot be exposed by name, and what has no forward() not be called.
+struct NoModule {
+  using Constructor = NoModule(int first, int second);
+  NoModule(int, int) {}
+};
+struct NoTorchModule : NoModule {
+  using NoModule::NoModule;
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+template <class Module>
+concept can_be_exposed = requires(rpc::Agent& agent, Module (*make)(int, int)) {
+  nn::expose_module(agent, "module", make);
+};
+template <class Module>
+concept can_forward = requires(const RemoteModule<Module>& module, const at::Tensor& x) {
+  module.forward(x);
+};
+template <class Module>
+concept can_forward_async = requires(const RemoteModule<Module>& module, const at::Tensor& x) {
+  module.forward_async(x);
+};
+
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
     linear = register_module("linear", torch::nn::Linear(8, 4));
@@ -166,6 +188,19 @@ TEST_CASE("parameters that cannot be copied to a version are refused by name") {
   const base::Error error = error_of([&] { net.forward(at::ones({1})); });
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.message.starts_with("module net: make() gave another one than at first: first is"));
+}
+
+TEST_CASE("a class that is not a module can neither be exposed nor called as a remote module") {
+  STATIC_REQUIRE(can_be_exposed<PlainNet>);
+  STATIC_REQUIRE(can_be_exposed<torch::nn::Sequential>);
+  STATIC_REQUIRE(can_be_exposed<std::shared_ptr<torch::nn::LinearImpl>>);
+  STATIC_REQUIRE_FALSE(can_be_exposed<NoModule>);
+  STATIC_REQUIRE_FALSE(can_be_exposed<NoTorchModule>);
+  STATIC_REQUIRE_FALSE(can_be_exposed<std::shared_ptr<NoModule>>);
+  STATIC_REQUIRE_FALSE(can_be_exposed<int>);
+  STATIC_REQUIRE(can_forward<NoTorchModule> && can_forward_async<NoTorchModule>);
+  STATIC_REQUIRE_FALSE(can_forward<NoModule>);
+  STATIC_REQUIRE_FALSE(can_forward_async<NoModule>);
 }
 
 TEST_CASE("an unknown name is refused with the list of exposed names") {
