@@ -297,11 +297,12 @@ TEST_CASE("each parameter without a gradient is named in full, and no other") {
 }
 
 TEST_CASE("a module may take and return structures; outputs are the module's own tensors") {
-  const bool is_static = GENERATE(false, true);
+  const bool is_static = GENERATE(false, true), finds_unused = GENERATE(false, true);
   TestGroup group(kRanks, kSettings);
   run_ranks(kRanks, [&](int rank) {
-    DistributedDataParallel model(Structures(), group.backends[size_t(rank)],
-                                  {.static_graph = is_static});
+    DistributedDataParallel model(
+        Structures(), group.backends[size_t(rank)],
+        {.find_unused_parameters = finds_unused, .static_graph = is_static});
     const auto in = [](int of) { return Pair{data({5, 10}, of), data({5, 10}, 50 + of)}; };
     for (int step = 0; step < 6; ++step) {
       const int shape = step % 3;

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include "../src/job/run/run_trace.h"
+#include "distrain/rpc/trace.h"
 #include "support/catch.h"
+#include "support/cluster.h"
 #include "support/files.h"
 
 using namespace distrain;
@@ -60,7 +62,40 @@ std::set<std::string> names_in(const Folder& folder) {
   return names;
 }
 
+void run_operators() {
+  const at::Tensor t = at::ones({1}) + at::ones({1});
+  (t * t).relu().sigmoid();
+}
+
 }  // namespace
+
+TEST_CASE("A trace file names the calls of a rank, and the operators that they run", "[trace]") {
+  Cluster cluster(
+      2, [](rpc::Agent& agent) { agent.expose<&run_operators>("run_operators"); }, {},
+      [](rpc::AgentOptions& options) {
+        options.tracer = std::make_shared<base::Tracer>();
+        options.tracer->start();
+      });
+  rpc::TraceCollector collector(cluster[0]);
+  {
+    const auto operators = rpc::trace_operators();
+    cluster[1].rpc_async<&run_operators>(0).wait();
+  }
+  const Folder folder;
+  const std::string path = folder.path("t.json");
+  cluster.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() != 0) return agent.shutdown();
+    agent.shutdown({}, [&] { write_trace(path, collector.collect()); });
+  });
+  std::set<std::string> names;
+  const nlohmann::json trace = parse_trace(path);
+  for (const auto& event : trace["traceEvents"]) names.insert(event["name"]);
+  for (const char* name : {"aten::ones", "aten::add", "aten::mul", "aten::relu", "aten::sigmoid",
+                           "rpc_async#run_operators(w1 -> w0)", "run_operators"}) {
+    CAPTURE(name);
+    CHECK(names.contains(name));
+  }
+}
 
 TEST_CASE("A trace file follows the format's rules", "[trace]") {
   const Folder folder;

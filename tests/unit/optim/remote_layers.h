@@ -47,6 +47,7 @@ struct Weight {
     return context.agent.make_rref(weight);
   }
   at::Tensor value() { return weight.detach().clone(); }
+  void freeze() { weight.requires_grad_(false); }
   at::Tensor weight;
 };
 
@@ -58,6 +59,7 @@ inline void set_up_weights(rpc::Agent& agent) {
   agent.expose<&Weight::rows>("Weight.rows");
   agent.expose<&Weight::parameter>("Weight.parameter");
   agent.expose<&Weight::value>("Weight.value");
+  agent.expose<&Weight::freeze>("Weight.freeze");
 }
 
 }  // namespace distrain::testing

@@ -377,13 +377,18 @@ constexpr bool continues = requires(Future<T> future, base::Executor& executor, 
   future.then(executor, fn);
 };
 
+struct OtherOptions {
+  std::string master_addr;
+};
 TEST_CASE("options and arguments of a wrong type do not compile") {
   static_assert(!std::is_constructible_v<Agent, std::string>);
   static_assert(!std::is_constructible_v<Agent, std::map<std::string, std::string>>);
+  static_assert(!std::is_constructible_v<Agent, OtherOptions>);  // of no agent that exists
   static_assert(!std::is_assignable_v<decltype((rpc::AgentOptions().rpc_timeout)), double>);
   static_assert(!std::is_constructible_v<rpc::AgentOptions, int>);
   static_assert(!rpc::Serializable<Future<int64_t>> && !rpc::Serializable<Future<at::Tensor>>);
   static_assert(!std::is_constructible_v<RRef<int64_t>, int64_t>);  // only an agent makes an RRef
+  static_assert(!std::is_constructible_v<RRef<at::Tensor>, at::Tensor>);
   static_assert(!continues<at::Tensor, decltype(&add_three)>);
   static_assert(!continues<int64_t, int64_t (*)(const std::string&)>);
   static_assert(!continues<int64_t, std::nullptr_t> && continues<int64_t, bool (*)(int64_t)>);

@@ -290,6 +290,12 @@ TEST_CASE("owners are compared by rank") {
     static_assert(std::is_same_v<decltype(cluster[0].remote_new<Number>(1, 7)), RRef<Number>>);
     static_assert(std::is_same_v<decltype(cluster[0].remote<&make_number>(1, 7)), RRef<Number>>);
     static_assert(std::is_same_v<decltype(b), const RRef<int64_t>>);
+    const RRef here = cluster[0].make_rref(at::ones({2}) + 1);
+    static_assert(std::is_same_v<decltype(here), const RRef<at::Tensor>>);
+    static_assert(std::is_same_v<decltype(cluster[0].make_rref(Number(0))), RRef<Number>>);
+    // A reference that claims another type, as a peer may send it, is refused where it is used.
+    const base::Error other = error_of([&] { RRef<Number>(here.handle()).local_value(); });
+    CHECK(other.kind == ErrorKind::kInvalid);
   }
   cluster.shutdown();
 }
@@ -308,6 +314,13 @@ TEST_CASE("a future calls its continuations once each, and stays readable") {
   CHECK(at::equal(sum.wait(), x * 2));
   CHECK(sum.done());
   for (int i = 0; i < 10; ++i) CHECK(at::equal(next[static_cast<size_t>(i)].wait(), x * 2 + i));
+  // A continuation may make a call of its own, and wait for a continuation of that one.
+  const auto nested =
+      cluster[0].rpc_async<kAddScalar>(1, x, 1, 1).then(executor, [&](at::Tensor& value) {
+        const auto inner = cluster[0].rpc_async<kAddScalar>(1, value, 1, 1);
+        return inner.then(executor, [](at::Tensor& so_far) { return so_far + 1; }).wait();
+      });
+  CHECK(at::equal(nested.wait(), x + 3));
   auto chain = cluster[0].rpc_async<kAddScalar>(1, x, 1, 1);
   for (int i = 0; i < 20; ++i) {
     chain = chain.then(executor, [](at::Tensor& value) { return value + 1; });

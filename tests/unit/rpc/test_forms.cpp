@@ -108,8 +108,15 @@ TEST_CASE("many calls and values in flight keep their own arguments and results"
     for (const bool sparse : {false, true}) {
       const auto x = [&](int i) { return sparse ? sparse_tensor() * i : at::ones({i, i}); };
       const int to = (agent.rank() + 1) % 3;
-      std::vector<base::Future<at::Tensor>> sums;
+      std::vector<base::Future<at::Tensor>> sums, called;
       std::vector<TensorRef> operators, functions;
+      for (int i = 0; i < 100; ++i) {
+        called.push_back(agent.rpc_async<&add_three>(to, x(i), x(i), x(i)));
+      }
+      base::wait_all(called);
+      for (int i = 0; i < 100; ++i) {
+        expect(same_tensor(called[static_cast<size_t>(i)].wait(), x(i) * 3), "a function's result");
+      }
       for (int i = 0; i < 20; ++i) {
         sums.push_back(agent.rpc_async<kAdd>(to, x(i), x(i), 1));
         operators.push_back(agent.remote<kAdd>(to, x(i), x(i), 1));

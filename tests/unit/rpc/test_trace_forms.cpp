@@ -230,6 +230,8 @@ TEST_CASE("a trace shows the calls that a called function makes, and the scopes 
     const auto operators = rpc::trace_operators();
     cluster[1].rpc_async<&product_elsewhere>(2, 0, at::ones({2})).wait();
     for (const int to : {0, 2}) cluster[1].rpc_async<&run_operators>(to, true).wait();
+    const base::TraceBinding binding(cluster[1].tracer(), "main");
+    run_operators(true);  // the same here
   }
   const auto events = cluster.events();
   const auto find = [&](int rank, Kind kind, const std::string& name) {
@@ -248,7 +250,8 @@ TEST_CASE("a trace shows the calls that a called function makes, and the scopes 
     return at.first == 0 && std::string(at.second.name) == "aten::mul" &&
            contains(function, at.second);
   }));
-  for (const int rank : {0, 2}) {
+  std::vector<std::set<std::string>> ran_on;
+  for (const int rank : {1, 0, 2}) {
     const TraceEvent scope = find(rank, Kind::kSlice, "##forward##");
     std::set<std::string> ran;
     for (const auto& [at, event] : events) {
@@ -256,6 +259,8 @@ TEST_CASE("a trace shows the calls that a called function makes, and the scopes 
         ran.insert(event.name);
     }
     CHECK(std::ranges::includes(ran, kOperators));
+    ran_on.push_back(ran);
+    CHECK(ran_on[0] == ran);
   }
 }
 
