@@ -94,6 +94,7 @@ class SocketStream final : public Stream,
 
   base::Status send(OutFrame frame) override {
     if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
+    if (!takes_descriptors_) frame.descriptor = nullptr;
     auto pending = make_pending(std::move(frame));
     {
       std::lock_guard lock(send_mutex_);
@@ -339,6 +340,8 @@ class SocketStream final : public Stream,
       taken += static_cast<size_t>(bytes);
       if (discarding_) continue;
       take_bytes_on_loop(static_cast<size_t>(bytes));
+      // The peer's proof and the first frame with a descriptor may come in one read.
+      if (!takes_descriptors_) descriptors_.clear();
       if (descriptors_.size() > 1) {
         return finish_on_loop({base::ErrorKind::kProtocol, "descriptors that no frame announces"});
       }
@@ -347,7 +350,7 @@ class SocketStream final : public Stream,
   }
 
   ssize_t receive_on_loop(std::span<uint8_t> room) {
-    if (!takes_descriptors_) return ::recv(fd_, room.data(), room.size(), MSG_DONTWAIT);
+    if (is_tcp_) return ::recv(fd_, room.data(), room.size(), MSG_DONTWAIT);
     iovec piece{room.data(), room.size()};
     alignas(cmsghdr) uint8_t control[CMSG_SPACE(4 * sizeof(int))];
     msghdr message{};
@@ -566,8 +569,8 @@ class SocketStream final : public Stream,
   wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;
   size_t body_filled_ = 0;
-  bool takes_descriptors_ = false;
-  uint64_t arena_bytes_ = 0;  // size of receive_arena_, until it is created
+  std::atomic<bool> takes_descriptors_ = false;  // any thread reads it
+  uint64_t arena_bytes_ = 0;                     // size of receive_arena_, until it is created
   std::shared_ptr<ReceiveArena> receive_arena_;
   std::deque<std::shared_ptr<const Fd>> descriptors_;  // received, and not yet announced
   std::shared_ptr<const Fd> attached_;                 // of the next frame

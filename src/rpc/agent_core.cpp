@@ -339,7 +339,8 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
           .deliver({rank,
                     {header.call_id, header.context_id, header.autograd_id},
                     frame.payload,
-                    std::move(frame.body)});
+                    std::move(frame.body),
+                    std::move(frame.descriptor)});
     case wire::FrameKind::kChunk:
       if (peers.is_lost(rank)) return;
       if (!device_receive) {

@@ -79,11 +79,13 @@ std::vector<Wait> ChannelImpl::waits() {
 
 void ChannelImpl::send(int to, const ChannelTag& tag,
                        std::span<const std::span<const uint8_t>> pieces,
-                       std::shared_ptr<const void> keep_alive) {
+                       std::shared_ptr<const void> keep_alive,
+                       std::shared_ptr<const net::Fd> descriptor) {
   if (to == rank()) {
     size_t bytes = 0;
     for (const auto& piece : pieces) bytes += piece.size();
-    ChannelMessage message{to, tag, {}, core_.loop.buffers().allocate(bytes)};
+    ChannelMessage message{
+        to, tag, {}, core_.loop.buffers().allocate(bytes), std::move(descriptor)};
     if (!message.body) {
       throw Exception(ErrorKind::kResources,
                       "no memory for a message of " + std::to_string(bytes) + " bytes");
@@ -103,6 +105,7 @@ void ChannelImpl::send(int to, const ChannelTag& tag,
     if (!piece.empty()) frame.payload.push_back(piece);
   }
   frame.keep_alive = std::move(keep_alive);
+  frame.descriptor = std::move(descriptor);
   static_cast<void>(core_.send(to, std::move(frame)).value());
 }
 

@@ -19,9 +19,11 @@ class ChannelImpl final : public Channel {
   int rank() const override { return core_.options.rank; }
   int world_size() const override { return core_.world_size(); }
   std::shared_ptr<base::Tracer> tracer() const override { return core_.options.tracer; }
+  bool shares_memory() const override { return core_.options.shared_memory; }
   void set_handler(Handler handler) override;
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
-            std::shared_ptr<const void> keep_alive) override;
+            std::shared_ptr<const void> keep_alive,
+            std::shared_ptr<const net::Fd> descriptor) override;
 
   /// Handles or queues a message. Throws `overloaded` if too many messages wait for a handler.
   void deliver(ChannelMessage message);

@@ -19,7 +19,7 @@ struct OutFrame {
   std::shared_ptr<const wire::Bytes> shared_meta;  ///< in place of `meta`, for several frames
   std::vector<std::span<const uint8_t>> payload;   ///< written one after the other, as they are
   std::shared_ptr<const void> keep_alive;          ///< held until the payload is copied
-  /// If set, the peer receives a copy of the descriptor. Needs Stream::share_memory_on_loop().
+  /// The peer receives a copy of the descriptor over a unix socket after share_memory_on_loop().
   std::shared_ptr<const Fd> descriptor;
 
   const wire::Bytes& meta_bytes() const { return shared_meta ? *shared_meta : meta; }

@@ -7,6 +7,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/membership/loss.h"
+#include "distrain/net/socket.h"
 
 namespace distrain::rpc {
 
@@ -28,12 +29,14 @@ struct ChannelTag {
   friend bool operator==(const ChannelTag&, const ChannelTag&) = default;
 };
 
-/// A received message. `payload` points into `body` and is aligned to 64 bytes.
+/// A received message. `payload` points into `body` and is aligned to 64 bytes. `descriptor` is
+/// null if none was sent, or if the ranks are not connected by a unix socket with shared memory.
 struct ChannelMessage {
   int from = -1;
   ChannelTag tag;
   std::span<const uint8_t> payload;
   base::BufferPtr body;
+  std::shared_ptr<const net::Fd> descriptor = {};
 };
 
 /// Sends one-way messages between the ranks of a job, in order for each pair of ranks. Received
@@ -58,13 +61,17 @@ class Channel {
   virtual int world_size() const = 0;
   /// Returns this rank's tracer; null if there is none.
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
+  /// Returns false if this rank may not share memory with the ranks of its host.
+  virtual bool shares_memory() const { return true; }
   /// Replaces the handler, and waits until no call of the previous handler is running. The first
   /// handler also gets all earlier messages. Without `on_message`, the channel drops messages.
   virtual void set_handler(Handler handler) = 0;
   /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued.
   /// Holds `keep_alive` until the kernel has the payload. Throws peer_lost, which names rank `to`.
+  /// A file descriptor is left out if the connection cannot carry it.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
-                    std::shared_ptr<const void> keep_alive) = 0;
+                    std::shared_ptr<const void> keep_alive,
+                    std::shared_ptr<const net::Fd> descriptor = {}) = 0;
 };
 
 }  // namespace distrain::rpc

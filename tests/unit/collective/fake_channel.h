@@ -74,6 +74,8 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
+  /// Makes `rank` share no memory.
+  void isolate(int rank) { isolated_.insert(rank); }
   size_t messages() const {
     std::lock_guard lock(mutex_);
     return messages_;
@@ -84,6 +86,7 @@ class FakeNetwork {
     rpc::ChannelTag tag;
     std::vector<std::span<const uint8_t>> pieces;
     std::shared_ptr<const void> keep_alive;
+    std::shared_ptr<const net::Fd> descriptor;
   };
 
   class FakeChannel final : public rpc::Channel {
@@ -91,10 +94,14 @@ class FakeNetwork {
     FakeChannel(FakeNetwork& network, int rank) : network_(network), rank_(rank) {}
     int rank() const override { return rank_; }
     int world_size() const override { return network_.size(); }
+    bool shares_memory() const override { return !network_.isolated_.contains(rank_); }
     void set_handler(Handler handler) override { network_.set_handler(rank_, std::move(handler)); }
     void send(int to, const rpc::ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
-              std::shared_ptr<const void> keep_alive) override {
-      network_.send(rank_, to, {tag, {pieces.begin(), pieces.end()}, std::move(keep_alive)});
+              std::shared_ptr<const void> keep_alive,
+              std::shared_ptr<const net::Fd> descriptor) override {
+      network_.send(
+          rank_, to,
+          {tag, {pieces.begin(), pieces.end()}, std::move(keep_alive), std::move(descriptor)});
     }
 
    private:
@@ -170,7 +177,8 @@ class FakeNetwork {
   void deliver(int from, int to, Message message) {
     size_t size = 0;
     for (auto piece : message.pieces) size += piece.size();
-    rpc::ChannelMessage received{from, message.tag, {}, pool_.allocate(size)};
+    rpc::ChannelMessage received{
+        from, message.tag, {}, pool_.allocate(size), std::move(message.descriptor)};
     size_t at = 0;
     for (auto piece : message.pieces) {
       if (!piece.empty()) std::memcpy(received.body->data + at, piece.data(), piece.size());
@@ -203,6 +211,7 @@ class FakeNetwork {
   std::map<int, int> causes_;
   std::set<std::pair<int, int>> held_;
   std::set<int> lost_;
+  std::set<int> isolated_;
   std::set<int> has_handler_;
   size_t messages_ = 0;
   bool stopping_ = false;

@@ -2,6 +2,7 @@
 // memory] in src/net/arena.h.
 #include <algorithm>
 #include <cstdio>
+#include <future>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -179,6 +180,30 @@ TEST_CASE("a frame carries a descriptor, which may be the same memory in both pr
   const auto opened = SharedMemory::open(*first.descriptor, 100).value();
   opened->bytes()[99] = 42;
   CHECK(memory->bytes()[99] == 42);
+}
+
+TEST_CASE("a descriptor may come in one read with the frame that proves who the peer is") {
+  Half<Unix> half;
+  Fd sealed;
+  REQUIRE(SharedMemory::create(4096, sealed).ok());
+  std::promise<InFrame> second;
+  on_loop(half.loop, [&] {
+    half.stream->set_handler_on_loop({[&](InFrame frame) {
+                                        if (frame.header.call_id == 2) {
+                                          return second.set_value(std::move(frame));
+                                        }
+                                        half.stream->share_memory_on_loop(0);
+                                      },
+                                      [](const base::Error&) {}});
+    // The loop reads both frames after this task.
+    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 5, 5))));
+    const auto rest =
+        joined(wire_bytes(attached(wire::kWithDescriptor)), wire_bytes(make_frame(2, 5, 5)));
+    send_with(half.raw.get(), rest, sealed);
+  });
+  const InFrame frame = second.get_future().get();
+  REQUIRE(frame.descriptor);
+  CHECK(SharedMemory::open(*frame.descriptor, 4096).ok());
 }
 
 TEST_CASE("shared memory that a peer sends must be sealed and as large as it says") {
