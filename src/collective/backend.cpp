@@ -149,7 +149,8 @@ Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, S
           static_cast<int>(std::ranges::find(group.ranks, channel.rank()) - group.ranks.begin()),
           static_cast<int>(group.ranks.size())),
       options_(make_options(group, settings)),
-      core_(std::make_shared<Core>(channel, executor, group.id, std::move(group.ranks))) {
+      core_(std::make_shared<Core>(channel, executor, group.id, std::move(group.ranks),
+                                   settings.shared_memory)) {
   direct_bytes_ = settings.direct_bytes >= 0 ? static_cast<size_t>(settings.direct_bytes)
                   : size_ == 2               ? kDirectBytesOfTwo
                                              : kDirectBytes;
@@ -162,9 +163,41 @@ Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, ui
                        const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
   if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
   const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
-  const auto operation = make_operation(spec, deadline, rank_, size_, tensor, std::move(outputs));
+  auto operation = make_in_shared_memory(spec, deadline, sequence, tensor);
+  if (!operation) {
+    operation = make_operation(spec, deadline, rank_, size_, tensor, std::move(outputs));
+  }
   core_->issue(operation, sequence);
   return Pending(operation);
+}
+
+// Returns null if the operation needs messages. All ranks must choose alike.
+std::shared_ptr<Operation> Backend::make_in_shared_memory(OpSpec spec, base::TimePoint deadline,
+                                                          uint32_t sequence,
+                                                          const at::Tensor& tensor) {
+  const bool is_barrier = spec.kind == OpKind::kBarrier;
+  const bool is_chunked = spec.kind == OpKind::kAllreduceChunked;
+  if (!is_barrier && !is_chunked && spec.kind != OpKind::kAllreduceDirect) return nullptr;
+  if (sequence >= SharedSpace::kSequences || size_ == 1) return nullptr;
+  const auto space = core_->shared_space(deadline);
+  if (!space) return nullptr;
+  const auto place = is_chunked ? space->place_of(tensor) : std::nullopt;
+  if (!place && spec.bytes > SharedSpace::kSlotBytes) return nullptr;
+  spec.place = place.value_or(0);
+  spec.kind = is_barrier ? OpKind::kBarrierShared
+              : place    ? OpKind::kAllreduceInPlace
+                         : OpKind::kAllreduceShared;
+  const bool is_direct = is_barrier || (!is_chunked && size_ <= kMostDirectRanks);
+  return make_shared_operation(spec, deadline, space, is_direct, tensor);
+}
+
+at::Tensor Backend::allocate(size_t bytes) {
+  const auto private_memory = [&] { return at::empty({static_cast<int64_t>(bytes)}, at::kByte); };
+  if (bytes <= direct_bytes_) return private_memory();
+  const auto timeout = options_->timeout;
+  const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
+  const auto space = core_->shared_space(deadline);
+  return space ? space->allocate(bytes) : private_memory();
 }
 
 uint32_t Backend::new_sequence() { return core_->new_sequence(); }

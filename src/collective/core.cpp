@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
 
@@ -11,13 +12,14 @@ using base::Error;
 using base::ErrorKind;
 
 Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
-           std::vector<int> ranks)
+           std::vector<int> ranks, bool shares_memory)
     : channel_(channel),
       executor_(executor),
       tracer_(channel.tracer()),
       group_id_(group_id),
       ranks_(std::move(ranks)),
-      peers_(ranks_.size()) {
+      peers_(ranks_.size()),
+      sharing_(shares_memory && ranks_.size() > 1 ? Sharing::kUndecided : Sharing::kNo) {
   for (const int each : ranks_) {
     if (each < 0 || each >= channel_.world_size() || std::ranges::count(ranks_, each) != 1) {
       base::invalid(
@@ -43,6 +45,7 @@ void Core::open() {
     return core ? core->waits() : std::vector<rpc::Wait>();
   };
   channel_.set_handler({.on_message = on_message, .on_peer_lost = on_peer_lost, .waits = waits});
+  if (rank_ == 0 && sharing_ == Sharing::kUndecided) offer_sharing();
 }
 
 void Core::close() {
@@ -52,6 +55,7 @@ void Core::close() {
     if (std::exchange(closed_, true)) return;
     failure_ = closed;
     room_.notify_all();
+    sharing_decided_.notify_all();
   }
   channel_.set_handler({});
   abort(closed);
@@ -74,6 +78,24 @@ void Core::abort(const Error& error) {
   const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
   for (const auto& [number, operation] : pending) operation->fail_locked(error);
   room_.notify_all();
+  sharing_decided_.notify_all();
+}
+
+SlotUse Core::enter_slot(size_t index, SlotUse use, SharedSpace::Mark& done) {
+  std::lock_guard lock(slots_mutex_);
+  SlotQueue& queue = slots_[index];
+  queue.running.push_back({use.mark, false});
+  // This rank may have taken no part in operations that the others have begun in between.
+  if (use.mark != queue.newest.mark + SharedSpace::kSlots) done.store(queue.done());
+  return std::exchange(queue.newest, std::move(use));
+}
+
+void Core::leave_slot(size_t index, uint64_t mark, SharedSpace::Mark& done) {
+  std::lock_guard lock(slots_mutex_);
+  SlotQueue& queue = slots_[index];
+  std::ranges::find(queue.running, mark, &SlotQueue::Running::mark)->has_left = true;
+  while (!queue.running.empty() && queue.running.front().has_left) queue.running.pop_front();
+  done.store(queue.done());
 }
 
 std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
@@ -116,6 +138,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
   }
   if (error) operation->fail_locked(std::move(*error));
   operation->settle_locked();
+  if (operation->is_shared()) return operation->run_first_steps(lock);
   const bool post = operation->wants_executor_locked();
   lock.unlock();
   if (size() == 1) return operation->run_ready();
@@ -183,6 +206,7 @@ void Core::on_message(rpc::ChannelMessage message) {
   std::shared_ptr<Operation> operation;
   std::optional<Error> failure;
   bool post = false;
+  bool looks = false;
   {
     std::lock_guard lock(mutex_);
     Peer& peer = peers_[static_cast<size_t>(from)];
@@ -197,6 +221,12 @@ void Core::on_message(rpc::ChannelMessage message) {
                          message.from, message.tag.a, world_rank(rank_), group_id_));
     } else if (message.tag.b == kClosed) {
       return on_closed_locked(from);
+    } else if (message.tag.b == kSharing) {
+      failure = on_sharing_locked(from, message);
+      if (failure && !failure_) failure_ = failure;
+      if (!failure) return;
+    } else if (message.tag.b == kLook) {
+      looks = true;
     } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
                peer.early_bytes + bytes > 2 * window()) {
       refuse(ErrorKind::kOverloaded,
@@ -217,7 +247,123 @@ void Core::on_message(rpc::ChannelMessage message) {
     }
   }
   if (failure) return abort(*failure);
+  if (looks) return on_look();
   if (post) this->post(std::move(operation));
+}
+
+std::vector<int> Core::others() const {
+  std::vector<int> ranks;
+  for (int other = 0; other < size(); ++other) {
+    if (other != rank_) ranks.push_back(other);
+  }
+  return ranks;
+}
+
+void Core::send_control(int to, uint64_t number, int step,
+                        std::shared_ptr<const net::Fd> descriptor) {
+  try {
+    const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
+    channel_.send(world_rank(to), tag, {}, nullptr, std::move(descriptor));
+  } catch (...) {
+    // The rank is lost, which on_peer_lost() handles.
+  }
+}
+
+void Core::post_control_locked(std::vector<int> to, uint64_t number, int step) {
+  executor_.post([self = shared_from_this(), to = std::move(to), number, step] {
+    {
+      std::lock_guard lock(self->mutex_);
+      if (self->failure_) return;
+      ++self->active_;
+    }
+    for (const int rank : to) self->send_control(rank, number, step);
+    if (number == kLook) self->on_look();
+    std::lock_guard lock(self->mutex_);
+    if (--self->active_ == 0) self->idle_.notify_all();
+  });
+}
+
+void Core::look_later() { post_control_locked(others(), kLook, 0); }
+
+void Core::on_look() {
+  std::vector<std::shared_ptr<Operation>> ready;
+  {
+    std::lock_guard lock(mutex_);
+    const auto pending = pending_;  // a copy, because look_locked() changes `pending_`
+    for (const auto& [number, operation] : pending) {
+      operation->look_locked();
+      if (operation->is_shared() && operation->wants_executor_locked()) ready.push_back(operation);
+    }
+  }
+  for (auto& operation : ready) post(std::move(operation));
+}
+
+void Core::offer_sharing() {
+  auto descriptor = std::make_shared<net::Fd>();
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    if (channel_.shares_memory()) {
+      auto space = SharedSpace::create(size(), base::available_cpus().count, *descriptor);
+      if (space.ok()) space_ = std::move(space.value());
+    }
+    if (!space_) return decide_sharing_locked(false);
+    ++active_;
+  }
+  for (const int to : others()) {
+    send_control(to, kSharing, static_cast<int>(SharingStep::kOffer), descriptor);
+  }
+  std::lock_guard lock(mutex_);
+  if (--active_ == 0) idle_.notify_all();
+}
+
+// Ends the agreement on this rank. Rank 0 tells the others.
+void Core::decide_sharing_locked(bool shares) {
+  sharing_ = shares ? Sharing::kYes : Sharing::kNo;
+  sharing_decided_.notify_all();
+  if (!shares) space_ = nullptr;
+  const SharingStep step = shares ? SharingStep::kUse : SharingStep::kUseNone;
+  if (rank_ == 0) post_control_locked(others(), kSharing, static_cast<int>(step));
+}
+
+std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage& message) {
+  const auto step = static_cast<SharingStep>(std::min<uint64_t>(message.tag.c, UINT8_MAX));
+  if (sharing_ != Sharing::kUndecided) return std::nullopt;  // a rank has closed the group
+  const bool is_answer = step == SharingStep::kAccept || step == SharingStep::kDecline;
+  if (rank_ == 0 && is_answer) {
+    is_sharing_declined_ = is_sharing_declined_ || step == SharingStep::kDecline;
+    if (++sharing_answers_ == size() - 1) decide_sharing_locked(!is_sharing_declined_);
+    return std::nullopt;
+  }
+  if (from == 0 && step == SharingStep::kOffer && !space_) {
+    if (message.descriptor && channel_.shares_memory()) {
+      auto space = SharedSpace::open(rank_, size(), *message.descriptor);
+      if (space.ok()) space_ = std::move(space.value());
+    }
+    const SharingStep answer = space_ ? SharingStep::kAccept : SharingStep::kDecline;
+    post_control_locked({0}, kSharing, static_cast<int>(answer));
+    return std::nullopt;
+  }
+  const bool is_decision = step == SharingStep::kUseNone || (step == SharingStep::kUse && space_);
+  if (from == 0 && is_decision) {
+    decide_sharing_locked(step == SharingStep::kUse);
+    return std::nullopt;
+  }
+  return Error{ErrorKind::kProtocol,
+               fmt::format("a malformed message about shared memory from rank {}", message.from),
+               message.from};
+}
+
+std::shared_ptr<SharedSpace> Core::shared_space(base::TimePoint deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_over = [this] { return failure_ || sharing_ != Sharing::kUndecided; };
+  if (!is_over()) {
+    lock.unlock();
+    const base::BlockingScope blocking;
+    lock.lock();
+    base::wait_until(sharing_decided_, lock, deadline, is_over);
+  }
+  return sharing_ == Sharing::kYes ? space_ : nullptr;
 }
 
 void Core::on_answer_locked(Peer& peer, uint64_t number) {
@@ -232,6 +378,7 @@ void Core::on_answer_locked(Peer& peer, uint64_t number) {
 void Core::on_closed_locked(int from) {
   Peer& peer = peers_[static_cast<size_t>(from)];
   peer = {.early_bytes = peer.early_bytes, .closed = true};
+  if (sharing_ == Sharing::kUndecided) decide_sharing_locked(false);
   const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
   for (const auto& [number, operation] : pending) {
     if (operation->waits_for_locked(from)) operation->fail_locked(closed_error(from, *operation));
@@ -249,6 +396,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
 
 // Waits for room in all peers' windows. Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
+  if (operation.is_shared()) return true;
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
   const uint64_t bytes =

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +15,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/channel.h"
 #include "operation.h"
+#include "shared_space.h"
 
 namespace distrain::collective {
 
@@ -39,13 +42,25 @@ inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
 /// The operation number in the last message of a rank that closes the group.
 inline constexpr uint64_t kClosed = UINT64_MAX;
+/// Tells the receiver to look at the marks in shared memory.
+inline constexpr uint64_t kLook = UINT64_MAX - 1;
+/// Agrees on shared memory: the step is a SharingStep.
+inline constexpr uint64_t kSharing = UINT64_MAX - 2;
+enum class SharingStep : uint8_t { kOffer, kAccept, kDecline, kUse, kUseNone };
+
+/// An operation in a slot of a SharedSpace.
+struct SlotUse {
+  uint64_t mark = 0;
+  std::weak_ptr<Operation> operation;
+};
 
 /// The state of a group: its sequences, early messages and pending operations. Handles the
 /// channel's messages; see Note [Life of an operation] for the threads. May outlive the Backend
 /// while tasks of the executor hold operations, but does not use the channel after close().
 class Core : public std::enable_shared_from_this<Core> {
  public:
-  Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
+  Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks,
+       bool shares_memory);
 
   void open();
   /// Fails pending operations with `cancelled` and notifies the other ranks, so that their
@@ -62,6 +77,25 @@ class Core : public std::enable_shared_from_this<Core> {
   void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
   /// Skips the sequence's next `count` operations and sends `error` for each to the other ranks.
   void refuse(int count, const base::Error& error, uint32_t sequence);
+
+  /// Returns the memory that the ranks share, or null if there is none. Waits until the ranks have
+  /// agreed, until `deadline`, or until the group fails.
+  std::shared_ptr<SharedSpace> shared_space(base::TimePoint deadline);
+  /// Note that an operation of this rank begins or ends in a slot, and set the rank's mark in phase
+  /// kDone. enter_slot() returns the operation that began before.
+  SlotUse enter_slot(size_t index, SlotUse use, SharedSpace::Mark& done);
+  void leave_slot(size_t index, uint64_t mark, SharedSpace::Mark& done);
+  /// Tells group rank `to` to look at the marks. Ignores a lost rank.
+  void send_look(int to) { send_control(to, kLook, 0); }
+  /// Tells all ranks to look at the marks, on a thread of the executor.
+  void look_later();
+  /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
+  void relay(uint64_t number, const base::Error& error) {
+    std::lock_guard lock(mutex_);
+    relay_locked(number, error);
+  }
+  /// Holds the tensor of a failed operation, to which other ranks may still write.
+  void keep_locked(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -114,8 +148,15 @@ class Core : public std::enable_shared_from_this<Core> {
   base::Error closed_error(int from, const Operation& operation) const;
   bool await_room(Operation& operation);
   void send_refusals(uint64_t first, int count, const base::Error& error, bool is_relayed = false);
-  /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
   void relay_locked(uint64_t number, const base::Error& error);
+  void send_control(int to, uint64_t number, int step,
+                    std::shared_ptr<const net::Fd> descriptor = {});
+  void post_control_locked(std::vector<int> to, uint64_t number, int step);
+  void offer_sharing();
+  std::optional<base::Error> on_sharing_locked(int from, const rpc::ChannelMessage& message);
+  void decide_sharing_locked(bool shares);
+  void on_look();
+  std::vector<int> others() const;
   uint64_t window() const { return kWindow / static_cast<uint64_t>(std::max(size() - 1, 1)); }
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits() {
@@ -159,8 +200,30 @@ class Core : public std::enable_shared_from_this<Core> {
   std::condition_variable room_;        // notified if a window may have room or an operation fails
   std::optional<base::Error> failure_;  // permanent failure of the group
   bool closed_ = false;
+  enum class Sharing : uint8_t { kUndecided, kNo, kYes };
+  Sharing sharing_;
+  std::condition_variable sharing_decided_;
+  std::shared_ptr<SharedSpace> space_;  // set by the offer, and used if kYes
+  int sharing_answers_ = 0;             // on rank 0
+  bool is_sharing_declined_ = false;
+  std::vector<at::Tensor> kept_;
   int active_ = 0;  // operations in Starting or Running, and running calls of refuse()
   std::condition_variable idle_;
+
+  /// The operations of this rank in a slot, in their order.
+  struct SlotQueue {
+    struct Running {
+      uint64_t mark;
+      bool has_left;
+    };
+    std::deque<Running> running;
+    SlotUse newest;
+
+    /// Returns the newest mark such that this rank reads the slot for no operation up to it.
+    uint64_t done() const { return running.empty() ? newest.mark : running.front().mark - 1; }
+  };
+  std::mutex slots_mutex_;  // may be locked while mutex_ is
+  std::array<SlotQueue, SharedSpace::kSequences * SharedSpace::kSlots> slots_;
 };
 
 }  // namespace distrain::collective

@@ -27,7 +27,7 @@ struct Header {
   uint32_t zero = 0;
   uint64_t bytes = 0;
   PassNumber pass;  // u64 step of the job, forward, again and context; 0 if unknown
-  uint64_t reserved = 0;
+  uint64_t place = 0;
 };
 static_assert(sizeof(Header) == kHeaderBytes);
 
@@ -44,24 +44,42 @@ std::string dtype_name(c10::ScalarType dtype) {
 }  // namespace
 
 const char* kind_name(OpKind kind) {
-  constexpr std::array kNames = {"barrier", "broadcast", "allgather", "allreduce", "allreduce"};
-  const auto place = static_cast<size_t>(kind) - static_cast<size_t>(OpKind::kBarrier);
-  return place < kNames.size() ? kNames[place] : "collective";
+  switch (kind) {
+    case OpKind::kBarrier:
+    case OpKind::kBarrierShared:
+      return "barrier";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kAllgather:
+      return "allgather";
+    case OpKind::kAllreduceDirect:
+    case OpKind::kAllreduceChunked:
+    case OpKind::kAllreduceShared:
+    case OpKind::kAllreduceInPlace:
+      return "allreduce";
+    case OpKind::kRefusal:
+      break;
+  }
+  return "collective";
 }
 
 std::string describe(const OpSpec& spec) {
   const std::string tensor = fmt::format("{}, {} bytes)", dtype_name(spec.dtype), spec.bytes);
   switch (spec.kind) {
     case OpKind::kBarrier:
+    case OpKind::kBarrierShared:
       return "barrier";
     case OpKind::kBroadcast:
       return fmt::format("broadcast(root {}, {}", spec.root, tensor);
     case OpKind::kAllgather:
       return "allgather(" + tensor;
     case OpKind::kAllreduceDirect:
+    case OpKind::kAllreduceShared:
       return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);
     case OpKind::kAllreduceChunked:
       return fmt::format("allreduce in chunks({}, {}", reduce_op_name(spec.reduce_op), tensor);
+    case OpKind::kAllreduceInPlace:
+      return fmt::format("allreduce in place({}, {}", reduce_op_name(spec.reduce_op), tensor);
     case OpKind::kRefusal:
       return "refusal";
   }
@@ -75,7 +93,8 @@ void encode_header(const OpSpec& spec, int step, uint8_t* out) {
                       .step = static_cast<uint8_t>(step),
                       .root = spec.root,
                       .bytes = spec.bytes,
-                      .pass = spec.pass};
+                      .pass = spec.pass,
+                      .place = spec.place};
   std::memcpy(out, &header, sizeof header);
 }
 
@@ -84,8 +103,8 @@ std::optional<OpSpec> decode_header(std::span<const uint8_t> payload) {
   if (payload.size() < sizeof header) return std::nullopt;
   std::memcpy(&header, payload.data(), sizeof header);
   if (header.magic != kMagic) return std::nullopt;
-  return OpSpec{header.kind, header.reduce_op, header.dtype,
-                header.root, header.bytes,     header.pass};
+  return OpSpec{header.kind,  header.reduce_op, header.dtype, header.root,
+                header.bytes, header.pass,      header.place};
 }
 
 std::string encode_refusal(const base::Error& error, bool is_relayed) {

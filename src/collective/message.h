@@ -19,6 +19,9 @@ enum class OpKind : uint8_t {
   kAllgather = 3,
   kAllreduceDirect = 4,
   kAllreduceChunked = 5,
+  kAllreduceShared = 20,   ///< in slots of a SharedSpace, as a whole or in chunks
+  kAllreduceInPlace = 21,  ///< of tensors from SharedSpace::allocate()
+  kBarrierShared = 22,
   kRefusal = 6,  ///< an error, from a rank that does not take part in the operation
 };
 
@@ -30,6 +33,7 @@ struct OpSpec {
   uint32_t root = 0;   ///< rank within the group; 0 if the operation has no root
   uint64_t bytes = 0;  ///< size of the whole tensor on one rank
   PassNumber pass;     ///< need not be equal: see PassNumber::agrees_with
+  uint64_t place = 0;  ///< of this rank's tensor in a SharedSpace; need not be equal
   friend bool operator==(const OpSpec&, const OpSpec&) = default;
 };
 

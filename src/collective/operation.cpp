@@ -46,7 +46,10 @@ void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
   core_ = std::move(core);
   number_ = number;
   if (core_->tracer() && core_->tracer()->on()) traced_from_ = base::Tracer::now();
-  inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
+  if (!is_shared()) {
+    inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
+  }
+  on_open_locked();
   ++core_->active_;  // counts this operation in Starting
 }
 
@@ -64,24 +67,11 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
     error.op = describe(spec_);
     return error;
   }
-  const int own_rank = core_->world_rank(core_->rank());
   if (theirs) {
-    OpSpec same = *theirs;
-    same.pass = spec_.pass;
-    if (same != spec_) {
-      return Error{
-          ErrorKind::kInvalid,
-          fmt::format("rank {} called {} where rank {} called {} ({} of the group)", world_rank,
-                      describe(*theirs), own_rank, describe(spec_), number_text()),
-          world_rank, describe(spec_)};
-    }
-    if (auto error = pass_error({world_rank, theirs->pass}, {own_rank, spec_.pass})) {
-      error->op = describe(spec_);
-      return error;
-    }
+    if (auto error = mismatch(from, *theirs)) return error;
   }
   const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
-  if (!theirs || step >= steps_ || !lacks_locked(step, from) ||
+  if (!theirs || is_shared() || step >= steps_ || !lacks(step, from) ||
       message.payload.size() - kHeaderBytes != expected_bytes(step, from)) {
     return Error{ErrorKind::kProtocol,
                  name() + ": a malformed message from rank " + std::to_string(world_rank),
@@ -90,8 +80,32 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
   return std::nullopt;
 }
 
+std::optional<Error> Operation::mismatch(int from, const OpSpec& theirs) const {
+  const int world_rank = core_->world_rank(from);
+  const int own_rank = core_->world_rank(core_->rank());
+  OpSpec same = theirs;
+  same.pass = spec_.pass;
+  same.place = spec_.place;
+  if (same != spec_) {
+    return Error{
+        ErrorKind::kInvalid,
+        fmt::format("rank {} called {} where rank {} called {} ({} of the group)", world_rank,
+                    describe(theirs), own_rank, describe(spec_), number_text()),
+        world_rank, describe(spec_)};
+  }
+  auto error = pass_error({world_rank, theirs.pass}, {own_rank, spec_.pass});
+  if (error) error->op = describe(spec_);
+  return error;
+}
+
 void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
-  if (auto error = check_locked(from, message)) return fail_locked(std::move(*error));
+  if (auto error = check_locked(from, message)) {
+    // The other ranks of a shared operation have sent this rank nothing, so nor has this rank.
+    const auto theirs = decode_header(message.payload);
+    const bool is_refusal = theirs && theirs->kind == OpKind::kRefusal;
+    if (is_shared() && !is_refusal) core_->relay_locked(number_, *error);
+    return fail_locked(std::move(*error));
+  }
   const auto step = static_cast<int>(message.tag.c);
   inbox_[static_cast<size_t>(step * core_->size() + from)] = std::move(message);
   if (state_locked() == OperationState::kCollecting && step == step_ && --missing_ == 0) {
@@ -111,7 +125,8 @@ void Operation::fail_locked(Error error) {
 void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
-  if (error_ && is_awaited(steps_ - 1)) core_->relay_locked(number_, *error_);
+  on_end_locked();
+  if (error_ && is_awaited(steps_ - 1) && !is_shared()) core_->relay_locked(number_, *error_);
   if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
   const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));
@@ -127,7 +142,7 @@ void Operation::settle_locked() {
   if (step_ == steps_) return end_locked(std::nullopt);
   missing_ = 0;
   for (int from = 0; from < core_->size(); ++from) {
-    if (lacks_locked(step_, from)) ++missing_;
+    if (lacks(step_, from)) ++missing_;
   }
   transition_locked(missing_ == 0 ? OperationState::kReady : OperationState::kCollecting);
 }
@@ -155,6 +170,7 @@ void Operation::run_ready() {
 
 bool Operation::done() {
   std::unique_lock lock(core_->mutex_);
+  look_locked();
   while (state_locked() == OperationState::kReady) run_locked(lock);
   if (state_locked() == OperationState::kCollecting && base::Clock::now() >= deadline_) {
     expire_locked();
@@ -221,41 +237,67 @@ bool Operation::wait_until(base::TimePoint limit) {
 
 // Returns when the state may have changed to Ready or Done, or `limit` has passed.
 void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit) {
+  const int step = step_;
+  const bool shared = is_shared();
   lock.unlock();
-  if (!base::thread_state().poll.poll([this] { return ready_or_done(); })) {
+  watch(step, true);
+  const bool seen = base::thread_state().poll.poll(
+      [&] { return ready_or_done() || (shared && !lacks_any(step)); });
+  watch(step, false);
+  if (!seen) {
     base::BlockingScope blocking;
     lock.lock();
+    look_locked();
     base::wait_until(changed_, lock, limit, [this] { return ready_or_done(); });
     lock.unlock();
   }
   lock.lock();
+  look_locked();
 }
 
 Error Operation::deadline_error_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
-  return Error{ErrorKind::kDeadline,
-               fmt::format("{}: the deadline passed, nothing came from rank {}{}", name(),
-                           c10::Join(", ", missing),
-                           steps_ > 1 ? fmt::format(" (step {} of 2)", step_ + 1) : ""),
-               missing.empty() ? -1 : missing.front(), describe(spec_)};
+  return Error{
+      ErrorKind::kDeadline,
+      fmt::format("{}: the deadline passed, nothing came from rank {}{}", name(),
+                  c10::Join(", ", missing),
+                  steps_ > 1 && !is_shared() ? fmt::format(" (step {} of 2)", step_ + 1) : ""),
+      missing.empty() ? -1 : missing.front(), describe(spec_)};
 }
 
 std::vector<int> Operation::missing_ranks_locked() const {
   std::vector<int> ranks;
   for (int from = 0; from < core_->size(); ++from) {
-    if (lacks_locked(step_, from)) ranks.push_back(core_->world_rank(from));
+    if (is_missing(step_, from)) ranks.push_back(core_->world_rank(from));
   }
   return ranks;
 }
 
-bool Operation::lacks_locked(int step, int from) const {
+bool Operation::lacks(int step, int from) const {
   const size_t slot = static_cast<size_t>(step * core_->size() + from);
   return expects(step, from) && inbox_[slot].from < 0;
 }
 
+bool Operation::lacks_any(int step) const {
+  for (int from = 0; from < core_->size(); ++from) {
+    if (lacks(step, from)) return true;
+  }
+  return false;
+}
+
+void Operation::run_first_steps(std::unique_lock<std::mutex>& lock) {
+  while (state_locked() == OperationState::kReady && step_ + 1 < steps_) run_locked(lock);
+}
+
+void Operation::look_locked() {
+  if (is_shared() && state_locked() == OperationState::kCollecting && !lacks_any(step_)) {
+    transition_locked(OperationState::kReady);
+  }
+}
+
 bool Operation::waits_for_locked(int from) const {
   for (int step = step_; step < steps_; ++step) {
-    if (lacks_locked(step, from)) return true;
+    if (lacks(step, from)) return true;
   }
   return false;
 }

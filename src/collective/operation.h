@@ -19,6 +19,7 @@
 namespace distrain::collective {
 
 class Core;
+class SharedSpace;
 
 // Note [Life of an operation]
 //
@@ -71,6 +72,25 @@ class Operation : public std::enable_shared_from_this<Operation> {
   virtual bool expects(int step, int from) const;
   virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
 
+  /// Returns true if `step` lacks something of group rank `from`: a message, or a mark in shared
+  /// memory. Called with or without Core's mutex if is_shared(), else with it.
+  virtual bool lacks(int step, int from) const;
+  /// Returns true if the ranks take part by marks in shared memory, without messages. See
+  /// Note [Collectives in shared memory] in shared_space.h.
+  virtual bool is_shared() const { return false; }
+  /// Announces to the other ranks of a shared operation that a thread reads their marks of `step`,
+  /// or that it no longer does.
+  virtual void watch(int /*step*/, bool /*begins*/) {}
+  /// Returns true if an error names group rank `from` as a rank from which nothing came.
+  virtual bool is_missing(int step, int from) const { return lacks(step, from); }
+  /// Called with Core's mutex when the operation has its number, and when it is Done.
+  virtual void on_open_locked() {}
+  virtual void on_end_locked() {}
+  /// Returns the error of a rank whose header differs from this operation.
+  std::optional<base::Error> mismatch(int from, const OpSpec& theirs) const;
+  bool lacks_any(int step) const;
+  bool has_failed_locked() const { return error_.has_value(); }
+
   /// Returns whether other ranks wait for the messages that this rank sends in `step`.
   virtual bool is_awaited(int step) const { return step + 1 < steps_; }
   /// Sends the messages of step 0, on the caller's thread.
@@ -101,8 +121,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  /// Returns true if a message of group rank `from` for `step` is needed and has not arrived.
-  bool lacks_locked(int step, int from) const;
+  /// Runs the steps of a shared operation on which other ranks wait, on the thread that begins it.
+  void run_first_steps(std::unique_lock<std::mutex>& lock);
+  /// Makes a shared operation Ready if the marks of the current step are complete.
+  void look_locked();
   /// Returns true if the current step or a later one lacks a message of group rank `from`.
   bool waits_for_locked(int from) const;
   std::string number_text() const;

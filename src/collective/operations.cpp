@@ -38,8 +38,15 @@ template <class T, class Op>
   using A = Accumulator<T>;
   A sum[kBlock];
   const T* first = inputs[0] + begin;
-  for (size_t i = 0; i < count; ++i) sum[i] = static_cast<A>(first[i]);
-  for (const T* input : inputs.subspan(1)) {
+  if (inputs.size() == 1) {
+    for (size_t i = 0; i < count; ++i) sum[i] = static_cast<A>(first[i]);
+  } else {
+    const T* second = inputs[1] + begin;
+    for (size_t i = 0; i < count; ++i) {
+      sum[i] = op(static_cast<A>(first[i]), static_cast<A>(second[i]));
+    }
+  }
+  for (const T* input : inputs.subspan(std::min<size_t>(inputs.size(), 2))) {
     input += begin;
     for (size_t i = 0; i < count; ++i) sum[i] = op(sum[i], static_cast<A>(input[i]));
   }
@@ -73,28 +80,6 @@ void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t co
   if (op == ReduceOp::MAX) return reduce_all<T>(kMax, inputs, count, false, out);
   reduce_all<T>(kSum, inputs, count, op == ReduceOp::AVG, out);
 }
-
-// Computes out[i] = inputs[0][i] op inputs[1][i] op …, in this order for each element, so that
-// equal inputs give equal bits on each rank. Integers wrap around. Half and BFloat16 accumulate in
-// float32 and are rounded once, after the division of avg. min and max propagate NaN. `out` may be
-// one of the inputs. All hold `count` aligned elements.
-void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
-            size_t count, uint8_t* out) {
-  if (c10::isComplexType(dtype)) {
-    dtype = c10::toRealValueType(dtype);
-    count *= 2;
-  }
-  if (dtype == c10::ScalarType::Bool) {
-    return op == ReduceOp::SUM || op == ReduceOp::MAX
-               ? reduce_all<uint8_t>(kOr, inputs, count, false, out)
-               : reduce_all<uint8_t>(kAnd, inputs, count, false, out);
-  }
-  AT_DISPATCH_V2(dtype, "reduce", AT_WRAP([&] { reduce_typed<scalar_t>(op, inputs, count, out); }),
-                 AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
-                 at::kBFloat16);
-}
-
-uint8_t* bytes_of(const at::Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
 void copy_bytes(uint8_t* to, std::span<const uint8_t> from) {
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
@@ -274,20 +259,7 @@ class ChunkedAllreduce final : public Operation {
       : Operation(spec, deadline, 2), tensor_(std::move(tensor)) {}
 
  private:
-  struct Range {
-    size_t begin = 0;  // in bytes
-    size_t size = 0;
-  };
-  // Equal parts, begun at multiples of 64 bytes; the last ones may be short or empty.
-  Range range(int rank) const {
-    const size_t item = c10::elementSize(spec().dtype);
-    const size_t total = spec().bytes / item;
-    const auto ranks = static_cast<size_t>(core().size());
-    const size_t line = std::max<size_t>(64 / item, 1);
-    const size_t each = ((total + ranks - 1) / ranks + line - 1) / line * line;
-    const size_t begin = std::min(total, static_cast<size_t>(rank) * each);
-    return {begin * item, std::min(each, total - begin) * item};
-  }
+  ByteRange range(int rank) const { return chunk_of(spec(), rank, core().size()); }
   std::span<uint8_t> chunk(int rank) const {
     const auto [begin, size] = range(rank);
     return {bytes_of(work_) + begin, size};
@@ -345,6 +317,32 @@ class ChunkedAllreduce final : public Operation {
 
 }  // namespace
 
+void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
+            size_t count, uint8_t* out) {
+  if (c10::isComplexType(dtype)) {
+    dtype = c10::toRealValueType(dtype);
+    count *= 2;
+  }
+  if (dtype == c10::ScalarType::Bool) {
+    return op == ReduceOp::SUM || op == ReduceOp::MAX
+               ? reduce_all<uint8_t>(kOr, inputs, count, false, out)
+               : reduce_all<uint8_t>(kAnd, inputs, count, false, out);
+  }
+  AT_DISPATCH_V2(dtype, "reduce", AT_WRAP([&] { reduce_typed<scalar_t>(op, inputs, count, out); }),
+                 AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
+                 at::kBFloat16);
+}
+
+ByteRange chunk_of(const OpSpec& spec, int index, int count) {
+  const size_t item = c10::elementSize(spec.dtype);
+  const size_t total = spec.bytes / item;
+  const auto parts = static_cast<size_t>(count);
+  const size_t line = std::max<size_t>(64 / item, 1);
+  const size_t each = ((total + parts - 1) / parts + line - 1) / line * line;
+  const size_t begin = std::min(total, static_cast<size_t>(index) * each);
+  return {begin * item, std::min(each, total - begin) * item};
+}
+
 bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
   using enum c10::ScalarType;
   constexpr std::array kReal = {Double, Float, Half, BFloat16};
@@ -373,6 +371,9 @@ std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint de
       return std::make_shared<DirectAllreduce>(spec, deadline, tensor);
     case OpKind::kAllreduceChunked:
       return std::make_shared<ChunkedAllreduce>(spec, deadline, tensor);
+    case OpKind::kAllreduceShared:
+    case OpKind::kAllreduceInPlace:
+    case OpKind::kBarrierShared:
     case OpKind::kRefusal:
       break;
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core.h"
+#include "shared_space.h"
 
 namespace distrain::collective {
 
@@ -30,6 +31,9 @@ namespace distrain::collective {
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
 // A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
 //
+// If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
+// shared memory instead: Note [Collectives in shared memory] in shared_space.h.
+//
 // All allreduces reduce each element in rank order, so the result does not depend on timing.
 //
 // Direct is better while the (n-1)(n-2)/n * B that it sends more and its n-fold reduction cost less
@@ -45,6 +49,32 @@ inline constexpr int kMostDirectRanks = 8;
 std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline, int rank,
                                           int size, const at::Tensor& tensor,
                                           std::vector<at::Tensor> outputs);
+
+/// Creates the operation of one of the three kinds in shared memory. `is_direct`: each rank reduces
+/// the whole tensor itself.
+std::shared_ptr<Operation> make_shared_operation(const OpSpec& spec, base::TimePoint deadline,
+                                                 std::shared_ptr<SharedSpace> space, bool is_direct,
+                                                 const at::Tensor& tensor);
+
+inline uint8_t* bytes_of(const at::Tensor& tensor) {
+  return static_cast<uint8_t*>(tensor.data_ptr());
+}
+
+/// A part of a tensor, in bytes.
+struct ByteRange {
+  size_t begin = 0;
+  size_t size = 0;
+};
+/// Returns part `index` of `count` equal parts, begun at multiples of 64 bytes. The last ones may
+/// be short or empty.
+ByteRange chunk_of(const OpSpec& spec, int index, int count);
+
+/// Computes out[i] = inputs[0][i] op inputs[1][i] op …, in this order for each element, so that
+/// equal inputs give equal bits on each rank. Integers wrap around. Half and BFloat16 accumulate in
+/// float32 and are rounded once, after the division of avg. min and max propagate NaN. `out` may be
+/// one of the inputs. All hold `count` aligned elements.
+void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
+            size_t count, uint8_t* out);
 
 /// Returns true if reduce() supports the pair: all five operations for real floating dtypes; sum
 /// and avg for complex; sum, product, min and max for integers and bool (as or, and, and, or).

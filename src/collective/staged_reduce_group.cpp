@@ -172,6 +172,16 @@ std::shared_ptr<ReduceGroup> StagedReduceGroup::duplicate() {
   return std::make_shared<StagedReduceGroup>(backend_, backend_->new_sequence());
 }
 
+at::Tensor ReduceGroup::allocate(int64_t count, const at::TensorOptions& options) {
+  return at::empty({count}, options);
+}
+
+at::Tensor StagedReduceGroup::allocate(int64_t count, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) return ReduceGroup::allocate(count, options);
+  return backend_->allocate(static_cast<size_t>(count) * options.dtype().itemsize())
+      .view(c10::typeMetaToScalarType(options.dtype()));
+}
+
 ReduceGroup::WorkPtr StagedReduceGroup::average_async(const at::Tensor& bucket,
                                                       const PassNumber& pass) {
   return start(bucket, queue_.average(pass), true, true);

@@ -31,6 +31,8 @@ struct BackendSettings {
   /// Largest tensor, in bytes, that an allreduce sends to all ranks as a whole. Larger tensors are
   /// reduced in chunks. -1 chooses by group size. Must be equal on all ranks.
   int64_t direct_bytes = -1;
+  /// Lets ranks on one host use shared memory. Must be equal on all ranks.
+  bool shared_memory = true;
 };
 
 /// The sequence and the backward pass that an operation belongs to. The n-th operation of a
@@ -105,6 +107,11 @@ class Backend final : public c10d::Backend {
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
                     std::chrono::milliseconds timeout = kDefault,
                     const OperationOptions& options = {});
+  /// Returns an uninitialised tensor of `bytes` bytes, in memory that the other ranks can write if
+  /// all ranks are on one host. An allreduce of the whole tensor then copies nothing; all ranks
+  /// must give it such tensors, or none. If the allreduce fails, do not use the tensor any more,
+  /// because other ranks may still write to it.
+  at::Tensor allocate(size_t bytes);
   /// Copies `tensor` of group rank `root` into `tensor` of the other ranks.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
                     std::chrono::milliseconds timeout = kDefault,
@@ -151,6 +158,8 @@ class Backend final : public c10d::Backend {
  private:
   Pending issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
                 const at::Tensor& tensor = {}, std::vector<at::Tensor> outputs = {});
+  std::shared_ptr<Operation> make_in_shared_memory(OpSpec spec, base::TimePoint deadline,
+                                                   uint32_t sequence, const at::Tensor& tensor);
 
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   size_t direct_bytes_ = 0;

@@ -42,6 +42,10 @@ class ReduceGroup {
   /// this group does not support that. All ranks call duplicate() in the same order.
   virtual std::shared_ptr<ReduceGroup> duplicate() = 0;
 
+  /// Returns an uninitialised tensor of `count` elements. An average of the whole tensor may copy
+  /// less than that of others; all ranks must give it such tensors, or none. After an average has
+  /// failed, do not use its tensor, because other ranks may still write to it.
+  virtual at::Tensor allocate(int64_t count, const at::TensorOptions& options);
   /// Starts to average `bucket` in place. Fails with `invalid` if the ranks' passes disagree.
   virtual WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) = 0;
   WorkPtr average_async(const at::Tensor& bucket) { return average_async(bucket, PassNumber{}); }

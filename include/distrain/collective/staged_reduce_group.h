@@ -52,6 +52,7 @@ class StagedReduceGroup final : public ReduceGroup {
   int size() const override { return backend_->getSize(); }
   int world_rank(int rank) const override { return backend_->world_rank(rank); }
   std::shared_ptr<ReduceGroup> duplicate() override;
+  at::Tensor allocate(int64_t count, const at::TensorOptions& options) override;
   using ReduceGroup::average_async;
   WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;

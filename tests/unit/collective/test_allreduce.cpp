@@ -67,8 +67,9 @@ void check_allreduce(TestGroup& group, ReduceOp op, at::ScalarType dtype, at::In
 }  // namespace
 
 TEST_CASE("allreduce equals the serial sum in rank order, bit for bit") {
+  const bool shared_memory = GENERATE(true, false);
   const int size = GENERATE(1, 2, 3, 4, 8);
-  TestGroup group(size);
+  TestGroup group(size, {.shared_memory = shared_memory});
   // These counts are around 16 KiB and 64 KiB, above which allreduce works in chunks.
   for (int64_t count : {0, 1, 7, 4095, 4096, 4097, 16384, 16385, 1 << 18}) {
     check_allreduce(group, ReduceOp::SUM, at::kFloat, {count});
@@ -76,8 +77,9 @@ TEST_CASE("allreduce equals the serial sum in rank order, bit for bit") {
 }
 
 TEST_CASE("allreduce works in chunks of any length") {
+  const bool shared_memory = GENERATE(true, false);
   const int size = GENERATE(2, 3, 8);
-  TestGroup group(size, {.direct_bytes = 0});
+  TestGroup group(size, {.direct_bytes = 0, .shared_memory = shared_memory});
   for (int64_t count : {1, 7, 15, 16, 17, 129, 1000}) {
     check_allreduce(group, ReduceOp::SUM, at::kFloat, {count});
     check_allreduce(group, ReduceOp::SUM, at::kByte, {count});
@@ -158,9 +160,10 @@ TEST_CASE("allreduce accepts a tensor that requires a gradient") {
 }
 
 TEST_CASE("many operations may be in flight and be awaited in another order") {
+  const bool shared_memory = GENERATE(true, false);
   const int size = GENERATE(2, 4);
   const uint32_t seed = GENERATE(1, 2, 3);
-  TestGroup group(size, {}, seed);
+  TestGroup group(size, {.shared_memory = shared_memory}, seed);
   run_ranks(size, [&](int rank) {
     std::vector<at::Tensor> tensors;
     std::vector<collective::Pending> pending;
@@ -192,7 +195,7 @@ TEST_CASE("the order of arrival does not change the bits of the result") {
 }
 
 TEST_CASE("a small and a large allreduce send the expected messages") {
-  TestGroup group(4);
+  TestGroup group(4, {.shared_memory = false});
   run_ranks(4, [&](int rank) { group[rank].allreduce(at::ones({10})).wait(); });
   CHECK(group.network.messages() == 4 * 3);
   run_ranks(4, [&](int rank) { group[rank].allreduce(at::ones({1 << 16})).wait(); });

@@ -25,6 +25,7 @@ std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& ca
 }  // namespace
 
 TEST_CASE("two ranks that call different operations both get an error") {
+  const bool shared_memory = GENERATE(true, false);
   const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
   const Call longer = [](Backend& b) { return b.allreduce(at::ones({8})); };
   const Call large = [](Backend& b) { return b.allreduce(at::ones({100000})); };
@@ -53,7 +54,7 @@ TEST_CASE("two ranks that call different operations both get an error") {
       {gather, root0, "allgather", "broadcast"},
   };
   for (const Case& test : cases) {
-    TestGroup group(2, {.timeout = milliseconds(20000)});
+    TestGroup group(2, {.timeout = milliseconds(20000), .shared_memory = shared_memory});
     for (const base::Error& error : errors_of(group, {test.first, test.second})) {
       INFO(error.message);
       CHECK(error.kind == ErrorKind::kInvalid);
@@ -68,7 +69,8 @@ TEST_CASE("two ranks that call different operations both get an error") {
 }
 
 TEST_CASE("one of three ranks that calls another operation is named") {
-  TestGroup group(3, {.timeout = milliseconds(20000)});
+  const bool shared_memory = GENERATE(true, false);
+  TestGroup group(3, {.timeout = milliseconds(20000), .shared_memory = shared_memory});
   const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
   const Call max = [](Backend& b) { return b.allreduce(at::ones({7}), ReduceOp::MAX); };
   for (const base::Error& error : errors_of(group, {sum, max, sum})) {
@@ -78,11 +80,12 @@ TEST_CASE("one of three ranks that calls another operation is named") {
 }
 
 TEST_CASE("a rank that is missing at the deadline is named") {
+  const bool shared_memory = GENERATE(true, false);
   const int64_t count = GENERATE(5, 100000);
   std::vector<base::Error> errors(4);
   // Retries with longer deadlines, because a participating rank may miss a short one, too.
   for (const int timeout : {80, 1000, 20000}) {
-    TestGroup group(4, {.timeout = milliseconds(timeout)});
+    TestGroup group(4, {.timeout = milliseconds(timeout), .shared_memory = shared_memory});
     run_ranks(4, [&](int rank) {
       if (rank == 1 || rank == 3) return;
       errors[size_t(rank)] = thrown_by([&] { group[rank].allreduce(at::ones({count})).wait(); });
@@ -102,7 +105,8 @@ TEST_CASE("a rank that is missing at the deadline is named") {
 }
 
 TEST_CASE("a call, the wait of a Work and a future each have a timeout") {
-  TestGroup group(2);
+  const bool shared_memory = GENERATE(true, false);
+  TestGroup group(2, {.shared_memory = shared_memory});
   Backend& backend = group[0];
   const at::Tensor x = at::ones({5});
   CHECK(thrown_by([&] { backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).wait(); }).kind ==
@@ -127,7 +131,8 @@ TEST_CASE("a call, the wait of a Work and a future each have a timeout") {
 }
 
 TEST_CASE("messages of a late rank do not disturb later operations") {
-  TestGroup group(2);
+  const bool shared_memory = GENERATE(true, false);
+  TestGroup group(2, {.shared_memory = shared_memory});
   const at::Tensor x = at::ones({5});
   CHECK(thrown_by([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
         ErrorKind::kDeadline);
@@ -328,7 +333,8 @@ TEST_CASE("a rank that sends too much for operations that have not begun is over
   FakeNetwork network(2);
   base::ThreadPool pool({.name = "test"});
   auto backend =
-      c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}});
+      c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}},
+                                   Backend::Settings{.shared_memory = false});
   const auto pending = backend->enter_barrier();
   const std::vector<uint8_t> bytes(50 << 20);
   const std::span<const uint8_t> piece(bytes);
@@ -347,7 +353,8 @@ TEST_CASE("malformed messages fail the operation") {
     FakeNetwork network(2, uint32_t(round));
     base::ThreadPool pool({.name = "test"});
     auto backend =
-        c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}});
+        c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}},
+                                     Backend::Settings{.shared_memory = false});
     const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(30000));
     bytes.resize(random() % 200);
     for (uint8_t& byte : bytes) byte = uint8_t(random());

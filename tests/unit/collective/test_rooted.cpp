@@ -47,7 +47,7 @@ void check_usable(TestGroup& group) {
 
 TEST_CASE("many ranks add small tensors in rank order with two messages per rank") {
   const auto dtype = GENERATE(at::kFloat, at::kHalf, at::kLong);
-  TestGroup group(kRanks);
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<at::Tensor> values;
   for (int rank = 0; rank < kRanks; ++rank) {
     at::manual_seed(static_cast<uint64_t>(rank));
@@ -70,7 +70,7 @@ TEST_CASE("many ranks add small tensors in rank order with two messages per rank
 
 TEST_CASE("an allreduce of 16 KiB of 64 ranks takes at most four messages per rank") {
   constexpr int kMany = 64;  // to close a group costs a message for each pair
-  TestGroup group(kMany);
+  TestGroup group(kMany, {.shared_memory = false});
   std::vector<at::Tensor> values;
   for (int rank = 0; rank < kMany; ++rank) values.push_back(at::full({4096}, float(rank)));
   for (const auto& error : errors_of(group, [&](int rank) {
@@ -83,7 +83,7 @@ TEST_CASE("an allreduce of 16 KiB of 64 ranks takes at most four messages per ra
 }
 
 TEST_CASE("many ranks leave a barrier only when all have entered") {
-  TestGroup group(kRanks);
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank + 1 < kRanks; ++rank) pending.push_back(group[rank].enter_barrier());
   for (const Pending& each : pending) CHECK_FALSE(each.done());
@@ -96,7 +96,7 @@ TEST_CASE("a rank with another operation fails that of all ranks, which name the
   const int odd = GENERATE(0, 7);
   const int what = GENERATE(0, 1, 2, 3, 4);
   CAPTURE(odd, what);
-  TestGroup group(kRanks, {.timeout = kLong});
+  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
   const auto errors = errors_of(group, [&](int rank) -> Pending {
     collective::Backend& backend = group[rank];
     if (rank != odd) return backend.allreduce(at::ones({7}));
@@ -116,7 +116,7 @@ TEST_CASE("a rank with another operation fails that of all ranks, which name the
 }
 
 TEST_CASE("all ranks name the rank that is missing at rank 0's deadline") {
-  TestGroup group(kRanks);
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == 5) continue;
@@ -133,7 +133,7 @@ TEST_CASE("all ranks name the rank that is missing at rank 0's deadline") {
 
 TEST_CASE("a rank that closes a large group fails the operations of all others") {
   const int closing = GENERATE(0, 9);
-  TestGroup group(kRanks, {.timeout = kLong});
+  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != closing) pending.push_back(group[rank].allreduce(at::ones({7})));
@@ -149,7 +149,7 @@ TEST_CASE("a rank that closes a large group fails the operations of all others")
 
 TEST_CASE("the loss of a rank fails the operations of a large group") {
   const int lost = GENERATE(0, 9);
-  TestGroup group(kRanks, {.timeout = kLong});
+  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != lost) pending.push_back(group[rank].allreduce(at::ones({7})));

@@ -1,0 +1,135 @@
+#include "shared_space.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include "message.h"
+
+namespace distrain::collective {
+namespace {
+
+constexpr size_t kPage = 4096;
+// A tensor starts at a huge page, so that the system can map it with few page faults.
+constexpr size_t kAlignment = size_t{2} << 20;
+// Address space for the tensors of one rank, and of all ranks. Memory is taken when it is written.
+constexpr size_t kMostOfRank = size_t{64} << 30;
+constexpr size_t kMostOfAll = size_t{1} << 40;
+
+size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+/// The memory's parts, in this order: a page with the number of reducers, the slots' marks and
+/// headers, the slots' data, and the tensors of allocate().
+struct Layout {
+  explicit Layout(size_t size)
+      : marks((4 * size + 1) * sizeof(uint64_t)),
+        head(rounded(marks + size * kHeaderBytes, 64)),
+        data(kPage + rounded(kCount * head, kPage)),
+        tensors(rounded(data + kCount * size * SharedSpace::kSlotBytes, kAlignment)),
+        each(std::min(kMostOfRank, kMostOfAll / size / kAlignment * kAlignment)),
+        bytes(tensors + size * each) {}
+
+  static constexpr size_t kCount = SharedSpace::kSequences * SharedSpace::kSlots;
+  size_t marks;
+  size_t head;
+  size_t data;
+  size_t tensors;
+  size_t each;  // bytes of one rank's tensors
+  size_t bytes;
+};
+
+}  // namespace
+
+SharedSpace::SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size,
+                         int reducers)
+    : memory_(std::move(memory)),
+      rank_(rank),
+      size_(static_cast<size_t>(size)),
+      reducers_(std::clamp(reducers, 1, size)) {
+  const Layout layout(size_);
+  // Only a hint: without huge pages the first use of a tensor takes more page faults.
+  ::madvise(memory_->bytes().data() + layout.tensors, layout.bytes - layout.tensors, MADV_HUGEPAGE);
+}
+
+base::Result<std::shared_ptr<SharedSpace>> SharedSpace::create(int size, int reducers,
+                                                               net::Fd& descriptor) {
+  auto memory = net::SharedMemory::create(Layout(static_cast<size_t>(size)).bytes, descriptor);
+  if (!memory.ok()) return memory.error();
+  std::memcpy(memory.value()->bytes().data(), &reducers, sizeof reducers);
+  return std::shared_ptr<SharedSpace>(
+      new SharedSpace(std::move(memory.value()), 0, size, reducers));
+}
+
+base::Result<std::shared_ptr<SharedSpace>> SharedSpace::open(int rank, int size,
+                                                             const net::Fd& descriptor) {
+  auto memory = net::SharedMemory::open(descriptor, Layout(static_cast<size_t>(size)).bytes);
+  if (!memory.ok()) return memory.error();
+  int reducers = 0;
+  std::memcpy(&reducers, memory.value()->bytes().data(), sizeof reducers);
+  return std::shared_ptr<SharedSpace>(
+      new SharedSpace(std::move(memory.value()), rank, size, reducers));
+}
+
+SharedSpace::Slot SharedSpace::slot(uint32_t sequence, uint64_t number) const {
+  const Layout layout(size_);
+  Slot slot;
+  slot.index = sequence * kSlots + number % kSlots;
+  uint8_t* const head = memory_->bytes().data() + kPage + slot.index * layout.head;
+  auto* marks = reinterpret_cast<Mark*>(head);
+  for (std::span<Mark>& phase : slot.marks) {
+    phase = {marks, size_};
+    marks += size_;
+  }
+  slot.watching = {marks, size_};
+  slot.waiting = marks + size_;
+  slot.headers = head + layout.marks;
+  slot.data = memory_->bytes().data() + layout.data + slot.index * size_ * kSlotBytes;
+  return slot;
+}
+
+std::span<uint8_t> SharedSpace::header_of(const Slot& slot, int rank) const {
+  return {slot.headers + static_cast<size_t>(rank) * kHeaderBytes, kHeaderBytes};
+}
+
+uint8_t* SharedSpace::at(int rank, uint64_t place, size_t bytes) const {
+  const Layout layout(size_);
+  if (place % kAlignment != 0 || place > layout.each || bytes > layout.each - place) return nullptr;
+  return memory_->bytes().data() + layout.tensors + static_cast<size_t>(rank) * layout.each + place;
+}
+
+at::Tensor SharedSpace::allocate(size_t bytes) {
+  const size_t wanted = rounded(std::max<size_t>(bytes, 1), kAlignment);
+  uint64_t place = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [used, size] : used_) {
+      if (used - place >= wanted) break;
+      place = used + rounded(size, kAlignment);
+    }
+    if (!at(rank_, place, wanted)) {
+      throw base::Exception(base::ErrorKind::kResources, "no address space for a shared tensor");
+    }
+    used_.emplace(place, bytes);
+  }
+  uint8_t* const data = at(rank_, place, wanted);
+  const auto release = [self = shared_from_this(), place, data, wanted](void*) {
+    ::madvise(data, wanted, MADV_REMOVE);  // gives the memory back to the system
+    std::lock_guard lock(self->mutex_);
+    self->used_.erase(place);
+  };
+  return at::from_blob(data, {static_cast<int64_t>(bytes)}, release, at::kByte);
+}
+
+std::optional<uint64_t> SharedSpace::place_of(const at::Tensor& tensor) const {
+  const uint8_t* const begin = at(rank_, 0, 0);
+  const auto* const data = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  if (data < begin || !tensor.is_contiguous()) return std::nullopt;
+  std::lock_guard lock(mutex_);
+  const auto it = used_.find(static_cast<uint64_t>(data - begin));
+  if (it == used_.end() || it->second != tensor.nbytes()) return std::nullopt;
+  return it->first;
+}
+
+}  // namespace distrain::collective
