@@ -1,6 +1,5 @@
 #include "buckets.h"
 
-#include <cstring>
 #include <map>
 #include <tuple>
 
@@ -9,6 +8,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/streaming_copy.h"
 
 namespace distrain::ddp {
 
@@ -21,7 +21,8 @@ bool is_plain(const at::Tensor& tensor) {
 // Copies between tensors of one shape and device. Converts the values if the dtypes differ.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
   if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
-    if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
+    base::streaming_copy(static_cast<uint8_t*>(to.data_ptr()),
+                         static_cast<const uint8_t*>(from.const_data_ptr()), to.nbytes());
   } else {
     const at::NoGradGuard no_grad;
     to.copy_(from);
@@ -64,8 +65,11 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
   return result;
 }
 
-Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters)
-    : members_(std::move(members)), device_(parameters[members_.front()].device()) {
+Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters,
+               Allocate allocate)
+    : allocate_(std::move(allocate)),
+      members_(std::move(members)),
+      device_(parameters[members_.front()].device()) {
   for (size_t index : members_) like_.push_back(parameters[index]);
 }
 
@@ -75,7 +79,8 @@ void Bucket::allocate() {
   int64_t total = 0;
   for (const at::Tensor& parameter : like_) total += parameter.numel();
   views_.clear();
-  flat_ = at::empty({total}, like_[0].options().requires_grad(false));
+  const at::TensorOptions options = like_[0].options().requires_grad(false);
+  flat_ = allocate_ ? allocate_(total, options) : at::empty({total}, options);
   int64_t at = 0;
   for (const at::Tensor& parameter : like_) {
     views_.push_back(flat_.narrow(0, at, parameter.numel()).view(parameter.sizes()));

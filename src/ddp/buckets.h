@@ -26,7 +26,10 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
 /// time; functions work in the thread's current stream and wait for the streams of earlier calls.
 class Bucket {
  public:
-  Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters);
+  /// Returns a flat tensor of that many elements. By default at::empty().
+  using Allocate = std::function<at::Tensor(int64_t, const at::TensorOptions&)>;
+  Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters,
+         Allocate allocate = {});
 
   const std::vector<size_t>& members() const { return members_; }
   const std::vector<at::Tensor>& parameters() const { return like_; }
@@ -57,6 +60,7 @@ class Bucket {
   void allocate();
   void make_writer(const c10::Stream& stream);
 
+  Allocate allocate_;
   std::vector<size_t> members_;
   std::vector<at::Tensor> like_;  // the members' parameters
   at::Tensor flat_;

@@ -54,12 +54,15 @@ void Reducer::Impl::make_buckets(std::vector<int64_t> order) {
   std::erase_if(order, [this](int64_t i) { return sparse_.contains(static_cast<size_t>(i)); });
   buckets_.clear();
   slots_.assign(parameters_.size(), {});
+  const auto allocate = [group = group_.get()](int64_t count, const at::TensorOptions& options) {
+    return group->allocate(count, options);
+  };
   for (auto& members :
        assign_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_cap_bytes)) {
     for (size_t slot = 0; slot < members.size(); ++slot) {
       slots_[members[slot]] = {buckets_.size(), slot, 0};
     }
-    buckets_.emplace_back(std::move(members), parameters_);
+    buckets_.emplace_back(std::move(members), parameters_, allocate);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -175,9 +176,23 @@ void run_rank(rpc::Agent& agent, const Options& options) {
 }
 
 // Runs one rank to its end. Returns the exit code.
+// Binds a rank to its own CPU if there are enough, as mpirun does.
+void bind(const Options& bench, int rank) {
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  if (sched_getaffinity(0, sizeof cpus, &cpus) != 0 || CPU_COUNT(&cpus) < bench.world) return;
+  int left = rank;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &cpus) || left-- == 0) continue;
+    CPU_CLR(cpu, &cpus);
+  }
+  if (sched_setaffinity(0, sizeof cpus, &cpus) != 0) throw std::runtime_error("cannot bind");
+}
+
 int run_one(const rpc::AgentOptions& options, const Options& bench) {
   at::set_num_threads(1);
   try {
+    bind(bench, 0);
     rpc::Agent agent(options);
     run_rank(agent, bench);
     return 0;
@@ -222,6 +237,7 @@ int main(int argc, char** argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);
     options.rank = rank;
+    bind(bench, rank);
     if (read(port[0], &options.master_port, sizeof options.master_port) <= 0) _exit(1);
     _exit(run_one(options, bench));
   }

@@ -61,6 +61,9 @@ class CountingGroup final : public ReduceGroup {
   int size() const override { return group_->size(); }
   int world_rank(int rank) const override { return group_->world_rank(rank); }
   std::optional<base::Error> failure() const override { return group_->failure(); }
+  at::Tensor allocate(int64_t count, const at::TensorOptions& options) override {
+    return group_->allocate(count, options);
+  }
   WorkPtr average_async(const at::Tensor& bucket, const collective::PassNumber& pass) override {
     return group_->average_async(bucket, pass);
   }
