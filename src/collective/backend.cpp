@@ -1,13 +1,7 @@
 #include "distrain/collective/backend.h"
 
-#include <ATen/MemoryOverlap.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
-#include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
+#include "calls.h"
 #include "core.h"
-#include "distrain/rpc/message.h"
 #include "operations.h"
 
 namespace distrain::collective {
@@ -26,121 +20,6 @@ c10::intrusive_ptr<c10d::Backend::Options> make_options(const Group& group,
   }
   return options;
 }
-
-// Throws `invalid` with a message that consists of `op` and `message`.
-template <class... Parts>
-[[noreturn]] void refuse_call(const char* op, const Parts&... message) {
-  throw base::Exception(
-      Error{.kind = ErrorKind::kInvalid, .message = c10::str(op, message...), .op = op});
-}
-
-void check_tensor(const char* op, const at::Tensor& tensor) {
-  if (!tensor.defined()) refuse_call(op, " of an undefined tensor");
-  if (const std::string kind = rpc::kind_that_cannot_be_sent(tensor); !kind.empty()) {
-    refuse_call(op, " of ", kind, " is not supported");
-  }
-  if (tensor.is_sparse()) refuse_call(op, " of a sparse tensor is not supported");
-  if (!tensor.device().is_cpu()) {
-    refuse_call(op, " of a tensor on ", tensor.device(), " is not supported");
-  }
-  if (tensor.is_conj()) {
-    refuse_call(op, " of a conjugated view is not supported: resolve_conj() it");
-  }
-  if (tensor.is_neg()) refuse_call(op, " of a negated view is not supported: resolve_neg() it");
-}
-
-// Throws `invalid` if an operation cannot write to `tensor`.
-void check_result(const char* op, const at::Tensor& tensor) {
-  check_tensor(op, tensor);
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    refuse_call(
-        op, " into an expanded tensor, whose elements share memory, is not supported: clone() it");
-  }
-}
-
-void check_reduction(const at::Tensor& tensor, ReduceOp op) {
-  check_result("allreduce", tensor);
-  if (can_reduce(op, tensor.scalar_type())) return;
-  refuse_call("allreduce", ": no such reduction of ", tensor.scalar_type(), " (operation number ",
-              int(op), ")");
-}
-
-OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
-  return {.kind = kind, .dtype = tensor.scalar_type(), .bytes = tensor.nbytes()};
-}
-
-/// A c10d::Work that is complete when all of `operations` are.
-class Work final : public c10d::Work {
- public:
-  Work(int rank, c10d::OpType type, std::vector<Pending> operations,
-       std::vector<at::Tensor> results)
-      : c10d::Work(rank, type), operations_(std::move(operations)), results_(std::move(results)) {}
-
-  bool isCompleted() override { return std::ranges::all_of(operations_, &Pending::done); }
-  bool isSuccess() const override {
-    return std::ranges::all_of(operations_, &Pending::done) && exception() == nullptr;
-  }
-
-  std::exception_ptr exception() const override {
-    for (const Pending& operation : operations_) {
-      if (!operation.done()) continue;
-      try {
-        operation.wait();
-      } catch (...) {
-        return std::current_exception();
-      }
-    }
-    return nullptr;
-  }
-
-  std::vector<at::Tensor> result() override { return results_; }
-  void synchronize() override { wait(kNoTimeout); }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    const bool has_limit = timeout != kNoTimeout;
-    const base::TimePoint limit = has_limit ? base::deadline_after(timeout) : base::kNever;
-    for (const Pending& operation : operations_) {
-      if (operation.wait_until(limit)) continue;
-      operation.expire();
-      operation.wait();
-    }
-    return true;
-  }
-
-  void abort() override {
-    for (const Pending& operation : operations_) {
-      operation.fail({ErrorKind::kCancelled, "the collective was aborted", rank_});
-    }
-  }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    struct Progress {
-      std::atomic<size_t> missing;
-      std::atomic<bool> failed{false};
-    };
-    auto progress = std::make_shared<Progress>();
-    progress->missing = operations_.size();
-    if (operations_.empty()) future->markCompleted(c10::IValue(results_));
-    for (const Pending& operation : operations_) {
-      operation.future().state()->on_ready(
-          [future, progress, results = results_](base::Result<base::Unit>& result) {
-            if (!result.ok() && !progress->failed.exchange(true)) {
-              future->setError(std::make_exception_ptr(base::Exception(result.error())));
-            }
-            if (--progress->missing == 0 && !progress->failed) {
-              future->markCompleted(c10::IValue(results));
-            }
-          });
-    }
-    return future;
-  }
-
- private:
-  const std::vector<Pending> operations_;
-  const std::vector<at::Tensor> results_;
-};
 
 }  // namespace
 
@@ -161,12 +40,9 @@ Backend::~Backend() { core_->close(); }
 
 Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
                        const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
-  if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
-  const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
-  auto operation = make_in_shared_memory(spec, deadline, sequence, tensor);
-  if (!operation) {
-    operation = make_operation(spec, deadline, rank_, size_, tensor, std::move(outputs));
-  }
+  const base::TimePoint end = deadline(timeout);
+  auto operation = make_in_shared_memory(spec, end, sequence, tensor);
+  if (!operation) operation = make_operation(spec, end, rank_, size_, tensor, std::move(outputs));
   core_->issue(operation, sequence);
   return Pending(operation);
 }
@@ -194,17 +70,20 @@ std::shared_ptr<Operation> Backend::make_in_shared_memory(OpSpec spec, base::Tim
 at::Tensor Backend::allocate(size_t bytes) {
   const auto private_memory = [&] { return at::empty({static_cast<int64_t>(bytes)}, at::kByte); };
   if (bytes <= direct_bytes_) return private_memory();
-  const auto timeout = options_->timeout;
-  const auto deadline = timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
-  const auto space = core_->shared_space(deadline);
+  const auto space = core_->shared_space(deadline(kDefault));
   return space ? space->allocate(bytes) : private_memory();
+}
+
+base::TimePoint Backend::deadline(std::chrono::milliseconds timeout) const {
+  if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
+  return timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
 }
 
 uint32_t Backend::new_sequence() { return core_->new_sequence(); }
 
 Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
                            const OperationOptions& options) {
-  check_reduction(tensor, op);
+  check_reduction("allreduce", tensor, op);
   OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
   spec.reduce_op = op;
   spec.pass = options.pass;
@@ -215,7 +94,7 @@ Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::m
 Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
                            const OperationOptions& options) {
   check_result("broadcast", tensor);
-  if (root < 0 || root >= size_) refuse_call("broadcast", ": root ", root, " is not in the group");
+  check_root("broadcast", root, size_);
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
   spec.pass = options.pass;
@@ -257,7 +136,8 @@ void Backend::shutdown() { core_->close(); }
 c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
   // Check all tensors first: if only part of the list started, the ranks would get out of step.
-  for (const at::Tensor& tensor : tensors) check_reduction(tensor, options.reduceOp.op_);
+  for (const at::Tensor& tensor : tensors)
+    check_reduction("allreduce", tensor, options.reduceOp.op_);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {
     operations.push_back(allreduce(tensor, options.reduceOp.op_, options.timeout));

@@ -399,8 +399,8 @@ bool Core::await_room(Operation& operation) {
   if (operation.is_shared()) return true;
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
-  const uint64_t bytes =
-      kHeaderBytes + (in_chunks ? spec.bytes / static_cast<uint64_t>(size()) + 64 : spec.bytes);
+  const uint64_t bytes = kHeaderBytes + (in_chunks ? spec.bytes / static_cast<uint64_t>(size()) + 64
+                                                   : operation.sent_bytes());
   const auto has_room = [&] {
     return std::ranges::all_of(peers_, [&](const Peer& peer) {
       return peer.unanswered.empty() || peer.unanswered_bytes + bytes <= window();

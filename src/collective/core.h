@@ -31,13 +31,13 @@ constexpr uint32_t sequence_of(uint64_t number) {
 // A message for an operation that the receiver has not begun stays in the receiver's memory. A peer
 // answers an operation by its own message for that operation or a later one of the sequence, which
 // shows that the peer has begun it. (Two ranks send each other a message in step 0, or neither
-// does, except in rooted operations, where rank 0 answers in step 1. Step 1 follows messages of all
-// ranks.) A call waits until each peer has answered all operations, or until the unanswered
-// operations and the new one have at most kWindow / (n - 1) bytes. So early messages on a rank take
-// at most kWindow bytes or, if that is more, one operation of each peer. The slowest rank never
-// waits, because the other ranks' answers have already come.
-// If a peer's early messages exceed twice its share, which leaves room for refusals, the group
-// fails with `overloaded`.
+// does, except in rooted allreduces, where rank 0 answers in step 1. Step 1 follows messages of all
+// ranks. A root and another rank both send: if there is no data for a rank, it gets a header.) A
+// call waits until each peer has answered all operations, or until the unanswered operations and
+// the new one have at most kWindow / (n - 1) bytes. So early messages on a rank take at most
+// kWindow bytes or, if that is more, one operation of each peer. The slowest rank never waits,
+// because the other ranks' answers have already come. If a peer's early messages exceed twice its
+// share, which leaves room for refusals, the group fails with `overloaded`.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
 /// The operation number in the last message of a rank that closes the group.

@@ -57,6 +57,18 @@ const char* kind_name(OpKind kind) {
     case OpKind::kAllreduceShared:
     case OpKind::kAllreduceInPlace:
       return "allreduce";
+    case OpKind::kReduceScatter:
+      return "reduce_scatter";
+    case OpKind::kAllToAll:
+      return "all_to_all";
+    case OpKind::kGather:
+      return "gather";
+    case OpKind::kScatter:
+      return "scatter";
+    case OpKind::kReduce:
+      return "reduce";
+    case OpKind::kTransfer:
+      return "transfer";
     case OpKind::kRefusal:
       break;
   }
@@ -70,9 +82,20 @@ std::string describe(const OpSpec& spec) {
     case OpKind::kBarrierShared:
       return "barrier";
     case OpKind::kBroadcast:
-      return fmt::format("broadcast(root {}, {}", spec.root, tensor);
+    case OpKind::kGather:
+    case OpKind::kScatter:
+      return fmt::format("{}(root {}, {}", kind_name(spec.kind), spec.root, tensor);
     case OpKind::kAllgather:
       return "allgather(" + tensor;
+    case OpKind::kReduceScatter:
+      return fmt::format("reduce_scatter({}, {}", reduce_op_name(spec.reduce_op), tensor);
+    case OpKind::kReduce:
+      return fmt::format("reduce({}, root {}, {}", reduce_op_name(spec.reduce_op), spec.root,
+                         tensor);
+    case OpKind::kAllToAll:
+      return "all_to_all(" + dtype_name(spec.dtype) + ")";
+    case OpKind::kTransfer:
+      return fmt::format("transfer(tag {}, {}", static_cast<int>(spec.root), tensor);
     case OpKind::kAllreduceDirect:
     case OpKind::kAllreduceShared:
       return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);

@@ -23,6 +23,12 @@ enum class OpKind : uint8_t {
   kAllreduceInPlace = 21,  ///< of tensors from SharedSpace::allocate()
   kBarrierShared = 22,
   kRefusal = 6,  ///< an error, from a rank that does not take part in the operation
+  kReduceScatter = 7,
+  kAllToAll = 8,  ///< `bytes` may differ between the ranks
+  kGather = 9,
+  kScatter = 10,
+  kReduce = 11,
+  kTransfer = 12,  ///< a send and its recv; `root` is the tag
 };
 
 /// The parameters of an operation, on which all ranks must agree.

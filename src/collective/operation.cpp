@@ -71,6 +71,16 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
     if (auto error = mismatch(from, *theirs)) return error;
   }
   const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
+  if (theirs && spec_.kind == OpKind::kAllToAll && step == 0 && lacks(0, from) &&
+      message.payload.size() - kHeaderBytes != expected_bytes(0, from)) {
+    return Error{
+        ErrorKind::kInvalid,
+        fmt::format("rank {} sent {} bytes where rank {} expected {} in {} ({} of the group)",
+                    world_rank, message.payload.size() - kHeaderBytes,
+                    core_->world_rank(core_->rank()), expected_bytes(0, from), describe(spec_),
+                    number_text()),
+        world_rank, describe(spec_)};
+  }
   if (!theirs || is_shared() || step >= steps_ || !lacks(step, from) ||
       message.payload.size() - kHeaderBytes != expected_bytes(step, from)) {
     return Error{ErrorKind::kProtocol,
@@ -86,6 +96,7 @@ std::optional<Error> Operation::mismatch(int from, const OpSpec& theirs) const {
   OpSpec same = theirs;
   same.pass = spec_.pass;
   same.place = spec_.place;
+  if (spec_.kind == OpKind::kAllToAll) same.bytes = spec_.bytes;
   if (same != spec_) {
     return Error{
         ErrorKind::kInvalid,

@@ -90,6 +90,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::optional<base::Error> mismatch(int from, const OpSpec& theirs) const;
   bool lacks_any(int step) const;
   bool has_failed_locked() const { return error_.has_value(); }
+  /// Returns the size of the largest data that this rank sends to one other rank in step 0.
+  virtual size_t sent_bytes() const { return spec_.bytes; }
 
   /// Returns whether other ranks wait for the messages that this rank sends in `step`.
   virtual bool is_awaited(int step) const { return step + 1 < steps_; }

@@ -91,19 +91,20 @@ at::Tensor tensor_at(const uint8_t* data, const at::Tensor& like) {
                        like.options().requires_grad(false));
 }
 
+}  // namespace
+
 void write_tensor(const at::Tensor& tensor, std::span<const uint8_t> data) {
   if (tensor.is_contiguous()) return copy_bytes(bytes_of(tensor), data);
   const at::NoGradGuard no_grad;
   tensor.copy_(tensor_at(data.data(), tensor));
 }
 
-// Header and tensor in one buffer.
 base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor) {
-  base::BufferPtr buffer = core.allocate(kHeaderBytes + spec.bytes);
+  base::BufferPtr buffer = core.allocate(kHeaderBytes + tensor.nbytes());
   encode_header(spec, 0, buffer->data);
   uint8_t* data = buffer->data + kHeaderBytes;
   if (tensor.is_contiguous()) {
-    copy_bytes(data, {bytes_of(tensor), spec.bytes});
+    copy_bytes(data, {bytes_of(tensor), tensor.nbytes()});
   } else {
     const at::NoGradGuard no_grad;
     tensor_at(data, tensor).copy_(tensor);
@@ -116,6 +117,8 @@ base::BufferPtr header_only(Core& core, const OpSpec& spec) {
   encode_header(spec, 0, buffer->data);
   return buffer;
 }
+
+namespace {
 
 class Barrier final : public Operation {
  public:
@@ -333,6 +336,17 @@ void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> 
                  at::kBFloat16);
 }
 
+void reduce_into(const at::Tensor& result, ReduceOp op, std::span<const uint8_t* const> inputs,
+                 Core& core) {
+  const auto count = static_cast<size_t>(result.numel());
+  if (result.is_contiguous()) {
+    return reduce(op, result.scalar_type(), inputs, count, bytes_of(result));
+  }
+  const base::BufferPtr buffer = core.allocate(result.nbytes());
+  reduce(op, result.scalar_type(), inputs, count, buffer->data);
+  write_tensor(result, {buffer->data, result.nbytes()});
+}
+
 ByteRange chunk_of(const OpSpec& spec, int index, int count) {
   const size_t item = c10::elementSize(spec.dtype);
   const size_t total = spec.bytes / item;
@@ -371,10 +385,7 @@ std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint de
       return std::make_shared<DirectAllreduce>(spec, deadline, tensor);
     case OpKind::kAllreduceChunked:
       return std::make_shared<ChunkedAllreduce>(spec, deadline, tensor);
-    case OpKind::kAllreduceShared:
-    case OpKind::kAllreduceInPlace:
-    case OpKind::kBarrierShared:
-    case OpKind::kRefusal:
+    default:
       break;
   }
   throw base::Exception(base::ErrorKind::kInternal, "no operation of this kind");

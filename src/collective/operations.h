@@ -31,10 +31,18 @@ namespace distrain::collective {
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
 // A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
 //
+// Reduce-scatter and all-to-all: each rank sends each other rank its part. n(n-1) messages, one
+// hop; a rank sends B(n-1)/n: minimal. Reduce, gather, scatter: as the broadcast, the ranks
+// exchange messages with the root only, and the direction without data has headers. 2(n-1)
+// messages. (exchange.cpp)
+//
+// Transfer: the receiver sends its header, and the sender answers by the data. Two hops, but the
+// receiver keeps no data that it has not asked for. (transfer.cpp)
+//
 // If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
 // shared memory instead: Note [Collectives in shared memory] in shared_space.h.
 //
-// All allreduces reduce each element in rank order, so the result does not depend on timing.
+// All reductions reduce each element in rank order, so the result does not depend on timing.
 //
 // Direct is better while the (n-1)(n-2)/n * B that it sends more and its n-fold reduction cost less
 // than the n(n-1) messages and the hop that it saves. With n = 8 on two cores, 56 messages of 5 µs
@@ -75,6 +83,17 @@ ByteRange chunk_of(const OpSpec& spec, int index, int count);
 /// one of the inputs. All hold `count` aligned elements.
 void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
             size_t count, uint8_t* out);
+
+/// Return the header, and the tensor behind the header, in one buffer.
+base::BufferPtr header_only(Core& core, const OpSpec& spec);
+base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor);
+
+/// Copies `data`, the elements in row-major order, into a tensor of any strides.
+void write_tensor(const at::Tensor& tensor, std::span<const uint8_t> data);
+/// Reduces `inputs`, the elements of the group ranks in row-major order, into a tensor of any
+/// strides, in the order of the ranks.
+void reduce_into(const at::Tensor& result, ReduceOp op, std::span<const uint8_t* const> inputs,
+                 Core& core);
 
 /// Returns true if reduce() supports the pair: all five operations for real floating dtypes; sum
 /// and avg for complex; sum, product, min and max for integers and bool (as or, and, and, or).

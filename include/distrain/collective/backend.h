@@ -17,6 +17,7 @@ namespace distrain::collective {
 
 class Core;
 class Operation;
+struct ExchangePlan;
 struct OpSpec;
 
 /// A group of ranks. `ranks` lists the members' job ranks in the same order on all members. The
@@ -121,6 +122,30 @@ class Backend final : public c10d::Backend {
                     std::chrono::milliseconds timeout = kDefault);
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
+  // The operations below are in sequence 0. They take one tensor for each rank of the group in each
+  // list, by group rank, of any shape. Inputs and outputs may share memory.
+
+  /// Reduces `inputs[i]` of all ranks into `output` of group rank i. All have one dtype and size.
+  Pending reduce_scatter(const at::Tensor& output, std::vector<at::Tensor> inputs,
+                         ReduceOp op = ReduceOp::SUM, std::chrono::milliseconds timeout = kDefault);
+  /// Copies `inputs[i]` of group rank j into `outputs[j]` of group rank i. Sizes may differ between
+  /// pairs of ranks. wait() throws `invalid` if a rank sends another size than the receiver
+  /// expects.
+  Pending all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                     std::chrono::milliseconds timeout = kDefault);
+  /// Copies `input` of group rank i into `outputs[i]` of group rank `root`; the other ranks have no
+  /// outputs. Sizes and dtypes must be equal. On another rank, complete when the root has begun.
+  Pending gather(const at::Tensor& input, std::vector<at::Tensor> outputs, int root = 0,
+                 std::chrono::milliseconds timeout = kDefault);
+  /// Copies `inputs[i]` of group rank `root` into `output` of group rank i; the other ranks have no
+  /// inputs. Sizes and dtypes must be equal.
+  Pending scatter(const at::Tensor& output, std::vector<at::Tensor> inputs, int root = 0,
+                  std::chrono::milliseconds timeout = kDefault);
+  /// Reduces `tensor` of all ranks into `tensor` of group rank `root`. The others' keep their
+  /// values.
+  Pending reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::SUM,
+                 std::chrono::milliseconds timeout = kDefault);
+
   /// Skips the next `count` operations of a sequence on this rank and makes them fail on the other
   /// ranks with `error` and this rank's number. Call it if this rank cannot take part.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
@@ -147,6 +172,27 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options) override;
+  /// Splits along dimension 0, into equal parts if the sizes are empty.
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_sizes,
+                                               std::vector<int64_t>& input_sizes,
+                                               const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& options) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
 
@@ -160,6 +206,8 @@ class Backend final : public c10d::Backend {
                 const at::Tensor& tensor = {}, std::vector<at::Tensor> outputs = {});
   std::shared_ptr<Operation> make_in_shared_memory(OpSpec spec, base::TimePoint deadline,
                                                    uint32_t sequence, const at::Tensor& tensor);
+  Pending exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout);
+  base::TimePoint deadline(std::chrono::milliseconds timeout) const;
 
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   size_t direct_bytes_ = 0;

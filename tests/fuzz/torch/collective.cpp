@@ -35,8 +35,10 @@ void run_collective(Input input) {
 
 std::vector<Bytes> collective_seeds() {
   std::vector<Bytes> seeds;
-  for (const OpKind kind : {OpKind::kBarrier, OpKind::kBroadcast, OpKind::kAllgather,
-                            OpKind::kAllreduceDirect, OpKind::kAllreduceChunked}) {
+  for (const OpKind kind :
+       {OpKind::kBarrier, OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAllreduceDirect,
+        OpKind::kAllreduceChunked, OpKind::kReduceScatter, OpKind::kAllToAll, OpKind::kGather,
+        OpKind::kScatter, OpKind::kReduce, OpKind::kTransfer}) {
     Bytes bytes(collective::kHeaderBytes + 8);
     collective::encode_header({kind, collective::ReduceOp::MAX, c10::ScalarType::Float, 1, 8}, 1,
                               bytes.data());

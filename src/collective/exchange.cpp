@@ -1,0 +1,82 @@
+#include "exchange.h"
+
+namespace distrain::collective {
+
+namespace {
+
+class PlannedExchange final : public Operation {
+ public:
+  PlannedExchange(const OpSpec& spec, base::TimePoint deadline, int rank, ExchangePlan plan)
+      : Operation(spec, deadline), rank_(rank), plan_(std::move(plan)) {}
+
+ private:
+  const at::Tensor& sent_to(int to) const { return plan_.sends[static_cast<size_t>(to)]; }
+  const at::Tensor& output_of(int from) const { return plan_.outputs[static_cast<size_t>(from)]; }
+
+  bool expects(int, int other) const override {
+    const auto root = static_cast<int>(spec().root);
+    return other != rank_ && (!plan_.rooted || rank_ == root || other == root);
+  }
+  size_t expected_bytes(int, int from) const override {
+    const at::Tensor& output = plan_.result.defined() ? plan_.result : output_of(from);
+    return output.defined() ? output.nbytes() : 0;
+  }
+  size_t sent_bytes() const override {
+    size_t most = 0;
+    for (int to = 0; to < core().size(); ++to) {
+      if (to != rank_ && sent_to(to).defined()) most = std::max(most, sent_to(to).nbytes());
+    }
+    return most;
+  }
+
+  void start() override {
+    // Copy the own data too, because the caller's inputs and outputs may share memory.
+    if (sent_to(rank_).defined()) own_ = pack(core(), spec(), sent_to(rank_));
+    // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
+    std::exception_ptr failure;
+    for (int i = 1; i < core().size(); ++i) {
+      const int to = (rank_ + i) % core().size();
+      if (!expects(0, to)) continue;
+      try {
+        const at::Tensor& tensor = sent_to(to);
+        const base::BufferPtr buffer =
+            tensor.defined() ? pack(core(), spec(), tensor) : header_only(core(), spec());
+        const std::span<const uint8_t> piece(buffer->data, buffer->size);
+        core().send(to, number(), 0, std::span(&piece, 1), buffer);
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+  }
+
+  void run_step(int) override {
+    std::vector<const uint8_t*> inputs;
+    for (int from = 0; from < core().size(); ++from) {
+      const bool is_own = from == rank_;
+      if (is_own ? !own_ : expected_bytes(0, from) == 0) {
+        inputs.push_back(nullptr);  // not read: there is no data, or no element
+        continue;
+      }
+      const std::span<const uint8_t> data =
+          is_own ? std::span<const uint8_t>(own_->data, own_->size).subspan(kHeaderBytes)
+                 : input(0, from);
+      if (!plan_.result.defined() && output_of(from).defined()) write_tensor(output_of(from), data);
+      inputs.push_back(data.data());
+    }
+    if (plan_.result.defined()) reduce_into(plan_.result, spec().reduce_op, inputs, core());
+  }
+
+  const int rank_;
+  const ExchangePlan plan_;
+  base::BufferPtr own_;
+};
+
+}  // namespace
+
+std::shared_ptr<Operation> make_exchange(const OpSpec& spec, base::TimePoint deadline, int rank,
+                                         ExchangePlan plan) {
+  return std::make_shared<PlannedExchange>(spec, deadline, rank, std::move(plan));
+}
+
+}  // namespace distrain::collective
