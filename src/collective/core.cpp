@@ -161,38 +161,58 @@ void Core::refuse(int count, const Error& error, uint32_t sequence) {
   if (--active_ == 0) idle_.notify_all();
 }
 
-void Core::relay_locked(uint64_t number, const Error& error) {
-  if (failure_) return;  // the other ranks learn that by themselves
-  executor_.post([self = shared_from_this(), number, error] {
+void Core::post_sends(std::function<void(Core&)> sends) {
+  executor_.post([self = shared_from_this(), sends = std::move(sends)] {
     {
       std::lock_guard lock(self->mutex_);
-      if (self->failure_) return;
+      if (self->failure_) return;  // the other ranks learn that by themselves
       ++self->active_;
     }
-    self->send_refusals(number, 1, error, /*is_relayed=*/true);
+    sends(*self);
     std::lock_guard lock(self->mutex_);
     if (--self->active_ == 0) self->idle_.notify_all();
   });
 }
 
-void Core::send_refusals(uint64_t first, int count, const Error& error, bool is_relayed) {
+void Core::relay(uint64_t number, const Error& error) {
+  post_sends([number, error](Core& self) { self.send_refusals(number, 1, error, true); });
+}
+
+void Core::answer(uint64_t number, const OpSpec& spec, int from, const Error& error) {
+  post_sends([number, spec, from, error](Core& self) {
+    try {
+      const base::BufferPtr header = self.allocate(kHeaderBytes);
+      encode_header(spec, 0, header->data);
+      const std::span<const uint8_t> piece(header->data, header->size);
+      self.send(from, number, 0, std::span(&piece, 1), header);
+    } catch (...) {
+      // Ignore errors, as send_refusals() does.
+    }
+    self.send_refusals(number, 1, error, true, from);
+  });
+}
+
+void Core::send_refusals(uint64_t first, int count, const Error& error, bool is_relayed,
+                         int except) {
   try {
     const std::string text = encode_refusal(error, is_relayed);
     base::BufferPtr buffer = allocate(text.size());
     std::copy(text.begin(), text.end(), buffer->data);
-    for (int i = 0; i < count; ++i) send_to_all(first + static_cast<uint64_t>(i), 0, buffer);
+    for (int i = 0; i < count; ++i)
+      send_to_all(first + static_cast<uint64_t>(i), 0, buffer, except);
   } catch (...) {
     // Ignore errors: a rank that gets no refusal is lost, or its operation fails at its deadline.
   }
 }
 
-void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
+void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
   // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
-      send((rank_ + i) % size(), number, step, std::span(&piece, 1), buffer);
+      const int to = (rank_ + i) % size();
+      if (to != except) send(to, number, step, std::span(&piece, 1), buffer);
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
@@ -269,21 +289,14 @@ void Core::send_control(int to, uint64_t number, int step,
   }
 }
 
-void Core::post_control_locked(std::vector<int> to, uint64_t number, int step) {
-  executor_.post([self = shared_from_this(), to = std::move(to), number, step] {
-    {
-      std::lock_guard lock(self->mutex_);
-      if (self->failure_) return;
-      ++self->active_;
-    }
-    for (const int rank : to) self->send_control(rank, number, step);
-    if (number == kLook) self->on_look();
-    std::lock_guard lock(self->mutex_);
-    if (--self->active_ == 0) self->idle_.notify_all();
+void Core::post_control(std::vector<int> to, uint64_t number, int step) {
+  post_sends([to = std::move(to), number, step](Core& self) {
+    for (const int rank : to) self.send_control(rank, number, step);
+    if (number == kLook) self.on_look();
   });
 }
 
-void Core::look_later() { post_control_locked(others(), kLook, 0); }
+void Core::look_later() { post_control(others(), kLook, 0); }
 
 void Core::on_look() {
   std::vector<std::shared_ptr<Operation>> ready;
@@ -323,7 +336,7 @@ void Core::decide_sharing_locked(bool shares) {
   sharing_decided_.notify_all();
   if (!shares) space_ = nullptr;
   const SharingStep step = shares ? SharingStep::kUse : SharingStep::kUseNone;
-  if (rank_ == 0) post_control_locked(others(), kSharing, static_cast<int>(step));
+  if (rank_ == 0) post_control(others(), kSharing, static_cast<int>(step));
 }
 
 std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage& message) {
@@ -341,7 +354,7 @@ std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage
       if (space.ok()) space_ = std::move(space.value());
     }
     const SharingStep answer = space_ ? SharingStep::kAccept : SharingStep::kDecline;
-    post_control_locked({0}, kSharing, static_cast<int>(answer));
+    post_control({0}, kSharing, static_cast<int>(answer));
     return std::nullopt;
   }
   const bool is_decision = step == SharingStep::kUseNone || (step == SharingStep::kUse && space_);

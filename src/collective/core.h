@@ -4,6 +4,7 @@
 #include <array>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -90,10 +91,10 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Tells all ranks to look at the marks, on a thread of the executor.
   void look_later();
   /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
-  void relay(uint64_t number, const base::Error& error) {
-    std::lock_guard lock(mutex_);
-    relay_locked(number, error);
-  }
+  void relay(uint64_t number, const base::Error& error);
+  /// Sends the header of a shared operation to group rank `from`, which has called another one, and
+  /// `error` to the others.
+  void answer(uint64_t number, const OpSpec& spec, int from, const base::Error& error);
   /// Holds the tensor of a failed operation, to which other ranks may still write.
   void keep_locked(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
 
@@ -129,7 +130,7 @@ class Core : public std::enable_shared_from_this<Core> {
     const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
     channel_.send(world_rank(to), tag, pieces, std::move(keep_alive));
   }
-  void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer);
+  void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except = -1);
 
  private:
   friend class Operation;
@@ -147,11 +148,13 @@ class Core : public std::enable_shared_from_this<Core> {
   void on_closed_locked(int from);
   base::Error closed_error(int from, const Operation& operation) const;
   bool await_room(Operation& operation);
-  void send_refusals(uint64_t first, int count, const base::Error& error, bool is_relayed = false);
-  void relay_locked(uint64_t number, const base::Error& error);
+  void send_refusals(uint64_t first, int count, const base::Error& error, bool is_relayed = false,
+                     int except = -1);
+  /// Runs `sends` on a thread of the executor, unless the group has failed by then.
+  void post_sends(std::function<void(Core&)> sends);
   void send_control(int to, uint64_t number, int step,
                     std::shared_ptr<const net::Fd> descriptor = {});
-  void post_control_locked(std::vector<int> to, uint64_t number, int step);
+  void post_control(std::vector<int> to, uint64_t number, int step);
   void offer_sharing();
   std::optional<base::Error> on_sharing_locked(int from, const rpc::ChannelMessage& message);
   void decide_sharing_locked(bool shares);

@@ -21,6 +21,7 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
+#include "../src/app/process/process_setup.h"
 #include "distrain/collective/backend.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/ddp/reducer.h"
@@ -190,8 +191,10 @@ void bind(const Options& bench, int rank) {
 }
 
 int run_one(const rpc::AgentOptions& options, const Options& bench) {
+  app::set_up_process();  // as jobs do
   at::set_num_threads(1);
   try {
+    app::set_up_process();
     bind(bench, 0);
     rpc::Agent agent(options);
     run_rank(agent, bench);
