@@ -2,6 +2,7 @@
 
 #include "calls.h"
 #include "core.h"
+#include "distrain/rpc/error.h"
 #include "operations.h"
 
 namespace distrain::collective {
@@ -41,9 +42,17 @@ Backend::~Backend() { core_->close(); }
 Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
                        const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
   const base::TimePoint end = deadline(timeout);
-  auto operation = make_in_shared_memory(spec, end, sequence, tensor);
+  std::shared_ptr<Operation> operation;
+  std::optional<Error> error;
+  try {
+    operation = make_in_shared_memory(spec, end, sequence, tensor);
+  } catch (...) {
+    // Take part in the order of operations none the less.
+    error = rpc::error_in_flight(ErrorKind::kInternal);
+    error->op = describe(spec);
+  }
   if (!operation) operation = make_operation(spec, end, rank_, size_, tensor, std::move(outputs));
-  core_->issue(operation, sequence);
+  core_->issue(operation, sequence, std::move(error));
   return Pending(operation);
 }
 
@@ -55,7 +64,7 @@ std::shared_ptr<Operation> Backend::make_in_shared_memory(OpSpec spec, base::Tim
   const bool is_chunked = spec.kind == OpKind::kAllreduceChunked;
   if (!is_barrier && !is_chunked && spec.kind != OpKind::kAllreduceDirect) return nullptr;
   if (sequence >= SharedSpace::kSequences || size_ == 1) return nullptr;
-  const auto space = core_->shared_space(deadline);
+  const auto space = core_->shared_space(deadline).value();
   if (!space) return nullptr;
   const auto place = is_chunked ? space->place_of(tensor) : std::nullopt;
   if (!place && spec.bytes > SharedSpace::kSlotBytes) return nullptr;
@@ -70,7 +79,7 @@ std::shared_ptr<Operation> Backend::make_in_shared_memory(OpSpec spec, base::Tim
 at::Tensor Backend::allocate(size_t bytes) {
   const auto private_memory = [&] { return at::empty({static_cast<int64_t>(bytes)}, at::kByte); };
   if (bytes <= direct_bytes_) return private_memory();
-  const auto space = core_->shared_space(deadline(kDefault));
+  const auto space = core_->shared_space(deadline(kDefault)).value();
   return space ? space->allocate(bytes) : private_memory();
 }
 

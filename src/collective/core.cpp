@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "distrain/base/process.h"
 #include "distrain/base/thread_state.h"
@@ -64,6 +65,10 @@ void Core::close() {
     idle_.wait(lock, [this] { return active_ == 0; });
     early_.clear();
   }
+  {
+    std::lock_guard lock(slots_mutex_);
+    slots_closed_ = true;  // operations may outlive the executor
+  }
   for (int to = 0; to < size(); ++to) {
     try {
       if (to != rank_) send(to, kClosed, 0, {}, nullptr);
@@ -77,6 +82,8 @@ void Core::abort(const Error& error) {
   std::lock_guard lock(mutex_);
   const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
   for (const auto& [number, operation] : pending) operation->fail_locked(error);
+  aborted_ = error;
+  ++aborts_;
   room_.notify_all();
   sharing_decided_.notify_all();
 }
@@ -107,13 +114,19 @@ std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
   return std::move(taken.mapped());
 }
 
-void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence) {
+void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence,
+                 std::optional<Error> cannot_begin) {
   std::unique_lock lock(mutex_);
   const uint64_t number = next_locked(sequence)++;
   operation->open_locked(shared_from_this(), number);
   std::vector<rpc::ChannelMessage> early = take_early_locked(number);
   std::optional<Error> error = failure_;
-  if (!error) {
+  if (!error && cannot_begin) {
+    error = std::move(cannot_begin);
+    lock.unlock();
+    send_refusals(number, 1, *error);
+    lock.lock();
+  } else if (!error) {
     pending_.emplace(number, operation);
     for (auto& message : early) {
       operation->deliver_locked(group_rank(message.from), std::move(message));
@@ -138,7 +151,10 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
   }
   if (error) operation->fail_locked(std::move(*error));
   operation->settle_locked();
-  if (operation->is_shared()) return operation->run_first_steps(lock);
+  if (operation->is_shared()) {
+    operation->run_first_steps(lock);
+    if (operation->spec().bytes <= SharedSpace::kSlotBytes) return;  // the caller waits soon
+  }
   const bool post = operation->wants_executor_locked();
   lock.unlock();
   if (size() == 1) return operation->run_ready();
@@ -165,7 +181,7 @@ void Core::post_sends(std::function<void(Core&)> sends) {
   executor_.post([self = shared_from_this(), sends = std::move(sends)] {
     {
       std::lock_guard lock(self->mutex_);
-      if (self->failure_) return;  // the other ranks learn that by themselves
+      if (self->failure_) return;
       ++self->active_;
     }
     sends(*self);
@@ -174,11 +190,13 @@ void Core::post_sends(std::function<void(Core&)> sends) {
   });
 }
 
-void Core::relay(uint64_t number, const Error& error) {
+void Core::relay_locked(uint64_t number, const Error& error) {
+  if (failure_) return;  // the other ranks learn that by themselves
   post_sends([number, error](Core& self) { self.send_refusals(number, 1, error, true); });
 }
 
-void Core::answer(uint64_t number, const OpSpec& spec, int from, const Error& error) {
+void Core::answer_locked(uint64_t number, const OpSpec& spec, int from, const Error& error) {
+  if (failure_) return;
   post_sends([number, spec, from, error](Core& self) {
     try {
       const base::BufferPtr header = self.allocate(kHeaderBytes);
@@ -296,7 +314,10 @@ void Core::post_control(std::vector<int> to, uint64_t number, int step) {
   });
 }
 
-void Core::look_later() { post_control(others(), kLook, 0); }
+void Core::look_later() {
+  std::lock_guard lock(slots_mutex_);
+  if (!slots_closed_) post_control(others(), kLook, 0);
+}
 
 void Core::on_look() {
   std::vector<std::shared_ptr<Operation>> ready;
@@ -317,7 +338,7 @@ void Core::offer_sharing() {
     std::lock_guard lock(mutex_);
     if (failure_) return;
     if (channel_.shares_memory()) {
-      auto space = SharedSpace::create(size(), base::available_cpus().count, *descriptor);
+      auto space = SharedSpace::create(size(), *descriptor);
       if (space.ok()) space_ = std::move(space.value());
     }
     if (!space_) return decide_sharing_locked(false);
@@ -335,17 +356,25 @@ void Core::decide_sharing_locked(bool shares) {
   sharing_ = shares ? Sharing::kYes : Sharing::kNo;
   sharing_decided_.notify_all();
   if (!shares) space_ = nullptr;
+  if (shares) space_->agree_on_reducers();
   const SharingStep step = shares ? SharingStep::kUse : SharingStep::kUseNone;
   if (rank_ == 0) post_control(others(), kSharing, static_cast<int>(step));
 }
 
 std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage& message) {
   const auto step = static_cast<SharingStep>(std::min<uint64_t>(message.tag.c, UINT8_MAX));
-  if (sharing_ != Sharing::kUndecided) return std::nullopt;  // a rank has closed the group
+  if (sharing_ != Sharing::kUndecided) {  // because of the settings, or of a rank that has closed
+    if (from == 0 && step == SharingStep::kOffer) {
+      post_control({0}, kSharing, static_cast<int>(SharingStep::kDecline));
+    }
+    return std::nullopt;
+  }
+  Peer& peer = peers_[static_cast<size_t>(from)];
   const bool is_answer = step == SharingStep::kAccept || step == SharingStep::kDecline;
-  if (rank_ == 0 && is_answer) {
+  if (rank_ == 0 && is_answer && !peer.has_answered) {
+    peer.has_answered = true;
     is_sharing_declined_ = is_sharing_declined_ || step == SharingStep::kDecline;
-    if (++sharing_answers_ == size() - 1) decide_sharing_locked(!is_sharing_declined_);
+    if (awaited_for_sharing_locked().empty()) decide_sharing_locked(!is_sharing_declined_);
     return std::nullopt;
   }
   if (from == 0 && step == SharingStep::kOffer && !space_) {
@@ -367,16 +396,47 @@ std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage
                message.from};
 }
 
-std::shared_ptr<SharedSpace> Core::shared_space(base::TimePoint deadline) {
+std::vector<int> Core::awaited_for_sharing_locked() const {
+  if (rank_ != 0) return {world_rank(0)};
+  std::vector<int> ranks;
+  for (const int other : others()) {
+    if (!peers_[static_cast<size_t>(other)].has_answered) ranks.push_back(world_rank(other));
+  }
+  return ranks;
+}
+
+base::Result<std::shared_ptr<SharedSpace>> Core::shared_space(base::TimePoint deadline) {
   std::unique_lock lock(mutex_);
-  const auto is_over = [this] { return failure_ || sharing_ != Sharing::kUndecided; };
+  const uint64_t aborts = aborts_;
+  const auto closed = [this] { return std::ranges::find(peers_, true, &Peer::closed); };
+  const auto is_over = [&] {
+    return failure_ || sharing_ != Sharing::kUndecided || aborts_ != aborts ||
+           closed() != peers_.end();
+  };
   if (!is_over()) {
     lock.unlock();
+    base::check_may_wait("the first collective of a group");
     const base::BlockingScope blocking;
     lock.lock();
+    sharing_waits_.push_back(base::Clock::now());
     base::wait_until(sharing_decided_, lock, deadline, is_over);
+    sharing_waits_.pop_back();
+    lock.unlock();  // before `blocking` ends
   }
-  return sharing_ == Sharing::kYes ? space_ : nullptr;
+  if (!lock.owns_lock()) lock.lock();
+  if (sharing_ != Sharing::kUndecided) return sharing_ == Sharing::kYes ? space_ : nullptr;
+  if (failure_) return *failure_;
+  if (aborts_ != aborts) return *aborted_;
+  if (const auto it = closed(); it != peers_.end()) {
+    const int rank = world_rank(static_cast<int>(it - peers_.begin()));
+    return Error{ErrorKind::kPeerLost, fmt::format("rank {} has closed the group", rank), rank};
+  }
+  const std::vector<int> missing = awaited_for_sharing_locked();
+  return Error{ErrorKind::kDeadline,
+               fmt::format("the first collective of the group: the deadline passed, nothing came "
+                           "from rank {}",
+                           fmt::join(missing, ", ")),
+               missing.front()};
 }
 
 void Core::on_answer_locked(Peer& peer, uint64_t number) {
@@ -391,7 +451,8 @@ void Core::on_answer_locked(Peer& peer, uint64_t number) {
 void Core::on_closed_locked(int from) {
   Peer& peer = peers_[static_cast<size_t>(from)];
   peer = {.early_bytes = peer.early_bytes, .closed = true};
-  if (sharing_ == Sharing::kUndecided) decide_sharing_locked(false);
+  if (rank_ == 0 && sharing_ == Sharing::kUndecided) decide_sharing_locked(false);
+  sharing_decided_.notify_all();
   const auto pending = pending_;  // a copy, because fail_locked() changes `pending_`
   for (const auto& [number, operation] : pending) {
     if (operation->waits_for_locked(from)) operation->fail_locked(closed_error(from, *operation));

@@ -11,6 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include <c10/util/StringUtil.h>
+
 #include "distrain/base/buffer.h"
 #include "distrain/base/executor.h"
 #include "distrain/base/trace.h"
@@ -75,13 +77,15 @@ class Core : public std::enable_shared_from_this<Core> {
     return ++last_sequence_;
   }
   /// Starts `operation` as the next of its sequence. Never throws; fails the operation instead.
-  void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
+  /// With `cannot_begin` only takes its number, and fails it with that error on all ranks.
+  void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence,
+             std::optional<base::Error> cannot_begin = std::nullopt);
   /// Skips the sequence's next `count` operations and sends `error` for each to the other ranks.
   void refuse(int count, const base::Error& error, uint32_t sequence);
 
   /// Returns the memory that the ranks share, or null if there is none. Waits until the ranks have
-  /// agreed, until `deadline`, or until the group fails.
-  std::shared_ptr<SharedSpace> shared_space(base::TimePoint deadline);
+  /// agreed. Returns an error at `deadline`, or if the group fails, is aborted or closed by a rank.
+  base::Result<std::shared_ptr<SharedSpace>> shared_space(base::TimePoint deadline);
   /// Note that an operation of this rank begins or ends in a slot, and set the rank's mark in phase
   /// kDone. enter_slot() returns the operation that began before.
   SlotUse enter_slot(size_t index, SlotUse use, SharedSpace::Mark& done);
@@ -91,12 +95,30 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Tells all ranks to look at the marks, on a thread of the executor.
   void look_later();
   /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
-  void relay(uint64_t number, const base::Error& error);
+  void relay_locked(uint64_t number, const base::Error& error);
+  void relay(uint64_t number, const base::Error& error) {
+    std::lock_guard lock(mutex_);
+    relay_locked(number, error);
+  }
   /// Sends the header of a shared operation to group rank `from`, which has called another one, and
   /// `error` to the others.
-  void answer(uint64_t number, const OpSpec& spec, int from, const base::Error& error);
-  /// Holds the tensor of a failed operation, to which other ranks may still write.
-  void keep_locked(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
+  void answer_locked(uint64_t number, const OpSpec& spec, int from, const base::Error& error);
+  /// Holds the tensor of a failed operation, to which other ranks may still write until they have
+  /// left its slot.
+  void keep_locked(size_t index, uint64_t mark, at::Tensor tensor) {
+    kept_.push_back({index, mark, std::move(tensor)});
+  }
+  /// Releases the tensors of operations in slot `index` up to `mark`.
+  void release_kept(size_t index, uint64_t mark) {
+    std::vector<Kept> released;  // destroyed without the mutex
+    std::lock_guard lock(mutex_);
+    const auto last = std::partition(kept_.begin(), kept_.end(), [&](const Kept& kept) {
+      return kept.index != index || kept.mark > mark;
+    });
+    std::move(last, kept_.end(), std::back_inserter(released));
+    kept_.erase(last, kept_.end());
+  }
+  void on_look();
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -141,6 +163,7 @@ class Core : public std::enable_shared_from_this<Core> {
     uint64_t unanswered_bytes = 0;
     uint64_t early_bytes = 0;  // bytes of the peer's messages in `early_`
     bool closed = false;
+    bool has_answered = false;  // the offer of shared memory
   };
 
   void on_message(rpc::ChannelMessage message);
@@ -158,14 +181,20 @@ class Core : public std::enable_shared_from_this<Core> {
   void offer_sharing();
   std::optional<base::Error> on_sharing_locked(int from, const rpc::ChannelMessage& message);
   void decide_sharing_locked(bool shares);
-  void on_look();
   std::vector<int> others() const;
+  /// Returns the ranks that the agreement on shared memory waits for.
+  std::vector<int> awaited_for_sharing_locked() const;
   uint64_t window() const { return kWindow / static_cast<uint64_t>(std::max(size() - 1, 1)); }
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits() {
     std::lock_guard lock(mutex_);
     std::vector<rpc::Wait> all;
     for (const auto& [number, operation] : pending_) all.push_back(operation->wait_locked());
+    for (const base::TimePoint since : sharing_waits_) {
+      all.push_back({"the first collective of the group: nothing yet from rank " +
+                         c10::Join(", ", awaited_for_sharing_locked()),
+                     since});
+    }
     return all;
   }
   void post(std::shared_ptr<Operation> operation) {
@@ -206,10 +235,17 @@ class Core : public std::enable_shared_from_this<Core> {
   enum class Sharing : uint8_t { kUndecided, kNo, kYes };
   Sharing sharing_;
   std::condition_variable sharing_decided_;
-  std::shared_ptr<SharedSpace> space_;  // set by the offer, and used if kYes
-  int sharing_answers_ = 0;             // on rank 0
-  bool is_sharing_declined_ = false;
-  std::vector<at::Tensor> kept_;
+  std::shared_ptr<SharedSpace> space_;          // set by the offer, and used if kYes
+  bool is_sharing_declined_ = false;            // on rank 0
+  std::vector<base::TimePoint> sharing_waits_;  // begin times of waits in shared_space()
+  std::optional<base::Error> aborted_;          // error of the last abort()
+  uint64_t aborts_ = 0;
+  struct Kept {
+    size_t index;
+    uint64_t mark;
+    at::Tensor tensor;
+  };
+  std::vector<Kept> kept_;
   int active_ = 0;  // operations in Starting or Running, and running calls of refuse()
   std::condition_variable idle_;
 
@@ -226,6 +262,7 @@ class Core : public std::enable_shared_from_this<Core> {
     uint64_t done() const { return running.empty() ? newest.mark : running.front().mark - 1; }
   };
   std::mutex slots_mutex_;  // may be locked while mutex_ is
+  bool slots_closed_ = false;
   std::array<SlotQueue, SharedSpace::kSequences * SharedSpace::kSlots> slots_;
 };
 

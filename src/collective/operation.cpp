@@ -114,7 +114,8 @@ void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
     // The other ranks of a shared operation have sent this rank nothing, so nor has this rank.
     const auto theirs = decode_header(message.payload);
     const bool is_refusal = theirs && theirs->kind == OpKind::kRefusal;
-    if (is_shared() && !is_refusal) core_->answer(number_, spec_, from, *error);
+    is_told_ = is_refusal;
+    if (is_shared() && !is_refusal) core_->answer_locked(number_, spec_, from, *error);
     return fail_locked(std::move(*error));
   }
   const auto step = static_cast<int>(message.tag.c);
@@ -137,7 +138,7 @@ void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
   on_end_locked();
-  if (error_ && is_awaited(steps_ - 1) && !is_shared()) core_->relay(number_, *error_);
+  if (error_ && is_awaited(steps_ - 1) && !is_shared()) core_->relay_locked(number_, *error_);
   if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
   const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));
@@ -234,6 +235,7 @@ bool Operation::wait_until(base::TimePoint limit) {
     }
   } catch (...) {  // `overloaded`: this thread may not block, so an executor thread must compute
     if (!lock.owns_lock()) lock.lock();
+    look_locked();
     --waiters_;
     const bool post = wants_executor_locked();
     lock.unlock();
@@ -253,8 +255,10 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
   lock.unlock();
   watch(step, true);
   const bool seen = base::thread_state().poll.poll(
-      [&] { return ready_or_done() || (shared && !lacks_any(step)); });
+      [&] { return ready_or_done() || (shared && is_collecting() && !lacks_any(step)); });
   watch(step, false);
+  // While this thread was watching, no message came for a later operation in the slot.
+  if (shared && is_done()) core_->on_look();
   if (!seen) {
     base::BlockingScope blocking;
     lock.lock();
@@ -297,7 +301,10 @@ bool Operation::lacks_any(int step) const {
 }
 
 void Operation::run_first_steps(std::unique_lock<std::mutex>& lock) {
-  while (state_locked() == OperationState::kReady && step_ + 1 < steps_) run_locked(lock);
+  while (state_locked() == OperationState::kReady && step_ + 1 < steps_ &&
+         (step_ == 0 || spec_.bytes <= SharedSpace::kSlotBytes)) {
+    run_locked(lock);
+  }
 }
 
 void Operation::look_locked() {

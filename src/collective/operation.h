@@ -89,7 +89,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Returns the error of a rank whose header differs from this operation.
   std::optional<base::Error> mismatch(int from, const OpSpec& theirs) const;
   bool lacks_any(int step) const;
-  bool has_failed_locked() const { return error_.has_value(); }
+  /// Returns the operation's error, and whether a refusal of another rank is its cause.
+  const std::optional<base::Error>& error_locked() const { return error_; }
+  bool is_told_locked() const { return is_told_; }
+  int step_locked() const { return step_; }
+  bool is_done() const { return state_.load(std::memory_order_acquire) == OperationState::kDone; }
   /// Returns the size of the largest data that this rank sends to one other rank in step 0.
   virtual size_t sent_bytes() const { return spec_.bytes; }
 
@@ -111,6 +115,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
     return state == OperationState::kReady || state == OperationState::kDone;
   }
 
+  bool is_collecting() const {
+    return state_.load(std::memory_order_acquire) == OperationState::kCollecting;
+  }
+
   void transition_locked(OperationState to);
   void open_locked(std::shared_ptr<Core> core, uint64_t number);
   void deliver_locked(int from, rpc::ChannelMessage message);
@@ -123,7 +131,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  /// Runs the steps of a shared operation on which other ranks wait, on the thread that begins it.
+  /// Runs the steps of a shared operation on which other ranks wait, on the thread that begins it,
+  /// except the reduction of a large tensor.
   void run_first_steps(std::unique_lock<std::mutex>& lock);
   /// Makes a shared operation Ready if the marks of the current step are complete.
   void look_locked();
@@ -150,6 +159,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing
   std::optional<base::Error> failure_;      // first error while Starting or Running
   std::optional<base::Error> error_;
+  bool is_told_ = false;  // a refusal of another rank is the cause of the failure
   std::condition_variable changed_;
 };
 

@@ -38,7 +38,8 @@ class SharedOperation final : public Operation {
   bool is_shared() const override { return true; }
   bool is_awaited(int) const override { return true; }
   void watch(int step, bool begins) override {
-    if (step == kEnter) return;  // the slot still has another operation, which needs the messages
+    // In kEnter the marks belong to the operation before, whose waiters rely on messages.
+    if (step == kEnter) return;
     slot_.watching[rank()].fetch_add(begins ? 1 : -uint64_t{1});
   }
 
@@ -55,6 +56,11 @@ class SharedOperation final : public Operation {
     return !has_marked(0, from) || (reduces(from) && !has_marked(1, from));
   }
   bool is_missing(int step, int from) const override {
+    if (step == kEnter) {  // waits for what the operation before waits for
+      const auto last = std::static_pointer_cast<SharedOperation>(previous_.operation.lock());
+      if (last && !last->is_done()) return last->is_missing(last->step_locked(), from);
+      return from != core().rank() && lacks(step, from);
+    }
     if (step != kCollect || !has_marked(0, from)) return lacks(step, from);
     for (int other = 0; other < core().size(); ++other) {
       if (!has_marked(0, other)) return false;  // the reducers wait for that rank, too
@@ -82,6 +88,7 @@ class SharedOperation final : public Operation {
 
   void enter() {
     stop_waiting();
+    core().release_kept(slot_.index, previous_.mark);
     if (tensor_.defined()) work_ = tensor_.contiguous();
     encode_header(spec(), 0, space_->header_of(slot_, core().rank()).data());
     if (tensor_.defined() && !is_in_place()) {
@@ -93,6 +100,7 @@ class SharedOperation final : public Operation {
         }
       }
     }
+    has_entered_ = true;
     set_mark(0);
   }
 
@@ -143,7 +151,7 @@ class SharedOperation final : public Operation {
           core().world_rank(from), describe(spec())};
     }
     if (!error) return input;
-    if (space_->reducers() < core().size()) core().relay(number(), *error);
+    if (!is_direct_) core().relay(number(), *error);
     throw base::Exception(std::move(*error));
   }
 
@@ -178,7 +186,12 @@ class SharedOperation final : public Operation {
     look_if_waiting();
   }
   void on_end_locked() override {
-    if (has_failed_locked() && is_in_place()) core().keep_locked(tensor_);
+    if (error_locked() && !has_entered_ && !is_told_locked()) {
+      core().relay_locked(number(), *error_locked());  // the other ranks still wait for this rank
+    }
+    if (error_locked() && has_entered_ && is_in_place()) {
+      core().keep_locked(slot_.index, mark_, tensor_);
+    }
     // Other threads may hold this object for a while, but the caller may free the tensor.
     tensor_ = work_ = at::Tensor();
     leave();
@@ -192,6 +205,7 @@ class SharedOperation final : public Operation {
   uint64_t mark_ = 0;
   SlotUse previous_;  // the operation that this rank had in the slot before
   bool is_waiting_ = false;
+  bool has_entered_ = false;
   bool has_left_ = false;
 };
 

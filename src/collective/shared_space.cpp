@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
+#include "distrain/base/process.h"
 #include "message.h"
 
 namespace distrain::collective {
@@ -20,13 +21,14 @@ constexpr size_t kMostOfAll = size_t{1} << 40;
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-/// The memory's parts, in this order: a page with the number of reducers, the slots' marks and
-/// headers, the slots' data, and the tensors of allocate().
+/// The memory's parts, in this order: the CPUs of each rank, the slots' marks and headers, the
+/// slots' data, and the tensors of allocate().
 struct Layout {
   explicit Layout(size_t size)
       : marks((4 * size + 1) * sizeof(uint64_t)),
         head(rounded(marks + size * kHeaderBytes, 64)),
-        data(kPage + rounded(kCount * head, kPage)),
+        slots(rounded(size * sizeof(base::Cpus), kPage)),
+        data(slots + rounded(kCount * head, kPage)),
         tensors(rounded(data + kCount * size * SharedSpace::kSlotBytes, kAlignment)),
         each(std::min(kMostOfRank, kMostOfAll / size / kAlignment * kAlignment)),
         bytes(tensors + size * each) {}
@@ -34,6 +36,7 @@ struct Layout {
   static constexpr size_t kCount = SharedSpace::kSequences * SharedSpace::kSlots;
   size_t marks;
   size_t head;
+  size_t slots;
   size_t data;
   size_t tensors;
   size_t each;  // bytes of one rank's tensors
@@ -42,41 +45,46 @@ struct Layout {
 
 }  // namespace
 
-SharedSpace::SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size,
-                         int reducers)
-    : memory_(std::move(memory)),
-      rank_(rank),
-      size_(static_cast<size_t>(size)),
-      reducers_(std::clamp(reducers, 1, size)) {
+SharedSpace::SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size)
+    : memory_(std::move(memory)), rank_(rank), size_(static_cast<size_t>(size)) {
+  const base::Cpus cpus = base::available_cpus();
+  std::memcpy(memory_->bytes().data() + static_cast<size_t>(rank) * sizeof cpus, &cpus,
+              sizeof cpus);
   const Layout layout(size_);
   // Only a hint: without huge pages the first use of a tensor takes more page faults.
   ::madvise(memory_->bytes().data() + layout.tensors, layout.bytes - layout.tensors, MADV_HUGEPAGE);
 }
 
-base::Result<std::shared_ptr<SharedSpace>> SharedSpace::create(int size, int reducers,
-                                                               net::Fd& descriptor) {
+void SharedSpace::agree_on_reducers() {
+  std::map<uint64_t, int64_t> counts;  // by set of CPUs; equal on all ranks, as the memory is
+  for (size_t rank = 0; rank < size_; ++rank) {
+    base::Cpus cpus;
+    std::memcpy(&cpus, memory_->bytes().data() + rank * sizeof cpus, sizeof cpus);
+    counts.emplace(cpus.key, cpus.count);
+  }
+  int64_t all = 0;
+  for (const auto& [key, count] : counts) all += count;
+  reducers_ = static_cast<int>(std::clamp<int64_t>(all, 1, static_cast<int64_t>(size_)));
+}
+
+base::Result<std::shared_ptr<SharedSpace>> SharedSpace::create(int size, net::Fd& descriptor) {
   auto memory = net::SharedMemory::create(Layout(static_cast<size_t>(size)).bytes, descriptor);
   if (!memory.ok()) return memory.error();
-  std::memcpy(memory.value()->bytes().data(), &reducers, sizeof reducers);
-  return std::shared_ptr<SharedSpace>(
-      new SharedSpace(std::move(memory.value()), 0, size, reducers));
+  return std::shared_ptr<SharedSpace>(new SharedSpace(std::move(memory.value()), 0, size));
 }
 
 base::Result<std::shared_ptr<SharedSpace>> SharedSpace::open(int rank, int size,
                                                              const net::Fd& descriptor) {
   auto memory = net::SharedMemory::open(descriptor, Layout(static_cast<size_t>(size)).bytes);
   if (!memory.ok()) return memory.error();
-  int reducers = 0;
-  std::memcpy(&reducers, memory.value()->bytes().data(), sizeof reducers);
-  return std::shared_ptr<SharedSpace>(
-      new SharedSpace(std::move(memory.value()), rank, size, reducers));
+  return std::shared_ptr<SharedSpace>(new SharedSpace(std::move(memory.value()), rank, size));
 }
 
 SharedSpace::Slot SharedSpace::slot(uint32_t sequence, uint64_t number) const {
   const Layout layout(size_);
   Slot slot;
   slot.index = sequence * kSlots + number % kSlots;
-  uint8_t* const head = memory_->bytes().data() + kPage + slot.index * layout.head;
+  uint8_t* const head = memory_->bytes().data() + layout.slots + slot.index * layout.head;
   auto* marks = reinterpret_cast<Mark*>(head);
   for (std::span<Mark>& phase : slot.marks) {
     phase = {marks, size_};

@@ -29,9 +29,13 @@ namespace distrain::collective {
 // operation in the slot may write. Marks only grow. A bucket (see allocate()) is reduced where it
 // lies: the reducers write the result to all ranks' buckets.
 //
-// A rank that waits reads the marks while it polls. `watching` counts its threads that do. The rank
-// whose mark completes a phase sends a message (kLook) to each rank that needs the phase and is not
-// watching. Both sides first write, then read, sequentially consistent, so no rank sleeps on.
+// A rank that waits reads the marks while it polls. `watching` counts its threads that do, of all
+// operations in the slot. The rank whose mark completes a phase sends a message (kLook) to each
+// rank that needs the phase and is not watching. Both sides first write, then read, sequentially
+// consistent: a thread that stops watching looks again, also for later operations if its own has
+// ended. So no rank sleeps on.
+//
+// Pages take memory when they are written: at most kSlots * kSlotBytes of each rank and sequence.
 // Ranks trust each other's values, but not their addresses: those are checked after they are read.
 
 /// Memory that the ranks of a group on one host share; see Note [Collectives in shared memory].
@@ -42,10 +46,9 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   static constexpr uint64_t kSlots = 4;
   static constexpr size_t kSlotBytes = size_t{1} << 20;  ///< the largest tensor in a slot
 
-  /// Creates the memory for `size` ranks, of which at most `reducers` reduce.
-  static base::Result<std::shared_ptr<SharedSpace>> create(int size, int reducers,
-                                                           net::Fd& descriptor);
-  /// Maps the memory that rank 0 of the group has created.
+  /// Creates the memory for `size` ranks, and notes the CPUs of rank 0.
+  static base::Result<std::shared_ptr<SharedSpace>> create(int size, net::Fd& descriptor);
+  /// Maps the memory that rank 0 of the group has created, and notes the CPUs of `rank`.
   static base::Result<std::shared_ptr<SharedSpace>> open(int rank, int size,
                                                          const net::Fd& descriptor);
 
@@ -65,6 +68,9 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   uint8_t* data_of(const Slot& slot, int rank) const {
     return slot.data + static_cast<size_t>(rank) * kSlotBytes;
   }
+  /// Makes as many ranks reduce as there are CPUs. Called on each rank before the first operation,
+  /// when all ranks have noted their CPUs.
+  void agree_on_reducers();
   int reducers() const { return reducers_; }
 
   /// Returns an uninitialised tensor of `bytes` bytes that the other ranks can read and write, for
@@ -76,12 +82,12 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   uint8_t* at(int rank, uint64_t place, size_t bytes) const;
 
  private:
-  SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size, int reducers);
+  SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size);
 
   const std::shared_ptr<net::SharedMemory> memory_;
   const int rank_;
   const size_t size_;
-  const int reducers_;
+  int reducers_ = 1;
   mutable std::mutex mutex_;
   std::map<uint64_t, size_t> used_;  // allocated bytes by place, in this rank's part
 };

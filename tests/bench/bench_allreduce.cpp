@@ -176,7 +176,6 @@ void run_rank(rpc::Agent& agent, const Options& options) {
   agent.shutdown();
 }
 
-// Runs one rank to its end. Returns the exit code.
 // Binds a rank to its own CPU if there are enough, as mpirun does.
 void bind(const Options& bench, int rank) {
   cpu_set_t cpus;
@@ -190,6 +189,7 @@ void bind(const Options& bench, int rank) {
   if (sched_setaffinity(0, sizeof cpus, &cpus) != 0) throw std::runtime_error("cannot bind");
 }
 
+// Runs one rank to its end. Returns the exit code.
 int run_one(const rpc::AgentOptions& options, const Options& bench) {
   app::set_up_process();  // as jobs do
   at::set_num_threads(1);

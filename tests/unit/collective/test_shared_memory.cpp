@@ -1,4 +1,6 @@
 // Tests collectives in shared memory; those of other files run in shared memory, too.
+#include <future>
+
 #include <ATen/ATen.h>
 
 #include "../src/collective/core.h"
@@ -115,15 +117,19 @@ TEST_CASE("a tensor in shared memory outlives its group") {
   CHECK(x.eq(7).all().item<bool>());
 }
 
-TEST_CASE("memory of a failed allreduce is not reused") {
+TEST_CASE("memory of a failed allreduce is reused when all ranks have left its slot") {
   TestGroup group(2, {.timeout = kPatient});
+  std::promise<void> begun;
   run_ranks(2, [&](int rank) {
     at::Tensor x = allocate(group[rank], kLarge);
     void* const data = x.data_ptr();
     if (rank == 1) {
+      begun.get_future().wait();
       group[1].refuse(1, {ErrorKind::kBadData, "the file ends here", 1, {}});
     } else {
-      const base::Error error = thrown_by([&] { group[0].allreduce(x).wait(); });
+      const auto pending = group[0].allreduce(x);
+      begun.set_value();
+      const base::Error error = thrown_by([&] { pending.wait(); });
       RANK_CHECK(error.kind == ErrorKind::kBadData);
     }
     x = at::Tensor();
@@ -132,6 +138,10 @@ TEST_CASE("memory of a failed allreduce is not reused") {
     x.fill_(1);
     group[rank].allreduce(x).wait();
     RANK_CHECK(x.eq(2).all().item<bool>());
+    for (uint64_t i = 0; i < SharedSpace::kSlots; ++i) group[rank].enter_barrier().wait();
+    group[rank].allreduce(x).wait();
+    const at::Tensor y = allocate(group[rank], kLarge);
+    RANK_CHECK(rank == 1 || y.data_ptr() == data);
   });
 }
 
@@ -229,6 +239,55 @@ TEST_CASE("all of many ranks name the rank that a reducer waits for") {
     CHECK(errors[size_t(rank)].kind == ErrorKind::kDeadline);
     CHECK(errors[size_t(rank)].rank == 7);
   }
+}
+
+TEST_CASE("an operation that ends before it has its slot fails on all ranks") {
+  TestGroup group(2, {.timeout = kPatient});
+  const at::Tensor x = at::ones({5});
+  std::vector<Pending> begun;
+  for (uint64_t i = 0; i < SharedSpace::kSlots; ++i) begun.push_back(group[0].allreduce(x.clone()));
+  const auto queued = group[0].allreduce(x);
+  queued.fail({ErrorKind::kCancelled, "enough"});
+  for (uint64_t i = 0; i < SharedSpace::kSlots; ++i) group[1].allreduce(x.clone()).wait();
+  for (const Pending& each : begun) each.wait();
+  const base::Error error = thrown_by([&] { group[1].allreduce(x).wait(); });
+  CHECK(error.kind == ErrorKind::kCancelled);
+  check_slots(group);
+}
+
+TEST_CASE("a queued operation names the rank for which the operation before waits") {
+  TestGroup group(3, {.timeout = kPatient});
+  const at::Tensor x = at::ones({5});
+  std::vector<Pending> begun;
+  for (const int rank : {0, 1}) {
+    for (int i = 0; i < 6; ++i) begun.push_back(group[rank].allreduce(x.clone()));
+  }
+  begun.back().expire();
+  const base::Error error = thrown_by([&] { begun.back().wait(); });
+  INFO(error.message);
+  CHECK(error.kind == ErrorKind::kDeadline);
+  CHECK(error.rank == 2);
+  CHECK(contains(error.message, "nothing came from rank 2"));
+}
+
+TEST_CASE("the wait for an agreement ends by abort() and at the deadline, naming the rank") {
+  Rogue rogue;
+  std::thread other([&] { rogue.backend->abort(); });
+  auto first =
+      rogue.backend->allreduce(at::ones({5}), ReduceOp::SUM, std::chrono::milliseconds(30));
+  const base::Error error = thrown_by([&] { first.wait(); });
+  CHECK((error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled));
+  other.join();
+  auto second = rogue.backend->enter_barrier(std::chrono::milliseconds(30));
+  const base::Error late = thrown_by([&] { second.wait(); });
+  CHECK(late.kind == ErrorKind::kDeadline);
+  CHECK(late.rank == 1);
+  // The other ranks learn of both, so that they stay in step.
+  std::unique_lock lock(rogue.mutex);
+  rogue.changed.wait(lock, [&] {
+    return std::ranges::count(rogue.steps, 0U, &rpc::ChannelTag::b) == 1 &&
+           std::ranges::count(rogue.steps, 1U, &rpc::ChannelTag::b) == 1;
+  });
 }
 
 TEST_CASE("a rank may close the group once all have its data") {
