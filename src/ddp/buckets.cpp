@@ -1,5 +1,6 @@
 #include "buckets.h"
 
+#include <cstring>
 #include <map>
 #include <tuple>
 
@@ -8,7 +9,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include "distrain/base/error.h"
-#include "distrain/base/streaming_copy.h"
 
 namespace distrain::ddp {
 
@@ -21,8 +21,7 @@ bool is_plain(const at::Tensor& tensor) {
 // Copies between tensors of one shape and device. Converts the values if the dtypes differ.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
   if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
-    base::streaming_copy(static_cast<uint8_t*>(to.data_ptr()),
-                         static_cast<const uint8_t*>(from.const_data_ptr()), to.nbytes());
+    if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
   } else {
     const at::NoGradGuard no_grad;
     to.copy_(from);

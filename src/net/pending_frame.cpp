@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "distrain/base/streaming_copy.h"
 #include "net_impl.h"
 
 namespace distrain::net {
@@ -67,7 +66,7 @@ PendingFrame::PendingFrame(OutFrame frame, SendArena* arena) : frame_(std::move(
 
 void PendingFrame::copy_payload(uint8_t* to) {
   for (const auto& piece : frame_.payload) {
-    base::streaming_copy(to, piece.data(), piece.size());
+    std::memcpy(to, piece.data(), piece.size());
     to += piece.size();
   }
   frame_.payload.clear();
