@@ -194,8 +194,6 @@ int run_one(const rpc::AgentOptions& options, const Options& bench) {
   app::set_up_process();  // as jobs do
   at::set_num_threads(1);
   try {
-    app::set_up_process();
-    bind(bench, 0);
     rpc::Agent agent(options);
     run_rank(agent, bench);
     return 0;
@@ -247,6 +245,8 @@ int main(int argc, char** argv) {
   // Set after the fork, because a child cannot safely use a thread pool that its parent created.
   at::set_num_threads(1);
   try {
+    app::set_up_process();
+    bind(bench, 0);
     rpc::Agent agent(options);
     const uint16_t number = agent.port();
     for (int rank = 1; rank < bench.world; ++rank) {
