@@ -17,7 +17,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kAlignment = size_t{2} << 20;
 // Address space for the tensors of one rank, and of all ranks. Memory is taken when it is written.
 constexpr size_t kMostOfRank = size_t{64} << 30;
-constexpr size_t kMostOfAll = size_t{1} << 40;
+constexpr size_t kMostOfAll = size_t{256} << 30;
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
