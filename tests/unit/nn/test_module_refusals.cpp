@@ -14,7 +14,8 @@ using testing::PlainNet;
 
 namespace {
 
-// What is no torch::nn module cannot be exposed by name, and what has no forward() not be called.
+// A class that is not a torch::nn module cannot be exposed by name, and forward() of a class
+// without forward() cannot be called.
 struct NoModule {
   using Constructor = NoModule(int first, int second);
   NoModule(int, int) {}
