@@ -22,6 +22,15 @@ void check_parts(const char* op, const Tensors& tensors, const at::Tensor& one, 
               are_results ? "input" : "output", "'s dtype and size");
 }
 
+// Checks the parts on the root. Throws `invalid` if another rank has some.
+void check_parts_of_root(const char* op, const Tensors& tensors, const at::Tensor& one, int size,
+                         bool is_root, bool are_results) {
+  if (is_root) return check_parts(op, tensors, one, size, are_results);
+  if (!tensors.empty()) {
+    refuse_call(op, ": only the root has ", are_results ? "outputs" : "inputs");
+  }
+}
+
 // Returns the parts of `tensor` along dimension 0, equal ones if `sizes` is empty.
 Tensors split_rows(const at::Tensor& tensor, std::vector<int64_t> sizes, int ranks) {
   check_tensor("all_to_all", tensor);
@@ -98,8 +107,7 @@ Pending Backend::gather(const at::Tensor& input, Tensors outputs, int root,
                         std::chrono::milliseconds timeout) {
   check_tensor("gather", input);
   check_root("gather", root, size_);
-  if (rank_ == root) check_parts("gather", outputs, input, size_, true);
-  if (rank_ != root && !outputs.empty()) refuse_call("gather", ": only the root has outputs");
+  check_parts_of_root("gather", outputs, input, size_, rank_ == root, true);
   OpSpec spec = spec_of(OpKind::kGather, input);
   spec.root = static_cast<uint32_t>(root);
   Tensors sends(static_cast<size_t>(size_));
@@ -112,8 +120,7 @@ Pending Backend::scatter(const at::Tensor& output, Tensors inputs, int root,
                          std::chrono::milliseconds timeout) {
   check_result("scatter", output);
   check_root("scatter", root, size_);
-  if (rank_ == root) check_parts("scatter", inputs, output, size_, false);
-  if (rank_ != root && !inputs.empty()) refuse_call("scatter", ": only the root has inputs");
+  check_parts_of_root("scatter", inputs, output, size_, rank_ == root, false);
   OpSpec spec = spec_of(OpKind::kScatter, output);
   spec.root = static_cast<uint32_t>(root);
   Tensors outputs(static_cast<size_t>(size_));

@@ -44,35 +44,19 @@ std::string dtype_name(c10::ScalarType dtype) {
 }  // namespace
 
 const char* kind_name(OpKind kind) {
-  switch (kind) {
-    case OpKind::kBarrier:
-    case OpKind::kBarrierShared:
-      return "barrier";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kAllgather:
-      return "allgather";
-    case OpKind::kAllreduceDirect:
-    case OpKind::kAllreduceChunked:
-    case OpKind::kAllreduceShared:
-    case OpKind::kAllreduceInPlace:
-      return "allreduce";
-    case OpKind::kReduceScatter:
-      return "reduce_scatter";
-    case OpKind::kAllToAll:
-      return "all_to_all";
-    case OpKind::kGather:
-      return "gather";
-    case OpKind::kScatter:
-      return "scatter";
-    case OpKind::kReduce:
-      return "reduce";
-    case OpKind::kTransfer:
-      return "transfer";
-    case OpKind::kRefusal:
-      break;
-  }
-  return "collective";
+  using enum OpKind;
+  static constexpr std::pair<OpKind, const char*> kNames[] = {{kBarrier, "barrier"},
+                                                              {kBarrierShared, "barrier"},
+                                                              {kBroadcast, "broadcast"},
+                                                              {kAllgather, "allgather"},
+                                                              {kReduceScatter, "reduce_scatter"},
+                                                              {kAllToAll, "all_to_all"},
+                                                              {kGather, "gather"},
+                                                              {kScatter, "scatter"},
+                                                              {kReduce, "reduce"}};
+  const auto* const found = std::ranges::find(kNames, kind, &std::pair<OpKind, const char*>::first);
+  if (found != std::end(kNames)) return found->second;
+  return kind == kRefusal ? "collective" : "allreduce";
 }
 
 std::string describe(const OpSpec& spec) {
@@ -94,8 +78,6 @@ std::string describe(const OpSpec& spec) {
                          tensor);
     case OpKind::kAllToAll:
       return "all_to_all(" + dtype_name(spec.dtype) + ")";
-    case OpKind::kTransfer:
-      return fmt::format("transfer(tag {}, {}", static_cast<int>(spec.root), tensor);
     case OpKind::kAllreduceDirect:
     case OpKind::kAllreduceShared:
       return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);

@@ -19,16 +19,15 @@ enum class OpKind : uint8_t {
   kAllgather = 3,
   kAllreduceDirect = 4,
   kAllreduceChunked = 5,
-  kAllreduceShared = 20,   ///< in slots of a SharedSpace, as a whole or in chunks
-  kAllreduceInPlace = 21,  ///< of tensors from SharedSpace::allocate()
-  kBarrierShared = 22,
   kRefusal = 6,  ///< an error, from a rank that does not take part in the operation
   kReduceScatter = 7,
   kAllToAll = 8,  ///< `bytes` may differ between the ranks
   kGather = 9,
   kScatter = 10,
   kReduce = 11,
-  kTransfer = 12,  ///< a send and its recv; `root` is the tag
+  kBarrierShared = 12,     ///< this and the next two by marks in a SharedSpace
+  kAllreduceShared = 13,   ///< of tensors that are copied to slots, as a whole or in chunks
+  kAllreduceInPlace = 14,  ///< of tensors from SharedSpace::allocate()
 };
 
 /// The parameters of an operation, on which all ranks must agree.

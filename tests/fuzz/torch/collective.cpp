@@ -38,7 +38,8 @@ std::vector<Bytes> collective_seeds() {
   for (const OpKind kind :
        {OpKind::kBarrier, OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAllreduceDirect,
         OpKind::kAllreduceChunked, OpKind::kReduceScatter, OpKind::kAllToAll, OpKind::kGather,
-        OpKind::kScatter, OpKind::kReduce, OpKind::kTransfer}) {
+        OpKind::kScatter, OpKind::kReduce, OpKind::kBarrierShared, OpKind::kAllreduceShared,
+        OpKind::kAllreduceInPlace}) {
     Bytes bytes(collective::kHeaderBytes + 8);
     collective::encode_header({kind, collective::ReduceOp::MAX, c10::ScalarType::Float, 1, 8}, 1,
                               bytes.data());
