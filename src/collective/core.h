@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -51,12 +50,6 @@ inline constexpr uint64_t kLook = UINT64_MAX - 1;
 inline constexpr uint64_t kSharing = UINT64_MAX - 2;
 enum class SharingStep : uint8_t { kOffer, kAccept, kDecline, kUse, kUseNone };
 
-/// An operation in a slot of a SharedSpace.
-struct SlotUse {
-  uint64_t mark = 0;
-  std::weak_ptr<Operation> operation;
-};
-
 /// The state of a group: its sequences, early messages and pending operations. Handles the
 /// channel's messages; see Note [Life of an operation] for the threads. May outlive the Backend
 /// while tasks of the executor hold operations, but does not use the channel after close().
@@ -86,13 +79,10 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Returns the memory that the ranks share, or null if there is none. Waits until the ranks have
   /// agreed. Returns an error at `deadline`, or if the group fails, is aborted or closed by a rank.
   base::Result<std::shared_ptr<SharedSpace>> shared_space(base::TimePoint deadline);
-  /// Note that an operation of this rank begins or ends in a slot, and set the rank's mark in phase
-  /// kDone. enter_slot() returns the operation that began before.
-  SlotUse enter_slot(size_t index, SlotUse use, SharedSpace::Mark& done);
-  void leave_slot(size_t index, uint64_t mark, SharedSpace::Mark& done);
   /// Tells group rank `to` to look at the marks. Ignores a lost rank.
   void send_look(int to) { send_control(to, kLook, 0); }
-  /// Tells all ranks to look at the marks, on a thread of the executor.
+  /// Tells all ranks to look at the marks, on a thread of the executor. Does nothing after close(),
+  /// because an operation may outlive the executor.
   void look_later();
   /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
   void relay_locked(uint64_t number, const base::Error& error);
@@ -118,6 +108,7 @@ class Core : public std::enable_shared_from_this<Core> {
     std::move(last, kept_.end(), std::back_inserter(released));
     kept_.erase(last, kept_.end());
   }
+  /// Looks at the marks for all pending operations.
   void on_look();
 
   int rank() const { return rank_; }
@@ -175,11 +166,17 @@ class Core : public std::enable_shared_from_this<Core> {
                      int except = -1);
   /// Runs `sends` on a thread of the executor, unless the group has failed by then.
   void post_sends(std::function<void(Core&)> sends);
+  /// Ends what began with `++active_`.
+  void end_active();
+  /// Send a message without data; post_control() on a thread of the executor. Ignore lost ranks.
   void send_control(int to, uint64_t number, int step,
                     std::shared_ptr<const net::Fd> descriptor = {});
   void post_control(std::vector<int> to, uint64_t number, int step);
+  /// Offers the memory to the other ranks, on rank 0, or tells them that there is none.
   void offer_sharing();
+  /// Handles a step of the agreement. Returns the error of a wrong message.
   std::optional<base::Error> on_sharing_locked(int from, const rpc::ChannelMessage& message);
+  /// Ends the agreement on this rank. Rank 0 tells the others.
   void decide_sharing_locked(bool shares);
   std::vector<int> others() const;
   /// Returns the ranks that the agreement on shared memory waits for.
@@ -246,24 +243,11 @@ class Core : public std::enable_shared_from_this<Core> {
     at::Tensor tensor;
   };
   std::vector<Kept> kept_;
-  int active_ = 0;  // operations in Starting or Running, and running calls of refuse()
+  int active_ = 0;  // operations in Starting or Running, and other users of the channel
   std::condition_variable idle_;
 
-  /// The operations of this rank in a slot, in their order.
-  struct SlotQueue {
-    struct Running {
-      uint64_t mark;
-      bool has_left;
-    };
-    std::deque<Running> running;
-    SlotUse newest;
-
-    /// Returns the newest mark such that this rank reads the slot for no operation up to it.
-    uint64_t done() const { return running.empty() ? newest.mark : running.front().mark - 1; }
-  };
-  std::mutex slots_mutex_;  // may be locked while mutex_ is
-  bool slots_closed_ = false;
-  std::array<SlotQueue, SharedSpace::kSequences * SharedSpace::kSlots> slots_;
+  std::mutex looks_mutex_;  // may be locked while mutex_ is
+  bool are_looks_over_ = false;
 };
 
 }  // namespace distrain::collective

@@ -23,9 +23,9 @@ class SharedSpace;
 
 // Note [Life of an operation]
 //
-// An operation has one step or two; some ranks may take part in one of two only. A step is complete
-// when a message has come from each rank that the step needs; then `run_step` computes and, if
-// another step follows, sends its messages.
+// An operation has up to three steps; some ranks may take part in some of them only. A step is
+// complete when a message has come from each rank that the step needs, or a mark if the operation
+// is in shared memory; then `run_step` computes and, if another step follows, sends its messages.
 //
 //   Starting ──────> Collecting ──────> Ready ──────> Running ──────> Done
 //        │              ^    │            │            │   │           ^

@@ -36,9 +36,6 @@ namespace distrain::collective {
 // exchange messages with the root only, and the direction without data has headers. 2(n-1)
 // messages. (exchange.cpp)
 //
-// Transfer: the receiver sends its header, and the sender answers by the data. Two hops, but the
-// receiver keeps no data that it has not asked for. (transfer.cpp)
-//
 // If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
 // shared memory instead: Note [Collectives in shared memory] in shared_space.h.
 //

@@ -46,7 +46,7 @@ class SharedOperation final : public Operation {
   void on_open_locked() override {
     slot_ = space_->slot(sequence_of(number()), number());
     mark_ = number() - first_number(sequence_of(number())) + 1;
-    previous_ = core().enter_slot(slot_.index, {mark_, weak_from_this()}, done_mark());
+    previous_ = space_->enter(slot_, {mark_, weak_from_this()});
   }
 
   bool lacks(int step, int from) const override {
@@ -83,7 +83,10 @@ class SharedOperation final : public Operation {
     if (step == kReduce && reduces(core().rank())) reduce_chunk();
     if (step == kCollect && !is_in_place()) collect();
     const bool is_last = step == (is_direct_ ? kReduce : kCollect);
-    if (is_last && tensor_.defined() && !work_.is_same(tensor_)) tensor_.copy_(work_);
+    if (!is_last) return;
+    if (tensor_.defined() && !work_.is_same(tensor_)) tensor_.copy_(work_);
+    // Other threads may hold this object for a while, but the caller may free the tensor.
+    tensor_ = work_ = at::Tensor();
   }
 
   void enter() {
@@ -172,7 +175,6 @@ class SharedOperation final : public Operation {
     }
   }
 
-  SharedSpace::Mark& done_mark() { return slot_.marks[SharedSpace::kDone][rank()]; }
   void look_if_waiting() {
     if (*slot_.waiting > 0) core().look_later();
   }
@@ -182,24 +184,22 @@ class SharedOperation final : public Operation {
   void leave() {
     if (std::exchange(has_left_, true)) return;
     stop_waiting();
-    core().leave_slot(slot_.index, mark_, done_mark());
+    space_->leave(slot_, mark_);
     look_if_waiting();
   }
   void on_end_locked() override {
     if (error_locked() && !has_entered_ && !is_told_locked()) {
       core().relay_locked(number(), *error_locked());  // the other ranks still wait for this rank
     }
-    if (error_locked() && has_entered_ && is_in_place()) {
+    if (error_locked() && has_entered_ && is_in_place() && tensor_.defined()) {
       core().keep_locked(slot_.index, mark_, tensor_);
     }
-    // Other threads may hold this object for a while, but the caller may free the tensor.
-    tensor_ = work_ = at::Tensor();
     leave();
   }
 
   const std::shared_ptr<SharedSpace> space_;
   const bool is_direct_;
-  at::Tensor tensor_;  // the caller's
+  at::Tensor tensor_;  // the caller's, until the last step has run
   at::Tensor work_;    // the same if that is contiguous
   SharedSpace::Slot slot_;
   uint64_t mark_ = 0;

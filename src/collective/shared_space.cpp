@@ -97,6 +97,23 @@ SharedSpace::Slot SharedSpace::slot(uint32_t sequence, uint64_t number) const {
   return slot;
 }
 
+SlotUse SharedSpace::enter(const Slot& slot, SlotUse use) {
+  std::lock_guard lock(mutex_);
+  SlotQueue& queue = slots_[slot.index];
+  queue.running.push_back({use.mark, false});
+  // This rank may have taken no part in operations that the others have begun in between.
+  if (use.mark != queue.newest.mark + kSlots) done_mark(slot).store(queue.done());
+  return std::exchange(queue.newest, std::move(use));
+}
+
+void SharedSpace::leave(const Slot& slot, uint64_t mark) {
+  std::lock_guard lock(mutex_);
+  SlotQueue& queue = slots_[slot.index];
+  std::ranges::find(queue.running, mark, &SlotQueue::Running::mark)->has_left = true;
+  while (!queue.running.empty() && queue.running.front().has_left) queue.running.pop_front();
+  done_mark(slot).store(queue.done());
+}
+
 std::span<uint8_t> SharedSpace::header_of(const Slot& slot, int rank) const {
   return {slot.headers + static_cast<size_t>(rank) * kHeaderBytes, kHeaderBytes};
 }

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -38,6 +40,14 @@ namespace distrain::collective {
 // Pages take memory when they are written: at most kSlots * kSlotBytes of each rank and sequence.
 // Ranks trust each other's values, but not their addresses: those are checked after they are read.
 
+class Operation;
+
+/// An operation of this rank in a slot.
+struct SlotUse {
+  uint64_t mark = 0;
+  std::weak_ptr<Operation> operation;
+};
+
 /// Memory that the ranks of a group on one host share; see Note [Collectives in shared memory].
 /// Thread-safe.
 class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
@@ -68,6 +78,11 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   uint8_t* data_of(const Slot& slot, int rank) const {
     return slot.data + static_cast<size_t>(rank) * kSlotBytes;
   }
+  /// Note that an operation of this rank begins or ends in a slot, and set this rank's mark of
+  /// phase kDone. enter() returns the operation that began before.
+  SlotUse enter(const Slot& slot, SlotUse use);
+  void leave(const Slot& slot, uint64_t mark);
+
   /// Makes as many ranks reduce as there are CPUs. Called on each rank before the first operation,
   /// when all ranks have noted their CPUs.
   void agree_on_reducers();
@@ -84,11 +99,26 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
  private:
   SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size);
 
+  /// The operations of this rank in a slot, in their order.
+  struct SlotQueue {
+    struct Running {
+      uint64_t mark;
+      bool has_left;
+    };
+    std::deque<Running> running;
+    SlotUse newest;
+
+    /// Returns the newest mark such that this rank reads the slot for no operation up to it.
+    uint64_t done() const { return running.empty() ? newest.mark : running.front().mark - 1; }
+  };
+  Mark& done_mark(const Slot& slot) const { return slot.marks[kDone][static_cast<size_t>(rank_)]; }
+
   const std::shared_ptr<net::SharedMemory> memory_;
   const int rank_;
   const size_t size_;
   int reducers_ = 1;
   mutable std::mutex mutex_;
+  std::array<SlotQueue, kSequences * kSlots> slots_;
   std::map<uint64_t, size_t> used_;  // allocated bytes by place, in this rank's part
 };
 

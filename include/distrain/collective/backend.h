@@ -32,7 +32,7 @@ struct BackendSettings {
   /// Largest tensor, in bytes, that an allreduce sends to all ranks as a whole. Larger tensors are
   /// reduced in chunks. -1 chooses by group size. Must be equal on all ranks.
   int64_t direct_bytes = -1;
-  /// Lets ranks on one host use shared memory. Must be equal on all ranks.
+  /// Lets the ranks use shared memory, if all of them are on one host and have this set.
   bool shared_memory = true;
 };
 

@@ -214,13 +214,16 @@ TEST_CASE("slots stay in step when a rank skips operations or calls others") {
 
 TEST_CASE("a rank that shares no memory makes all ranks use messages") {
   const int isolated = GENERATE(0, 2);
+  const bool by_setting = GENERATE(true, false);
   FakeNetwork network(3);
-  network.isolate(isolated);
+  if (!by_setting) network.isolate(isolated);
   base::ThreadPool pool({.name = "test"});
   std::vector<BackendPtr> backends;
   for (int rank = 0; rank < 3; ++rank) {
-    backends.push_back(
-        c10::make_intrusive<Backend>(network.channel(rank), pool, collective::Group{1, {0, 1, 2}}));
+    const Backend::Settings settings{.timeout = kPatient,
+                                     .shared_memory = !by_setting || rank != isolated};
+    backends.push_back(c10::make_intrusive<Backend>(network.channel(rank), pool,
+                                                    collective::Group{1, {0, 1, 2}}, settings));
   }
   run_ranks(3, [&](int rank) {
     for (const int64_t count : {int64_t{5}, kLarge}) {
