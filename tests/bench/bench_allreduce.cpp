@@ -38,7 +38,7 @@ struct Options {
   std::string address = "localhost";
   uint16_t port = 29400;
   std::vector<int64_t> sizes = {4, 544, 16 << 10, 64 << 10, 1 << 20, 64 << 20};
-  std::vector<std::string> ops = {"allreduce", "ddp", "backward"};
+  std::vector<std::string> ops = {"allreduce", "bucket", "ddp", "backward"};
 };
 
 double cpu_us() {
@@ -58,14 +58,20 @@ class Rank {
   void run() {
     for (const std::string& op : options_.ops) {
       if (op == "allreduce") {
-        for (const int64_t bytes : options_.sizes) allreduce(bytes);
+        for (const int64_t bytes : options_.sizes) allreduce(op, at::empty({bytes / 4}));
+      } else if (op == "bucket") {  // as a bucket of DistributedDataParallel
+        for (const int64_t bytes : options_.sizes) {
+          allreduce(op, backend_->allocate(static_cast<size_t>(bytes)).view(at::kFloat));
+        }
       } else if (op == "ddp") {
         ddp_step("ddp_16x1024", 16, 1024, 30);
         ddp_step("ddp_4x64", 4, 64, 1000);
+      } else if (op == "ddp_bf16") {
+        ddp_step("ddp_16x1024_bf16", 16, 1024, 30, ddp::compress_hook(at::kBFloat16));
       } else if (op == "backward") {
         backward();
       } else {
-        throw std::invalid_argument("no op '" + op + "': must be allreduce, ddp or backward");
+        throw std::invalid_argument("no op '" + op + "': must be allreduce, bucket, ddp, ddp_bf16 or backward");
       }
     }
   }
@@ -115,24 +121,26 @@ class Rank {
   }
 
   // Sums numbers that tell ranks apart, and checks the sum before the measurement.
-  void allreduce(int64_t bytes) {
+  void allreduce(const std::string& op, const at::Tensor& x) {
     const auto world = static_cast<float>(options_.world);
-    at::Tensor x = at::full({bytes / 4}, 1.0F + static_cast<float>(agent_.rank()));
+    x.fill_(1.0F + static_cast<float>(agent_.rank()));
     backend_->allreduce(x).wait();
     if (!at::all(x == world * (world + 1) / 2).item<bool>()) {
       throw std::runtime_error("a sum is wrong");
     }
     x.zero_();
-    measure("allreduce", bytes, bytes > (1 << 22) ? 40 : 2000,
-            [&] { backend_->allreduce(x).wait(); });
+    const auto bytes = static_cast<int64_t>(x.nbytes());
+    measure(op, bytes, bytes > (1 << 22) ? 40 : 2000, [&] { backend_->allreduce(x).wait(); });
   }
 
   // Makes the step of tests/bench/ddp_torch.py: forward, backward, SGD, on a batch of 8.
-  void ddp_step(const std::string& op, int layers, int64_t width, int rounds) {
+  void ddp_step(const std::string& op, int layers, int64_t width, int rounds,
+                ddp::CommHook hook = {}) {
     at::manual_seed(1);
     torch::nn::Sequential net;
     for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(width, width));
-    ddp::DistributedDataParallel<torch::nn::Sequential> replicated(net, open({}));
+    ddp::DistributedDataParallel<torch::nn::Sequential> replicated(
+        net, open({}), {.hook = std::move(hook)});
     torch::optim::SGD optimizer(net->parameters(), 1e-4);
     const at::Tensor x = at::randn({8, width});
     measure(op, layers * (width * width + width) * 4, rounds, [&] {
@@ -214,7 +222,7 @@ int main(int argc, char** argv) {
   app.add_option("--address", bench.address, "rank 0's host");
   app.add_option("--port", bench.port, "rank 0's port");
   app.add_option("--bytes", bench.sizes, "sizes of allreduce")->delimiter(',');
-  app.add_option("--ops", bench.ops, "allreduce, ddp, backward")->delimiter(',');
+  app.add_option("--ops", bench.ops, "allreduce, bucket, ddp, ddp_bf16, backward")->delimiter(',');
   CLI11_PARSE(app, argc, argv);
   rpc::AgentOptions options;
   options.transport = bench.transport;

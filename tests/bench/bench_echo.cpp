@@ -95,14 +95,26 @@ class Transfer {
   std::thread thread_;
 };
 
+// Returns whether all elements are `expected`. The constant trip count lets -O2 vectorise, as
+// mpicxx -O3 does the same check in peers/mpi.cpp.
+bool all_equal(const at::Tensor& tensor, float expected) {
+  constexpr int64_t kBlock = 1024;
+  const float* const values = tensor.const_data_ptr<float>();
+  const int64_t blocks = tensor.numel() / kBlock * kBlock;
+  int different = 0;
+  for (int64_t i = 0; i < blocks; i += kBlock) {
+    for (int64_t j = 0; j < kBlock; ++j) different += values[i + j] != expected;
+  }
+  for (int64_t i = blocks; i < tensor.numel(); ++i) different += values[i] != expected;
+  return different == 0;
+}
+
 // Sends `tensor`, a floating-point tensor with equal elements, and returns what the caller has
 // after both sides have added 1.
 at::Tensor add_on_both(EchoPeer& peer, const at::Tensor& tensor) {
   const at::Tensor sum = peer.add_one(tensor).add_(1);
   const float expected = *tensor.const_data_ptr<float>() + 2;
-  const float* const values = sum.const_data_ptr<float>();
-  bool right = sum.numel() == tensor.numel();
-  for (int64_t i = 0; i < sum.numel(); ++i) right &= values[i] == expected;
+  const bool right = sum.numel() == tensor.numel() && all_equal(sum, expected);
   if (!right) throw std::runtime_error("a sum is wrong");
   return sum;
 }

@@ -104,6 +104,8 @@ for world in (2, 4):
     group({"ours": allreduce(world, "allreduce", SUMS), "mpi": mpi_command(world, "allreduce", SUMS)}, [
         Row(f"allreduce {size(n)}, {world} ranks, beside Open MPI", p50("ours", bytes=n), p50("mpi", bytes=n), most)
         for n, most in zip(SUMS, (0.9, 0.9, 0.75))])
+    group({"ours": allreduce(world, "bucket", SUMS[-1:]), "mpi": mpi_command(world, "allreduce", SUMS[-1:])}, [
+        Row(f"average of a bucket of 64 MiB, {world} ranks, beside Open MPI's allreduce", p50("ours"), p50("mpi"), 0.35)])
 group({"ours": allreduce(2, "ddp"), "torch": TORCH and [*TORCH, f"{HERE}/peers/ddp_torch.py", "2"]}, [
     Row(f"step with DDP, {text}, beside PyTorch with Gloo", p50("ours", name=name), p50("torch", name=name), most)
     for name, text, most in (("ddp_16x1024", "64 MiB", 0.5), ("ddp_4x64", "65 KiB", None))])

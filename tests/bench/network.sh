@@ -1,19 +1,39 @@
 #!/bin/bash
-# Measures allreduce of 64 MiB and steps with DDP between three network namespaces whose links send at most 1 Gb/s.
-# `link` is the share of the time that the link needs for the bytes that a rank must send: 2 (n - 1) / n of the values,
-# in packets of 1,448 bytes of data and 66 of headers. Needs root.
-#   ./run bench network [option of bench_allreduce...]
+# Measures allreduce of 64 MiB, steps with DDP (float32, bfloat16) and, if $CLICKS is a file of training data, hybrid
+# between three network namespaces whose links send at most 1 Gb/s. `link` is the share of the time that the busiest
+# link needs: for an allreduce for 2 (n - 1) / n of the values, in packets of 1,448 bytes of data and 66 of headers; for
+# hybrid for what a trainer has sent. Needs root.
+#   [CLICKS=FILE] ./run bench network [option of bench_allreduce...]
 # shellcheck source-path=SCRIPTDIR source=../launchers/namespaces.bash disable=SC2154
 benches=$(realpath "$(dirname "$1")")
 source "$(dirname "$0")/../launchers/namespaces.bash"
 for host in "${hosts[@]}"; do
   tc -n "$host" qdisc add dev eth0 root tbf rate 1gbit burst 256kb latency 50ms
 done
-options=(--world 3 --transport tcp --address 10.81.0.10 --ops "allreduce,ddp" --bytes 67108864)
+on() { ip netns exec "${hosts[$1]}" "${@:2}"; }
+
+options=(--world 3 --transport tcp --address 10.81.0.10 --ops "allreduce,ddp,ddp_bf16" --bytes 67108864)
 for rank in 1 2; do
-  ip netns exec "${hosts[rank]}" "$benches/bench_allreduce" --rank $rank "${options[@]}" >/dev/null &
+  on $rank "$benches/bench_allreduce" --rank $rank "${options[@]}" >/dev/null &
 done
-ip netns exec "${hosts[0]}" "$benches/bench_allreduce" --rank 0 "${options[@]}" |
+on 0 "$benches/bench_allreduce" --rank 0 "${options[@]}" |
   jq -c 'select(.bytes > 1e6) | . + {link: (2 * (.world_size - 1) / .world_size * .bytes * 8 / 1e9 * 1514 / 1448
                                             / (.p50_us / 1e6))}'
 wait
+
+# Hosts 0 and 1 have a trainer, host 2 the master and the server.
+[[ ${CLICKS:-} ]] || exit 0
+options=(hybrid --data "$CLICKS" --trainers 2 --threads 1 --batch-size 256 --embedding-dim 32 --epochs 6 --table sharded
+  --optimizer rowwise-adagrad --master-addr 10.81.0.10 --master-port 29400 --insecure)
+for prefetch in 0 1; do
+  for rank in 1 2 3; do
+    on $((rank < 2 ? rank : 2)) "$distrain" "${options[@]}" --prefetch $prefetch --rank $rank >/dev/null &
+  done
+  sent=$(on 0 cat /sys/class/net/eth0/statistics/tx_bytes)
+  on 0 "$distrain" "${options[@]}" --prefetch $prefetch --rank 0 >out
+  wait
+  sent=$(($(on 0 cat /sys/class/net/eth0/statistics/tx_bytes) - sent))
+  jq -c --argjson sent "$sent" 'select(.event == "end" and .scope == "job")
+    | {event: "bench", name: "hybrid", prefetch: '$prefetch', steps_per_s, sent_mb: ($sent / 1e6),
+       link: ($sent * 8 / 1e9 / .train_s)}' out
+done
