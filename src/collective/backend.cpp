@@ -34,6 +34,7 @@ Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, S
   direct_bytes_ = settings.direct_bytes >= 0 ? static_cast<size_t>(settings.direct_bytes)
                   : size_ == 2               ? kDirectBytesOfTwo
                                              : kDirectBytes;
+  hosts_ = find_hosts(channel, *core_);
   core_->open();
 }
 
@@ -51,7 +52,11 @@ Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, ui
     error = rpc::error_in_flight(ErrorKind::kInternal);
     error->op = describe(spec);
   }
-  if (!operation) operation = make_operation(spec, end, rank_, size_, tensor, std::move(outputs));
+  if (!operation) {
+    operation = spec.kind == OpKind::kAllreduceOverHosts
+                    ? make_allreduce_over_hosts(spec, end, hosts_, rank_, tensor)
+                    : make_operation(spec, end, rank_, size_, tensor, std::move(outputs));
+  }
   core_->issue(operation, sequence, std::move(error));
   return Pending(operation);
 }
@@ -96,7 +101,10 @@ Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::m
   OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
   spec.reduce_op = op;
   spec.pass = options.pass;
-  if (spec.bytes > direct_bytes_) spec.kind = OpKind::kAllreduceChunked;
+  if (spec.bytes > direct_bytes_) {
+    spec.kind = hosts_.empty() ? OpKind::kAllreduceChunked : OpKind::kAllreduceOverHosts;
+    spec.root = static_cast<uint32_t>(hosts_.size());
+  }
   return issue(spec, timeout, options.sequence, tensor);
 }
 

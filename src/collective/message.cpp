@@ -22,7 +22,7 @@ struct Header {
   OpKind kind{};
   ReduceOp reduce_op{};     // c10d's number
   c10::ScalarType dtype{};  // torch's number
-  uint8_t step = 0;         // 0 or 1
+  uint8_t step = 0;         // 0 to 3
   uint32_t root = 0;        // in a relayed refusal: the rank that is the cause, plus 1
   uint32_t zero = 0;
   uint64_t bytes = 0;
@@ -83,6 +83,9 @@ std::string describe(const OpSpec& spec) {
       return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);
     case OpKind::kAllreduceChunked:
       return fmt::format("allreduce in chunks({}, {}", reduce_op_name(spec.reduce_op), tensor);
+    case OpKind::kAllreduceOverHosts:
+      return fmt::format("allreduce over {} hosts({}, {}", spec.root,
+                         reduce_op_name(spec.reduce_op), tensor);
     case OpKind::kAllreduceInPlace:
       return fmt::format("allreduce in place({}, {}", reduce_op_name(spec.reduce_op), tensor);
     case OpKind::kRefusal:

@@ -25,9 +25,10 @@ enum class OpKind : uint8_t {
   kGather = 9,
   kScatter = 10,
   kReduce = 11,
-  kBarrierShared = 12,     ///< this and the next two by marks in a SharedSpace
-  kAllreduceShared = 13,   ///< of tensors that are copied to slots, as a whole or in chunks
-  kAllreduceInPlace = 14,  ///< of tensors from SharedSpace::allocate()
+  kBarrierShared = 12,       ///< this and the next two by marks in a SharedSpace
+  kAllreduceShared = 13,     ///< of tensors that are copied to slots, as a whole or in chunks
+  kAllreduceInPlace = 14,    ///< of tensors from SharedSpace::allocate()
+  kAllreduceOverHosts = 16,  ///< in each host, then over the `root` hosts
 };
 
 /// The parameters of an operation, on which all ranks must agree.

@@ -70,7 +70,8 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
   if (theirs) {
     if (auto error = mismatch(from, *theirs)) return error;
   }
-  const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
+  const auto step =
+      static_cast<int>(std::min<uint64_t>(message.tag.c, static_cast<uint64_t>(steps_)));
   if (theirs && spec_.kind == OpKind::kAllToAll && step == 0 && lacks(0, from) &&
       message.payload.size() - kHeaderBytes != expected_bytes(0, from)) {
     return Error{
@@ -138,7 +139,7 @@ void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
   on_end_locked();
-  if (error_ && is_awaited(steps_ - 1) && !is_shared()) core_->relay_locked(number_, *error_);
+  if (error_ && tells_others()) core_->relay_locked(number_, *error_);
   if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
   const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));
@@ -274,9 +275,9 @@ Error Operation::deadline_error_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   return Error{
       ErrorKind::kDeadline,
-      fmt::format("{}: the deadline passed, nothing came from rank {}{}", name(),
-                  c10::Join(", ", missing),
-                  steps_ > 1 && !is_shared() ? fmt::format(" (step {} of 2)", step_ + 1) : ""),
+      fmt::format(
+          "{}: the deadline passed, nothing came from rank {}{}", name(), c10::Join(", ", missing),
+          steps_ > 1 && !is_shared() ? fmt::format(" (step {} of {})", step_ + 1, steps_) : ""),
       missing.empty() ? -1 : missing.front(), describe(spec_)};
 }
 

@@ -23,7 +23,7 @@ class SharedSpace;
 
 // Note [Life of an operation]
 //
-// An operation has up to three steps; some ranks may take part in some of them only. A step is
+// An operation has up to four steps; some ranks may take part in some of them only. A step is
 // complete when a message has come from each rank that the step needs, or a mark if the operation
 // is in shared memory; then `run_step` computes and, if another step follows, sends its messages.
 //
@@ -81,6 +81,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Announces to the other ranks of a shared operation that a thread reads their marks of `step`,
   /// or that it no longer does.
   virtual void watch(int /*step*/, bool /*begins*/) {}
+  /// Returns true if this rank tells the others why the operation has failed here.
+  virtual bool tells_others() const { return false; }
   /// Returns true if an error names group rank `from` as a rank from which nothing came.
   virtual bool is_missing(int step, int from) const { return lacks(step, from); }
   /// Called with Core's mutex when the operation has its number, and when it is Done.

@@ -226,6 +226,7 @@ class RootedAllreduce final : public Operation {
     return is_root() ? from != 0 : step == 1 && from == 0;
   }
   bool is_awaited(int) const override { return is_root(); }
+  bool tells_others() const override { return is_root(); }
 
   void start() override {
     sent_ = tensor_.defined() ? pack(core(), spec(), tensor_) : header_only(core(), spec());

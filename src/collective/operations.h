@@ -31,6 +31,12 @@ namespace distrain::collective {
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
 // A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
 //
+// Allreduce over hosts, of large tensors, if each of several hosts has the same number of ranks,
+// more than one: in step 1, the ranks of each host reduce a chunk each, as in the chunked
+// allreduce; in steps 2 and 3, the ranks with the same chunk do the same over the hosts; in step 4,
+// each rank sends its chunk to the ranks of its host. With h hosts, a host sends 2B(h-1)/h to
+// others, where the chunked allreduce sends n/h times as much. (over_hosts.cpp)
+//
 // Reduce-scatter and all-to-all: each rank sends each other rank its part. n(n-1) messages, one
 // hop; a rank sends B(n-1)/n: minimal. Reduce, gather, scatter: as the broadcast, the ranks
 // exchange messages with the root only, and the direction without data has headers. 2(n-1)
@@ -39,7 +45,8 @@ namespace distrain::collective {
 // If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
 // shared memory instead: Note [Collectives in shared memory] in shared_space.h.
 //
-// All reductions reduce each element in rank order, so the result does not depend on timing.
+// All reductions reduce each element in rank order, over hosts in the order of the hosts' first
+// ranks, so the result does not depend on timing.
 //
 // Direct is better while the (n-1)(n-2)/n * B that it sends more and its n-fold reduction cost less
 // than the n(n-1) messages and the hop that it saves. With n = 8 on two cores, 56 messages of 5 µs
@@ -60,6 +67,15 @@ std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint de
 std::shared_ptr<Operation> make_shared_operation(const OpSpec& spec, base::TimePoint deadline,
                                                  std::shared_ptr<SharedSpace> space, bool is_direct,
                                                  const at::Tensor& tensor);
+
+/// The ranks of a group by host, of which each has the same number. Empty if that is not so, or if
+/// there is no host or no rank to share the work with.
+using Hosts = std::vector<std::vector<int>>;
+Hosts find_hosts(const rpc::Channel& channel, const Core& core);
+/// Creates an allreduce of kind kAllreduceOverHosts.
+std::shared_ptr<Operation> make_allreduce_over_hosts(const OpSpec& spec, base::TimePoint deadline,
+                                                     const Hosts& hosts, int rank,
+                                                     const at::Tensor& tensor);
 
 inline uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<uint8_t*>(tensor.data_ptr());

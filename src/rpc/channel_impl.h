@@ -20,6 +20,7 @@ class ChannelImpl final : public Channel {
   int world_size() const override { return core_.world_size(); }
   std::shared_ptr<base::Tracer> tracer() const override { return core_.options.tracer; }
   bool shares_memory() const override { return core_.options.shared_memory; }
+  std::string host_of(int rank) const override { return core_.peers.host_of(rank); }
   void set_handler(Handler handler) override;
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive,

@@ -69,6 +69,7 @@ class Peers {
   /// Returns the number of ranks; 0 before learn_on_loop(). Thread-safe.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).entry.name; }
+  const std::string& host_of(int rank) const { return at(rank).entry.endpoint.host_key; }
   int find_rank(const std::string& name) const {
     const auto found = ranks_.find(name);
     return found == ranks_.end() ? -1 : found->second;

@@ -71,7 +71,8 @@ class Rank {
       } else if (op == "backward") {
         backward();
       } else {
-        throw std::invalid_argument("no op '" + op + "': must be allreduce, bucket, ddp, ddp_bf16 or backward");
+        throw std::invalid_argument("no op '" + op +
+                                    "': must be allreduce, bucket, ddp, ddp_bf16 or backward");
       }
     }
   }
@@ -139,8 +140,8 @@ class Rank {
     at::manual_seed(1);
     torch::nn::Sequential net;
     for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(width, width));
-    ddp::DistributedDataParallel<torch::nn::Sequential> replicated(
-        net, open({}), {.hook = std::move(hook)});
+    ddp::DistributedDataParallel<torch::nn::Sequential> replicated(net, open({}),
+                                                                   {.hook = std::move(hook)});
     torch::optim::SGD optimizer(net->parameters(), 1e-4);
     const at::Tensor x = at::randn({8, width});
     measure(op, layers * (width * width + width) * 4, rounds, [&] {

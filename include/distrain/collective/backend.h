@@ -214,6 +214,7 @@ class Backend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   size_t direct_bytes_ = 0;
   std::shared_ptr<Core> core_;
+  std::vector<std::vector<int>> hosts_;  // group ranks by host, for allreduces over hosts
 };
 
 }  // namespace distrain::collective

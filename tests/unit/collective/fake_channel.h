@@ -74,6 +74,11 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
+  /// Puts rank i on host `hosts[i]`. Ranks of different hosts share no memory.
+  void put_on_hosts(std::vector<int> hosts) {
+    hosts_ = std::move(hosts);
+    for (int rank = 0; rank < size(); ++rank) isolate(rank);
+  }
   /// Makes `rank` share no memory.
   void isolate(int rank) { isolated_.insert(rank); }
   size_t messages() const {
@@ -94,6 +99,9 @@ class FakeNetwork {
     FakeChannel(FakeNetwork& network, int rank) : network_(network), rank_(rank) {}
     int rank() const override { return rank_; }
     int world_size() const override { return network_.size(); }
+    std::string host_of(int rank) const override {
+      return network_.hosts_.empty() ? "" : std::to_string(network_.hosts_[size_t(rank)]);
+    }
     bool shares_memory() const override { return !network_.isolated_.contains(rank_); }
     void set_handler(Handler handler) override { network_.set_handler(rank_, std::move(handler)); }
     void send(int to, const rpc::ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
@@ -212,6 +220,7 @@ class FakeNetwork {
   std::set<std::pair<int, int>> held_;
   std::set<int> lost_;
   std::set<int> isolated_;
+  std::vector<int> hosts_;
   std::set<int> has_handler_;
   size_t messages_ = 0;
   bool stopping_ = false;

@@ -22,8 +22,10 @@ using ReduceOp = Backend::ReduceOp;
 
 /// A group of all ranks of a job, connected by a FakeNetwork in this process.
 struct TestGroup {
-  explicit TestGroup(int size, Backend::Settings settings = {}, uint32_t seed = 1)
+  explicit TestGroup(int size, Backend::Settings settings = {}, uint32_t seed = 1,
+                     std::vector<int> hosts = {})
       : network(size, seed) {
+    if (!hosts.empty()) network.put_on_hosts(std::move(hosts));
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
     for (int rank = 0; rank < size; ++rank) {
