@@ -41,7 +41,7 @@ class ShardReaders {
   /// Takes its shard from `trainer`, which has made `steps` with data after the shard's position.
   void leave(int trainer, int64_t steps);
   /// Returns the shard to which `trainer` must go now, if any. If it has a shard that has not
-  /// ended,   /// it leaves that shard only for one with batches to skip.
+  /// ended, it leaves that shard only for one with batches to skip.
   std::optional<ShardStart> move(int trainer);
   bool can_move(int trainer) const { return shard_for(trainer).has_value(); }
   /// Returns true if a shard has batches to skip, which its position cannot express.
@@ -58,12 +58,13 @@ class ShardReaders {
     bool ended = false;
     int64_t skip = 0;
   };
-  Shard* shard_of(int trainer);
+  /// Returns the index of the shard that `trainer` reads; shards_.size() if it reads none.
+  size_t shard_of(int trainer) const;
   std::optional<size_t> shard_for(int trainer) const;
   void divide();
 
+  const int trainers_;
   std::vector<Shard> shards_;
-  std::vector<int> shard_of_;  // by trainer; -1: none
 };
 
 }  // namespace distrain::job

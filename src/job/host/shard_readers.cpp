@@ -1,24 +1,21 @@
 #include "distrain/job/shard_readers.h"
 
 #include <algorithm>
-#include <numeric>
-#include <utility>
 
 namespace distrain::job {
 
-ShardReaders::ShardReaders(int trainers) : shard_of_(static_cast<size_t>(trainers)) {
-  std::iota(shard_of_.begin(), shard_of_.end(), 0);
+ShardReaders::ShardReaders(int trainers) : trainers_(trainers) {
   for (int trainer = 0; trainer < trainers; ++trainer) shards_.push_back({.reader = trainer});
 }
 
 void ShardReaders::resume(const std::vector<data::StreamPosition>& positions, bool begins_epoch) {
   shards_.clear();
-  for (const data::StreamPosition& position : positions) shards_.push_back({.position = position});
-  for (size_t i = 0; i < shard_of_.size(); ++i) {
-    shard_of_[i] = i < shards_.size() ? static_cast<int>(i) : -1;
-    if (i < shards_.size()) shards_[i].reader = static_cast<int>(i);
+  for (const data::StreamPosition& position : positions) {
+    const auto number = static_cast<int>(shards_.size());
+    Shard& shard = shards_.emplace_back(Shard{.position = position});
+    if (number < trainers_) shard.reader = number;
   }
-  if (begins_epoch && shards_.size() != shard_of_.size()) divide();
+  if (begins_epoch && std::ssize(shards_) != trainers_) divide();
 }
 
 std::vector<data::StreamPosition> ShardReaders::positions() const {
@@ -27,37 +24,38 @@ std::vector<data::StreamPosition> ShardReaders::positions() const {
   return all;
 }
 
-ShardReaders::Shard* ShardReaders::shard_of(int trainer) {
-  const int shard = shard_of_[static_cast<size_t>(trainer)];
-  return shard < 0 ? nullptr : &shards_[static_cast<size_t>(shard)];
+size_t ShardReaders::shard_of(int trainer) const {
+  const auto it = std::ranges::find(shards_, trainer, &Shard::reader);
+  return static_cast<size_t>(it - shards_.begin());
 }
 
 ShardStart ShardReaders::start_of(int trainer) const {
-  const int shard = shard_of_[static_cast<size_t>(trainer)];
-  if (shard < 0) return {};
-  const Shard& its = shards_[static_cast<size_t>(shard)];
-  return {shard, static_cast<int32_t>(shards_.size()), its.position, its.skip};
+  const size_t shard = shard_of(trainer);
+  if (shard == shards_.size()) return {};
+  const Shard& its = shards_[shard];
+  return {static_cast<int32_t>(shard), static_cast<int32_t>(shards_.size()), its.position,
+          its.skip};
 }
 
 void ShardReaders::note(int trainer, const data::StreamPosition& position, bool ended) {
-  Shard* const its = shard_of(trainer);
-  if (!its) return;
-  its->position = position;
-  its->ended = its->ended || ended;
-  its->skip = 0;
+  const size_t shard = shard_of(trainer);
+  if (shard == shards_.size()) return;
+  Shard& its = shards_[shard];
+  its.position = position;
+  its.ended = its.ended || ended;
+  its.skip = 0;
 }
 
 void ShardReaders::leave(int trainer, int64_t steps) {
-  if (Shard* const its = shard_of(trainer)) {
-    its->reader.reset();
-    its->skip += steps;
-  }
-  shard_of_[static_cast<size_t>(trainer)] = -1;
+  const size_t shard = shard_of(trainer);
+  if (shard == shards_.size()) return;
+  shards_[shard].reader.reset();
+  shards_[shard].skip += steps;
 }
 
 std::optional<size_t> ShardReaders::shard_for(int trainer) const {
-  const int own = shard_of_[static_cast<size_t>(trainer)];
-  const bool is_free = own < 0 || shards_[static_cast<size_t>(own)].ended;
+  const size_t own = shard_of(trainer);
+  const bool is_free = own == shards_.size() || shards_[own].ended;
   std::optional<size_t> found;
   for (size_t i = 0; i < shards_.size(); ++i) {
     const Shard& shard = shards_[i];
@@ -73,7 +71,6 @@ std::optional<ShardStart> ShardReaders::move(int trainer) {
   if (!next) return std::nullopt;
   leave(trainer, 0);
   shards_[*next].reader = trainer;
-  shard_of_[static_cast<size_t>(trainer)] = static_cast<int>(*next);
   return start_of(trainer);
 }
 
@@ -97,17 +94,17 @@ void ShardReaders::divide() {
     const bool is_unread = at == data::StreamPosition{.epoch = at.epoch};
     pass = std::max(pass, is_unread ? at.epoch : at.epoch + 1);
   }
-  const std::vector<Shard> before = std::exchange(shards_, {});
-  for (size_t i = 0; i < shard_of_.size(); ++i) {
-    const bool goes_on =
-        before.size() == shard_of_.size() && shard_of_[i] == static_cast<int>(i) && before[i].ended;
-    // With a number of steps per epoch, shards that all end in one epoch may be in different
-    // passes.
-    shards_.push_back({.position = {.epoch = goes_on ? before[i].position.epoch + 1 : pass}});
-    if (goes_on) {
-      shards_.back().reader = static_cast<int>(i);
+  std::vector<Shard> before(static_cast<size_t>(trainers_));
+  if (shards_.size() == before.size()) before.swap(shards_);
+  shards_.clear();
+  for (int trainer = 0; trainer < trainers_; ++trainer) {
+    const Shard& own = before[static_cast<size_t>(trainer)];
+    if (own.reader == trainer && own.ended) {
+      // With a number of steps per epoch, shards that all end in one epoch may be in different
+      // passes.
+      shards_.push_back({.position = {.epoch = own.position.epoch + 1}, .reader = trainer});
     } else {
-      shard_of_[i] = -1;
+      shards_.push_back({.position = {.epoch = pass}});
     }
   }
 }
