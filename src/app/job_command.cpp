@@ -378,7 +378,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     read_config(options, program, spawned ? &spawned->options : nullptr);
     std::string changed;
     Placement placement =
-        place(options, command, [&] { changed = take_resumed_options(options, command.name); });
+        place(options, definition, [&] { changed = take_resumed_options(options, command.name); });
     if (!changed.empty()) placement.warn(changed);
     definition.complete(options);
     const auto preview = [&] { return Invocation(command, options, placement, started).preview(); };

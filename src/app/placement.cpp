@@ -61,9 +61,12 @@ constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "
 
 class Placer {
  public:
-  Placer(job::ParsedOptions& options, const job::JobInfo& job,
+  Placer(job::ParsedOptions& options, const job::AnyDefinition& job,
          const std::function<void()>& on_rank_0)
-      : options_(options), job_(job), on_rank_0_(on_rank_0) {}
+      : options_(options),
+        job_(job),
+        count_option_(job.info().count_option),
+        on_rank_0_(on_rank_0) {}
 
   Placement run() {
     const auto exclude = [this](const char* a, const char* b) {
@@ -108,18 +111,10 @@ class Placer {
   }
 
   /// Returns the number of ranks that the job's own options imply.
-  int own_size() const {
-    return static_cast<int>(options_.integer(job_.count_option)) + other_ranks();
-  }
+  int own_size() const { return job_.roles(options_).world_size(); }
 
-  /// Returns the number of ranks that the option `count_option` does not count.
-  int other_ranks() const {
-    int ranks = job_.fixed_ranks;
-    for (const std::string& option : job_.other_counts) {
-      ranks += static_cast<int>(options_.integer(option));
-    }
-    return ranks;
-  }
+  /// Returns the number of ranks that `count_option_` does not count.
+  int other_ranks() const { return own_size() - static_cast<int>(options_.integer(count_option_)); }
 
   void warn_if_other(const std::string& flag, const std::string& value, const char* name) {
     const std::string set = variable(name).value_or(value);
@@ -143,9 +138,9 @@ class Placer {
   std::optional<Setting> find_size() {
     const char* name = launcher_ ? launcher_->size : "WORLD_SIZE";
     const std::string own = std::to_string(own_size());
-    if (options_.given(job_.count_option) && options_.given("rank") &&
-        !options_.given("world-size") && variable(name).value_or(own) != own) {
-      warn_if_other(fmt::format("--{} makes a world of", job_.count_option), own, name);
+    if (options_.given(count_option_) && options_.given("rank") && !options_.given("world-size") &&
+        variable(name).value_or(own) != own) {
+      warn_if_other(fmt::format("--{} makes a world of", count_option_), own, name);
       return std::nullopt;
     }
     return find("world-size", name);
@@ -155,21 +150,21 @@ class Placer {
   /// If `size` is not set, derives the world size from that option, by its default only if rank 0
   /// runs here (`known`).
   void settle_size(const std::optional<Setting>& size, bool known) {
-    const bool given = options_.given(job_.count_option);
+    const bool given = options_.given(count_option_);
     if (!size) {
       if (known || given) placement_.world_size = own_size();
     } else {
       if (size->value <= other_ranks()) {
         invalid("{} {} is too small: the job needs {} ranks beside its {}{}", size->source,
-                size->value, other_ranks(), job_.count_option,
+                size->value, other_ranks(), count_option_,
                 size->source[0] == '-' ? "" : " (--spawn starts every rank here)");
       }
       if (given && own_size() != size->value) {
-        invalid("--{} {} makes a world of {} ranks, {} says {}", job_.count_option,
-                options_.text(job_.count_option), own_size(), size->source, size->value);
+        invalid("--{} {} makes a world of {} ranks, {} says {}", count_option_,
+                options_.text(count_option_), own_size(), size->source, size->value);
       }
       placement_.world_size = size->value;
-      if (!given) options_.derive(job_.count_option, std::to_string(size->value - other_ranks()));
+      if (!given) options_.derive(count_option_, std::to_string(size->value - other_ranks()));
     }
     if (placement_.world_size > kMaxWorld) {
       invalid("a world of {} ranks is too large: {} at most", placement_.world_size, kMaxWorld);
@@ -337,7 +332,8 @@ class Placer {
   }
 
   job::ParsedOptions& options_;
-  const job::JobInfo& job_;
+  const job::AnyDefinition& job_;
+  const std::string& count_option_;
   const std::function<void()>& on_rank_0_;
   const ProcessLauncher* launcher_ = nullptr;
   Placement placement_;
@@ -348,6 +344,17 @@ using job::DeviceSpec;
 const c10::Device kAnyGpu = c10::kCUDA;
 
 int count_gpus() { return cuda::load().device_count(); }
+
+/// Returns this rank's number on its host from a launcher's variable, if one is set.
+std::optional<int> local_rank(const job::OptionTable& table) {
+  for (const ProcessLauncher& launcher : kLaunchers) {
+    if (!launcher.says(launcher.local_rank)) continue;
+    job::Option number = *find_option(table, "rank");
+    number.choices.clear();
+    return setting_of(launcher.local_rank, number).value;
+  }
+  return std::nullopt;
+}
 
 DeviceSpec device_spec(const ParsedOptions& options, const job::AnyDefinition& job) {
   return {options.text("device"), job.info().roles};
@@ -360,19 +367,9 @@ void Placement::check_rank(int number, const std::string& where) const {
   invalid("{}: there is no rank {} in a world of {} ranks", where, number, world_size);
 }
 
-Placement place(job::ParsedOptions& options, const job::JobInfo& job,
+Placement place(job::ParsedOptions& options, const job::AnyDefinition& job,
                 const std::function<void()>& on_rank_0) {
   return Placer(options, job, on_rank_0).run();
-}
-
-std::optional<int> local_rank(const job::OptionTable& table) {
-  for (const ProcessLauncher& launcher : kLaunchers) {
-    if (!launcher.says(launcher.local_rank)) continue;
-    job::Option number = *find_option(table, "rank");
-    number.choices.clear();
-    return setting_of(launcher.local_rank, number).value;
-  }
-  return std::nullopt;
 }
 
 void check_devices(const ParsedOptions& options, const job::AnyDefinition& job,

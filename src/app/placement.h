@@ -41,12 +41,8 @@ struct Placement : membership::Contact {
 /// a world size is set, derives the job's option for a number of ranks, such as --trainers, from
 /// the size. If rank 0 runs here, first calls `on_rank_0`, which may change that option. Throws
 /// `invalid` if a setting is not valid or contradicts another.
-Placement place(job::ParsedOptions& options, const job::JobInfo& job,
+Placement place(job::ParsedOptions& options, const job::AnyDefinition& job,
                 const std::function<void()>& on_rank_0);
-
-/// Returns this rank's number on its host from a launcher's variable, such as LOCAL_RANK; nullopt
-/// if no launcher set one. Throws `invalid` if the variable is not a valid rank.
-std::optional<int> local_rank(const job::OptionTable& table);
 
 /// Throws `invalid` if `--device` names roles with --local, or a rank that is known not to exist.
 void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& job,
@@ -54,7 +50,8 @@ void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& 
 
 /// Returns the rank's index among the ranks of its host that take GPUs in turn (`--device cuda`).
 /// The rank then uses the GPU of this index modulo the number of GPUs. Returns nullopt if the rank
-/// takes no GPU in turn or is not assigned yet. Throws `invalid` if local_rank() does.
+/// takes no GPU in turn or is not assigned yet. Throws `invalid` if a launcher's LOCAL_RANK is no
+/// rank.
 std::optional<int> place_in_turn(const job::ParsedOptions& options, const job::AnyDefinition& job,
                                  const Placement& placement, int rank, const std::string& name);
 

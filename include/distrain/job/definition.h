@@ -45,8 +45,6 @@ struct JobInfo {
   std::function<void(OptionTable&)> change;
   std::vector<DeviceRole> roles;
   std::string count_option;  ///< the option from which, or for which, `--world-size` is computed
-  std::vector<std::string> other_counts;  ///< options that set the number of ranks of other roles
-  int fixed_ranks = 0;                    ///< the number of ranks of roles without such an option
   bool has_local = false;
   bool has_predict = false;
   bool has_stages = false;  ///< `--inject stage=...` has an effect
@@ -177,14 +175,12 @@ class Definition final : public AnyDefinition {
       refuse_if(std::ranges::find(roles_, name, &RoleRow::name) != roles_.end(), "declared twice");
       if (const int* fixed = std::get_if<int>(&count)) {
         refuse_if(*fixed < 1, "it needs at least one rank");
-        info_.fixed_ranks += *fixed;
       } else {
         std::string option = list_.name_of(std::get<int Options::*>(count));
         refuse_if(option.empty(), "no option sets its number of ranks");
         const bool is_main = info_.count_option.empty() || (main && !has_main_count_);
         if (main) has_main_count_ = true;
-        if (is_main) std::swap(info_.count_option, option);
-        if (!option.empty()) info_.other_counts.push_back(std::move(option));
+        if (is_main) info_.count_option = std::move(option);
       }
       info_.roles.push_back({name, std::move(alias), use});
       roles_.push_back({std::move(name), count, std::move(main)});
