@@ -90,79 +90,70 @@ class Sender {
   std::deque<base::Future<void>> sent_;
 };
 
-// Reads the rows of a table from a part.
-class TableReader {
- public:
-  TableReader(const store::SafetensorsFile& file, const std::string& suffix,
-              const PartSource& source, const std::string& name, table::TableServer& server)
-      : file_(file),
-        source_(source),
-        name_(name),
-        store_(server.store(name)),
-        columns_(rows::row_columns(store_.options(), server.rule(name))) {
-    const auto ids = file.tensors().find(name + ".ids." + suffix);
-    if (ids == file.tensors().end()) base::bad_data("no " + name + ".ids." + suffix);
-    rows_ = ids->second.shape.empty() ? 0 : ids->second.shape[0];
-    if (!source.with_states) std::erase_if(columns_, &rows::RowColumn::is_state);
-    for (const rows::RowColumn& column : columns_) {
-      const store::TensorInfo wanted = info_of(name, column, suffix, rows_);
-      const auto found = file.tensors().find(wanted.name);
-      if (found == file.tensors().end()) base::bad_data("no " + wanted.name);
-      if (found->second.dtype != wanted.dtype || found->second.shape != wanted.shape) {
-        base::bad_data(wanted.name + " has another shape or dtype");
-      }
-      infos_.push_back(found->second);
-      bytes_of_row_ += column.bytes;
+// Finds the tensors of `columns` of the table `name` in a part. Throws if one is missing or
+// differs.
+std::vector<store::TensorInfo> find_columns(const store::SafetensorsFile& file,
+                                            const std::string& suffix, const std::string& name,
+                                            const std::vector<rows::RowColumn>& columns) {
+  const auto find = [&file](const std::string& tensor) {
+    const auto found = file.tensors().find(tensor);
+    if (found == file.tensors().end()) base::bad_data("no " + tensor);
+    return found->second;
+  };
+  const store::TensorInfo ids = find(name + ".ids." + suffix);
+  const int64_t rows = ids.shape.empty() ? 0 : ids.shape[0];
+  std::vector<store::TensorInfo> infos;
+  for (const rows::RowColumn& column : columns) {
+    const store::TensorInfo wanted = info_of(name, column, suffix, rows);
+    infos.push_back(find(wanted.name));
+    if (infos.back().dtype != wanted.dtype || infos.back().shape != wanted.shape) {
+      base::bad_data(wanted.name + " has another shape or dtype");
     }
   }
+  return infos;
+}
 
-  size_t tensors() const { return infos_.size(); }
-
-  void read() const {
-    const int64_t most =
-        std::max<int64_t>(1, static_cast<int64_t>(store::kPieceBytes / bytes_of_row_));
-    std::vector<std::vector<uint8_t>> pieces(columns_.size());
-    for (int64_t first = 0; first < rows_; first += most) {
-      const auto count = static_cast<size_t>(std::min(most, rows_ - first));
-      for (size_t i = 0; i < columns_.size(); ++i) {
-        pieces[i].resize(count * columns_[i].bytes);
-        file_.read_at(infos_[i].offset + static_cast<uint64_t>(first) * columns_[i].bytes,
-                      pieces[i]);
-      }
-      for (size_t row = 0; row < count; ++row) restore(pieces, row);
-    }
-  }
-
- private:
-  void restore(const std::vector<std::vector<uint8_t>>& pieces, size_t row) const {
+// Reads the rows of the table `name` from a part. Returns the number of the table's tensors.
+size_t read_table(const store::SafetensorsFile& file, const std::string& suffix,
+                  const PartSource& source, const std::string& name, table::TableServer& server) {
+  rows::RowStore& store = server.store(name);
+  const rows::RowStoreOptions& options = store.options();
+  std::vector<rows::RowColumn> columns = rows::row_columns(options, server.rule(name));
+  if (!source.with_states) std::erase_if(columns, &rows::RowColumn::is_state);
+  const std::vector<store::TensorInfo> infos = find_columns(file, suffix, name, columns);
+  std::vector<std::vector<uint8_t>> pieces(columns.size());
+  const auto restore = [&](size_t row) {
     uint64_t id;
     std::memcpy(&id, pieces[0].data() + row * sizeof id, sizeof id);
-    if (rows::hash_of_id(id) % static_cast<uint64_t>(source_.servers) !=
-        static_cast<uint64_t>(source_.server)) {
-      if (source_.is_own) base::bad_data(name_ + " has a row of another server");
+    if (rows::hash_of_id(id) % static_cast<uint64_t>(source.servers) !=
+        static_cast<uint64_t>(source.server)) {
+      if (source.is_own) base::bad_data(name + " has a row of another server");
       return;
     }
-    store_.restore(id, [&](rows::Row& restored) {
-      const rows::RowStoreOptions& options = store_.options();
+    store.restore(id, [&](rows::Row& restored) {
       restored.updates = 0;
       restored.row_state = options.initial_state;
       std::fill_n(restored.value() + options.dim, options.state_floats, options.initial_state);
-      for (size_t i = 0; i < columns_.size(); ++i) {
-        const rows::RowColumn& column = columns_[i];
-        std::memcpy(reinterpret_cast<std::byte*>(&restored) + column.offset,
-                    pieces[i].data() + row * column.bytes, column.bytes);
+      for (size_t i = 0; i < columns.size(); ++i) {
+        std::memcpy(reinterpret_cast<std::byte*>(&restored) + columns[i].offset,
+                    pieces[i].data() + row * columns[i].bytes, columns[i].bytes);
       }
     });
+  };
+  size_t bytes_of_row = 0;
+  for (const rows::RowColumn& column : columns) bytes_of_row += column.bytes;
+  const size_t most = std::max<size_t>(1, store::kPieceBytes / bytes_of_row);
+  const auto rows = static_cast<size_t>(infos[0].shape[0]);
+  for (size_t first = 0; first < rows; first += most) {
+    const size_t count = std::min(most, rows - first);
+    for (size_t i = 0; i < columns.size(); ++i) {
+      pieces[i].resize(count * columns[i].bytes);
+      file.read_at(infos[i].offset + first * columns[i].bytes, pieces[i]);
+    }
+    for (size_t row = 0; row < count; ++row) restore(row);
   }
-  const store::SafetensorsFile& file_;
-  const PartSource& source_;
-  const std::string& name_;
-  rows::RowStore& store_;
-  std::vector<rows::RowColumn> columns_;
-  std::vector<store::TensorInfo> infos_;  // of `columns_`
-  int64_t rows_ = 0;
-  size_t bytes_of_row_ = 0;
-};
+  return infos.size();
+}
 
 // Returns the file of this name in `folder` if it begins with the nonce.
 std::optional<store::OutputFile> find_file(const std::optional<store::OpenFolder>& folder,
@@ -189,9 +180,7 @@ void read_tables(table::TableServer& server, const PartSource& source, const Ope
     size_t known = 0;
     store::naming_file(file.path(), [&, name = name] {
       for (const auto& [table, updates] : source.updates) {
-        const TableReader reader(file, suffix_of(name), source, table, server);
-        known += reader.tensors();
-        reader.read();
+        known += read_table(file, suffix_of(name), source, table, server);
       }
     });
     if (source.with_states && known != file.tensors().size()) {
@@ -239,6 +228,18 @@ TablePart::TablePart(rpc::Agent* agent, EventSink& sink, Options options)
 
 TablePart::~TablePart() { drop(); }
 
+// Calls `work` on the thread, after earlier work has ended. The reply is `cancelled` if the thread
+// cannot be started.
+auto TablePart::run(auto work) {
+  return base::Future<void>::ready({}).then(thread_, [work = std::move(work)]() mutable {
+    try {
+      return work();
+    } catch (...) {
+      throw base::Exception(rpc::error_in_flight(base::ErrorKind::kInternal));
+    }
+  });
+}
+
 BegunPart TablePart::begin(const PartTarget& target) {
   if (target.tables.empty() || !target.file.starts_with(kTableFiles) ||
       target.file.find('/') != std::string::npos) {
@@ -263,7 +264,8 @@ BegunPart TablePart::begin(const PartTarget& target) {
   const std::lock_guard lock(mutex_);
   is_dropped_ = false;
   save_ = save;
-  written_ = run<WrittenPart>([this, save] { return write(*save); });
+  // Ends the snapshots before the reply, so that others may begin.
+  written_ = run([this, own = save]() mutable { return write(*std::exchange(own, {})); });
   const bool is_over = written_.done() && !written_.wait_result().ok();
   if (is_over && written_.wait_result().error().kind == base::ErrorKind::kCancelled) {
     throw base::Exception(base::ErrorKind::kResources, "no thread to save the tables");
@@ -290,26 +292,6 @@ void TablePart::drop() {
 void TablePart::check_not_dropped() const {
   if (!is_dropped_) return;
   throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
-}
-
-// Calls `work` on the thread, after earlier work has ended. The reply is `cancelled` if the thread
-// cannot be started.
-template <class T, class F>
-base::Future<T> TablePart::run(F work) {
-  base::Promise<T> done;
-  const base::Future<T> reply = done.future();
-  thread_.post([done = std::move(done), work = std::optional(std::move(work))]() mutable {
-    base::Result<typename base::Promise<T>::Stored> result =
-        base::Error{base::ErrorKind::kInternal, "no result"};
-    try {
-      result = (*work)();
-    } catch (...) {
-      result = rpc::error_in_flight(base::ErrorKind::kInternal);
-    }
-    work.reset();  // ends the snapshots, so that others may begin
-    done.complete(std::move(result));
-  });
-  return reply;
 }
 
 // Called before each system call of a save. Tells rank 0 each second that the save makes progress.
@@ -376,9 +358,8 @@ WrittenPart TablePart::write(Save& save) {
 }
 
 base::Future<void> TablePart::load(const PartSource& source) {
-  return run<void>([this, source] {
+  return run([this, source] {
     read_tables(*server_, source, [&](const std::string& name) { return open(source, name); });
-    return base::Unit{};
   });
 }
 

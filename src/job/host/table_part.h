@@ -131,8 +131,7 @@ class TablePart {
 
  private:
   struct Save;
-  template <class T, class F>
-  base::Future<T> run(F work);
+  auto run(auto work);
   WrittenPart write(Save& save);
   store::SafetensorsFile open(const PartSource& source, const std::string& name) const;
   void make_system_call();

@@ -131,7 +131,7 @@ Json TableParts::begin(store::Saving& saving, int64_t step) {
   target.tables = tables_;
   for (int64_t part = 1; part <= servers; ++part) {
     const std::string file = file_of(part, servers);
-    parts.push_back(std::make_shared<Part>(file, saving.create(file)));
+    parts.push_back(std::make_shared<Part>(Part{file, saving.create(file)}));
     parts.back()->output.write_at(
         0, {reinterpret_cast<const uint8_t*>(&target.nonce), sizeof target.nonce});
     parts.back()->output.sync();  // so that servers on other machines (NFS) see the nonce

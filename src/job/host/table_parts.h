@@ -42,11 +42,9 @@ class TableParts {
  private:
   // A part of the current save.
   struct Part {
-    Part(std::string name, store::OutputFile created)
-        : file(std::move(name)), output(std::move(created)) {}
     const std::string file;
     store::OutputFile output;
-    base::Promise<uint64_t> bytes;  // size that the file will have
+    base::Promise<uint64_t> bytes{};  // size that the file will have
   };
   template <auto Method, class... Args>
   auto call(size_t server, const Args&... args);
