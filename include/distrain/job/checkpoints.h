@@ -100,9 +100,6 @@ struct CheckpointOptions {
   std::string on_save_error = "continue";  ///< or "stop"
 };
 
-/// The file of the vocabulary, in addition to the files `model`, `optimizer` and `state`.
-inline constexpr const char* kVocabulary = "vocabulary";
-
 /// The end of messages about a checkpoint that does not fit the job's options.
 inline constexpr const char* kTrainAnew =
     ", or train anew without --resume, in another --checkpoint folder";
@@ -169,8 +166,6 @@ class Checkpoints {
   /// `tables`, which may be null, writes the job's tables.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {},
               TableParts* tables = nullptr);
-  /// Waits for the current save, because it is newer than all checkpoints on disk.
-  ~Checkpoints();
 
   bool saving() const { return store_ != nullptr; }
 
@@ -202,7 +197,6 @@ class Checkpoints {
   const c10::Device device_;                 // of this rank
   TableParts* const tables_;
   std::unique_ptr<store::CheckpointStore> store_;
-  std::thread thread_;  // of the last save
   // Used by thread_ and by threads that write pieces of servers.
   std::atomic<bool> in_first_save_ = false;
   std::atomic<int64_t> calls_ = 0;  // system calls of the first save
@@ -212,6 +206,9 @@ class Checkpoints {
   base::Future<void> idle_ = base::Future<void>::ready({});
   std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
+  /// The thread of the last save. It comes last, because its destructor waits for the save, which
+  /// is newer than all checkpoints on disk.
+  std::jthread thread_;
 };
 
 }  // namespace distrain::job

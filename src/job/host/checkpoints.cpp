@@ -13,6 +13,9 @@
 
 namespace distrain::job {
 
+// The file of the vocabulary, in addition to the files `model`, `optimizer` and `state`.
+constexpr const char* kVocabulary = "vocabulary";
+
 Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {
   for (const auto& [name, tensor] : here) {
     if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
@@ -237,10 +240,6 @@ std::optional<Snapshot> Checkpoints::load(const char* use) {
   return snapshot;
 }
 
-Checkpoints::~Checkpoints() {
-  if (thread_.joinable()) thread_.join();
-}
-
 void Checkpoints::save(Content content, std::function<void(Content&)> fill, base::TimePoint since) {
   if (thread_.joinable()) thread_.join();
   Save save{std::move(content), std::move(fill), since};
@@ -256,7 +255,7 @@ void Checkpoints::save(Content content, std::function<void(Content&)> fill, base
   const base::Future<void> done = save.done.future();
   const auto shared = std::make_shared<Save>(std::move(save));
   try {
-    thread_ = std::thread([this, shared] {
+    thread_ = std::jthread([this, shared] {
       pthread_setname_np(pthread_self(), "checkpoint");
       rpc::make_current(device_);
       run(*shared);
