@@ -23,7 +23,7 @@ void add_to(data::Source::Counts& sum, data::Source::Counts more) {
   sum.waited_s += more.waited_s;
 }
 
-rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
+rpc::To host() { return rpc::To(0).without_deadline(); }
 
 }  // namespace
 

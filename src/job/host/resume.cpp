@@ -96,7 +96,6 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   if (trainers != plan_->trainers) check_other_trainers(snapshot, trainers);
   begins_epoch_ = std::ranges::count(position.steps, 0) == trainers;
   scheduler_->resume(position);
-  steps_made_ = scheduler_->steps_of_each();
 }
 
 // Refuses a checkpoint of another number of trainers, unless any number of trainers can read its

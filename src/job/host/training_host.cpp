@@ -122,11 +122,11 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
   const std::string other = plan_ ? difference(*plan_, plan, rank) : "";
   refuse_if(!other.empty(), base::ErrorKind::kBadData, other);
   if (!plan_) begin(plan);
-  Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};
+  Attached attached{resumed_ ? resumed_->path : "", scheduler_->steps_of_each(),
+                    checkpoints_.saving(), trainer};
   if (const auto before = lost_before_.find(trainer); before != lost_before_.end()) {
     refuse_if(incarnation < before->second, base::ErrorKind::kPeerLost, "this rank is lost");
     attached.seat = scheduler_->take_seat(trainer);
-    attached.steps_made = scheduler_->steps_of_each();
     attached.is_late = true;
     untried_[trainer] = 0;
     const Json fields{{"returned_rank", rank},

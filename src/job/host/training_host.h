@@ -10,8 +10,6 @@
 
 namespace distrain::job {
 
-inline constexpr int kHostRank = 0;
-
 /// The reply to a trainer that attaches.
 struct Attached {
   std::string path;        ///< checkpoint to resume from; empty if the job starts afresh
@@ -126,8 +124,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   std::atomic<LeaseScheduler*> current_{nullptr};  // null until the scheduler is ready
   std::optional<base::Error> failed_;
   optim::LearningRateSchedule lr_schedule_;
-  std::shared_ptr<const Snapshot> resumed_;  // set until all trainers have loaded their parts
-  int64_t steps_made_ = 0;
+  std::shared_ptr<const Snapshot> resumed_;      // set until all trainers have loaded their parts
   bool begins_epoch_ = true;                     // no step of the first epoch was made before
   std::map<int, int64_t> bad_rows_;              // by trainer
   int64_t lost_bad_rows_ = 0;                    // that lost processes have reported

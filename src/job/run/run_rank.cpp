@@ -183,7 +183,7 @@ class RankRunner {
         if (has_asked_ && is_refused) throw SlotIsTaken();
         if (error.rank != agent_->rank()) sink_.failing(error);
         agent_->abort(error);
-        trace_.write_own(agent_->rank(), agent_->name());  // keeps rank 0's own trace
+        if (joined_) trace_.write_own(agent_->rank(), agent_->name());  // keeps rank 0's trace
         throw base::Exception(error);
       }
     }
@@ -340,7 +340,6 @@ Outcome run_local_job(const Job& job, EventSink& sink,
                       const std::function<Outcome(const Job& placed)>& run) {
   RunTrace trace(sink);
   trace.start(job.effective, 1);
-  trace.begin_alone();
   const base::TraceBinding binding(trace.tracer(), "main");
   Outcome outcome;
   try {

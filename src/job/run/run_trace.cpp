@@ -248,7 +248,6 @@ void RunTrace::start(const OptionMap& options, int world_size) {
 }
 
 void RunTrace::begin(rpc::Agent& agent) {
-  begun_ = true;
   agent_ = &agent;
   if (!path_.empty() && agent.rank() == 0) collector_.emplace(agent);
 }
@@ -283,7 +282,7 @@ std::optional<base::Error> RunTrace::write() {
 }
 
 std::optional<base::Error> RunTrace::write_own(int rank, const std::string& role) {
-  if (path_.empty() || rank != 0 || !begun_) return std::nullopt;
+  if (path_.empty() || rank != 0) return std::nullopt;
   tracer_->stop();
   ranks_ = {{rank, role, tracer_->tracks(), tracer_->dropped()}};
   return write();

@@ -26,10 +26,8 @@ class RunTrace {
 
   /// Starts recording if `options` have `--trace`. The `world_size` ranks share the size limit.
   void start(const OptionMap& options, int world_size);
-  /// Makes collect() and write_own() possible. Must be called when all ranks have joined.
+  /// Makes collect() possible. Must be called when all ranks have joined.
   void begin(rpc::Agent& agent);
-  /// Replaces begin() in a run without other ranks.
-  void begin_alone() { begun_ = true; }
   /// Fetches all traces on rank 0 while other ranks wait in shutdown(). write() returns its error.
   void collect();
   /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
@@ -41,7 +39,6 @@ class RunTrace {
   EventSink& sink_;
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
   std::string path_;  // empty if there is no trace to write, or if it has been written
-  bool begun_ = false;
   rpc::Agent* agent_ = nullptr;
   std::optional<base::Error> error_;
   std::optional<rpc::TraceCollector> collector_;

@@ -53,7 +53,6 @@ TEST_CASE("Dropped events are reported once", "[trace]") {
   Warnings warnings;
   RunTrace trace(warnings);
   trace.start({{"trace", path.text()}}, 2000);  // so many ranks that each may record 2000 events
-  trace.begin_alone();
   record(*trace.tracer(), 10'000);
   trace.write_own(1, "another rank's");
   CHECK_FALSE(path.exists());
