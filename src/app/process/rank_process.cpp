@@ -38,15 +38,39 @@ bool run_aside(std::function<void()> what) {
   return true;
 }
 
-/// Writes a rank's JSON lines. emit() waits for a slow reader. When the job stops, emit() only
-/// queues the lines that the reader does not accept, so that the job can save.
-class JsonSink : public job::EventSink {
+/// Runs a rank and writes its JSON lines. emit() waits for a slow reader. When the job stops,
+/// emit() only queues the lines that the reader does not accept, so that the job can save.
+class RankProcess final : public job::EventSink {
  public:
-  explicit JsonSink(const RankRun& run)
+  explicit RankProcess(const RankRun& run)
       : run_(run), lines_(run.out_fd), display_(run.display, screen_of(run.display, lines_)) {
     identity_.role = run.role;
     if (run.job.rank != membership::kUnassignedRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
+  }
+
+  int run() {
+    base::block_in_all_threads(awaited_signals());      // threads started later inherit the mask
+    std::thread([this] { end_by_signal(); }).detach();  // never joined: the process ends by _exit()
+    if (run_.display.mode != DisplayPlan::Mode::kNone) {
+      show([](Display& display) { display.begin(); });
+      run_aside([this] {
+        for (;; std::this_thread::sleep_for(kDisplayTick)) show([](Display& each) { each.tick(); });
+      });
+    }
+    job::Outcome outcome;
+    std::optional<Cause> cause;
+    try {
+      outcome = run_body();
+      cause = report(outcome);
+    } catch (...) {
+      outcome.fields = run_.job.progress->fields();
+      cause = report(error_of_this_rank());
+    }
+    if (!finish(outcome.fields, cause, outcome.others)) pause();  // another thread ends the process
+    std::fflush(nullptr);
+    if (const int error = unheard()) leave_unheard(error);
+    return cause ? cause->exit_code : 0;
   }
 
   void emit(std::string_view event, const Json& fields) override {
@@ -97,9 +121,21 @@ class JsonSink : public job::EventSink {
     write_locked();
   }
 
- protected:
-  /// Called with the errno of a failed write to stdout, after the queued lines are dropped.
-  virtual void on_unheard(int error) = 0;
+  /// Called when the rank fails. If the main thread does not end in time, reports the error and
+  /// exits, because a running step, on the main thread or on a worker, cannot be interrupted.
+  void failing(const base::Error& error) override {
+    if (is_unwinding_.exchange(true)) return;
+    run_aside([this, error] {  // if no thread can start, there is no time limit
+      std::this_thread::sleep_for(kUnwinding);
+      const Cause cause = own_cause(error);
+      leave_in_time(cause);                 // because the next lines may wait for the reader
+      if (!tell_error_once(error)) return;  // the main thread reports the error
+      if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
+    });
+  }
+
+ private:
+  // ---- JSON lines ----
 
   /// Calls `what` with the display. Does nothing while another thread writes lines.
   void show(const std::function<void(Display&)>& what) {
@@ -150,10 +186,6 @@ class JsonSink : public job::EventSink {
     return true;
   }
 
-  const RankRun run_;
-  job::StopSignal& stop_ = *run_.job.stop;
-
- private:
   void take_run_id(const job::OptionMap& options) {
     if (const auto id = options.find(job::kRunId); id != options.end())
       identity_.run_id = id->second;
@@ -186,46 +218,8 @@ class JsonSink : public job::EventSink {
     on_unheard(error);
   }
 
-  std::mutex mutex_;  // held during a write, which may wait for the reader
-  OutputQueue lines_;
-  Display display_;
-  bool finished_ = false;
-  std::atomic<bool> is_told_{false};  // a thread has begun to report why the process ends
-  base::TimePoint told_saving_{};
-  std::atomic<base::TimePoint> writing_since_{};
-  mutable std::mutex identity_mutex_;
-  Identity identity_;  // guarded by identity_mutex_
-};
+  // ---- the rank ----
 
-class RankProcess final : public JsonSink {
- public:
-  using JsonSink::JsonSink;
-
-  int run() {
-    base::block_in_all_threads(awaited_signals());      // threads started later inherit the mask
-    std::thread([this] { end_by_signal(); }).detach();  // never joined: the process ends by _exit()
-    if (run_.display.mode != DisplayPlan::Mode::kNone) {
-      show([](Display& display) { display.begin(); });
-      run_aside([this] {
-        for (;; std::this_thread::sleep_for(kDisplayTick)) show([](Display& each) { each.tick(); });
-      });
-    }
-    job::Outcome outcome;
-    std::optional<Cause> cause;
-    try {
-      outcome = run_body();
-      cause = report(outcome);
-    } catch (...) {
-      outcome.fields = run_.job.progress->fields();
-      cause = report(error_of_this_rank());
-    }
-    if (!finish(outcome.fields, cause, outcome.others)) pause();  // another thread ends the process
-    std::fflush(nullptr);
-    if (const int error = unheard()) leave_unheard(error);
-    return cause ? cause->exit_code : 0;
-  }
-
- private:
   job::Outcome run_body() {
     const int threads = set_up_threads(run_.threads, run_.local_ranks);
     try {  // choose the devices before the first line, which shows them
@@ -338,19 +332,6 @@ class RankProcess final : public JsonSink {
     return true;
   }
 
-  /// Called when the rank fails. If the main thread does not end in time, reports the error and
-  /// exits, because a running step, on the main thread or on a worker, cannot be interrupted.
-  void failing(const base::Error& error) override {
-    if (is_unwinding_.exchange(true)) return;
-    run_aside([this, error] {  // if no thread can start, there is no time limit
-      std::this_thread::sleep_for(kUnwinding);
-      const Cause cause = own_cause(error);
-      leave_in_time(cause);                 // because the next lines may wait for the reader
-      if (!tell_error_once(error)) return;  // the main thread reports the error
-      if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
-    });
-  }
-
   /// Waits for a signal that ends the process, reports it in the last output line and exits. A job
   /// that saves before it ends handles its first signal itself; this thread then waits for another.
   void end_by_signal() {
@@ -400,7 +381,8 @@ class RankProcess final : public JsonSink {
     });
   }
 
-  void on_unheard(int error) override {
+  /// Called with the errno of a failed write to stdout, after the queued lines are dropped.
+  void on_unheard(int error) {
     // If the job saves, end it as a signal would (save, then end), so that no work is lost.
     if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
     int none = 0;
@@ -439,6 +421,17 @@ class RankProcess final : public JsonSink {
     _exit(code);  // leave_process() may raise SIGINT, and the rank would look killed
   }
 
+  const RankRun run_;
+  job::StopSignal& stop_ = *run_.job.stop;
+  std::mutex mutex_;  // held during a write, which may wait for the reader
+  OutputQueue lines_;
+  Display display_;
+  bool finished_ = false;
+  std::atomic<bool> is_told_{false};  // a thread has begun to report why the process ends
+  base::TimePoint told_saving_{};
+  std::atomic<base::TimePoint> writing_since_{};
+  mutable std::mutex identity_mutex_;
+  Identity identity_;                 // guarded by identity_mutex_
   std::atomic<bool> telling_{false};  // a thread of tell_waits() is running
   std::atomic<bool> ending_{false};   // the process is about to end
   std::atomic<bool> is_unwinding_{false};
