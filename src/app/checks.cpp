@@ -60,8 +60,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
 /// Throws `bad_data` unless the option's path, if set, leads to a readable folder or nonempty file.
 /// If `starts_ranks`, each rank opens the file, so pipes and open descriptors are refused.
 void check_path(const ParsedOptions& options, const std::string& name, bool is_folder,
-                bool starts_ranks = false, std::string path = {}) {
-  if (path.empty()) path = options.text(name);
+                bool starts_ranks = false) {
+  const std::string path = options.text(name);
   if (path.empty()) return;
   const auto refuse = [&](const std::string& why) {
     base::bad_data(fmt::format("--{} {}: {}", name, path, why));
@@ -191,13 +191,6 @@ int64_t parse_number(std::string_view text, const std::string& where, double min
   return std::stoll(canonical_value(option, text, where));
 }
 
-/// Parses a time such as "50ms" and returns seconds. Throws `invalid` unless the time is above 0.
-double parse_time(std::string_view value, const std::string& where) {
-  const Option option = {
-      .kind = ValueKind::kReal, .max = 1e6, .above_min = true, .is_duration = true};
-  return std::stod(canonical_value(option, value, where));
-}
-
 InjectedFault parse_fault(std::string_view rest) {
   constexpr std::string_view kRank = "@rank=", kCheckpoint = "checkpoint.";
   InjectedFault fault;
@@ -222,7 +215,9 @@ InjectedFault parse_fault(std::string_view rest) {
     fault.system_call = parse_number(number, where + ": what fails", 1, job::kMaxInt);
   } else if (fault.kind == "delay" || fault.kind == "stage" || fault.kind == "save") {
     const char* const what = fault.kind == "delay" ? ": the delay" : ": the time";
-    fault.seconds = parse_time(value, where + what);
+    const Option time = {
+        .kind = ValueKind::kReal, .max = 1e6, .above_min = true, .is_duration = true};
+    fault.seconds = std::stod(canonical_value(time, value, where + what));
   } else {
     invalid(where + ": unknown fault '" + fault.kind +
             "'; the faults are delay, stage, fail and save");

@@ -189,21 +189,17 @@ the job; ranks of another restart are refused
 };
 
 // Stand for the start and the end of bold text until escaped() replaces them with roff.
-constexpr char kBold = '\1', kRoman = '\2';
+constexpr char kBold[] = "\1", kRoman[] = "\2";
 
-std::string escaped(std::string_view text) {
-  static const std::map<char, std::string> kSpecial = {
-      {'\\', "\\e"}, {'-', "\\-"}, {kBold, "\\fB"}, {kRoman, "\\fR"}};
-  std::string out;
-  for (const char c : text) {
-    const auto special = kSpecial.find(c);
-    out += special == kSpecial.end() ? std::string(1, c) : special->second;
-  }
-  return out;
+std::string escaped(std::string text) {
+  const std::pair<const char*, const char*> special[] = {
+      {"\\", "\\e"}, {"-", "\\-"}, {kBold, "\\fB"}, {kRoman, "\\fR"}};
+  for (const auto& [from, to] : special) c10::ReplaceAll(text, from, to);
+  return text;
 }
 
 std::string bold(const std::string& text) { return escaped(kBold + text + kRoman); }
-std::string italic(std::string_view text) { return "\\fI" + escaped(text) + "\\fR"; }
+std::string italic(const std::string& text) { return "\\fI" + escaped(text) + "\\fR"; }
 
 /// Converts one line of text to roff.
 std::string line_of(const std::string& text) {

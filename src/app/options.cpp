@@ -208,14 +208,6 @@ std::string named_in(const std::string& arg) {
           hint_of(table, named_in(*option), program, is_predict));
 }
 
-/// Returns the option with the spelling `--name` or `-x`; null if there is none.
-const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
-  if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
-  if (spelling.size() != 2 || spelling[0] != '-') return nullptr;
-  const auto option = std::ranges::find(table, spelling[1], &Option::short_name);
-  return option == table.end() ? nullptr : &*option;
-}
-
 /// Returns all spellings of an option, as CLI11 expects them.
 std::string spellings(const Option& option) {
   std::string names = "--" + option.name;
@@ -231,12 +223,13 @@ std::string spellings(const Option& option) {
 
 /// Throws `invalid` for arguments that CLI11 would misread: without a value, `--name` would take
 /// the next option as its value, and `--name=` would take the next argument.
-void check_values(const OptionTable& table, const std::vector<std::string>& args,
-                  bool has_operand) {
+void check_values(const CLI::App& app, const OptionTable& table,
+                  const std::vector<std::string>& args, bool has_operand) {
   for (size_t i = 0; i < args.size(); ++i) {
     const size_t equals = args[i].find('=');
-    const Option* option = find_by_spelling(table, args[i].substr(0, equals));
-    if (!option) continue;
+    const CLI::Option* const known = app.get_option_no_throw(args[i].substr(0, equals));
+    if (!known) continue;
+    const Option* const option = find_option(table, known->get_lnames().front());
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
       const std::string end = args[i].substr(std::min(equals, args[i].size()));
@@ -321,7 +314,7 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
       added->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
     }
   }
-  check_values(table, args, operands != nullptr);
+  check_values(app, table, args, operands != nullptr);
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 expects reverse order
   } catch (const CLI::ParseError& e) {

@@ -53,16 +53,14 @@ void RankGroup::start(const SpawnedRank& told) {
 }
 
 bool RankGroup::start_again(const SpawnedRank& told, int rank) {
-  const size_t others = children_.size();
   try {
     start_rank(told, rank);
   } catch (const base::Exception&) {
     return false;
   }
   children_.back().is_successor = true;
-  const auto before = std::ranges::find(children_, rank, &Child::rank);
-  if (before != children_.begin() + static_cast<std::ptrdiff_t>(others)) children_.erase(before);
-  std::ranges::sort(children_, {}, &Child::rank);
+  *std::ranges::find(children_, rank, &Child::rank) = std::move(children_.back());
+  children_.pop_back();
   return true;
 }
 
