@@ -158,13 +158,6 @@ class RankProcess final : public job::EventSink {
     return identity_;
   }
 
-  /// Returns this rank's wait for the reader of its JSON lines; nullopt if no write is in progress.
-  std::optional<rpc::Wait> wait() const {
-    const base::TimePoint since = writing_since_;
-    if (since == base::TimePoint{}) return std::nullopt;
-    return rpc::Wait{"the reader of standard output", since};
-  }
-
   /// Returns true to the first caller only. That caller reports on stderr why the process ends.
   bool may_tell() { return !is_told_.exchange(true); }
 
@@ -204,6 +197,7 @@ class RankProcess final : public job::EventSink {
   }
 
   /// Writes the lines that the reader accepts now. While `waits` returns true, waits for the rest.
+  /// If stdout cannot be written, drops the lines and ends the job.
   void write_locked(const std::function<bool()>& waits = [] { return false; }) {
     writing_since_ = base::Clock::now();
     int error = lines_.pump();
@@ -215,7 +209,10 @@ class RankProcess final : public job::EventSink {
     writing_since_ = base::TimePoint{};
     if (!error) return;
     lines_.clear();
-    on_unheard(error);
+    // If the job saves, end it as a signal would (save, then end), so that no work is lost.
+    if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
+    int none = 0;
+    write_error_.compare_exchange_strong(none, error);
   }
 
   // ---- the rank ----
@@ -358,7 +355,10 @@ class RankProcess final : public job::EventSink {
       const std::string who = own.rank ? rank_name(*own.rank, own.role) : "a new rank";
       try {
         std::vector<rpc::Wait> waits = stop_.waits();
-        if (const auto reader = wait()) waits.push_back(*reader);
+        const base::TimePoint writing = writing_since_;
+        if (writing != base::TimePoint{}) {
+          waits.push_back({"the reader of standard output", writing});
+        }
         if (waits.empty()) say(who + " waits for nothing");
         for (const auto& [what, since] : waits) {
           say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(since), what));
@@ -379,14 +379,6 @@ class RankProcess final : public job::EventSink {
       if (is_writable(STDERR_FILENO) && !tell(cause)) std::this_thread::sleep_for(kUnwinding);
       leave(cause.exit_code);
     });
-  }
-
-  /// Called with the errno of a failed write to stdout, after the queued lines are dropped.
-  void on_unheard(int error) {
-    // If the job saves, end it as a signal would (save, then end), so that no work is lost.
-    if (!stop_.request() && !stop_.requested() && !ending_) leave_unheard(error);
-    int none = 0;
-    write_error_.compare_exchange_strong(none, error);
   }
 
   /// Returns the errno of the failed write to stdout; 0 if no write failed, or a signal has come.
@@ -429,7 +421,7 @@ class RankProcess final : public job::EventSink {
   bool finished_ = false;
   std::atomic<bool> is_told_{false};  // a thread has begun to report why the process ends
   base::TimePoint told_saving_{};
-  std::atomic<base::TimePoint> writing_since_{};
+  std::atomic<base::TimePoint> writing_since_{};  // if no write is in progress: TimePoint{}
   mutable std::mutex identity_mutex_;
   Identity identity_;                 // guarded by identity_mutex_
   std::atomic<bool> telling_{false};  // a thread of tell_waits() is running
