@@ -23,7 +23,8 @@ endforeach()
 target_include_directories(unit_rpc PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc ${PROJECT_SOURCE_DIR}/src/membership)
 target_include_directories(unit_net PRIVATE ${PROJECT_SOURCE_DIR}/src/net)
 target_include_directories(unit_membership PRIVATE ${PROJECT_SOURCE_DIR}/src/membership)
-target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${PROJECT_SOURCE_DIR}/src/rpc)
+target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim ${PROJECT_SOURCE_DIR}/src/rpc
+                                              ${PROJECT_SOURCE_DIR}/src/membership)
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
 distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::cmd)

@@ -1,7 +1,7 @@
+#include "control_plane.h"
+
 #include <algorithm>
 #include <utility>
-
-#include "control_plane_impl.h"
 
 namespace distrain::membership {
 namespace {
@@ -35,12 +35,7 @@ wire::JobId own_job_id(const Options& options) {
 
 }  // namespace
 
-std::shared_ptr<ControlPlane> ControlPlane::make(net::Loop& loop, const Options& options,
-                                                 Callbacks callbacks) {
-  return std::make_shared<ControlPlaneImpl>(loop, options, std::move(callbacks));
-}
-
-ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Callbacks callbacks)
+ControlPlane::ControlPlane(net::Loop& loop, const Options& options, Callbacks callbacks)
     : loop_(loop),
       options_(options),
       callbacks_(std::move(callbacks)),
@@ -50,9 +45,9 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
                                                                         : new_unix_name()),
       acceptor_(std::make_shared<Acceptor>(
           loop, kProofTimeout,
-          Acceptor::Callbacks{std::bind_front(&ControlPlaneImpl::credentials_on_loop, this),
-                              std::bind_front(&ControlPlaneImpl::admit_on_loop, this),
-                              std::bind_front(&ControlPlaneImpl::note_refused_on_loop, this)})),
+          Acceptor::Callbacks{std::bind_front(&ControlPlane::credentials_on_loop, this),
+                              std::bind_front(&ControlPlane::admit_on_loop, this),
+                              std::bind_front(&ControlPlane::note_refused_on_loop, this)})),
       port_(options.master_port),
       initial_identity_{options.rank, trust_of(options),
                         options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
@@ -72,7 +67,7 @@ ControlPlaneImpl::ControlPlaneImpl(net::Loop& loop, const Options& options, Call
 
 // ---- for other threads ----
 
-base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t number) {
+base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number) {
   base::Promise<uint64_t> entered;
   base::Future<uint64_t> sum = entered.future();
   // Sets round_began_ before the post, so that wait() shows the round as soon as this call returns.
@@ -89,18 +84,7 @@ base::Future<uint64_t> ControlPlaneImpl::enter_round(uint64_t round, uint64_t nu
   return sum;
 }
 
-std::optional<base::Promise<uint64_t>> ControlPlaneImpl::take_round_on_loop() {
-  round_began_ = base::TimePoint{};
-  return std::exchange(round_, std::nullopt);
-}
-
-// Fails the current shutdown round and all later ones.
-void ControlPlaneImpl::fail_rounds_on_loop(const Error& error) {
-  if (!rounds_failed_) rounds_failed_ = error;
-  if (auto round = take_round_on_loop()) round->fail(*rounds_failed_);
-}
-
-std::vector<int> ControlPlaneImpl::missing() {
+std::vector<int> ControlPlane::missing() {
   base::Promise<std::vector<int>> asked;
   const base::Future<std::vector<int>> answer = asked.future();
   loop_.post([self = shared_from_this(), asked = std::move(asked)]() mutable {
@@ -110,7 +94,7 @@ std::vector<int> ControlPlaneImpl::missing() {
   return is_answered && answer.wait_result().ok() ? answer.wait() : std::vector<int>{};
 }
 
-std::optional<Wait> ControlPlaneImpl::wait() {
+std::optional<Wait> ControlPlane::wait() {
   const base::TimePoint round_began = round_began_;
   const bool is_ending = round_began != base::TimePoint{};
   const base::TimePoint since = is_ending ? round_began : began_.load();
@@ -122,7 +106,7 @@ std::optional<Wait> ControlPlaneImpl::wait() {
       since};
 }
 
-void ControlPlaneImpl::abort(const Error& error) {
+void ControlPlane::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
     // True between two attempts to join: the last attempt has failed, so `protocol_` cannot abort.
@@ -138,13 +122,7 @@ void ControlPlaneImpl::abort(const Error& error) {
   });
 }
 
-void ControlPlaneImpl::leave() {
-  loop_.post([self = shared_from_this()] {
-    if (self->protocol_) self->protocol_->leave();
-  });
-}
-
-void ControlPlaneImpl::close() {
+void ControlPlane::close() {
   acceptor_->close();
   loop_.post([self = shared_from_this()] {
     self->is_leaving_ = true;
@@ -161,7 +139,7 @@ void ControlPlaneImpl::close() {
   });
 }
 
-base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
+base::Future<void> ControlPlane::tolerate(Tolerance tolerance) {
   base::Promise<void> promise;
   base::Future<void> done = promise.future();
   loop_.post([self = shared_from_this(), tolerance = std::move(tolerance),
@@ -172,36 +150,9 @@ base::Future<void> ControlPlaneImpl::tolerate(Tolerance tolerance) {
   return done;
 }
 
-void ControlPlaneImpl::note_of_use(int rank) {
-  loop_.post([self = shared_from_this(), rank] {
-    if (self->coordinator_) self->coordinator_->note_of_use(rank);
-  });
-}
-
-// Waits until all streams are closed, because the loop drops unsent messages when it ends.
-void ControlPlaneImpl::wait_until_flushed() {
-  std::unique_lock lock(mutex_);
-  stream_closed_.wait_for(lock, std::chrono::seconds(1), [this] { return open_streams_ == 0; });
-}
-
 // ---- connections, on the loop ----
 
-Link ControlPlaneImpl::add_on_loop(const net::StreamPtr& stream) {
-  {
-    std::lock_guard lock(mutex_);
-    ++open_streams_;
-  }
-  streams_[++last_link_] = stream;
-  return last_link_;
-}
-
-void ControlPlaneImpl::note_closed_on_loop() {
-  std::lock_guard lock(mutex_);
-  --open_streams_;
-  stream_closed_.notify_all();
-}
-
-void ControlPlaneImpl::send(Link link, Message message) {
+void ControlPlane::send(Link link, Message message) {
   const auto stream = streams_.find(link);
   if (stream == streams_.end()) return;
   net::OutFrame frame;
@@ -212,11 +163,11 @@ void ControlPlaneImpl::send(Link link, Message message) {
   static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
 }
 
-void ControlPlaneImpl::close(Link link, bool flush) {
+void ControlPlane::close(Link link, bool flush) {
   if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
 }
 
-net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler handler) {
+net::Stream::Handler ControlPlane::watched(Link link, net::Stream::Handler handler) {
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
     self->streams_.erase(link);
@@ -227,15 +178,8 @@ net::Stream::Handler ControlPlaneImpl::watched(Link link, net::Stream::Handler h
   return handler;
 }
 
-net::Stream::Handler ControlPlaneImpl::control_handler(Link link) {
-  return watched(link, {[weak = weak_from_this(), link](const net::InFrame& frame) {
-                          if (const auto self = weak.lock()) self->receive_on_loop(link, frame);
-                        },
-                        {}});
-}
-
-net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
-                                                          net::Stream::Handler handler) {
+net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
+                                                      net::Stream::Handler handler) {
   const Link link = add_on_loop(stream);
   if (protocol_) {
     protocol_->open(rank, link, base::Clock::now());
@@ -258,21 +202,15 @@ net::Stream::Handler ControlPlaneImpl::watch_peer_on_loop(int rank, const net::S
   return watched(link, std::move(handler));
 }
 
-void ControlPlaneImpl::receive_on_loop(Link link, const net::InFrame& frame) {
-  if (!protocol_) return;
-  protocol_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
-                            wire::Bytes(frame.meta.begin(), frame.meta.end())});
-}
-
-std::optional<Credentials> ControlPlaneImpl::credentials_on_loop(wire::HelloPurpose purpose) const {
+std::optional<Credentials> ControlPlane::credentials_on_loop(wire::HelloPurpose purpose) const {
   if (!protocol_) return std::nullopt;
   if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
   if (protocol_->secret().empty()) return std::nullopt;
   return Credentials{identity_, protocol_->secret() + options_.token};
 }
 
-std::optional<Error> ControlPlaneImpl::admit_on_loop(const net::StreamPtr& stream,
-                                                     Acceptor::AuthenticatedPeer peer) {
+std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
+                                                 Acceptor::AuthenticatedPeer peer) {
   if (!protocol_) return rendezvous_error("this rank is leaving");
   if (peer.purpose == wire::HelloPurpose::kJoin) {
     const int rank = peer.rank;
@@ -285,8 +223,8 @@ std::optional<Error> ControlPlaneImpl::admit_on_loop(const net::StreamPtr& strea
   return callbacks_.on_peer(peer.rank, stream);
 }
 
-std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr& stream,
-                                                            Acceptor::AuthenticatedPeer& peer) {
+std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& stream,
+                                                        Acceptor::AuthenticatedPeer& peer) {
   if (!coordinator_) return rendezvous_error("only rank 0 can be joined");
   if (peer.rank == wire::kUnassignedRank) return reserve_rank_on_loop(stream, peer.join);
   const int rank = peer.rank;
@@ -313,8 +251,8 @@ std::optional<Error> ControlPlaneImpl::admit_member_on_loop(const net::StreamPtr
   return std::nullopt;
 }
 
-std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr& stream,
-                                                            const wire::Join& join) {
+std::optional<Error> ControlPlane::reserve_rank_on_loop(const net::StreamPtr& stream,
+                                                        const wire::Join& join) {
   const Link link = add_on_loop(stream);
   if (auto refusal = coordinator_->reserve_rank(link, join, base::Clock::now())) {
     streams_.erase(link);
@@ -330,7 +268,7 @@ std::optional<Error> ControlPlaneImpl::reserve_rank_on_loop(const net::StreamPtr
   return std::nullopt;
 }
 
-void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stream, Error why) {
+void ControlPlane::note_refused_on_loop(int rank, const net::StreamPtr& stream, Error why) {
   const std::string& where = stream->peer_name();
   const std::string reason = why.message;
   why.rank = rank;
@@ -343,7 +281,7 @@ void ControlPlaneImpl::note_refused_on_loop(int rank, const net::StreamPtr& stre
 }
 
 // Returns `entry` with its endpoint changed to one that this rank can connect to.
-wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::Entry entry) const {
+wire::Directory::Entry ControlPlane::reachable(int rank, wire::Directory::Entry entry) const {
   wire::Endpoint& address = entry.endpoint;
   if (host_key_.empty() || address.host_key != host_key_) address.unix_name.clear();
   if (options_.transport == "unix") {
@@ -363,8 +301,8 @@ wire::Directory::Entry ControlPlaneImpl::reachable(int rank, wire::Directory::En
   return entry;
 }
 
-void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stream,
-                                            std::function<void(base::Status believed)> done) {
+void ControlPlane::authenticate_on_loop(int rank, const net::StreamPtr& stream,
+                                        std::function<void(base::Status believed)> done) {
   const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
   if (!credentials) {
     stream->close(false);
@@ -389,12 +327,7 @@ void ControlPlaneImpl::authenticate_on_loop(int rank, const net::StreamPtr& stre
                       });
 }
 
-void ControlPlaneImpl::begin_on_loop(std::unique_ptr<ControlProtocol> protocol) {
-  protocol_ = std::move(protocol);
-  tick_on_loop(++attempt_);
-}
-
-void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
+void ControlPlane::tick_on_loop(uint64_t attempt) {
   if (!protocol_ || attempt != attempt_) return;
   for (const auto& [link, stream] : streams_) protocol_->heard(link, stream->last_heard_on_loop());
   const base::TimePoint next = protocol_->tick(base::Clock::now());
@@ -406,7 +339,7 @@ void ControlPlaneImpl::tick_on_loop(uint64_t attempt) {
 
 // ---- ControlTransport ----
 
-void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
+void ControlPlane::on_directory(const wire::Directory& directory) {
   const auto& ranks = directory.ranks;
   const wire::Directory::Entry& own = ranks[static_cast<size_t>(options_.rank)];
   identity_.incarnation = own.incarnation;
@@ -429,7 +362,7 @@ void ControlPlaneImpl::on_directory(const wire::Directory& directory) {
   directory_known_.set();
 }
 
-void ControlPlaneImpl::on_go(std::vector<wire::RankDevices> devices) {
+void ControlPlane::on_go(std::vector<wire::RankDevices> devices) {
   std::vector<std::string> names;
   for (const auto& entry : protocol_->directory().ranks) names.push_back(entry.name);
   callbacks_.on_go(std::move(names), std::move(devices));
@@ -437,7 +370,7 @@ void ControlPlaneImpl::on_go(std::vector<wire::RankDevices> devices) {
   ready_.set();
 }
 
-void ControlPlaneImpl::on_failed(const Error& error) {
+void ControlPlane::on_failed(const Error& error) {
   Error reported = error;
   if (reported.op.empty()) reported.op = "join";
   if (joining_ && reported.kind == ErrorKind::kRendezvous) {
@@ -456,12 +389,7 @@ void ControlPlaneImpl::on_failed(const Error& error) {
   finish_joining_on_loop(reported);
 }
 
-void ControlPlaneImpl::on_lost(const Loss& loss) {
-  callbacks_.on_lost(loss);
-  if (!loss.job_goes_on) fail_rounds_on_loop(loss.error);
-}
-
-void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
+void ControlPlane::on_returned(int rank, const wire::RankDevices& devices) {
   const wire::Directory::Entry& entry = protocol_->entry(rank);
   try {
     callbacks_.on_new_devices(rank, devices);
@@ -473,10 +401,6 @@ void ControlPlaneImpl::on_returned(int rank, const wire::RankDevices& devices) {
       });
   }
   callbacks_.on_returned(rank, reachable(rank, entry));
-}
-
-void ControlPlaneImpl::on_round(uint64_t, uint64_t sum) {
-  if (auto round = take_round_on_loop()) round->set(sum);
 }
 
 }  // namespace distrain::membership

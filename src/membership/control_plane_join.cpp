@@ -1,10 +1,10 @@
-// The part of ControlPlaneImpl that joins the job, until all ranks accept calls.
+// The part of ControlPlane that joins the job, until all ranks accept calls.
 #include <algorithm>
 #include <utility>
 
 #include <unistd.h>
 
-#include "control_plane_impl.h"
+#include "control_plane.h"
 #include "control_protocol.h"
 #include "distrain/base/process.h"
 
@@ -46,12 +46,7 @@ void check_options(const std::map<std::string, std::string>& options) {
 
 }  // namespace
 
-void ControlPlaneImpl::begin_once() {
-  if (!has_begun_.exchange(true)) return;
-  base::invalid(rank_text(options_.rank) + " has begun to join already: make a new agent to retry");
-}
-
-void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
+void ControlPlane::run(const std::function<wire::RankDevices()>& prepare) {
   begin_once();
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
   if (options_.rank == 0) {
@@ -67,14 +62,14 @@ void ControlPlaneImpl::run(const std::function<wire::RankDevices()>& prepare) {
   wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
 
-int ControlPlaneImpl::reserve_rank() {
+int ControlPlane::reserve_rank() {
   begin_once();
   began_ = base::Clock::now();
   begin_as_member(base::deadline_after(options_.join_timeout));
   return assigned_rank_;
 }
 
-void ControlPlaneImpl::listen_by_unix_socket() {
+void ControlPlane::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
   if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
@@ -82,7 +77,7 @@ void ControlPlaneImpl::listen_by_unix_socket() {
 }
 
 // Returns the name of this host's unix socket for joining; empty if unused.
-std::string ControlPlaneImpl::meeting_name() const {
+std::string ControlPlane::meeting_name() const {
   if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
   return options_.meeting_name.empty()
              ? membership::meeting_name(options_.job_id, options_.master_addr,
@@ -90,7 +85,7 @@ std::string ControlPlaneImpl::meeting_name() const {
              : options_.meeting_name;
 }
 
-void ControlPlaneImpl::begin_as_coordinator() {
+void ControlPlane::begin_as_coordinator() {
   if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
   const std::string host = net::local_name(rank_0_socket_.get()).host;
   if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
@@ -114,7 +109,7 @@ void ControlPlaneImpl::begin_as_coordinator() {
   acceptor_->listen(std::move(rank_0_socket_));
 }
 
-void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
+void ControlPlane::begin_as_member(base::TimePoint deadline) {
   check_options(options_.job_options);
   base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
@@ -152,7 +147,7 @@ void ControlPlaneImpl::begin_as_member(base::TimePoint deadline) {
   }
 }
 
-base::Result<net::Fd> ControlPlaneImpl::connect_to_rank_0(base::TimePoint connected_by) const {
+base::Result<net::Fd> ControlPlane::connect_to_rank_0(base::TimePoint connected_by) const {
   if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
   if (const std::string name = meeting_name(); !name.empty()) {
     // If another user's process listens at this name, tries TCP instead.
@@ -162,7 +157,7 @@ base::Result<net::Fd> ControlPlaneImpl::connect_to_rank_0(base::TimePoint connec
   return net::connect_tcp(options_.master_addr, options_.master_port, connected_by);
 }
 
-base::Status ControlPlaneImpl::try_to_join(base::TimePoint connected_by, base::TimePoint deadline) {
+base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimePoint deadline) {
   base::Result<net::Fd> socket = connect_to_rank_0(connected_by);
   if (!socket.ok()) {
     Error error = socket.error();
@@ -181,7 +176,7 @@ base::Status ControlPlaneImpl::try_to_join(base::TimePoint connected_by, base::T
 }
 
 // Listens for other ranks. A retry does nothing, because the first attempt already listens.
-void ControlPlaneImpl::listen_as_member(const net::Fd& to_rank_0) {
+void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
   if (std::exchange(listens_, true)) return;
   listen_by_unix_socket();
   if (!options_.rank_0_unix_name.empty()) return;
@@ -202,7 +197,7 @@ void ControlPlaneImpl::listen_as_member(const net::Fd& to_rank_0) {
   acceptor_->listen(std::move(own));
 }
 
-void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met) {
+void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met) {
   if (is_closed_) {
     stream->close(false);
     met.fail(left_already());
@@ -231,18 +226,9 @@ void ControlPlaneImpl::meet_rank_0_on_loop(const net::StreamPtr& stream, base::P
                       });
 }
 
-void ControlPlaneImpl::finish_joining_on_loop(const base::Status& joined) {
-  if (auto joining = std::exchange(joining_, std::nullopt)) joining->complete(joined);
-}
-
-void ControlPlaneImpl::on_joined(int rank) {
-  assigned_rank_ = rank;
-  finish_joining_on_loop(base::Unit{});
-}
-
 // Returns true if this rank retries to join after `error`, because rank 0 may admit it later. Only
 // processes without a rank and those with Options::rejoins retry.
-bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
+bool ControlPlane::is_put_off_on_loop(const Error& error) const {
   const bool is_gone = error.kind == kTryAgain;
   const bool may_pass = options_.rank == wire::kUnassignedRank
                             ? is_gone || error.kind == kNoPlace
@@ -251,8 +237,7 @@ bool ControlPlaneImpl::is_put_off_on_loop(const Error& error) const {
 }
 
 // Sends the join on a connection whose other end has proved its identity.
-base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
-                                            const wire::Hello& rank_0) {
+base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
   if (is_closed_) return left_already();
   if (rank_0.rank != 0) {
     return rendezvous_error(rank_0_text() + " is rank " + std::to_string(rank_0.rank) +
@@ -274,8 +259,8 @@ base::Status ControlPlaneImpl::join_on_loop(const net::StreamPtr& stream,
   return base::Unit{};
 }
 
-void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
-                                        const std::function<wire::RankDevices()>& prepare) {
+void ControlPlane::wait_until_ready(base::TimePoint deadline,
+                                    const std::function<wire::RankDevices()>& prepare) {
   const base::Future<void> met = directory_known_.future();
   const base::Future<void> ready = ready_.future();
   bool is_prepared = false;
@@ -317,7 +302,7 @@ void ControlPlaneImpl::wait_until_ready(base::TimePoint deadline,
 }
 
 // Returns why `ranks` are missing: rank 0 refused some, the others have not connected.
-std::string ControlPlaneImpl::why_missing(std::vector<int> ranks) {
+std::string ControlPlane::why_missing(std::vector<int> ranks) {
   std::lock_guard lock(mutex_);
   const std::string why = refusals_.text();
   std::erase_if(ranks, [this](int rank) { return refusals_.has(rank); });
@@ -328,13 +313,13 @@ std::string ControlPlaneImpl::why_missing(std::vector<int> ranks) {
          hint_;
 }
 
-std::string ControlPlaneImpl::rank_0_text() const {
+std::string ControlPlane::rank_0_text() const {
   if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
   return net::endpoint_text(options_.master_addr,
                             options_.rank == 0 ? port_ : options_.master_port);
 }
 
-ControlSettings ControlPlaneImpl::settings() const {
+ControlSettings ControlPlane::settings() const {
   ControlSettings settings{
       options_, {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key}, {}};
   if (options_.rank == 0) settings.secret = random_bytes(32);
@@ -346,14 +331,10 @@ ControlSettings ControlPlaneImpl::settings() const {
 }
 
 // Returns timeouts. The proof's timeout is at least `peer_timeout`: see HandshakeTimeouts.
-HandshakeTimeouts ControlPlaneImpl::handshake_timeouts() const {
+HandshakeTimeouts ControlPlane::handshake_timeouts() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);
   return {kAnswers, judges ? std::max(kAnswers, silence) : kForEver};
-}
-
-Error ControlPlaneImpl::left_already() const {
-  return {ErrorKind::kCancelled, "this rank has left the job already", options_.rank, "shutdown"};
 }
 
 }  // namespace distrain::membership

@@ -2,8 +2,7 @@
 
 #include <unistd.h>
 
-#include "distrain/membership/control_plane.h"
-#include "proof.h"
+#include "control_plane.h"
 
 namespace distrain::membership {
 namespace {
@@ -54,7 +53,7 @@ std::string new_unix_name() { return "@distrain-" + hex(random_bytes(16)); }
 
 Slot::Slot(Options options) : options_(std::move(options)) {
   options_.rank = kUnassignedRank;
-  control_ = ControlPlane::make(loop_, options_, {});
+  control_ = std::make_shared<ControlPlane>(loop_, options_, ControlPlane::Callbacks{});
 }
 
 Slot::~Slot() { control_->close(); }

@@ -70,15 +70,16 @@ AgentCore::AgentCore(AgentOptions given)
             static_cast<void>(send_control(to, kind, id, fork, parent));  // the owner may be lost
           },
           executor)),
-      control(membership::ControlPlane::make(
+      control(std::make_shared<membership::ControlPlane>(
           loop, options,
-          {.on_directory = std::bind_front(&AgentCore::on_directory_on_loop, this),
-           .on_go = std::bind_front(&DeviceTable::learn, &devices),
-           .on_failed = std::bind_front(&DeviceTable::fail, &devices),
-           .on_lost = std::bind_front(&AgentCore::on_lost_on_loop, this),
-           .on_new_devices = std::bind_front(&DeviceTable::learn_again, &devices),
-           .on_returned = std::bind_front(&AgentCore::on_returned_on_loop, this),
-           .on_peer = std::bind_front(&Peers::accept_on_loop, &peers)})),
+          membership::ControlPlane::Callbacks{
+              .on_directory = std::bind_front(&AgentCore::on_directory_on_loop, this),
+              .on_go = std::bind_front(&DeviceTable::learn, &devices),
+              .on_failed = std::bind_front(&DeviceTable::fail, &devices),
+              .on_lost = std::bind_front(&AgentCore::on_lost_on_loop, this),
+              .on_new_devices = std::bind_front(&DeviceTable::learn_again, &devices),
+              .on_returned = std::bind_front(&AgentCore::on_returned_on_loop, this),
+              .on_peer = std::bind_front(&Peers::accept_on_loop, &peers)})),
       peers(loop, options.rank, *control,
             {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
              .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
@@ -396,13 +397,6 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
   peers.renew_on_loop(rank, entry);
   budget->renew(peers.process(rank));
   windows_.replace(rank, make_window(rank));
-}
-
-std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
-  std::lock_guard lock(channels_mutex_);
-  std::vector<std::shared_ptr<ChannelImpl>> all;
-  for (const auto& [number, channel] : channels_) all.push_back(channel);
-  return all;
 }
 
 void AgentCore::notify_channels(int rank, const Error& error) {

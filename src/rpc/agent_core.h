@@ -224,7 +224,12 @@ class AgentCore {
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> reported);
-  std::vector<std::shared_ptr<ChannelImpl>> channels();
+  std::vector<std::shared_ptr<ChannelImpl>> channels() {
+    std::lock_guard lock(channels_mutex_);
+    std::vector<std::shared_ptr<ChannelImpl>> all;
+    for (const auto& [number, channel] : channels_) all.push_back(channel);
+    return all;
+  }
   void notify_channels(int rank, const Error& error);
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
   void answer(PendingCalls::Call& call, RawReply reply);

@@ -59,13 +59,6 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
   return state == State::kConnected ? send(to, std::move(frame)) : loss_of(to, peer);
 }
 
-Error Peers::loss_of(int rank, const Peer& peer) const {
-  std::lock_guard lock(peer.mutex);
-  if (peer.state == State::kLost) return peer.loss;
-  return Error{ErrorKind::kPeerLost, membership::rank_text(rank, peer.entry.name) + " has left",
-               rank};
-}
-
 // ---- connecting, on the loop ----
 
 void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
@@ -174,13 +167,6 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        [this, rank, &peer](const wire::FrameHeader& header) {
          return &at(rank) == &peer ? callbacks_.allocate(rank, header) : nullptr;
        }});
-}
-
-// Queues later frames while rank 0 may still report the rank as lost. Otherwise the rank has left.
-void Peers::on_closed_on_loop(int rank, Peer& peer) {
-  std::lock_guard lock(peer.mutex);
-  if (peer.state == State::kLost) return;
-  peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
 }
 
 void Peers::lose_on_loop(const Loss& loss) {

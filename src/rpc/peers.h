@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "control_plane.h"
 #include "device/device_transfer.h"
-#include "distrain/membership/control_plane.h"
 #include "distrain/net/socket.h"
 #include "distrain/rpc/channel.h"
 
@@ -125,7 +125,12 @@ class Peers {
   };
 
   Peer& at(int rank) const { return peers_.at(rank); }
-  base::Error loss_of(int rank, const Peer& peer) const;
+  base::Error loss_of(int rank, const Peer& peer) const {
+    std::lock_guard lock(peer.mutex);
+    if (peer.state == State::kLost) return peer.loss;
+    return {base::ErrorKind::kPeerLost, membership::rank_text(rank, peer.entry.name) + " has left",
+            rank};
+  }
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
   /// Returns true if `peer` is its rank's newest process and the connection is being opened.
   bool is_connecting_on_loop(int rank, const Peer& peer) const {
@@ -136,7 +141,12 @@ class Peers {
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
-  void on_closed_on_loop(int rank, Peer& peer);
+  /// Queues later frames while rank 0 may still report the rank as lost; else the rank has left.
+  void on_closed_on_loop(int rank, Peer& peer) {
+    std::lock_guard lock(peer.mutex);
+    if (peer.state == State::kLost) return;
+    peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
+  }
 
   net::Loop& loop_;
   const int rank_;
