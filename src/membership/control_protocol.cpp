@@ -34,12 +34,6 @@ void ControlProtocol::abort(const Error& error) {
   if (!has_met) transport_.on_failed(error);
 }
 
-void ControlProtocol::leave() {
-  if (state_ != State::kRunning) return;
-  state_ = State::kOver;
-  send_to_all({FrameKind::kLeave});
-}
-
 void ControlProtocol::send_to_all(Message message) {
   last_message_ = std::move(message);
   const auto all = std::move(connections_);
@@ -88,10 +82,6 @@ void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
   connections_[link] = {rank, false, now, false};
 }
 
-bool ControlProtocol::is_here(int rank) const {
-  return state_ == State::kRunning && presence(rank) == Presence::kHere;
-}
-
 // Accepts connections even before kGo, because the coordinator sends kGo to one rank after the
 // other, so the connecting rank may have received kGo earlier.
 std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation) const {
@@ -112,16 +102,6 @@ std::optional<Error> ControlProtocol::check_peer(int rank, uint32_t incarnation)
   }
   if (presence(rank) == Presence::kHere) return std::nullopt;
   return Error{ErrorKind::kPeerLost, who + " has left this job", rank};
-}
-
-Error ControlProtocol::why_over() const {
-  if (last_message_.kind == FrameKind::kAbort) return wire::decode_error(last_message_.body);
-  return {ErrorKind::kPeerLost, text_of(settings_.rank) + " has left", settings_.rank};
-}
-
-void ControlProtocol::report(int rank, Error error) {
-  if (state_ == State::kPreparing) return abort(error);
-  declare_lost(rank, error);
 }
 
 // ---- events ----
@@ -150,11 +130,6 @@ void ControlProtocol::receive(Link link, const Message& message) {
   }
 }
 
-void ControlProtocol::heard(Link link, base::TimePoint when) {
-  const auto found = connections_.find(link);
-  if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
-}
-
 void ControlProtocol::closed(Link link, const Error& error) {
   const auto found = connections_.find(link);
   if (found == connections_.end()) return;
@@ -174,20 +149,6 @@ void ControlProtocol::closed(Link link, const Error& error) {
   }
   // If the stream is still open, sends the reason to the other end and closes the stream.
   if (connections_.contains(link)) close_with_reason(link, loss(from.rank, error), true);
-}
-
-void ControlProtocol::close_with_reason(Link link, const Error& why, bool flush) {
-  transport_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
-  connections_.erase(link);
-  transport_.close(link, flush);
-}
-
-void ControlProtocol::mark_lost(int rank, const Error& error, bool job_goes_on) {
-  if (state_ == State::kOver || presence(rank) != Presence::kHere) return;
-  presence_[static_cast<size_t>(rank)] = Presence::kLost;
-  losses_[rank] = error;
-  disconnect(rank, error);
-  transport_.on_lost({rank, error, job_goes_on, entry(rank).incarnation});
 }
 
 void ControlProtocol::replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned) {
@@ -258,14 +219,6 @@ Error ControlProtocol::loss(int rank, const Error& error) const {
   return loss;
 }
 
-Error ControlProtocol::reason_of(int rank, const Message& message) const {
-  Error error = base::with_origin(wire::decode_error(message.body), rank);
-  if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
-    error.message = text_of(rank) + " says: " + error.message;
-  }
-  return error;
-}
-
 std::string ControlProtocol::text_of(int rank) const {
   const auto at = static_cast<size_t>(rank);
   if (at < directory_.ranks.size()) return rank_text(rank, directory_.ranks[at].name);
@@ -282,11 +235,6 @@ Member::Member(ControlSettings settings, ControlTransport& transport, Link coord
   const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint,
                         settings_.job_options};
   transport_.send(coordinator_, {FrameKind::kJoin, 0, 0, wire::encode(join)});
-}
-
-void Member::prepared(wire::RankDevices devices) {
-  if (state_ != State::kPreparing) return;
-  transport_.send(coordinator_, {FrameKind::kPrepared, 0, 0, wire::encode(devices)});
 }
 
 void Member::on_control(int, const Message& message) {

@@ -129,21 +129,33 @@ class ControlProtocol {
   /// Leaves the job and sends `error` to all other ranks. Before on_go(), also calls on_failed().
   void abort(const Error& error);
   /// Leaves the job. Called when all ranks have entered the last shutdown round.
-  void leave();
+  void leave() {
+    if (state_ != State::kRunning) return;
+    state_ = State::kOver;
+    send_to_all({FrameKind::kLeave});
+  }
   /// Called when a call connection to `rank` is open. The rank must not be lost: see is_here().
   void open(int rank, Link link, base::TimePoint now);
   /// Returns true if this rank is running, and `rank` has neither left the job nor been lost.
-  bool is_here(int rank) const;
+  bool is_here(int rank) const {
+    return state_ == State::kRunning && presence(rank) == Presence::kHere;
+  }
   /// Returns true while this rank suspects that `rank` is lost, until rank 0 has decided.
   virtual bool is_suspected(int rank) const = 0;
   /// Called if this rank cannot reach `rank`, or has received malformed data from it.
-  void report(int rank, Error error);
+  void report(int rank, Error error) {
+    if (state_ == State::kPreparing) return abort(error);
+    declare_lost(rank, error);
+  }
   /// Returns an error if this rank refuses a connection that `rank` has opened.
   std::optional<Error> check_peer(int rank, uint32_t incarnation) const;
 
   void receive(Link link, const Message& message);
   /// Called when any bytes have arrived on `link`.
-  void heard(Link link, base::TimePoint when);
+  void heard(Link link, base::TimePoint when) {
+    const auto found = connections_.find(link);
+    if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
+  }
   void closed(Link link, const Error& error);
   /// Sends heartbeats and declares silent peers lost. Returns the time for the next call.
   base::TimePoint tick(base::TimePoint now);
@@ -184,7 +196,13 @@ class ControlProtocol {
   bool begin_running(std::vector<wire::RankDevices> devices);
   void set_directory(wire::Directory directory);
   /// Unless `rank` is lost or has left, marks it as lost, disconnects it and calls on_lost().
-  void mark_lost(int rank, const Error& error, bool job_goes_on);
+  void mark_lost(int rank, const Error& error, bool job_goes_on) {
+    if (state_ == State::kOver || presence(rank) != Presence::kHere) return;
+    presence_[static_cast<size_t>(rank)] = Presence::kLost;
+    losses_[rank] = error;
+    disconnect(rank, error);
+    transport_.on_lost({rank, error, job_goes_on, entry(rank).incarnation});
+  }
   /// Sends `why` to `rank` and closes all connections to it.
   void disconnect(int rank, const Error& why);
   /// Records that a new process has replaced a lost rank, and calls on_returned().
@@ -192,7 +210,13 @@ class ControlProtocol {
   Error loss(int rank, const Error& error) const;
   /// Returns the error that `rank` sent. If the error claims that this rank is lost, adds `rank` to
   /// its message, because a rank that was stopped for a while may claim this wrongly.
-  Error reason_of(int rank, const Message& message) const;
+  Error reason_of(int rank, const Message& message) const {
+    Error error = base::with_origin(wire::decode_error(message.body), rank);
+    if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
+      error.message = text_of(rank) + " says: " + error.message;
+    }
+    return error;
+  }
   /// Returns "rank 3 (trainer 2)", or "rank 3" while the name is unknown.
   std::string text_of(int rank) const;
 
@@ -208,9 +232,16 @@ class ControlProtocol {
 
  private:
   void send_to_all(Message message);
-  Error why_over() const;
+  Error why_over() const {
+    if (last_message_.kind == FrameKind::kAbort) return wire::decode_error(last_message_.body);
+    return {ErrorKind::kPeerLost, text_of(settings_.rank) + " has left", settings_.rank};
+  }
   /// Sends the reason and closes the connection; if `flush` is true, only after sending completes.
-  void close_with_reason(Link link, const Error& why, bool flush);
+  void close_with_reason(Link link, const Error& why, bool flush) {
+    transport_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
+    connections_.erase(link);
+    transport_.close(link, flush);
+  }
 
   Message last_message_;           // sent when this rank left; set if kOver
   const base::Duration interval_;  // between heartbeats
@@ -262,13 +293,24 @@ class Coordinator final : public ControlProtocol {
   };
 
   void on_control(int rank, const Message& message) override;
-  void on_control_lost(int rank, const Error& error) override;
+  void on_control_lost(int rank, const Error& error) override {
+    if (state_ == State::kMeeting) {
+      joined_.erase(rank);  // the rank is free again
+    } else {
+      abort(error);
+    }
+  }
   void declare_lost(int rank, const Error& error) override;
   void suspect(int rank, const Error& error) override { declare_lost(rank, error); }
   std::optional<Error> check_join(int rank, const wire::Join& join) const;
   bool is_missing(int rank) const;
   bool is_free(int rank) const;
-  void broadcast(const Message& message, int except = -1);
+  void broadcast(const Message& message, int except = -1) {
+    for (const auto& [rank, joined] : joined_) {
+      if (rank != except && connections_.contains(joined.link))
+        transport_.send(joined.link, message);
+    }
+  }
   void begin_if_all_joined();
   void note_prepared(int rank, wire::RankDevices devices);
   std::vector<wire::RankDevices> all_devices() const {
@@ -279,11 +321,26 @@ class Coordinator final : public ControlProtocol {
 
   void send_directory(int rank);
   void announce(int rank, wire::RankDevices devices);
-  void note_confirmed(int newcomer, int by);
-  void start_newcomer(int newcomer);
-  void stop_waiting_for(int rank);
+  void note_confirmed(int newcomer, int by) {
+    const auto found = newcomers_.find(newcomer);
+    if (found == newcomers_.end() || found->second.unconfirmed.erase(by) == 0) return;
+    if (found->second.unconfirmed.empty()) start_newcomer(newcomer);
+  }
+  void start_newcomer(int newcomer) {
+    newcomers_.erase(newcomer);
+    transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all_devices())});
+  }
+  void stop_waiting_for(int rank) {
+    const auto waiting = newcomers_;  // a copy, because note_confirmed() may remove entries
+    for (const auto& [newcomer, its] : waiting) note_confirmed(newcomer, rank);
+  }
   bool tolerates(int rank, Error& error) const;
-  void forget(int rank);
+  void forget(int rank) {
+    newcomers_.erase(rank);
+    on_trial_.erase(rank);
+    in_round_.erase(rank);
+    // Keeps the rank's entry in joined_, which has no effect until a new process replaces it.
+  }
 
   void note_entered(int rank, uint64_t round, uint64_t number);
   void end_round_if_complete();
@@ -309,7 +366,10 @@ class Member final : public ControlProtocol {
   Member(ControlSettings settings, ControlTransport& transport, Link coordinator,
          base::TimePoint now);
 
-  void prepared(wire::RankDevices devices) override;
+  void prepared(wire::RankDevices devices) override {
+    if (state_ != State::kPreparing) return;
+    transport_.send(coordinator_, {FrameKind::kPrepared, 0, 0, wire::encode(devices)});
+  }
   void enter_round(uint64_t round, uint64_t number) override {
     if (is_here(0)) transport_.send(coordinator_, {FrameKind::kFlush, round, number});
   }

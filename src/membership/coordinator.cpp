@@ -148,22 +148,6 @@ void Coordinator::announce(int rank, wire::RankDevices devices) {
   if (newcomer.unconfirmed.empty()) start_newcomer(rank);
 }
 
-void Coordinator::note_confirmed(int newcomer, int by) {
-  const auto found = newcomers_.find(newcomer);
-  if (found == newcomers_.end() || found->second.unconfirmed.erase(by) == 0) return;
-  if (found->second.unconfirmed.empty()) start_newcomer(newcomer);
-}
-
-void Coordinator::start_newcomer(int newcomer) {
-  newcomers_.erase(newcomer);
-  transport_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all_devices())});
-}
-
-void Coordinator::stop_waiting_for(int rank) {
-  const auto waiting = newcomers_;  // a copy, because note_confirmed() may remove entries
-  for (const auto& [newcomer, its] : waiting) note_confirmed(newcomer, rank);
-}
-
 bool Coordinator::is_missing(int rank) const {
   ++looks_;
   if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
@@ -180,12 +164,6 @@ std::vector<int> Coordinator::missing() const {
 }
 
 // ---- messages of members ----
-
-void Coordinator::broadcast(const Message& message, int except) {
-  for (const auto& [rank, joined] : joined_) {
-    if (rank != except && connections_.contains(joined.link)) transport_.send(joined.link, message);
-  }
-}
 
 void Coordinator::on_control(int rank, const Message& message) {
   switch (message.kind) {
@@ -225,14 +203,6 @@ void Coordinator::on_control(int rank, const Message& message) {
   wire::Reader::fail("a frame out of place");
 }
 
-void Coordinator::on_control_lost(int rank, const Error& error) {
-  if (state_ == State::kMeeting) {
-    joined_.erase(rank);  // the rank is free again
-  } else {
-    abort(error);
-  }
-}
-
 // Declares `rank` lost. Reports the loss, unless the others do not know the rank's new process yet.
 void Coordinator::declare_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
@@ -254,13 +224,6 @@ void Coordinator::declare_lost(int rank, const Error& error) {
   broadcast(lost, rank);
   stop_waiting_for(rank);
   if (goes_on) end_round_if_complete();
-}
-
-void Coordinator::forget(int rank) {
-  newcomers_.erase(rank);
-  on_trial_.erase(rank);
-  in_round_.erase(rank);
-  // Keeps the entry in joined_, which has no effect after disconnecting. A new process replaces it.
 }
 
 // Returns true if the job continues without `rank`: enough ranks remain, and the error is a loss, a

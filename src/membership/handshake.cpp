@@ -118,14 +118,6 @@ void Acceptor::limit_unproved_on_loop() {
                               });
 }
 
-net::StreamPtr Acceptor::take_on_loop(uint64_t number) {
-  const auto taken = handshakes_.extract(number);
-  if (!taken) return nullptr;
-  loop_.cancel(taken.mapped().timer);
-  limit_unproved_on_loop();
-  return taken.mapped().stream;
-}
-
 uint64_t Acceptor::drop_later_on_loop(uint64_t number, base::Duration timeout) {
   const auto weak = weak_from_this();
   return loop_.call_at(base::deadline_after(timeout), [weak, number] {
@@ -136,10 +128,6 @@ uint64_t Acceptor::drop_later_on_loop(uint64_t number, base::Duration timeout) {
           if (const auto later = weak.lock()) later->drop_on_loop(number);
         });
   });
-}
-
-void Acceptor::drop_on_loop(uint64_t number) {
-  if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
 
 void Acceptor::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {

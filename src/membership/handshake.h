@@ -99,9 +99,17 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void limit_unproved_on_loop();
   /// Removes the connection `number` and returns its stream, or null if it is already removed.
   /// on_frame_on_loop() ignores the frames of a removed connection.
-  net::StreamPtr take_on_loop(uint64_t number);
+  net::StreamPtr take_on_loop(uint64_t number) {
+    const auto taken = handshakes_.extract(number);
+    if (!taken) return nullptr;
+    loop_.cancel(taken.mapped().timer);
+    limit_unproved_on_loop();
+    return taken.mapped().stream;
+  }
   uint64_t drop_later_on_loop(uint64_t number, base::Duration timeout);
-  void drop_on_loop(uint64_t number);
+  void drop_on_loop(uint64_t number) {
+    if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
+  }
 
   void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
   void on_hello_on_loop(IncomingHandshake& handshake, const net::InFrame& frame);
