@@ -62,21 +62,6 @@ void ChannelImpl::deliver(ChannelMessage message) {
   handler->on_message(std::move(message));
 }
 
-void ChannelImpl::on_peer_lost(int rank, const Error& error) {
-  std::unique_lock lock(mutex_);
-  lost_.emplace_back(rank, error);
-  const Running handler = enter_locked();
-  lock.unlock();
-  if (handler && handler->on_peer_lost) handler->on_peer_lost(rank, error);
-}
-
-std::vector<Wait> ChannelImpl::waits() {
-  std::unique_lock lock(mutex_);
-  const Running handler = enter_locked();
-  lock.unlock();
-  return handler && handler->waits ? handler->waits() : std::vector<Wait>();
-}
-
 void ChannelImpl::send(int to, const ChannelTag& tag,
                        std::span<const std::span<const uint8_t>> pieces,
                        std::shared_ptr<const void> keep_alive,

@@ -28,12 +28,23 @@ class ChannelImpl final : public Channel {
 
   /// Handles or queues a message. Throws `overloaded` if too many messages wait for a handler.
   void deliver(ChannelMessage message);
-  void on_peer_lost(int rank, const Error& error);
+  void on_peer_lost(int rank, const Error& error) {
+    std::unique_lock lock(mutex_);
+    lost_.emplace_back(rank, error);
+    const Running handler = enter_locked();
+    lock.unlock();
+    if (handler && handler->on_peer_lost) handler->on_peer_lost(rank, error);
+  }
   void on_peer_returned(int rank) {
     std::lock_guard lock(mutex_);
     std::erase_if(lost_, [rank](const auto& lost) { return lost.first == rank; });
   }
-  std::vector<Wait> waits();
+  std::vector<Wait> waits() {
+    std::unique_lock lock(mutex_);
+    const Running handler = enter_locked();
+    lock.unlock();
+    return handler && handler->waits ? handler->waits() : std::vector<Wait>();
+  }
 
  private:
   // Marks a call of a handler as finished: set_handler() waits until no handler is running.

@@ -10,6 +10,7 @@
 #include "distrain/base/future.h"
 #include "distrain/base/thread_pool.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
 
@@ -52,11 +53,27 @@ class Layers {
   void wait_until_notified() { wait_for_posted(notifier_); }
   bool is_notifying() const { return !notifier_.idle(); }
   bool notifies_here() const { return notifier_.runs_here(); }
-  std::vector<Wait> waits() const;
+  std::vector<Wait> waits() const {
+    std::vector<Wait> waits;
+    for (const auto& layer : living()) std::ranges::move(layer->waits(), std::back_inserter(waits));
+    return waits;
+  }
 
  private:
-  std::vector<std::shared_ptr<Layer>> living() const;
-  void notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss);
+  std::vector<std::shared_ptr<Layer>> living() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Layer>> all;
+    for (const auto& known : layers_) {
+      if (auto layer = known.lock()) all.push_back(std::move(layer));
+    }
+    return all;
+  }
+  void notify_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
+    notifier_.post([layer, loss] {
+      const TorchStateGuard guard;
+      if (const auto known = layer.lock()) known->on_rank_lost(loss);
+    });
+  }
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;

@@ -118,11 +118,28 @@ class PendingCalls {
 
   std::vector<Wait> waits();
 
-  void fail_all_to(int rank, const base::Error& error);
+  void fail_all_to(int rank, const base::Error& error) {
+    for (auto& [id, call] : take_all(rank)) {
+      base::Error own = error;
+      own.op = call.function;
+      fail_taken(id, call, std::move(own));
+    }
+  }
   /// Fails all waiting calls and, from now on, each new call.
-  void fail_all(const base::Error& error);
+  void fail_all(const base::Error& error) {
+    {
+      std::lock_guard lock(mutex_);
+      closed_ = error;
+    }
+    for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
+  }
   /// Blocks until no call waits for a reply.
-  void wait_until_drained();
+  void wait_until_drained() {
+    base::check_may_wait("waiting for replies");
+    const base::BlockingScope blocking;
+    std::unique_lock lock(mutex_);
+    drained_.wait(lock, [this] { return calls_.empty(); });
+  }
 
  private:
   using Calls = std::unordered_map<uint64_t, Call>;

@@ -102,27 +102,4 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
 }
 
-void PendingCalls::fail_all_to(int rank, const base::Error& error) {
-  for (auto& [id, call] : take_all(rank)) {
-    base::Error own = error;
-    own.op = call.function;
-    fail_taken(id, call, std::move(own));
-  }
-}
-
-void PendingCalls::fail_all(const base::Error& error) {
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = error;
-  }
-  for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
-}
-
-void PendingCalls::wait_until_drained() {
-  base::check_may_wait("waiting for replies");
-  const base::BlockingScope blocking;
-  std::unique_lock lock(mutex_);
-  drained_.wait(lock, [this] { return calls_.empty(); });
-}
-
 }  // namespace distrain::rpc

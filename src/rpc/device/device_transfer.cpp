@@ -15,7 +15,6 @@ namespace distrain::rpc {
 
 constexpr size_t kMaxIdleBlocks = 256;  // blocks kept for reuse
 constexpr size_t kMaxRestocked = 64;    // blocks allocated for received chunks
-constexpr size_t kMaxReleased = 16;     // above it, release_at() looks for completed copies
 
 /// Idle host blocks, kept because allocating and freeing pinned memory is expensive.
 struct DeviceStager::Shelf {
@@ -80,26 +79,6 @@ void DeviceStager::restock(c10::Device device, size_t frames) {
     }
   } catch (const c10::Error&) {  // received chunks will use pageable memory
   }
-}
-
-void DeviceStager::release_at(StreamPoint point, base::BufferPtr memory) {
-  bool many = false;
-  {
-    std::lock_guard lock(mutex_);
-    released_.emplace_back(std::move(point), std::move(memory));
-    many = released_.size() > kMaxReleased;
-  }
-  if (many) sweep();
-}
-
-void DeviceStager::sweep() {
-  std::vector<base::BufferPtr> done;  // released without the lock
-  std::lock_guard lock(mutex_);
-  std::erase_if(released_, [&](auto& entry) {
-    if (!entry.first.reached()) return false;
-    done.push_back(std::move(entry.second));
-    return true;
-  });
 }
 
 std::vector<DeviceGroup> group_by_device(const std::vector<wire::TensorDesc>& tensors) {
@@ -177,16 +156,6 @@ std::shared_ptr<IncomingTransfer> DeviceReceive::take(uint64_t id, wire::DeviceR
     wire::Reader::fail("a transfer that is not the message's");
   }
   return transfer;
-}
-
-void DeviceReceive::drop_incomplete() {
-  std::vector<std::shared_ptr<IncomingTransfer>> gone;  // released without the lock
-  std::lock_guard lock(mutex_);
-  std::erase_if(open_, [&](auto& entry) {
-    if (entry.second->is_complete()) return false;
-    gone.push_back(std::move(entry.second));
-    return true;
-  });
 }
 
 void IncomingTransfer::copy_queued() {

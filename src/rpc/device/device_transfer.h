@@ -90,7 +90,15 @@ class DeviceStager {
   /// Returns an idle block, or null if there is none. May run on the loop.
   base::BufferPtr idle_host_block(size_t size);
   /// Keeps `memory` alive until the device has reached `point`.
-  void release_at(StreamPoint point, base::BufferPtr memory);
+  void release_at(StreamPoint point, base::BufferPtr memory) {
+    bool many = false;
+    {
+      std::lock_guard lock(mutex_);
+      released_.emplace_back(std::move(point), std::move(memory));
+      many = released_.size() > kMaxReleased;
+    }
+    if (many) sweep();
+  }
   /// Allocates an idle block for each chunk that arrived when no block was idle, for at most
   /// `frames` chunks and up to a total limit. Must run on a worker.
   void restock(c10::Device device, size_t frames);
@@ -108,7 +116,8 @@ class DeviceStager {
     c10::Stream out;
     c10::Stream in;
   };
-  struct Shelf;  // the idle host blocks; may outlive the stager
+  struct Shelf;                               // the idle host blocks; may outlive the stager
+  static constexpr size_t kMaxReleased = 16;  // above it, release_at() looks for completed copies
 
   Streams streams_of(c10::Device device) {
     std::lock_guard lock(mutex_);
@@ -117,7 +126,15 @@ class DeviceStager {
     return streams_.emplace(device, Streams{side_stream(device), side_stream(device)})
         .first->second;
   }
-  void sweep();
+  void sweep() {
+    std::vector<base::BufferPtr> done;  // released without the lock
+    std::lock_guard lock(mutex_);
+    std::erase_if(released_, [&](auto& entry) {
+      if (!entry.first.reached()) return false;
+      done.push_back(std::move(entry.second));
+      return true;
+    });
+  }
   base::BufferPtr take_idle_block(size_t size);
 
   std::mutex mutex_;
@@ -207,7 +224,15 @@ class DeviceReceive {
   /// Takes out the transfer `id`. Throws `protocol` if it is incomplete or does not match.
   std::shared_ptr<IncomingTransfer> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
   /// Releases incomplete transfers. Called when no more chunks can arrive.
-  void drop_incomplete();
+  void drop_incomplete() {
+    std::vector<std::shared_ptr<IncomingTransfer>> gone;  // released without the lock
+    std::lock_guard lock(mutex_);
+    std::erase_if(open_, [&](auto& entry) {
+      if (entry.second->is_complete()) return false;
+      gone.push_back(std::move(entry.second));
+      return true;
+    });
+  }
 
  private:
   DeviceStager& stager_;

@@ -103,23 +103,6 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   return value;
 }
 
-bool RRefContext::is_freed_locked(uint64_t id) const {
-  const auto it = owned_.find(id);
-  if (it == owned_.end()) return freed_.contains(id);
-  // The entry of a destroyed value stays in `owned_` while the value's deleter waits for this lock.
-  // So an expired value counts as freed here.
-  return it->second.value.expired() && (it->second.made || freed_.contains(id));
-}
-
-void RRefContext::sweep(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  const auto it = owned_.find(id);
-  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
-  if (it->second.made) freed_.insert(id);
-  if (!it->second.made) --unmade_;
-  owned_.erase(it);
-}
-
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
   // Adds no fork if this rank is the caller (its RRefHandle holds the value) or the caller is lost.
   const auto is_lost = [&] {
@@ -131,16 +114,6 @@ std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int 
   std::shared_ptr<OwnedValue> value = value_locked(id);
   if (!std::exchange(owned_[id].made, true)) --unmade_;
   return value;
-}
-
-void RRefContext::add_fork(uint64_t id, uint64_t fork, int holder) {
-  std::lock_guard lock(mutex_);
-  if (deleted_.contains(fork) || is_freed_locked(id)) return;
-  if (lost_.contains(newest_locked(holder))) return;
-  std::shared_ptr<OwnedValue> value = value_locked(id);
-  Record& record = owned_[id];
-  record.forks[fork] = holder;
-  record.kept = std::move(value);
 }
 
 void RRefContext::drop_forks(uint64_t id,

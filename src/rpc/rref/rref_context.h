@@ -155,17 +155,38 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     return it == newest_.end() ? process_number(rank, 0) : it->second;
   }
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
-  bool is_freed_locked(uint64_t id) const;
+  bool is_freed_locked(uint64_t id) const {
+    const auto it = owned_.find(id);
+    if (it == owned_.end()) return freed_.contains(id);
+    // The entry of a destroyed value stays in `owned_` while the value's deleter waits for this
+    // lock. So an expired value counts as freed here.
+    return it->second.value.expired() && (it->second.made || freed_.contains(id));
+  }
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value) {
     return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
   }
   std::shared_ptr<RRefHandle> received_by_owner(const RRefTicket& ticket);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
-  void add_fork(uint64_t id, uint64_t fork, int holder);
+  void add_fork(uint64_t id, uint64_t fork, int holder) {
+    std::lock_guard lock(mutex_);
+    if (deleted_.contains(fork) || is_freed_locked(id)) return;
+    if (lost_.contains(newest_locked(holder))) return;
+    std::shared_ptr<OwnedValue> value = value_locked(id);
+    Record& record = owned_[id];
+    record.forks[fork] = holder;
+    record.kept = std::move(value);
+  }
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
   /// Removes the entry of a value that has been destroyed.
-  void sweep(uint64_t id);
+  void sweep(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto it = owned_.find(id);
+    if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+    if (it->second.made) freed_.insert(id);
+    if (!it->second.made) --unmade_;
+    owned_.erase(it);
+  }
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
   Agent* const agent_;
