@@ -34,13 +34,6 @@ at::Tensor own_sparse(at::Tensor gradient) {
 
 }  // namespace
 
-bool ContextState::add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node) {
-  std::lock_guard lock(mutex_);
-  if (node->answered != 0 && given_up_.contains({node->to, node->answered})) return false;
-  sends_.emplace(autograd_id, node);
-  return true;
-}
-
 std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
   std::lock_guard lock(mutex_);
   given_up_.emplace(caller, call);
@@ -48,13 +41,6 @@ std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
     return send.second->to == caller && send.second->answered == call;
   });
   return it == sends_.end() ? nullptr : std::move(sends_.extract(it).mapped());
-}
-
-std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<SendNode>> nodes;
-  for (const auto& [id, node] : sends_) nodes.push_back(node);
-  return nodes;
 }
 
 bool ContextState::transition_locked(PassEvent event, uint64_t id) {
@@ -135,11 +121,6 @@ void ContextState::Failing::end(const base::Error& error) {
   };
   if (const auto ended = std::exchange(pass, nullptr)) return ended->end(error, tell_hooks);
   tell_hooks();
-}
-
-const at::Tensor& ContextState::read(const Entry& entry) {
-  if (wait_for_producer(entry.gradient, entry.producer)) entry.is_read_elsewhere = true;
-  return entry.gradient;
 }
 
 bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, uint64_t pass) {

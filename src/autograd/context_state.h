@@ -53,13 +53,23 @@ class ContextState {
   }
 
   /// Adds `node`. If the caller has given up the call that `node` answers, only returns false.
-  bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node);
+  bool add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node) {
+    std::lock_guard lock(mutex_);
+    if (node->answered != 0 && given_up_.contains({node->to, node->answered})) return false;
+    sends_.emplace(autograd_id, node);
+    return true;
+  }
   std::shared_ptr<SendNode> send(uint64_t autograd_id) const {
     std::lock_guard lock(mutex_);
     const auto it = sends_.find(autograd_id);
     return it == sends_.end() ? nullptr : it->second;
   }
-  std::vector<std::shared_ptr<SendNode>> sends() const;
+  std::vector<std::shared_ptr<SendNode>> sends() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<SendNode>> nodes;
+    for (const auto& [id, node] : sends_) nodes.push_back(node);
+    return nodes;
+  }
   /// Removes a send node that will get no gradient, so that later passes do not wait for it.
   /// Returns the node, which must not be destroyed on the loop thread.
   std::shared_ptr<SendNode> remove_send(uint64_t autograd_id) {
@@ -192,7 +202,10 @@ class ContextState {
     std::optional<c10::Stream> producer;     // the stream that computes the gradient
     mutable bool is_read_elsewhere = false;  // another stream may still read the gradient
   };
-  static const at::Tensor& read(const Entry& entry);
+  static const at::Tensor& read(const Entry& entry) {
+    if (wait_for_producer(entry.gradient, entry.producer)) entry.is_read_elsewhere = true;
+    return entry.gradient;
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_locked() const {
     std::vector<std::pair<at::Tensor, at::Tensor>> all;
     for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));

@@ -155,13 +155,6 @@ void Pass::call_end_hooks(ContextState& context) {
   }
 }
 
-void Pass::join_streams() {
-  std::unique_lock lock(mutex_);
-  const std::vector<c10::Stream> streams = streams_;
-  lock.unlock();
-  wait_for_streams(streams);
-}
-
 void Pass::execute(Ready ready) {
   Node& node = *ready.node;
   const std::optional<c10::Stream> stream = stream_of(node);

@@ -110,7 +110,12 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all work of the pass on this rank.
-  void join_streams();
+  void join_streams() {
+    std::unique_lock lock(mutex_);
+    const std::vector<c10::Stream> streams = streams_;
+    lock.unlock();
+    wait_for_streams(streams);
+  }
 
  private:
   struct Ready {

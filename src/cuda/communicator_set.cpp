@@ -42,40 +42,6 @@ void DetachedTasks::run(base::Task task) noexcept {
   }
 }
 
-void DetachedTasks::wait_until(base::TimePoint limit) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, limit, [this] { return running_ == 0; });
-}
-
-bool CommunicatorFailure::fail(const Error& error) {
-  std::lock_guard lock(mutex_);
-  if (error_) return false;
-  error_ = error;
-  return true;
-}
-
-std::optional<Error> CommunicatorFailure::error() const {
-  std::lock_guard lock(mutex_);
-  return error_;
-}
-
-std::optional<Error> CommunicatorFailure::report() {
-  std::lock_guard lock(mutex_);
-  reported_ = reported_ || error_;
-  return error_;
-}
-
-std::optional<Error> CommunicatorFailure::unreported() const {
-  std::lock_guard lock(mutex_);
-  return reported_ ? std::nullopt : error_;
-}
-
-std::shared_ptr<DeviceCommunicator> CommunicatorSet::find(size_t number) const {
-  std::lock_guard lock(mutex_);
-  const auto it = communicators_.find(number);
-  return it == communicators_.end() ? nullptr : it->second;
-}
-
 void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> communicator) {
   {
     std::lock_guard lock(mutex_);
@@ -130,11 +96,6 @@ std::shared_ptr<Watchdog::Item> Watchdog::begin(std::shared_ptr<CommunicatorSet>
 void Watchdog::enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done) {
   std::lock_guard lock(mutex_);
   item->done = std::move(done);
-}
-
-void Watchdog::forget(const std::shared_ptr<Item>& item) {
-  std::lock_guard lock(mutex_);
-  items_.remove(item);
 }
 
 void Watchdog::run() noexcept {

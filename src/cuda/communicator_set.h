@@ -25,7 +25,10 @@ class DetachedTasks : public std::enable_shared_from_this<DetachedTasks> {
  public:
   void run(base::Task task) noexcept;
   /// Returns when all tasks have returned or `limit` has passed.
-  void wait_until(base::TimePoint limit);
+  void wait_until(base::TimePoint limit) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, limit, [this] { return running_ == 0; });
+  }
 
  private:
   std::mutex mutex_;
@@ -55,12 +58,27 @@ struct DeviceCommunicator {
 class CommunicatorFailure {
  public:
   /// Sets the error and returns true; returns false and keeps the first error if there is one.
-  bool fail(const base::Error& error);
-  std::optional<base::Error> error() const;
+  bool fail(const base::Error& error) {
+    std::lock_guard lock(mutex_);
+    if (error_) return false;
+    error_ = error;
+    return true;
+  }
+  std::optional<base::Error> error() const {
+    std::lock_guard lock(mutex_);
+    return error_;
+  }
   /// Returns the error, if any, and marks it as reported to a caller.
-  std::optional<base::Error> report();
+  std::optional<base::Error> report() {
+    std::lock_guard lock(mutex_);
+    reported_ = reported_ || error_;
+    return error_;
+  }
   /// Returns the error if no caller of report() has received it.
-  std::optional<base::Error> unreported() const;
+  std::optional<base::Error> unreported() const {
+    std::lock_guard lock(mutex_);
+    return reported_ ? std::nullopt : error_;
+  }
 
  private:
   mutable std::mutex mutex_;
@@ -72,7 +90,11 @@ class CommunicatorFailure {
 class CommunicatorSet {
  public:
   /// Returns the communicator of device `number` (numbered in the group), or null if there is none.
-  std::shared_ptr<DeviceCommunicator> find(size_t number) const;
+  std::shared_ptr<DeviceCommunicator> find(size_t number) const {
+    std::lock_guard lock(mutex_);
+    const auto it = communicators_.find(number);
+    return it == communicators_.end() ? nullptr : it->second;
+  }
   void add(size_t number, std::shared_ptr<DeviceCommunicator> communicator);
 
   /// Sets the set's error and aborts all communicators, without waiting for the aborts.
@@ -93,10 +115,8 @@ class Watchdog {
   struct Options {
     std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
     std::chrono::milliseconds timeout;                 ///< time limit for the watched work; 0: none
-    /// Delay before an NCCL error is reported. A loss that `lost` returns by then replaces the
-    /// error.
-    std::chrono::milliseconds loss_grace;
-    int world_rank;  ///< this rank's number in the job
+    std::chrono::milliseconds loss_grace;              ///< NcclTimeouts::loss_grace
+    int world_rank;                                    ///< this rank's number in the job
   };
   explicit Watchdog(Options options);
   /// Checks the watched work one last time, then joins the thread.
@@ -109,7 +129,10 @@ class Watchdog {
                               std::shared_ptr<DeviceCommunicator> communicator, std::string op);
   /// Sets the point in the stream at which NCCL's work for `item` ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
-  void forget(const std::shared_ptr<Item>& item);
+  void forget(const std::shared_ptr<Item>& item) {
+    std::lock_guard lock(mutex_);
+    items_.remove(item);
+  }
 
  private:
   void run() noexcept;

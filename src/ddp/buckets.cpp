@@ -103,13 +103,6 @@ void Bucket::begin(bool is_plain) {
   free_ = rpc::StreamPoint::mark(device_);
 }
 
-void Bucket::make_writer(const c10::Stream& stream) {
-  if (std::find(writers_.begin(), writers_.end(), stream) != writers_.end()) return;
-  free_.make_wait(stream);
-  rpc::use_on_stream(flat_, stream);
-  writers_.push_back(stream);
-}
-
 void Bucket::store(size_t slot, const at::Tensor& gradient) {
   if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
   if (!gradient.is_same(views_[slot])) copy_values(gradient, views_[slot]);
@@ -139,12 +132,6 @@ void Bucket::wait() {
 }
 
 void Bucket::load(size_t slot, const at::Tensor& to) const { copy_values(views_[slot], to); }
-
-void Bucket::end() {
-  if (device_.is_cpu()) return;
-  rpc::use_on_stream(flat_, rpc::current_stream(device_));
-  free_ = rpc::StreamPoint::mark(device_);
-}
 
 void Bucket::drop() {
   result_ = {};

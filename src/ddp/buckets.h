@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -51,14 +52,23 @@ class Bucket {
   /// Copies the mean of member `slot` to `to`, of the same shape.
   void load(size_t slot, const at::Tensor& to) const;
   /// Ends a pass. The next pass waits for this thread's current stream before it uses the memory.
-  void end();
+  void end() {
+    if (device_.is_cpu()) return;
+    rpc::use_on_stream(flat_, rpc::current_stream(device_));
+    free_ = rpc::StreamPoint::mark(device_);
+  }
   /// Ends a failed pass. Its allreduce may still use the memory, so the next pass uses new memory,
   /// and a `.grad` in this memory is set to none.
   void drop();
 
  private:
   void allocate();
-  void make_writer(const c10::Stream& stream);
+  void make_writer(const c10::Stream& stream) {
+    if (std::find(writers_.begin(), writers_.end(), stream) != writers_.end()) return;
+    free_.make_wait(stream);
+    rpc::use_on_stream(flat_, stream);
+    writers_.push_back(stream);
+  }
 
   Allocate allocate_;
   std::vector<size_t> members_;

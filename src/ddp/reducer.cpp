@@ -81,10 +81,6 @@ void Reducer::Impl::transition_locked(PassState to) {
   state_ = to;
 }
 
-void Reducer::Impl::fail_locked(size_t index, const std::string& what) {
-  if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + pass_text());
-}
-
 void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient, bool is_unused) {
   if (state_ != PassState::kAccumulating && state_ != PassState::kReducing) return;
   const at::Tensor& parameter = parameters_[index];
@@ -196,37 +192,12 @@ std::function<void()> Reducer::Impl::end_of(uint64_t pass, Target target) {
   };
 }
 
-Reducer::Impl::AnnouncedContext* Reducer::Impl::expecting_locked(uint64_t pass) {
-  for (auto& [id, announced] : contexts_) {
-    if (announced.expected == pass) return &announced;
-  }
-  return nullptr;
-}
-
 // Returns the number of collectives of a pass: those of the buckets and of sparse gradients, and
 // one each for the order of gradients, the use of parameters, and the success of hooks.
 int Reducer::Impl::collectives_locked() const {
   return static_cast<int>(buckets_.size()) * options_.hook.averages +
          static_cast<int>(sparse_.size()) * 3 + (measures_locked() ? 1 : 0) +
          (counts_use_locked() ? 1 : 0) + (waits_for_hooks() ? 1 : 0);
-}
-
-void Reducer::Impl::send_owed_refusals_locked() {
-  for (const Error& error : std::exchange(owed_refusals_, {})) {
-    group_->refuse(collectives_locked(), error);
-  }
-}
-
-// Lets the current plain pass count as the pass that expect() announced for this thread's current
-// context. Returns that context, or null if no pass was announced.
-Reducer::Impl::AnnouncedContext* Reducer::Impl::answer_expectation_locked() {
-  const auto it = contexts_.find(rpc::current_context());
-  if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
-  return &it->second;
-}
-
-collective::PassNumber Reducer::Impl::number_by(ForwardCount& count, uint64_t context) const {
-  return {step_, count.forward, count.passes++, context};
 }
 
 void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {

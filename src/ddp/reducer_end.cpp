@@ -204,18 +204,4 @@ std::optional<Error> Reducer::Impl::missing_error_locked() const {
                                 : ": every parameter must take part in the loss"));
 }
 
-Error Reducer::Impl::given_up_error(const char* why) const {
-  return Error{ErrorKind::kRemoteFailed,
-               "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
-               world_rank(), "Reducer"};
-}
-
-Error Reducer::Impl::invalid(std::string message) const {
-  return Error{ErrorKind::kInvalid, std::move(message), world_rank(), "Reducer"};
-}
-
-std::string Reducer::Impl::pass_text() const {
-  return " in the backward pass of rank " + std::to_string(world_rank());
-}
-
 }  // namespace distrain::ddp

@@ -107,14 +107,33 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void transition_locked(PassState to);
   void begin_locked(uint64_t pass, const collective::PassNumber& number,
                     int graph_task = kNoGraphTask);
-  collective::PassNumber number_by(ForwardCount& count, uint64_t context) const;
+  collective::PassNumber number_by(ForwardCount& count, uint64_t context) const {
+    return {step_, count.forward, count.passes++, context};
+  }
   bool begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                std::function<void()>& end);
   std::function<void()> end_of(uint64_t pass, Target target);
-  AnnouncedContext* expecting_locked(uint64_t pass);
-  void send_owed_refusals_locked();
-  AnnouncedContext* answer_expectation_locked();
-  void fail_locked(size_t index, const std::string& what);
+  AnnouncedContext* expecting_locked(uint64_t pass) {
+    for (auto& [id, announced] : contexts_) {
+      if (announced.expected == pass) return &announced;
+    }
+    return nullptr;
+  }
+  void send_owed_refusals_locked() {
+    for (const Error& error : std::exchange(owed_refusals_, {})) {
+      group_->refuse(collectives_locked(), error);
+    }
+  }
+  // Lets the current plain pass count as the pass that expect() announced for this thread's current
+  // context. Returns that context, or null if no pass was announced.
+  AnnouncedContext* answer_expectation_locked() {
+    const auto it = contexts_.find(rpc::current_context());
+    if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
+    return &it->second;
+  }
+  void fail_locked(size_t index, const std::string& what) {
+    if (!failure_) failure_ = invalid("parameter '" + names_[index] + "' " + what + pass_text());
+  }
   void store_locked(size_t index, const at::Tensor& gradient, bool is_unused = false);
   void make_buckets(std::vector<int64_t> order);
   void start_next_bucket_locked();
@@ -131,9 +150,17 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<int64_t> agreed_order();
   std::optional<Error> missing_error_locked() const;
   Error hook_error(size_t bucket) const;
-  Error given_up_error(const char* why) const;
-  Error invalid(std::string message) const;
-  std::string pass_text() const;
+  Error given_up_error(const char* why) const {
+    return Error{ErrorKind::kRemoteFailed,
+                 "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
+                 world_rank(), "Reducer"};
+  }
+  Error invalid(std::string message) const {
+    return Error{ErrorKind::kInvalid, std::move(message), world_rank(), "Reducer"};
+  }
+  std::string pass_text() const {
+    return " in the backward pass of rank " + std::to_string(world_rank());
+  }
   int world_rank() const { return group_->world_rank(group_->rank()); }
 
   std::shared_ptr<collective::ReduceGroup> group_;

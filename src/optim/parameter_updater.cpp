@@ -274,13 +274,6 @@ void ParameterUpdater::check_same(const std::vector<at::Tensor>& parameters,
   if (!(options == options_)) differ("participants, mode or staleness");
 }
 
-void ParameterUpdater::rest(rpc::ProcessNumber process) {
-  base::DeferredTasks done;
-  const std::unique_lock guard = lock();
-  stop_stepping_locked(process, Participant::State::kResting);
-  complete_waiting_steps_locked(done);
-}
-
 void ParameterUpdater::leave(rpc::ProcessNumber process) {
   if (options_.mode == Sharing::Mode::kAsync) return;
   base::DeferredTasks done;

@@ -67,7 +67,12 @@ class ParameterUpdater {
   /// every current and later wait for other participants fails with the rank-loss error.
   void on_rank_lost(const rpc::Loss& loss);
   /// Records that `process` pauses. Until its next step, no participant waits for it.
-  void rest(rpc::ProcessNumber process);
+  void rest(rpc::ProcessNumber process) {
+    base::DeferredTasks done;
+    const std::unique_lock guard = lock();
+    stop_stepping_locked(process, Participant::State::kResting);
+    complete_waiting_steps_locked(done);
+  }
   /// Notes that `process` has stopped. In kSync and kSsp, waiting for its steps throws `peer_lost`.
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
