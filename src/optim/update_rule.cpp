@@ -301,7 +301,7 @@ double norm_squared(const std::vector<at::Tensor>& gradients) {
       const CpuRows sparse(gradient);
       const auto dim =
           static_cast<size_t>(sparse.values.numel() / std::max<int64_t>(sparse.numbers.numel(), 1));
-      sum += rows::gradient_norm_squared<float>(
+      sum += rows::gradient_norm_squared(
           dim, sparse.groups, {sparse.values.const_data_ptr<float>()}, 0, sparse.groups.size());
       continue;
     }

@@ -95,15 +95,14 @@ void set_state(RowStoreOptions& options, const RowRule& rule) {
   options.initial_state = adagrad ? static_cast<float>(rule.initial_accumulator_value) : 0.0F;
 }
 
-template <class T>
-BagGradients<T>::BagGradients(const Bags<T>& bags) {
+BagGradients::BagGradients(const Bags& bags) {
   const size_t total = bags.size() == 0 ? 0 : static_cast<size_t>(bags.offsets.back());
   rows.resize(total);
   if (bags.mean || !bags.weights.empty()) factors.resize(total);
   for (size_t bag = 0; bag < bags.size(); ++bag) {
     const auto start = static_cast<size_t>(bags.offsets[bag]);
     const auto end = static_cast<size_t>(bags.offsets[bag + 1]);
-    const T share = bags.mean && end > start ? T{1} / static_cast<T>(end - start) : T{1};
+    const float share = bags.mean && end > start ? 1 / static_cast<float>(end - start) : 1;
     std::fill(rows.begin() + start, rows.begin() + end, static_cast<uint32_t>(bag));
     if (factors.empty()) continue;
     for (size_t p = start; p < end; ++p) {
@@ -187,11 +186,10 @@ void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, 
   }
 }
 
-template <class T>
-double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<T>& gradients,
+double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
                              size_t first, size_t last, Isa isa) {
-  std::vector<T> buffer(dim);
-  return functions_of<T>(isa).norm_squared(
+  std::vector<float> buffer(dim);
+  return functions_of<float>(isa).norm_squared(
       {gradients, groups.starts().data() + first, groups.positions().data(), dim, buffer.data()},
       last - first);
 }
@@ -204,28 +202,17 @@ void sum_gradients(size_t dim, const IdGroups& groups, const Gradients<float>& g
       place_of.data(), sums, last - first);
 }
 
-template <class T>
-void pool_rows(const T* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
-               const Bags<T>& bags, T* pooled, size_t first, size_t last, Isa isa) {
-  const Gradients<T> terms{values, row_of.data(),
-                           bags.weights.empty() ? nullptr : bags.weights.data()};
-  functions_of<T>(isa).pool(terms, bags.offsets.data(), dim, stride, bags.mean, pooled, first,
-                            last);
+void pool_rows(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
+               const Bags& bags, float* pooled, size_t first, size_t last, Isa isa) {
+  const Gradients<float> terms{values, row_of.data(),
+                               bags.weights.empty() ? nullptr : bags.weights.data()};
+  functions_of<float>(isa).pool(terms, bags.offsets.data(), dim, stride, bags.mean, pooled, first,
+                                last);
 }
 
-template struct BagGradients<float>;
-template struct BagGradients<double>;
 template void update_arrays(const RowArrays<float>&, size_t, const RowRule&, const Step&,
                             const IdGroups&, const Gradients<float>&, size_t, size_t, Isa);
 template void update_arrays(const RowArrays<double>&, size_t, const RowRule&, const Step&,
                             const IdGroups&, const Gradients<double>&, size_t, size_t, Isa);
-template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<float>&, size_t,
-                                      size_t, Isa);
-template double gradient_norm_squared(size_t, const IdGroups&, const Gradients<double>&, size_t,
-                                      size_t, Isa);
-template void pool_rows(const float*, size_t, size_t, std::span<const uint32_t>, const Bags<float>&,
-                        float*, size_t, size_t, Isa);
-template void pool_rows(const double*, size_t, size_t, std::span<const uint32_t>,
-                        const Bags<double>&, double*, size_t, size_t, Isa);
 
 }  // namespace distrain::rows

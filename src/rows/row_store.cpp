@@ -177,7 +177,7 @@ RowNumber RowStore::create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
     } else {
       created.updates = 0;
       created.row_state = options_.initial_state;
-      initial_value(id, {created.value(), options_.dim});
+      options_.initial_value(id, {created.value(), options_.dim});
       std::fill_n(created.value() + options_.dim, options_.state_floats, options_.initial_state);
     }
     const size_t mask = stripe.index.size() - 1;
@@ -193,14 +193,6 @@ RowNumber RowStore::create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
   } catch (...) {
     rows_.fetch_sub(1, std::memory_order_relaxed);
     throw;
-  }
-}
-
-void RowStore::initial_value(uint64_t id, std::span<float> value) const {
-  if (options_.initial_value) {
-    options_.initial_value(id, value);
-  } else {
-    std::fill(value.begin(), value.end(), 0.0F);
   }
 }
 
@@ -242,7 +234,7 @@ void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumbe
         }
         if (!values) continue;
         if (numbers[i] == kNoRow) {
-          store.initial_value(ids[i], {values + i * dim, dim});
+          store.options_.initial_value(ids[i], {values + i * dim, dim});
         } else {
           std::copy_n(store.row(stripe, numbers[i])->value(), dim, values + i * dim);
         }
@@ -252,14 +244,8 @@ void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumbe
   }
 }
 
-void RowStore::find(const IdGroups& groups, std::span<RowNumber> numbers, size_t first,
-                    size_t last) const {
-  find_all<false>(*this, groups, numbers, first, last);
-}
-
-void RowStore::find_or_create(const IdGroups& groups, std::span<RowNumber> numbers, size_t first,
-                              size_t last) {
-  find_all<true>(*this, groups, numbers, first, last);
+void RowStore::find(const IdGroups& groups, std::span<RowNumber> numbers) const {
+  find_all<false>(*this, groups, numbers, 0, groups.size(), nullptr);
 }
 
 void RowStore::read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates,

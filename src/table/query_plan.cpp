@@ -85,7 +85,7 @@ struct LookupBackward final : torch::autograd::Node {
         continue;
       }
       const at::Tensor grad = grads[q].contiguous();
-      const rows::BagGradients<float> bags(query.bags());
+      const rows::BagGradients bags(query.bags());
       if (query.is_pooled) {
         copy_to_servers(query, grad, of_leaf);
       } else {
@@ -117,7 +117,7 @@ struct LookupBackward final : torch::autograd::Node {
     }
   }
 
-  static void sum_by_row(const QueryPlan& query, const rows::BagGradients<float>& bags,
+  static void sum_by_row(const QueryPlan& query, const rows::BagGradients& bags,
                          const at::Tensor& grad, at::Tensor& of_leaf) {
     constexpr int64_t kRowsPerTask = 1024;
     const rows::Gradients<float> gradients = bags.of(grad.const_data_ptr<float>());
@@ -129,7 +129,7 @@ struct LookupBackward final : torch::autograd::Node {
                      });
   }
 
-  at::Tensor of_weights(const QueryPlan& query, const rows::BagGradients<float>& bags,
+  at::Tensor of_weights(const QueryPlan& query, const rows::BagGradients& bags,
                         const at::Tensor& grad) const {
     at::Tensor result = at::empty({std::ssize(query.row_of)}, at::kFloat);
     for (size_t p = 0; p < query.row_of.size(); ++p) {

@@ -19,9 +19,7 @@ struct QueryPlan {
   std::vector<uint32_t> starts;  // by server: where its vectors begin in the leaf
   std::vector<uint32_t> row_of;  // by position: where its vector begins in the leaf
 
-  rows::Bags<float> bags() const {
-    return {span_of<int64_t>(offsets), span_of<float>(weights), is_mean};
-  }
+  rows::Bags bags() const { return {span_of<int64_t>(offsets), span_of<float>(weights), is_mean}; }
 };
 
 /// A lookup, divided among servers. What the servers return, one server after another, is one leaf

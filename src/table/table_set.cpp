@@ -61,7 +61,7 @@ std::vector<TableGradients::Part> gradients_of(std::vector<Push>& pushes) {
 }  // namespace
 
 void pool(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
-          const rows::Bags<float>& bags, float* pooled) {
+          const rows::Bags& bags, float* pooled) {
   constexpr int64_t kBagsPerTask = 512;
   at::parallel_for(0, static_cast<int64_t>(bags.size()), kBagsPerTask,
                    [&](int64_t first, int64_t last) {
@@ -130,7 +130,7 @@ TableGradients::TableGradients(std::span<const Part> parts, int64_t dim)
     const PartView& part = *each.part;
     const size_t start = rows_.size();
     if (part.is_pooled) {
-      const rows::BagGradients<float> bags(part.bags);
+      const rows::BagGradients bags(part.bags);
       rows_.resize(start + bags.rows.size());
       for (size_t p = 0; p < bags.rows.size(); ++p) rows_[start + p] = vectors + bags.rows[p];
       if (!bags.factors.empty()) factors_.resize(start, 1);

@@ -19,15 +19,15 @@ std::span<const T> span_of(const at::Tensor& tensor) {
 
 /// Pools bags into `pooled`. Position p of a bag has the vector `values` + row_of[p] * stride.
 void pool(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
-          const rows::Bags<float>& bags, float* pooled);
+          const rows::Bags& bags, float* pooled);
 
 /// A part of a lookup with its elements of the tensors of ServerIds, and its place in the reply.
 struct PartView {
   int table = 0;
   std::span<const uint64_t> ids{};
   bool is_pooled = false;
-  rows::Bags<float> bags{};  // if it is pooled
-  size_t first = 0;          // its first number in the reply
+  rows::Bags bags{};  // if it is pooled
+  size_t first = 0;   // its first number in the reply
   int64_t vectors = 0;
 };
 /// Returns the parts of `ids`. Throws `protocol` if `ids` is malformed. `dim_of` returns the

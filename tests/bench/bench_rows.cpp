@@ -56,7 +56,7 @@ void run(const Config& config, const char* name, const RowRule& rule, bool all) 
   for (uint64_t first = 0; first < config.rows; first += ids.size()) {
     ids.resize(std::min<uint64_t>(ids.size(), config.rows - first));
     std::iota(ids.begin(), ids.end(), first);
-    store.find_or_create(IdGroups(ids), numbers);
+    store.read(IdGroups(ids), numbers, true, nullptr, 0, ids.size());
   }
 
   // Each round has other ids, so that rows come from memory as they do in training.
@@ -75,8 +75,8 @@ void run(const Config& config, const char* name, const RowRule& rule, bool all) 
   for (size_t bag = 0; bag <= kBags; ++bag) {
     offsets.push_back(static_cast<int64_t>(config.ids * bag / kBags));
   }
-  const Bags<float> bags{offsets};
-  const BagGradients<float> gradients(bags);
+  const Bags bags{offsets};
+  const BagGradients gradients(bags);
   std::vector<float> values(kBags * config.dim, 0.01F);
 
   if (all) {

@@ -28,10 +28,9 @@ void set_state(RowStoreOptions& options, const RowRule& rule);
 
 /// Sums or means over bags of positions, as torch's EmbeddingBag with include_last_offset. The
 /// caller checks that the offsets start at 0, ascend, and end at the number of positions.
-template <class T>
 struct Bags {
   std::span<const int64_t> offsets;  ///< bag b has the positions offsets[b] to offsets[b + 1] - 1
-  std::span<const T> weights{};      ///< by position; if empty, all are 1
+  std::span<const float> weights{};  ///< by position; if empty, all are 1
   bool mean = false;                 ///< divides the sum by the number of the bag's positions
 
   size_t size() const { return offsets.empty() ? 0 : offsets.size() - 1; }
@@ -39,15 +38,14 @@ struct Bags {
 
 /// The bag of each position and the factor of its gradient, from which of() makes Gradients that
 /// give each position the gradient of its bag.
-template <class T>
 struct BagGradients {
-  explicit BagGradients(const Bags<T>& bags);
-  Gradients<T> of(const T* values) const {
+  explicit BagGradients(const Bags& bags);
+  Gradients<float> of(const float* values) const {
     return {values, rows.data(), factors.empty() ? nullptr : factors.data()};
   }
 
   std::vector<uint32_t> rows;  // the bag of each position
-  std::vector<T> factors;      // empty if all are 1
+  std::vector<float> factors;  // empty if all are 1
 };
 
 /// Instruction sets that the kernels are compiled for.
@@ -79,8 +77,7 @@ void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, 
 
 /// Returns the sum of the squares of the gradients of the ids `first` to `last` - 1, where the
 /// gradients of an id are added first. The result is not finite if a gradient is not finite.
-template <class T>
-double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<T>& gradients,
+double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
                              size_t first, size_t last, Isa isa = best_isa());
 
 /// Adds the gradients of each id. Writes the sum of the i-th id to `sums` + place_of[p], where p is
@@ -91,9 +88,8 @@ void sum_gradients(size_t dim, const IdGroups& groups, const Gradients<float>& g
 
 /// Pools the bags `first` to `last` - 1 into `pooled` + bag * dim. Position p adds the vector
 /// `values` + row_of[p] * stride: see RowStore::read and IdGroups::inverse. An empty bag gives
-/// zeros. T is float or double.
-template <class T>
-void pool_rows(const T* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
-               const Bags<T>& bags, T* pooled, size_t first, size_t last, Isa isa = best_isa());
+/// zeros.
+void pool_rows(const float* values, size_t dim, size_t stride, std::span<const uint32_t> row_of,
+               const Bags& bags, float* pooled, size_t first, size_t last, Isa isa = best_isa());
 
 }  // namespace distrain::rows

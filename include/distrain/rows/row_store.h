@@ -1,11 +1,11 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -36,11 +36,13 @@ InitialValue keyed_uniform(uint64_t seed, float bound);
 InitialValue keyed_normal(uint64_t seed, float standard_deviation);
 
 struct RowStoreOptions {
-  size_t dim = 0;                ///< floats of a value
-  size_t state_floats = 0;       ///< floats of optimizer state after the value
-  float initial_state = 0;       ///< of each of the state's floats, and of Row::row_state
-  uint64_t max_rows = 0;         ///< if not 0, the maximum; a stripe has at most 2^25 - 1 rows
-  InitialValue initial_value{};  ///< if null, the value is zeros
+  size_t dim = 0;           ///< floats of a value
+  size_t state_floats = 0;  ///< floats of optimizer state after the value
+  float initial_state = 0;  ///< of each of the state's floats, and of Row::row_state
+  uint64_t max_rows = 0;    ///< if not 0, the maximum; a stripe has at most 2^25 - 1 rows
+  InitialValue initial_value = [](uint64_t, std::span<float> value) {
+    std::ranges::fill(value, 0.0F);
+  };
 };
 
 /// The number of a row in its stripe, in the order of creation. A row keeps its number.
@@ -52,7 +54,8 @@ inline constexpr RowNumber kNoRow = ~RowNumber{0};
 ///     RowStore store({.dim = 32, .initial_value = keyed_normal(seed, 0.01f)});
 ///     const IdGroups groups(ids);
 ///     std::vector<RowNumber> numbers(groups.size());
-///     store.find_or_create(groups, numbers);   // then update_rows() of kernels.h
+///     store.read(groups, numbers, /*creates=*/true, values, 0, groups.size());
+///     // then update_rows() of kernels.h
 ///
 /// The top bits of an id's hash choose one of 16 stripes. A stripe has a lock, an index and its
 /// rows. The index is a hash table with linear probing whose slots have 4 bytes: 25 bits of row
@@ -75,28 +78,18 @@ class RowStore {
   /// Returns the bytes that the store has allocated.
   uint64_t memory_bytes() const;
 
-  /// Writes the row numbers of the ids `first` to `last` - 1 of `groups` to the same places of
-  /// `numbers`: kNoRow for ids without a row.
-  void find(const IdGroups& groups, std::span<RowNumber> numbers, size_t first, size_t last) const;
-  void find(const IdGroups& groups, std::span<RowNumber> numbers) const {
-    find(groups, numbers, 0, groups.size());
-  }
-  /// Writes the row numbers as find() does, and creates missing rows. Throws `resources` if a row
-  /// would exceed max_rows or there is no memory; rows created until then stay.
-  void find_or_create(const IdGroups& groups, std::span<RowNumber> numbers, size_t first,
-                      size_t last);
-  void find_or_create(const IdGroups& groups, std::span<RowNumber> numbers) {
-    find_or_create(groups, numbers, 0, groups.size());
-  }
-  /// Writes the row numbers as find() or, if `creates`, as find_or_create(). Copies the value of
-  /// the i-th id to `values` + i * dim: the initial value if there is no row.
+  /// Writes the row number of the i-th id of `groups` to numbers[i]: kNoRow for an id without a
+  /// row.
+  void find(const IdGroups& groups, std::span<RowNumber> numbers) const;
+  /// Writes the row numbers of the ids `first` to `last` - 1 as find() does. If `creates`, creates
+  /// missing rows before; throws `resources` if a row would exceed max_rows or there is no memory;
+  /// rows created until then stay. Unless `values` is null, copies the value of the i-th id to
+  /// `values` + i * dim: the initial value if there is no row.
   void read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates, float* values,
             size_t first, size_t last);
-  /// Writes the initial value of the row `id`. Creates no row.
-  void initial_value(uint64_t id, std::span<float> value) const;
   /// Creates the row `id` from a checkpoint: `fill` sets everything except the id, and is called
   /// before other threads can see the row. Throws `bad_data` if the row exists, otherwise as
-  /// find_or_create().
+  /// read().
   void restore(uint64_t id, const std::function<void(Row&)>& fill);
 
   // Note [Snapshot of a row store]
@@ -158,7 +151,7 @@ class RowStore {
   RowNumber find_locked(const Stripe& stripe, uint64_t id, uint64_t hash) const;
   template <bool kCreate, class Store>
   static void find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
-                       size_t first, size_t last, float* values = nullptr);
+                       size_t first, size_t last, float* values);
   RowNumber create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
                           const std::function<void(Row&)>& fill);
   void grow_index_locked(Stripe& stripe);

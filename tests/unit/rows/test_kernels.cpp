@@ -103,7 +103,7 @@ struct Push {
     values = random_values<T>(dim * 40, seed + 2);
   }
 
-  Bags<T> bags(bool weighted, bool mean) const {
+  Bags bags(bool weighted, bool mean) const requires std::is_same_v<T, float> {
     return {offsets, weighted ? std::span<const T>(weights) : std::span<const T>(), mean};
   }
   // Returns the sum of the gradients of each id.
@@ -162,9 +162,20 @@ std::vector<T> train_arrays(const RowRule& rule, size_t dim, bool weighted, bool
   for (size_t step = 1; step <= kSteps; ++step) {
     const Push<T> push(dim, 100 * step);
     const IdGroups groups(push.ids);
-    const BagGradients<T> gradients(push.bags(weighted, mean));
-    update_arrays(arrays, dim, rule, {0.1, static_cast<int64_t>(step), 0.5}, groups,
-                  gradients.of(push.values.data()), 0, groups.size(), isa);
+    std::vector<uint32_t> bag_of;
+    std::vector<T> factors;
+    for (size_t bag = 0; bag + 1 < push.offsets.size(); ++bag) {
+      const int64_t size = push.offsets[bag + 1] - push.offsets[bag];
+      for (int64_t k = 0; k < size; ++k) {
+        factors.push_back((weighted ? push.weights[bag_of.size()] : 1) /
+                          (mean ? static_cast<T>(size) : 1));
+        bag_of.push_back(static_cast<uint32_t>(bag));
+      }
+    }
+    const Gradients<T> gradients{push.values.data(), bag_of.data(),
+                                 weighted || mean ? factors.data() : nullptr};
+    update_arrays(arrays, dim, rule, {0.1, static_cast<int64_t>(step), 0.5}, groups, gradients, 0,
+                  groups.size(), isa);
     for (auto& [id, g] : push.gradients(weighted, mean)) {
       for (double& x : g) x *= 0.5;
       references[id].update(rule, 0.1, static_cast<int>(step), g);
@@ -207,7 +218,7 @@ TEST_CASE("a store without state for the rule is not updated") {
   RowStore store({.dim = 4});
   const IdGroups groups(std::vector<uint64_t>{1});
   std::vector<RowNumber> numbers(1);
-  store.find_or_create(groups, numbers);
+  store.read(groups, numbers, true, nullptr, 0, numbers.size());
   const std::vector<float> gradient(4, 1);
   CHECK_THROWS_AS(update_rows(store, {.optimizer = Optimizer::kAdam}, {0.1}, groups, numbers,
                               {gradient.data()}, 0, 1),
@@ -235,7 +246,7 @@ TEST_CASE("all instruction sets give the same bits") {
   }
   const Push<float> push(50, 3);
   const IdGroups groups(push.ids);
-  const BagGradients<float> gradients(push.bags(true, false));
+  const BagGradients gradients(push.bags(true, false));
   const auto norm = [&](Isa isa) {
     return gradient_norm_squared(50, groups, gradients.of(push.values.data()), 0, groups.size(),
                                  isa);
@@ -256,8 +267,8 @@ TEST_CASE("row updates in a store follow the formulas, on several threads, too")
         const Push<float> push(dim, 100 * step);
         const IdGroups groups(push.ids);
         std::vector<RowNumber> numbers(groups.size());
-        store.find_or_create(groups, numbers);
-        const BagGradients<float> gradients(push.bags(true, true));
+        store.read(groups, numbers, true, nullptr, 0, numbers.size());
+        const BagGradients gradients(push.bags(true, true));
         const std::vector<size_t> bounds = groups.split(threads);
         std::vector<std::thread> running;
         for (size_t i = 0; i + 1 < bounds.size(); ++i) {
@@ -271,7 +282,7 @@ TEST_CASE("row updates in a store follow the formulas, on several threads, too")
           Reference& r = references[id];
           if (r.w.empty()) {
             std::vector<float> initial(dim);
-            store.initial_value(id, initial);
+            options.initial_value(id, initial);
             r.w.assign(initial.begin(), initial.end());
             r.a.assign(dim, rule.initial_accumulator_value);
             r.b.assign(dim, 0);
@@ -299,7 +310,7 @@ TEST_CASE("a gradient for an id without a row is refused before any update") {
   RowStore store({.dim = 2});
   const IdGroups groups(std::vector<uint64_t>{1, 2, 3});
   std::vector<RowNumber> numbers(3);
-  store.find_or_create(groups, numbers);
+  store.read(groups, numbers, true, nullptr, 0, numbers.size());
   numbers[2] = kNoRow;
   const std::vector<float> gradient(6, 1);
   CHECK_THROWS_AS(update_rows(store, {}, {1}, groups, numbers, {gradient.data()}, 0, 3),
@@ -311,10 +322,10 @@ TEST_CASE("a gradient for an id without a row is refused before any update") {
 
 TEST_CASE("the norm adds the gradients of an id first and shows NaN") {
   const std::vector<uint64_t> ids = {5, 9, 5};
-  std::vector<double> gradient = {1, 2, 3, 4, 5, 6};
+  std::vector<float> gradient = {1, 2, 3, 4, 5, 6};
   const IdGroups groups(ids);
   const auto norm = [&] {
-    return gradient_norm_squared<double>(2, groups, {gradient.data()}, 0, groups.size());
+    return gradient_norm_squared(2, groups, {gradient.data()}, 0, groups.size());
   };
   CHECK(norm() == Approx(6 * 6 + 8 * 8 + 3 * 3 + 4 * 4));
   gradient[3] = NAN;
@@ -333,14 +344,14 @@ TEST_CASE("bags are pooled as sums, means and weighted sums, and empty bags are 
     std::vector<float> unseen(groups.size() * dim);
     store.read(groups, numbers, false, unseen.data(), 0, groups.size());
     CHECK(store.rows() == 0);
-    store.find_or_create(groups, numbers);
+    store.read(groups, numbers, true, nullptr, 0, numbers.size());
     std::vector<float> values(groups.size() * dim);
     store.read(groups, numbers, false, values.data(), 0, groups.size());
     CHECK(same_bits(values, unseen));
     const std::vector<uint32_t> row_of = groups.inverse();
     for (const bool weighted : {false, true}) {
       for (const bool mean : {false, true}) {
-        const Bags<float> bags = push.bags(weighted, mean);
+        const Bags bags = push.bags(weighted, mean);
         std::vector<float> pooled(bags.size() * dim, NAN);
         pool_rows(values.data(), dim, dim, row_of, bags, pooled.data(), 0, bags.size());
         double largest = 0;

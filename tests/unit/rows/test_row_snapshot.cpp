@@ -31,7 +31,7 @@ struct Stored {
     for (uint64_t i = 0; i < kStored; ++i) ids[i] = i;
     groups.emplace(ids);
     numbers.resize(groups->size());
-    store->find_or_create(*groups, numbers);
+    store->read(*groups, numbers, true, nullptr, 0, numbers.size());
     columns = row_columns(options, rule);
   }
   // Adds 1 to all rows.
@@ -187,7 +187,7 @@ TEST_CASE("rows that are made during a snapshot are not in it") {
   const std::vector<uint64_t> more = {kStored, kStored + 1};
   const IdGroups groups(more);
   std::vector<RowNumber> numbers(groups.size());
-  stored.store->find_or_create(groups, numbers);
+  stored.store->read(groups, numbers, true, nullptr, 0, numbers.size());
   write_all(snapshot, [&](auto... row) { written.put(row...); });
   written.check();
 }

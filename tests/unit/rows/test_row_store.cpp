@@ -24,7 +24,7 @@ std::vector<uint64_t> range(uint64_t first, uint64_t last) {
 std::vector<RowNumber> create(RowStore& store, const std::vector<uint64_t>& ids) {
   const IdGroups groups(ids);
   std::vector<RowNumber> numbers(groups.size());
-  store.find_or_create(groups, numbers);
+  store.read(groups, numbers, true, nullptr, 0, numbers.size());
   return numbers;
 }
 
@@ -120,7 +120,7 @@ TEST_CASE("a training lookup creates rows and an evaluation lookup does not") {
   store.find(groups, numbers);
   for (const RowNumber number : numbers) CHECK(number == kNoRow);
   CHECK(store.rows() == 0);
-  store.find_or_create(groups, numbers);
+  store.read(groups, numbers, true, nullptr, 0, numbers.size());
   CHECK(store.rows() == 10);
   std::vector<RowNumber> again(10);
   store.find(groups, again);
@@ -134,7 +134,7 @@ TEST_CASE("a training lookup creates rows and an evaluation lookup does not") {
           CHECK(row.id == groups.ids()[i]);
           CHECK(row.updates == 0);
           CHECK(row.row_state == 0.5F);
-          store.initial_value(row.id, value);
+          store.options().initial_value(row.id, value);
           CHECK(std::equal(value.begin(), value.end(), row.value()));
           CHECK(std::all_of(row.value() + 5, row.value() + 10, [](float x) { return x == 0.5F; }));
         }
