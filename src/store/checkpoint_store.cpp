@@ -14,7 +14,6 @@
 #include "distrain/base/error.h"
 #include "distrain/store/file.h"
 #include "distrain/store/hash.h"
-#include "distrain/store/safetensors.h"
 
 namespace distrain::store {
 namespace {

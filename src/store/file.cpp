@@ -22,6 +22,17 @@ net::Fd open_in(const OpenFolder& folder, const std::string& name) {
   fail_open(folder.path_of(name));
 }
 
+// Reads `bytes` bytes, or fewer if the file ends before, and returns their number.
+size_t read_all_of(auto& file, void* out, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes) {
+    const size_t got = file.read_some(static_cast<uint8_t*>(out) + done, bytes - done);
+    if (got == 0) break;
+    done += got;
+  }
+  return done;
+}
+
 }  // namespace
 
 void fail_open(const std::string& path) {
@@ -66,15 +77,7 @@ InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
   if (!regular_ && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
 }
 
-size_t InputFile::read(void* out, size_t bytes) const {
-  size_t done = 0;
-  while (done < bytes) {
-    const size_t got = read_some(static_cast<uint8_t*>(out) + done, bytes - done);
-    if (got == 0) break;
-    done += got;
-  }
-  return done;
-}
+size_t InputFile::read(void* out, size_t bytes) const { return read_all_of(*this, out, bytes); }
 
 size_t InputFile::read_some(void* out, size_t bytes) const {
   for (;;) {
@@ -155,22 +158,12 @@ void GzipReader::limit(Limit limit) {
 
 size_t GzipReader::read(void* out, size_t bytes) {
   const size_t allowed = std::min<uint64_t>(bytes, left_);
-  const size_t done = fill(static_cast<uint8_t*>(out), allowed);
+  const size_t done = read_all_of(*this, out, allowed);
   left_ -= done;
   uint8_t more;
   if (done == allowed && allowed < bytes && read_some(&more, 1) > 0) {
     base::bad_data(file_.path() + ": longer than the " + std::to_string(limit_.bytes) + " bytes " +
                    limit_.whose);
-  }
-  return done;
-}
-
-size_t GzipReader::fill(uint8_t* out, size_t bytes) {
-  size_t done = 0;
-  while (done < bytes) {
-    const size_t got = read_some(out + done, bytes - done);
-    if (got == 0) break;
-    done += got;
   }
   return done;
 }

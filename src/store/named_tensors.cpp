@@ -1,6 +1,5 @@
 #include "distrain/store/named_tensors.h"
 
-#include <algorithm>
 #include <sstream>
 
 #include <ATen/Functions.h>
@@ -84,9 +83,7 @@ void naming_file(const std::string& path, const std::function<void()>& use) {
 at::Tensor tensor_of_words(const std::vector<std::string>& words) {
   std::string text;
   for (const std::string& word : words) text += word + '\n';
-  const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
-  return bytes;
+  return at::from_blob(text.data(), {std::ssize(text)}, at::kByte).clone();
 }
 
 std::vector<std::string> words_of_tensor(const at::Tensor& text) {

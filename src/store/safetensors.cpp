@@ -4,7 +4,6 @@
 #include <array>
 #include <optional>
 #include <set>
-#include <span>
 #include <string_view>
 #include <utility>
 

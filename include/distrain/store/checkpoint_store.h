@@ -60,7 +60,6 @@ class Saving {
  public:
   Saving(FolderClaim& claim, int64_t step, nlohmann::ordered_json state, int64_t keep);
   ~Saving();
-  Saving(const Saving&) = delete;
 
   /// Returns the path of the temporary folder, in which other processes may create files.
   const std::string& path() const { return unfinished_->path(); }

@@ -134,7 +134,6 @@ class GzipReader {
 
  private:
   GzipReader(InputFile file, Limit limit);
-  size_t fill(uint8_t* out, size_t bytes);
   size_t inflate_some(uint8_t* out, size_t bytes);
 
   InputFile file_;
