@@ -41,8 +41,7 @@ HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t fi
     Round* const round = at < std::ssize(rounds_) ? &rounds_[static_cast<size_t>(at)] : nullptr;
     handed.ended = !round || !round->batches[index];
     if (handed.ended) break;
-    handed.batches.push_back(*std::exchange(round->batches[index], std::nullopt));
-    handed.after.push_back(round->after);
+    handed.batches.emplace_back(*std::exchange(round->batches[index], std::nullopt), round->after);
   }
   // A last round that is not full stays, because trainers without a batch ask for it later.
   const auto is_taken = [](const Round& round) {
@@ -98,10 +97,8 @@ void RemoteStream::receive() {
   counts_.waited_s += base::seconds_since(start);
   counts_.bad_rows = handed.bad_rows;
   counts_.first_bad_row = std::move(handed.first_bad_row);
-  if (handed.batches.size() != handed.after.size()) base::invalid("batches without a position");
-  for (size_t i = 0; i < handed.batches.size(); ++i) {
-    ahead_.emplace_back(std::move(handed.batches[i]), handed.after[i]);
-  }
+  ahead_.insert(ahead_.end(), std::move_iterator(handed.batches.begin()),
+                std::move_iterator(handed.batches.end()));
   ended_ = handed.ended;
   has_one_pass_ = handed.has_one_pass;
 }

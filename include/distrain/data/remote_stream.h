@@ -17,16 +17,16 @@ namespace distrain::data {
 
 /// Consecutive batches of one trainer.
 struct HandedOut {
-  std::vector<Batch> batches;
-  /// For each batch, the position in the stream after the round in which all trainers got a batch.
-  std::vector<StreamPosition> after;
+  /// The batches, each with the position in the stream after the round in which all trainers got a
+  /// batch.
+  std::vector<std::pair<Batch, StreamPosition>> batches;
   bool ended = false;  ///< no batch of this trainer follows
   bool has_one_pass = false;
   int64_t bad_rows = 0;
   std::string first_bad_row;
   static constexpr auto kFields =
-      std::tuple(&HandedOut::batches, &HandedOut::after, &HandedOut::ended,
-                 &HandedOut::has_one_pass, &HandedOut::bad_rows, &HandedOut::first_bad_row);
+      std::tuple(&HandedOut::batches, &HandedOut::ended, &HandedOut::has_one_pass,
+                 &HandedOut::bad_rows, &HandedOut::first_bad_row);
 };
 
 /// Hands out the batches of one stream to several trainers in rounds, for data that one process
