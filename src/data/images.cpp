@@ -21,7 +21,6 @@ namespace {
 
 // Limit of the decompressed size of one set of images.
 constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
-constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // element type
 constexpr uint64_t kMaxHeader = 16;       // bytes of a header with three dimensions
 
@@ -58,21 +57,13 @@ class IdxFile {
     return sizes;
   }
 
-  // Reads the rest of the file, which must have exactly `total` bytes. The buffer grows as data
-  // arrives, because the header may state a larger size than the file has.
+  // Reads the rest of the file, which must have exactly `total` bytes.
   std::vector<uint8_t> read_elements(uint64_t total) {
     reader_.limit({total, "that its header says"});
-    std::vector<uint8_t> elements;
-    while (elements.size() < total) {
-      const size_t before = elements.size();
-      elements.resize(std::min<uint64_t>(total, std::max(kFirstBytes, 2 * before)));
-      const size_t got = reader_.read(elements.data() + before, elements.size() - before);
-      if (got < elements.size() - before) {
-        refuse(path_, "cut short: {} of {} bytes after the header", before + got, total);
-      }
+    auto elements = store::read_to_end<std::vector<uint8_t>>(reader_, total);
+    if (elements.size() < total) {
+      refuse(path_, "cut short: {} of {} bytes after the header", elements.size(), total);
     }
-    uint8_t more;
-    reader_.read(&more, 1);  // throws if the file has more bytes
     hasher_.add(elements);
     return elements;
   }
