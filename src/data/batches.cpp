@@ -66,7 +66,7 @@ void append_batch(TextDataset& dataset, const Batch& batch) {
     const auto* const first = from.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
   };
-  if (!dataset.offsets.empty()) dataset.offsets.pop_back();  // the end of the last example
+  dataset.offsets.pop_back();  // the end of the last example
   append(dataset.offsets, batch.offsets, std::ssize(dataset.tokens));
   append(dataset.tokens, batch.indices);
   append(dataset.labels, batch.targets);

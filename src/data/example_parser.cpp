@@ -1,10 +1,8 @@
 #include "example_parser.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
@@ -126,16 +124,8 @@ bool ExampleParser::parse(std::string_view line, Examples& out) {
 bool ExampleParser::parse_fast_text(std::string_view line, Examples& out) {
   if (!parts_.split(line, Labels::kAll)) return false;
   const int64_t label = number_of_label(*parts_.label, line, *vocabulary_);
-  for (const std::string_view word : parts_.words) {
-    const int64_t number = number_of_word(word, *vocabulary_);
-    if (number == Vocabulary::kUnknown) {
-      ++out.dropped_tokens;
-    } else {
-      out.tokens.push_back(number);
-    }
-  }
-  out.labels.push_back(label);
-  out.offsets.push_back(std::ssize(out.tokens));
+  append(out, parts_.words, label,
+         [this](std::string_view word) { return number_of_word(word, *vocabulary_); });
   return true;
 }
 
@@ -225,14 +215,12 @@ TextVocabulary scan_vocabulary(const std::vector<std::string>& paths, Format for
     if (hash_bits == 0) base::invalid("Criteo data needs hash_bits above 0");
     return {.labels = {"0", "1"}, .hash_bits = hash_bits};
   }
-  std::vector<SourceFile> files;
-  for (const std::string& path : paths) {
-    files.push_back(find_source(path));
-    if (files.back().kind == SourceFile::Kind::kPipe) {
-      base::bad_data(path +
-                     ": a pipe can be read only once, so that its words and labels cannot be "
-                     "collected before training: give a file");
-    }
+  std::vector<SourceFile> files = find_sources(paths);
+  for (const SourceFile& file : files) {
+    if (file.kind != SourceFile::Kind::kPipe) continue;
+    base::bad_data(file.path +
+                   ": a pipe can be read only once, so that its words and labels cannot be "
+                   "collected before training: give a file");
   }
   inspect(files);
   VocabularyBuilder builder(hash_bits);

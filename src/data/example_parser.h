@@ -97,24 +97,21 @@ class VocabularyBuilder {
   std::map<std::string, int64_t, std::less<>> labels_;
 };
 
-/// Examples in the order of their lines, as TextDataset has them.
-struct Examples {
-  std::vector<int64_t> tokens{};
-  std::vector<int64_t> offsets{0};  ///< size() + 1
-  std::vector<int64_t> labels{};
-  std::vector<float> numbers{};  ///< kCriteoNumbers of each example, or empty
-  int64_t dropped_tokens = 0;
-
-  size_t size() const { return labels.size(); }
-  /// Removes all examples, but keeps the memory.
-  void clear() {
-    tokens.clear();
-    offsets.assign(1, 0);
-    labels.clear();
-    numbers.clear();
-    dropped_tokens = 0;
+/// Appends an example with these words and this label. `number_of` returns the number of a word, or
+/// Vocabulary::kUnknown for a word to drop.
+void append(Examples& out, const std::vector<std::string_view>& words, int64_t label,
+            auto number_of) {
+  for (const std::string_view word : words) {
+    const int64_t number = number_of(word);
+    if (number == Vocabulary::kUnknown) {
+      ++out.dropped_tokens;
+    } else {
+      out.tokens.push_back(number);
+    }
   }
-};
+  out.labels.push_back(label);
+  out.offsets.push_back(std::ssize(out.tokens));
+}
 
 /// Appends lines to Examples.
 class ExampleParser {

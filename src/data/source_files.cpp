@@ -74,6 +74,12 @@ SourceFile find_source(const std::string& path) {
   return {path, SourceFile::Kind::kPlain, static_cast<uint64_t>(status.st_size)};
 }
 
+std::vector<SourceFile> find_sources(const std::vector<std::string>& paths) {
+  std::vector<SourceFile> files;
+  for (const std::string& path : paths) files.push_back(find_source(path));
+  return files;
+}
+
 std::vector<std::string> split_paths(const std::string& text) {
   struct stat status {};
   if (::stat(text.c_str(), &status) == 0) return {text};
@@ -97,8 +103,7 @@ bool fits_in_memory(const std::string& path, int64_t bytes) {
 
 bool can_divide(const std::vector<std::string>& paths, int shards) {
   if (shards == 1) return true;
-  std::vector<SourceFile> files;
-  for (const std::string& path : paths) files.push_back(find_source(path));
+  std::vector<SourceFile> files = find_sources(paths);
   const auto count = [&](SourceFile::Kind kind) {
     return std::ranges::count(files, kind, &SourceFile::kind);
   };

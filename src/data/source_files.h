@@ -30,6 +30,7 @@ struct Piece {
 
 /// Returns the file at `path`. Throws `bad_data` if there is none, or if it is a folder or empty.
 SourceFile find_source(const std::string& path);
+std::vector<SourceFile> find_sources(const std::vector<std::string>& paths);
 
 /// Returns the path of one file, or the number of the files and the first path, for a message.
 std::string names_of(const std::vector<SourceFile>& files);

@@ -104,7 +104,6 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
   VocabularyBuilder own(hash_bits);  // is filled from this text if `vocabulary` is null
   FastTextLine parts;
   int64_t line_number = 0;
-  data.offsets.push_back(0);
   data.content_hash = store::content_hash(text);
   for_each_line(text, [&](std::string_view line) {
     ++line_number;
@@ -118,16 +117,9 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
     } catch (const BadRow& row) {
       base::bad_data(name + ":" + std::to_string(line_number) + ": " + row.reason);
     }
-    for (const std::string_view token : parts.words) {
-      const int64_t word = vocabulary ? number_of_word(token, *vocabulary) : own.add_word(token);
-      if (word == Vocabulary::kUnknown) {
-        ++data.dropped_tokens;
-      } else {
-        data.tokens.push_back(word);
-      }
-    }
-    data.labels.push_back(label);
-    data.offsets.push_back(std::ssize(data.tokens));
+    append(data, parts.words, label, [&](std::string_view word) {
+      return vocabulary ? number_of_word(word, *vocabulary) : own.add_word(word);
+    });
   });
   if (data.labels.empty()) base::bad_data(name + ": no example in this file");
   if (!vocabulary) {

@@ -5,7 +5,6 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "distrain/data/source.h"
@@ -102,8 +101,6 @@ struct StreamOptions {
 
 /// One shard of the examples of some files. A thread of the stream reads them. It reads at most one
 /// block (or, if a block is smaller than a batch, one batch) ahead of the block that is in use.
-///
-/// Call the functions from one thread at a time.
 class Stream final : public Source {
  public:
   /// Checks the options and the files, and selects the shard's pieces. Starts no reading. Throws
@@ -113,8 +110,6 @@ class Stream final : public Source {
   explicit Stream(StreamOptions options);
   /// Ends the reading thread, even while it waits for a pipe.
   ~Stream() override;
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
 
   /// Starts to read from `position`: StreamPosition{epoch} for a new epoch, or a position() of a
   /// stream with the same options except `batch_size` and `epochs`. Returns at once. Stops a
@@ -122,16 +117,12 @@ class Stream final : public Source {
   /// Throws `bad_data` if there is no such position.
   void begin(const StreamPosition& position) override;
 
-  /// Waits until a batch is complete in memory or the end of the epoch is known. Returns the number
-  /// of batches that next() will return without a wait; returns 0 at the end of the epoch.
-  ///
   /// If reading has failed, throws the error once all batches of the blocks before the failure have
   /// been returned: `bad_data` for a bad row, for a damaged or changed file, for a named pipe
   /// without a writer, or if the files have no example at all.
   int64_t ready() override;
 
-  /// Returns the next batch. Waits and throws as ready(); throws `invalid` at the end of the epoch.
-  /// The last batch of an epoch may be shorter.
+  /// Throws as ready(), and `invalid` at the end of the epoch.
   ///
   /// A kCriteo example is a bag of 39 indices, in the order of its fields: the index of `I1:BUCKET`
   /// to `I13:BUCKET` and of `C1:TEXT` to `C26:TEXT`, which are those that read_fast_text() gives
@@ -143,8 +134,7 @@ class Stream final : public Source {
   bool await(std::chrono::milliseconds limit) override;
   bool has_one_pass() const override;
 
-  /// Returns the position after the last batch of next(), or that of begin(). After ready() has
-  /// returned 0, returns the end of the epoch.
+  /// After ready() has returned 0, returns the end of the epoch.
   StreamPosition position() const override;
 
   /// Returns the totals since the constructor. A block's bad rows and dropped tokens count when its

@@ -61,17 +61,19 @@ struct TextVocabulary {
 };
 
 /// Labelled bags of words. Example i is tokens[offsets[i] .. offsets[i + 1]) and may be empty.
-struct TextDataset {
-  std::vector<int64_t> tokens;                       ///< in [0, num_words())
-  std::vector<int64_t> offsets;                      ///< size() + 1, rising
-  std::vector<int64_t> labels;                       ///< size(), in [0, num_classes()); -1: none
+struct Examples {
+  std::vector<int64_t> tokens{};
+  std::vector<int64_t> offsets{0};  ///< size() + 1, rising
+  std::vector<int64_t> labels{};    ///< size() classes; -1: none
+  std::vector<float> numbers{};     ///< kCriteoNumbers (batches.h) of each example, or empty
+  int64_t dropped_tokens = 0;       ///< words that the vocabulary does not have
+
+  int64_t size() const { return std::ssize(labels); }
+};
+
+struct TextDataset : Examples {
   std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
   uint64_t content_hash = 0;                         ///< of the (decompressed) file's bytes
-  int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
-
-  int64_t size() const { return static_cast<int64_t>(labels.size()); }
-  int64_t num_words() const { return vocabulary->num_words(); }
-  int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
 };
 
 /// kAll requires a label of each example. With kSome, the class of an unlabelled example is -1.

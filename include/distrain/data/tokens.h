@@ -147,7 +147,6 @@ class TokenColumns {
   /// `bad_data` if a column has fewer than two tokens, `invalid` if a column does not exist.
   TokenColumns(const Tokens& tokens, int64_t columns, int64_t first, int64_t count);
 
-  int64_t count() const { return count_; }
   /// Returns the number of batches, each of which has at most `length` words of every column.
   int64_t steps(int64_t length) const;
 

@@ -152,7 +152,6 @@ TEST_CASE("Columns are read side by side, each with its next word as target") {
   CHECK(ints(last.targets) == Ints{4, 9});
 
   const TokenColumns second(tokens, 2, 1, 1);
-  CHECK(second.count() == 1);
   CHECK(ints(second.batch(0, 10).inputs) == Ints{5, 6, 7, 8});
   CHECK(ints(second.batch(0, 10).targets) == Ints{6, 7, 8, 9});
   CHECK(second.steps(10) == 1);

@@ -110,7 +110,7 @@ TEST_CASE("A stream has the examples and the vocabulary of read_fast_text()") {
   CHECK(vocabulary.labels == data.vocabulary->labels);
   CHECK(vocabulary.words.all() == data.vocabulary->words.all());
   CHECK(vocabulary.hash_bits == hash_bits);
-  CHECK(vocabulary.num_words() == data.num_words());
+  CHECK(vocabulary.num_words() == data.vocabulary->num_words());
   options.vocabulary = data.vocabulary;
   options.batch_size = 100;
   options.shuffle_buffer = 700;

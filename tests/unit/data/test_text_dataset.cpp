@@ -31,7 +31,7 @@ std::string bad_text(std::string_view text) {
 
 Strings words(const TextDataset& data) {
   Strings result;
-  for (int64_t i = 0; i < data.num_words(); ++i) {
+  for (int64_t i = 0; i < data.vocabulary->num_words(); ++i) {
     result.emplace_back(data.vocabulary->words.word(i));
   }
   return result;
@@ -47,8 +47,8 @@ TEST_CASE("A text is read into tokens, offsets and labels") {
   CHECK(data.tokens == Ints{0, 1, 0, 2, 1});
   CHECK(data.offsets == Ints{0, 3, 5});
   CHECK(data.labels == Ints{1, 0});
-  CHECK(data.num_words() == 3);
-  CHECK(data.num_classes() == 2);
+  CHECK(data.vocabulary->num_words() == 3);
+  CHECK(std::ssize(data.vocabulary->labels) == 2);
   CHECK(data.dropped_tokens == 0);
 }
 
@@ -182,8 +182,9 @@ TEST_CASE("A line may be long") {
   for (int i = 0; i < 300'000; ++i) text += " w" + std::to_string(i % 5000);
   const TextDataset data = parse_fast_text(text, "f");
   CHECK(data.tokens.size() == 300'000);
-  CHECK(data.num_words() == 5000);
-  CHECK(parse_fast_text("__label__a " + std::string(8 << 20, 'x'), "f").num_words() == 1);
+  CHECK(data.vocabulary->num_words() == 5000);
+  CHECK(parse_fast_text("__label__a " + std::string(8 << 20, 'x'), "f").vocabulary->num_words() ==
+        1);
 }
 
 TEST_CASE("A vocabulary keeps its numbers while it grows") {
@@ -230,8 +231,10 @@ TEST_CASE("Random bytes are read or refused without a crash") {
       REQUIRE(data.size() > 0);
       REQUIRE(data.offsets.size() == data.labels.size() + 1);
       REQUIRE(data.offsets.back() == static_cast<int64_t>(data.tokens.size()));
-      for (const int64_t token : data.tokens) REQUIRE((token >= 0 && token < data.num_words()));
-      for (const int64_t label : data.labels) REQUIRE((label >= 0 && label < data.num_classes()));
+      for (const int64_t token : data.tokens)
+        REQUIRE((token >= 0 && token < data.vocabulary->num_words()));
+      for (const int64_t label : data.labels)
+        REQUIRE((label >= 0 && label < std::ssize(data.vocabulary->labels)));
     } catch (const base::Exception& exception) {
       REQUIRE(exception.kind() == base::ErrorKind::kBadData);
       REQUIRE(exception.error().message.starts_with("f:"));
