@@ -26,7 +26,6 @@ class KeyedRandom {
   KeyedRandom(uint64_t seed, uint64_t number, Fills fills = Fills::kByKey);
   ~KeyedRandom();
   KeyedRandom(const KeyedRandom&) = delete;
-  KeyedRandom& operator=(const KeyedRandom&) = delete;
 
   /// Registers the dispatcher fallback. The first call must come before other threads call torch.
   static void install();

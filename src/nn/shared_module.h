@@ -13,9 +13,14 @@
 #include "distrain/nn/module.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/rpc/agent.h"
-#include "module_checks.h"
 
 namespace distrain::nn {
+
+/// A parameter or buffer of a module. If a tensor has several names, `name` is the first.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
 
 /// One exposed module and its replicas; see Note [Plain modules]. Thread-safe.
 class SharedModule final : public autograd::VersionKeeper {
