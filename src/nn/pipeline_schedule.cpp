@@ -30,12 +30,14 @@ std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
 }
 
 /// Throws `invalid` unless each micro-batch has one forward pass and then one backward pass.
-void check_row(const PipelineSchedule& schedule, size_t stage) {
+/// Returns the maximum number of micro-batches between their passes.
+int64_t check_row(const PipelineSchedule& schedule, size_t stage) {
   const auto refuse = [&](const PipelineStep& step, const char* what) {
     invalid(
         fmt::format("schedule {}: stage {}: {}{}", schedule.name, stage + 1, name_of(step), what));
   };
   std::vector<int> passes(static_cast<size_t>(schedule.micro_batches), 0);
+  int64_t held = 0, peak = 0;
   for (const PipelineStep& step : schedule.stages[stage]) {
     if (step.micro_batch < 0 || step.micro_batch >= schedule.micro_batches) {
       refuse(step, " is of no micro-batch");
@@ -45,20 +47,13 @@ void check_row(const PipelineSchedule& schedule, size_t stage) {
     if (made > wanted) refuse(step, " is there twice");
     if (made < wanted) refuse(step, " comes before its forward pass");
     ++made;
+    held += step.kind == Kind::kForward ? 1 : -1;
+    peak = std::max(peak, held);
   }
   for (size_t i = 0; i < passes.size(); ++i) {
     if (passes[i] == 2) continue;
     refuse({passes[i] == 0 ? Kind::kForward : Kind::kBackward, static_cast<int64_t>(i)},
            " is missing");
-  }
-}
-
-int64_t peak_activations(const std::vector<PipelineStep>& row) {
-  int64_t held = 0;
-  int64_t peak = 0;
-  for (const PipelineStep& step : row) {
-    held += step.kind == Kind::kForward ? 1 : -1;
-    peak = std::max(peak, held);
   }
   return peak;
 }
@@ -85,8 +80,7 @@ PipelineTimeline simulate(const PipelineSchedule& schedule) {
   }
   PipelineTimeline timeline;
   for (size_t stage = 0; stage < stages; ++stage) {
-    check_row(schedule, stage);
-    timeline.activations.push_back(peak_activations(schedule.stages[stage]));
+    timeline.activations.push_back(check_row(schedule, stage));
   }
 
   // End time of each pass by kind, stage and micro-batch; -1 if it has not run.

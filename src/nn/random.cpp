@@ -18,11 +18,10 @@ at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
   return rpc::to_device(drawn, device);
 }
 
-Dropout::Dropout(std::initializer_list<uint64_t> key)
-    : on_(true), generator_(keyed_generator(key)) {}
+Dropout::Dropout(std::initializer_list<uint64_t> key) : generator_(keyed_generator(key)) {}
 
 at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {
-  if (!on_ || p == 0) return x;
+  if (!generator_.defined() || p == 0) return x;
   // Draw on the CPU, so that the numbers do not depend on the device.
   const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
   mask.bernoulli_(1 - p, generator_);

@@ -21,7 +21,6 @@ class Dropout {
   Dropout() = default;
   explicit Dropout(std::initializer_list<uint64_t> key);
 
-  bool on() const { return on_; }
   /// Zeroes each element with probability `p`, else divides it by 1 - p, as torch's dropout().
   at::Tensor operator()(const at::Tensor& x, double p);
   /// Zeroes whole channels of `x`, which is [n, channels, height, width], as torch's dropout2d().
@@ -30,8 +29,7 @@ class Dropout {
  private:
   at::Tensor masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p);
 
-  bool on_ = false;
-  at::Generator generator_;
+  at::Generator generator_;  // undefined: the input is returned unchanged
 };
 
 }  // namespace distrain::nn
