@@ -351,7 +351,8 @@ std::vector<rpc::Wait> TableServer::waits() const {
     if (!set->steps || set->steps->pushes.empty()) continue;
     std::vector<int> missing;
     for (int each = 0; each < set->steps->participants; ++each) {
-      if (!set->steps->has(each)) missing.push_back(each);
+      const auto push = set->steps->pushes.find(each);
+      if (push == set->steps->pushes.end() || !push->second.answer) missing.push_back(each);
     }
     if (missing.empty()) continue;
     const std::string who = fmt::format("participant {}", c10::Join(", ", missing));

@@ -1,6 +1,5 @@
 #include "table_set.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include <ATen/CPUGeneratorImpl.h>

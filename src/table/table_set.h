@@ -110,13 +110,6 @@ struct Push {
 
 /// The steps of a set in sync mode, or of a session in async mode: Note [Steps of tables].
 struct Steps {
-  /// Returns true if the participant has pushed the current step, and committed it if it was
-  /// staged.
-  bool has(int participant) const {
-    const auto it = pushes.find(participant);
-    return it != pushes.end() && it->second.answer;
-  }
-
   const int participants = 1;
   uint64_t applied = 0;               // number of the last step that was applied
   std::optional<base::Error> failed;  // of the current step and all later ones

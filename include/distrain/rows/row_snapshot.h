@@ -49,7 +49,6 @@ class RowSnapshot {
   /// Ends the snapshot, complete or not, and the wait of updates. Must not be called during
   /// write_next() or empty_log().
   ~RowSnapshot();
-  RowSnapshot(const RowSnapshot&) = delete;
 
   uint64_t rows() const { return rows_; }
   const std::vector<RowColumn>& columns() const { return columns_; }

@@ -68,8 +68,6 @@ class RowStore {
  public:
   explicit RowStore(RowStoreOptions options);
   ~RowStore();
-  RowStore(const RowStore&) = delete;
-  RowStore& operator=(const RowStore&) = delete;
 
   const RowStoreOptions& options() const { return options_; }
   /// Returns the bytes of a row's block: the header, the value, the state, and padding to 16 bytes.
