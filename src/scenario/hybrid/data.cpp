@@ -100,7 +100,7 @@ HybridData::HybridData(const HybridOptions& options, const std::vector<int>& tra
   if (options.streams()) {
     open_streams(trainers, sharing);
   } else {
-    if (trainers[0] == 0) sharing.common([] { return Common(); });
+    if (trainers[0] == 0 && sharing.common) sharing.common([] { return Common(); });
     train_ = data::read_fast_text(options.data, nullptr, data::Labels::kAll, options.hash_bits);
     data::check_enough(options.data, train_->size(), options.trainers);
     words_ = train_->vocabulary;
@@ -130,7 +130,7 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
     stream.format = options_.format_of(stream.paths);
     return stream;
   };
-  const Common common = sharing.common([&] {
+  const auto make_common = [&] {
     const data::StreamOptions stream = open(0, 1, nullptr);
     Common made{words_of(stream), stream.format};
     if (is_served) {
@@ -138,7 +138,8 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
       made.content_key = made.server->content_key();
     }
     return made;
-  });
+  };
+  const Common common = sharing.common ? sharing.common(make_common) : make_common();
   if (!common.words) {
     base::bad_data(options_.data + ": trainer 0 has other data, which it reads into memory");
   }
@@ -148,7 +149,11 @@ void HybridData::open_streams(const std::vector<int>& trainers, const Sharing& s
   server_ = common.server;
   if (is_served) {
     for (const int trainer : trainers) {
-      served_[trainer] = std::make_unique<data::RemoteStream>(sharing.take(trainer));
+      const auto take_here = [server = server_, trainer](const auto&... range) {
+        return base::Future<data::HandedOut>::ready(server->take(trainer, range...));
+      };
+      served_[trainer] = std::make_unique<data::RemoteStream>(
+          sharing.take ? sharing.take(trainer) : data::RemoteStream::Take(take_here));
     }
     return;
   }

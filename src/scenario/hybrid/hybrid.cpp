@@ -2,7 +2,10 @@
 //
 // After PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
+#include "hybrid.h"
+
 #include <cmath>
+#include <deque>
 #include <numeric>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,7 +15,26 @@
 #include "distrain/nn/random.h"
 #include "distrain/nn/sized_by.h"
 #include "distrain/rpc/to_device.h"
-#include "embedding.h"
+#include "distrain/table/sharded_embedding.h"
+
+/// Sends the vocabulary of all trainers; null if the data are not streams.
+template <>
+struct distrain::rpc::Serializer<distrain::scenario::HybridData::Words> {
+  static void encode(Encoder& encoder, const scenario::HybridData::Words& words) {
+    rpc::encode<bool>(encoder, words != nullptr);
+    if (!words) return;
+    rpc::encode(encoder, words->words.all());
+    rpc::encode(encoder, words->labels);
+    rpc::encode(encoder, words->hash_bits);
+  }
+  static scenario::HybridData::Words decode(Decoder& decoder) {
+    if (!rpc::decode<bool>(decoder)) return nullptr;
+    data::TextVocabulary all{data::Vocabulary(rpc::decode<std::vector<std::string>>(decoder))};
+    all.labels = rpc::decode<std::vector<std::string>>(decoder);
+    all.hash_bits = rpc::decode<int>(decoder);
+    return std::make_shared<const data::TextVocabulary>(std::move(all));
+  }
+};
 
 namespace distrain::scenario {
 
@@ -28,20 +50,9 @@ struct Master {
   std::optional<int64_t> rows;  // of the data of the first trainer, for a sharded table
 };
 
-/// HybridData::Common, as trainer 0 sends it.
-struct CommonData {
-  bool has_words = false;
-  std::vector<std::string> words, labels;
-  int hash_bits = 0;
-  data::Format format = data::Format::kFastText;
-  uint64_t content_key = 0;
-  static constexpr auto kFields =
-      std::tuple(&CommonData::has_words, &CommonData::words, &CommonData::labels,
-                 &CommonData::hash_bits, &CommonData::format, &CommonData::content_key);
-};
-using CommonPromise = base::Promise<CommonData>;
+using CommonPromise = base::Promise<HybridData::Common>;
 
-base::Future<CommonData> common_data(rpc::CallContext& call) {
+base::Future<HybridData::Common> common_data(rpc::CallContext& call) {
   return call.agent.shared<CommonPromise>()->future();
 }
 
@@ -55,21 +66,10 @@ rpc::To trainer_0() { return rpc::To("trainer0").without_deadline(); }
 /// Returns what `make` returns on trainer 0, where the other trainers wait for it.
 HybridData::Common share_data(job::Rank& rank, const std::function<HybridData::Common()>& make) {
   rpc::Agent& agent = rank.agent();
-  if (rank.index() > 0) {
-    const CommonData all = agent.rpc_sync<&common_data>(trainer_0());
-    if (!all.has_words) return {};
-    return {std::make_shared<const data::TextVocabulary>(
-                data::TextVocabulary{data::Vocabulary(all.words), all.labels, all.hash_bits}),
-            all.format, all.content_key};
-  }
-  const HybridData::Common made = make();
+  if (rank.index() > 0) return agent.rpc_sync<&common_data>(trainer_0());
+  HybridData::Common made = make();
   if (made.server) agent.provide(made.server);
-  CommonData sent;
-  if (const auto& words = made.words) {
-    sent = {true,        words->words.all(), words->labels, words->hash_bits,
-            made.format, made.content_key};
-  }
-  agent.shared<CommonPromise>()->set(std::move(sent));
+  agent.shared<CommonPromise>()->set(made);
   return made;
 }
 
@@ -87,19 +87,7 @@ HybridData data_of(job::Rank& rank, const HybridOptions& options) {
 HybridData local_data_of(const HybridOptions& options) {
   std::vector<int> trainers(static_cast<size_t>(options.trainers));
   std::iota(trainers.begin(), trainers.end(), 0);
-  const auto server = std::make_shared<std::shared_ptr<data::StreamServer>>();
-  const auto make_common = [server](const auto& make) {
-    const HybridData::Common made = make();
-    *server = made.server;
-    return made;
-  };
-  return HybridData(options, trainers, {make_common, [server](int trainer) {
-                                          return [server, trainer](const auto& from, int64_t first,
-                                                                   int64_t count) {
-                                            return base::Future<data::HandedOut>::ready(
-                                                (*server)->take(trainer, from, first, count));
-                                          };
-                                        }});
+  return HybridData(options, trainers);
 }
 
 /// Returns the number of rows that the first caller has given. So trainers with other data open the
@@ -123,20 +111,113 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
   return *std::exchange(master->table, std::nullopt);
 }
 
-/// The embedding in a module, here (EmbeddingTable) or on the server (RemoteTable). `lookup` maps
-/// indices and offsets to sums of rows.
-class ModuleTable final : public Embedding {
- public:
-  using Lookup = std::function<at::Tensor(const at::Tensor& indices, const at::Tensor& offsets)>;
-  ModuleTable(HybridData& data, Lookup lookup) : Embedding(data), lookup_(std::move(lookup)) {}
+/// Returns the options of the only table.
+std::vector<table::TableOptions> table_options(const HybridOptions& options, int64_t rows) {
+  constexpr int64_t kDrawnByTorch = int64_t{1} << 24;  // numbers, of which each server has a copy
+  table::TableOptions table{.name = "embedding", .dim = options.embedding_dim};
+  if (!options.hashes_words()) table.num_rows = rows;
+  table.seed = options.seed;
+  table.range = options.embedding_range();
+  table.drawn_by_torch = table.num_rows > 0 && table.num_rows <= kDrawnByTorch / table.dim;
+  table.max_rows = options.max_rows;
+  table.optimizer = optim::to_fields(options.rule().options);
+  table.optimizer.name = options.optimizer;
+  return {table};
+}
 
-  using Embedding::embed;
-  at::Tensor embed(const data::Batch& batch) override {
-    return lookup_(batch.indices, batch.offsets);
+std::vector<int> servers_of(const job::Rank& rank) {
+  const job::Roles::Role& role = rank.roles().named("ps");
+  std::vector<int> ranks(static_cast<size_t>(role.count));
+  std::iota(ranks.begin(), ranks.end(), role.first);
+  return ranks;
+}
+
+at::ScalarType wire_dtype(const std::string& name) {
+  return name == "bf16" ? at::kBFloat16 : name == "fp16" ? at::kHalf : at::kFloat;
+}
+
+/// A batch of a training step and the sum of the rows of each bag, float [bags, dim].
+struct EmbeddedBatch {
+  data::Batch batch;
+  at::Tensor rows;
+  double weight = 1;  ///< share of the batch in the step's examples
+
+  /// Returns a part of a step's batch, without rows.
+  static EmbeddedBatch part_of(const data::Batch& step, const job::Share& part) {
+    if (part.count == 1) return {step, {}};
+    const data::Batch batch = step.part(part.first(step.size()), part.end(step.size()));
+    return {batch, {}, step.size() > 0 ? static_cast<double>(batch.size()) / step.size() : 1};
   }
 
+  /// Returns the batch's part of the step's mean loss. `forward` maps rows to scores.
+  at::Tensor loss(const HybridOptions& options, c10::Device device, const auto& forward) const {
+    const at::Tensor targets = rpc::to_device(batch.targets, device),
+                     here = rpc::to_device(rows, device);
+    const at::Tensor scores = base::traced("forward", [&] { return forward(here); });
+    const at::Tensor mean = base::traced("loss", [&] { return options.loss(scores, targets); });
+    return weight == 1 ? mean : mean * weight;
+  }
+};
+
+/// The embedding as a trainer uses it: the rows of a module, or of tables of the layer `table`
+/// (`--table`), which are on servers or in this process.
+class Embedding {
+ public:
+  /// Returns the sums of a module's rows.
+  using Lookup = std::function<at::Tensor(const at::Tensor& indices, const at::Tensor& offsets)>;
+  Embedding(HybridData& data, Lookup lookup) : data_(data), lookup_(std::move(lookup)) {}
+  /// Uses a table on servers. `rows` is equal on all trainers, also if their data differ.
+  Embedding(job::Rank& rank, const HybridOptions& options, HybridData& data, int64_t rows)
+      : data_(data),
+        tables_(std::make_shared<table::ShardedEmbedding>(
+            rank.agent(), servers_of(rank), table_options(options, rows),
+            options.sharing(rank.index()),
+            table::LookupSettings{.wire_dtype = wire_dtype(options.wire_dtype)})),
+        prefetch_(options.prefetch) {}
+  /// Keeps all rows of a table in this process.
+  Embedding(const HybridOptions& options, HybridData& data)
+      : data_(data),
+        tables_(std::make_shared<table::ShardedEmbedding>(std::make_shared<table::TableServer>(),
+                                                          table_options(options, data.rows()))) {}
+
+  /// Returns a part of a training step. Call it once for each part, in the part's context.
+  EmbeddedBatch embed(const job::Step& step, const job::Share& part) {
+    const int64_t most = part.index == 0 ? std::min(prefetch_, step.left) : -1;
+    for (int64_t ahead = std::ssize(started_) / part.count; ahead <= most; ++ahead) {
+      job::Step next = step;
+      next.number += ahead;
+      const data::Batch whole = data_.batch(next);
+      for (job::Share its{0, part.count}; its.index < its.count; ++its.index) {
+        Started& now = started_.emplace_back(Started{EmbeddedBatch::part_of(whole, its)});
+        if (!tables_) continue;
+        now.lookup = tables_->start({{.ids = now.part.batch.indices,
+                                      .offsets = now.part.batch.offsets,
+                                      .pooling = table::Pooling::kSum}});
+      }
+    }
+    Started now = std::move(started_.front());
+    started_.pop_front();
+    now.part.rows = tables_ ? tables_->finish(now.lookup)[0] : embed(now.part.batch);
+    return now.part;
+  }
+  /// Returns the sums of the rows of a batch.
+  at::Tensor embed(const data::Batch& batch) const {
+    return tables_ ? tables_->bags(batch.indices, batch.offsets)
+                   : lookup_(batch.indices, batch.offsets);
+  }
+  /// Returns the tables; null for a module.
+  const std::shared_ptr<table::ShardedEmbedding>& tables() const { return tables_; }
+
  private:
-  const Lookup lookup_;
+  struct Started {
+    EmbeddedBatch part;
+    table::ShardedEmbedding::Pending lookup{};  // in tables
+  };
+  HybridData& data_;
+  const Lookup lookup_;  // null if there are tables
+  const std::shared_ptr<table::ShardedEmbedding> tables_;
+  const int64_t prefetch_ = 0;
+  std::deque<Started> started_;  // this step's other parts and the parts of the next steps
 };
 
 /// The whole model in one process.
@@ -144,18 +225,13 @@ struct WholeModel {
   WholeModel(const HybridOptions& options, HybridData& data, c10::Device device)
       : dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense) {
     if (options.is_sharded()) {
-      auto sharded = std::make_unique<ShardedTable>(options, data);
-      tables = sharded->tables();
-      embedding = std::move(sharded);
+      embedding.emplace(options, data);
       return;
     }
     const auto table = std::make_shared<EmbeddingTable>(
         data.rows(), options.embedding_dim, options.embedding_range(), options.seed, device.str());
     rows = table->named_parameters();
-    embedding = std::make_unique<ModuleTable>(
-        data, [table](const at::Tensor& indices, const at::Tensor& offsets) {
-          return table->lookup(indices, offsets);
-        });
+    embedding.emplace(data, [table](const auto&... ids) { return table->lookup(ids...); });
   }
 
   at::Tensor forward(const data::Batch& batch) const {
@@ -168,9 +244,8 @@ struct WholeModel {
   }
 
   Dense dense;
-  std::unique_ptr<Embedding> embedding;
-  rpc::NamedTensors rows;                           // of the module; empty if the table is sharded
-  std::shared_ptr<table::ShardedEmbedding> tables;  // null if the table is a module
+  std::optional<Embedding> embedding;
+  rpc::NamedTensors rows;  // of the module; empty if the table is sharded
 };
 
 }  // namespace
@@ -256,21 +331,15 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   HybridData data = data_of(rank, options);
   if (data.evaluates_text()) rank.fields()["unknown_words"] = data.unknown_words();
   std::optional<RemoteTable> module;
-  std::shared_ptr<table::ShardedEmbedding> tables;
-  std::unique_ptr<Embedding> embedding;
+  std::optional<Embedding> embedding;
   if (options.is_sharded()) {
-    auto sharded = std::make_unique<ShardedTable>(
-        rank, options, data, rank.agent().rpc_sync<&rows_of_job>("master", data.rows()));
-    tables = sharded->tables();
-    embedding = std::move(sharded);
+    embedding.emplace(rank, options, data,
+                      rank.agent().rpc_sync<&rows_of_job>("master", data.rows()));
   } else {
     module = rank.agent().rpc_sync<&table_of_job>(rpc::To("master").without_deadline(), data.rows(),
                                                   options.embedding_dim, options.embedding_range(),
                                                   options.seed, options.trainers);
-    embedding = std::make_unique<ModuleTable>(
-        data, [&module](const at::Tensor& indices, const at::Tensor& offsets) {
-          return module->forward(indices, offsets);
-        });
+    embedding.emplace(data, [&module](const auto&... ids) { return module->forward(ids...); });
   }
   ddp::DistributedDataParallel dense(
       Dense(options.embedding_dim, data.outputs(), options.seed + 1, device, options.dense),
@@ -287,8 +356,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     training.keep("embedding", module->rref());
     names.insert(names.begin(), "embedding.weight");
   } else {
-    optimizer.add(tables);
-    training.keep("embedding", *tables);
+    optimizer.add(embedding->tables());
+    training.keep("embedding", *embedding->tables());
   }
   training.keep("fc", dense);
   training.keep(optimizer, names);
@@ -314,7 +383,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       result.add(loss, batch.batch.size());
     }
     optimizer.step(ids);
-    if (options.prefetch > 0) result.more["staleness"] = tables->staleness();
+    if (options.prefetch > 0) result.more["staleness"] = embedding->tables()->staleness();
     return result;
   });
 }
@@ -322,17 +391,18 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
   HybridData data = local_data_of(options);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
-  const WholeModel model(options, data, local.device());
+  WholeModel model(options, data, local.device());
+  const auto& tables = model.embedding->tables();
   job::SingleProcessOptimizer optimizer(
       options.rule(), options.mode, {model.rows.begin(), model.rows.end()},
       optim::named(model.dense->names(), model.dense->parameters()));
-  if (model.tables) optimizer.add(model.tables);
+  if (tables) optimizer.add(tables);
 
   job::SingleProcessTraining training(local, data.plan());
   data.read_in(training);
   data.agree(training);
   training.keep("", job::part_of(model.parameters()));
-  if (model.tables) training.keep("embedding", *model.tables);
+  if (tables) training.keep("embedding", *tables);
   training.keep(optimizer);
   data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(optimizer, [&](const job::Step& step) {
@@ -353,7 +423,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   HybridData data(options, predictions.snapshot(), predictions.input());
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
-  if (model.tables) predictions.load(*model.tables);
+  if (const auto& tables = model.embedding->tables()) predictions.load(*tables);
   if (options.hash_bits == 0) predictions.add("unknown_words", data.unknown_words());
   job::Evaluation evaluation;
   // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.

@@ -100,7 +100,10 @@ class HybridData {
     data::Format format = data::Format::kFastText;
     uint64_t content_key = 0;                    ///< if rank 0 reads the streams; otherwise 0
     std::shared_ptr<data::StreamServer> server;  ///< the same; null on other trainers
+    static constexpr auto kFields =
+        std::tuple(&Common::words, &Common::format, &Common::content_key);
   };
+  /// The trainers' access to facts and batches. The default is for trainers that are all here.
   struct Sharing {
     /// Returns what `make` returns on trainer 0, also if it has no streams: then without words.
     std::function<Common(const std::function<Common()>& make)> common;
@@ -110,7 +113,7 @@ class HybridData {
   /// Opens the files for `trainers`, which are those of this process, and reads those that are not
   /// streams. Throws `bad_data` if a file cannot be read or is not valid.
   HybridData(const HybridOptions& options, const std::vector<int>& trainers,
-             const Sharing& sharing);
+             const Sharing& sharing = Sharing());
   /// Reads test examples, using the vocabulary of a checkpoint. The examples need no labels.
   HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
              const std::string& examples);
