@@ -41,6 +41,14 @@ data::ImageSet read_labelled(const std::string& path) {
   return images;
 }
 
+// Returns the key of the random dropout in one training step; nullopt if there is no dropout.
+std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
+  if (options.dropout == 0) return std::nullopt;
+  return base::Random({options.seed, static_cast<uint64_t>(step.epoch),
+                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
+      .next();
+}
+
 }  // namespace
 
 PsData::PsData(const PsOptions& options)
@@ -124,13 +132,6 @@ void PsData::evaluate_in(job::TrainingPlan& training, const std::function<Forwar
   };
   if (valid_) training.evaluate_epochs(of(*valid_));
   if (test_) training.evaluate_at_end(of(*test_));
-}
-
-std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
-  if (options.dropout == 0) return std::nullopt;
-  return base::Random({options.seed, static_cast<uint64_t>(step.epoch),
-                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
-      .next();
 }
 
 }  // namespace distrain::scenario

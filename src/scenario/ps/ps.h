@@ -69,9 +69,6 @@ class PsData {
   data::Sampler sampler_;
 };
 
-/// Returns the key of the random dropout in one training step; nullopt if there is no dropout.
-std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step);
-
 /// The reply of a server to a trainer that begins a training pass.
 struct PsPass {
   std::vector<at::Tensor> tensors;  ///< log-probabilities [n, 10], or versions of the parameters
