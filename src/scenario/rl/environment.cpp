@@ -62,13 +62,13 @@ Observation CartPole::observation() const {
   return rounded;
 }
 
-void Environments::play(uint64_t episode,
-                        const std::function<Actions(const EnvironmentStates&)>& select,
-                        const std::function<void(const EnvironmentStates&)>& report) {
-  const base::TraceScope whole("episode", "episode", static_cast<int64_t>(episode));
+EnvironmentStates Environments::play(
+    int64_t episode, const std::function<Actions(const EnvironmentStates&)>& select) {
+  const base::TraceScope whole("episode", "episode", episode);
   EnvironmentStates running, over;
   for (uint32_t e = 0; e < environments_.size(); ++e) {
-    running.push_back({e, environments_[e].reset(base::Random({seed_, e, episode})), 0});
+    const base::Random random({seed_, e, static_cast<uint64_t>(episode)});
+    running.push_back({e, environments_[e].reset(random), 0});
   }
   for (int64_t step = 1; !running.empty(); ++step) {
     const Actions actions = select(running);
@@ -87,7 +87,7 @@ void Environments::play(uint64_t episode,
     }
     running = std::move(left);
   }
-  report(over);
+  return over;
 }
 
 }  // namespace distrain::scenario

@@ -66,11 +66,11 @@ class Environments {
       : seed_(seed), max_steps_(max_steps), environments_(static_cast<size_t>(count)) {}
 
   /// Plays one episode in each environment. Each step calls `select` for the environments that have
-  /// not ended. At the end, calls `report` with the end states and last rewards, which `select` did
-  /// not get. The start of an episode depends only on seed, environment and `episode`, so a resumed
-  /// job needs no generator state.
-  void play(uint64_t episode, const std::function<Actions(const EnvironmentStates&)>& select,
-            const std::function<void(const EnvironmentStates&)>& report);
+  /// not ended. Returns the end states and last rewards, which `select` did not get. The start of
+  /// an episode depends only on seed, environment and `episode`, so a resumed job needs no
+  /// generator state.
+  EnvironmentStates play(int64_t episode,
+                         const std::function<Actions(const EnvironmentStates&)>& select);
 
  private:
   const uint64_t seed_;

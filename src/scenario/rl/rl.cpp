@@ -54,14 +54,10 @@ class Observer {
       : agent_(std::move(agent)), environments_(seed, environments, max_steps) {}
 
   void run_episode(int64_t episode) {
-    environments_.play(
-        static_cast<uint64_t>(episode),
-        [this](const EnvironmentStates& states) {
-          return agent_.rpc_sync<&PolicyAgent::select_actions>(states);
-        },
-        [this](const EnvironmentStates& ends) {
-          agent_.rpc_sync<&PolicyAgent::report_rewards>(ends);
-        });
+    const auto ends = environments_.play(episode, [this](const EnvironmentStates& states) {
+      return agent_.rpc_sync<&PolicyAgent::select_actions>(states);
+    });
+    agent_.rpc_sync<&PolicyAgent::report_rewards>(ends);
   }
 
  private:
@@ -128,12 +124,10 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   train(training, learner, local, [&](int64_t episode) {
     // Observers may play in turn: an action does not depend on other requests to one choose().
     for (int o = 0; o < options.observers; ++o) {
-      observers[static_cast<size_t>(o)].play(
-          static_cast<uint64_t>(episode),
-          [&](const EnvironmentStates& states) {
-            return learner.choose({{o, states}}).at(0);
-          },
-          [&](const EnvironmentStates& ends) { learner.report(o, ends); });
+      Environments& environments = observers[static_cast<size_t>(o)];
+      learner.report(o, environments.play(episode, [&](const EnvironmentStates& states) {
+        return learner.choose({{o, states}}).at(0);
+      }));
     }
   });
 }
@@ -151,14 +145,12 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   for (int64_t episode = 1; episode <= episodes; ++episode) {
     double reward = 0;
     int64_t steps = 0;
-    environment.play(
-        static_cast<uint64_t>(episode),
-        [&](const EnvironmentStates& states) {
-          ++steps;
-          reward += states[0].last_reward;
-          return Actions{policy.best(states[0].observation)};
-        },
-        [&](const EnvironmentStates& ends) { reward += ends[0].last_reward; });
+    const auto ends = environment.play(episode, [&](const EnvironmentStates& states) {
+      ++steps;
+      reward += states[0].last_reward;
+      return Actions{policy.best(states[0].observation)};
+    });
+    reward += ends[0].last_reward;
     predictions.tell({{"reward", reward}, {"steps", steps}});
     total += reward;
   }
