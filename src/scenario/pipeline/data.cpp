@@ -51,13 +51,10 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
                                 int64_t batch_size) {
   std::vector<int64_t> batch;
   data::Sampler sampler(seed, 1, examples, examples);
-  int64_t place = index * batch_size;  // position of the next example in the sequence of epochs
-  while (place < (index + 1) * batch_size) {
-    const auto rest =
-        sampler.batch(place / examples, 0, 0).subspan(static_cast<size_t>(place % examples));
-    const auto wanted = static_cast<size_t>((index + 1) * batch_size - place);
-    batch.insert(batch.end(), rest.begin(), rest.begin() + std::min(wanted, rest.size()));
-    place += static_cast<int64_t>(std::min(wanted, rest.size()));
+  // `place` is the position of an example in the sequence of epochs.
+  for (int64_t place = index * batch_size; place < (index + 1) * batch_size; ++place) {
+    const auto of_epoch = sampler.batch(place / examples, 0, 0);
+    batch.push_back(of_epoch[static_cast<size_t>(place % examples)]);
   }
   return batch;
 }

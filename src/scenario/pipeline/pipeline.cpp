@@ -6,13 +6,43 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/rpc/to_device.h"
-#include "resnet.h"
 #include "run.h"
 #include "stage.h"
 
 namespace distrain::scenario {
 
 namespace {
+
+/// Returns the blocks of each stage.
+std::vector<BlockRange> cut(const PipelineOptions& options) {
+  return cut_resnet(options.model, options.stages, options.split, options.classes,
+                    options.image_size);
+}
+
+job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& schedule) {
+  const nn::PipelineTimeline timeline = nn::simulate(schedule);
+  const std::vector<std::string> blocks = resnet_blocks(options.model);
+  const std::vector<BlockRange> ranges = cut(options);
+  job::Json rows = job::Json::array();
+  for (size_t stage = 0; stage < ranges.size(); ++stage) {
+    job::Json steps = job::Json::array();
+    for (const nn::PipelineStep& step : schedule.stages[stage]) {
+      const bool forward = step.kind == nn::PipelineStep::Kind::kForward;
+      steps.push_back({{"op", forward ? "forward" : "backward"},
+                       {"micro_batch", step.micro_batch},
+                       {"begin", timeline.begin[stage][steps.size()]}});
+    }
+    const auto own =
+        std::span(blocks).subspan(ranges[stage].first, ranges[stage].last - ranges[stage].first);
+    rows.push_back({{"stage", stage + 1},
+                    {"activations", timeline.activations[stage]},
+                    {"steps", std::move(steps)},
+                    {"blocks", std::vector(own.begin(), own.end())}});
+  }
+  return {{"schedule", schedule.name},           {"stages", schedule.stages.size()},
+          {"num_split", schedule.micro_batches}, {"length", timeline.length},
+          {"bubble", timeline.bubble},           {"table", std::move(rows)}};
+}
 
 /// Calls F, which returns a vector, on all stages. Returns the concatenated vectors.
 template <auto F>
@@ -26,11 +56,7 @@ auto joined(const nn::Pipeline<PipelineStage>& stages) {
 class Pipeline final : public PipelineModel {
  public:
   Pipeline(rpc::Agent& agent, const PipelineOptions& options)
-      : agent_(agent),
-        options_(options),
-        cut_(cut_resnet(options.model, options.stages, options.split, options.classes,
-                        options.image_size)),
-        stages_(agent) {}
+      : agent_(agent), options_(options), cut_(cut(options)), stages_(agent) {}
 
   void begin(int64_t num_split) override {
     schedule_ = nn::make_schedule(options_.schedule, options_.stages, num_split);
@@ -51,11 +77,11 @@ class Pipeline final : public PipelineModel {
   }
   /// Returns the optimizer. After begin(), the same reference refers to the new model's optimizer.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }
-  void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
   /// Makes one update by the gradients of all micro-batches.
-  BatchResult train(const data::ImageBatch& batch, int64_t index) override {
+  BatchResult train(const data::ImageBatch& batch, int64_t index, double lr_factor) override {
     const base::TimePoint begun = base::Clock::now();
+    optimizer_->set_lr_factor(lr_factor);
     const autograd::Context whole(agent_);  // collects the gradients of all micro-batches
     const auto loss =
         [options = options_, labels = batch.labels.tensor_split(schedule_.micro_batches)](
@@ -124,10 +150,10 @@ class LocalModel final : public PipelineModel {
 
   /// Returns the optimizer. After begin(), the same reference refers to the new model's optimizer.
   job::SingleProcessOptimizer& optimizer() { return *optimizer_; }
-  void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
-  BatchResult train(const data::ImageBatch& batch, int64_t index) override {
+  BatchResult train(const data::ImageBatch& batch, int64_t index, double lr_factor) override {
     const base::TimePoint begun = base::Clock::now();
+    optimizer_->set_lr_factor(lr_factor);
     const std::vector<at::Tensor> images = batch.images.tensor_split(num_split_);
     const std::vector<at::Tensor> labels = batch.labels.tensor_split(num_split_);
     std::vector<at::Tensor> scores;
@@ -168,6 +194,38 @@ class LocalModel final : public PipelineModel {
 };
 
 }  // namespace
+
+void check_pipeline(const PipelineOptions& options) {
+  cut(options);
+  const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
+  const bool evaluates = !options.valid_data.empty() || !options.test_data.empty();
+  if ((saves || evaluates) && options.num_split.size() > 1) {
+    base::invalid(std::string(saves                         ? "--checkpoint and --resume need"
+                              : !options.valid_data.empty() ? "--valid-data needs"
+                                                            : "--test-data needs") +
+                  " a single number in --micro-batches: each number trains a separate model");
+  }
+  for (const int64_t num_split : options.num_split) {
+    if (num_split > options.batch_size) {
+      base::invalid("--micro-batches " + std::to_string(num_split) + ": a batch has only " +
+                    std::to_string(options.batch_size) +
+                    " images: give fewer, or a larger --batch-size");
+    }
+    check_resnet_input(options.image_size, options.batch_size / num_split);
+    nn::simulate(nn::make_schedule(options.schedule, options.stages, num_split));
+  }
+  job::Plan::of_steps(options, options.batches);
+}
+
+std::string explain_pipeline(const PipelineOptions& options, bool for_people) {
+  check_pipeline(options);
+  std::string text;
+  for (const int64_t num_split : options.num_split) {
+    const auto schedule = nn::make_schedule(options.schedule, options.stages, num_split);
+    text += for_people ? nn::to_text(schedule) : explain(options, schedule).dump() + '\n';
+  }
+  return text;
+}
 
 void train_pipeline(job::Rank& rank, const PipelineOptions& options) {
   Pipeline pipeline(rank.agent(), options);

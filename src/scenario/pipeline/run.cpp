@@ -120,9 +120,8 @@ job::Result PipelineRun::step(const job::Step& step) {
   const data::ImageBatch batch =
       base::traced("data", [&] { return sized([&] { return data_.batch(index); }); });
   const double factor = lr_schedule_.factor(index, 0);  // each model starts the schedule anew
-  model_.set_lr_factor(factor);
   const BatchResult& result =
-      results_.emplace_back(sized([&] { return model_.train(batch, index); }));
+      results_.emplace_back(sized([&] { return model_.train(batch, index, factor); }));
   ++steps_;
   job::Json fields{{"epoch", options_.data.empty() ? 1 : 1 + index / data_.batches_per_epoch()},
                    {"step", index + 1},

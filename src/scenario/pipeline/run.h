@@ -83,10 +83,9 @@ class PipelineModel {
   virtual void begin(int64_t num_split) = 0;
   /// Makes one update by batch `index`, from 0. Splits it into micro-batches as tensor_split does:
   /// their sizes differ by at most one, larger ones first.
-  virtual BatchResult train(const data::ImageBatch& batch, int64_t index) = 0;
+  virtual BatchResult train(const data::ImageBatch& batch, int64_t index, double lr_factor) = 0;
   /// Returns the scores [n, classes], using the running statistics of batch norm.
   virtual at::Tensor scores(const at::Tensor& images) = 0;
-  virtual void set_lr_factor(double factor) = 0;
   /// Returns a snapshot of parameters and buffers under the names of torchvision.
   virtual job::Held state() = 0;
   /// Loads a complete state that check_weights() has accepted.
