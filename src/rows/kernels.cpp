@@ -103,7 +103,7 @@ BagGradients::BagGradients(const Bags& bags) {
     const auto start = static_cast<size_t>(bags.offsets[bag]);
     const auto end = static_cast<size_t>(bags.offsets[bag + 1]);
     const float share = bags.mean && end > start ? 1 / static_cast<float>(end - start) : 1;
-    std::fill(rows.begin() + start, rows.begin() + end, static_cast<uint32_t>(bag));
+    std::fill_n(rows.data() + start, end - start, static_cast<uint32_t>(bag));
     if (factors.empty()) continue;
     for (size_t p = start; p < end; ++p) {
       factors[p] = bags.weights.empty() ? share : bags.weights[p] * share;
