@@ -170,7 +170,8 @@ void Core::post_sends(std::function<void(Core&)> sends) {
 
 void Core::relay_locked(uint64_t number, const Error& error) {
   if (failure_) return;  // the other ranks learn that by themselves
-  post_sends([number, error](Core& self) { self.send_refusals(number, 1, error, true); });
+  post_sends(
+      [number, error](Core& self) { self.send_refusals(number, 1, error, !is_transfer(number)); });
 }
 
 void Core::answer_locked(uint64_t number, const OpSpec& spec, int from, const Error& error) {
@@ -204,6 +205,9 @@ void Core::send_refusals(uint64_t first, int count, const Error& error, bool is_
 
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
+  if (is_transfer(number)) {
+    return send(transfer_of(number).peer, number, step, std::span(&piece, 1), buffer);
+  }
   // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
@@ -244,6 +248,9 @@ void Core::on_message(rpc::ChannelMessage message) {
       if (!failure) return;
     } else if (message.tag.b == kLook) {
       looks = true;
+    } else if (is_transfer(message.tag.b) && !to_own_number_locked(from, message.tag)) {
+      refuse(ErrorKind::kOverloaded,
+             fmt::format("rank {} sends and receives with too many tags", message.from));
     } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
                peer.early_bytes + bytes > 2 * window()) {
       refuse(ErrorKind::kOverloaded,
@@ -299,7 +306,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
 
 // Waits for room in all peers' windows. Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
-  if (operation.is_shared()) return true;
+  if (operation.is_shared() || is_transfer(operation.number_)) return true;
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
   const uint64_t bytes = kHeaderBytes + (in_chunks ? spec.bytes / static_cast<uint64_t>(size()) + 64

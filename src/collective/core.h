@@ -28,6 +28,20 @@ constexpr uint32_t sequence_of(uint64_t number) {
   return static_cast<uint32_t>(number >> kNumberBits);
 }
 
+// Note [Numbers of transfers]
+//
+// A send and its recv are matched by their peer, tag and order, not by the order of the group's
+// operations. So the transfers with one peer, direction and tag are a sequence of their own, which
+// each rank numbers for itself, from kTransfers on. On the wire, a transfer has the sequence
+// kTransfers, and its tag and direction are in ChannelTag::c beside the step. All messages of a
+// transfer, also a refusal, go to its peer only. The window of the group does not count transfers,
+// because a send waits until the recv asks for the data.
+inline constexpr uint32_t kTransfers = uint32_t{1} << 23;
+inline constexpr uint32_t kMostTransferSequences = uint32_t{1} << 20;
+constexpr bool is_transfer(uint64_t number) {
+  return sequence_of(number) - kTransfers < kMostTransferSequences;
+}
+
 // Note [Window of a group]
 //
 // A message for an operation that the receiver has not begun stays in the receiver's memory. A peer
@@ -75,6 +89,19 @@ class Core : public std::enable_shared_from_this<Core> {
              std::optional<base::Error> cannot_begin = std::nullopt);
   /// Skips the sequence's next `count` operations and sends `error` for each to the other ranks.
   void refuse(int count, const base::Error& error, uint32_t sequence);
+
+  /// The transfers that form a sequence; `sends` is true on the rank that sends the data.
+  struct TransferKey {
+    int peer = 0;
+    bool sends = false;
+    uint32_t tag = 0;
+    friend auto operator<=>(const TransferKey&, const TransferKey&) = default;
+  };
+  /// Returns the sequence of `key`, or 0 if there are too many.
+  uint32_t transfer_sequence(const TransferKey& key) {
+    std::lock_guard lock(mutex_);
+    return transfer_sequence_locked(key);
+  }
 
   /// Returns the memory that the ranks share, or null if there is none. Waits until the ranks have
   /// agreed. Returns an error at `deadline`, or if the group fails, is aborted or closed by a rank.
@@ -140,9 +167,9 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Sends to group rank `to`. The caller is counted in `active_` and does not hold mutex_.
   void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) {
-    const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
-    channel_.send(world_rank(to), tag, pieces, std::move(keep_alive));
+    channel_.send(world_rank(to), wire_tag(number, step), pieces, std::move(keep_alive));
   }
+  /// Sends to all other ranks but `except`, or to the peer of a transfer.
   void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except = -1);
 
  private:
@@ -157,6 +184,11 @@ class Core : public std::enable_shared_from_this<Core> {
     bool has_answered = false;  // the offer of shared memory
   };
 
+  uint32_t transfer_sequence_locked(const TransferKey& key);
+  TransferKey transfer_of(uint64_t number) const;
+  rpc::ChannelTag wire_tag(uint64_t number, int step) const;
+  /// Replaces number and step by those of this rank. Returns false if there are too many sequences.
+  bool to_own_number_locked(int from, rpc::ChannelTag& tag);
   void on_message(rpc::ChannelMessage message);
   void on_answer_locked(Peer& peer, uint64_t number);
   void on_closed_locked(int from);
@@ -222,6 +254,8 @@ class Core : public std::enable_shared_from_this<Core> {
 
   mutable std::mutex mutex_;
   uint32_t last_sequence_ = 0;
+  std::map<TransferKey, uint32_t> transfer_sequences_;
+  std::vector<TransferKey> transfers_;           // by sequence - kTransfers
   std::unordered_map<uint32_t, uint64_t> next_;  // next operation number, by sequence
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;

@@ -53,7 +53,8 @@ const char* kind_name(OpKind kind) {
                                                               {kAllToAll, "all_to_all"},
                                                               {kGather, "gather"},
                                                               {kScatter, "scatter"},
-                                                              {kReduce, "reduce"}};
+                                                              {kReduce, "reduce"},
+                                                              {kTransfer, "send/recv"}};
   const auto* const found = std::ranges::find(kNames, kind, &std::pair<OpKind, const char*>::first);
   if (found != std::end(kNames)) return found->second;
   return kind == kRefusal ? "collective" : "allreduce";
@@ -78,6 +79,8 @@ std::string describe(const OpSpec& spec) {
                          tensor);
     case OpKind::kAllToAll:
       return "all_to_all(" + dtype_name(spec.dtype) + ")";
+    case OpKind::kTransfer:
+      return fmt::format("send/recv(tag {}, {}", static_cast<int>(spec.root), tensor);
     case OpKind::kAllreduceDirect:
     case OpKind::kAllreduceShared:
       return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);

@@ -28,6 +28,7 @@ enum class OpKind : uint8_t {
   kBarrierShared = 12,       ///< this and the next two by marks in a SharedSpace
   kAllreduceShared = 13,     ///< of tensors that are copied to slots, as a whole or in chunks
   kAllreduceInPlace = 14,    ///< of tensors from SharedSpace::allocate()
+  kTransfer = 15,            ///< a send and its recv; `root` is their tag
   kAllreduceOverHosts = 16,  ///< in each host, then over the `root` hosts
 };
 

@@ -37,7 +37,8 @@ void Operation::transition_locked(OperationState to) {
   if (is_active(to)) ++core_->active_;
   if (is_active(from) && --core_->active_ == 0) core_->idle_.notify_all();
   state_.store(to, std::memory_order_release);
-  const bool complete = to == kReady && step_ + 1 == steps_;
+  // close() must end an operation that sends messages in its last step.
+  const bool complete = to == kReady && step_ + 1 == steps_ && (is_shared() || !is_awaited(step_));
   if (complete || to == kDone) core_->pending_.erase(number_);
   if (to == kReady || to == kDone) changed_.notify_all();
 }
@@ -331,7 +332,9 @@ rpc::Wait Operation::wait_locked() const {
 std::string Operation::number_text() const {
   const uint32_t sequence = sequence_of(number_);
   return fmt::format("collective number {}{}", number_ - first_number(sequence),
-                     sequence == 0 ? "" : fmt::format(" in sequence {}", sequence));
+                     sequence == 0          ? ""
+                     : is_transfer(number_) ? " with this tag"
+                                            : fmt::format(" in sequence {}", sequence));
 }
 
 std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }

@@ -52,6 +52,17 @@ TEST_CASE("collectives of all sizes work over agents") {
     for (int i = 0; i < size; ++i) outputs.push_back(at::empty({7}));
     backend->allgather(at::full({7}, double(agent.rank())), outputs).wait();
     for (int i = 0; i < size; ++i) expect(outputs[size_t(i)].eq(i).all().item<bool>(), "gather");
+    for (int64_t count : {5, 300000}) {
+      const at::Tensor sum = at::zeros({count}), received = at::zeros({count});
+      const std::vector<at::Tensor> inputs(size_t(size), at::full({count}, double(agent.rank())));
+      backend->reduce_scatter(sum, inputs).wait();
+      expect(sum.eq(size * (size - 1) / 2).all().item<bool>(), "reduce_scatter");
+      const int next = (agent.rank() + 1) % size, previous = (agent.rank() + size - 1) % size;
+      const auto got = backend->recv(received, previous, -3);
+      backend->send(inputs[0], next, -3).wait();
+      got.wait();
+      expect(received.eq(previous).all().item<bool>(), "send and recv");
+    }
     backend->enter_barrier().wait();
   });
   cluster.shutdown();

@@ -148,6 +148,21 @@ class Backend final : public c10d::Backend {
   Pending reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::SUM,
                  std::chrono::milliseconds timeout = kDefault);
 
+  /// Sends `tensor` to group rank `to`, which receives it by recv() with the same tag. The n-th
+  /// send to a rank with a tag belongs to the n-th recv there from this rank with that tag. A send
+  /// is complete when the recv has begun and the data is on the way: two ranks that both wait for a
+  /// send before they call recv() wait forever.
+  Pending send(const at::Tensor& tensor, int to, int tag = 0,
+               std::chrono::milliseconds timeout = kDefault) {
+    return transfer(true, tensor, to, tag, timeout);
+  }
+  /// Receives into `tensor`, whose dtype and size must be those of the sent tensor: otherwise
+  /// wait() throws `invalid` on both ranks.
+  Pending recv(const at::Tensor& tensor, int from, int tag = 0,
+               std::chrono::milliseconds timeout = kDefault) {
+    return transfer(false, tensor, from, tag, timeout);
+  }
+
   /// Skips the next `count` operations of a sequence on this rank and makes them fail on the other
   /// ranks with `error` and this rank's number. Call it if this rank cannot take part.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
@@ -195,6 +210,8 @@ class Backend final : public c10d::Backend {
                                          const c10d::ScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
                                         const c10d::ReduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
 
@@ -209,6 +226,8 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Operation> make_in_shared_memory(OpSpec spec, base::TimePoint deadline,
                                                    uint32_t sequence, const at::Tensor& tensor);
   Pending exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout);
+  Pending transfer(bool sends, const at::Tensor& tensor, int peer, int tag,
+                   std::chrono::milliseconds timeout);
   base::TimePoint deadline(std::chrono::milliseconds timeout) const;
 
   const c10::intrusive_ptr<c10d::Backend::Options> options_;

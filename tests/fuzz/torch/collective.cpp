@@ -39,7 +39,7 @@ std::vector<Bytes> collective_seeds() {
        {OpKind::kBarrier, OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAllreduceDirect,
         OpKind::kAllreduceChunked, OpKind::kReduceScatter, OpKind::kAllToAll, OpKind::kGather,
         OpKind::kScatter, OpKind::kReduce, OpKind::kBarrierShared, OpKind::kAllreduceShared,
-        OpKind::kAllreduceInPlace, OpKind::kAllreduceOverHosts}) {
+        OpKind::kAllreduceInPlace, OpKind::kTransfer, OpKind::kAllreduceOverHosts}) {
     Bytes bytes(collective::kHeaderBytes + 8);
     collective::encode_header({kind, collective::ReduceOp::MAX, c10::ScalarType::Float, 1, 8}, 1,
                               bytes.data());
