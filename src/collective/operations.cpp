@@ -3,6 +3,8 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
 
+#include "halves.h"
+
 namespace distrain::collective {
 
 // Memory that is being sent never changes. Small data is copied behind its header into one buffer
@@ -19,18 +21,18 @@ template <class T>
 using Wide = std::conditional_t<!std::is_integral_v<T>, T,
                                 std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>>;
 
-constexpr auto kSum = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) + Wide<T>(b)); };
-constexpr auto kProduct = []<class T>(T a, T b) { return static_cast<T>(Wide<T>(a) * Wide<T>(b)); };
+// `a` becomes the result. `T` may be a vector of floats.
+constexpr auto kSum = []<class T>(T& a, const T& b) { a = T(Wide<T>(a) + Wide<T>(b)); };
+constexpr auto kProduct = []<class T>(T& a, const T& b) { a = T(Wide<T>(a) * Wide<T>(b)); };
 // `a != a` is true only for NaN.
-constexpr auto kMin = []<class T>(T a, T b) { return (a != a || a < b) ? a : b; };
-constexpr auto kMax = []<class T>(T a, T b) { return (a != a || a > b) ? a : b; };
+constexpr auto kMin = []<class T>(T& a, const T& b) { a = ((a != a) | (a < b)) ? a : b; };
+constexpr auto kMax = []<class T>(T& a, const T& b) { a = ((a != a) | (a > b)) ? a : b; };
 // Reduce bools as bytes, because a peer may send other bytes than 0 and 1.
-constexpr auto kOr = [](uint8_t a, uint8_t b) -> uint8_t { return (a | b) != 0; };
-constexpr auto kAnd = [](uint8_t a, uint8_t b) -> uint8_t { return a != 0 && b != 0; };
+constexpr auto kOr = [](uint8_t& a, uint8_t b) { a = (a | b) != 0; };
+constexpr auto kAnd = [](uint8_t& a, uint8_t b) { a = a != 0 && b != 0; };
 
 template <class T>
-using Accumulator =
-    std::conditional_t<std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>, float, T>;
+using Accumulator = std::conditional_t<HalfType<T>, float, T>;
 
 template <class T, class Op>
 [[gnu::always_inline]] inline void reduce_some(Op op, std::span<const T* const> inputs,
@@ -43,12 +45,13 @@ template <class T, class Op>
   } else {
     const T* second = inputs[1] + begin;
     for (size_t i = 0; i < count; ++i) {
-      sum[i] = op(static_cast<A>(first[i]), static_cast<A>(second[i]));
+      sum[i] = static_cast<A>(first[i]);
+      op(sum[i], static_cast<A>(second[i]));
     }
   }
   for (const T* input : inputs.subspan(std::min<size_t>(inputs.size(), 2))) {
     input += begin;
-    for (size_t i = 0; i < count; ++i) sum[i] = op(sum[i], static_cast<A>(input[i]));
+    for (size_t i = 0; i < count; ++i) op(sum[i], static_cast<A>(input[i]));
   }
   if constexpr (std::is_floating_point_v<A>) {
     if (divisor != 1) {
@@ -67,6 +70,9 @@ void reduce_all(Op op, std::span<const uint8_t* const> inputs, size_t count, boo
   auto* result = reinterpret_cast<T*>(out);
   const size_t divisor = average ? inputs.size() : 1;
   size_t begin = 0;
+#ifdef __x86_64__
+  if constexpr (HalfType<T>) begin = reduce_by_vectors(op, typed, count, divisor, result);
+#endif
   for (; begin + kBlock <= count; begin += kBlock) {
     reduce_some<T>(op, typed, begin, kBlock, divisor, result);
   }
