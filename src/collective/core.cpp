@@ -19,8 +19,10 @@ Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
       ranks_(std::move(ranks)),
       peers_(ranks_.size()),
       sharing_(shares_memory && ranks_.size() > 1 ? Sharing::kUndecided : Sharing::kNo) {
+  std::vector<uint8_t> is_listed(static_cast<size_t>(channel_.world_size()));
   for (const int each : ranks_) {
-    if (each < 0 || each >= channel_.world_size() || std::ranges::count(ranks_, each) != 1) {
+    if (each < 0 || each >= channel_.world_size() ||
+        std::exchange(is_listed[static_cast<size_t>(each)], 1) != 0) {
       base::invalid(
           fmt::format("rank {} in a group: not a rank of this job, or listed twice", each));
     }

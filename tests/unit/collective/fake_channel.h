@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -79,6 +80,8 @@ class FakeNetwork {
     hosts_ = std::move(hosts);
     for (int rank = 0; rank < size(); ++rank) isolate(rank);
   }
+  /// Drops all later messages.
+  void cut() { is_cut_ = true; }
   /// Makes `rank` share no memory.
   void isolate(int rank) { isolated_.insert(rank); }
   size_t messages() const {
@@ -138,6 +141,7 @@ class FakeNetwork {
   }
 
   void send(int from, int to, Message message) {
+    if (is_cut_) return;
     {
       std::lock_guard lock(mutex_);
       if (lost_.contains(to) || lost_.contains(from)) {
@@ -163,19 +167,24 @@ class FakeNetwork {
         lock.lock();
         continue;
       }
-      std::vector<std::pair<int, int>> ready;
-      for (auto& [pair, queue] : queues_) {
-        if (!queue.empty() && !held_.contains(pair) && has_handler_.contains(pair.second)) {
-          ready.push_back(pair);
+      const auto is_ready = [this](const auto& queue) {
+        return !held_.contains(queue.first) && has_handler_.contains(queue.first.second);
+      };
+      // Take the first pair that is ready from a random one on.
+      const auto rank = [this] { return int(random_() % uint32_t(size())); };
+      const auto start = queues_.lower_bound({rank(), rank()});
+      auto found = std::find_if(start, queues_.end(), is_ready);
+      if (found == queues_.end()) {
+        found = std::find_if(queues_.begin(), start, is_ready);
+        if (found == start) {
+          changed_.wait(lock);
+          continue;
         }
       }
-      if (ready.empty()) {
-        changed_.wait(lock);
-        continue;
-      }
-      const auto pair = ready[random_() % ready.size()];
-      Message message = std::move(queues_[pair].front());
-      queues_[pair].pop_front();
+      const auto pair = found->first;
+      Message message = std::move(found->second.front());
+      found->second.pop_front();
+      if (found->second.empty()) queues_.erase(found);
       lock.unlock();
       deliver(pair.first, pair.second, std::move(message));
       lock.lock();
@@ -214,7 +223,7 @@ class FakeNetwork {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::mt19937 random_;
-  std::map<std::pair<int, int>, std::deque<Message>> queues_;
+  std::map<std::pair<int, int>, std::deque<Message>> queues_;  // none is empty
   std::deque<std::pair<int, int>> losses_;
   std::map<int, int> causes_;
   std::set<std::pair<int, int>> held_;
@@ -224,6 +233,7 @@ class FakeNetwork {
   std::set<int> has_handler_;
   size_t messages_ = 0;
   bool stopping_ = false;
+  std::atomic<bool> is_cut_ = false;
   std::vector<Handler> handlers_;
   std::vector<std::unique_ptr<FakeChannel>> channels_;
   std::thread loop_;
