@@ -293,7 +293,7 @@ TEST_CASE("a rank that closes the group fails the others' current and later wait
 TEST_CASE("a rank that is far ahead waits until the others have begun") {
   constexpr int kCalls = 8, kAhead = 3;  // three broadcasts of 20 MiB fit in the limit of 64 MiB
   TestGroup group(2);
-  const at::Tensor x = at::zeros({20 << 20}, at::kByte), y = at::empty_like(x);
+  const at::Tensor x = at::zeros({20 << 20}, at::kByte);
   std::atomic<int> issued{0};
   run_ranks(2, [&](int rank) {
     std::vector<collective::Pending> calls;
@@ -302,7 +302,7 @@ TEST_CASE("a rank that is far ahead waits until the others have begun") {
         while (issued < std::min(i + kAhead, kCalls)) std::this_thread::yield();
         RANK_CHECK(issued <= i + kAhead);
       }
-      calls.push_back(group[rank].broadcast(rank == 0 ? x : y, 0));
+      calls.push_back(group[rank].broadcast(rank == 0 ? x : at::empty_like(x), 0));
       if (rank == 0) ++issued;
     }
     for (auto& call : calls) call.wait();
