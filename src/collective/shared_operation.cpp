@@ -154,7 +154,7 @@ class SharedOperation final : public Operation {
           core().world_rank(from), describe(spec())};
     }
     if (!error) return input;
-    if (!is_direct_) core().relay(number(), *error);
+    core().relay(number(), *error);  // a rank that does not reduce checks no header
     throw base::Exception(std::move(*error));
   }
 
