@@ -154,7 +154,8 @@ class SharedOperation final : public Operation {
           core().world_rank(from), describe(spec())};
     }
     if (!error) return input;
-    core().relay(number(), *error);  // a rank that does not reduce checks no header
+    // A rank that does not reduce checks no header.
+    if (!is_direct_ || space_->reducers() < core().size()) core().relay(number(), *error);
     throw base::Exception(std::move(*error));
   }
 
