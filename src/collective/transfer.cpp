@@ -47,6 +47,7 @@ class Transfer final : public Operation {
   bool expects(int, int from) const override { return from == peer_; }
   size_t expected_bytes(int, int) const override { return sends_ ? 0 : spec().bytes; }
   bool is_awaited(int) const override { return sends_; }
+  bool tells_others() const override { return sends_; }
 
   void start() override {
     if (!sends_) core().send_to_all(number(), 0, header_only(core(), spec()));
