@@ -19,6 +19,8 @@ constexpr auto kLongestLinger = std::chrono::seconds(1);
 // Bytes that a caller writes between two checks of whether the stream is closed, and that the loop
 // writes or reads before it serves other streams.
 constexpr size_t kSlice = size_t{1} << 20;
+// Bytes to read at once while more segments are to come: small frames, without copying segments.
+constexpr size_t kReadBetweenSegments = 4096;
 // The loop thread copies no larger payload into shared memory.
 constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
 // By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
@@ -96,18 +98,18 @@ class SocketStream final : public Stream,
     if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
     if (!takes_descriptors_) frame.descriptor = nullptr;
     auto pending = make_pending(std::move(frame));
+    PendingFrame* const own = pending.get();
     {
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
         return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
       }
-      if (send_state_ == SendState::kDraining || caller_writes_) {
-        queue_.push_back(std::move(pending));
-        return base::Unit{};
-      }
+      queue_.push(std::move(pending));
+      if (send_state_ == SendState::kDraining || caller_writes_) return base::Unit{};
       caller_writes_ = true;
+      queue_.next();  // the queue was empty
     }
-    write_and_leave(std::move(pending));
+    write_and_leave(own);
     return base::Unit{};
   }
 
@@ -163,36 +165,36 @@ class SocketStream final : public Stream,
     return std::make_unique<PendingFrame>(std::move(frame), arena.get());
   }
 
-  // Writes without the lock, because a large frame takes long and other threads queue theirs
-  // meanwhile. Also writes a few small frames of others; the loop is woken for all else.
-  void write_and_leave(std::unique_ptr<PendingFrame> frame) {
+  // Writes `own`, the first frame of the queue, without the lock, because a large frame takes long
+  // and other threads queue theirs meanwhile. Also writes frames that overtake it, and a few small
+  // ones after it; the loop is woken for all else.
+  void write_and_leave(PendingFrame* own) {
     std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
     size_t of_others = 0;
-    for (;;) {
+    for (PendingFrame* frame = own;;) {
       done = nullptr;
       const bool is_full = frame->write_to(fd_, kSlice) != 0;  // the loop reports an error
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosed) {
         caller_writes_ = false;
         caller_left_.notify_all();
-        done = std::move(frame);
         return;
       }
-      // The loop must not stay with one stream.
-      if (!is_full && !frame->done() && !loop_->in_loop()) continue;
       if (frame->done()) {
-        done = std::move(frame);
-        if (!queue_.empty() && of_others + queue_.front()->bytes_left() <= kSlice) {
-          frame = std::move(queue_.front());
-          queue_.pop_front();
-          of_others += frame->bytes_left();
+        done = queue_.pop();
+        if (frame == own) own = nullptr;
+      }
+      PendingFrame* const next = queue_.next();
+      if (next && !is_full) {
+        // The loop must not stay with one stream.
+        if (!own) of_others += next->bytes_left();
+        if (own ? !loop_->in_loop() : of_others <= kSlice) {
+          frame = next;
           continue;
         }
-      } else {
-        queue_.push_front(std::move(frame));
       }
       caller_writes_ = false;
-      if (queue_.empty() && send_state_ == SendState::kIdle) return;
+      if (!next && send_state_ == SendState::kIdle) return;
       if (send_state_ == SendState::kIdle) send_state_ = SendState::kDraining;
       break;
     }
@@ -209,9 +211,8 @@ class SocketStream final : public Stream,
       {
         std::lock_guard lock(send_mutex_);
         if (caller_writes_) return watch_on_loop(false);  // it calls again
-        if (!queue_.empty()) {
-          front = queue_.front().get();  // only the loop takes frames away now
-        } else if (send_state_ == SendState::kDraining) {
+        front = queue_.next();                            // only the loop takes frames away now
+        if (!front && send_state_ == SendState::kDraining) {
           send_state_ = SendState::kIdle;
         }
         if (!front && send_state_ != SendState::kClosing) break;
@@ -227,8 +228,7 @@ class SocketStream final : public Stream,
       written += before - front->bytes_left();
       if (front->done()) {
         std::lock_guard lock(send_mutex_);
-        done = std::move(queue_.front());
-        queue_.pop_front();
+        done = queue_.pop();
       }
       if (code == EAGAIN) return watch_on_loop(true);
     }
@@ -279,8 +279,7 @@ class SocketStream final : public Stream,
   void linger_on_loop() {
     if (discarding_) return;
     discarding_ = true;
-    body_ = nullptr;
-    head_filled_ = 0;
+    drop_unfinished_on_loop();
     ::shutdown(fd_, SHUT_WR);
     linger_timer_ =
         loop_->call_at(base::Clock::now() + kLongestLinger,
@@ -295,9 +294,9 @@ class SocketStream final : public Stream,
   }
 
   void drop_queue() {
-    std::deque<std::unique_ptr<PendingFrame>> dropped;  // destroyed outside the lock
+    SendQueue::Lanes dropped;  // destroyed outside the lock
     std::lock_guard lock(send_mutex_);
-    dropped.swap(queue_);
+    dropped = queue_.take_all();
   }
 
   // ---- receiving ----
@@ -323,20 +322,20 @@ class SocketStream final : public Stream,
   // Reads until the socket is empty, or kSlice bytes have come.
   void read_on_loop() {
     for (size_t taken = 0; taken < kSlice && !finished_;) {
-      std::span<uint8_t> room;
-      if (body_) {
-        room = {body_->data + body_filled_, body_->size - body_filled_};
-      } else {
-        std::copy_n(head_.begin(), head_filled_, loop_->scratch_on_loop().begin());
-        room = loop_->scratch_on_loop().subspan(head_filled_);
-      }
-      const ssize_t bytes = receive_on_loop(room);
+      const std::span<uint8_t> scratch = loop_->scratch_on_loop();
+      std::copy_n(head_.begin(), head_filled_, scratch.begin());
+      // Segments are read to where they belong, with the next header behind them.
+      std::span<uint8_t> behind = scratch.subspan(head_filled_);
+      if (segmented_.body) behind = behind.first(kReadBetweenSegments);
+      if (!room_.empty() && !segmented_.body) behind = {};
+      const ssize_t bytes = receive_on_loop(room_, behind);
       if (bytes < 0 && errno == EINTR) continue;
       if (bytes < 0 && errno == EAGAIN) return;
       if (bytes <= 0) {
         const int code = bytes < 0 ? errno : 0;
         return finish_on_loop(has_sent_all() ? closed_here() : peer_closed(code));
       }
+      const bool is_empty = static_cast<size_t>(bytes) < room_.size() + behind.size();
       taken += static_cast<size_t>(bytes);
       if (discarding_) continue;
       take_bytes_on_loop(static_cast<size_t>(bytes));
@@ -345,19 +344,20 @@ class SocketStream final : public Stream,
       if (descriptors_.size() > 1) {
         return finish_on_loop({base::ErrorKind::kProtocol, "descriptors that no frame announces"});
       }
-      if (static_cast<size_t>(bytes) < room.size()) return;
+      if (is_empty) return;
     }
   }
 
-  ssize_t receive_on_loop(std::span<uint8_t> room) {
-    if (is_tcp_) return ::recv(fd_, room.data(), room.size(), MSG_DONTWAIT);
-    iovec piece{room.data(), room.size()};
+  ssize_t receive_on_loop(std::span<uint8_t> first, std::span<uint8_t> second) {
+    iovec pieces[] = {{first.data(), first.size()}, {second.data(), second.size()}};
     alignas(cmsghdr) uint8_t control[CMSG_SPACE(4 * sizeof(int))];
     msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
+    message.msg_iov = first.empty() ? pieces + 1 : pieces;
+    message.msg_iovlen = first.empty() || second.empty() ? 1 : 2;
+    if (!is_tcp_) {
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+    }
     const ssize_t bytes = ::recvmsg(fd_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (bytes <= 0) return bytes;
     for (cmsghdr* head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
@@ -371,67 +371,122 @@ class SocketStream final : public Stream,
     return bytes;
   }
 
-  // Takes `bytes` that were read into the body or behind head_ in the scratch buffer.
+  // Takes `bytes` that were read into `room_`, and then behind head_ in the scratch buffer.
   void take_bytes_on_loop(size_t bytes) {
     last_heard_ = loop_->now_on_loop();
-    if (body_) {
+    if (!room_.empty()) {
       loop_->note_activity_on_loop();
-      body_filled_ += bytes;
-      if (body_filled_ == body_->size) deliver_on_loop();
-    } else {
-      const size_t have = std::exchange(head_filled_, 0) + bytes;
-      std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
-      while (!finished_ && consume_on_loop(unread)) {
-      }
+      const size_t taken = std::min(bytes, room_.size());
+      room_ = room_.subspan(taken);
+      bytes -= taken;
+      if (!room_.empty()) return;
+      end_part_on_loop();
+      if (bytes == 0) return;
+    }
+    const size_t have = std::exchange(head_filled_, 0) + bytes;
+    std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
+    while (!finished_ && consume_on_loop(unread)) {
     }
   }
 
-  // Takes the available bytes of a frame from `unread`. Returns false if more must be read first.
+  // Takes the available bytes of a part from `unread`. Returns false if more must be read first.
   bool consume_on_loop(std::span<const uint8_t>& unread) {
     if (unread.size() < wire::kHeaderBytes) {
       head_filled_ = unread.size();
       std::copy(unread.begin(), unread.end(), head_.begin());
       return false;
     }
-    if (!begin_frame_on_loop(unread.data())) return false;
-    const size_t taken = std::min(unread.size() - wire::kHeaderBytes, body_->size);
-    if (taken > 0) std::memcpy(body_->data, unread.data() + wire::kHeaderBytes, taken);
-    body_filled_ = taken;
+    if (!begin_part_on_loop(unread.data())) return false;
+    const size_t taken = std::min(unread.size() - wire::kHeaderBytes, room_.size());
+    if (taken > 0) std::memcpy(room_.data(), unread.data() + wire::kHeaderBytes, taken);
+    room_ = room_.subspan(taken);
     unread = unread.subspan(wire::kHeaderBytes + taken);
-    if (body_filled_ < body_->size) return false;
-    deliver_on_loop();
+    if (!room_.empty()) return false;
+    end_part_on_loop();
     return !unread.empty();
   }
 
-  bool begin_frame_on_loop(const uint8_t* head) {
-    using enum wire::FrameKind;
-    uint64_t bytes = 0;
+  bool begin_part_on_loop(const uint8_t* head) {
     try {
       header_ = wire::decode_header(
                     std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_)
                     .value();
-      bytes = header_.body_bytes();
-      if (header_.kind == kAttached || header_.kind == kArena) {
-        if (!takes_descriptors_ || bytes > 0) fail_attached();
-      } else if (handler_->allocate) {
-        body_ = handler_->allocate(header_);
+      if (header_.kind == wire::FrameKind::kSegment) {
+        begin_segment();
+      } else {
+        begin_frame_on_loop();
       }
-      if (slot_) {
-        if (!receive_arena_ || header_.kind == kChunk) fail_attached();
-        in_arena_ = receive_arena_->take(*slot_, header_.payload_bytes).value();
-        slot_.reset();
-        body_ = nullptr;
-        bytes = header_.meta_bytes;
-      }
+      return true;
     } catch (...) {
       finish_on_loop(base::current_error(base::ErrorKind::kInternal));
       return false;
     }
+  }
+
+  void begin_frame_on_loop() {
+    using enum wire::FrameKind;
+    uint64_t bytes = header_.body_bytes();
+    uint64_t room = header_.part_bytes();
+    if (header_.in_segments && (segmented_.body || slot_)) fail_segment();
+    if (header_.kind == kAttached || header_.kind == kArena) {
+      if (!takes_descriptors_ || bytes > 0) fail_attached();
+    } else if (handler_->allocate) {
+      body_ = handler_->allocate(header_);
+    }
+    if (slot_) {
+      if (!receive_arena_ || header_.kind == kChunk) fail_attached();
+      in_arena_ = receive_arena_->take(*slot_, header_.payload_bytes).value();
+      slot_.reset();
+      body_ = nullptr;
+      bytes = room = header_.meta_bytes;
+    }
     if (!body_) body_ = loop_->buffers.allocate(bytes);
-    if (body_) return true;
-    finish_on_loop(base::Error{base::ErrorKind::kResources,
-                               "no memory for a message of " + std::to_string(bytes) + " bytes"});
-    return false;
+    if (!body_) {
+      throw base::Exception(base::ErrorKind::kResources,
+                            "no memory for a message of " + std::to_string(bytes) + " bytes");
+    }
+    room_ = {body_->data, room};
+  }
+
+  // ---- frames in segments: Note [Segments] ----
+
+  [[noreturn]] static void fail_segment() {
+    throw base::Exception(base::ErrorKind::kProtocol, "a segment that does not continue a message");
+  }
+
+  void begin_segment() {
+    const wire::FrameHeader& whole = segmented_.header;
+    const uint64_t left = whole.body_bytes() - segmented_.filled;
+    if (!segmented_.body || slot_ || attached_ ||
+        header_ != wire::FrameHeader{.kind = wire::FrameKind::kSegment,
+                                     .payload_bytes = std::min(left, wire::kSegmentBytes),
+                                     .call_id = whole.payload_bytes - left}) {
+      fail_segment();
+    }
+    room_ = {segmented_.body->data + segmented_.filled, header_.payload_bytes};
+  }
+
+  void end_part_on_loop() {
+    if (header_.in_segments) {
+      segmented_ = {header_, std::exchange(body_, nullptr), header_.part_bytes(),
+                    std::exchange(attached_, nullptr)};
+      segmented_.header.in_segments = false;
+      return;
+    }
+    if (header_.kind == wire::FrameKind::kSegment) {
+      segmented_.filled += header_.payload_bytes;
+      if (segmented_.filled < segmented_.header.body_bytes()) return;
+      header_ = segmented_.header;
+      body_ = std::exchange(segmented_.body, nullptr);
+      attached_ = std::exchange(segmented_.attached, nullptr);
+    }
+    deliver_on_loop();
+  }
+
+  void drop_unfinished_on_loop() {
+    body_ = segmented_.body = nullptr;
+    room_ = {};
+    head_filled_ = 0;
   }
 
   void deliver_on_loop() {
@@ -515,15 +570,15 @@ class SocketStream final : public Stream,
   void finish_on_loop(base::Error error) {
     if (finished_) return;
     finished_ = true;
-    body_ = nullptr;  // the stream may live long after its end
+    drop_unfinished_on_loop();  // the stream may live long after its end
     if (linger_timer_ != 0) loop_->cancel(linger_timer_);
-    std::deque<std::unique_ptr<PendingFrame>> dropped;
+    SendQueue::Lanes dropped;
     {
       std::unique_lock lock(send_mutex_);
       send_state_ = SendState::kClosed;
       // Waits for the rest of a slice at most.
       caller_left_.wait(lock, [this] { return !caller_writes_; });
-      dropped.swap(queue_);
+      dropped = queue_.take_all();
       if (opened_) uv_poll_stop(&poll_);  // before the descriptor is closed
       ::close(std::exchange(fd_, -1));
     }
@@ -545,8 +600,8 @@ class SocketStream final : public Stream,
   bool is_tcp_ = false;
 
   std::mutex send_mutex_;
-  SendState send_state_ = SendState::kIdle;          // by send_mutex_
-  std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_; front: being written
+  SendState send_state_ = SendState::kIdle;  // by send_mutex_
+  SendQueue queue_;                          // by send_mutex_
   bool caller_writes_ = false;  // by send_mutex_; while it does, nobody else writes or closes
   std::condition_variable caller_left_;
   int fd_ = -1;                            // changes by send_mutex_, and while no caller writes
@@ -568,7 +623,13 @@ class SocketStream final : public Stream,
   size_t head_filled_ = 0;
   wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;
-  size_t body_filled_ = 0;
+  std::span<uint8_t> room_;  // where the rest of the part belongs that is being read
+  struct {
+    wire::FrameHeader header;
+    base::BufferPtr body;  // null: no frame is between two of its segments
+    size_t filled = 0;
+    std::shared_ptr<const Fd> attached;
+  } segmented_;
   std::atomic<bool> takes_descriptors_ = false;  // any thread reads it
   uint64_t arena_bytes_ = 0;                     // size of receive_arena_, until it is created
   std::shared_ptr<ReceiveArena> receive_arena_;

@@ -41,7 +41,7 @@ Words load(std::span<const uint8_t, kHeaderBytes> bytes) {
 // Returns true if `kind` is in one of the four ranges of numbers in use.
 bool is_known(FrameKind kind) {
   using enum FrameKind;
-  return (kind >= kHello && kind <= kAttached) || (kind >= kCall && kind <= kCreditRequest) ||
+  return (kind >= kHello && kind <= kSegment) || (kind >= kCall && kind <= kCreditRequest) ||
          (kind >= kHeartbeat && kind <= kKnown) || (kind >= kRRefFork && kind <= kRRefDelete);
 }
 
@@ -54,7 +54,8 @@ base::Error protocol_error(std::string message) {
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header) { return magic_of(load(header)); }
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out) {
-  const auto kind = static_cast<uint32_t>(header.kind);
+  const auto kind =
+      static_cast<uint32_t>(header.kind) | (header.in_segments ? uint32_t{kInSegments} : 0);
   Words words{pack(0, kind | uint32_t{header.channel} << 16),
               pack(header.meta_bytes, header.tensor_count),
               header.payload_bytes,
@@ -69,7 +70,9 @@ base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> i
                                         const Limits& limits) {
   const Words words = load(in);
   FrameHeader header;
-  header.kind = static_cast<FrameKind>(high(words[0]));
+  const auto kind = static_cast<uint16_t>(high(words[0]));
+  header.in_segments = (kind & kInSegments) != 0;
+  header.kind = static_cast<FrameKind>(kind & ~kInSegments);
   header.channel = static_cast<uint16_t>(high(words[0]) >> 16);
   header.meta_bytes = low(words[1]);
   header.tensor_count = high(words[1]);
@@ -82,14 +85,17 @@ base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> i
     return protocol_error("not a distrain frame, or one that was damaged on the way");
   }
   if (!is_known(header.kind)) {
-    return protocol_error("unknown frame kind " +
-                          std::to_string(static_cast<uint16_t>(header.kind)));
+    return protocol_error("unknown frame kind " + std::to_string(kind));
   }
   if (header.meta_bytes > limits.max_meta_bytes || header.tensor_count > limits.max_tensors ||
       header.payload_bytes > limits.max_payload_bytes) {
     return protocol_error("a frame beyond the limits: meta " + std::to_string(header.meta_bytes) +
                           " bytes, " + std::to_string(header.tensor_count) + " tensors, payload " +
                           std::to_string(header.payload_bytes) + " bytes");
+  }
+  if (header.in_segments && header.payload_bytes <= kSegmentBytes) {
+    return protocol_error("a payload of " + std::to_string(header.payload_bytes) +
+                          " bytes in segments");
   }
   return header;
 }

@@ -48,6 +48,8 @@ struct InFrame {
 /// idle (a caller writes) → draining (the loop writes, callers queue) → idle; → closing (the loop
 /// writes the queue, then waits up to a second for the peer's end) → closed. Receive: on the loop,
 /// many small frames at once through a scratch buffer, a large body into the buffer delivered.
+/// Order: frames arrive in the order of send(), except that small frames overtake frames with more
+/// than wire::kSegmentBytes of payload on the socket: Note [Segments] in src/net/net_impl.h.
 /// Between processes of one host large payloads go through shared memory, if allowed.
 class Stream {
  public:

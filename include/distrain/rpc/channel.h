@@ -40,9 +40,9 @@ struct ChannelMessage {
   std::shared_ptr<const net::Fd> descriptor = {};
 };
 
-/// Sends one-way messages between the ranks of a job, in order for each pair of ranks. Received
-/// messages are handled directly on the loop thread, not by a worker. Collectives use channels.
-/// Obtained from Agent::open_channel(); owned by the agent. Thread-safe.
+/// Sends one-way messages between the ranks of a job, in order for each pair of ranks and channel.
+/// Received messages are handled directly on the loop thread, not by a worker. Collectives use
+/// channels. Obtained from Agent::open_channel(); owned by the agent. Thread-safe.
 class Channel {
  public:
   struct Handler {

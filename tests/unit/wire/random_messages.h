@@ -111,15 +111,15 @@ class RandomMessages {
 
   FrameHeader header(const Limits& limits = {}) {
     constexpr FrameKind kKinds[] = {
-        FrameKind::kHello,         FrameKind::kReject,    FrameKind::kDirectory,
-        FrameKind::kPrepared,      FrameKind::kGo,        FrameKind::kProof,
-        FrameKind::kJoin,          FrameKind::kJoined,    FrameKind::kCall,
-        FrameKind::kReply,         FrameKind::kError,     FrameKind::kOneway,
-        FrameKind::kChunk,         FrameKind::kCancel,    FrameKind::kCredit,
-        FrameKind::kCreditRequest, FrameKind::kHeartbeat, FrameKind::kFlush,
-        FrameKind::kAbort,         FrameKind::kLost,      FrameKind::kLeave,
-        FrameKind::kReturned,      FrameKind::kKnown,     FrameKind::kRRefFork,
-        FrameKind::kRRefAccept,    FrameKind::kRRefDelete};
+        FrameKind::kHello,         FrameKind::kReject,     FrameKind::kDirectory,
+        FrameKind::kPrepared,      FrameKind::kGo,         FrameKind::kProof,
+        FrameKind::kJoin,          FrameKind::kJoined,     FrameKind::kCall,
+        FrameKind::kReply,         FrameKind::kError,      FrameKind::kOneway,
+        FrameKind::kChunk,         FrameKind::kCancel,     FrameKind::kCredit,
+        FrameKind::kCreditRequest, FrameKind::kHeartbeat,  FrameKind::kFlush,
+        FrameKind::kAbort,         FrameKind::kLost,       FrameKind::kLeave,
+        FrameKind::kReturned,      FrameKind::kKnown,      FrameKind::kRRefFork,
+        FrameKind::kRRefAccept,    FrameKind::kRRefDelete, FrameKind::kSegment};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());
@@ -129,6 +129,7 @@ class RandomMessages {
     header.call_id = bits();
     header.context_id = bits();
     header.autograd_id = bits();
+    header.in_segments = header.payload_bytes > kSegmentBytes && one_in(2);
     return header;
   }
 

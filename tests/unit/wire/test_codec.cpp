@@ -29,12 +29,6 @@ bool operator_equal(const Endpoint& a, const Endpoint& b) {
          a.host_key == b.host_key && a.cpus == b.cpus;
 }
 
-bool same(const FrameHeader& a, const FrameHeader& b) {
-  return a.kind == b.kind && a.channel == b.channel && a.meta_bytes == b.meta_bytes &&
-         a.tensor_count == b.tensor_count && a.payload_bytes == b.payload_bytes &&
-         a.call_id == b.call_id && a.context_id == b.context_id && a.autograd_id == b.autograd_id;
-}
-
 template <class F>
 base::Error protocol_error_of(F f) {
   try {
@@ -136,7 +130,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 9);
+  CHECK(kProtocolVersion == 10);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -150,6 +144,7 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kJoined) == 8);
   CHECK(static_cast<int>(FrameKind::kArena) == 9);
   CHECK(static_cast<int>(FrameKind::kAttached) == 10);
+  CHECK(static_cast<int>(FrameKind::kSegment) == 11);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
@@ -176,7 +171,7 @@ TEST_CASE("frame headers are encoded and decoded") {
     const FrameHeader header = random.header();
     const auto back = decode_header(encoded(header), Limits{});
     REQUIRE(back.ok());
-    REQUIRE(same(back.unchecked(), header));
+    REQUIRE(back.unchecked() == header);
   }
 }
 
@@ -202,6 +197,13 @@ TEST_CASE("the limits of a frame header are exact") {
   CHECK(kind_of(more) == base::ErrorKind::kProtocol);
   more.payload_bytes = UINT64_MAX;
   CHECK(kind_of(more) == base::ErrorKind::kProtocol);
+
+  FrameHeader segments{.payload_bytes = kSegmentBytes, .in_segments = true};
+  CHECK_FALSE(decode_header(encoded(segments), Limits{}).ok());
+  segments.payload_bytes += 1;
+  CHECK(decode_header(encoded(segments), Limits{}).ok());
+  CHECK(segments.part_bytes() == kSegmentBytes);
+  CHECK(encoded(segments)[5] == 0x80);
 
   FrameHeader anything;
   anything.payload_bytes = 1;
@@ -251,14 +253,14 @@ TEST_CASE("only a hello and a reject may have no hash") {
     const auto back = decode_header(bytes, Limits{});
     const bool may = header.kind == FrameKind::kHello || header.kind == FrameKind::kReject;
     REQUIRE(back.ok() == may);
-    if (may) REQUIRE(same(back.unchecked(), header));
+    if (may) REQUIRE(back.unchecked() == header);
     taken += may;
   }
   CHECK(taken > 0);
 }
 
 TEST_CASE("unknown kinds are named") {
-  Header bytes = encoded(FrameHeader{});
+  Header bytes = encoded(FrameHeader{.payload_bytes = kSegmentBytes + 1});
   int known = 0;
   for (int kind = 0; kind < 65536; ++kind) {
     bytes[4] = static_cast<uint8_t>(kind);
@@ -271,7 +273,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 28);
+  CHECK(known == 2 * 29);  // with and without kInSegments
 }
 
 TEST_CASE("the payload begins at the documented offset") {
@@ -455,7 +457,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      9,    0,    0,    0,                             // version
+      10,   0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank
