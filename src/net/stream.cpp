@@ -19,8 +19,6 @@ constexpr auto kLongestLinger = std::chrono::seconds(1);
 // Bytes that a caller writes between two checks of whether the stream is closed, and that the loop
 // writes or reads before it serves other streams.
 constexpr size_t kSlice = size_t{1} << 20;
-// Bytes to read at once while more segments are to come: small frames, without copying segments.
-constexpr size_t kReadBetweenSegments = 4096;
 // The loop thread copies no larger payload into shared memory.
 constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
 // By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
@@ -324,9 +322,9 @@ class SocketStream final : public Stream,
     for (size_t taken = 0; taken < kSlice && !finished_;) {
       const std::span<uint8_t> scratch = loop_->scratch_on_loop();
       std::copy_n(head_.begin(), head_filled_, scratch.begin());
-      // Segments are read to where they belong, with the next header behind them.
+      // Segments are read to where they belong, and with each one the next header behind it.
       std::span<uint8_t> behind = scratch.subspan(head_filled_);
-      if (segmented_.body) behind = behind.first(kReadBetweenSegments);
+      if (segmented_.body) behind = behind.first(wire::kHeaderBytes - head_filled_);
       if (!room_.empty() && !segmented_.body) behind = {};
       const ssize_t bytes = receive_on_loop(room_, behind);
       if (bytes < 0 && errno == EINTR) continue;
