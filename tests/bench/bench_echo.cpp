@@ -81,7 +81,7 @@ struct Turn {
 class Transfer {
  public:
   Transfer(EchoPeer& peer, int64_t bytes)
-      : thread_([this, &peer, tensor = at::zeros({bytes}, at::kByte)] {
+      : thread_([this, &peer, tensor = at::ones({bytes}, at::kByte)] {
           while (!stop_) peer.take(tensor);
         }) {}
   ~Transfer() {
@@ -278,6 +278,16 @@ struct Samples {
   double wall_us = 0;
 };
 
+// Adds the times of calls without other transfers, and how many times these take beside them.
+void add_alone(Json& line, Samples& alone) {
+  std::sort(alone.call_us.begin(), alone.call_us.end());
+  for (const auto& [key, q] : {std::pair("p50", 0.5), {"p99", 0.99}}) {
+    const double us = rounded(quantile(alone.call_us, q));
+    line[std::string("alone_") + key + "_us"] = us;
+    line[std::string(key) + "_ratio"] = rounded(line[std::string(key) + "_us"].get<double>() / us);
+  }
+}
+
 Json summary(const std::string& name, int64_t bytes, const Options& options, Samples& samples) {
   std::sort(samples.call_us.begin(), samples.call_us.end());
   const double p50 = quantile(samples.call_us, 0.5);
@@ -312,10 +322,17 @@ void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Op
   // Makes no concurrent calls with larger tensors, because memory bandwidth would dominate them.
   if (bytes <= (int64_t{1} << 20) && options.beside == 0 && !options.add)
     turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
-  std::map<std::string, Samples> all;
+  Turn without_transfer = turn;
+  without_transfer.beside = 0;
+  std::map<std::string, Samples> all, alone;
   for (int64_t round = 0; round < rounds; ++round) {
     for (auto& pair : pairs) {
       Samples& samples = all[pair->name()];
+      if (turn.beside > 0) {
+        const std::vector<double> times = pair->measure(without_transfer);
+        auto& of_pair = alone[pair->name()].call_us;
+        of_pair.insert(of_pair.end(), times.begin(), times.end() - 1);
+      }
       const double cpu_before = pair->cpu_us(), before = now_us();
       const std::vector<double> result = pair->measure(turn);
       samples.wall_us += now_us() - before;
@@ -325,7 +342,11 @@ void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Op
       samples.flood_calls += turn.flood_calls;
     }
   }
-  for (const auto& pair : pairs) print(summary(pair->name(), bytes, options, all[pair->name()]));
+  for (const auto& pair : pairs) {
+    Json line = summary(pair->name(), bytes, options, all[pair->name()]);
+    if (turn.beside > 0) add_alone(line, alone[pair->name()]);
+    print(line);
+  }
   std::fflush(stdout);
 }
 
@@ -369,7 +390,8 @@ int main(int argc, char** argv) {
       "4 bytes to 64 MiB");
   app.add_option("--impl", options.only, "only these")->delimiter(',');
   app.add_flag("--add", options.add, "both sides add 1 and the caller checks the sum");
-  app.add_option("--beside", options.beside, "bytes of tensors that another thread sends");
+  app.add_option("--beside", options.beside,
+                 "bytes of tensors that another thread sends; also measures without them");
   app.add_flag("--pin", options.pin, "all processes on one CPU");
   CLI11_PARSE(app, argc, argv);
   try {
