@@ -11,11 +11,17 @@ namespace distrain::rpc {
 
 namespace {
 
+using enum wire::FrameKind;
+
 // The most credit that a peer may grant or request: twice the cost of the largest call.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
 // Maximum metadata of a call that needs no credit (kFailFunction): an error's texts and 4 KiB more.
 constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
+
+bool has_small_credit(const wire::FrameHeader& header) {
+  return header.kind == kCall && header.channel == wire::kWithSmallCredit;
+}
 
 uint64_t credit_of_call(const wire::FrameHeader& header) {
   if (header.channel == wire::kWithoutCredit) return 0;
@@ -83,8 +89,9 @@ AgentCore::AgentCore(AgentOptions given)
       peers(loop, options.rank, *control,
             {.on_frame = std::bind_front(&AgentCore::on_frame_on_loop, this),
              .allocate = std::bind_front(&AgentCore::admit_on_loop, this),
-             .on_open = [this](int rank) { send_grants(budget->open(peers.process(rank))); },
-             .shared_memory = [this] { return options.shared_memory ? budget->window() : 0; }}) {
+             .on_open = [this](int rank) { open_flows(rank); },
+             .shared_memory =
+                 [this] { return options.shared_memory ? flows[0].budget->window() : 0; }}) {
   pool.set_event_loop(loop.event_loop());
   if (options.rank == 0) {
     name = options.names[0];
@@ -151,7 +158,7 @@ void AgentCore::disconnect() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank};
   control->close();
   wait_for_posted(loop);
-  for (int rank = 0; rank < known_windows(); ++rank) windows_.at(rank).fail(error);
+  for (int rank = 0; rank < known_windows(); ++rank) fail_windows(rank, error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -192,18 +199,23 @@ void AgentCore::join(const std::function<void()>& prepare) {
 void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   peers.learn_on_loop(directory);
   incarnation_ = peers.incarnation(options.rank);
-  budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
+  flows[0].budget =
+      std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
+  flows[1].budget = std::make_unique<Budget>(world_size(), options.total_budget / kSmallCallsShare,
+                                             kSmallCallsWindow);
   unwritten_ = std::make_shared<UnwrittenReplies>(
-      world_size(), budget->window(), [this, executor = shared_executor](int rank) {
+      world_size(), flows[0].budget->window(), [this, executor = shared_executor](int rank) {
         executor->post([this, rank] { run_parked_call(rank); });
       });
   for (int rank = 0; rank < world_size(); ++rank) {
-    if (peers.incarnation(rank) > 0) budget->renew(peers.process(rank));
-    windows_.add(make_window(rank));
+    for (const bool is_small : {false, true}) {
+      if (peers.incarnation(rank) > 0) flows[is_small].budget->renew(peers.process(rank));
+      flows[is_small].windows.add(make_window(rank, is_small));
+    }
     if (rank != options.rank) rrefs->know_process(peers.process(rank));
   }
   windows_are_known_ = true;
-  send_grants(budget->open(peers.process(options.rank)));
+  open_flows(options.rank);
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
   if (options.rank == 0) return;  // the constructor has set both; other threads may read them
@@ -212,28 +224,43 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
 }
 
 // Creates a window that requests credit from the newest process of `rank`, not from its successors.
-std::unique_ptr<Window> AgentCore::make_window(int rank) {
-  const auto ask = [this, rank,
+std::unique_ptr<Window> AgentCore::make_window(int rank, bool is_small) {
+  const auto ask = [this, rank, is_small,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
-    if (rank == options.rank) return send_grants(budget->ask(rank, request));
-    const base::Status sent = send_control(rank, wire::FrameKind::kCreditRequest, request.spent,
-                                           request.target, request.returned, incarnation);
-    if (!sent.ok() && peers.incarnation(rank) == incarnation) windows_.at(rank).fail(sent.error());
+    Flow& flow = flows[is_small];
+    if (rank == options.rank) return send_grants(is_small, flow.budget->ask(rank, request));
+    const base::Status sent =
+        send_control(rank, is_small ? kSmallCreditRequest : kCreditRequest, request.spent,
+                     request.target, request.returned, incarnation);
+    if (!sent.ok() && peers.incarnation(rank) == incarnation) {
+      flow.windows.at(rank).fail(sent.error());
+    }
   };
   return std::make_unique<Window>(ask);
 }
 
 // ---- sending ----
 
-void AgentCore::send_grants(const Budget::Grants& grants) {
+void AgentCore::open_flows(int rank) {
+  for (const bool is_small : {false, true}) {
+    send_grants(is_small, flows[is_small].budget->open(peers.process(rank)));
+  }
+}
+
+void AgentCore::fail_windows(int rank, const Error& error) {
+  for (const Flow& flow : flows) flow.windows.at(rank).fail(error);
+}
+
+void AgentCore::send_grants(bool is_small, const Budget::Grants& grants) {
+  const Flow& flow = flows[is_small];
   for (const Budget::Grant& grant : grants) {
     const int rank = rank_of(grant.to);
     if (rank == options.rank) {
-      windows_.at(rank).grant(grant.bytes, budget->window());
+      flow.windows.at(rank).grant(grant.bytes, flow.budget->window());
     } else {
       // An error means that the rank is lost, so it needs no grant.
-      static_cast<void>(send_control(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(),
-                                     0, incarnation_of(grant.to)));
+      static_cast<void>(send_control(rank, is_small ? kSmallCredit : kCredit, grant.bytes,
+                                     flow.budget->window(), 0, incarnation_of(grant.to)));
     }
   }
 }
@@ -294,8 +321,12 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
 base::BufferPtr AgentCore::admit_on_loop(int rank, const wire::FrameHeader& header) {
   const bool is_call = header.kind == wire::FrameKind::kCall;
   const uint64_t credit = is_call ? credit_of_call(header) : credit_of_transfer(header);
-  if (credit > 0 && !budget->arrive(rank, credit)) {
+  const bool uses_small_credit = has_small_credit(header);
+  if (credit > 0 && !flows[uses_small_credit].budget->arrive(rank, credit)) {
     wire::Reader::fail("more calls than it has credit for");
+  }
+  if (uses_small_credit && credit > kLargestSmallCall) {
+    wire::Reader::fail("a large call with credit for small ones");
   }
   const bool is_small = header.payload_bytes == 0 && header.meta_bytes <= kMostWithoutCredit;
   if (is_call && credit == 0 && !is_small) wire::Reader::fail("a large call without credit");
@@ -313,19 +344,26 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
                          .incarnation = peers.incarnation(rank),
                          .id = header.call_id,
                          .frame = std::move(frame),
-                         .device_receive = device_receive,
-                         .credit = credit_of_call(header)});
+                         .device_receive = has_small_credit(header) ? nullptr : device_receive,
+                         .credit = credit_of_call(header),
+                         .has_small_credit = has_small_credit(header)});
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
-    case wire::FrameKind::kCredit:
+    case kCredit:
+    case kSmallCredit:
       if (header.channel != incarnation_) return;  // sent to this rank's previous process
-      return windows_.at(rank).grant(std::min(header.call_id, kMostCredit),
-                                     std::min(header.context_id, kMostCredit));
-    case wire::FrameKind::kCreditRequest:
+      return flows[header.kind == kSmallCredit].windows.at(rank).grant(
+          std::min(header.call_id, kMostCredit), std::min(header.context_id, kMostCredit));
+    case kCreditRequest:
+    case kSmallCreditRequest: {
       if (header.channel != incarnation_) return;
-      return send_grants(budget->ask(
-          rank, {header.call_id, std::min(header.context_id, header.call_id + kMostCredit),
-                 header.autograd_id}));
+      const bool is_small = header.kind == kSmallCreditRequest;
+      return send_grants(
+          is_small,
+          flows[is_small].budget->ask(
+              rank, {header.call_id, std::min(header.context_id, header.call_id + kMostCredit),
+                     header.autograd_id}));
+    }
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         answer(*call, {nullptr, std::move(frame), device_receive, rank});
@@ -346,7 +384,9 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       if (peers.is_lost(rank)) return;
       if (!device_receive) {
         const auto give_back = [gate = replies, from = peers.process(rank)](uint64_t bytes) {
-          gate->enter([&](AgentCore& core) { core.send_grants(core.budget->drop(from, bytes)); });
+          gate->enter([&](AgentCore& core) {
+            core.send_grants(false, core.flows[0].budget->drop(from, bytes));
+          });
         };
         device_receive = std::make_shared<DeviceReceive>(stager, rank, give_back);
       }
@@ -373,8 +413,10 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
   peers.lose_on_loop(loss);
-  windows_.at(rank).fail(error);
-  send_grants(budget->lose(rank));
+  fail_windows(rank, error);
+  for (const bool is_small : {false, true}) {
+    send_grants(is_small, flows[is_small].budget->lose(rank));
+  }
   // The caller is lost, so nobody waits for the results of its calls.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
@@ -395,8 +437,10 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
   for (const auto& channel : channels()) channel->on_peer_returned(rank);
   rrefs->know_process(process_number(rank, entry.incarnation));
   peers.renew_on_loop(rank, entry);
-  budget->renew(peers.process(rank));
-  windows_.replace(rank, make_window(rank));
+  for (const bool is_small : {true, false}) {  // has_window() looks at the last one
+    flows[is_small].budget->renew(peers.process(rank));
+    flows[is_small].windows.replace(rank, make_window(rank, is_small));
+  }
 }
 
 void AgentCore::notify_channels(int rank, const Error& error) {
@@ -428,8 +472,10 @@ std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
   std::ranges::move(waits_of_layers(), std::back_inserter(all));
   for (int rank = 0; rank < known_windows(); ++rank) {
-    if (const auto since = windows_.at(rank).waiting_since()) {
-      all.push_back({fmt::format("room on rank {} for one more call", rank), *since});
+    for (const Flow& flow : flows) {
+      if (const auto since = flow.windows.at(rank).waiting_since()) {
+        all.push_back({fmt::format("room on rank {} for one more call", rank), *since});
+      }
     }
   }
   if (auto others = control->wait()) all.push_back(std::move(*others));

@@ -112,7 +112,7 @@ class AgentCore {
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, Error error);
   /// Sends each grant of credit to its rank. Grants to this rank go to its own window.
-  void send_grants(const Budget::Grants& grants);
+  void send_grants(bool is_small, const Budget::Grants& grants);
 
   void set_device(c10::Device device) {
     devices.set_home(device);
@@ -141,7 +141,13 @@ class AgentCore {
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
   Layers layers{[executor = shared_executor] { executor->enter_device(); }};
   PendingCalls pending;
-  std::unique_ptr<Budget> budget;           // created when the ranks are known
+  /// Credit for calls to this rank, and for calls to each rank, this rank included.
+  struct Flow {
+    std::unique_ptr<Budget> budget;
+    PerRank<Window> windows;
+  };
+  // [0] is for all calls, [1] for small calls alone. Created when the ranks are known.
+  std::array<Flow, 2> flows;
   std::atomic<uint64_t> early_messages{0};  // bytes of messages for channels without a handler
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
@@ -161,7 +167,8 @@ class AgentCore {
   /// Returns false if the credit window for `rank` has failed, so calls to `rank` fail. Differs
   /// from is_here() for a moment when a lost rank returns, because its new window is created last.
   bool has_window(int rank) const {
-    return rank == options.rank || rank >= known_windows() || !windows_.at(rank).has_failed();
+    return rank == options.rank || rank >= known_windows() ||
+           !flows[0].windows.at(rank).has_failed();
   }
   /// Returns true if `process` is the newest of its rank and not lost, or is this process.
   bool is_here(ProcessNumber process) const {
@@ -193,6 +200,7 @@ class AgentCore {
   OutgoingMessage encode(int to, wire::FrameHeader header,
                          const std::function<void(Encoder&)>& fill);
   struct OutgoingCall;
+  bool try_take_credit(OutgoingCall& call);
   OutgoingCall encode_call(PendingCalls::Call& waiting, base::Duration timeout,
                            const std::function<void(Encoder&)>& fill, const RRefHandle* target);
   bool register_call(OutgoingCall& call, PendingCalls::Call waiting,
@@ -207,8 +215,10 @@ class AgentCore {
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, const wire::Directory::Entry& entry);
   /// Returns the number of credit windows, one per rank; 0 before the ranks are known.
-  int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
-  std::unique_ptr<Window> make_window(int rank);
+  int known_windows() const { return windows_are_known_ ? flows[0].windows.size() : 0; }
+  std::unique_ptr<Window> make_window(int rank, bool is_small);
+  void open_flows(int rank);
+  void fail_windows(int rank, const Error& error);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                             uint64_t third = 0, uint32_t incarnation = 0);
@@ -240,8 +250,6 @@ class AgentCore {
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
-  // Credit for calls to each rank, this rank included. Created when the ranks are known.
-  PerRank<Window> windows_;
   std::shared_ptr<UnwrittenReplies> unwritten_;
   std::atomic<bool> windows_are_known_{false};
   CallQueue queued_calls_;

@@ -41,7 +41,7 @@ Words load(std::span<const uint8_t, kHeaderBytes> bytes) {
 // Returns true if `kind` is in one of the four ranges of numbers in use.
 bool is_known(FrameKind kind) {
   using enum FrameKind;
-  return (kind >= kHello && kind <= kSegment) || (kind >= kCall && kind <= kCreditRequest) ||
+  return (kind >= kHello && kind <= kSegment) || (kind >= kCall && kind <= kSmallCreditRequest) ||
          (kind >= kHeartbeat && kind <= kKnown) || (kind >= kRRefFork && kind <= kRRefDelete);
 }
 

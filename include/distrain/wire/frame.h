@@ -15,8 +15,9 @@ namespace distrain::wire {
 ///        4     2  kind             FrameKind; + kInSegments if the payload comes in segments
 ///        6     2  channel          kOneway: channel number; kChunk: device type + 256 * device
 ///                                  index, + kOfReply if it belongs to a reply; kCall:
-///                                  kWithoutCredit or 0; kReply: kWithRRefs or 0; kCredit,
-///                                  kCreditRequest: the receiver's incarnation; otherwise 0
+///                                  kWithoutCredit, kWithSmallCredit or 0; kReply: kWithRRefs or 0;
+///                                  kCredit, kCreditRequest: the receiver's incarnation; otherwise
+///                                  0
 ///        8     4  meta_bytes       length of meta
 ///       12     4  tensor_count     number of tensor descriptors at the start of meta
 ///       16     8  payload_bytes    length of the payload, including padding between tensors
@@ -42,6 +43,7 @@ namespace distrain::wire {
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
+inline constexpr uint16_t kWithSmallCredit = 2;
 inline constexpr uint16_t kWithRRefs = 1;
 inline constexpr uint16_t kOfReply = 128;
 inline constexpr uint64_t kInSlot = 1;
@@ -77,6 +79,8 @@ enum class FrameKind : uint16_t {
   // `autograd_id` of credit returned unused.
   kCredit = 22,  // grants `call_id` more bytes and sets the window to `context_id` bytes
   kCreditRequest = 23,
+  kSmallCredit = 24,  // this and the next: the same for credit that only small calls use
+  kSmallCreditRequest = 25,
   // Liveness of connections and ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,

@@ -24,9 +24,10 @@ struct QueuedCall {
   std::shared_ptr<InMessage> message{};  ///< set if this rank called itself
   net::InFrame frame{};                  ///< set if another rank called
   std::shared_ptr<DeviceReceive> device_receive{};
-  uint64_t credit = 0;       ///< credit that the call took
-  bool is_given_up = false;  ///< the caller has given up: only release the call
-  bool is_parked = false;    ///< waits until its caller has read more replies
+  uint64_t credit = 0;            ///< credit that the call took
+  bool has_small_credit = false;  ///< from the credit for small calls
+  bool is_given_up = false;       ///< the caller has given up: only release the call
+  bool is_parked = false;         ///< waits until its caller has read more replies
 };
 
 /// Calls that wait for a thread, in order of arrival. If a rank does not read its replies, its

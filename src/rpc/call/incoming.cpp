@@ -49,6 +49,7 @@ class ReplyImpl final : public Reply {
   std::shared_ptr<OwnedValue> created;  // the value of a remote() call
   std::string function;                 // added to errors that name no function
   Budget::Work work;
+  bool has_small_credit = false;
 
  private:
   /// Calls `answer(core)` unless the caller is lost. Releases the call's credit in both cases.
@@ -56,7 +57,7 @@ class ReplyImpl final : public Reply {
   void end_call(const F& answer) {
     gate_->enter([&](AgentCore& core) {
       if (core.is_here(to_)) answer(core);
-      core.send_grants(core.budget->end(work));
+      core.send_grants(has_small_credit, core.flows[has_small_credit].budget->end(work));
     });
   }
 
@@ -118,9 +119,11 @@ void AgentCore::execute(QueuedCall&& call) {
   if (call.incarnation > 0 && layers.is_notifying()) layers.wait_until_notified();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
+  reply->has_small_credit = call.has_small_credit;
   uint64_t credit = call.credit;
   const auto begin = [&] {
-    send_grants(budget->begin(reply->work, caller, std::exchange(credit, 0)));
+    Budget& budget = *flows[call.has_small_credit].budget;
+    send_grants(call.has_small_credit, budget.begin(reply->work, caller, std::exchange(credit, 0)));
   };
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {

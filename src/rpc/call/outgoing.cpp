@@ -46,6 +46,7 @@ struct AgentCore::OutgoingCall : OutgoingMessage {
   base::TimePoint deadline;
   uint64_t credit = kCallCost;
   Window* window = nullptr;
+  bool has_small_credit = false;
   std::shared_ptr<std::atomic<bool>> was_sent;  // set for a remote() call
   size_t behind_wait = 0;                       // bytes of the body from its timeout field on
   bool has_credit = false;
@@ -82,8 +83,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   waiting.started = base::Clock::now();
   call.deadline = base::deadline_after(timeout);
   const base::Status fits = net::check_limits(call.frame);
-  call.window = &windows_.at(to);
-  call.has_credit = !fits.ok() || call.credit == 0 || call.window->try_take(call.credit);
+  call.has_credit = !fits.ok() || call.credit == 0 || try_take_credit(call);
   if (call.has_credit) waiting.deadline = call.deadline;  // otherwise await_credit() sets it
   if (slice) {
     slice.set_flow(base::TraceEvent::Kind::kFlowOut, flow_id(options.rank, call.id),
@@ -226,12 +226,24 @@ void AgentCore::send_call(OutgoingCall call) {
   }
   if (call.was_sent) *call.was_sent = true;
   if (!call.own) return fail_if_unsent(call, send(call.to, std::move(call.frame)));
-  static_cast<void>(budget->arrive(call.to, call.credit));
+  static_cast<void>(flows[call.has_small_credit].budget->arrive(call.to, call.credit));
   queue_call({.from = call.to,
               .incarnation = incarnation_,
               .id = call.id,
               .message = std::move(call.own),
-              .credit = call.credit});
+              .credit = call.credit,
+              .has_small_credit = call.has_small_credit});
+}
+
+// Takes the call's credit if no wait is needed. Otherwise sets the window in which the call waits.
+bool AgentCore::try_take_credit(OutgoingCall& call) {
+  call.window = &flows[0].windows.at(call.to);
+  if (call.window->try_take(call.credit)) return true;
+  if (call.device_send || call.credit > kLargestSmallCall) return false;
+  call.window = &flows[1].windows.at(call.to);
+  call.has_small_credit = true;
+  call.frame.header.channel = wire::kWithSmallCredit;
+  return call.window->try_take(call.credit);
 }
 
 // Waits for the call's credit. Returns false if the call has failed or was given up.

@@ -237,6 +237,7 @@ void Budget::serve_pool_locked(Grants& grants) {
 
 std::shared_ptr<const void> UnwrittenReplies::count(int rank, uint64_t bytes,
                                                     std::shared_ptr<const void> also) {
+  bytes = std::min(bytes, limit_ - limit_ / 8);
   bytes_[static_cast<size_t>(rank)] += bytes;
   auto release = [self = shared_from_this(), rank, bytes,
                   also = std::move(also)](const void*) mutable {

@@ -60,14 +60,26 @@ namespace distrain::rpc {
 // that have begun without an answer have returned at most B bytes; others keep their credit until
 // there is room, or until they are answered.
 //
+// A call larger than the pool waits for, and then takes, all credit of its rank. So that small
+// calls need not wait for it, they have credit of their own, in a second `Budget` and `Window`. A
+// small call uses that if it would have to wait for other credit, and waits there if need be.
+//
 // Replies, one-way messages and control messages need no credit, because a rank that waits for a
 // reply must get it. But a call begins only while less than W bytes of replies to its caller are
-// unwritten. So a rank keeps at most N*W bytes of replies, and one more for each running function.
+// unwritten. A reply counts as 7/8 W at most, so that calls can begin beside one large reply. So a
+// rank keeps for each other one at most W bytes of replies, or two larger ones, and one more reply
+// for each running function.
 
 /// Added to a call's bytes to get its cost. This limits the number of small calls.
 inline constexpr uint64_t kCallCost = 1024;
 /// Initial credit for calls to one rank. A budget for N ranks is at least 2 * N * kFirstCredit.
 inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
+/// The most cost of a call that may use the credit for small calls.
+inline constexpr uint64_t kLargestSmallCall = uint64_t{64} << 10;
+/// The small calls of all ranks may take this part of AgentOptions::total_budget in addition, and
+/// those of one rank at most `kSmallCallsWindow` bytes.
+inline constexpr uint64_t kSmallCallsShare = 8;
+inline constexpr uint64_t kSmallCallsWindow = uint64_t{1} << 20;
 
 /// This rank's credit for calls to one other rank: see Note [Credit]. Thread-safe.
 class Window {

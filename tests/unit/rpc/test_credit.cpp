@@ -534,6 +534,50 @@ TEST_CASE("calls that have begun and wait for others stay within the budget, too
   cluster.shutdown();
 }
 
+TEST_CASE("small calls have credit of their own beside large calls, and it is bounded") {
+  const int to = GENERATE(0, 1);
+  CAPTURE(to);
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  options.peer_budget = 8 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  g_gate = false;
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(to);
+  wait_for_call_at_gate();
+  const auto waiting_for_room = [&] {
+    return std::ranges::count_if(cluster[0].waits(), [](const rpc::Wait& wait) {
+      return wait.what.find("room on rank") != std::string::npos;
+    });
+  };
+  std::atomic<int> right{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 2; ++i) {  // the second call waits, because the first has all credit
+    callers.emplace_back([&] {
+      const at::Tensor tensor = mebibytes(7);
+      right += cluster[0].rpc_sync<&size_of>(rpc::To(to).without_deadline(), tensor) == 7 << 18;
+    });
+  }
+  while (waiting_for_room() < 1) std::this_thread::sleep_for(1ms);
+  std::atomic<int> sent{0};
+  constexpr int kCalls = 3000;
+  callers.emplace_back([&] {
+    std::vector<base::Future<int64_t>> sums;
+    for (int i = 0; i < kCalls; ++i) {
+      sums.push_back(cluster[0].rpc_async<&add>(rpc::To(to).without_deadline(), i, 1));
+      ++sent;
+    }
+    for (int i = 0; i < kCalls; ++i) right += sums[static_cast<size_t>(i)].wait() == i + 1;
+  });
+  while (waiting_for_room() < 2) std::this_thread::sleep_for(1ms);
+  CHECK(sent >= 256);
+  CHECK(sent <= 1024);  // kSmallCallsWindow / kCallCost
+  g_gate = true;
+  for (std::thread& caller : callers) caller.join();
+  CHECK(right == kCalls + 2);
+  held_up.wait();
+  cluster.shutdown();
+}
+
 TEST_CASE("a call without room before its deadline is overloaded") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
@@ -830,6 +874,14 @@ TEST_CASE("a rank that exceeds its credit is lost before memory is allocated") {
     header.channel = wire::kWithoutCredit;
     header.payload_bytes = uint64_t{60} << 30;
   }
+  SECTION("a large call that claims to be small") {
+    header.channel = wire::kWithSmallCredit;
+    header.payload_bytes = kMiB / 8;
+  }
+  SECTION("credit for small calls that it does not have") {
+    header.kind = wire::FrameKind::kSmallCreditRequest;
+    header.autograd_id = 64 * kMiB;
+  }
   SECTION("a transfer to a device") {
     header.kind = wire::FrameKind::kChunk;
     header.channel = static_cast<uint16_t>(wire::DeviceType::kCuda);
@@ -840,17 +892,24 @@ TEST_CASE("a rank that exceeds its credit is lost before memory is allocated") {
     header.kind = wire::FrameKind::kCreditRequest;
     header.autograd_id = 64 * kMiB;
   }
-  bool has_many = false;
-  SECTION("one small call after the other") { has_many = true; }
+  int many = 0;  // calls that are sent with their bodies
+  uint32_t bytes = kMiB / 2;
+  SECTION("one call after the other") { many = 4; }
+  SECTION("one small call after the other") {
+    many = 40;
+    bytes = 60 << 10;
+    header.channel = wire::kWithSmallCredit;
+  }
   job.zero.agent().expose<&wait_at_gate>("wait_at_gate");
   g_gate = false;
   auto held_up = job.zero.agent().rpc_async<&wait_at_gate>(0);
   wait_for_call_at_gate();
+  if (many > 0) header.meta_bytes = bytes;
   uint8_t head[wire::kHeaderBytes];
   wire::encode_header(header, head);
-  if (!has_many) job.calls->send_bytes(head, sizeof head);
-  for (int i = 0; has_many && i < 4; ++i) {
-    job.calls->send(wire::FrameKind::kCall, wire::Bytes(kMiB / 2));
+  for (int i = 0; i < std::max(many, 1); ++i) {
+    job.calls->send_bytes(head, sizeof head);
+    if (many > 0) job.calls->send_bytes(wire::Bytes(bytes).data(), bytes);
   }
   const base::Error e = error_of([&] { call.wait(); });
   CHECK(e.kind == ErrorKind::kProtocol);

@@ -110,16 +110,35 @@ class RandomMessages {
   }
 
   FrameHeader header(const Limits& limits = {}) {
-    constexpr FrameKind kKinds[] = {
-        FrameKind::kHello,         FrameKind::kReject,     FrameKind::kDirectory,
-        FrameKind::kPrepared,      FrameKind::kGo,         FrameKind::kProof,
-        FrameKind::kJoin,          FrameKind::kJoined,     FrameKind::kCall,
-        FrameKind::kReply,         FrameKind::kError,      FrameKind::kOneway,
-        FrameKind::kChunk,         FrameKind::kCancel,     FrameKind::kCredit,
-        FrameKind::kCreditRequest, FrameKind::kHeartbeat,  FrameKind::kFlush,
-        FrameKind::kAbort,         FrameKind::kLost,       FrameKind::kLeave,
-        FrameKind::kReturned,      FrameKind::kKnown,      FrameKind::kRRefFork,
-        FrameKind::kRRefAccept,    FrameKind::kRRefDelete, FrameKind::kSegment};
+    constexpr FrameKind kKinds[] = {FrameKind::kHello,
+                                    FrameKind::kReject,
+                                    FrameKind::kDirectory,
+                                    FrameKind::kPrepared,
+                                    FrameKind::kGo,
+                                    FrameKind::kProof,
+                                    FrameKind::kJoin,
+                                    FrameKind::kJoined,
+                                    FrameKind::kCall,
+                                    FrameKind::kReply,
+                                    FrameKind::kError,
+                                    FrameKind::kOneway,
+                                    FrameKind::kChunk,
+                                    FrameKind::kCancel,
+                                    FrameKind::kCredit,
+                                    FrameKind::kCreditRequest,
+                                    FrameKind::kHeartbeat,
+                                    FrameKind::kFlush,
+                                    FrameKind::kAbort,
+                                    FrameKind::kLost,
+                                    FrameKind::kLeave,
+                                    FrameKind::kReturned,
+                                    FrameKind::kKnown,
+                                    FrameKind::kRRefFork,
+                                    FrameKind::kRRefAccept,
+                                    FrameKind::kRRefDelete,
+                                    FrameKind::kSegment,
+                                    FrameKind::kSmallCredit,
+                                    FrameKind::kSmallCreditRequest};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());
