@@ -291,9 +291,11 @@ TEST_CASE("a descriptor comes with a frame in segments, not with one between the
   auto descriptor = std::make_shared<Fd>();
   const auto memory = SharedMemory::create(4096, *descriptor).value();
   large.descriptor = descriptor;
-  std::thread sender([&] { CHECK(a->send(std::move(large)).ok()); });
+  bool is_sent = false;
+  std::thread sender([&] { is_sent = a->send(std::move(large)).ok(); });
   for (uint64_t id = 2; id < 200; ++id) REQUIRE(a->send(make_frame(id, 5, 5)).ok());
   sender.join();
+  CHECK(is_sent);
   REQUIRE(record_b.wait_frames(199));
   for (const InFrame& frame : record_b.frames()) {
     CHECK(intact(frame));

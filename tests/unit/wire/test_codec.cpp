@@ -273,7 +273,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 2 * 29);  // with and without kInSegments
+  CHECK(known == 2 * 31);  // with and without kInSegments
 }
 
 TEST_CASE("the payload begins at the documented offset") {
