@@ -847,6 +847,16 @@ struct ByHand {
     const std::string secret = wire::decode_directory(directory->second).secret;
     CHECK(calls->introduce(1, wire::HelloPurpose::kPeer, secret));
   }
+  void call_give(uint64_t id, int64_t mib) {
+    wire::Bytes meta;
+    wire::Writer out(meta);
+    out.put(uint32_t{0});  // no RRefs
+    out.put(std::string_view("give"));
+    out.put(uint32_t{0});  // no deadline
+    out.put(uint8_t{0});
+    out.put(mib);
+    calls->send(wire::FrameKind::kCall, meta, id);
+  }
   Joining zero;
   RawRank control;
   std::optional<RawRank> calls;
@@ -928,16 +938,7 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
   Agent& agent = job.zero.agent();
   agent.expose<&give>("give");
   g_gives = 0;
-  for (uint64_t id = 1; id <= kCalls; ++id) {
-    wire::Bytes meta;
-    wire::Writer out(meta);
-    out.put(uint32_t{0});  // no RRefs
-    out.put(std::string_view("give"));
-    out.put(uint32_t{0});  // no deadline
-    out.put(uint8_t{0});
-    out.put(int64_t{8});
-    job.calls->send(wire::FrameKind::kCall, meta, id);
-  }
+  for (uint64_t id = 1; id <= kCalls; ++id) job.call_give(id, 8);
   while (g_gives == 0) std::this_thread::sleep_for(1ms);
   // Rank 0's only worker runs these calls after all calls of give() that it may run.
   for (int i = 0; i < kCalls; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
@@ -951,6 +952,33 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
     CHECK(frame->second.size() >= 8 * kMiB);
   }
   CHECK(g_gives == kCalls);
+}
+
+TEST_CASE("calls begin beside one large reply that is not read, but not beside two") {
+  rpc::AgentOptions options = options_for(0, 2);
+  options.worker_threads = 1;
+  options.total_budget = kMiB;
+  ByHand job(options);
+  Agent& agent = job.zero.agent();
+  agent.expose<&give>("give");
+  g_gives = 0;
+  const auto run_all = [&] {  // rank 0's only worker runs this call after those that may begin
+    for (int i = 0; i < 4; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
+  };
+  job.call_give(1, 64);  // more than the kernel buffers
+  for (uint64_t id = 2; id <= 4; ++id) job.call_give(id, 0);
+  while (g_gives < 4) std::this_thread::sleep_for(1ms);
+  job.call_give(5, 1);
+  while (g_gives < 5) std::this_thread::sleep_for(1ms);
+  job.call_give(6, 0);
+  run_all();
+  CHECK(g_gives == 5);
+  for (int replies = 0; replies < 6;) {
+    const auto frame = job.calls->receive();
+    REQUIRE(frame);
+    replies += frame->first.kind == wire::FrameKind::kReply ? 1 : 0;
+  }
+  CHECK(g_gives == 6);
 }
 
 namespace {
