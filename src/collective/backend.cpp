@@ -34,8 +34,8 @@ Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, S
   direct_bytes_ = settings.direct_bytes >= 0 ? static_cast<size_t>(settings.direct_bytes)
                   : size_ == 2               ? kDirectBytesOfTwo
                                              : kDirectBytes;
-  hosts_ = find_hosts(channel, *core_);
   core_->open();
+  hosts_ = find_hosts(channel, *core_);  // a rank that returns from now on ends the group
 }
 
 Backend::~Backend() { core_->close(); }

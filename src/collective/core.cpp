@@ -309,14 +309,14 @@ Error Core::closed_error(int from, const Operation& operation) const {
 // Waits for room in all peers' windows. Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
   if (operation.is_shared() || is_transfer(operation.number_)) return true;
-  const OpSpec& spec = operation.spec();
-  const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
-  const uint64_t bytes = kHeaderBytes + (in_chunks ? spec.bytes / static_cast<uint64_t>(size()) + 64
-                                                   : operation.sent_bytes());
+  const auto bytes_to = [&](int to) { return kHeaderBytes + operation.sent_bytes(to); };
   const auto has_room = [&] {
-    return std::ranges::all_of(peers_, [&](const Peer& peer) {
-      return peer.unanswered.empty() || peer.unanswered_bytes + bytes <= window();
-    });
+    for (int to = 0; to < size(); ++to) {
+      const Peer& peer = peers_[static_cast<size_t>(to)];
+      if (peer.unanswered.empty()) continue;
+      if (peer.unanswered_bytes + bytes_to(to) > window()) return false;
+    }
+    return true;
   };
   std::unique_lock lock(mutex_);
   if (!has_room()) {
@@ -334,8 +334,8 @@ bool Core::await_room(Operation& operation) {
     if (!operation.waits_for_locked(to)) continue;  // neither sends it a message
     Peer& peer = peers_[static_cast<size_t>(to)];
     if (peer.closed) continue;
-    peer.unanswered.emplace(operation.number_, bytes);
-    peer.unanswered_bytes += bytes;
+    peer.unanswered.emplace(operation.number_, bytes_to(to));
+    peer.unanswered_bytes += bytes_to(to);
   }
   return true;
 }

@@ -48,7 +48,8 @@ constexpr bool is_transfer(uint64_t number) {
 // answers an operation by its own message for that operation or a later one of the sequence, which
 // shows that the peer has begun it. (Two ranks send each other a message in step 0, or neither
 // does, except in rooted allreduces, where rank 0 answers in step 1. Step 1 follows messages of all
-// ranks. A root and another rank both send: if there is no data for a rank, it gets a header.) A
+// ranks. A root and another rank both send: if there is no data for a rank, it gets a header. Over
+// hosts, a rank that fails before it has sent something to all partners sends them its error.) A
 // call waits until each peer has answered all operations, or until the unanswered operations and
 // the new one have at most kWindow / (n - 1) bytes. So early messages on a rank take at most
 // kWindow bytes or, if that is more, one operation of each peer. The slowest rank never waits,
@@ -111,7 +112,7 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Tells all ranks to look at the marks, on a thread of the executor. Does nothing after close(),
   /// because an operation may outlive the executor.
   void look_later();
-  /// Tells the other ranks, which wait for this rank, why operation `number` has failed here.
+  /// Tells the other ranks, or the peer of a transfer, why operation `number` has failed here.
   void relay_locked(uint64_t number, const base::Error& error);
   void relay(uint64_t number, const base::Error& error) {
     std::lock_guard lock(mutex_);
@@ -198,7 +199,7 @@ class Core : public std::enable_shared_from_this<Core> {
                      int except = -1);
   /// Runs `sends` on a thread of the executor, unless the group has failed by then.
   void post_sends(std::function<void(Core&)> sends);
-  /// Ends what began with `++active_`.
+  /// Decrements `active_`, and wakes close() if it is 0.
   void end_active();
   /// Send a message without data; post_control() on a thread of the executor. Ignore lost ranks.
   void send_control(int to, uint64_t number, int step,

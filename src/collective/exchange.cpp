@@ -21,12 +21,8 @@ class PlannedExchange final : public Operation {
     const at::Tensor& output = plan_.result.defined() ? plan_.result : output_of(from);
     return output.defined() ? output.nbytes() : 0;
   }
-  size_t sent_bytes() const override {
-    size_t most = 0;
-    for (int to = 0; to < core().size(); ++to) {
-      if (to != rank_ && sent_to(to).defined()) most = std::max(most, sent_to(to).nbytes());
-    }
-    return most;
+  size_t sent_bytes(int to) const override {
+    return sent_to(to).defined() ? sent_to(to).nbytes() : 0;
   }
 
   void start() override {

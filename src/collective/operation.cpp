@@ -65,6 +65,12 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
   if (theirs && theirs->kind == OpKind::kRefusal) {
     Error error = decode_refusal(message.payload);
     if (core_->group_rank(error.rank) < 0) error.rank = world_rank;
+    // The sender has waited for this rank, which waits for others.
+    const bool is_blamed = error.rank == core_->world_rank(core_->rank());
+    if (spec_.kind == OpKind::kAllreduceOverHosts && error.kind == ErrorKind::kDeadline &&
+        is_blamed && state_locked() == OperationState::kCollecting) {
+      return deadline_error_locked();
+    }
     error.op = describe(spec_);
     return error;
   }

@@ -81,7 +81,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Announces to the other ranks of a shared operation that a thread reads their marks of `step`,
   /// or that it no longer does.
   virtual void watch(int /*step*/, bool /*begins*/) {}
-  /// Returns true if this rank tells the others why the operation has failed here.
+  /// Returns true if this rank sends the error to the other ranks when the operation fails.
   virtual bool tells_others() const { return false; }
   /// Returns true if an error names group rank `from` as a rank from which nothing came.
   virtual bool is_missing(int step, int from) const { return lacks(step, from); }
@@ -96,8 +96,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool is_told_locked() const { return is_told_; }
   int step_locked() const { return step_; }
   bool is_done() const { return state_.load(std::memory_order_acquire) == OperationState::kDone; }
-  /// Returns the size of the largest data that this rank sends to one other rank in step 0.
-  virtual size_t sent_bytes() const { return spec_.bytes; }
+  /// Returns the bytes that this rank may send to group rank `to` before an answer comes.
+  virtual size_t sent_bytes(int /*to*/) const { return spec_.bytes; }
 
   /// Returns whether other ranks wait for the messages that this rank sends in `step`.
   virtual bool is_awaited(int step) const { return step + 1 < steps_; }

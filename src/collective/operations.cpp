@@ -278,6 +278,7 @@ class ChunkedAllreduce final : public Operation {
   size_t expected_bytes(int step, int from) const override {
     return range(step == 0 ? core().rank() : from).size;
   }
+  size_t sent_bytes(int to) const override { return range(to).size; }
 
   void start() override {
     const at::NoGradGuard no_grad;

@@ -68,8 +68,8 @@ std::shared_ptr<Operation> make_shared_operation(const OpSpec& spec, base::TimeP
                                                  std::shared_ptr<SharedSpace> space, bool is_direct,
                                                  const at::Tensor& tensor);
 
-/// The ranks of a group by host, of which each has the same number. Empty if that is not so, or if
-/// there is no host or no rank to share the work with.
+/// The group ranks on each host. Empty if the hosts have different numbers of ranks, or if there is
+/// only one host or one rank on each.
 using Hosts = std::vector<std::vector<int>>;
 Hosts find_hosts(const rpc::Channel& channel, const Core& core);
 /// Creates an allreduce of kind kAllreduceOverHosts.

@@ -6,8 +6,9 @@ namespace distrain::collective {
 
 namespace {
 
-/// An allreduce over hosts; see Note [Algorithms]. In steps 0 and 1 each rank of a *team* gets its
-/// part from the others and reduces it; in steps 2 and 3 it sends them the result.
+/// An allreduce over hosts; see Note [Algorithms], whose step 1 is step 0 here. In steps 0 and 1
+/// each rank of a *team* gets its part from the others and reduces it; in steps 2 and 3 it sends
+/// them the result.
 class AllreduceOverHosts final : public Operation {
  public:
   AllreduceOverHosts(const OpSpec& spec, base::TimePoint deadline, const Hosts& hosts, int rank,
@@ -44,8 +45,10 @@ class AllreduceOverHosts final : public Operation {
   size_t expected_bytes(int step, int from) const override {
     return part(step, is_reduction(step) ? own_index(step) : index_of(step, from)).size;
   }
-  size_t sent_bytes() const override { return part(0, 0).size; }
-  bool tells_others() const override { return !is_told_locked(); }
+  size_t sent_bytes(int to) const override { return part(expects(0, to) ? 0 : 1, 0).size; }
+  // Also if a refusal is the cause, because the ranks of other hosts count on an answer: see
+  // Note [Window of a group].
+  bool tells_others() const override { return true; }
 
   void start() override {
     const at::NoGradGuard no_grad;
@@ -56,7 +59,7 @@ class AllreduceOverHosts final : public Operation {
   void run_step(int step) override {
     if (step == 0) chunk_ = core().allocate(own_chunk().size);
     uint8_t* const chunk = chunk_->data;
-    // The own part, in the data that this rank has sent in the step.
+    // This rank's own part of the data that it has sent for `step`.
     uint8_t* const own = step == 0   ? bytes_of(work_) + own_chunk().begin
                          : step == 3 ? chunk
                                      : chunk + part(step, host_).begin;

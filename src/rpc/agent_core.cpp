@@ -434,9 +434,9 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
 void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entry) {
   if (closed_) return;
   layers.on_rank_returned(rank);
-  for (const auto& channel : channels()) channel->on_peer_returned(rank);
   rrefs->know_process(process_number(rank, entry.incarnation));
   peers.renew_on_loop(rank, entry);
+  for (const auto& channel : channels()) channel->on_peer_returned(rank);
   for (const bool is_small : {true, false}) {  // has_window() looks at the last one
     flows[is_small].budget->renew(peers.process(rank));
     flows[is_small].windows.replace(rank, make_window(rank, is_small));

@@ -64,7 +64,7 @@ class Channel {
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
   /// Returns false if this rank may not share memory with the ranks of its host.
   virtual bool shares_memory() const { return true; }
-  /// Returns a key that is equal for ranks on one host. Empty if this rank uses TCP only.
+  /// Returns a key that is equal for ranks on one host. Empty if `rank` uses only TCP.
   virtual std::string host_of(int /*rank*/) const { return {}; }
   /// Replaces the handler, and waits until no call of the previous handler is running. The first
   /// handler also gets all earlier messages. Without `on_message`, the channel drops messages.

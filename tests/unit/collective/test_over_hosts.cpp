@@ -41,13 +41,14 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, const std::vector<in
   return combined(of_hosts, op);
 }
 
-// Returns the error of each rank in an allreduce in which rank 1 calls `other`.
-std::vector<base::Error> errors_with(TestGroup& group, const std::function<void(Backend&)>& other) {
+// Returns the error of each rank in an allreduce of `count` floats in which rank 1 calls `other`.
+std::vector<base::Error> errors_with(TestGroup& group, const std::function<void(Backend&)>& other,
+                                     int64_t count = 1000) {
   std::vector<base::Error> errors(group.backends.size());
   run_ranks(static_cast<int>(errors.size()), [&](int rank) {
     errors[static_cast<size_t>(rank)] = thrown_by([&] {
       if (rank == 1) other(group[rank]);
-      group[rank].allreduce(at::ones({1000})).wait();
+      group[rank].allreduce(at::ones({count})).wait();
     });
   });
   return errors;
@@ -69,7 +70,7 @@ TEST_CASE("an allreduce over hosts reduces on each host, then over the hosts") {
         at::manual_seed(++seed);
         std::vector<at::Tensor> inputs, results;
         for (int rank = 0; rank < size; ++rank) {
-          // Multiples of 1/8 below 8: no sum or product of the ranks is rounded in float32.
+          // Multiples of 1/8 below 8: no sum of the ranks is rounded in float32.
           at::Tensor input = at::randint(1, 64, {count, 2}).to(dtype);
           if (dtype != at::kInt) input = input / 8;
           inputs.push_back(input);
@@ -107,24 +108,35 @@ TEST_CASE("an allreduce over hosts sends as few messages as its ranks have partn
 TEST_CASE(
     "all ranks of all hosts get the error of a rank that refuses or calls another operation") {
   const bool refuses = GENERATE(true, false);
+  // A part is larger than the window, so an operation that some rank never answers blocks the next.
+  const int64_t count = refuses ? 12 << 20 : 1000;
   TestGroup group(4, kInChunks, 3, {0, 0, 1, 1});
-  const auto errors = errors_with(group, [&](Backend& backend) {
-    if (refuses) {
-      backend.refuse(1, {ErrorKind::kNotFinite, "not this time", 1});
-      throw base::Exception(ErrorKind::kNotFinite, "refused");
-    }
-    backend.allreduce(at::ones({1001})).wait();
-  });
+  group.network.hold(3, 2);  // so that rank 2 fails before it can send something to rank 0
+  const auto errors = errors_with(
+      group,
+      [&](Backend& backend) {
+        if (refuses) {
+          backend.refuse(1, {ErrorKind::kNotFinite, "not this time", 1});
+          throw base::Exception(
+              base::Error{ErrorKind::kNotFinite, "this rank: not this time", 1, {}});
+        }
+        backend.allreduce(at::ones({1001})).wait();
+      },
+      count);
+  group.network.release();
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     CAPTURE(rank, errors[rank].message);
     CHECK(errors[rank].kind == (refuses ? ErrorKind::kNotFinite : ErrorKind::kInvalid));
-    if (refuses) continue;
-    CHECK(contains(errors[rank].message, "rank 1"));
+    CHECK(contains(errors[rank].message, refuses ? "not this time" : "rank 1"));
+    if (refuses) {
+      CHECK(errors[rank].rank == 1);
+      continue;
+    }
     CHECK(contains(errors[rank].message, "allreduce over 2 hosts(sum, Float, 4004 bytes)"));
   }
   // The ranks are still synchronized.
   run_ranks(4, [&](int rank) {
-    const at::Tensor x = at::ones({1000});
+    const at::Tensor x = at::ones({count});
     group[rank].allreduce(x).wait();
     RANK_CHECK(x.eq(4).all().item<bool>());
   });
@@ -160,5 +172,6 @@ TEST_CASE("a rank that is missing at the deadline of an allreduce over hosts is 
   CHECK(contains(errors[0].message, "from rank 1"));
   for (const int rank : {0, 2, 3}) {
     CHECK(errors[static_cast<size_t>(rank)].kind == ErrorKind::kDeadline);
+    CHECK(errors[static_cast<size_t>(rank)].rank != rank);
   }
 }
