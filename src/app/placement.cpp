@@ -114,7 +114,11 @@ class Placer {
   int own_size() const { return job_.roles(options_).world_size(); }
 
   /// Returns the number of ranks that `count_option_` does not count.
-  int other_ranks() const { return own_size() - static_cast<int>(options_.integer(count_option_)); }
+  int other_ranks() const {
+    job::ParsedOptions completed = options_;  // the option's value may be derived from others
+    job_.complete(completed);
+    return job_.roles(completed).world_size() - static_cast<int>(completed.integer(count_option_));
+  }
 
   void warn_if_other(const std::string& flag, const std::string& value, const char* name) {
     const std::string set = variable(name).value_or(value);
