@@ -11,7 +11,7 @@ import struct
 HELLO, REJECT, DIRECTORY, PREPARED, GO, PROOF, JOIN, JOINED = 1, 2, 3, 4, 5, 6, 7, 8
 JOINS, PEER = 1, 2  # purposes of a connection
 TOKEN, SAME_USER, ANYBODY = 1, 2, 3
-MAGIC, VERSION = b"DTRN", 9
+MAGIC, VERSION = b"DTRN", 10
 
 # fractional digits of pi, as in src/wire/frame.cpp
 FACTORS = (
