@@ -194,8 +194,9 @@ class PendingFrame {
 //
 // All else may overtake. Calls and replies run in any order on the receiver's workers. Credit is
 // counted in totals. kRRefFork and kRRefAccept have no relation to messages before them. Chunks of
-// devices are small frames, and the message that follows them overtakes nothing. Messages of
-// autograd are small; they have always been handled before queued calls.
+// devices are small frames, and the message that follows them stays behind them: a small one is in
+// the same lane, and the last part of a large one waits for older small frames. The loop handles
+// autograd's messages before calls that are still queued, so these may overtake calls.
 
 /// The frames of a stream that are not written yet: Note [Segments]. A user has a lock.
 class SendQueue {

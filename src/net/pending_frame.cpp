@@ -181,7 +181,10 @@ SendQueue::Lane* SendQueue::choose() {
   if (large_.empty()) return small_.empty() ? nullptr : &small_;
   if (small_.empty()) return &large_;
   const PendingFrame& large = *large_.front();
-  if (large.is_at_last_part() && small_.front()->number < large.number) return &small_;
+  const bool is_older = small_.front()->number < large.number;
+  // A small frame in the large lane waits for older frames only.
+  if (!large.in_segments()) return is_older ? &small_ : &large_;
+  if (large.is_at_last_part() && is_older) return &small_;
   return overtaken_ < kMostOvertaking ? &small_ : &large_;
 }
 

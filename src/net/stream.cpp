@@ -482,7 +482,10 @@ class SocketStream final : public Stream,
   }
 
   void drop_unfinished_on_loop() {
-    body_ = segmented_.body = nullptr;
+    body_ = in_arena_ = nullptr;
+    segmented_ = {};
+    attached_ = nullptr;
+    descriptors_.clear();
     room_ = {};
     head_filled_ = 0;
   }

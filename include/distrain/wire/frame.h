@@ -66,7 +66,7 @@ enum class FrameKind : uint16_t {
   kArena = 9,      // comes with the descriptor of memory of `call_id` bytes
   kAttached = 10,  // of the next frame; `autograd_id`: kInSlot + kWithDescriptor; `call_id` and
                    // `context_id`: number and offset of the slot that has its payload
-  kSegment = 11,   // the part of a payload from byte `call_id` on; all other fields are 0
+  kSegment = 11,   // the part of a payload from byte `call_id` on, of `payload_bytes`
   // Calls
   kCall = 16,
   kReply = 17,
@@ -79,7 +79,7 @@ enum class FrameKind : uint16_t {
   // `autograd_id` of credit returned unused.
   kCredit = 22,  // grants `call_id` more bytes and sets the window to `context_id` bytes
   kCreditRequest = 23,
-  kSmallCredit = 24,  // this and the next: the same for credit that only small calls use
+  kSmallCredit = 24,  // kCredit and kCreditRequest for the credit of small calls
   kSmallCreditRequest = 25,
   // Liveness of connections and ranks (handshake.h)
   kHeartbeat = 32,
@@ -127,8 +127,8 @@ uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
 /// Fails with `protocol` for a wrong magic, unknown kind, length beyond `limits`, or a payload in
-/// segments that fits in one. Accepts plain
-/// kMagic in kHello and kReject, as sent by earlier versions, so that errors can name the version.
+/// segments that fits in one. Accepts plain kMagic in kHello and kReject, as sent by earlier
+/// versions, so that errors can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

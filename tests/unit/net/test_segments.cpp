@@ -132,6 +132,22 @@ TEMPLATE_TEST_CASE("a frame in segments overtakes no frame, and small frames do 
   CHECK(longest > 0);
 }
 
+TEMPLATE_TEST_CASE("small frames that follow a large one wait for no later frame", "", Tcp, Unix) {
+  constexpr uint64_t kDeletes = 50, kCalls = 120, kFirstCall = 1000;
+  Half<TestType> half;
+  REQUIRE(half.stream->send(make_frame(kFirstCall - 1, 0, kLarge)).ok());
+  for (uint64_t i = 0; i < kDeletes; ++i) {
+    REQUIRE(half.stream->send(of_kind(FrameKind::kRRefDelete, i)).ok());
+  }
+  for (uint64_t i = 0; i < kCalls; ++i) {
+    REQUIRE(half.stream->send(make_frame(kFirstCall + i, 0, kSegmentBytes / 2)).ok());
+  }
+  const std::vector<uint64_t> order = read_order(half.raw.get(), 1 + kDeletes + kCalls);
+  const auto first = std::ranges::find(order, 0U), last = std::ranges::find(order, kDeletes - 1);
+  CHECK(last - first == kDeletes - 1);
+  CHECK(order.back() == kFirstCall + kCalls - 1);  // so calls were left
+}
+
 TEMPLATE_TEST_CASE("several senders of small and large frames lose and tear none", "", Tcp, Unix) {
   Pair<TestType> pair;
   constexpr uint64_t kSenders = 3, kFrames = 60;
