@@ -62,15 +62,16 @@ struct TextVocabulary {
 
 /// Labelled bags of words. Example i is tokens[offsets[i] .. offsets[i + 1]) and may be empty.
 struct Examples {
-  std::vector<int64_t> tokens{};
+  std::vector<int64_t> tokens{};    ///< in [0, num_words()) of the vocabulary
   std::vector<int64_t> offsets{0};  ///< size() + 1, rising
-  std::vector<int64_t> labels{};    ///< size() classes; -1: none
+  std::vector<int64_t> labels{};    ///< size(), numbers of TextVocabulary::labels; -1 if unlabelled
   std::vector<float> numbers{};     ///< kCriteoNumbers (batches.h) of each example, or empty
   int64_t dropped_tokens = 0;       ///< words that the vocabulary does not have
 
   int64_t size() const { return std::ssize(labels); }
 };
 
+/// The examples of a file, with the vocabulary that numbers their words.
 struct TextDataset : Examples {
   std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
   uint64_t content_hash = 0;                         ///< of the (decompressed) file's bytes

@@ -206,8 +206,8 @@ class Checkpoints {
   base::Future<void> idle_ = base::Future<void>::ready({});
   std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
-  /// The thread of the last save. It comes last, because its destructor waits for the save, which
-  /// is newer than all checkpoints on disk.
+  /// The thread of the last save. It comes last, because the save uses the other members. Its
+  /// destructor waits for the save, because the save is newer than all checkpoints on disk.
   std::jthread thread_;
 };
 

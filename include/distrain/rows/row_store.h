@@ -40,6 +40,7 @@ struct RowStoreOptions {
   size_t state_floats = 0;  ///< floats of optimizer state after the value
   float initial_state = 0;  ///< of each of the state's floats, and of Row::row_state
   uint64_t max_rows = 0;    ///< if not 0, the maximum; a stripe has at most 2^25 - 1 rows
+  /// Must not be null.
   InitialValue initial_value = [](uint64_t, std::span<float> value) {
     std::ranges::fill(value, 0.0F);
   };
