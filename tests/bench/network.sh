@@ -15,7 +15,7 @@ on() { ip netns exec "${hosts[$1]}" "${@:2}"; }
 # all_reduce <ranks of a host> <op>...
 all_reduce() {
   local world=$(($1 * 3)) rank options
-  options=(--world $world --transport auto --address 10.81.0.10 --ops "$2" --bytes 67108864)
+  options=(--world "$world" --transport auto --address 10.81.0.10 --ops "$2" --bytes 67108864)
   for ((rank = 1; rank < world; ++rank)); do
     on $((rank / $1)) "$benches/bench_allreduce" --rank $rank "${options[@]}" >/dev/null &
   done
