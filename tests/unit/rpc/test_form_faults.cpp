@@ -249,10 +249,15 @@ TEST_CASE("calls that are delayed in the network end at their deadlines") {
 }
 
 TEST_CASE("remote() that does not begin in time fails wherever its RRef is used") {
+  constexpr uint16_t kChannel = 40;
+  std::atomic<int> arrived{0};
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose, options);
   Agent& agent = cluster[0];
+  for (const int rank : {0, 1}) {
+    cluster[rank].open_channel(kChannel).set_handler({.on_message = [&](auto) { ++arrived; }});
+  }
   for (const int to : {0, 1}) {
     CAPTURE(to);
     {
@@ -266,6 +271,11 @@ TEST_CASE("remote() that does not begin in time fails wherever its RRef is used"
       CHECK(kind_of([&] { sum.created().wait(); }) == ErrorKind::kDeadline);
       CHECK(kind_of([&] { function.to_here(); }) == ErrorKind::kDeadline);
       CHECK(kind_of([&] { sum.to_here(); }) == ErrorKind::kDeadline);
+      // When this message has come, the calls before it have, too. Then their deadline passes on
+      // `to`, which may have received them late.
+      agent.open_channel(kChannel).send(to, {}, {}, nullptr);
+      CHECK(eventually([&] { return arrived > to; }));
+      std::this_thread::sleep_for(10ms);
       gate.open();
       for (const int user : {0, 1}) {
         CHECK(kind_of([&] { agent.rpc_async<&value_plus>(user, function, 1).wait(); }) ==
