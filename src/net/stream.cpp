@@ -335,7 +335,10 @@ class SocketStream final : public Stream,
       }
       const bool is_empty = static_cast<size_t>(bytes) < room_.size() + behind.size();
       taken += static_cast<size_t>(bytes);
-      if (discarding_) continue;
+      if (discarding_) {
+        descriptors_.clear();
+        continue;
+      }
       take_bytes_on_loop(static_cast<size_t>(bytes));
       // The peer's proof and the first frame with a descriptor may come in one read.
       if (!takes_descriptors_) descriptors_.clear();
