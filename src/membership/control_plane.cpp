@@ -220,7 +220,7 @@ std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
     return refusal;
   }
   if (auto refusal = protocol_->check_peer(peer.rank, peer.incarnation)) return refusal;
-  return callbacks_.on_peer(peer.rank, stream);
+  return callbacks_.on_peer(peer.rank, peer.purpose, stream);
 }
 
 std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& stream,
@@ -301,14 +301,15 @@ wire::Directory::Entry ControlPlane::reachable(int rank, wire::Directory::Entry 
   return entry;
 }
 
-void ControlPlane::authenticate_on_loop(int rank, const net::StreamPtr& stream,
+void ControlPlane::authenticate_on_loop(int rank, wire::HelloPurpose purpose,
+                                        const net::StreamPtr& stream,
                                         std::function<void(base::Status believed)> done) {
-  const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
+  const auto credentials = credentials_on_loop(purpose);
   if (!credentials) {
     stream->close(false);
     return done(left_already());
   }
-  shake_hands_on_loop(loop_, stream, *credentials, wire::HelloPurpose::kPeer, handshake_timeouts(),
+  shake_hands_on_loop(loop_, stream, *credentials, purpose, handshake_timeouts(),
                       [self = shared_from_this(), rank, stream,
                        done = std::move(done)](const base::Result<wire::Hello>& other) {
                         if (!other.ok()) return done(other.error());

@@ -45,8 +45,11 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
     std::function<void(int rank, const wire::RankDevices& devices)> on_new_devices;
     /// Called when a new process has replaced a lost rank. `entry` is its new directory entry.
     std::function<void(int rank, const wire::Directory::Entry& entry)> on_returned;
-    /// Called when another rank has connected for calls. Returns an error to refuse the connection.
-    std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
+    /// Called when another rank has connected for `purpose`, kPeer or kBulk. Returns an error to
+    /// refuse the connection.
+    std::function<std::optional<base::Error>(int rank, wire::HelloPurpose purpose,
+                                             const net::StreamPtr& stream)>
+        on_peer;
   };
   /// On rank 0, also binds the listening socket.
   ControlPlane(net::Loop& loop, const Options& options, Callbacks callbacks);
@@ -104,9 +107,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void report_on_loop(int rank, Error error) {
     if (protocol_) protocol_->report(rank, std::move(error));
   }
-  /// Runs shake_hands_on_loop() with `rank` on a connection that this rank has opened for calls,
-  /// and checks that the newest process of `rank` has answered.
-  void authenticate_on_loop(int rank, const net::StreamPtr& stream,
+  /// Runs shake_hands_on_loop() with `rank` on a connection that this rank has opened for
+  /// `purpose`, kPeer or kBulk, and checks that the newest process of `rank` has answered.
+  void authenticate_on_loop(int rank, wire::HelloPurpose purpose, const net::StreamPtr& stream,
                             std::function<void(base::Status believed)> done);
 
  private:

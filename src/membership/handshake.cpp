@@ -182,7 +182,7 @@ void Acceptor::on_proof_on_loop(uint64_t number, IncomingHandshake& handshake,
     report_on_loop(handshake, *why);
     return reject_on_loop(take_on_loop(number), *why);
   }
-  if (hello.purpose == wire::HelloPurpose::kPeer) {
+  if (hello.purpose != wire::HelloPurpose::kJoin) {
     return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, hello.incarnation});
   }
   handshake.stream->set_limits_on_loop(wire::kJoinLimits);

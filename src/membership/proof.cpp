@@ -67,7 +67,9 @@ std::shared_lock<std::shared_timed_mutex> enter() {
 }
 
 Key key_of(const std::string& side, wire::HelloPurpose purpose, std::string_view secret) {
-  return derive_key(secret, (purpose == wire::HelloPurpose::kJoin ? "join " : "peer ") + side);
+  using enum wire::HelloPurpose;
+  const char* const use = purpose == kJoin ? "join " : purpose == kPeer ? "peer " : "bulk ";
+  return derive_key(secret, use + side);
 }
 
 wire::Bytes new_hello(const Identity& self, wire::HelloPurpose purpose) {
@@ -222,7 +224,7 @@ std::optional<Error> mismatch(const Identity& self, const wire::Hello& other) {
 std::string why_not_trusted(const Identity& self, const wire::Hello& other) {
   using enum wire::Trust;
   const std::string it = rank_text(other.rank);
-  if (other.purpose == wire::HelloPurpose::kPeer) {
+  if (other.purpose != wire::HelloPurpose::kJoin) {
     return it + " does not know the secret of this job's ranks" + claimed_generation(self, other);
   }
   if (other.trust != self.trust) {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -137,92 +136,31 @@ struct Loop::Impl final : base::EventLoop {
   std::thread thread;
 };
 
-/// An outgoing frame with its encoded header and the number of bytes written so far. A payload of
-/// more than kSegmentBytes on the socket is written in segments; a *part* is what one header
-/// begins.
+/// An outgoing frame with its encoded header and the number of bytes written so far.
 class PendingFrame {
  public:
-  /// If `arena` has room for the payload, copies it there at once.
-  explicit PendingFrame(OutFrame frame, SendArena* arena = nullptr);
-  /// Writes until about `limit` bytes or the part are written. Returns 0, EAGAIN if the socket
+  /// If `arena` has room for the payload, copies it there at once; else leaves a large payload for
+  /// a bulk connection, if `has_bulk`.
+  explicit PendingFrame(OutFrame frame, SendArena* arena = nullptr, bool has_bulk = false);
+  /// Returns the bytes that a bulk connection must carry, or null if there are none.
+  std::unique_ptr<PendingFrame> take_bulk();
+  /// Writes until about `limit` bytes or the frame are written. Returns 0, EAGAIN if the socket
   /// accepts no more now, or another errno.
   int write_to(int fd, size_t limit);
   bool done() const { return written_ == total_; }
   size_t bytes_left() const { return total_ - written_; }
-  bool in_segments() const { return frame_.header.in_segments; }
-  /// Returns true if the part has been begun, and other frames must wait until it is written.
-  bool is_inside_part() const { return part_begin_ < written_ && written_ < part_end_; }
-  /// Returns true if the next call of write_to() can complete the frame.
-  bool is_at_last_part() const {
-    return part_end_ == total_ || (written_ == part_end_ && next_part_end() == total_);
-  }
-  const wire::FrameHeader& header() const { return frame_.header; }
-
-  uint64_t number = 0;  // order of SendQueue::push()
 
  private:
+  PendingFrame() = default;
   template <class Add>
   void for_each_left(Add add) const;
   void copy_payload(uint8_t* to);
-  size_t next_part_end() const {
-    return std::min(total_, part_end_ + wire::kHeaderBytes + wire::kSegmentBytes);
-  }
-  void begin_segment();
 
   OutFrame frame_;
-  uint8_t head_[2 * wire::kHeaderBytes];  // of the part: kAttached, if needed, and a header
-  size_t head_bytes_ = wire::kHeaderBytes;
-  size_t total_ = 0;  // with all headers, as the next three
+  uint8_t head_[2 * wire::kHeaderBytes];  // kAttached, if needed, and the frame's header
+  size_t head_bytes_ = 0;
+  size_t total_ = 0;  // with the headers
   size_t written_ = 0;
-  size_t part_begin_ = 0;
-  size_t part_end_ = 0;
-  size_t body_begin_ = 0;  // where the part begins in the frame's body
-};
-
-// Note [Segments]
-//
-// The frames of a stream wait to be written in two lanes. A frame in segments is in the large lane;
-// a small frame overtakes such frames between two segments, so that it waits for one segment and
-// for what the kernel has accepted, not for a whole tensor. Each lane keeps its order, and:
-//
-//  - A frame in segments overtakes no frame: its last part waits for all small frames before it.
-//  - After kMostOvertaking bytes of small frames, the large lane has a turn of one part.
-//  - Frames that must follow earlier large frames join the large lane if it is not empty: a message
-//    of a channel, if an earlier one of that channel is there; a kCancel, which has no effect
-//    before its call; a kRRefDelete, which must not precede the call that creates the value; and
-//    kLeave, after which the end of the stream is no loss.
-//
-// All else may overtake. Calls and replies run in any order on the receiver's workers. Credit is
-// counted in totals. kRRefFork and kRRefAccept have no relation to messages before them. Chunks of
-// devices are small frames, and the message that follows them stays behind them: a small one is in
-// the same lane, and the last part of a large one waits for older small frames. The loop handles
-// autograd's messages before calls that are still queued, so these may overtake calls.
-
-/// The frames of a stream that are not written yet: Note [Segments]. A user has a lock.
-class SendQueue {
-  using Lane = std::deque<std::unique_ptr<PendingFrame>>;
-
- public:
-  using Lanes = std::pair<Lane, Lane>;
-  void push(std::unique_ptr<PendingFrame> frame);
-  /// Returns the frame of which the next bytes are to be written, or null if there is none. Until
-  /// these are written, no lock is needed to write.
-  PendingFrame* next();
-  /// Removes the frame that next() has returned, when it is done.
-  std::unique_ptr<PendingFrame> pop();
-  /// Removes all frames. While another thread writes the frame of next(), must not be called.
-  Lanes take_all();
-  bool empty() const { return small_.empty() && large_.empty(); }
-
- private:
-  bool must_follow_large(const wire::FrameHeader& header) const;
-  Lane* choose();
-
-  Lane small_, large_;
-  Lane* lane_ = nullptr;  // of the frame that next() has returned
-  uint64_t pushed_ = 0;
-  size_t left_ = 0;       // bytes_left() of that frame when it was chosen
-  size_t overtaken_ = 0;  // bytes of small frames since the large lane's last turn
 };
 
 }  // namespace distrain::net

@@ -14,8 +14,6 @@ namespace {
 constexpr size_t kMaxPieces = 512;  // per gather-write; IOV_MAX is 1024
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
 constexpr wire::Limits kSendLimits;  // the defaults, which every receiver accepts
-// Bytes of small frames between two parts of frames in segments.
-constexpr size_t kMostOvertaking = wire::kSegmentBytes;
 
 }  // namespace
 
@@ -43,7 +41,8 @@ base::Status check_limits(const OutFrame& frame) {
                   kSendLimits.max_tensors, kSendLimits.max_payload_bytes)};
 }
 
-PendingFrame::PendingFrame(OutFrame frame, SendArena* arena) : frame_(std::move(frame)) {
+PendingFrame::PendingFrame(OutFrame frame, SendArena* arena, bool has_bulk)
+    : frame_(std::move(frame)), head_bytes_(wire::kHeaderBytes) {
   wire::FrameHeader& header = frame_.header;
   header.meta_bytes = static_cast<uint32_t>(frame_.meta_bytes().size());
   header.payload_bytes = frame_.payload_bytes();
@@ -56,9 +55,10 @@ PendingFrame::PendingFrame(OutFrame frame, SendArena* arena) : frame_(std::move(
     attached.context_id = slot->offset;
     copy_payload(arena->at(*slot));
     total_ = header.meta_bytes;
-  } else {
-    header.in_segments =
-        header.payload_bytes > wire::kSegmentBytes && header.kind != wire::FrameKind::kChunk;
+  } else if (has_bulk && header.payload_bytes >= wire::kLeastInBulk &&
+             header.kind != wire::FrameKind::kChunk) {
+    header.in_bulk = true;
+    total_ = header.meta_bytes;
   }
   if (attached.autograd_id != 0) {
     wire::encode_header(attached, std::span(head_).first<wire::kHeaderBytes>());
@@ -67,20 +67,15 @@ PendingFrame::PendingFrame(OutFrame frame, SendArena* arena) : frame_(std::move(
   wire::encode_header(header, std::span<uint8_t, wire::kHeaderBytes>(
                                   head_ + head_bytes_ - wire::kHeaderBytes, wire::kHeaderBytes));
   total_ += head_bytes_;
-  part_end_ = total_;
-  if (!header.in_segments) return;
-  part_end_ = head_bytes_ + header.part_bytes();
-  total_ += (header.payload_bytes - 1) / wire::kSegmentBytes * wire::kHeaderBytes;
 }
 
-void PendingFrame::begin_segment() {
-  body_begin_ += part_end_ - part_begin_ - head_bytes_;
-  part_begin_ = std::exchange(part_end_, next_part_end());
-  head_bytes_ = wire::kHeaderBytes;
-  wire::encode_header({.kind = wire::FrameKind::kSegment,
-                       .payload_bytes = part_end_ - part_begin_ - wire::kHeaderBytes,
-                       .call_id = body_begin_ - frame_.header.payload_offset()},
-                      std::span(head_).first<wire::kHeaderBytes>());
+std::unique_ptr<PendingFrame> PendingFrame::take_bulk() {
+  if (!frame_.header.in_bulk) return nullptr;
+  std::unique_ptr<PendingFrame> bulk(new PendingFrame);
+  bulk->frame_.payload = std::exchange(frame_.payload, {});
+  bulk->frame_.keep_alive = std::exchange(frame_.keep_alive, nullptr);
+  bulk->total_ = frame_.header.payload_bytes;
+  return bulk;
 }
 
 void PendingFrame::copy_payload(uint8_t* to) {
@@ -92,10 +87,10 @@ void PendingFrame::copy_payload(uint8_t* to) {
   frame_.keep_alive = nullptr;
 }
 
-// Calls `add` with each unwritten piece, up to `kMaxPieces`, also with those of later parts.
+// Calls `add` with each unwritten piece, up to `kMaxPieces`.
 template <class Add>
 void PendingFrame::for_each_left(Add add) const {
-  size_t skip = written_ - part_begin_;
+  size_t skip = written_;
   size_t count = 0;
   const auto visit = [&](const uint8_t* data, size_t size) {
     if (skip >= size) {
@@ -107,7 +102,6 @@ void PendingFrame::for_each_left(Add add) const {
     }
   };
   visit(head_, head_bytes_);
-  skip += body_begin_;
   visit(frame_.meta_bytes().data(), frame_.meta_bytes().size());
   const size_t pad = frame_.header.payload_offset() - frame_.header.meta_bytes;
   if (pad > 0 && !frame_.payload.empty()) visit(kZeros, pad);
@@ -115,9 +109,8 @@ void PendingFrame::for_each_left(Add add) const {
 }
 
 int PendingFrame::write_to(int fd, size_t limit) {
-  if (written_ == part_end_ && !done()) begin_segment();
-  limit = std::min(limit, part_end_ - written_);
-  while (written_ < part_end_) {
+  limit = std::min(limit, bytes_left());
+  while (!done()) {
     iovec pieces[kMaxPieces];
     size_t count = 0;
     size_t bytes = 0;
@@ -148,65 +141,9 @@ int PendingFrame::write_to(int fd, size_t limit) {
     }
     written_ += static_cast<size_t>(sent);
     if (static_cast<size_t>(sent) == bytes) return 0;
-    limit = std::min(limit, part_end_ - written_);
+    limit = std::min(limit, bytes_left());
   }
   return 0;
-}
-
-// ---- SendQueue ----
-
-bool SendQueue::must_follow_large(const wire::FrameHeader& header) const {
-  using enum wire::FrameKind;
-  switch (header.kind) {
-    case kOneway:
-      return std::any_of(large_.rbegin(), large_.rend(), [&](const auto& frame) {
-        return frame->header().kind == kOneway && frame->header().channel == header.channel;
-      });
-    case kCancel:
-    case kRRefDelete:
-    case kLeave:
-      return !large_.empty();
-    default:
-      return false;
-  }
-}
-
-void SendQueue::push(std::unique_ptr<PendingFrame> frame) {
-  frame->number = ++pushed_;
-  const bool is_large = frame->in_segments() || must_follow_large(frame->header());
-  (is_large ? large_ : small_).push_back(std::move(frame));
-}
-
-SendQueue::Lane* SendQueue::choose() {
-  if (large_.empty()) return small_.empty() ? nullptr : &small_;
-  if (small_.empty()) return &large_;
-  const PendingFrame& large = *large_.front();
-  const bool is_older = small_.front()->number < large.number;
-  // A small frame in the large lane waits for older frames only.
-  if (!large.in_segments()) return is_older ? &small_ : &large_;
-  if (large.is_at_last_part() && is_older) return &small_;
-  return overtaken_ < kMostOvertaking ? &small_ : &large_;
-}
-
-PendingFrame* SendQueue::next() {
-  if (lane_ && lane_->front()->is_inside_part()) return lane_->front().get();
-  if (lane_ == &large_ && large_.front()->bytes_left() < left_) overtaken_ = 0;
-  lane_ = choose();
-  if (!lane_) return nullptr;
-  left_ = lane_->front()->bytes_left();
-  return lane_->front().get();
-}
-
-std::unique_ptr<PendingFrame> SendQueue::pop() {
-  overtaken_ = lane_ == &large_ || large_.empty() ? 0 : overtaken_ + left_;
-  std::unique_ptr<PendingFrame> frame = std::move(lane_->front());
-  std::exchange(lane_, nullptr)->pop_front();
-  return frame;
-}
-
-SendQueue::Lanes SendQueue::take_all() {
-  lane_ = nullptr;
-  return {std::exchange(small_, {}), std::exchange(large_, {})};
 }
 
 }  // namespace distrain::net

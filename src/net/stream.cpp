@@ -1,14 +1,17 @@
 #include "distrain/net/stream.h"
 
+#include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <uv.h>
 
+#include "bulk.h"
+#include "frame_reader.h"
 #include "net_impl.h"
 
 namespace distrain::net {
@@ -24,6 +27,8 @@ constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
 // By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
 // woken. The kernel reduces the value to net.core.wmem_max.
 constexpr int kUnixSendBuffer = 1 << 20;
+// Bytes of frames that wait for a payload in bulk, beyond which the stream reads no more.
+constexpr size_t kMostWaiting = size_t{64} << 20;
 
 // BBR paces what it sends: within one host large messages take twice as long for no benefit.
 void avoid_bbr(int fd) {
@@ -84,7 +89,7 @@ class SocketStream final : public Stream,
 
   void set_limits_on_loop(const wire::Limits& limits) override {
     loop_->assert_in_loop();
-    limits_ = limits;
+    reader_.limits = limits;
   }
 
   void set_handler_on_loop(Handler handler) override {
@@ -97,17 +102,26 @@ class SocketStream final : public Stream,
     if (!takes_descriptors_) frame.descriptor = nullptr;
     auto pending = make_pending(std::move(frame));
     PendingFrame* const own = pending.get();
+    std::unique_ptr<PendingFrame> in_bulk = pending->take_bulk();
+    const PendingFrame* const own_in_bulk = in_bulk.get();
+    std::shared_ptr<BulkSender> bulk;
+    bool writes = false;
     {
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
         return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
       }
-      queue_.push(std::move(pending));
-      if (send_state_ == SendState::kDraining || caller_writes_) return base::Unit{};
-      caller_writes_ = true;
-      queue_.next();  // the queue was empty
+      queue_.push_back(std::move(pending));
+      if (in_bulk) {
+        bulk = bulk_sender_;
+        bulk->push(std::move(in_bulk));
+        if (open_bulk_) loop_->post(std::move(open_bulk_));
+      }
+      writes = send_state_ == SendState::kIdle && !caller_writes_;
+      if (writes) caller_writes_ = true;
     }
-    write_and_leave(own);
+    if (writes) write_and_leave(own);
+    if (bulk) loop_->in_loop() ? bulk->write_later() : bulk->write_until(own_in_bulk);
     return base::Unit{};
   }
 
@@ -122,12 +136,39 @@ class SocketStream final : public Stream,
     });
   }
 
-  base::TimePoint last_heard_on_loop() const override { return last_heard_; }
+  base::TimePoint last_heard_on_loop() const override {
+    return bulk_receiver_ ? std::max(reader_.last_heard, bulk_receiver_->last_heard())
+                          : reader_.last_heard;
+  }
   const std::string& peer_name() const override { return peer_name_; }
   void share_memory_on_loop(uint64_t bytes) override {
     loop_->assert_in_loop();
-    takes_descriptors_ = !is_tcp_;
+    reader_.takes_descriptors = takes_descriptors_ = !is_tcp_;
     if (!is_tcp_) arena_bytes_ = bytes;
+  }
+  void use_bulk_on_loop(base::Task open) override {
+    loop_->assert_in_loop();
+    const auto on_broken = [weak = weak_from_this(), loop = loop_](const base::Error& error) {
+      loop->post([weak, error] {
+        if (const auto self = weak.lock()) self->lost_bulk_on_loop(error);
+      });
+    };
+    bulk_receiver_ = std::make_shared<BulkReceiver>(on_broken);
+    std::lock_guard lock(send_mutex_);
+    bulk_sender_ = std::make_shared<BulkSender>(on_broken);
+    open_bulk_ = std::move(open);
+  }
+  void send_bulk_on_loop(Loop& loop, Fd socket) override {
+    if (bulk_sender_) bulk_sender_->open(loop, std::move(socket));
+  }
+  bool receive_bulk_on_loop(Loop& loop, Fd socket) override {
+    return bulk_receiver_ && bulk_receiver_->open(loop, std::move(socket));
+  }
+  Fd take_socket_on_loop() override {
+    handler_ = std::make_shared<Handler>();
+    Fd taken(fd_ < 0 ? -1 : ::fcntl(fd_, F_DUPFD_CLOEXEC, 0));
+    finish_on_loop(closed_here());
+    return taken;
   }
   std::optional<uint32_t> peer_user_on_loop() override {
     loop_->assert_in_loop();
@@ -141,37 +182,36 @@ class SocketStream final : public Stream,
  private:
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
+  std::string peer_text() const { return is_tcp_ ? peer_name_ : "the other process"; }
   base::Error peer_closed(int code) const {
-    const std::string who = is_tcp_ ? peer_name_ : "the other process";
     return {base::ErrorKind::kPeerLost,
-            code == 0 ? who + " closed the connection" : who + ": " + uv_strerror(-code)};
+            peer_text() +
+                (code == 0 ? " closed the connection" : std::string(": ") + uv_strerror(-code))};
   }
 
   // ---- sending ----
 
   std::unique_ptr<PendingFrame> make_pending(OutFrame frame) {
     frame.header.payload_bytes = frame.payload_bytes();
-    if (!is_for_arena(frame.header) ||
-        (frame.header.payload_bytes > kMostCopiedOnLoop && loop_->in_loop())) {
-      return std::make_unique<PendingFrame>(std::move(frame));
-    }
+    if (!is_for_arena(frame.header)) return std::make_unique<PendingFrame>(std::move(frame));
     std::shared_ptr<SendArena> arena;
+    bool has_bulk = false;
     {
       std::lock_guard lock(send_mutex_);
       arena = send_arena_;
+      has_bulk = bulk_sender_ != nullptr;
     }
-    return std::make_unique<PendingFrame>(std::move(frame), arena.get());
+    if (frame.header.payload_bytes > kMostCopiedOnLoop && loop_->in_loop()) arena = nullptr;
+    return std::make_unique<PendingFrame>(std::move(frame), arena.get(), has_bulk);
   }
 
-  // Writes `own`, the first frame of the queue, without the lock, because a large frame takes long
-  // and other threads queue theirs meanwhile. Also writes frames that overtake it, and a few small
-  // ones after it; the loop is woken for all else.
+  // Writes `own`, the first frame of the queue, without the lock, because other threads queue
+  // theirs meanwhile. Also writes a few small ones after it; the loop is woken for all else.
   void write_and_leave(PendingFrame* own) {
-    std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
     size_t of_others = 0;
     for (PendingFrame* frame = own;;) {
-      done = nullptr;
       const bool is_full = frame->write_to(fd_, kSlice) != 0;  // the loop reports an error
+      std::unique_ptr<PendingFrame> done;                      // destroyed outside the lock
       std::lock_guard lock(send_mutex_);
       if (send_state_ == SendState::kClosed) {
         caller_writes_ = false;
@@ -179,10 +219,10 @@ class SocketStream final : public Stream,
         return;
       }
       if (frame->done()) {
-        done = queue_.pop();
+        done = pop_locked();
         if (frame == own) own = nullptr;
       }
-      PendingFrame* const next = queue_.next();
+      PendingFrame* const next = queue_.empty() ? nullptr : queue_.front().get();
       if (next && !is_full) {
         // The loop must not stay with one stream.
         if (!own) of_others += next->bytes_left();
@@ -199,34 +239,39 @@ class SocketStream final : public Stream,
     loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
   }
 
+  std::unique_ptr<PendingFrame> pop_locked() {
+    std::unique_ptr<PendingFrame> frame = std::move(queue_.front());
+    queue_.pop_front();
+    return frame;
+  }
+
   // Writes the queue as far as the socket takes it, and goes on when it is writable again.
   void drain_on_loop() {
     if (write_failed_ || finished_ || !opened_) return;
-    std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
     for (size_t written = 0;;) {
       PendingFrame* front = nullptr;
-      done = nullptr;
       {
         std::lock_guard lock(send_mutex_);
-        if (caller_writes_) return watch_on_loop(false);  // it calls again
-        front = queue_.next();                            // only the loop takes frames away now
-        if (!front && send_state_ == SendState::kDraining) {
-          send_state_ = SendState::kIdle;
-        }
+        if (caller_writes_) return watch_on_loop(false);    // it calls again
+        if (!queue_.empty()) front = queue_.front().get();  // only the loop takes frames away now
+        if (!front && send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
         if (!front && send_state_ != SendState::kClosing) break;
       }
       if (!front) {
         watch_on_loop(false);
-        return linger_on_loop();
+        if (!bulk_sender_) return linger_on_loop();
+        return bulk_sender_->call_when_empty(
+            [self = shared_from_this()] { self->loop_->post([self] { self->linger_on_loop(); }); });
       }
       if (written >= kSlice) return watch_on_loop(true);  // to serve other streams
       const size_t before = front->bytes_left();
       const int code = front->write_to(fd_, kSlice);
-      if (code != 0 && code != EAGAIN) return write_failed_on_loop(code);
+      if (code != 0 && code != EAGAIN) return write_failed_on_loop(peer_closed(code));
       written += before - front->bytes_left();
       if (front->done()) {
+        std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
         std::lock_guard lock(send_mutex_);
-        done = queue_.pop();
+        done = pop_locked();
       }
       if (code == EAGAIN) return watch_on_loop(true);
     }
@@ -235,27 +280,31 @@ class SocketStream final : public Stream,
 
   // Lets the loop call back when the socket is readable, and when it is `writable`.
   void watch_on_loop(bool writable) {
-    if (finished_ || (watched_ && writable == watches_writable_)) return;
-    watched_ = true;
+    const bool readable = !ended_ && waiting_bytes_ <= kMostWaiting;
+    const int events = (readable ? UV_READABLE : 0) | (writable ? UV_WRITABLE : 0);
     watches_writable_ = writable;
-    uv_poll_start(&poll_, UV_READABLE | (writable ? UV_WRITABLE : 0),
-                  [](uv_poll_t* handle, int status, int events) noexcept {
-                    static_cast<SocketStream*>(handle->data)->on_ready_on_loop(status, events);
-                  });
+    if (finished_ || events == std::exchange(watched_, events)) return;
+    if (events == 0) {
+      uv_poll_stop(&poll_);
+      return;
+    }
+    uv_poll_start(&poll_, events, [](uv_poll_t* handle, int status, int seen) noexcept {
+      static_cast<SocketStream*>(handle->data)->on_ready_on_loop(status, seen);
+    });
   }
 
   void on_ready_on_loop(int status, int events) {
     const auto self = shared_from_this();  // a handler may let go of the stream
     const bool has_error = status < 0;     // then libuv has stopped the handle; reading says which
-    if (has_error) watched_ = false;
+    if (has_error) watched_ = 0;
     if (has_error || (events & UV_READABLE)) read_on_loop();
     if (has_error || (events & UV_WRITABLE)) drain_on_loop();
-    if (has_error) watch_on_loop(watches_writable_);
+    watch_on_loop(watches_writable_);
   }
 
   // The peer reads no more. Its last bytes may say why, so the stream ends when they are read.
-  void write_failed_on_loop(int code) {
-    write_failed_ = true;
+  void write_failed_on_loop(const base::Error& error) {
+    if (std::exchange(write_failed_, true)) return;
     watch_on_loop(false);
     {
       std::lock_guard lock(send_mutex_);
@@ -263,11 +312,10 @@ class SocketStream final : public Stream,
     }
     drop_queue();
     linger_timer_ =
-        loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
+        loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), error] {
           // A late loop runs timers before it polls sockets; between two tasks it polls.
-          self->loop_->post([self, code] {
-            self->loop_->post([self, code] { self->finish_on_loop(self->peer_closed(code)); });
-          });
+          self->loop_->post(
+              [self, error] { self->loop_->post([self, error] { self->finish_on_loop(error); }); });
         });
   }
 
@@ -275,7 +323,7 @@ class SocketStream final : public Stream,
   // what it has not sent. So shut down only our direction, and discard what comes until the peer
   // closes its own or kLongestLinger has passed.
   void linger_on_loop() {
-    if (discarding_) return;
+    if (discarding_ || finished_) return;
     discarding_ = true;
     drop_unfinished_on_loop();
     ::shutdown(fd_, SHUT_WR);
@@ -288,13 +336,13 @@ class SocketStream final : public Stream,
   bool has_sent_all() {
     std::lock_guard lock(send_mutex_);
     return send_state_ == SendState::kClosing && queue_.empty() && !caller_writes_ &&
-           !write_failed_;
+           !write_failed_ && (!bulk_sender_ || bulk_sender_->empty());
   }
 
   void drop_queue() {
-    SendQueue::Lanes dropped;  // destroyed outside the lock
+    decltype(queue_) dropped;  // destroyed outside the lock
     std::lock_guard lock(send_mutex_);
-    dropped = queue_.take_all();
+    dropped.swap(queue_);
   }
 
   // ---- receiving ----
@@ -305,7 +353,7 @@ class SocketStream final : public Stream,
       if (handler->on_close) handler->on_close(closed_here());
       return;
     }
-    last_heard_ = loop_->now_on_loop();
+    reader_.last_heard = loop_->now_on_loop();
     loop_->scratch_on_loop();  // allocates here, because a callback of libuv must not throw
     loop_->hold_on_loop(shared_from_this());
     if (const int code = uv_poll_init(&loop_->uv, &poll_, fd_); code < 0) {
@@ -317,215 +365,102 @@ class SocketStream final : public Stream,
     drain_on_loop();  // what was sent before
   }
 
-  // Reads until the socket is empty, or kSlice bytes have come.
   void read_on_loop() {
-    for (size_t taken = 0; taken < kSlice && !finished_;) {
-      const std::span<uint8_t> scratch = loop_->scratch_on_loop();
-      std::copy_n(head_.begin(), head_filled_, scratch.begin());
-      // Segments are read to where they belong, and with each one the next header behind it.
-      std::span<uint8_t> behind = scratch.subspan(head_filled_);
-      if (segmented_.body) behind = behind.first(wire::kHeaderBytes - head_filled_);
-      if (!room_.empty() && !segmented_.body) behind = {};
-      const ssize_t bytes = receive_on_loop(room_, behind);
-      if (bytes < 0 && errno == EINTR) continue;
-      if (bytes < 0 && errno == EAGAIN) return;
-      if (bytes <= 0) {
-        const int code = bytes < 0 ? errno : 0;
-        return finish_on_loop(has_sent_all() ? closed_here() : peer_closed(code));
-      }
-      const bool is_empty = static_cast<size_t>(bytes) < room_.size() + behind.size();
-      taken += static_cast<size_t>(bytes);
-      if (discarding_) {
-        descriptors_.clear();
-        continue;
-      }
-      take_bytes_on_loop(static_cast<size_t>(bytes));
-      // The peer's proof and the first frame with a descriptor may come in one read.
-      if (!takes_descriptors_) descriptors_.clear();
-      if (descriptors_.size() > 1) {
-        return finish_on_loop({base::ErrorKind::kProtocol, "descriptors that no frame announces"});
-      }
-      if (is_empty) return;
-    }
-  }
-
-  ssize_t receive_on_loop(std::span<uint8_t> first, std::span<uint8_t> second) {
-    iovec pieces[] = {{first.data(), first.size()}, {second.data(), second.size()}};
-    alignas(cmsghdr) uint8_t control[CMSG_SPACE(4 * sizeof(int))];
-    msghdr message{};
-    message.msg_iov = first.empty() ? pieces + 1 : pieces;
-    message.msg_iovlen = first.empty() || second.empty() ? 1 : 2;
-    if (!is_tcp_) {
-      message.msg_control = control;
-      message.msg_controllen = sizeof control;
-    }
-    const ssize_t bytes = ::recvmsg(fd_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (bytes <= 0) return bytes;
-    for (cmsghdr* head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
-      if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
-      for (size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
-        int value = -1;
-        std::memcpy(&value, CMSG_DATA(head) + at, sizeof value);
-        descriptors_.push_back(std::make_shared<const Fd>(value));
-      }
-    }
-    return bytes;
-  }
-
-  // Takes `bytes` that were read into `room_`, and then behind head_ in the scratch buffer.
-  void take_bytes_on_loop(size_t bytes) {
-    last_heard_ = loop_->now_on_loop();
-    if (!room_.empty()) {
-      loop_->note_activity_on_loop();
-      const size_t taken = std::min(bytes, room_.size());
-      room_ = room_.subspan(taken);
-      bytes -= taken;
-      if (!room_.empty()) return;
-      end_part_on_loop();
-      if (bytes == 0) return;
-    }
-    const size_t have = std::exchange(head_filled_, 0) + bytes;
-    std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
-    while (!finished_ && consume_on_loop(unread)) {
-    }
-  }
-
-  // Takes the available bytes of a part from `unread`. Returns false if more must be read first.
-  bool consume_on_loop(std::span<const uint8_t>& unread) {
-    if (unread.size() < wire::kHeaderBytes) {
-      head_filled_ = unread.size();
-      std::copy(unread.begin(), unread.end(), head_.begin());
-      return false;
-    }
-    if (!begin_part_on_loop(unread.data())) return false;
-    const size_t taken = std::min(unread.size() - wire::kHeaderBytes, room_.size());
-    if (taken > 0) std::memcpy(room_.data(), unread.data() + wire::kHeaderBytes, taken);
-    room_ = room_.subspan(taken);
-    unread = unread.subspan(wire::kHeaderBytes + taken);
-    if (!room_.empty()) return false;
-    end_part_on_loop();
-    return !unread.empty();
-  }
-
-  bool begin_part_on_loop(const uint8_t* head) {
+    if (finished_ || ended_) return;
     try {
-      header_ = wire::decode_header(
-                    std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_)
-                    .value();
-      if (header_.kind == wire::FrameKind::kSegment) {
-        begin_segment();
-      } else {
-        begin_frame_on_loop();
-      }
-      return true;
+      const std::optional<int> code = reader_.read(*loop_, fd_, kSlice);
+      if (!code || finished_) return;
+      base::Error end = has_sent_all() ? closed_here() : peer_closed(*code);
+      if (waiting_.empty() || *code != 0) return finish_on_loop(std::move(end));
+      ended_ = std::move(end);  // when the last payload has come
     } catch (...) {
       finish_on_loop(base::current_error(base::ErrorKind::kInternal));
-      return false;
     }
   }
 
-  void begin_frame_on_loop() {
-    using enum wire::FrameKind;
-    uint64_t bytes = header_.body_bytes();
-    uint64_t room = header_.part_bytes();
-    if (header_.in_segments && (segmented_.body || slot_)) fail_segment();
-    if (header_.kind == kAttached || header_.kind == kArena) {
-      if (!takes_descriptors_ || bytes > 0) fail_attached();
-    } else if (handler_->allocate) {
-      body_ = handler_->allocate(header_);
-    }
-    if (slot_) {
-      if (!receive_arena_ || header_.kind == kChunk) fail_attached();
-      in_arena_ = receive_arena_->take(*slot_, header_.payload_bytes).value();
-      slot_.reset();
-      body_ = nullptr;
-      bytes = room = header_.meta_bytes;
-    }
-    if (!body_) body_ = loop_->buffers.allocate(bytes);
-    if (!body_) {
-      throw base::Exception(base::ErrorKind::kResources,
-                            "no memory for a message of " + std::to_string(bytes) + " bytes");
-    }
-    room_ = {body_->data, room};
+  void deliver_on_loop(InFrame frame) {
+    if (frame.header.kind == wire::FrameKind::kArena) return take_arena_on_loop(frame);
+    if (frame.header.in_bulk) return wait_for_bulk_on_loop(std::move(frame));
+    if (is_for_arena(frame.header)) offer_arena_on_loop();
+    if (!must_wait(frame.header)) return pass_on_loop(std::move(frame));
+    waiting_bytes_ += bytes_of(frame);
+    waiting_.push_back(std::move(frame));
   }
 
-  // ---- frames in segments: Note [Segments] ----
-
-  [[noreturn]] static void fail_segment() {
-    throw base::Exception(base::ErrorKind::kProtocol, "a segment that does not continue a message");
+  static size_t bytes_of(const InFrame& frame) {
+    return sizeof frame + frame.meta.size() + frame.payload.size();
   }
 
-  void begin_segment() {
-    const wire::FrameHeader& whole = segmented_.header;
-    const uint64_t left = whole.body_bytes() - segmented_.filled;
-    if (!segmented_.body || slot_ || attached_ ||
-        header_ != wire::FrameHeader{.kind = wire::FrameKind::kSegment,
-                                     .payload_bytes = std::min(left, wire::kSegmentBytes),
-                                     .call_id = whole.payload_bytes - left}) {
-      fail_segment();
-    }
-    room_ = {segmented_.body->data + segmented_.filled, header_.payload_bytes};
-  }
-
-  void end_part_on_loop() {
-    if (header_.in_segments) {
-      segmented_ = {header_, std::exchange(body_, nullptr), header_.part_bytes(),
-                    std::exchange(attached_, nullptr)};
-      segmented_.header.in_segments = false;
-      return;
-    }
-    if (header_.kind == wire::FrameKind::kSegment) {
-      segmented_.filled += header_.payload_bytes;
-      if (segmented_.filled < segmented_.header.body_bytes()) return;
-      header_ = segmented_.header;
-      body_ = std::exchange(segmented_.body, nullptr);
-      attached_ = std::exchange(segmented_.attached, nullptr);
-    }
-    deliver_on_loop();
-  }
-
-  void drop_unfinished_on_loop() {
-    body_ = in_arena_ = nullptr;
-    segmented_ = {};
-    attached_ = nullptr;
-    descriptors_.clear();
-    room_ = {};
-    head_filled_ = 0;
-  }
-
-  void deliver_on_loop() {
-    // After activity the loop polls. It does not poll after a heartbeat, because nothing follows at
-    // once, and rank 0 would always keep a core busy.
-    if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
-    InFrame frame{
-        header_, {}, {}, std::exchange(body_, nullptr), std::exchange(attached_, nullptr)};
-    frame.meta = {frame.body->data, header_.meta_bytes};
-    if (in_arena_) {
-      frame.payload = {in_arena_->data, header_.payload_bytes};
-      frame.is_shared = true;
-      // One pointer that owns both buffers.
-      const auto both = std::make_shared<std::pair<base::BufferPtr, base::BufferPtr>>(
-          std::move(frame.body), std::exchange(in_arena_, nullptr));
-      frame.body = base::BufferPtr(both, both->first.get());
-    } else {
-      frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
-    }
-    try {
-      if (header_.kind == wire::FrameKind::kAttached) return take_attached_on_loop();
-      if (header_.kind == wire::FrameKind::kArena) return take_arena_on_loop(frame);
-    } catch (const base::Exception& e) {
-      return finish_on_loop(e.error());
-    }
-    if (is_for_arena(header_)) offer_arena_on_loop();
+  void pass_on_loop(InFrame frame) {
     const std::shared_ptr<Handler> handler = handler_;  // it may replace itself
     if (handler->on_frame) handler->on_frame(std::move(frame));
   }
 
-  // ---- shared memory: Note [Payloads in shared memory] ----
+  // ---- payloads in bulk: Note [Bulk connections] ----
 
-  [[noreturn]] static void fail_attached() {
-    throw base::Exception(base::ErrorKind::kProtocol, "shared memory that is not as agreed");
+  void wait_for_bulk_on_loop(InFrame frame) {
+    if (!bulk_receiver_ || frame.header.kind == wire::FrameKind::kChunk) {
+      throw base::Exception(base::ErrorKind::kProtocol, "a bulk connection that is not agreed");
+    }
+    if (is_for_arena(frame.header)) offer_arena_on_loop();
+    const uint64_t bytes = frame.header.payload_bytes;
+    waiting_bytes_ += bytes_of(frame);
+    waiting_.push_back(std::move(frame));
+    bulk_receiver_->expect(bytes, [weak = weak_from_this(), loop = loop_](base::BufferPtr payload) {
+      loop->post([weak, payload = std::move(payload)] {
+        if (const auto self = weak.lock()) self->take_bulk_on_loop(payload);
+      });
+    });
   }
+
+  bool must_wait(const wire::FrameHeader& header) const {
+    using enum wire::FrameKind;
+    switch (header.kind) {
+      case kOneway:
+        return std::ranges::any_of(waiting_, [&](const InFrame& frame) {
+          return frame.header.kind == kOneway && frame.header.channel == header.channel;
+        });
+      case kCancel:
+      case kRRefDelete:
+      case kLeave:
+        return !waiting_.empty();
+      default:
+        return false;
+    }
+  }
+
+  // Gives the first waiting frame its payload, and delivers all frames that waited for it only.
+  void take_bulk_on_loop(const base::BufferPtr& payload) {
+    if (waiting_.empty()) return;  // the stream has ended
+    InFrame& first = waiting_.front();
+    first.header.in_bulk = false;
+    first.payload = {payload->data, first.header.payload_bytes};
+    first.body = owner_of(std::move(first.body), payload);
+    loop_->note_activity_on_loop();
+    while (!waiting_.empty() && !waiting_.front().header.in_bulk) {
+      InFrame frame = std::move(waiting_.front());
+      waiting_.pop_front();
+      pass_on_loop(std::move(frame));
+    }
+    if (waiting_.empty()) waiting_bytes_ = 0;
+    if (ended_ && waiting_.empty()) return finish_on_loop(*ended_);
+    watch_on_loop(watches_writable_);
+  }
+
+  void lost_bulk_on_loop(const base::Error& error) {
+    if (finished_ || discarding_) return;
+    const base::Error named{error.kind, peer_text() + ": " + error.message};
+    const bool is_peers = error.kind == base::ErrorKind::kPeerLost && !ended_;
+    is_peers ? write_failed_on_loop(named) : finish_on_loop(named);
+  }
+
+  void drop_unfinished_on_loop() {
+    reader_.stop();
+    waiting_.clear();
+    waiting_bytes_ = 0;
+  }
+
+  // ---- shared memory: Note [Payloads in shared memory] ----
 
   // Creates the memory in which this side receives large payloads, once, and tells the peer.
   void offer_arena_on_loop() {
@@ -534,29 +469,16 @@ class SocketStream final : public Stream,
     auto descriptor = std::make_shared<Fd>();
     auto memory = SharedMemory::create(kArenaHead + bytes, *descriptor);
     if (!memory.ok()) return;  // then the socket carries all payloads
-    receive_arena_ = std::make_shared<ReceiveArena>(std::move(memory.unchecked()));
+    reader_.arena = std::make_shared<ReceiveArena>(std::move(memory.unchecked()));
     OutFrame frame;
     frame.header = {.kind = wire::FrameKind::kArena, .call_id = kArenaHead + bytes};
     frame.descriptor = std::move(descriptor);
     static_cast<void>(send(std::move(frame)));  // on_close reports errors
   }
 
-  void take_attached_on_loop() {
-    if (slot_ || attached_ || header_.autograd_id == 0 || header_.autograd_id > 3) fail_attached();
-    if (header_.autograd_id & wire::kInSlot) {
-      if (header_.call_id >= kArenaSlots) fail_attached();
-      slot_ = {static_cast<uint32_t>(header_.call_id), header_.context_id};
-    }
-    if (header_.autograd_id & wire::kWithDescriptor) {
-      if (descriptors_.size() != 1) fail_attached();
-      attached_ = std::move(descriptors_.front());
-      descriptors_.clear();
-    }
-  }
-
   void take_arena_on_loop(const InFrame& frame) {
     const uint64_t bytes = frame.header.call_id;
-    if (!frame.descriptor || bytes <= kArenaHead || bytes > limits_.max_payload_bytes) {
+    if (!frame.descriptor || bytes <= kArenaHead || bytes > reader_.limits.max_payload_bytes) {
       fail_attached();
     }
     auto memory = SharedMemory::open(*frame.descriptor, bytes);
@@ -576,13 +498,15 @@ class SocketStream final : public Stream,
     finished_ = true;
     drop_unfinished_on_loop();  // the stream may live long after its end
     if (linger_timer_ != 0) loop_->cancel(linger_timer_);
-    SendQueue::Lanes dropped;
+    if (bulk_receiver_) bulk_receiver_->close();
+    if (bulk_sender_) bulk_sender_->close();
+    decltype(queue_) dropped;
     {
       std::unique_lock lock(send_mutex_);
       send_state_ = SendState::kClosed;
       // Waits for the rest of a slice at most.
       caller_left_.wait(lock, [this] { return !caller_writes_; });
-      dropped = queue_.take_all();
+      dropped.swap(queue_);
       if (opened_) uv_poll_stop(&poll_);  // before the descriptor is closed
       ::close(std::exchange(fd_, -1));
     }
@@ -604,43 +528,36 @@ class SocketStream final : public Stream,
   bool is_tcp_ = false;
 
   std::mutex send_mutex_;
-  SendState send_state_ = SendState::kIdle;  // by send_mutex_
-  SendQueue queue_;                          // by send_mutex_
+  SendState send_state_ = SendState::kIdle;          // by send_mutex_
+  std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_
   bool caller_writes_ = false;  // by send_mutex_; while it does, nobody else writes or closes
   std::condition_variable caller_left_;
-  int fd_ = -1;                            // changes by send_mutex_, and while no caller writes
-  std::shared_ptr<SendArena> send_arena_;  // by send_mutex_; the peer's memory
+  int fd_ = -1;                              // changes by send_mutex_, and while no caller writes
+  std::shared_ptr<SendArena> send_arena_;    // by send_mutex_; the peer's memory
+  std::shared_ptr<BulkSender> bulk_sender_;  // set by send_mutex_; only the loop reads without it
+  base::Task open_bulk_;                     // by send_mutex_; opens the bulk connection, once
 
   // Loop thread only.
   uv_poll_t poll_;
   bool opened_ = false;
-  bool watched_ = false;
+  int watched_ = 0;  // events
   bool watches_writable_ = false;
   bool finished_ = false;
-  base::TimePoint last_heard_;
+  std::optional<base::Error> ended_;  // the peer has closed, and payloads are still to come
   bool write_failed_ = false;
   bool discarding_ = false;  // closed here and flushed: drops what still comes
   uint64_t linger_timer_ = 0;
   std::shared_ptr<Handler> handler_ = std::make_shared<Handler>();
-  wire::Limits limits_;
-  std::array<uint8_t, wire::kHeaderBytes> head_;  // the beginning of an incomplete header
-  size_t head_filled_ = 0;
-  wire::FrameHeader header_;  // of the frame being read, when body_ is set
-  base::BufferPtr body_;
-  std::span<uint8_t> room_;  // where the rest of the part belongs that is being read
-  struct {
-    wire::FrameHeader header;
-    base::BufferPtr body;  // null: no frame is between two of its segments
-    size_t filled = 0;
-    std::shared_ptr<const Fd> attached;
-  } segmented_;
+  FrameReader reader_{{.deliver = [this](InFrame frame) { deliver_on_loop(std::move(frame)); },
+                       .allocate =
+                           [this](const wire::FrameHeader& header) {
+                             return handler_->allocate ? handler_->allocate(header) : nullptr;
+                           }}};
+  std::shared_ptr<BulkReceiver> bulk_receiver_;
+  std::deque<InFrame> waiting_;  // the first lacks its payload, the others must not overtake it
+  size_t waiting_bytes_ = 0;     // of waiting_, without payloads in bulk
   std::atomic<bool> takes_descriptors_ = false;  // any thread reads it
-  uint64_t arena_bytes_ = 0;                     // size of receive_arena_, until it is created
-  std::shared_ptr<ReceiveArena> receive_arena_;
-  std::deque<std::shared_ptr<const Fd>> descriptors_;  // received, and not yet announced
-  std::shared_ptr<const Fd> attached_;                 // of the next frame
-  std::optional<ArenaSlot> slot_;                      // of the next frame
-  base::BufferPtr in_arena_;                           // payload of the frame being read
+  uint64_t arena_bytes_ = 0;                     // size of the receive arena, until it is created
 };
 
 }  // namespace

@@ -52,7 +52,7 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
   }
   if (state == State::kUnconnected) {
     loop_.post([this, to, &peer] {
-      connect_until_on_loop(to, peer, base::deadline_after(kLongestReach));
+      connect_on_loop({to, peer, wire::HelloPurpose::kPeer, base::deadline_after(kLongestReach)});
     });
   }
   if (state == State::kUnconnected || state == State::kConnecting) return base::Unit{};
@@ -61,19 +61,22 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
 
 // ---- connecting, on the loop ----
 
-void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
-  if (!is_connecting_on_loop(rank, peer)) return;
-  if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-  const auto on_socket = [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
-    if (!socket.ok()) return on_unreachable_on_loop(rank, peer, socket.error());
-    on_connected_on_loop(rank, peer, std::move(socket.unchecked()), deadline);
+void Peers::connect_on_loop(const Dial& dial) {
+  if (!is_wanted_on_loop(dial)) return;
+  Peer& peer = dial.peer;
+  if (dial.purpose == wire::HelloPurpose::kPeer && peer.accepted) {
+    return begin_to_send_on_loop(dial.rank, peer.accepted);
+  }
+  const auto on_socket = [this, dial](base::Result<net::Fd> socket) {
+    if (!socket.ok()) return on_unreachable_on_loop(dial, socket.error());
+    on_connected_on_loop(dial, std::move(socket.unchecked()));
   };
   const wire::Endpoint& address = peer.entry.endpoint;
-  const auto connect_by_tcp = [this, &address, deadline, on_socket] {
+  const auto connect_by_tcp = [this, &address, deadline = dial.deadline, on_socket] {
     net::connect_tcp_on_loop(loop_, address.host, address.port, deadline, on_socket);
   };
   if (address.unix_name.empty()) return connect_by_tcp();
-  net::connect_unix_on_loop(loop_, address.unix_name, deadline,
+  net::connect_unix_on_loop(loop_, address.unix_name, dial.deadline,
                             [&address, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
                               if (socket.ok() || address.host.empty()) {
                                 on_socket(std::move(socket));
@@ -83,40 +86,53 @@ void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline
                             });
 }
 
-void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
+void Peers::on_unreachable_on_loop(const Dial& dial, const Error& error) {
   const bool is_own = error.kind == ErrorKind::kResources;
-  const Error reported{is_own ? error.kind : ErrorKind::kPeerLost,
-                       fmt::format("{} cannot reach {}: {}", membership::rank_text(rank_),
-                                   membership::rank_text(rank, name(rank)), error.message),
-                       is_own ? rank_ : rank, error.op};
-  loop_.call_at(base::deadline_after(kRank0Grace), [this, rank, &peer, reported] {
-    if (!is_connecting_on_loop(rank, peer)) return;
-    if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-    control_.report_on_loop(rank, reported);
+  const Error reported{
+      is_own ? error.kind : ErrorKind::kPeerLost,
+      fmt::format("{} cannot reach {}: {}", membership::rank_text(rank_),
+                  membership::rank_text(dial.rank, name(dial.rank)), error.message),
+      is_own ? rank_ : dial.rank, error.op};
+  loop_.call_at(base::deadline_after(kRank0Grace), [this, dial, reported] {
+    if (!is_wanted_on_loop(dial)) return;
+    if (dial.purpose == wire::HelloPurpose::kPeer && dial.peer.accepted) {
+      return begin_to_send_on_loop(dial.rank, dial.peer.accepted);
+    }
+    control_.report_on_loop(dial.rank, reported);
   });
 }
 
-void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
-  if (!is_connecting_on_loop(rank, peer)) return;  // `rank` was lost in the meantime
+void Peers::on_connected_on_loop(const Dial& dial, net::Fd socket) {
+  if (!is_wanted_on_loop(dial)) return;  // the rank was lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.authenticate_on_loop(
-      rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
+      dial.rank, dial.purpose, stream, [this, dial, stream](base::Status is) {
         if (!is.ok()) {
           // A peer that closes without a message is busy (retry) or lost (rank 0 will report it).
           const base::TimePoint next = base::deadline_after(kRetry);
-          const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < deadline;
-          if (!may_retry) return on_unreachable_on_loop(rank, peer, is.error());
-          loop_.call_at(
-              next, [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
+          const bool may_retry = is.error().kind == ErrorKind::kPeerLost && next < dial.deadline;
+          if (!may_retry) return on_unreachable_on_loop(dial, is.error());
+          loop_.call_at(next, [this, dial] { connect_on_loop(dial); });
           return;
         }
-        if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
-        stream->set_limits_on_loop(wire::Limits{});
-        stream->share_memory_on_loop(callbacks_.shared_memory());
-        stream->set_handler_on_loop(handler_on_loop(rank, stream));
-        begin_to_send_on_loop(rank, stream);
-        callbacks_.on_open(rank);
+        if (!is_wanted_on_loop(dial)) return stream->close(false);
+        if (dial.purpose == wire::HelloPurpose::kBulk) {
+          return dial.peer.stream->send_bulk_on_loop(bulk_loop_on_loop(),
+                                                     stream->take_socket_on_loop());
+        }
+        open_on_loop(dial.rank, stream);
+        begin_to_send_on_loop(dial.rank, stream);
+        callbacks_.on_open(dial.rank);
       });
+}
+
+void Peers::open_on_loop(int rank, const net::StreamPtr& stream) {
+  stream->set_limits_on_loop(wire::Limits{});
+  stream->share_memory_on_loop(callbacks_.shared_memory());
+  stream->use_bulk_on_loop([this, rank, &peer = at(rank)] {
+    connect_on_loop({rank, peer, wire::HelloPurpose::kBulk, base::deadline_after(kLongestReach)});
+  });
+  stream->set_handler_on_loop(handler_on_loop(rank, stream));
 }
 
 // Sends the queued frames. Until the queue is empty, other threads append their frames to it.
@@ -140,16 +156,25 @@ void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
   }
 }
 
-std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& stream) {
+std::optional<Error> Peers::accept_on_loop(int rank, wire::HelloPurpose purpose,
+                                           const net::StreamPtr& stream) {
   Peer& peer = at(rank);
-  if (peer.accepted) {
+  if (purpose == wire::HelloPurpose::kBulk) {
+    const net::StreamPtr& sends = peer.accepted ? peer.accepted : peer.stream;
+    if (!sends) {  // this rank has not read the proof on that connection yet
+      stream->close(false);
+      return std::nullopt;
+    }
+    if (sends->receive_bulk_on_loop(bulk_loop_on_loop(), stream->take_socket_on_loop())) {
+      return std::nullopt;
+    }
+  }
+  if (peer.accepted || purpose == wire::HelloPurpose::kBulk) {
     return Error{ErrorKind::kProtocol,
                  fmt::format("rank {} has connected to this rank already", rank)};
   }
   peer.accepted = stream;
-  stream->set_limits_on_loop(wire::Limits{});
-  stream->share_memory_on_loop(callbacks_.shared_memory());
-  stream->set_handler_on_loop(handler_on_loop(rank, stream));
+  open_on_loop(rank, stream);
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
   callbacks_.on_open(rank);
   return std::nullopt;

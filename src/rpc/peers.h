@@ -48,7 +48,8 @@ class PerRank {
 /// lost rank is a new peer: Note [Incarnations].
 ///
 /// If both ranks connect at once, each sends on the connection that it made and receives on both,
-/// so the messages from one rank to another keep their order.
+/// so the messages from one rank to another keep their order. A rank opens its bulk connection to
+/// another rank when the stream for sending asks for it.
 class Peers {
  public:
   /// The functions that Peers calls on the loop thread.
@@ -92,8 +93,9 @@ class Peers {
     const Peer& peer = at(rank_of(process));
     return peer.entry.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
-  /// Takes a connection that `rank` has opened. Returns an error to refuse it.
-  std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
+  /// Takes a connection that `rank` has opened for `purpose`. Returns an error to refuse it.
+  std::optional<base::Error> accept_on_loop(int rank, wire::HelloPurpose purpose,
+                                            const net::StreamPtr& stream);
   /// Marks a rank as lost and drops the frames that are queued for it.
   void lose_on_loop(const Loss& loss);
   bool is_done_without(int rank) const {
@@ -132,13 +134,29 @@ class Peers {
             rank};
   }
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  /// Returns true if `peer` is its rank's newest process and the connection is being opened.
-  bool is_connecting_on_loop(int rank, const Peer& peer) const {
-    return &at(rank) == &peer && peer.state == State::kConnecting;
+  /// A connection that this rank opens to a peer.
+  struct Dial {
+    int rank;
+    Peer& peer;
+    wire::HelloPurpose purpose;
+    base::TimePoint deadline;
+  };
+  /// Returns true if the peer is its rank's newest process and still needs the connection.
+  bool is_wanted_on_loop(const Dial& dial) const {
+    if (&at(dial.rank) != &dial.peer) return false;
+    const State state = dial.peer.state;
+    return state == State::kConnecting ||
+           (dial.purpose == wire::HelloPurpose::kBulk && state == State::kConnected);
   }
-  void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
-  void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
-  void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
+  void connect_on_loop(const Dial& dial);
+  void on_unreachable_on_loop(const Dial& dial, const base::Error& error);
+  void on_connected_on_loop(const Dial& dial, net::Fd socket);
+  /// Prepares an authenticated stream for calls.
+  void open_on_loop(int rank, const net::StreamPtr& stream);
+  net::Loop& bulk_loop_on_loop() {
+    if (!bulk_loop_) bulk_loop_.emplace();
+    return *bulk_loop_;
+  }
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   /// Queues later frames while rank 0 may still report the rank as lost; else the rank has left.
@@ -155,6 +173,7 @@ class Peers {
   std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // size of peers_ once it is filled
+  std::optional<net::Loop> bulk_loop_;  // created on loop_
 };
 
 }  // namespace distrain::rpc

@@ -41,7 +41,7 @@ Words load(std::span<const uint8_t, kHeaderBytes> bytes) {
 // Returns true if `kind` is in one of the four ranges of numbers in use.
 bool is_known(FrameKind kind) {
   using enum FrameKind;
-  return (kind >= kHello && kind <= kSegment) || (kind >= kCall && kind <= kSmallCreditRequest) ||
+  return (kind >= kHello && kind <= kAttached) || (kind >= kCall && kind <= kSmallCreditRequest) ||
          (kind >= kHeartbeat && kind <= kKnown) || (kind >= kRRefFork && kind <= kRRefDelete);
 }
 
@@ -54,8 +54,7 @@ base::Error protocol_error(std::string message) {
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header) { return magic_of(load(header)); }
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out) {
-  const auto kind =
-      static_cast<uint32_t>(header.kind) | (header.in_segments ? uint32_t{kInSegments} : 0);
+  const auto kind = static_cast<uint32_t>(header.kind) | (header.in_bulk ? uint32_t{kInBulk} : 0);
   Words words{pack(0, kind | uint32_t{header.channel} << 16),
               pack(header.meta_bytes, header.tensor_count),
               header.payload_bytes,
@@ -71,8 +70,8 @@ base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> i
   const Words words = load(in);
   FrameHeader header;
   const auto kind = static_cast<uint16_t>(high(words[0]));
-  header.in_segments = (kind & kInSegments) != 0;
-  header.kind = static_cast<FrameKind>(kind & ~kInSegments);
+  header.in_bulk = (kind & kInBulk) != 0;
+  header.kind = static_cast<FrameKind>(kind & ~kInBulk);
   header.channel = static_cast<uint16_t>(high(words[0]) >> 16);
   header.meta_bytes = low(words[1]);
   header.tensor_count = high(words[1]);
@@ -93,9 +92,9 @@ base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> i
                           " bytes, " + std::to_string(header.tensor_count) + " tensors, payload " +
                           std::to_string(header.payload_bytes) + " bytes");
   }
-  if (header.in_segments && header.payload_bytes <= kSegmentBytes) {
+  if (header.in_bulk && header.payload_bytes < kLeastInBulk) {
     return protocol_error("a payload of " + std::to_string(header.payload_bytes) +
-                          " bytes in segments");
+                          " bytes over a bulk connection");
   }
   return header;
 }

@@ -57,7 +57,7 @@ void get(Reader& in, T& value) {
   } else if constexpr (Scalar<T>) {
     value = in.get<T>();
     if constexpr (std::is_same_v<T, HelloPurpose>) {
-      check(value == HelloPurpose::kJoin || value == HelloPurpose::kPeer,
+      check(value >= HelloPurpose::kJoin && value <= HelloPurpose::kBulk,
             "purpose of a connection");
     } else if constexpr (std::is_same_v<T, Trust>) {
       check(value >= Trust::kToken && value <= Trust::kAnybody, "kind of trust");

@@ -9,9 +9,9 @@ import socket
 import struct
 
 HELLO, REJECT, DIRECTORY, PREPARED, GO, PROOF, JOIN, JOINED = 1, 2, 3, 4, 5, 6, 7, 8
-JOINS, PEER = 1, 2  # purposes of a connection
+JOINS, PEER, BULK = 1, 2, 3  # purposes of a connection
 TOKEN, SAME_USER, ANYBODY = 1, 2, 3
-MAGIC, VERSION = b"DTRN", 10
+MAGIC, VERSION = b"DTRN", 11
 
 # fractional digits of pi, as in src/wire/frame.cpp
 FACTORS = (
@@ -44,7 +44,7 @@ def join(job=b"distrain ps", size=0, options=()):
 
 def key(secret, purpose, side):
     """Derives a key of 32 bytes by HKDF-SHA256."""
-    use = {JOINS: b"join ", PEER: b"peer "}[purpose] + side
+    use = {JOINS: b"join ", PEER: b"peer ", BULK: b"bulk "}[purpose] + side
     extracted = hmac.new(b"distrain", secret or b"\0", hashlib.sha256).digest()
     return hmac.new(extracted, use + b"\x01", hashlib.sha256).digest()
 

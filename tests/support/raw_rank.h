@@ -54,21 +54,12 @@ class RawRank {
   }
   /// Returns the next frame, or nullopt if the peer has disconnected or sends nothing for 60 s.
   std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
-    for (;;) {
-      uint8_t head[wire::kHeaderBytes];
-      if (!receive_bytes(head, sizeof head)) return std::nullopt;
-      const wire::FrameHeader header = wire::decode_header(head, wire::Limits{}).value();
-      wire::Bytes body(header.part_bytes());
-      if (!receive_bytes(body.data(), body.size())) return std::nullopt;
-      if (header.in_segments) {
-        segmented_ = {header, std::move(body)};
-      } else if (header.kind == wire::FrameKind::kSegment) {
-        segmented_.second.insert(segmented_.second.end(), body.begin(), body.end());
-        if (segmented_.second.size() == segmented_.first.body_bytes()) return segmented_;
-      } else {
-        return std::pair(header, std::move(body));
-      }
-    }
+    uint8_t head[wire::kHeaderBytes];
+    if (!receive_bytes(head, sizeof head)) return std::nullopt;
+    const wire::FrameHeader header = wire::decode_header(head, wire::Limits{}).value();
+    wire::Bytes body(header.bytes_behind());
+    if (!receive_bytes(body.data(), body.size())) return std::nullopt;
+    return std::pair(header, std::move(body));
   }
   bool closed_by_peer() {
     while (receive()) {
@@ -127,7 +118,6 @@ class RawRank {
     }
     return true;
   }
-  std::pair<wire::FrameHeader, wire::Bytes> segmented_;  // of which segments are missing
   net::Fd fd_;
 };
 

@@ -60,7 +60,7 @@ class Strangers:
 
     def are_not_believed(self):
         said = self.random.choice((
-            hello(self.rank, purpose=PEER), hello(self.rank, purpose=3), hello(self.rank, trust=0),
+            hello(self.rank, purpose=PEER), hello(self.rank, purpose=4), hello(self.rank, trust=0),
             hello(self.rank, version=self.random.randrange(1 << 32) & ~VERSION), hello(self.rank) + b"x"))
         self.say(frame(HELLO, said)).await_end()
         wrong = self.say(frame(HELLO, hello(self.rank)))

@@ -48,9 +48,9 @@ struct InFrame {
 /// idle (a caller writes) → draining (the loop writes, callers queue) → idle; → closing (the loop
 /// writes the queue, then waits up to a second for the peer's end) → closed. Receive: on the loop,
 /// many small frames at once through a scratch buffer, a large body into the buffer delivered.
-/// Order: frames arrive in the order of send(), except that small frames overtake frames with more
-/// than wire::kSegmentBytes of payload on the socket: Note [Segments] in src/net/net_impl.h.
-/// Between processes of one host large payloads go through shared memory, if allowed.
+/// Between processes of one host large payloads go through shared memory, if allowed, else large
+/// payloads go over a bulk connection, if allowed. Order: frames arrive in the order of send(),
+/// except that they overtake payloads in bulk: Note [Bulk connections] in src/net/bulk.h.
 class Stream {
  public:
   struct Handler {
@@ -73,6 +73,16 @@ class Stream {
   /// Lets frames of a unix socket carry descriptors, and large payloads go through shared memory of
   /// `bytes`, or through none if 0. Call it once the peer has proved who it is.
   virtual void share_memory_on_loop(uint64_t bytes) = 0;
+  /// Lets payloads of at least wire::kLeastInBulk bytes travel over bulk connections. `open` is
+  /// called on the loop when the first one waits, and must lead to send_bulk_on_loop(), or end the
+  /// stream. Call it once the peer has proved who it is.
+  virtual void use_bulk_on_loop(base::Task open) = 0;
+  /// Sends payloads over `socket`, on another loop.
+  virtual void send_bulk_on_loop(Loop& loop, Fd socket) = 0;
+  /// Receives payloads from `socket`, on another loop. Returns false if there is a socket already.
+  virtual bool receive_bulk_on_loop(Loop& loop, Fd socket) = 0;
+  /// Ends the stream without on_close, and returns its socket; an invalid one without descriptors.
+  virtual Fd take_socket_on_loop() = 0;
   /// Returns when the frame is written or queued. Returns an error if the stream is closed or if
   /// check_limits() rejects the frame. on_close reports a connection that breaks later.
   virtual base::Status send(OutFrame frame) = 0;

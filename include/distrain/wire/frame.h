@@ -12,7 +12,7 @@ namespace distrain::wire {
 ///
 ///   offset  size  field
 ///        0     4  magic            "DTRN" xor a hash of the other 44 bytes (magic_of)
-///        4     2  kind             FrameKind; + kInSegments if the payload comes in segments
+///        4     2  kind             FrameKind; + kInBulk if the payload does not follow
 ///        6     2  channel          kOneway: channel number; kChunk: device type + 256 * device
 ///                                  index, + kOfReply if it belongs to a reply; kCall:
 ///                                  kWithoutCredit, kWithSmallCredit or 0; kReply: kWithRRefs or 0;
@@ -32,10 +32,9 @@ namespace distrain::wire {
 ///                                  payload_bytes > 0
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
 ///
-/// A payload of more than kSegmentBytes may come in segments, so that other frames need not wait
-/// for all of it: the frame has the first kSegmentBytes of the payload, and each frame of kind
-/// kSegment has the next kSegmentBytes, or the rest. Between them there may be any frames, except
-/// another one in segments.
+/// The payload of a frame with kInBulk comes over the sender's bulk connection, as its next
+/// `payload_bytes` bytes there, and no zeros follow the meta: Note [Bulk connections] in
+/// src/net/bulk.h.
 ///
 /// The hash detects a corrupted header. Without the hash, a reply with a corrupted call_id would be
 /// dropped as a reply to an unknown call, and the real caller would wait forever. Meta and payload
@@ -48,9 +47,10 @@ inline constexpr uint16_t kWithRRefs = 1;
 inline constexpr uint16_t kOfReply = 128;
 inline constexpr uint64_t kInSlot = 1;
 inline constexpr uint64_t kWithDescriptor = 2;
-inline constexpr uint16_t kInSegments = 0x8000;
-inline constexpr uint64_t kSegmentBytes = uint64_t{1} << 20;
-inline constexpr uint32_t kProtocolVersion = 10;
+inline constexpr uint16_t kInBulk = 0x8000;
+/// Smaller payloads follow their headers.
+inline constexpr uint64_t kLeastInBulk = (uint64_t{1} << 20) + 1;
+inline constexpr uint32_t kProtocolVersion = 11;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
@@ -66,7 +66,6 @@ enum class FrameKind : uint16_t {
   kArena = 9,      // comes with the descriptor of memory of `call_id` bytes
   kAttached = 10,  // of the next frame; `autograd_id`: kInSlot + kWithDescriptor; `call_id` and
                    // `context_id`: number and offset of the slot that has its payload
-  kSegment = 11,   // the part of a payload from byte `call_id` on, of `payload_bytes`
   // Calls
   kCall = 16,
   kReply = 17,
@@ -104,18 +103,16 @@ struct FrameHeader {
   uint64_t call_id = 0;
   uint64_t context_id = 0;
   uint64_t autograd_id = 0;
-  bool in_segments = false;
+  bool in_bulk = false;
   friend bool operator==(const FrameHeader&, const FrameHeader&) = default;
   /// Returns the offset of the payload from the end of the header.
   uint64_t payload_offset() const {
     return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);
   }
-  /// Returns the number of bytes after the header, without the headers of segments.
+  /// Returns the number of bytes from the end of the header to the end of a payload behind it.
   uint64_t body_bytes() const { return payload_offset() + payload_bytes; }
   /// Returns the number of bytes between this header and the next one.
-  uint64_t part_bytes() const {
-    return in_segments ? payload_offset() + kSegmentBytes : body_bytes();
-  }
+  uint64_t bytes_behind() const { return in_bulk ? meta_bytes : body_bytes(); }
 };
 
 /// Returns the magic of a header whose other bytes, as u32, are w[1] to w[11]:
@@ -126,9 +123,9 @@ struct FrameHeader {
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
-/// Fails with `protocol` for a wrong magic, unknown kind, length beyond `limits`, or a payload in
-/// segments that fits in one. Accepts plain kMagic in kHello and kReject, as sent by earlier
-/// versions, so that errors can name the version.
+/// Fails with `protocol` for a wrong magic, unknown kind, length beyond `limits`, or a short
+/// payload with kInBulk. Accepts plain kMagic in kHello and kReject, as sent by earlier versions,
+/// so that errors can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

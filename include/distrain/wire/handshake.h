@@ -42,9 +42,10 @@ namespace distrain::wire {
 //   0 → r  kFlush         all ranks have entered that round; `context_id` is their numbers' sum
 //
 // Connection for calls between two ranks, opened by the first rank that has something to send. The
-// accepting rank s may refuse it with a kReject that has a reason.
+// accepting rank s may refuse it with a kReject that has a reason. A bulk connection has the
+// proofs, and then the payloads of frames with kInBulk, from i to s.
 //
-// On both kinds of connection, in both directions:
+// On the first two kinds of connection, in both directions:
 //
 //   kHeartbeat            the sender is alive
 //   kAbort                the sender exits because of the error in the body
@@ -52,7 +53,7 @@ namespace distrain::wire {
 //
 // The bodies of hello and directory begin with the protocol version, so that errors can name it.
 
-enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
+enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2, kBulk = 3 };
 
 /// The condition on which a rank trusts a peer, in addition to the peer's proof of identity.
 enum class Trust : uint8_t {

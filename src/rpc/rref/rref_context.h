@@ -20,7 +20,7 @@ namespace distrain::rpc {
 // The owner of a value keeps it while any fork of its RRef lives. A fork is one rank's hold on the
 // value, named by (rank that made the name, number); a rank may have several forks of one RRef.
 // Only small messages between the same two ranks keep their order, and each may come twice. A
-// message with large tensors may be overtaken by any but a Delete: Note [Segments] in net/.
+// message with large tensors may be overtaken by any but a Delete: Note [Bulk connections] in net/.
 //
 //   create   U calls remote() on O. The call contains the RRef's id and U's fork. U keeps its fork
 //            at least until the call is answered, and O records the fork before it answers.

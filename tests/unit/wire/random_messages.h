@@ -40,7 +40,7 @@ class RandomMessages {
 
   Hello hello() {
     Hello hello;
-    hello.purpose = one_in(2) ? HelloPurpose::kJoin : HelloPurpose::kPeer;
+    hello.purpose = static_cast<HelloPurpose>(1 + below(3));
     hello.trust = static_cast<Trust>(1 + below(3));
     hello.rank = static_cast<int32_t>(bits());
     hello.generation = static_cast<uint32_t>(bits());
@@ -110,35 +110,20 @@ class RandomMessages {
   }
 
   FrameHeader header(const Limits& limits = {}) {
-    constexpr FrameKind kKinds[] = {FrameKind::kHello,
-                                    FrameKind::kReject,
-                                    FrameKind::kDirectory,
-                                    FrameKind::kPrepared,
-                                    FrameKind::kGo,
-                                    FrameKind::kProof,
-                                    FrameKind::kJoin,
-                                    FrameKind::kJoined,
-                                    FrameKind::kCall,
-                                    FrameKind::kReply,
-                                    FrameKind::kError,
-                                    FrameKind::kOneway,
-                                    FrameKind::kChunk,
-                                    FrameKind::kCancel,
-                                    FrameKind::kCredit,
-                                    FrameKind::kCreditRequest,
-                                    FrameKind::kHeartbeat,
-                                    FrameKind::kFlush,
-                                    FrameKind::kAbort,
-                                    FrameKind::kLost,
-                                    FrameKind::kLeave,
-                                    FrameKind::kReturned,
-                                    FrameKind::kKnown,
-                                    FrameKind::kRRefFork,
-                                    FrameKind::kRRefAccept,
-                                    FrameKind::kRRefDelete,
-                                    FrameKind::kSegment,
-                                    FrameKind::kSmallCredit,
-                                    FrameKind::kSmallCreditRequest};
+    constexpr FrameKind kKinds[] = {FrameKind::kHello,       FrameKind::kReject,
+                                    FrameKind::kDirectory,   FrameKind::kPrepared,
+                                    FrameKind::kGo,          FrameKind::kProof,
+                                    FrameKind::kJoin,        FrameKind::kJoined,
+                                    FrameKind::kCall,        FrameKind::kReply,
+                                    FrameKind::kError,       FrameKind::kOneway,
+                                    FrameKind::kChunk,       FrameKind::kCancel,
+                                    FrameKind::kCredit,      FrameKind::kCreditRequest,
+                                    FrameKind::kHeartbeat,   FrameKind::kFlush,
+                                    FrameKind::kAbort,       FrameKind::kLost,
+                                    FrameKind::kLeave,       FrameKind::kReturned,
+                                    FrameKind::kKnown,       FrameKind::kRRefFork,
+                                    FrameKind::kRRefAccept,  FrameKind::kRRefDelete,
+                                    FrameKind::kSmallCredit, FrameKind::kSmallCreditRequest};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());
@@ -148,7 +133,7 @@ class RandomMessages {
     header.call_id = bits();
     header.context_id = bits();
     header.autograd_id = bits();
-    header.in_segments = header.payload_bytes > kSegmentBytes && one_in(2);
+    header.in_bulk = header.payload_bytes >= kLeastInBulk && one_in(2);
     return header;
   }
 

@@ -130,7 +130,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 10);
+  CHECK(kProtocolVersion == 11);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -144,7 +144,6 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kJoined) == 8);
   CHECK(static_cast<int>(FrameKind::kArena) == 9);
   CHECK(static_cast<int>(FrameKind::kAttached) == 10);
-  CHECK(static_cast<int>(FrameKind::kSegment) == 11);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
@@ -198,12 +197,12 @@ TEST_CASE("the limits of a frame header are exact") {
   more.payload_bytes = UINT64_MAX;
   CHECK(kind_of(more) == base::ErrorKind::kProtocol);
 
-  FrameHeader segments{.payload_bytes = kSegmentBytes, .in_segments = true};
-  CHECK_FALSE(decode_header(encoded(segments), Limits{}).ok());
-  segments.payload_bytes += 1;
-  CHECK(decode_header(encoded(segments), Limits{}).ok());
-  CHECK(segments.part_bytes() == kSegmentBytes);
-  CHECK(encoded(segments)[5] == 0x80);
+  FrameHeader bulk{.meta_bytes = 7, .payload_bytes = kLeastInBulk - 1, .in_bulk = true};
+  CHECK_FALSE(decode_header(encoded(bulk), Limits{}).ok());
+  bulk.payload_bytes += 1;
+  CHECK(decode_header(encoded(bulk), Limits{}).ok());
+  CHECK(bulk.bytes_behind() == 7);
+  CHECK(encoded(bulk)[5] == 0x80);
 
   FrameHeader anything;
   anything.payload_bytes = 1;
@@ -260,7 +259,7 @@ TEST_CASE("only a hello and a reject may have no hash") {
 }
 
 TEST_CASE("unknown kinds are named") {
-  Header bytes = encoded(FrameHeader{.payload_bytes = kSegmentBytes + 1});
+  Header bytes = encoded(FrameHeader{.payload_bytes = kLeastInBulk});
   int known = 0;
   for (int kind = 0; kind < 65536; ++kind) {
     bytes[4] = static_cast<uint8_t>(kind);
@@ -273,7 +272,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 2 * 31);  // with and without kInSegments
+  CHECK(known == 2 * 30);  // with and without kInBulk
 }
 
 TEST_CASE("the payload begins at the documented offset") {
@@ -457,7 +456,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      10,   0,    0,    0,                             // version
+      11,   0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank
@@ -492,6 +491,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
 TEST_CASE("the numbers of purposes and kinds of trust do not change") {
   CHECK(static_cast<int>(HelloPurpose::kJoin) == 1);
   CHECK(static_cast<int>(HelloPurpose::kPeer) == 2);
+  CHECK(static_cast<int>(HelloPurpose::kBulk) == 3);
   CHECK(static_cast<int>(Trust::kToken) == 1);
   CHECK(static_cast<int>(Trust::kSameUser) == 2);
   CHECK(static_cast<int>(Trust::kAnybody) == 3);
@@ -534,7 +534,7 @@ TEST_CASE("malformed hellos, proofs, joins, directories and errors are refused")
     CHECK(message == std::string("malformed message: ") + why);
   };
   const Bytes hello = encode(Hello{});
-  for (const uint8_t unknown : {uint8_t{0}, uint8_t{3}, uint8_t{255}}) {
+  for (const uint8_t unknown : {uint8_t{0}, uint8_t{4}, uint8_t{255}}) {
     Bytes bytes = hello;
     bytes[4] = unknown;
     refused(decode_hello, bytes, "an unknown purpose of a connection");
