@@ -1,6 +1,5 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -8,6 +7,7 @@
 
 #include <uv.h>
 
+#include "frame_writer.h"
 #include "net_impl.h"
 
 namespace distrain::net {
@@ -33,16 +33,13 @@ namespace distrain::net {
 // A stream that loses its bulk connection ends. A stream whose peer has closed ends when the last
 // payload has come.
 
-/// One end of a bulk connection, on the loop to which open() gives it. Functions with `_on_loop`
-/// run on that loop; all others are thread-safe.
+/// One end of a bulk connection. The stream's loop calls open() and close(); functions with
+/// `_on_loop` run on the loop that open() gets.
 class BulkSocket : public LoopResource, public std::enable_shared_from_this<BulkSocket> {
  public:
-  /// Called on the loop, once, if the connection breaks.
+  /// Called on the bulk loop, once, if the connection breaks.
   using OnBroken = std::function<void(const base::Error&)>;
   explicit BulkSocket(OnBroken on_broken) : on_broken_(std::move(on_broken)) {}
-  ~BulkSocket() override {
-    if (fd_ >= 0) ::close(fd_);  // the loop has ended before it began
-  }
   /// Begins to use `socket`. Returns false if there is a socket already.
   bool open(Loop& loop, Fd socket);
   /// Drops what is not sent or received.
@@ -50,29 +47,22 @@ class BulkSocket : public LoopResource, public std::enable_shared_from_this<Bulk
   void shut_down_on_loop() override;
 
  protected:
+  virtual void begin_on_loop() = 0;
   virtual void on_ready_on_loop() = 0;
-  virtual int wanted_events_locked() const = 0;
-  virtual void drop_on_loop() = 0;
-  void watch_later() {
-    loop_->post([self = shared_from_this()] { self->watch_on_loop(); });
-  }
+  virtual void drop_on_loop() = 0;  // also called if there is no loop
+  void watch_on_loop(int events);
   void break_on_loop(const base::Error& error);
-  void break_later(const base::Error& error) {
-    loop_->post([self = shared_from_this(), error] { self->break_on_loop(error); });
+  int fd() const { return socket_.get(); }
+  /// Returns one of two numbers of bytes for a system call, which depends on the transport.
+  size_t slice(size_t tcp, size_t unix) const {
+    return socket_option(fd(), SOL_SOCKET, SO_DOMAIN) == AF_UNIX ? unix : tcp;
   }
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<Loop::Impl> loop_;  // by mutex_ until it is set
-  int fd_ = -1;                       // by mutex_; does not change while is_writing_
-  bool is_tcp_ = false;               // set with fd_
-  bool closed_ = false;               // by mutex_
-  bool is_writing_ = false;           // by mutex_
-  std::condition_variable left_;      // signalled when is_writing_ becomes false
+  std::shared_ptr<Loop::Impl> loop_;  // set by open(), before other threads use it
 
  private:
-  void watch_on_loop();  // calls on_ready_on_loop() for the events that are wanted now
-
-  OnBroken on_broken_;  // loop only, as the rest
+  OnBroken on_broken_;
+  Fd socket_;
   uv_poll_t poll_;
   bool is_polled_ = false;
   bool is_shut_down_ = false;
@@ -82,45 +72,30 @@ class BulkSocket : public LoopResource, public std::enable_shared_from_this<Bulk
 class BulkSender final : public BulkSocket {
  public:
   using BulkSocket::BulkSocket;
-  void push(std::unique_ptr<PendingFrame> payload) {
-    std::lock_guard lock(mutex_);
-    if (!closed_) queue_.push_back(std::move(payload));
-  }
-  /// Writes as far as the socket takes it, until `own` is written. The loop writes the rest.
-  void write_until(const PendingFrame* own);
-  /// Lets the loop write.
-  void write_later() {
-    std::lock_guard lock(mutex_);
-    if (loop_ && !closed_) watch_later();
-  }
-  bool empty() const {
-    std::lock_guard lock(mutex_);
-    return queue_.empty() && !is_writing_;
-  }
-  /// Calls `task` when all payloads are written, at once if they are. Not called after close().
-  void call_when_empty(base::Task task);
+  FrameWriter& writer() { return writer_; }
 
  private:
-  void on_ready_on_loop() override { write_until(nullptr); }
-  int wanted_events_locked() const override {
-    return queue_.empty() || is_writing_ ? 0 : UV_WRITABLE;  // a writer watches later
+  void begin_on_loop() override;
+  void on_ready_on_loop() override;
+  void drop_on_loop() override { writer_.stop_on_loop(); }
+  void wake() {
+    const std::weak_ptr<BulkSocket> weak = weak_from_this();
+    loop_->post([weak] {
+      if (const auto self = weak.lock()) static_cast<BulkSender&>(*self).on_ready_on_loop();
+    });
   }
-  void drop_on_loop() override;
 
-  std::deque<std::unique_ptr<PendingFrame>> queue_;  // by mutex_; is_writing_ protects the first
-  base::Task when_empty_;                            // by mutex_
+  FrameWriter writer_{[this] { wake(); }};
 };
 
 /// Receives payloads.
 class BulkReceiver final : public BulkSocket {
  public:
   using BulkSocket::BulkSocket;
-  /// Receives the next `bytes`, and calls `done` with them on the loop.
+  /// Receives the next `bytes`, and calls `done` with them on the bulk loop. Called on the stream's
+  /// loop.
   void expect(uint64_t bytes, std::function<void(base::BufferPtr)> done);
-  base::TimePoint last_heard() const {
-    std::lock_guard lock(mutex_);
-    return last_heard_;
-  }
+  base::TimePoint last_heard() const { return last_heard_; }
 
  private:
   struct Payload {
@@ -129,12 +104,13 @@ class BulkReceiver final : public BulkSocket {
     base::BufferPtr body = nullptr;  // allocated when its first byte can be read
     uint64_t filled = 0;
   };
+  void begin_on_loop() override { watch_on_loop(UV_READABLE); }
   void on_ready_on_loop() override;
-  int wanted_events_locked() const override { return queue_.empty() ? 0 : UV_READABLE; }
   void drop_on_loop() override;
 
-  std::deque<Payload> queue_;   // by mutex_; only the loop uses and removes the first
-  base::TimePoint last_heard_;  // by mutex_
+  std::mutex mutex_;
+  std::deque<Payload> queue_;  // by mutex_; only the bulk loop uses and removes the first
+  std::atomic<base::TimePoint> last_heard_{};
 };
 
 }  // namespace distrain::net

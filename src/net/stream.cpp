@@ -1,7 +1,6 @@
 #include "distrain/net/stream.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
 
 #include <fcntl.h>
@@ -12,6 +11,7 @@
 
 #include "bulk.h"
 #include "frame_reader.h"
+#include "frame_writer.h"
 #include "net_impl.h"
 
 namespace distrain::net {
@@ -19,8 +19,7 @@ namespace {
 
 // The longest wait for the peer's end of the connection: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
-// Bytes that a caller writes between two checks of whether the stream is closed, and that the loop
-// writes or reads before it serves other streams.
+// Bytes that a thread writes at once, and that the loop reads before it serves other streams.
 constexpr size_t kSlice = size_t{1} << 20;
 // The loop thread copies no larger payload into shared memory.
 constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
@@ -54,7 +53,8 @@ class SocketStream final : public Stream,
                            public LoopResource,
                            public std::enable_shared_from_this<SocketStream> {
  public:
-  SocketStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
+  SocketStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), socket_(fd) {
+    writer_.set_socket(fd, kSlice);
     // A broken connection has no peer's address by which to tell.
     is_tcp_ = socket_option(fd, SOL_SOCKET, SO_DOMAIN) != AF_UNIX;
     if (is_tcp_) {
@@ -67,10 +67,6 @@ class SocketStream final : public Stream,
       set_socket_option(fd, SOL_SOCKET, SO_SNDBUF, kUnixSendBuffer);
     }
   }
-  ~SocketStream() override {
-    if (fd_ >= 0) ::close(fd_);  // never started
-  }
-
   void start(Handler handler, const wire::Limits& limits) override {
     if (loop_->in_loop()) {
       // At once, because the caller may replace them before the stream is open.
@@ -101,38 +97,21 @@ class SocketStream final : public Stream,
     if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
     if (!takes_descriptors_) frame.descriptor = nullptr;
     auto pending = make_pending(std::move(frame));
-    PendingFrame* const own = pending.get();
-    std::unique_ptr<PendingFrame> in_bulk = pending->take_bulk();
-    const PendingFrame* const own_in_bulk = in_bulk.get();
-    std::shared_ptr<BulkSender> bulk;
-    bool writes = false;
-    {
-      std::lock_guard lock(send_mutex_);
-      if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
-        return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
-      }
-      queue_.push_back(std::move(pending));
-      if (in_bulk) {
-        bulk = bulk_sender_;
-        bulk->push(std::move(in_bulk));
-        if (open_bulk_) loop_->post(std::move(open_bulk_));
-      }
-      writes = send_state_ == SendState::kIdle && !caller_writes_;
-      if (writes) caller_writes_ = true;
+    if (auto in_bulk = pending->take_bulk()) {
+      return send_both(std::move(pending), std::move(in_bulk));
     }
-    if (writes) write_and_leave(own);
-    if (bulk) loop_->in_loop() ? bulk->write_later() : bulk->write_until(own_in_bulk);
+    PendingFrame* const own = pending.get();
+    const std::optional<bool> writes = writer_.push(std::move(pending));
+    if (!writes) return closed_error();
+    if (*writes) writer_.write(own, !loop_->in_loop());
     return base::Unit{};
   }
 
   void close(bool flush) override {
-    {
-      std::lock_guard lock(send_mutex_);
-      if (send_state_ == SendState::kClosed) return;
-      send_state_ = SendState::kClosing;
-    }
+    writer_.refuse();
     loop_->post([self = shared_from_this(), flush] {
-      flush ? self->drain_on_loop() : self->shut_down_on_loop();
+      self->is_closing_ = true;
+      flush ? self->flush_on_loop() : self->shut_down_on_loop();
     });
   }
 
@@ -154,7 +133,7 @@ class SocketStream final : public Stream,
       });
     };
     bulk_receiver_ = std::make_shared<BulkReceiver>(on_broken);
-    std::lock_guard lock(send_mutex_);
+    std::lock_guard lock(mutex_);
     bulk_sender_ = std::make_shared<BulkSender>(on_broken);
     open_bulk_ = std::move(open);
   }
@@ -166,22 +145,19 @@ class SocketStream final : public Stream,
   }
   Fd take_socket_on_loop() override {
     handler_ = std::make_shared<Handler>();
-    Fd taken(fd_ < 0 ? -1 : ::fcntl(fd_, F_DUPFD_CLOEXEC, 0));
+    Fd taken(finished_ ? -1 : ::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
     finish_on_loop(closed_here());
     return taken;
   }
   std::optional<uint32_t> peer_user_on_loop() override {
     loop_->assert_in_loop();
-    std::lock_guard lock(send_mutex_);
-    return fd_ < 0 ? std::nullopt : peer_user(fd_);
+    return finished_ ? std::nullopt : peer_user(socket_.get());
   }
   void shut_down_on_loop() override {
     finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing"});
   }
 
  private:
-  enum class SendState { kIdle, kDraining, kClosing, kClosed };
-
   std::string peer_text() const { return is_tcp_ ? peer_name_ : "the other process"; }
   base::Error peer_closed(int code) const {
     return {base::ErrorKind::kPeerLost,
@@ -197,7 +173,7 @@ class SocketStream final : public Stream,
     std::shared_ptr<SendArena> arena;
     bool has_bulk = false;
     {
-      std::lock_guard lock(send_mutex_);
+      std::lock_guard lock(mutex_);
       arena = send_arena_;
       has_bulk = bulk_sender_ != nullptr;
     }
@@ -205,77 +181,47 @@ class SocketStream final : public Stream,
     return std::make_unique<PendingFrame>(std::move(frame), arena.get(), has_bulk);
   }
 
-  // Writes `own`, the first frame of the queue, without the lock, because other threads queue
-  // theirs meanwhile. Also writes a few small ones after it; the loop is woken for all else.
-  void write_and_leave(PendingFrame* own) {
-    size_t of_others = 0;
-    for (PendingFrame* frame = own;;) {
-      const bool is_full = frame->write_to(fd_, kSlice) != 0;  // the loop reports an error
-      std::unique_ptr<PendingFrame> done;                      // destroyed outside the lock
-      std::lock_guard lock(send_mutex_);
-      if (send_state_ == SendState::kClosed) {
-        caller_writes_ = false;
-        caller_left_.notify_all();
-        return;
-      }
-      if (frame->done()) {
-        done = pop_locked();
-        if (frame == own) own = nullptr;
-      }
-      PendingFrame* const next = queue_.empty() ? nullptr : queue_.front().get();
-      if (next && !is_full) {
-        // The loop must not stay with one stream.
-        if (!own) of_others += next->bytes_left();
-        if (own ? !loop_->in_loop() : of_others <= kSlice) {
-          frame = next;
-          continue;
-        }
-      }
-      caller_writes_ = false;
-      if (!next && send_state_ == SendState::kIdle) return;
-      if (send_state_ == SendState::kIdle) send_state_ = SendState::kDraining;
-      break;
+  // Sends a frame and its payload in bulk, each in the same place of its order.
+  base::Status send_both(std::unique_ptr<PendingFrame> frame,
+                         std::unique_ptr<PendingFrame> payload) {
+    PendingFrame* const own = frame.get();
+    PendingFrame* const own_payload = payload.get();
+    std::shared_ptr<BulkSender> bulk;
+    std::optional<bool> writes, writes_payload;
+    {
+      std::lock_guard lock(mutex_);
+      bulk = bulk_sender_;
+      if (bulk) writes = writer_.push(std::move(frame));
+      if (!writes) return closed_error();
+      writes_payload = bulk->writer().push(std::move(payload));
+      if (open_bulk_) loop_->post(std::move(open_bulk_));
     }
-    loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
+    const bool may_stay = !loop_->in_loop();
+    if (*writes) writer_.write(own, may_stay);
+    if (writes_payload.value_or(false)) bulk->writer().write(own_payload, may_stay);
+    return base::Unit{};
   }
 
-  std::unique_ptr<PendingFrame> pop_locked() {
-    std::unique_ptr<PendingFrame> frame = std::move(queue_.front());
-    queue_.pop_front();
-    return frame;
+  static base::Error closed_error() {
+    return {base::ErrorKind::kPeerLost, "the connection is closed"};
   }
 
   // Writes the queue as far as the socket takes it, and goes on when it is writable again.
   void drain_on_loop() {
     if (write_failed_ || finished_ || !opened_) return;
-    for (size_t written = 0;;) {
-      PendingFrame* front = nullptr;
-      {
-        std::lock_guard lock(send_mutex_);
-        if (caller_writes_) return watch_on_loop(false);    // it calls again
-        if (!queue_.empty()) front = queue_.front().get();  // only the loop takes frames away now
-        if (!front && send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
-        if (!front && send_state_ != SendState::kClosing) break;
-      }
-      if (!front) {
-        watch_on_loop(false);
-        if (!bulk_sender_) return linger_on_loop();
-        return bulk_sender_->call_when_empty(
-            [self = shared_from_this()] { self->loop_->post([self] { self->linger_on_loop(); }); });
-      }
-      if (written >= kSlice) return watch_on_loop(true);  // to serve other streams
-      const size_t before = front->bytes_left();
-      const int code = front->write_to(fd_, kSlice);
-      if (code != 0 && code != EAGAIN) return write_failed_on_loop(peer_closed(code));
-      written += before - front->bytes_left();
-      if (front->done()) {
-        std::unique_ptr<PendingFrame> done;  // destroyed outside the lock
-        std::lock_guard lock(send_mutex_);
-        done = pop_locked();
-      }
-      if (code == EAGAIN) return watch_on_loop(true);
-    }
-    watch_on_loop(false);
+    const int code = writer_.drain_on_loop();
+    if (code != 0 && code != EAGAIN) return write_failed_on_loop(peer_closed(code));
+    watch_on_loop(code == EAGAIN);
+  }
+
+  // Closes when all frames are written.
+  void flush_on_loop() {
+    if (!opened_ || finished_) return;
+    const auto self = shared_from_this();
+    writer_.call_when_empty([self, bulk = bulk_sender_] {
+      base::Task linger = [self] { self->loop_->post([self] { self->linger_on_loop(); }); };
+      bulk ? bulk->writer().call_when_empty(std::move(linger)) : linger();
+    });
   }
 
   // Lets the loop call back when the socket is readable, and when it is `writable`.
@@ -306,11 +252,7 @@ class SocketStream final : public Stream,
   void write_failed_on_loop(const base::Error& error) {
     if (std::exchange(write_failed_, true)) return;
     watch_on_loop(false);
-    {
-      std::lock_guard lock(send_mutex_);
-      if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
-    }
-    drop_queue();
+    writer_.stop_on_loop();
     linger_timer_ =
         loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), error] {
           // A late loop runs timers before it polls sockets; between two tasks it polls.
@@ -323,26 +265,19 @@ class SocketStream final : public Stream,
   // what it has not sent. So shut down only our direction, and discard what comes until the peer
   // closes its own or kLongestLinger has passed.
   void linger_on_loop() {
-    if (discarding_ || finished_) return;
+    if (discarding_ || finished_ || write_failed_) return;
     discarding_ = true;
     drop_unfinished_on_loop();
-    ::shutdown(fd_, SHUT_WR);
+    ::shutdown(socket_.get(), SHUT_WR);
     linger_timer_ =
         loop_->call_at(base::Clock::now() + kLongestLinger,
                        [self = shared_from_this()] { self->finish_on_loop(closed_here()); });
   }
 
   // Returns true if this side has closed the stream, and its last frame is written.
-  bool has_sent_all() {
-    std::lock_guard lock(send_mutex_);
-    return send_state_ == SendState::kClosing && queue_.empty() && !caller_writes_ &&
-           !write_failed_ && (!bulk_sender_ || bulk_sender_->empty());
-  }
-
-  void drop_queue() {
-    decltype(queue_) dropped;  // destroyed outside the lock
-    std::lock_guard lock(send_mutex_);
-    dropped.swap(queue_);
+  bool has_sent_all() const {
+    return is_closing_ && !write_failed_ && writer_.empty() &&
+           (!bulk_sender_ || bulk_sender_->writer().empty());
   }
 
   // ---- receiving ----
@@ -356,19 +291,20 @@ class SocketStream final : public Stream,
     reader_.last_heard = loop_->now_on_loop();
     loop_->scratch_on_loop();  // allocates here, because a callback of libuv must not throw
     loop_->hold_on_loop(shared_from_this());
-    if (const int code = uv_poll_init(&loop_->uv, &poll_, fd_); code < 0) {
+    if (const int code = uv_poll_init(&loop_->uv, &poll_, socket_.get()); code < 0) {
       return finish_on_loop(peer_closed(-code));
     }
     poll_.data = this;
     opened_ = true;
     watch_on_loop(false);
     drain_on_loop();  // what was sent before
+    if (is_closing_) flush_on_loop();
   }
 
   void read_on_loop() {
     if (finished_ || ended_) return;
     try {
-      const std::optional<int> code = reader_.read(*loop_, fd_, kSlice);
+      const std::optional<int> code = reader_.read(*loop_, socket_.get(), kSlice);
       if (!code || finished_) return;
       base::Error end = has_sent_all() ? closed_here() : peer_closed(*code);
       if (waiting_.empty() || *code != 0) return finish_on_loop(std::move(end));
@@ -487,7 +423,7 @@ class SocketStream final : public Stream,
       return;  // this process cannot map it
     }
     auto arena = std::make_shared<SendArena>(std::move(memory.unchecked()));
-    std::lock_guard lock(send_mutex_);
+    std::lock_guard lock(mutex_);
     if (!send_arena_) send_arena_ = std::move(arena);
   }
 
@@ -498,18 +434,14 @@ class SocketStream final : public Stream,
     finished_ = true;
     drop_unfinished_on_loop();  // the stream may live long after its end
     if (linger_timer_ != 0) loop_->cancel(linger_timer_);
-    if (bulk_receiver_) bulk_receiver_->close();
-    if (bulk_sender_) bulk_sender_->close();
-    decltype(queue_) dropped;
-    {
-      std::unique_lock lock(send_mutex_);
-      send_state_ = SendState::kClosed;
-      // Waits for the rest of a slice at most.
-      caller_left_.wait(lock, [this] { return !caller_writes_; });
-      dropped.swap(queue_);
-      if (opened_) uv_poll_stop(&poll_);  // before the descriptor is closed
-      ::close(std::exchange(fd_, -1));
-    }
+    writer_.stop_on_loop();
+    if (opened_) uv_poll_stop(&poll_);  // before the descriptor is closed
+    socket_.reset();
+    if (bulk_receiver_) std::exchange(bulk_receiver_, nullptr)->close();
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<BulkSender> bulk = std::move(bulk_sender_);
+    lock.unlock();
+    if (bulk) bulk->close();
     if (opened_) {
       uv_close(reinterpret_cast<uv_handle_t*>(&poll_), [](uv_handle_t* handle) noexcept {
         auto* self = static_cast<SocketStream*>(handle->data);
@@ -527,18 +459,17 @@ class SocketStream final : public Stream,
   std::string peer_name_ = "unix";
   bool is_tcp_ = false;
 
-  std::mutex send_mutex_;
-  SendState send_state_ = SendState::kIdle;          // by send_mutex_
-  std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_
-  bool caller_writes_ = false;  // by send_mutex_; while it does, nobody else writes or closes
-  std::condition_variable caller_left_;
-  int fd_ = -1;                              // changes by send_mutex_, and while no caller writes
-  std::shared_ptr<SendArena> send_arena_;    // by send_mutex_; the peer's memory
-  std::shared_ptr<BulkSender> bulk_sender_;  // set by send_mutex_; only the loop reads without it
-  base::Task open_bulk_;                     // by send_mutex_; opens the bulk connection, once
+  FrameWriter writer_{
+      [this] { loop_->post([self = shared_from_this()] { self->drain_on_loop(); }); }};
+  std::mutex mutex_;
+  std::shared_ptr<SendArena> send_arena_;    // by mutex_; the peer's memory
+  std::shared_ptr<BulkSender> bulk_sender_;  // set by mutex_; only the loop reads without it
+  base::Task open_bulk_;                     // by mutex_; opens the bulk connection, once
 
   // Loop thread only.
+  Fd socket_;
   uv_poll_t poll_;
+  bool is_closing_ = false;  // close() was called
   bool opened_ = false;
   int watched_ = 0;  // events
   bool watches_writable_ = false;

@@ -44,10 +44,9 @@ struct InFrame {
 /// Frames over a connected socket, TCP or unix.
 ///
 /// Send: the calling thread writes to an idle socket itself, in gather-writes and without a lock.
-/// The loop writes what the socket does not take and what other threads queue meanwhile. States:
-/// idle (a caller writes) → draining (the loop writes, callers queue) → idle; → closing (the loop
-/// writes the queue, then waits up to a second for the peer's end) → closed. Receive: on the loop,
-/// many small frames at once through a scratch buffer, a large body into the buffer delivered.
+/// The loop writes what the socket does not take and what other threads queue meanwhile. Receive:
+/// on the loop, many small frames at once through a scratch buffer, a large body into the buffer
+/// delivered. Close: the loop writes the queue, then waits up to a second for the peer's end.
 /// Between processes of one host large payloads go through shared memory, if allowed, else large
 /// payloads go over a bulk connection, if allowed. Order: frames arrive in the order of send(),
 /// except that they overtake payloads in bulk: Note [Bulk connections] in src/net/bulk.h.

@@ -1,6 +1,7 @@
 // ctest: timeout=180
 // Tests that a peer is lost if it is silent or sends garbage, but not if it is idle.
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "join_support.h"
@@ -16,9 +17,10 @@ namespace {
 struct RawPeer {
   RawRank control;
   RawRank calls;
+  std::string secret;
 };
 
-RawPeer join_by_hand(Joining& zero) {
+RawPeer join_by_hand(Joining& zero, bool opens_bulk_first = false) {
   const uint16_t port = zero.agent().port();
   RawRank control(port);
   control.join(1);
@@ -33,9 +35,14 @@ RawPeer join_by_hand(Joining& zero) {
   REQUIRE(go);
   CHECK(go->first.kind == wire::FrameKind::kGo);
   REQUIRE(zero.joined());
+  if (opens_bulk_first) {  // rank 0 closes it without a message, so that a rank tries again
+    RawRank bulk(port);
+    CHECK(bulk.introduce(1, wire::HelloPurpose::kBulk, directory.secret));
+    CHECK(bulk.closed_by_peer());
+  }
   RawRank calls(port);
   CHECK(calls.introduce(1, wire::HelloPurpose::kPeer, directory.secret));
-  return {std::move(control), std::move(calls)};
+  return {std::move(control), std::move(calls), directory.secret};
 }
 
 }  // namespace
@@ -46,7 +53,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   Joining zero(options);
   const auto began = std::chrono::steady_clock::now();
   // Rank 1 sends nothing after it has joined.
-  auto [control, peer] = join_by_hand(zero);
+  auto [control, peer, secret] = join_by_hand(zero);
   const base::Error e =
       error_of([&] { zero.agent().rpc_sync<&add>(rpc::To(1).without_deadline(), 1, 2); });
   const auto took = std::chrono::steady_clock::now() - began;
@@ -66,7 +73,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
 
 TEST_CASE("a connected peer that sends garbage is lost") {
   Joining zero(options_for(0, 2));
-  auto [control, peer] = join_by_hand(zero);
+  auto [control, peer, secret] = join_by_hand(zero);
   auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
   SECTION("an invalid frame") {
     const std::string garbage(200, 'x');
@@ -98,9 +105,31 @@ TEST_CASE("a connected peer that sends garbage is lost") {
   CHECK(e.rank == 1);
 }
 
+TEST_CASE("a rank that breaks its bulk connection is lost") {
+  Joining zero(options_for(0, 2));
+  auto [control, peer, secret] = join_by_hand(zero, true);
+  auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
+  std::optional<RawRank> bulk(zero.agent().port());
+  CHECK(bulk->introduce(1, wire::HelloPurpose::kBulk, secret));
+  RawRank second(zero.agent().port());
+  CHECK(second.introduce(1, wire::HelloPurpose::kBulk, secret));
+  CHECK(second.closed_by_peer());
+  uint8_t head[wire::kHeaderBytes];
+  wire::encode_header(
+      {.kind = wire::FrameKind::kOneway, .payload_bytes = wire::kLeastInBulk, .in_bulk = true},
+      head);
+  peer.send_bytes(head, sizeof head);
+  bulk->send_bytes(head, sizeof head);
+  bulk.reset();
+  const base::Error e = error_of([&] { call.wait(); });
+  CHECK(e.kind == ErrorKind::kPeerLost);
+  CHECK(e.rank == 1);
+  CHECK(contains(e.message, "bulk"));
+}
+
 TEST_CASE("calls that cannot be decoded are answered with an error") {
   Joining zero(options_for(0, 2));
-  auto [control, peer] = join_by_hand(zero);
+  auto [control, peer, secret] = join_by_hand(zero);
   for (const wire::Bytes& meta : {wire::Bytes{}, wire::Bytes{255, 255, 255, 255},
                                   wire::Bytes{0, 0, 0, 0}, wire::Bytes(64, 7)}) {
     peer.send(wire::FrameKind::kCall, meta);
