@@ -27,26 +27,29 @@ base::Error broken(int code) {
 bool BulkSocket::open(Loop& loop, Fd socket) {
   if (loop_) return false;
   loop_ = loop.impl();
+  is_tcp_ = socket_option(socket.get(), SOL_SOCKET, SO_DOMAIN) != AF_UNIX;
   socket_ = std::move(socket);
   loop_->post([self = shared_from_this()] {
     self->loop_->hold_on_loop(self);
     if (self->is_shut_down_) return;  // the loop is ending
     self->poll_.data = self.get();
     self->is_polled_ = uv_poll_init(&self->loop_->uv, &self->poll_, self->fd()) == 0;
-    self->is_polled_ ? self->begin_on_loop() : self->break_on_loop(broken(ENOMEM));
+    if (self->is_polled_) return self->begin_on_loop();
+    self->break_on_loop({base::ErrorKind::kResources, "no memory to watch a bulk connection"});
   });
   return true;
 }
 
 void BulkSocket::watch_on_loop(int events) {
-  if (!is_polled_) return;
+  if (!is_polled_ || events == std::exchange(watched_, events)) return;
   if (events == 0) {
     uv_poll_stop(&poll_);
     return;
   }
-  uv_poll_start(&poll_, events, [](uv_poll_t* handle, int, int) noexcept {
+  uv_poll_start(&poll_, events, [](uv_poll_t* handle, int status, int seen) noexcept {
     const auto self = static_cast<BulkSocket*>(handle->data)->shared_from_this();
-    self->on_ready_on_loop();  // reading and writing report errors
+    if (status < 0) self->watched_ = 0;  // libuv has stopped the handle
+    self->on_ready_on_loop(seen);        // reading and writing report errors
   });
 }
 
@@ -77,14 +80,16 @@ void BulkSocket::shut_down_on_loop() {
 // ---- BulkSender ----
 
 void BulkSender::begin_on_loop() {
-  writer_.set_socket(fd(), slice(kTcpWriteSlice, kUnixSlice));
-  on_ready_on_loop();
+  writer_.set_socket(fd(), is_tcp_ ? kTcpWriteSlice : kUnixSlice);
+  on_ready_on_loop(0);
 }
 
-void BulkSender::on_ready_on_loop() {
-  const int code = writer_.drain_on_loop();
-  if (code != 0 && code != EAGAIN) return break_on_loop(broken(code));
-  watch_on_loop(code == EAGAIN ? UV_WRITABLE : 0);
+// The receiver sends nothing, so only UV_DISCONNECT tells that the connection has ended while there
+// is nothing to write.
+void BulkSender::on_ready_on_loop(int events) {
+  const int code = events & UV_DISCONNECT ? 0 : writer_.drain_on_loop();
+  if (events & UV_DISCONNECT || (code != 0 && code != EAGAIN)) return break_on_loop(broken(code));
+  watch_on_loop(UV_DISCONNECT | (code == EAGAIN ? UV_WRITABLE : 0));
 }
 
 // ---- BulkReceiver ----
@@ -100,8 +105,8 @@ void BulkReceiver::expect(uint64_t bytes, std::function<void(base::BufferPtr)> d
   });
 }
 
-void BulkReceiver::on_ready_on_loop() {
-  const size_t most = slice(kTcpReadSlice, kUnixSlice);
+void BulkReceiver::on_ready_on_loop(int) {
+  watch_on_loop(UV_READABLE);
   for (size_t taken = 0; taken < kReadTurn;) {
     Payload* first = nullptr;
     {
@@ -115,7 +120,8 @@ void BulkReceiver::on_ready_on_loop() {
           {base::ErrorKind::kResources,
            "no memory for a message of " + std::to_string(first->bytes) + " bytes"});
     }
-    const size_t room = std::min<uint64_t>(first->bytes - first->filled, most);
+    const size_t room =
+        std::min<uint64_t>(first->bytes - first->filled, is_tcp_ ? kTcpReadSlice : kUnixSlice);
     const ssize_t bytes = ::recv(fd(), first->body->data + first->filled, room, MSG_DONTWAIT);
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && errno == EAGAIN) return;

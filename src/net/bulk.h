@@ -19,7 +19,8 @@ namespace distrain::net {
 // it. A rank opens its bulk connection to a peer when it sends the first such payload there. The
 // payloads of one direction follow each other without headers, in the order of their frames, whose
 // headers and metadata go over the stream as always. All bulk connections of a process belong to a
-// second event loop, whose thread does nothing else. The thread that sends a payload writes too.
+// second event loop, whose thread does nothing else. The sending thread also writes, as to a
+// stream.
 //
 // A frame without its payload has its place in the order of the stream: it overtakes no frame. The
 // receiving stream holds it until its payload has come, and meanwhile delivers later frames, except
@@ -30,8 +31,8 @@ namespace distrain::net {
 // relation to messages before them. The loop handles autograd's messages before calls that are
 // still queued, so these may overtake calls. Tensors of devices do not use bulk connections.
 //
-// A stream that loses its bulk connection ends. A stream whose peer has closed ends when the last
-// payload has come.
+// A stream that loses its bulk connection ends; a rank that cannot open one reports its peer as
+// unreachable. A stream whose peer has closed ends when the last payload has come.
 
 /// One end of a bulk connection. The stream's loop calls open() and close(); functions with
 /// `_on_loop` run on the loop that open() gets.
@@ -42,29 +43,28 @@ class BulkSocket : public LoopResource, public std::enable_shared_from_this<Bulk
   explicit BulkSocket(OnBroken on_broken) : on_broken_(std::move(on_broken)) {}
   /// Begins to use `socket`. Returns false if there is a socket already.
   bool open(Loop& loop, Fd socket);
-  /// Drops what is not sent or received.
+  bool has_socket() const { return loop_ != nullptr; }
+  /// Drops the payloads that are not sent or not received.
   void close();
   void shut_down_on_loop() override;
 
  protected:
   virtual void begin_on_loop() = 0;
-  virtual void on_ready_on_loop() = 0;
+  virtual void on_ready_on_loop(int events) = 0;
   virtual void drop_on_loop() = 0;  // also called if there is no loop
   void watch_on_loop(int events);
   void break_on_loop(const base::Error& error);
   int fd() const { return socket_.get(); }
-  /// Returns one of two numbers of bytes for a system call, which depends on the transport.
-  size_t slice(size_t tcp, size_t unix) const {
-    return socket_option(fd(), SOL_SOCKET, SO_DOMAIN) == AF_UNIX ? unix : tcp;
-  }
 
-  std::shared_ptr<Loop::Impl> loop_;  // set by open(), before other threads use it
+  std::shared_ptr<Loop::Impl> loop_;  // set by open(), before other threads use it, as is_tcp_
+  bool is_tcp_ = false;
 
  private:
   OnBroken on_broken_;
   Fd socket_;
   uv_poll_t poll_;
   bool is_polled_ = false;
+  int watched_ = 0;  // events
   bool is_shut_down_ = false;
 };
 
@@ -76,12 +76,12 @@ class BulkSender final : public BulkSocket {
 
  private:
   void begin_on_loop() override;
-  void on_ready_on_loop() override;
+  void on_ready_on_loop(int events) override;
   void drop_on_loop() override { writer_.stop_on_loop(); }
   void wake() {
     const std::weak_ptr<BulkSocket> weak = weak_from_this();
     loop_->post([weak] {
-      if (const auto self = weak.lock()) static_cast<BulkSender&>(*self).on_ready_on_loop();
+      if (const auto self = weak.lock()) static_cast<BulkSender&>(*self).on_ready_on_loop(0);
     });
   }
 
@@ -105,7 +105,7 @@ class BulkReceiver final : public BulkSocket {
     uint64_t filled = 0;
   };
   void begin_on_loop() override { watch_on_loop(UV_READABLE); }
-  void on_ready_on_loop() override;
+  void on_ready_on_loop(int events) override;
   void drop_on_loop() override;
 
   std::mutex mutex_;

@@ -110,7 +110,7 @@ void FrameReader::begin_frame(Loop::Impl& loop) {
   using enum wire::FrameKind;
   uint64_t bytes = header_.bytes_behind();
   if (header_.kind == kAttached || header_.kind == kArena) {
-    if (!takes_descriptors || bytes > 0) fail_attached();
+    if (!takes_descriptors || bytes > 0 || header_.in_bulk) fail_attached();
   } else {
     body_ = callbacks_.allocate(header_);
   }

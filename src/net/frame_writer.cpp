@@ -17,7 +17,7 @@ void FrameWriter::set_socket(int fd, size_t slice) {
   loop_writes_ = !queue_.empty();
 }
 
-std::optional<bool> FrameWriter::push(std::unique_ptr<PendingFrame> frame) {
+std::optional<bool> FrameWriter::push(std::unique_ptr<PendingFrame>&& frame) {
   std::lock_guard lock(mutex_);
   if (refuses_) return std::nullopt;
   queue_.push_back(std::move(frame));
@@ -86,7 +86,7 @@ void FrameWriter::refuse() {
 
 bool FrameWriter::empty() const {
   std::lock_guard lock(mutex_);
-  return queue_.empty() && !is_writing_;
+  return queue_.empty();
 }
 
 void FrameWriter::call_when_empty(base::Task task) {

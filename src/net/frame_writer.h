@@ -17,14 +17,15 @@ namespace distrain::net {
 /// socket; all others are thread-safe.
 class FrameWriter {
  public:
-  /// `wake_loop` must make the loop call drain_on_loop(). Until that is called with a socket, all
+  /// `wake_loop` must make the loop call drain_on_loop(). Until set_socket() is called, all
   /// frames wait.
   explicit FrameWriter(std::function<void()> wake_loop) : wake_loop_(std::move(wake_loop)) {}
   /// Writes to `fd` from now on, in pieces of `slice` bytes, between which stop_on_loop() may end
   /// it.
   void set_socket(int fd, size_t slice);
-  /// Queues `frame`. Returns true if the caller must then call write(), nullopt after refuse().
-  std::optional<bool> push(std::unique_ptr<PendingFrame> frame);
+  /// Queues `frame`. Returns true if the caller must then call write(). After refuse() returns
+  /// nullopt and leaves `frame`.
+  std::optional<bool> push(std::unique_ptr<PendingFrame>&& frame);
   /// Writes `own`, for which push() has returned true, and a few small frames behind it. If not
   /// `may_stay`, writes one piece of it.
   void write(PendingFrame* own, bool may_stay);

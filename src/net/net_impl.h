@@ -142,7 +142,7 @@ class PendingFrame {
   /// If `arena` has room for the payload, copies it there at once; else leaves a large payload for
   /// a bulk connection, if `has_bulk`.
   explicit PendingFrame(OutFrame frame, SendArena* arena = nullptr, bool has_bulk = false);
-  /// Returns the bytes that a bulk connection must carry, or null if there are none.
+  /// Moves the payload out of this frame. Returns null if it does not travel in bulk.
   std::unique_ptr<PendingFrame> take_bulk();
   /// Writes until about `limit` bytes or the frame are written. Returns 0, EAGAIN if the socket
   /// accepts no more now, or another errno.

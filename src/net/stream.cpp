@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <deque>
 
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -28,6 +27,8 @@ constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
 constexpr int kUnixSendBuffer = 1 << 20;
 // Bytes of frames that wait for a payload in bulk, beyond which the stream reads no more.
 constexpr size_t kMostWaiting = size_t{64} << 20;
+// Memory of such a frame beside its bytes, about.
+constexpr size_t kCostOfWaiting = 1024;
 
 // BBR paces what it sends: within one host large messages take twice as long for no benefit.
 void avoid_bbr(int fd) {
@@ -109,8 +110,8 @@ class SocketStream final : public Stream,
 
   void close(bool flush) override {
     writer_.refuse();
+    is_closing_ = true;  // now, because the peer may close once it has read all
     loop_->post([self = shared_from_this(), flush] {
-      self->is_closing_ = true;
       flush ? self->flush_on_loop() : self->shut_down_on_loop();
     });
   }
@@ -145,7 +146,9 @@ class SocketStream final : public Stream,
   }
   Fd take_socket_on_loop() override {
     handler_ = std::make_shared<Handler>();
-    Fd taken(finished_ ? -1 : ::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+    writer_.stop_on_loop();
+    if (opened_ && !finished_) uv_poll_stop(&poll_);
+    Fd taken = std::move(socket_);
     finish_on_loop(closed_here());
     return taken;
   }
@@ -220,6 +223,7 @@ class SocketStream final : public Stream,
     const auto self = shared_from_this();
     writer_.call_when_empty([self, bulk = bulk_sender_] {
       base::Task linger = [self] { self->loop_->post([self] { self->linger_on_loop(); }); };
+      std::unique_lock(self->mutex_).unlock();  // send_both() queues the payload of each header
       bulk ? bulk->writer().call_when_empty(std::move(linger)) : linger();
     });
   }
@@ -229,7 +233,7 @@ class SocketStream final : public Stream,
     const bool readable = !ended_ && waiting_bytes_ <= kMostWaiting;
     const int events = (readable ? UV_READABLE : 0) | (writable ? UV_WRITABLE : 0);
     watches_writable_ = writable;
-    if (finished_ || events == std::exchange(watched_, events)) return;
+    if (!opened_ || finished_ || events == std::exchange(watched_, events)) return;
     if (events == 0) {
       uv_poll_stop(&poll_);
       return;
@@ -250,7 +254,7 @@ class SocketStream final : public Stream,
 
   // The peer reads no more. Its last bytes may say why, so the stream ends when they are read.
   void write_failed_on_loop(const base::Error& error) {
-    if (std::exchange(write_failed_, true)) return;
+    if (ended_ || std::exchange(write_failed_, true)) return;
     watch_on_loop(false);
     writer_.stop_on_loop();
     linger_timer_ =
@@ -266,6 +270,7 @@ class SocketStream final : public Stream,
   // closes its own or kLongestLinger has passed.
   void linger_on_loop() {
     if (discarding_ || finished_ || write_failed_) return;
+    if (ended_) return finish_on_loop(closed_here());
     discarding_ = true;
     drop_unfinished_on_loop();
     ::shutdown(socket_.get(), SHUT_WR);
@@ -301,30 +306,39 @@ class SocketStream final : public Stream,
     if (is_closing_) flush_on_loop();
   }
 
-  void read_on_loop() {
-    if (finished_ || ended_) return;
+  template <class F>
+  void guard_on_loop(F run) {
     try {
-      const std::optional<int> code = reader_.read(*loop_, socket_.get(), kSlice);
-      if (!code || finished_) return;
-      base::Error end = has_sent_all() ? closed_here() : peer_closed(*code);
-      if (waiting_.empty() || *code != 0) return finish_on_loop(std::move(end));
-      ended_ = std::move(end);  // when the last payload has come
+      run();
     } catch (...) {
       finish_on_loop(base::current_error(base::ErrorKind::kInternal));
     }
   }
 
+  void read_on_loop() {
+    if (finished_ || ended_) return;
+    guard_on_loop([this] {
+      const std::optional<int> code = reader_.read(*loop_, socket_.get(), kSlice);
+      if (!code || finished_) return;
+      base::Error end = has_sent_all() ? closed_here() : peer_closed(*code);
+      // An orderly peer has opened its bulk connection and written all payloads.
+      const bool may_come = !waiting_.empty() && *code == 0 && bulk_receiver_->has_socket();
+      if (!may_come) return finish_on_loop(std::move(end));
+      ended_ = std::move(end);
+    });
+  }
+
   void deliver_on_loop(InFrame frame) {
     if (frame.header.kind == wire::FrameKind::kArena) return take_arena_on_loop(frame);
-    if (frame.header.in_bulk) return wait_for_bulk_on_loop(std::move(frame));
     if (is_for_arena(frame.header)) offer_arena_on_loop();
+    if (frame.header.in_bulk) return wait_for_bulk_on_loop(std::move(frame));
     if (!must_wait(frame.header)) return pass_on_loop(std::move(frame));
     waiting_bytes_ += bytes_of(frame);
     waiting_.push_back(std::move(frame));
   }
 
   static size_t bytes_of(const InFrame& frame) {
-    return sizeof frame + frame.meta.size() + frame.payload.size();
+    return kCostOfWaiting + frame.meta.size() + frame.payload.size();
   }
 
   void pass_on_loop(InFrame frame) {
@@ -338,13 +352,13 @@ class SocketStream final : public Stream,
     if (!bulk_receiver_ || frame.header.kind == wire::FrameKind::kChunk) {
       throw base::Exception(base::ErrorKind::kProtocol, "a bulk connection that is not agreed");
     }
-    if (is_for_arena(frame.header)) offer_arena_on_loop();
     const uint64_t bytes = frame.header.payload_bytes;
     waiting_bytes_ += bytes_of(frame);
     waiting_.push_back(std::move(frame));
     bulk_receiver_->expect(bytes, [weak = weak_from_this(), loop = loop_](base::BufferPtr payload) {
       loop->post([weak, payload = std::move(payload)] {
-        if (const auto self = weak.lock()) self->take_bulk_on_loop(payload);
+        const auto self = weak.lock();
+        if (self) self->guard_on_loop([&] { self->take_bulk_on_loop(payload); });
       });
     });
   }
@@ -353,7 +367,7 @@ class SocketStream final : public Stream,
     using enum wire::FrameKind;
     switch (header.kind) {
       case kOneway:
-        return std::ranges::any_of(waiting_, [&](const InFrame& frame) {
+        return std::any_of(waiting_.rbegin(), waiting_.rend(), [&](const InFrame& frame) {
           return frame.header.kind == kOneway && frame.header.channel == header.channel;
         });
       case kCancel:
@@ -369,16 +383,17 @@ class SocketStream final : public Stream,
   void take_bulk_on_loop(const base::BufferPtr& payload) {
     if (waiting_.empty()) return;  // the stream has ended
     InFrame& first = waiting_.front();
+    waiting_bytes_ -= bytes_of(first);
     first.header.in_bulk = false;
     first.payload = {payload->data, first.header.payload_bytes};
     first.body = owner_of(std::move(first.body), payload);
     loop_->note_activity_on_loop();
-    while (!waiting_.empty() && !waiting_.front().header.in_bulk) {
+    for (bool is_first = true; !waiting_.empty() && !waiting_.front().header.in_bulk;) {
       InFrame frame = std::move(waiting_.front());
       waiting_.pop_front();
+      if (!std::exchange(is_first, false)) waiting_bytes_ -= bytes_of(frame);
       pass_on_loop(std::move(frame));
     }
-    if (waiting_.empty()) waiting_bytes_ = 0;
     if (ended_ && waiting_.empty()) return finish_on_loop(*ended_);
     watch_on_loop(watches_writable_);
   }
@@ -461,6 +476,7 @@ class SocketStream final : public Stream,
 
   FrameWriter writer_{
       [this] { loop_->post([self = shared_from_this()] { self->drain_on_loop(); }); }};
+  std::atomic<bool> is_closing_ = false;  // close() was called
   std::mutex mutex_;
   std::shared_ptr<SendArena> send_arena_;    // by mutex_; the peer's memory
   std::shared_ptr<BulkSender> bulk_sender_;  // set by mutex_; only the loop reads without it
@@ -469,7 +485,6 @@ class SocketStream final : public Stream,
   // Loop thread only.
   Fd socket_;
   uv_poll_t poll_;
-  bool is_closing_ = false;  // close() was called
   bool opened_ = false;
   int watched_ = 0;  // events
   bool watches_writable_ = false;

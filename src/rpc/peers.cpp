@@ -62,7 +62,7 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
 // ---- connecting, on the loop ----
 
 void Peers::connect_on_loop(const Dial& dial) {
-  if (!is_wanted_on_loop(dial)) return;
+  if (!is_wanted_on_loop(dial)) return give_up_on_loop(dial);
   Peer& peer = dial.peer;
   if (dial.purpose == wire::HelloPurpose::kPeer && peer.accepted) {
     return begin_to_send_on_loop(dial.rank, peer.accepted);
@@ -94,7 +94,7 @@ void Peers::on_unreachable_on_loop(const Dial& dial, const Error& error) {
                   membership::rank_text(dial.rank, name(dial.rank)), error.message),
       is_own ? rank_ : dial.rank, error.op};
   loop_.call_at(base::deadline_after(kRank0Grace), [this, dial, reported] {
-    if (!is_wanted_on_loop(dial)) return;
+    if (!is_wanted_on_loop(dial)) return give_up_on_loop(dial);
     if (dial.purpose == wire::HelloPurpose::kPeer && dial.peer.accepted) {
       return begin_to_send_on_loop(dial.rank, dial.peer.accepted);
     }
@@ -103,7 +103,7 @@ void Peers::on_unreachable_on_loop(const Dial& dial, const Error& error) {
 }
 
 void Peers::on_connected_on_loop(const Dial& dial, net::Fd socket) {
-  if (!is_wanted_on_loop(dial)) return;  // the rank was lost in the meantime
+  if (!is_wanted_on_loop(dial)) return give_up_on_loop(dial);  // the rank was lost meanwhile
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.authenticate_on_loop(
       dial.rank, dial.purpose, stream, [this, dial, stream](base::Status is) {
@@ -115,10 +115,12 @@ void Peers::on_connected_on_loop(const Dial& dial, net::Fd socket) {
           loop_.call_at(next, [this, dial] { connect_on_loop(dial); });
           return;
         }
-        if (!is_wanted_on_loop(dial)) return stream->close(false);
+        if (!is_wanted_on_loop(dial)) {
+          stream->close(false);
+          return give_up_on_loop(dial);
+        }
         if (dial.purpose == wire::HelloPurpose::kBulk) {
-          return dial.peer.stream->send_bulk_on_loop(bulk_loop_on_loop(),
-                                                     stream->take_socket_on_loop());
+          return dial.peer.stream->send_bulk_on_loop(*bulk_loop_, stream->take_socket_on_loop());
         }
         open_on_loop(dial.rank, stream);
         begin_to_send_on_loop(dial.rank, stream);
@@ -129,9 +131,14 @@ void Peers::on_connected_on_loop(const Dial& dial, net::Fd socket) {
 void Peers::open_on_loop(int rank, const net::StreamPtr& stream) {
   stream->set_limits_on_loop(wire::Limits{});
   stream->share_memory_on_loop(callbacks_.shared_memory());
-  stream->use_bulk_on_loop([this, rank, &peer = at(rank)] {
+  Peer& peer = at(rank);
+  stream->use_bulk_on_loop([this, rank, &peer] {
+    if (!start_bulk_loop_on_loop(rank)) return;
     connect_on_loop({rank, peer, wire::HelloPurpose::kBulk, base::deadline_after(kLongestReach)});
   });
+  if (peer.early_bulk.valid()) {
+    stream->receive_bulk_on_loop(*bulk_loop_, std::move(peer.early_bulk));
+  }
   stream->set_handler_on_loop(handler_on_loop(rank, stream));
 }
 
@@ -159,25 +166,37 @@ void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
 std::optional<Error> Peers::accept_on_loop(int rank, wire::HelloPurpose purpose,
                                            const net::StreamPtr& stream) {
   Peer& peer = at(rank);
+  const Error twice{ErrorKind::kProtocol,
+                    fmt::format("rank {} has connected to this rank already", rank)};
   if (purpose == wire::HelloPurpose::kBulk) {
+    if (peer.early_bulk.valid() || !start_bulk_loop_on_loop(rank)) return twice;
+    net::Fd socket = stream->take_socket_on_loop();
     const net::StreamPtr& sends = peer.accepted ? peer.accepted : peer.stream;
     if (!sends) {  // this rank has not read the proof on that connection yet
-      stream->close(false);
+      peer.early_bulk = std::move(socket);
       return std::nullopt;
     }
-    if (sends->receive_bulk_on_loop(bulk_loop_on_loop(), stream->take_socket_on_loop())) {
-      return std::nullopt;
-    }
+    if (sends->receive_bulk_on_loop(*bulk_loop_, std::move(socket))) return std::nullopt;
+    return twice;
   }
-  if (peer.accepted || purpose == wire::HelloPurpose::kBulk) {
-    return Error{ErrorKind::kProtocol,
-                 fmt::format("rank {} has connected to this rank already", rank)};
-  }
+  if (peer.accepted) return twice;
   peer.accepted = stream;
   open_on_loop(rank, stream);
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
   callbacks_.on_open(rank);
   return std::nullopt;
+}
+
+bool Peers::start_bulk_loop_on_loop(int rank) {
+  if (bulk_loop_) return true;
+  try {
+    bulk_loop_.emplace();
+  } catch (...) {
+    Error error = base::current_error(ErrorKind::kResources);
+    error.rank = rank_;
+    control_.report_on_loop(rank, error);
+  }
+  return bulk_loop_.has_value();
 }
 
 // Returns a handler that drops messages of a process that has been replaced.
@@ -197,6 +216,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
 void Peers::lose_on_loop(const Loss& loss) {
   Peer& peer = at(loss.rank);
   peer.accepted = nullptr;
+  peer.early_bulk.reset();
   std::deque<net::OutFrame> dropped;
   std::lock_guard lock(peer.mutex);
   peer.loss = loss.error;

@@ -123,6 +123,7 @@ class Peers {
     base::Error loss;                   // why the peer was lost; guarded by mutex
     // Used only on the loop thread:
     net::StreamPtr accepted;  // the connection that the peer opened
+    net::Fd early_bulk;       // the peer's bulk connection, until the connection for calls is ready
     std::shared_ptr<DeviceReceive> device_receive;
   };
 
@@ -153,10 +154,14 @@ class Peers {
   void on_connected_on_loop(const Dial& dial, net::Fd socket);
   /// Prepares an authenticated stream for calls.
   void open_on_loop(int rank, const net::StreamPtr& stream);
-  net::Loop& bulk_loop_on_loop() {
-    if (!bulk_loop_) bulk_loop_.emplace();
-    return *bulk_loop_;
+  /// Ends the stream for which the connection was meant.
+  void give_up_on_loop(const Dial& dial) {
+    const bool is_bulk = dial.purpose == wire::HelloPurpose::kBulk;
+    if (is_bulk && dial.peer.stream) dial.peer.stream->close(false);
   }
+  /// Starts the loop of bulk connections. If that fails, reports that this rank cannot reach
+  /// `rank`.
+  bool start_bulk_loop_on_loop(int rank);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   /// Queues later frames while rank 0 may still report the rank as lost; else the rank has left.
@@ -173,7 +178,8 @@ class Peers {
   std::unordered_map<std::string, int> ranks_;  // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // size of peers_ once it is filled
-  std::optional<net::Loop> bulk_loop_;  // created on loop_
+  /// Serves all bulk connections; destroys what was sent, which may call user code.
+  std::optional<net::Loop> bulk_loop_;
 };
 
 }  // namespace distrain::rpc

@@ -133,7 +133,7 @@ class Impostors(threading.Thread):
             self.finish(link, "held", is_held=len(self.held) < MOST_HELD)
 
     def guess(self):
-        purpose = self.random.choice((JOINS, PEER))
+        purpose = self.random.choice((JOINS, PEER, BULK))
         secret = self.random.choice((b"", b"guess", self.random.randbytes(32)))
         own = hello(self.rank(), purpose, self.random.choice((TOKEN, TOKEN, SAME_USER)))
         self.try_proof("guess", own, lambda theirs: proof(secret, purpose, b"initiator", own, theirs))
@@ -186,7 +186,7 @@ class Impostors(threading.Thread):
     def take_the_other_side(self):
         """Sends a valid proof of the wrong side, or for another purpose."""
         own = hello(1, JOINS, TOKEN)
-        purpose, side = self.random.choice(((JOINS, b"responder"), (PEER, b"initiator"), (PEER, b"responder")))
+        purpose, side = self.random.choice(((JOINS, b"responder"), (PEER, b"initiator"), (BULK, b"responder")))
         self.try_proof("side", own, lambda theirs: proof(self.token, purpose, side, own, theirs))
 
     def run(self):

@@ -52,6 +52,18 @@ class RawRank {
     send_bytes(head, sizeof head);
     send_bytes(meta.data(), meta.size());
   }
+  /// Returns false if the peer has disconnected or sends nothing for 60 s.
+  bool receive_bytes(uint8_t* at, size_t size) {
+    while (size > 0) {
+      pollfd entry{fd_.get(), POLLIN, 0};
+      if (::poll(&entry, 1, 60000) != 1) return false;
+      const ssize_t got = ::recv(fd_.get(), at, size, 0);
+      if (got <= 0) return false;
+      at += got;
+      size -= static_cast<size_t>(got);
+    }
+    return true;
+  }
   /// Returns the next frame, or nullopt if the peer has disconnected or sends nothing for 60 s.
   std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
     uint8_t head[wire::kHeaderBytes];
@@ -77,20 +89,25 @@ class RawRank {
     initiator.check(heard);
     return true;
   }
-  void join(int rank) {
+  void join(int rank, const wire::Endpoint& endpoint = {}) {
     CHECK(introduce(rank, wire::HelloPurpose::kJoin));
-    send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
+    send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, endpoint, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
+  }
+  /// Authenticates as the accepting side, as `rank`. Returns the other side's hello.
+  wire::Hello be_met(int rank, const std::string& secret = {}) {
+    REQUIRE(hear(wire::FrameKind::kHello));
+    const wire::Hello hello = wire::decode_hello(heard);
+    const membership::Responder responder({{rank, wire::Trust::kSameUser, 0, {}}, secret}, hello);
+    send(wire::FrameKind::kHello, responder.hello());
+    REQUIRE(hear(wire::FrameKind::kProof));
+    send_proof(responder.check(heard));
+    return hello;
   }
   /// Acts as rank 0 towards a joining rank: authenticates, assigns it rank `place` (default: the
   /// rank that it asks for) and returns its Join message.
   wire::Join be_joined(std::optional<uint64_t> place = {}) {
-    REQUIRE(hear(wire::FrameKind::kHello));
-    const wire::Hello hello = wire::decode_hello(heard);
-    const membership::Responder responder({{0, wire::Trust::kSameUser, 0, {}}, {}}, hello);
-    send(wire::FrameKind::kHello, responder.hello());
-    REQUIRE(hear(wire::FrameKind::kProof));
-    send_proof(responder.check(heard));
+    const wire::Hello hello = be_met(0);
     REQUIRE(hear(wire::FrameKind::kJoin));
     send(wire::FrameKind::kJoined, {}, place.value_or(static_cast<uint64_t>(hello.rank)));
     return wire::decode_join(heard);
@@ -106,17 +123,6 @@ class RawRank {
   }
   void send_proof(const wire::Proof& proof) {
     send(wire::FrameKind::kProof, {proof.begin(), proof.end()});
-  }
-  bool receive_bytes(uint8_t* at, size_t size) {
-    while (size > 0) {
-      pollfd entry{fd_.get(), POLLIN, 0};
-      if (::poll(&entry, 1, 60000) != 1) return false;
-      const ssize_t got = ::recv(fd_.get(), at, size, 0);
-      if (got <= 0) return false;
-      at += got;
-      size -= static_cast<size_t>(got);
-    }
-    return true;
   }
   net::Fd fd_;
 };

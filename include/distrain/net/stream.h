@@ -80,7 +80,7 @@ class Stream {
   virtual void send_bulk_on_loop(Loop& loop, Fd socket) = 0;
   /// Receives payloads from `socket`, on another loop. Returns false if there is a socket already.
   virtual bool receive_bulk_on_loop(Loop& loop, Fd socket) = 0;
-  /// Ends the stream without on_close, and returns its socket; an invalid one without descriptors.
+  /// Ends the stream without on_close, and returns its socket; an invalid one if it has ended.
   virtual Fd take_socket_on_loop() = 0;
   /// Returns when the frame is written or queued. Returns an error if the stream is closed or if
   /// check_limits() rejects the frame. on_close reports a connection that breaks later.

@@ -109,9 +109,10 @@ struct FrameHeader {
   uint64_t payload_offset() const {
     return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);
   }
-  /// Returns the number of bytes from the end of the header to the end of a payload behind it.
+  /// Returns the number of bytes between this header and the next one if the payload is not in
+  /// bulk.
   uint64_t body_bytes() const { return payload_offset() + payload_bytes; }
-  /// Returns the number of bytes between this header and the next one.
+  /// Returns the number of bytes between this header and the next one on the stream.
   uint64_t bytes_behind() const { return in_bulk ? meta_bytes : body_bytes(); }
 };
 

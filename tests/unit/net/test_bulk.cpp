@@ -58,6 +58,14 @@ struct BulkHalf : Half<Transport> {
       CHECK(this->stream->receive_bulk_on_loop(bulk_loop, std::move(fd)));
     });
   }
+  // Waits until the stream has opened the connection for its own payloads.
+  void wait_for_sender() {
+    REQUIRE(eventually([&] {
+      bool is_open = false;
+      on_loop(this->loop, [&] { is_open = received.valid(); });
+      return is_open;
+    }));
+  }
   // Writes a frame without its payload.
   void announce(const OutFrame& frame) {
     std::vector<uint8_t> bytes = wire_bytes(frame);
@@ -103,11 +111,7 @@ TEMPLATE_TEST_CASE("a large payload leaves its frame, and goes over a connection
   CHECK(raw_read(half.raw.get(), 70) == large.meta);
   CHECK(raw_read(half.raw.get(), wire_bytes(make_frame(2, 5, kLeastInBulk - 1)).size()) ==
         wire_bytes(make_frame(2, 5, kLeastInBulk - 1)));
-  REQUIRE(eventually([&] {
-    bool is_open = false;
-    on_loop(half.loop, [&] { is_open = half.received.valid(); });
-    return is_open;
-  }));
+  half.wait_for_sender();
   CHECK(raw_read(half.received.get(), kLeastInBulk) == pattern(kLeastInBulk, 1 + 1'000'000));
 }
 
@@ -205,18 +209,16 @@ TEMPLATE_TEST_CASE("payloads in bulk are intact in pieces of any length", "", Tc
 
 TEMPLATE_TEST_CASE("a stream that loses its bulk connection ends, and delivers no part", "", Tcp,
                    Unix) {
-  for (const bool is_sending : {false, true}) {
+  enum class At { kSending, kIdle, kReceiving };
+  for (const At at : {At::kSending, At::kIdle, At::kReceiving}) {
     BulkHalf<TestType> half;
     const OutFrame large = make_frame(1, 10, kLarge);
-    if (is_sending) {
+    if (at != At::kReceiving) {
       OutFrame frame = make_frame(1, 10, kLarge);
       const std::weak_ptr<const void> alive = frame.keep_alive;
       REQUIRE(half.stream->send(std::move(frame)).ok());
-      REQUIRE(eventually([&] {
-        bool is_open = false;
-        on_loop(half.loop, [&] { is_open = half.received.valid(); });
-        return is_open;
-      }));
+      half.wait_for_sender();
+      if (at == At::kIdle) REQUIRE(raw_read(half.received.get(), kLarge).size() == kLarge);
       half.received.reset();
       CHECK(eventually([&] { return alive.expired(); }));
     } else {
@@ -243,6 +245,16 @@ TEMPLATE_TEST_CASE("a peer that has closed is gone when its last payload has com
   CHECK(half.ids() == std::vector<uint64_t>{1, 2});
   CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
   CHECK(half.record.error().message.find("closed the connection") != std::string::npos);
+}
+
+TEMPLATE_TEST_CASE("a peer that closes before its bulk connection is there is gone at once", "",
+                   Tcp, Unix) {
+  BulkHalf<TestType> half(false);
+  half.announce(make_frame(1, 10, kLarge));
+  half.raw.reset();
+  REQUIRE(half.record.wait_closed());
+  CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
+  CHECK(half.record.count() == 0);
 }
 
 TEMPLATE_TEST_CASE("frames in bulk that were not agreed end the stream with protocol", "", Tcp,
@@ -302,6 +314,27 @@ TEMPLATE_TEST_CASE("a stream stops reading if too many frames wait for a payload
   REQUIRE(half.record.wait_frames(1 + kFrames));
   const std::vector<uint64_t> ids = half.ids();
   CHECK(std::ranges::is_sorted(ids));
+}
+
+TEMPLATE_TEST_CASE("frames that no longer wait for a payload do not count", "", Tcp, Unix) {
+  constexpr uint64_t kFrames = 40;
+  BulkHalf<TestType> half;
+  uint64_t id = 0;
+  OutFrame last = of_kind(FrameKind::kOneway, ++id, kLeastInBulk, 7);
+  half.announce(last);
+  for (int round = 0; round < 3; ++round) {  // together more than the stream lets wait
+    for (uint64_t i = 0; i < kFrames; ++i) {
+      half.write(of_kind(FrameKind::kOneway, ++id, kLeastInBulk - 100, 7));
+    }
+    OutFrame next = of_kind(FrameKind::kOneway, ++id, kLeastInBulk, 7);
+    half.announce(next);
+    half.write_payload(last);
+    REQUIRE(half.record.wait_frames(id - 1));
+    last = std::move(next);
+  }
+  half.write_payload(last);
+  REQUIRE(half.record.wait_frames(id));
+  CHECK(std::ranges::is_sorted(half.ids()));
 }
 
 TEST_CASE("a descriptor comes with its frame in bulk") {

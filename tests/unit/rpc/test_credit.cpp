@@ -838,13 +838,13 @@ namespace {
 // A real rank 0, and a rank 1 that has joined it and whose messages the test sends.
 struct ByHand {
   explicit ByHand(rpc::AgentOptions options) : zero(options), control(zero.agent().port()) {
-    control.join(1);
+    control.join(1, {"127.0.0.1", net::local_name(listener.get()).port, {}, {}, 0});
     const auto directory = control.receive();
     REQUIRE(directory);
     control.send(wire::FrameKind::kPrepared, no_devices());
     REQUIRE(zero.joined());
     calls.emplace(zero.agent().port());
-    const std::string secret = wire::decode_directory(directory->second).secret;
+    secret = wire::decode_directory(directory->second).secret;
     CHECK(calls->introduce(1, wire::HelloPurpose::kPeer, secret));
   }
   void call_give(uint64_t id, int64_t mib) {
@@ -857,9 +857,32 @@ struct ByHand {
     out.put(mib);
     calls->send(wire::FrameKind::kCall, meta, id);
   }
+  // Accepts rank 0's bulk connection.
+  void accept_bulk() {
+    pollfd entry{listener.get(), POLLIN, 0};
+    while (::poll(&entry, 1, -1) < 0) {
+    }
+    bulk.emplace(net::Fd(::accept(listener.get(), nullptr, nullptr)));
+    CHECK(bulk->be_met(1, secret).purpose == wire::HelloPurpose::kBulk);
+  }
+  // Returns the next reply's header. Its payload has been received, too.
+  wire::FrameHeader receive_reply() {
+    for (;;) {
+      const auto frame = calls->receive();
+      REQUIRE(frame);
+      const wire::FrameHeader& header = frame->first;
+      if (header.kind != wire::FrameKind::kReply) continue;
+      wire::Bytes payload(header.in_bulk ? header.payload_bytes : 0);
+      CHECK(bulk->receive_bytes(payload.data(), payload.size()));
+      return header;
+    }
+  }
+
+  net::Fd listener = std::move(net::listen_tcp("127.0.0.1", 0).value());
   Joining zero;
   RawRank control;
-  std::optional<RawRank> calls;
+  std::optional<RawRank> calls, bulk;
+  std::string secret;
 };
 
 std::atomic<int> g_gives{0};
@@ -940,16 +963,14 @@ TEST_CASE("calls of a rank that does not read its replies wait, and those of oth
   g_gives = 0;
   for (uint64_t id = 1; id <= kCalls; ++id) job.call_give(id, 8);
   while (g_gives == 0) std::this_thread::sleep_for(1ms);
+  job.accept_bulk();
   // Rank 0's only worker runs these calls after all calls of give() that it may run.
   for (int i = 0; i < kCalls; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
   CHECK(g_gives <= 3);  // the kernel buffers few replies, so later calls wait
-  uint64_t next = 1;
-  while (next <= kCalls) {
-    const auto frame = job.calls->receive();
-    REQUIRE(frame);
-    if (frame->first.kind != wire::FrameKind::kReply) continue;
-    CHECK(frame->first.call_id == next++);
-    CHECK(frame->second.size() >= 8 * kMiB);
+  for (uint64_t id = 1; id <= kCalls; ++id) {
+    const wire::FrameHeader reply = job.receive_reply();
+    CHECK(reply.call_id == id);
+    CHECK(reply.payload_bytes >= 8 * kMiB);
   }
   CHECK(g_gives == kCalls);
 }
@@ -968,16 +989,13 @@ TEST_CASE("calls begin beside one large reply that is not read, but not beside t
   job.call_give(1, 64);  // more than the kernel buffers
   for (uint64_t id = 2; id <= 4; ++id) job.call_give(id, 0);
   while (g_gives < 4) std::this_thread::sleep_for(1ms);
-  job.call_give(5, 1);
+  job.accept_bulk();
+  job.call_give(5, 2);
   while (g_gives < 5) std::this_thread::sleep_for(1ms);
   job.call_give(6, 0);
   run_all();
   CHECK(g_gives == 5);
-  for (int replies = 0; replies < 6;) {
-    const auto frame = job.calls->receive();
-    REQUIRE(frame);
-    replies += frame->first.kind == wire::FrameKind::kReply ? 1 : 0;
-  }
+  for (int replies = 0; replies < 6; ++replies) job.receive_reply();
   CHECK(g_gives == 6);
 }
 
