@@ -93,6 +93,7 @@ bool Loop::Impl::enter() {
     role.unlock();
     return false;
   }
+  is_wanted.store(false, std::memory_order_relaxed);  // this thread may have been the one
   watch(0);
   return true;
 }

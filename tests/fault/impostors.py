@@ -18,7 +18,7 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
 from free_port import free_port  # noqa: E402
-from handshake import (DIRECTORY, HELLO, JOINED, JOINS, PEER, PROOF, SAME_USER, TOKEN, Connection, frame, hello,  # noqa: E402
+from handshake import (BULK, DIRECTORY, HELLO, JOINED, JOINS, PEER, PROOF, SAME_USER, TOKEN, Connection, frame, hello,  # noqa: E402
                        proof)
 
 distrain, folder, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
