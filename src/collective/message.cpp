@@ -41,60 +41,50 @@ std::string dtype_name(c10::ScalarType dtype) {
                                              : "dtype " + std::to_string(int(dtype));
 }
 
+/// A kind's name, and the format of its description.
+struct KindText {
+  OpKind kind;
+  const char* name;
+  const char* description;
+};
+const KindText* find_text(OpKind kind) {
+  using enum OpKind;
+  static constexpr KindText kKinds[] = {
+      {kBarrier, "barrier", "barrier"},
+      {kBarrierShared, "barrier", "barrier"},
+      {kBroadcast, "broadcast", "broadcast(root {root}, {tensor})"},
+      {kAllgather, "allgather", "allgather({tensor})"},
+      {kReduceScatter, "reduce_scatter", "reduce_scatter({op}, {tensor})"},
+      {kAllToAll, "all_to_all", "all_to_all({dtype})"},
+      {kGather, "gather", "gather(root {root}, {tensor})"},
+      {kScatter, "scatter", "scatter(root {root}, {tensor})"},
+      {kReduce, "reduce", "reduce({op}, root {root}, {tensor})"},
+      {kTransfer, "send/recv", "send/recv(tag {tag}, {tensor})"},
+      {kAllreduceDirect, "allreduce", "allreduce({op}, {tensor})"},
+      {kAllreduceShared, "allreduce", "allreduce({op}, {tensor})"},
+      {kAllreduceInPlace, "allreduce", "allreduce in place({op}, {tensor})"},
+      {kAllreduceChunked, "allreduce", "allreduce in chunks({op}, {tensor})"},
+      {kAllreduceOverHosts, "allreduce", "allreduce over {root} hosts({op}, {tensor})"},
+      {kRefusal, "collective", "refusal"}};
+  const auto* const found = std::ranges::find(kKinds, kind, &KindText::kind);
+  return found == std::end(kKinds) ? nullptr : found;
+}
+
 }  // namespace
 
 const char* kind_name(OpKind kind) {
-  using enum OpKind;
-  static constexpr std::pair<OpKind, const char*> kNames[] = {{kBarrier, "barrier"},
-                                                              {kBarrierShared, "barrier"},
-                                                              {kBroadcast, "broadcast"},
-                                                              {kAllgather, "allgather"},
-                                                              {kReduceScatter, "reduce_scatter"},
-                                                              {kAllToAll, "all_to_all"},
-                                                              {kGather, "gather"},
-                                                              {kScatter, "scatter"},
-                                                              {kReduce, "reduce"},
-                                                              {kTransfer, "send/recv"}};
-  const auto* const found = std::ranges::find(kNames, kind, &std::pair<OpKind, const char*>::first);
-  if (found != std::end(kNames)) return found->second;
-  return kind == kRefusal ? "collective" : "allreduce";
+  const KindText* const found = find_text(kind);
+  return found ? found->name : "collective";
 }
 
 std::string describe(const OpSpec& spec) {
-  const std::string tensor = fmt::format("{}, {} bytes)", dtype_name(spec.dtype), spec.bytes);
-  switch (spec.kind) {
-    case OpKind::kBarrier:
-    case OpKind::kBarrierShared:
-      return "barrier";
-    case OpKind::kBroadcast:
-    case OpKind::kGather:
-    case OpKind::kScatter:
-      return fmt::format("{}(root {}, {}", kind_name(spec.kind), spec.root, tensor);
-    case OpKind::kAllgather:
-      return "allgather(" + tensor;
-    case OpKind::kReduceScatter:
-      return fmt::format("reduce_scatter({}, {}", reduce_op_name(spec.reduce_op), tensor);
-    case OpKind::kReduce:
-      return fmt::format("reduce({}, root {}, {}", reduce_op_name(spec.reduce_op), spec.root,
-                         tensor);
-    case OpKind::kAllToAll:
-      return "all_to_all(" + dtype_name(spec.dtype) + ")";
-    case OpKind::kTransfer:
-      return fmt::format("send/recv(tag {}, {}", static_cast<int>(spec.root), tensor);
-    case OpKind::kAllreduceDirect:
-    case OpKind::kAllreduceShared:
-      return fmt::format("allreduce({}, {}", reduce_op_name(spec.reduce_op), tensor);
-    case OpKind::kAllreduceChunked:
-      return fmt::format("allreduce in chunks({}, {}", reduce_op_name(spec.reduce_op), tensor);
-    case OpKind::kAllreduceOverHosts:
-      return fmt::format("allreduce over {} hosts({}, {}", spec.root,
-                         reduce_op_name(spec.reduce_op), tensor);
-    case OpKind::kAllreduceInPlace:
-      return fmt::format("allreduce in place({}, {}", reduce_op_name(spec.reduce_op), tensor);
-    case OpKind::kRefusal:
-      return "refusal";
-  }
-  return "unknown operation " + std::to_string(int(spec.kind));
+  const KindText* const found = find_text(spec.kind);
+  if (!found) return "unknown operation " + std::to_string(int(spec.kind));
+  const std::string dtype = dtype_name(spec.dtype);
+  return fmt::format(fmt::runtime(found->description),
+                     fmt::arg("op", reduce_op_name(spec.reduce_op)), fmt::arg("root", spec.root),
+                     fmt::arg("tag", static_cast<int>(spec.root)), fmt::arg("dtype", dtype),
+                     fmt::arg("tensor", fmt::format("{}, {} bytes", dtype, spec.bytes)));
 }
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out) {
